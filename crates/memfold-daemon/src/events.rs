@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_changed_is_one_event_and_a_vm_of_the_same_name_is_another() {
+    fn each_change_is_one_event_and_a_new_vm_of_the_same_name_is_another() {
         let mut old = Seen::default();
         old.vms.insert("a".into(), vm(1, true, &["x"]));
         old.vms.insert("b".into(), vm(2, true, &[]));
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_brake_did_and_snapshots_that_come_and_go_are_events_once() {
+    fn each_action_of_the_brake_and_each_change_of_snapshots_is_one_event() {
         let done = |level, at_unix_s, what: &str| BrakeEvent {
             at_unix_s,
             level,

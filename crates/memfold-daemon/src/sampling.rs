@@ -324,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_samples_may_cost_is_bounded_by_their_interval() {
+    fn the_interval_of_samples_grows_with_their_cost() {
         for (cost_ms, watched, wanted_s) in [
             (1, false, 30),
             (60, false, 60),

@@ -329,7 +329,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_guest_says_of_its_swap_disk_is_believed_if_it_makes_sense() {
+    fn a_guests_swap_use_is_accepted_only_within_its_disk() {
         let said = |stdout: &str, code| {
             let stdout = stdout.as_bytes().to_vec();
             SwapUse::of(Ok(CommandResult {

@@ -18,7 +18,7 @@ fn read<T: DeserializeOwned>(file: &str) -> T {
 }
 
 #[test]
-fn what_an_earlier_daemon_wrote_of_its_vms_is_read_as_it_was_meant() {
+fn files_of_vms_of_an_earlier_daemon_are_read() {
     for name in ["a", "b", "c", "g", "k-1"] {
         let spec: VmSpec = read(&format!("state/vms/{name}/spec.json"));
         assert_eq!(
@@ -50,7 +50,7 @@ fn what_an_earlier_daemon_wrote_of_its_vms_is_read_as_it_was_meant() {
 }
 
 #[test]
-fn what_an_earlier_daemon_saved_and_built_is_read_as_it_was_meant() {
+fn snapshots_and_segments_of_an_earlier_daemon_are_read() {
     let warm: Manifest = read("snapshots/warm/manifest.json");
     assert_eq!(
         (warm.vm.as_str(), warm.format, warm.keep),

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_drops_the_oldest_and_counts_them() {
+    fn a_flood_of_hints_drops_the_oldest_and_counts_them() {
         let start = Instant::now();
         let mut stack = HintStack::new(4, SETTLE);
         for file in 0..10 {

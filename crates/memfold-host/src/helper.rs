@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_program_prints_is_collected_whole() {
+    fn all_output_of_a_helper_program_is_collected() {
         let said = shell(
             "head -c 300000 /dev/zero; echo no >&2; exit 3",
             Duration::from_secs(60),

@@ -77,7 +77,7 @@ fn causes(facts: &Facts) -> Vec<(Cause, u64)> {
 }
 
 #[test]
-fn what_is_alone_is_unique_or_volatile_as_on_the_host() {
+fn unmerged_pages_are_unique_or_volatile_in_the_hosts_ratio() {
     assert_eq!(
         causes(&facts()),
         [

@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_kernel_lacks_is_absent_and_what_it_has_more_is_shown() {
+    fn files_that_a_kernel_lacks_are_absent_and_unknown_ones_are_shown() {
         let tree = tempfile::tempdir().unwrap();
         for (name, text) in [
             ("run", "1"),

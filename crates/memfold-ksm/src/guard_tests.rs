@@ -51,7 +51,7 @@ fn a_fresh_kernel_has_the_defaults() {
 }
 
 #[test]
-fn what_an_older_kernel_lacks_is_neither_read_nor_written() {
+fn controls_that_an_older_kernel_lacks_are_neither_read_nor_written() {
     let tree = tree();
     for name in ["smart_scan", "advisor_mode"] {
         fs::remove_file(tree.path().join(name)).unwrap();

@@ -578,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ksm_has_merged_is_there_for_the_next_vm() {
+    fn memory_that_ksm_merged_is_counted_once_for_further_vms() {
         let mut report = report();
         for vm in &mut report.vms {
             vm.ksm_merged_bytes = Some(ByteSize::mib(60));

@@ -105,7 +105,7 @@ fn a_store_page_counts_once_on_the_host_however_many_map_it() {
 }
 
 #[test]
-fn what_ended_processes_had_merged_is_not_saved() {
+fn pages_merged_in_ended_processes_are_not_counted_as_saved() {
     let mut ksm = KsmAccount {
         general_profit_bytes: 50 << 20,
         merging_pages: Some(0),

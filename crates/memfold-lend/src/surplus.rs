@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_beyond_a_new_limit_is_taken_back() {
+    fn lent_memory_beyond_a_new_limit_is_taken_back() {
         let mut judge = Judge::new(8 * GIB);
         assert_eq!(judge.judge(calm(0, 8 * GIB), 4 * GIB).recall_bytes, 0);
         judge.set_max(3 * GIB);
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_comes_back_when_the_host_is_short_twice_in_a_row() {
+    fn lent_memory_is_taken_back_when_the_host_is_short_twice_in_a_row() {
         let mut judge = Judge::new(64 * GIB);
         // Between the marks nothing is offered and nothing taken back.
         for second in 0..20 {
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_and_not_allocated_yet_is_not_lent_twice() {
+    fn leased_memory_that_is_not_allocated_yet_is_not_lent_twice() {
         let mut judge = Judge::new(64 * GIB);
         assert_eq!(judge.judge(calm(0, 10 * GIB), 0).offer_bytes, 9 * GIB);
         // 8 GiB are taken, and nothing of them is allocated yet; then a half; then all.
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn what_vms_may_call_in_is_not_lent_and_is_taken_back() {
+    fn memory_that_vms_may_claim_is_not_lent_and_is_taken_back() {
         let owing = |second, available, owed_bytes| Sample {
             owed_bytes,
             ..calm(second, available)

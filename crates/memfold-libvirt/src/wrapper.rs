@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_missing_qemu_is_started_as_it_is() {
+    fn plain_qemu_starts_whatever_part_of_memfold_is_missing() {
         let (place, wrapper) = wrapped(&"d".repeat(107));
         let name = ["-name", "guest=a"];
         let plain = "none|none|-name|guest=a|";

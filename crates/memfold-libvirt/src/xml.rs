@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_enabled_is_put_back_byte_for_byte() {
+    fn disable_restores_the_xml_byte_for_byte() {
         for before in [
             PLAIN.to_owned(),
             PLAIN.replace("  <os>", "  <metadata>\n    <a:b xmlns:a=\"u\" c='d'>  x\n</a:b>\n  </metadata>\n  <os>"),

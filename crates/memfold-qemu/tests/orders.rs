@@ -175,7 +175,7 @@ fn a_run_over_several_mappings_is_folded() {
 }
 
 #[test]
-fn what_was_folded_before_the_block_was_added_counts_as_folded() {
+fn pages_folded_before_their_block_was_added_count_as_folded() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_vm_alone_uses_gains_nothing_and_dense_files_come_first() {
+    fn a_file_of_one_vm_gains_nothing_and_dense_files_come_first() {
         let uses = [
             used("a", "/usr/alone", 10, 10),
             used("a", "/usr/sparse", 10_000, 200),
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_of_many_vms_caches_gains_nothing_however_many_there_will_be() {
+    fn a_file_that_one_of_many_vms_caches_gains_nothing_with_more_vms() {
         let uses = [used("a", "/usr/rare", 64, 64)];
         assert!(rank(&uses, 6, Some(6))[0].net_bytes < 0);
         assert!(rank(&uses, 1, Some(6))[0].net_bytes > 0);

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_vm_s_user_put_in_its_overlay_s_place_is_not_saved() {
+    fn a_file_put_in_place_of_an_overlay_is_not_saved() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().join(name);
         let shelf = Shelf::open(&path("shelf"));

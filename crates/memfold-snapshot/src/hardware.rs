@@ -165,7 +165,7 @@ mod tests {
     use memfold_vm::DiskSpec;
 
     #[test]
-    fn what_a_snapshot_would_lack_is_named() {
+    fn a_save_names_hardware_that_a_snapshot_would_lack() {
         assert_eq!(not_running(&json!({ "status": "running" })), None);
         let full = not_running(&json!({ "status": "io-error" })).unwrap();
         assert!(full.contains("free space"), "{full}");

@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_goes_to_the_disk_without_a_sync() {
+    fn written_bytes_reach_the_disk_without_a_sync() {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let writeback = Writeback::start(&file).unwrap();
         write_all_at(&file, &vec![7; 2 << 20], 0).unwrap();

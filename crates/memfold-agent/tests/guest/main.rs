@@ -33,7 +33,7 @@ fn hear_until(guest: &mut Guest, ready: impl Fn(&Guest) -> bool) {
 }
 
 #[test]
-fn hints_of_a_real_guest_are_right() {
+fn at_least_99_percent_of_a_real_guests_hints_are_right() {
     let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
         memfold_testkit::skip!("needs guest images and MEMFOLD_AGENT (the static agent)");
     };

@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_saved_is_told_by_work_and_number_of_vms() {
+    fn savings_are_reported_by_kind_of_work_and_number_of_vms() {
         let focus = |held, vms, merged_mib, major| Focus {
             held,
             vms,

@@ -383,7 +383,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn others_are_named() {
+    fn processes_with_mergeable_memory_of_others_are_named() {
         let process = |pid, mergeable| Process {
             pid,
             comm: format!("p{pid}"),

@@ -309,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_copied_is_what_globs_begin_with_and_nothing_twice() {
+    fn directories_to_copy_are_the_beginnings_of_the_globs_each_once() {
         let of = |globs: &[&str]| tops(&globs.iter().map(ToString::to_string).collect::<Vec<_>>());
         assert_eq!(of(&[]), ["/opt", "/usr"]);
         assert_eq!(

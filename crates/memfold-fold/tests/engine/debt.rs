@@ -33,7 +33,7 @@ fn braked(engine: &Running, why: Option<&str>) {
 }
 
 #[test]
-fn what_is_folded_is_owed_until_it_is_written_and_the_store_comes_back_at_once_when_asked() {
+fn folded_pages_are_owed_until_written_and_the_store_is_freed_on_request() {
     let domain = domain("owed");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 256, 31);
@@ -112,7 +112,7 @@ fn a_braked_engine_folds_nothing_more_keeps_what_is_folded_and_goes_on_when_it_m
 }
 
 #[test]
-fn of_a_snapshot_what_the_image_holds_and_the_vm_has_not_written_is_owed_and_no_hole() {
+fn unwritten_pages_of_a_snapshots_image_are_owed_and_holes_are_not() {
     let domain = domain("owed-image");
     let image = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let image = File::from(image);

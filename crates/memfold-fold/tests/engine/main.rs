@@ -81,7 +81,7 @@ fn another_version_of_a_file_is_found_out_and_meets_its_like() {
 }
 
 #[test]
-fn what_was_stored_for_an_earlier_session_is_given_back() {
+fn store_pages_of_an_earlier_session_are_freed() {
     let domain = domain("sessions");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     let engine = Running::start();

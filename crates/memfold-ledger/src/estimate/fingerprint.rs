@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_two_vms_have_in_common_is_in_both_fingerprints_at_any_level() {
+    fn contents_common_to_two_vms_are_in_both_fingerprints_at_any_level() {
         // 40,000 contents each, of which 30,000 are the same.
         let contents: Vec<(u32, u64)> = (0..40_000)
             .flat_map(|number| [(0, scrambled(number)), (1, scrambled(number + 10_000))])

@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changed_between_the_looks_is_volatile_and_no_copy_of_anything() {
+    fn a_page_that_changed_between_two_readings_is_volatile_and_no_copy() {
         let mut looked = looked();
         let changed = |seen| Seen {
             again: Again::Changed,

@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_address_can_take_a_part_of_the_places_and_gives_them_back() {
+    fn one_address_gets_a_quarter_of_the_connections_and_frees_them() {
         let all = Arc::new(Places::default());
         let take = |address: &str| Place::take(&all, address.parse().unwrap());
         let taken: Vec<Place> = (0..).map_while(|_| take("192.0.2.1")).collect();

@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn who_did_what_with_which_outcome_is_noted_and_secrets_are_not() {
+    fn the_audit_log_has_user_action_and_outcome_and_no_secret() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().join("records"));
         done(
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_behind_the_path_is_noted_too() {
+    fn query_parameters_of_a_change_are_in_the_audit_log() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().to_owned());
         done(
@@ -406,7 +406,7 @@ mod tests {
     const LEFT_OUT: [&str; 2] = ["script", "secret"];
 
     #[test]
-    fn whatever_a_change_may_ask_for_is_noted_or_left_out_on_purpose() {
+    fn each_field_of_a_change_is_audited_or_left_out_on_purpose() {
         let description = crate::routes::openapi();
         let mut fields = std::collections::BTreeSet::new();
         for (path, methods) in description["paths"].as_object().unwrap() {

@@ -431,7 +431,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_changes_something_needs_the_role_to_operate() {
+    fn every_change_needs_the_role_operate() {
         for path in ["/v1/vms", "/v1/fold", "/v1/new-one", "/openapi.json", "/x"] {
             for method in [Method::POST, Method::PUT, Method::DELETE, Method::PATCH] {
                 assert_eq!(

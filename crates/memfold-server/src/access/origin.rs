@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_of_a_whole_site_is_no_public_url() {
+    fn a_public_url_with_more_or_less_than_a_site_is_refused() {
         for (text, why) in [
             ("vms.example", PublicUrlError::NoUrl),
             ("ftp://vms.example", PublicUrlError::NoUrl),

@@ -232,7 +232,7 @@ fn values_keep_their_sign_unit_and_labels() {
 }
 
 #[test]
-fn what_a_host_lacks_is_left_out_and_not_zero() {
+fn metrics_that_a_host_lacks_are_left_out_and_not_zero() {
     let mut figures = everything();
     figures.report.ledger.host.ksm = None;
     figures.report.fold.hint_to_fold_p50_s = None;

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_drive_is_given_says_where_it_is_and_nothing_of_its_file() {
+    fn a_drives_options_keep_its_place_and_not_its_file() {
         let option = |text: &str| {
             let options = [("drive".to_owned(), Some(text.to_owned()))];
             drives(&options, "pc-q35-10.0").unwrap().remove(0)

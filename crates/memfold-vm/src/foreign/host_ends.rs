@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_another_process_has_is_left_out_and_told() {
+    fn host_ends_that_another_process_has_are_left_out_and_named() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().join(name).display().to_string();
         let _listens = UnixListener::bind(path("taken")).unwrap();

@@ -286,7 +286,7 @@ fn a_vm_of_proxmox_keeps_its_devices_and_nothing_of_its_host() {
 }
 
 #[test]
-fn what_a_second_qemu_cannot_have_is_named() {
+fn devices_that_a_second_qemu_cannot_have_are_refused_by_name() {
     refused("-device vfio-pci,host=01:00.0", &["vfio-pci", "host's"]);
     refused("-device loader,file=/etc/shadow", &["loader"]);
     refused(
@@ -482,7 +482,7 @@ fn the_console_is_shared_where_several_devices_use_it() {
 }
 
 #[test]
-fn what_no_second_vm_can_have_is_told() {
+fn displays_and_ports_that_only_one_vm_can_have_are_named() {
     for (text, wanted) in [
         ("-vnc 127.0.0.1:0,password=on", "-vnc 127.0.0.1:0"),
         ("-vnc none", ""),

@@ -384,7 +384,7 @@ pages_per_second = 10_000
     }
 
     #[test]
-    fn what_is_no_toml_is_named_with_its_line_and_nothing_else_is_guessed() {
+    fn broken_toml_is_named_with_its_line_and_no_other_problem() {
         let problems = wrong("cpu = 5\nstore_cap = = 3\ncolour = 1\n");
         assert!(!problems.is_empty());
         assert!(

@@ -614,7 +614,7 @@ fn a_lender_that_stops_gets_its_memory_back_from_running_vms() {
 }
 
 #[test]
-fn what_cannot_be_borrowed_is_refused_and_nothing_changes() {
+fn borrowing_that_cannot_work_is_refused_and_changes_nothing() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };

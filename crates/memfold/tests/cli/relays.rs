@@ -197,7 +197,7 @@ fn a_disk_over_two_lenders_survives_either() {
 }
 
 #[test]
-fn what_no_lender_has_alone_is_borrowed_of_several_or_of_none() {
+fn a_disk_too_large_for_one_lender_is_borrowed_from_several_or_none() {
     let Some(first) = lender("a", &[], &[]) else {
         return;
     };

@@ -233,7 +233,7 @@ fn memory_that_is_not_offered_is_explained_by_who_refused() {
 }
 
 #[test]
-fn what_waits_for_ksmd_or_stays_alone_is_explained() {
+fn pages_that_wait_for_ksmd_or_stay_unmerged_are_explained() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let controls = Controls::default();

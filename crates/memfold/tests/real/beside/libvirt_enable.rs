@@ -49,7 +49,7 @@ fn define(host: &Host, place: &Path, name: &str, xml: &str) -> String {
 }
 
 #[test]
-fn what_is_enabled_in_a_domain_without_a_free_port_is_put_back_and_what_hinders_folding_is_said() {
+fn a_domain_without_a_free_port_is_enabled_and_restored_and_hindrances_are_named() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
