@@ -6,7 +6,7 @@ use memfold_api::VmInfo;
 use memfold_fold::Command;
 use memfold_vm::kernel_copy::KernelCopies;
 use memfold_vm::{AgentOptions, Vm};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use crate::error::DaemonError;
 use crate::folding::Folding;
@@ -89,7 +89,13 @@ impl Vms {
 
     /// The VM's process has ended.
     fn forget(&self, machine: &Machine) {
-        info!(vm = machine.name(), "VM ended");
+        let said = machine.vm().directory().and_then(memfold_vm::last_words);
+        if let Some(said) = said {
+            let vm = machine.name();
+            warn!(vm, said, "QEMU ended by itself; 'said' is its last message");
+        } else {
+            info!(vm = machine.name(), "VM ended");
+        }
         let segments = machine.vm().segments();
         self.segments.end_writer(machine.name(), &segments);
         // Its name is free only when its files are gone: they would be taken for those of the next VM.

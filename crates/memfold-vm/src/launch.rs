@@ -43,6 +43,9 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of QEMU's output that an error repeats.
 const LOG_TAIL: usize = 4096;
 
+/// How long before its end QEMU may have said why it ends.
+const LAST_WORDS: Duration = Duration::from_secs(10);
+
 /// Why a VM was not started. Nothing is left of it then.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
@@ -520,6 +523,15 @@ pub fn log_tail(directory: &VmDirectory) -> String {
     let log = fs::read(directory.qemu_log()).unwrap_or_default();
     let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
     String::from_utf8_lossy(tail).trim().to_owned()
+}
+
+/// What QEMU has said right before it ended, if it ended by itself: of a failed assertion, or of memory that it has spoiled.
+pub fn last_words(directory: &VmDirectory) -> Option<String> {
+    let written = fs::metadata(directory.qemu_log()).ok()?.modified().ok()?;
+    let is_of_the_end = written.elapsed().is_ok_and(|age| age < LAST_WORDS);
+    let tail = log_tail(directory);
+    let last = tail.lines().last()?;
+    (is_of_the_end && !last.contains("terminating on signal")).then(|| last.to_owned())
 }
 
 /// Where a temporary overlay will be, in `TMPDIR` or `/var/tmp`: not in the state directory, which is RAM.

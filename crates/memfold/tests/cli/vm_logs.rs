@@ -1,8 +1,11 @@
 //! What a guest says on its console does not fill the state directory.
 
+use std::fs::File;
+use std::io::Write as _;
 use std::time::Duration;
 
 use memfold_testkit::wait_until;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::{Daemon, code, err};
 
@@ -54,4 +57,39 @@ fn a_console_that_never_stops_talking_keeps_its_end_and_a_little_before_it() {
     let ended = daemon.run(&["vm", "stop", "talks", "--timeout", "0"]);
     assert_eq!(code(&ended), 0, "{}", err(&ended));
     assert!(!log.parent().unwrap().exists());
+}
+
+#[test]
+fn the_last_words_of_a_qemu_that_ends_by_itself_are_in_the_daemons_log() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let daemon = Daemon::start_logging(log.reopen().unwrap().into(), &[]);
+    let asked = daemon.paused_vm("asked", &[]);
+    let fails = daemon.paused_vm("fails", &[]);
+    assert_ne!(asked["pid"], fails["pid"]);
+    let words = "malloc(): unsorted double linked list corrupted";
+    let said = daemon.state().join("vms/fails/qemu.log");
+    let mut said = File::options().append(true).open(said).unwrap();
+    writeln!(said, "an older line\n{words}").unwrap();
+    let pid = i32::try_from(fails["pid"].as_i64().unwrap()).unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::ABORT).unwrap();
+    let ended = daemon.run(&["vm", "stop", "asked", "--timeout", "0"]);
+    assert_eq!(code(&ended), 0, "{}", err(&ended));
+    wait_until("both have ended", Duration::from_secs(60), || {
+        daemon.json(&["vm", "list"]) == serde_json::json!([])
+    });
+    let lines = std::fs::read_to_string(log.path()).unwrap();
+    let end_of = |vm: &str| {
+        let name = format!("vm=\"{vm}\"");
+        let is_it = |line: &&str| line.contains(&name) && line.contains("ended");
+        lines
+            .lines()
+            .find(is_it)
+            .unwrap_or_else(|| panic!("{lines}"))
+    };
+    let failed = end_of("fails");
+    assert!(
+        failed.contains("WARN") && failed.contains(words),
+        "{failed}"
+    );
+    assert!(end_of("asked").contains("INFO"), "{lines}");
 }
