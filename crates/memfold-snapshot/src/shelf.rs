@@ -504,6 +504,6 @@ mod tests {
         let newer = text.replace("\"format\": 1", "\"format\": 3");
         fs::write(place.join(MANIFEST), &newer).unwrap();
         fs::write(place.join(MANIFEST_SUM), hex(xxh3_128(newer.as_bytes()))).unwrap();
-        assert!(why().contains("format 3"), "{}", why());
+        assert!(why().contains("the format is 3"), "{}", why());
     }
 }

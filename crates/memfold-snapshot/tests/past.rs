@@ -353,7 +353,7 @@ fn copying_ends_when_its_file_takes_no_bytes_and_the_vm_writes_on() {
     let at = ram.area().part(2, 1).start();
     memory::read(me(), at, &mut buffer).unwrap();
     let error = past.settle(at, &mut buffer).unwrap_err();
-    assert!(error.to_string().contains("room"), "{error}");
+    assert!(error.to_string().contains("without --live"), "{error}");
     while_written(&ram, 5, |writes| {
         writes.wait_for_more("each writer goes on");
     });
@@ -375,7 +375,7 @@ fn copying_ends_when_no_slot_is_left_and_the_vm_writes_on() {
     assert!(settled(5).unwrap() == bytes(5));
     ram.write(4, 77);
     let error = settled(6).unwrap_err().to_string();
-    assert!(error.contains("room"), "{error}");
+    assert!(error.contains("without --live"), "{error}");
     ram.ok(&Order::ForgetPast, None);
 }
 

@@ -287,7 +287,7 @@ fn a_vm_of_proxmox_keeps_its_devices_and_nothing_of_its_host() {
 
 #[test]
 fn devices_that_a_second_qemu_cannot_have_are_refused_by_name() {
-    refused("-device vfio-pci,host=01:00.0", &["vfio-pci", "host's"]);
+    refused("-device vfio-pci,host=01:00.0", &["vfio-pci", "this host"]);
     refused("-device loader,file=/etc/shadow", &["loader"]);
     refused(
         "-object memory-backend-file,id=m,mem-path=/dev/hugepages,size=1G",

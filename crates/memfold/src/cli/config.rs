@@ -192,7 +192,7 @@ fn arguments_of(
             let texts = texts.ok_or("must be a list of strings or numbers")?;
             texts.iter().map(|t| format!("--{long}={t}")).collect()
         }
-        (ArgAction::Append, _) => return Err("is a list: [\"...\", \"...\"]".to_owned()),
+        (ArgAction::Append, _) => return Err("must be a list: [\"...\", \"...\"]".to_owned()),
         (_, value) => {
             let text = text_of(value).ok_or("must be a string or a number")?;
             vec![format!("--{long}={text}")]

@@ -153,7 +153,7 @@ mod tests {
         };
         let text = render(&report);
         for word in [
-            "brake: warning; folding and KSM make no more debt",
+            "brake: warning; folding and KSM share no more memory until the level is ok",
             "3.00 GiB",
             "(50 %)",
             "available in control group /sys/fs/cgroup/machine.slice",

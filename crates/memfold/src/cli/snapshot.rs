@@ -66,7 +66,7 @@ pub(super) enum Arguments {
         #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
         forwards: Vec<Forward>,
     },
-    /// All snapshots
+    /// List all snapshots
     List,
     /// Show a snapshot's manifest
     Inspect {
