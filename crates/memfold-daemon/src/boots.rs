@@ -188,7 +188,7 @@ impl Boots {
         // What can be known of the snapshot, before anything ends.
         restore::spec(&self.directory, &manifest, name)?;
         let progress = self.locks.begin(&manifest.name)?;
-        self.directory.checked_ram(&manifest, &progress)?;
+        self.directory.checked_image(&manifest, &progress)?;
         // Not by its name, which another VM may have by now.
         machine.stop(Duration::ZERO)?;
         let end = Instant::now() + ANSWER_TIMEOUT;

@@ -43,15 +43,16 @@ impl VmState {
     }
 }
 
-/// Takes in which mappings of files other than the page store a VM has. Those in its RAM are views of one image: memfold folds no
-/// RAM that QEMU itself has made of a file.
+/// Takes in which mappings of files other than the page store a VM has. Those in its RAM are views of one image, and of files of disks that hold the
+/// rest of it: memfold folds no RAM that QEMU itself has made of a file.
 pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
     let in_ram: Vec<(&FileMapping, Vec<(Index, Part)>)> = mappings
         .iter()
         .map(|mapping| (mapping, parts_in_ram(&vm.table, mapping)))
         .filter(|(_, parts)| !parts.is_empty())
         .collect();
-    let first = in_ram.first().map(|(mapping, _)| *mapping);
+    let named = in_ram.iter().find(|(mapping, _)| mapping.is_image);
+    let first = named.or(in_ram.first()).map(|(mapping, _)| *mapping);
     let file = first.map(|mapping| mapping.file);
     if vm.back.image.as_ref().map(|image| image.identity) != file {
         vm.back.forget();
@@ -60,6 +61,10 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
             debug!(vm = vm.stats.name, %error, "cannot read the snapshot's image that the VM runs from");
             None
         });
+        // What the kernel can't do for one of the files is not done for the VM.
+        if let Some(image) = &mut vm.back.image {
+            image.protectable &= in_ram.iter().all(|(m, _)| m.file == image.identity);
+        }
         note_image_data(vm, &in_ram);
     }
     let of_image = in_ram.iter().filter(|(m, _)| Some(m.file) == file);
@@ -73,7 +78,7 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
     }));
 }
 
-/// Notes which pages of RAM the image holds something for. A file system's image is mapped whole, holes too.
+/// Notes which pages of RAM the image holds something for. A file system's image is mapped whole, holes too; of a disk's file, what is mapped is memory.
 fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>)]) {
     let Some(image) = &vm.back.image else {
         return vm.table.set_image_data(std::iter::empty());
@@ -98,6 +103,11 @@ fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>
                 filled.push(at(from)..at(to));
             }
         }
+    }
+    let of_disks = in_ram.iter().filter(|(m, _)| m.file != image.identity);
+    for (first, part) in of_disks.flat_map(|(_, parts)| parts) {
+        let pages = u32::try_from(part.pages).unwrap_or(u32::MAX);
+        filled.push(*first..first.saturating_add(pages));
     }
     vm.table.set_image_data(filled.into_iter());
 }

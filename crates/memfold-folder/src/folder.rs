@@ -12,7 +12,7 @@ use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::frame::Validate;
 use memfold_wire::library::{
-    FoldRun, Freeze, MONITOR_VARIABLE, ORDER_TIME, Order, Outcome, Range, Reply, VERSION,
+    FoldRun, Freeze, MONITOR_VARIABLE, MapRun, ORDER_TIME, Order, Outcome, Range, Reply, VERSION,
 };
 use rustix::io::Errno;
 
@@ -162,6 +162,9 @@ impl Folder {
                 file_page,
             } => {
                 sent(descriptor, "file").and_then(|file| self.map(*hva, *pages, *file_page, &file))
+            }
+            Order::MapRuns { runs } => {
+                sent(descriptor, "file").and_then(|file| self.map_runs(runs, &file))
             }
             Order::Fold { freeze, runs } => self.fold(*freeze, runs),
             Order::Release { freeze, ranges } => self.each(*freeze, ranges, |range| match freeze {
@@ -444,6 +447,13 @@ impl Folder {
         Ok(Reply::Ok)
     }
 
+    fn map_runs(&self, runs: &[MapRun], file: &OwnedFd) -> Result<Reply, String> {
+        for run in runs {
+            self.map(run.hva, run.pages, run.file_page, file)?;
+        }
+        Ok(Reply::Ok)
+    }
+
     fn drop_zero(&self, ranges: &[Range]) -> Result<Reply, String> {
         let uffd = self.need_uffd()?;
         if !uffd.can_move() {
@@ -526,6 +536,7 @@ const fn changes_mappings(order: &Order) -> bool {
             | Order::Release { .. }
             | Order::DropZero { .. }
             | Order::Map { .. }
+            | Order::MapRuns { .. }
             | Order::TrackWrites
     )
 }

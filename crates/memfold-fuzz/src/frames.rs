@@ -7,7 +7,7 @@ use memfold_wire::agent::{
 };
 use memfold_wire::frame::{Decoder, FrameError, HEADER, Validate, decode_body, encode};
 use memfold_wire::library::{
-    self, Advice, FoldRun, Freeze, HISTOGRAM_BUCKETS, Order, Outcome, Range, Reply, Stats,
+    self, Advice, FoldRun, Freeze, HISTOGRAM_BUCKETS, MapRun, Order, Outcome, Range, Reply, Stats,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -308,6 +308,13 @@ fn orders() -> Vec<Order> {
             hva,
             pages: 3,
             file_page: u64::MAX,
+        },
+        Order::MapRuns {
+            runs: vec![MapRun {
+                hva,
+                pages: 3,
+                file_page: u64::MAX,
+            }],
         },
         Order::Stats,
         Order::RemoveRam { hva },

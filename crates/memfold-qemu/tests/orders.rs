@@ -10,7 +10,7 @@ use memfold_folder::{Folder, Monitor};
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
-use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply};
+use memfold_wire::library::{Advice, FoldRun, Freeze, MapRun, Order, Outcome, Range, Reply};
 use proptest::prelude::*;
 use support::{Bench, FakeQemu};
 
@@ -378,6 +378,52 @@ fn a_file_is_mapped_and_folded_back() {
         bench.folder.execute(&beyond, Some(file)),
         Reply::Error { .. }
     ));
+}
+
+#[test]
+fn runs_of_a_file_are_mapped_over_another_up_to_the_first_that_cannot_be() {
+    let Some(bench) = Bench::new(16) else { return };
+    let write = |file: &std::fs::File, seed, pages: std::ops::Range<u64>, at: u64| {
+        let bytes: Vec<u8> = pages
+            .flat_map(|page| support::pattern(seed, page))
+            .flat_map(u64::to_ne_bytes)
+            .collect();
+        std::os::unix::fs::FileExt::write_all_at(file, &bytes, at * PAGE_SIZE).unwrap();
+    };
+    write(&bench.store, 5, 0..16, 100);
+    let whole = Order::Map {
+        hva: bench.hva(0),
+        pages: 16,
+        file_page: 100,
+    };
+    bench.ok(&whole, Some(bench.store.try_clone().unwrap().into()));
+    let disk = tempfile::tempfile().unwrap();
+    write(&disk, 6, 4..6, 7);
+    write(&disk, 6, 10..13, 3);
+    let run = |page, pages, file_page| MapRun {
+        hva: bench.hva(page),
+        pages,
+        file_page,
+    };
+    let map = |runs: Vec<MapRun>| {
+        let order = Order::MapRuns { runs };
+        let file = disk.try_clone().unwrap().into();
+        bench.folder.execute(&order, Some(file))
+    };
+    assert_eq!(map(vec![run(10, 3, 3), run(4, 2, 7)]), Reply::Ok);
+    for (seed, page, pages) in [(5, 0, 4), (6, 4, 2), (5, 6, 4), (6, 10, 3), (5, 13, 3)] {
+        bench.assert_holds(seed, page, pages);
+    }
+    for refused in [
+        vec![],
+        vec![run(0, 1, 1 << 30)],
+        vec![run(15, 2, 3)],
+        vec![run(13, 2, 7), run(0, 10, 0)],
+    ] {
+        assert!(matches!(map(refused), Reply::Error { .. }));
+    }
+    bench.assert_holds(5, 0, 4);
+    assert_eq!(bench.area(13, 2).equal_pages(bench.area(4, 2)), 2);
 }
 
 #[test]

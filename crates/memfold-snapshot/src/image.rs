@@ -298,13 +298,6 @@ impl Iterator for Data<'_> {
     }
 }
 
-/// Makes a hole.
-pub(super) fn punch(file: &File, at: u64, length: u64) -> io::Result<()> {
-    use rustix::fs::{FallocateFlags, fallocate};
-    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    Ok(fallocate(file, hole, at, length)?)
-}
-
 /// Numbers of the chunks of a file that aren't holes whole, ascending.
 pub(super) fn chunks_with_data(file: &File) -> io::Result<Vec<u64>> {
     let chunk = CHUNK_BYTES as u64;

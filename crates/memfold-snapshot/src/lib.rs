@@ -2,13 +2,14 @@
 //!
 //! ```text
 //!   save     guest drops caches, lists free pages -> stop -> device state, RAM image, disks frozen -> go on -> manifest     (save)
-//!            --keep hot: what the disks hold is taken out of the image (refer); --compress: the rest is packed (pack)
-//!   restore  QEMU -incoming, library maps the RAM image privately, device state -> cont                    (restore)
+//!            --keep hot: what the disks hold is kept by reference (candidates, refer); --compress: the rest is packed (pack)
+//!   restore  QEMU -incoming, library maps the RAM image and what disks hold of it privately, device state -> cont (restore)
 //!   clone    the same, n times; what a clone writes is its own, and the agent sets it apart from the others (identity)
 //! ```
 
 mod beside;
 mod block_job;
+mod candidates;
 mod chain_check;
 pub mod clock;
 pub mod cpu;
@@ -44,6 +45,7 @@ pub mod working_set;
 pub mod writer;
 mod written_files;
 
+pub use candidates::Candidate;
 pub use clock::ClockStep;
 pub use error::SnapshotError;
 pub use identity::{Renew, Renewal};

@@ -80,7 +80,14 @@ pub struct References {
     pub sources: Vec<PathBuf>,
     /// How many pages.
     pub pages: u64,
+    /// How many mappings show them: references that go on where the last one ends are one. Snapshots of before 2026-11-26 don't say, and refer
+    /// to single pages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mappings: Option<u64>,
 }
+
+/// Mappings of disks' files in one image that a VM can have: with the gaps between them, and what folding needs, a process may have 65,530.
+pub(super) const MOST_MAPPINGS: u64 = 20_480;
 
 /// A disk at the instant of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -262,10 +269,11 @@ impl Manifest {
         self.spec.memory
     }
 
-    /// Whether its RAM image can be mapped as it lies there.
+    /// Whether its RAM image can be mapped as it lies there, with what disks hold over it.
     #[must_use]
-    pub const fn is_mappable(&self) -> bool {
-        self.packed.is_none() && self.references.is_none()
+    pub fn is_mappable(&self) -> bool {
+        let can_map = |of: &References| of.mappings.is_some_and(|count| count <= MOST_MAPPINGS);
+        self.packed.is_none() && self.references.as_ref().is_none_or(can_map)
     }
 
     /// Its files next to `manifest.json` and the disks: names, lengths in bytes, and checksums of those that have one.

@@ -5,7 +5,8 @@
 //!   base <-- older (frozen) <-- newer (the VM writes)
 //!   base <-- older (the VM writes)                      what the newer one held was written to the older one (block-commit)
 //! ```
-//! The older one may be a snapshot's by then: it has a second name, and stays as it is.
+//! The older one may be a snapshot's by then: it has a second name, and stays as it is. Nor is a file written to that a VM maps as its memory: pages that
+//! the VM has not written itself would change.
 
 use std::fs;
 use std::ops::DerefMut;
@@ -19,6 +20,7 @@ use serde_json::json;
 use super::block_job;
 use super::disk_chain::{Below, Chains};
 use super::error::SnapshotError;
+use super::users::mappers;
 
 /// How long QEMU may write what the newer overlay holds.
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -40,6 +42,7 @@ pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
             let Some(below) = active.below.filter(is_own) else {
                 break;
             };
+            refuse_mapped(disk, &below.file)?;
             commit(monitor, disk, &top, &below).map_err(|why| {
                 SnapshotError::Impossible(format!(
                     "disk {disk} has an extra overlay of a failed save, and QEMU cannot merge it with the older overlay: {why}"
@@ -52,6 +55,19 @@ pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
         }
     }
     Ok(())
+}
+
+/// Refuses to write to a file that is a VM's memory.
+fn refuse_mapped(disk: usize, file: &Path) -> Result<(), SnapshotError> {
+    let pids = mappers(file)?;
+    let Some(pid) = pids.first() else {
+        return Ok(());
+    };
+    Err(SnapshotError::Impossible(format!(
+        "disk {disk} builds on {}, which has to be written to first and is the memory of another VM (process {}), restored from a snapshot that is gone: stop that VM",
+        file.display(),
+        pid.as_raw_nonzero()
+    )))
 }
 
 /// Whether a file is nobody else's.
@@ -84,4 +100,44 @@ fn commit<M: DerefMut<Target = Qmp>>(
         done.map_err(|error| error.to_string())?;
     }
     block_job::finish(monitor, &id, TIMEOUT, None, || Ok(()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn an_overlay_that_is_a_vms_memory_is_not_written_to() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&[7; 8192]).unwrap();
+        assert!(refuse_mapped(0, file.path()).is_ok());
+        // Python maps its standard input, as QEMU does its RAM.
+        let script = "import mmap, time; view = mmap.mmap(0, 4096, mmap.MAP_PRIVATE); print('mapped', flush=True); time.sleep(60)";
+        let input = file.reopen().unwrap();
+        let child = Command::new("python3")
+            .args(["-c", script])
+            .stdin(Stdio::from(input))
+            .stdout(Stdio::piped())
+            .spawn();
+        let mut child = match child {
+            Ok(child) => child,
+            Err(why) => memfold_testkit::skip!("no python3: {why}"),
+        };
+        let mut line = String::new();
+        let mut said = std::io::BufReader::new(child.stdout.take().unwrap());
+        std::io::BufRead::read_line(&mut said, &mut line).unwrap();
+        let refused = refuse_mapped(3, file.path());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(line, "mapped\n");
+        let refused = refused.unwrap_err().to_string();
+        assert!(
+            refused.contains("disk 3") && refused.contains("stop that VM"),
+            "{refused}"
+        );
+        assert!(refuse_mapped(0, file.path()).is_ok());
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::candidates::Candidate;
 use super::free::Frames;
 use super::manifest::{Keep, Steps};
 
@@ -19,6 +20,8 @@ pub struct Request {
     pub of_boot: Option<String>,
     /// Whether the VM goes on while its RAM is copied.
     pub live: bool,
+    /// Pages that the VM's disks may hold too: those that do are kept by reference. Ascending by `hva`; none overlaps.
+    pub candidates: Vec<Candidate>,
     /// Whether the image is compressed.
     pub compress: bool,
     /// When the save began.

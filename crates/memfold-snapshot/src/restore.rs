@@ -1,8 +1,9 @@
 //! Bringing a snapshot back to life.
 //!
 //! QEMU starts with `-incoming defer` and plain anonymous RAM; the library maps the RAM image privately over it, so that QEMU believes
-//! it anonymous (balloon and free page reporting work) and untouched pages stay the page cache's, one for all clones; other RAM
-//! blocks (firmware, tables) are small and are copied; then QEMU reads the device state.
+//! it anonymous (balloon and free page reporting work) and untouched pages stay the page cache's, one for all clones; over that, what
+//! disks hold of it, from the disks' files, which are written to no more; other RAM blocks (firmware, tables) are small and are copied; then
+//! QEMU reads the device state.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -13,18 +14,19 @@ use std::time::{Duration, Instant};
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_SIZE};
 use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec};
-use memfold_wire::library::Order;
+use memfold_wire::library::{MAX_RUNS, MapRun, Order};
 use rustix::process::Pid;
 use serde_json::json;
 
 use super::error::{SnapshotError, failed};
 use super::file_facts::{device, facts_at, modified_ns};
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, ImageBlock};
-use super::manifest::{BackingFile, DEVICES, Manifest, RAM, SavedDisk, file_name};
-use super::shelf::Shelf;
+use super::manifest::{BackingFile, DEVICES, Manifest, RAM, REFERENCES, SavedDisk, file_name};
+use super::refer::Reference;
+use super::shelf::{CheckedImage, Shelf};
 
 pub use super::own_disks::OwnDisks;
-pub use super::users::{below, built_on, in_maps, users, users_of_each};
+pub use super::users::{below, built_on, holders, in_maps, users, users_of_each};
 
 /// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
 const MOST_VIEWS: usize = 4096;
@@ -182,14 +184,15 @@ pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// Fills a VM that was started with `-incoming defer` from `ram`, the image ([`Shelf::checked_ram`]), and lets it run.
+/// Fills a VM that was started with `-incoming defer` from its image ([`Shelf::checked_image`]), and lets it run.
 pub fn fill(
     vm: &Vm,
     qmp: &mut Qmp,
     shelf: &Shelf,
     manifest: &Manifest,
-    ram: &File,
+    image: &CheckedImage,
 ) -> Result<(), SnapshotError> {
+    let ram: &File = &image.ram;
     fits(qmp, manifest)?;
     let layout = vm.layout(qmp)?;
     let mut link = vm
@@ -235,7 +238,23 @@ pub fn fill(
                 };
                 ask(&map, Some(ram.as_fd()))?;
             }
+            for (source, number) in image.sources.iter().zip(0..) {
+                let runs = runs_of(&image.references, number, saved, main.hva);
+                for runs in runs.chunks(MAX_RUNS) {
+                    let runs = runs.to_vec();
+                    ask(&Order::MapRuns { runs }, Some(source.as_fd()))?;
+                }
+            }
         } else {
+            if refers(&image.references, saved) {
+                return Err(SnapshotError::Broken {
+                    name: manifest.name.clone(),
+                    why: format!(
+                        "{} refers to disks for '{}', which is no RAM",
+                        REFERENCES, block.name
+                    ),
+                });
+            }
             copy(vm.pid(), block.hva, saved, ram).map_err(failed(RAM))?;
         }
     }
@@ -269,6 +288,30 @@ fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result
         }
         gap *= 2;
     }
+}
+
+/// References to pages of a block.
+fn of_block<'a>(references: &'a [Reference], block: &ImageBlock) -> &'a [Reference] {
+    let (first, end) = (block.first_page, block.first_page + block.pages);
+    let from = references.partition_point(|r| r.page < first);
+    let to = references.partition_point(|r| r.page < end);
+    &references[from..to]
+}
+
+fn refers(references: &[Reference], block: &ImageBlock) -> bool {
+    !of_block(references, block).is_empty()
+}
+
+/// What of a block file `number` holds, as few mappings as show it. The block is at `hva`.
+fn runs_of(references: &[Reference], number: u32, block: &ImageBlock, hva: Hva) -> Vec<MapRun> {
+    let joined = of_block(references, block).chunk_by(Reference::goes_on_with);
+    let of_file = joined.filter(|run| run[0].file == number);
+    let run = |run: &[Reference]| MapRun {
+        hva: hva.add_pages(run[0].page - block.first_page).0,
+        pages: run.iter().map(|part| u64::from(part.pages)).sum(),
+        file_page: run[0].block,
+    };
+    of_file.map(run).collect()
 }
 
 /// Copies a small block into a process.

@@ -2,14 +2,16 @@
 //!
 //! ```text
 //!   1. overlays        a new one for each temporary overlay, added to QEMU, not used yet; files for copies of other disks
+//!                      --keep hot: what the guest has cached of its disks is looked for in their files (candidates)
 //!   -- the VM stands still --
 //!   2. device state    QEMU writes it to a descriptor of ours (xen-save-devices-state: any machine, no RAM)
-//!   3. RAM image       from the page tables of QEMU's process; live: RAM is looked at and protected, small blocks are copied
+//!   3. RAM image       from the page tables of QEMU's process; live: RAM is looked at and protected, small blocks are copied;
+//!                      what a disk's file holds is not written (refer): QEMU has written to it what there was, and stands still
 //!   4. disks           what is written in place is put aside from now on before it is written over (disk_copy);
 //!                      the temporary overlays are frozen under the new ones, all in one transaction
 //!   -- the VM goes on --
 //!   5. live: the RAM image, of what the library keeps too (past); disks that are written in place are copied
-//!   6. --keep hot: what the disks hold is taken out of the image (refer); --compress: the rest is compressed (pack)
+//!   6. --keep hot: where the disks hold pages is written down (parts); --compress: the rest is compressed (pack)
 //!   7. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
 //! ```
 //! Until step 4 nothing of the VM is changed. If anything fails behind it, the VM goes back to its older overlays (`merge_overlays`), or keeps the
@@ -191,14 +193,22 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         self.hold.let_go();
         freeze::check_frozen(&mut (self.monitor)(), frozen)?;
         let kept_pages = copied.map_err(draft.failed(RAM))?;
+        let references = still.writer.take_references();
         let (blocks, counts) = still.writer.finish(&sums).map_err(draft.failed(SUMS))?;
         steps.copy_ms = milliseconds(began.elapsed());
         let took = disk_copy::finish(self.monitor, copies, spec, draft, progress)?;
         steps.disks_copy_ms = milliseconds(took);
         let disks = take_over(spec, frozen, copies, draft)?;
         let ram_bytes = ram.metadata().map_err(draft.failed(RAM))?.len();
-        let (references, packed) =
-            parts::take_apart(draft, ram, &disks, request, &mut steps, progress)?;
+        let references = parts::write_references(draft, references, &disks)?;
+        let packed = if request.compress {
+            let began = Instant::now();
+            let packed = parts::compress(draft, ram, progress)?;
+            steps.pack_ms = milliseconds(began.elapsed());
+            Some(packed)
+        } else {
+            None
+        };
         let is_in_parts = references.is_some() || packed.is_some();
         Ok(Manifest {
             format: if is_in_parts { FORMAT_IN_PARTS } else { FORMAT },

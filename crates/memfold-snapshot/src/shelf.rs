@@ -31,6 +31,7 @@ use super::file_facts::{facts, modified_ns};
 use super::host_memory::host_available_pages;
 use super::image::CHUNK_BYTES;
 use super::manifest::{INDEX, Manifest, PACKED, REFERENCES, SUMS, read_manifest};
+use super::refer::Reference;
 use super::stored::{Pages, Stored};
 use super::{pack, refer};
 
@@ -43,12 +44,23 @@ pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
-    /// RAM images whose bytes were right when they had this stamp.
-    right: Arc<Mutex<HashMap<String, Stamp>>>,
+    /// RAM images whose bytes were right when `ram`, and the files that it refers to, had these stamps.
+    right: Arc<Mutex<HashMap<String, Vec<Stamp>>>>,
     /// Images that lie in memory, or are being laid out: then their place is locked.
     laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
     /// Held while somebody looks which of these are still wanted.
     letting_go: Arc<Mutex<()>>,
+}
+
+/// An image whose bytes are what was saved, to be mapped.
+#[derive(Clone, Debug)]
+pub struct CheckedImage {
+    /// `ram`, or what was laid out in memory.
+    pub ram: Arc<File>,
+    /// What is mapped over it from other files, ascending.
+    pub references: Vec<Reference>,
+    /// Their files.
+    pub sources: Vec<Arc<File>>,
 }
 
 /// The checksum of an image's checksums, and its memory.
@@ -143,12 +155,12 @@ impl Shelf {
     }
 
     /// The RAM image of a snapshot, to be mapped: its bytes and those of all other files are what was saved. The image is read
-    /// whole the first time, and when its inode says that it was touched since.
-    pub fn checked_ram(
+    /// whole the first time, and when an inode of its files says that it was touched since.
+    pub fn checked_image(
         &self,
         manifest: &Manifest,
         progress: &Progress,
-    ) -> Result<Arc<File>, SnapshotError> {
+    ) -> Result<CheckedImage, SnapshotError> {
         let name = &manifest.name;
         if let Some(part) = self.changed_parts(manifest)?.first() {
             return Err(SnapshotError::Broken {
@@ -157,12 +169,23 @@ impl Shelf {
             });
         }
         if !manifest.is_mappable() {
-            return self.lay_out(manifest, progress);
+            return Ok(CheckedImage {
+                ram: self.lay_out(manifest, progress)?,
+                references: Vec::new(),
+                sources: Vec::new(),
+            });
         }
         let ram = self.file(name, RAM)?;
+        let (references, sources) = self.references(manifest)?;
+        let stamps = || -> io::Result<Vec<Stamp>> {
+            std::iter::once(&ram)
+                .chain(&sources)
+                .map(Stamp::of)
+                .collect()
+        };
         // Before it is read: what is written meanwhile makes it another.
-        let stamp = Stamp::of(&ram).map_err(self.failed(name, RAM))?;
-        if self.right().get(name) != Some(&stamp) {
+        let before = stamps().map_err(self.failed(name, RAM))?;
+        if self.right().get(name) != Some(&before) {
             let stored = self.stored(manifest)?;
             progress.begin("checksums compared", stored.bytes);
             let wrong = stored.verify(progress).map_err(self.failed(name, RAM))?;
@@ -170,15 +193,22 @@ impl Shelf {
                 return Err(Self::wrong(manifest, &wrong));
             }
             // What was written meanwhile may have been read before.
-            if Stamp::of(&ram).map_err(self.failed(name, RAM))? != stamp {
+            if stamps().map_err(self.failed(name, RAM))? != before {
                 return Err(SnapshotError::Broken {
                     name: name.clone(),
-                    why: format!("{RAM} was written to while it was checked"),
+                    why: format!(
+                        "{} was written to while it was checked",
+                        Self::image_of(manifest)
+                    ),
                 });
             }
-            self.right().insert(name.clone(), stamp);
+            self.right().insert(name.clone(), before);
         }
-        Ok(Arc::new(ram))
+        Ok(CheckedImage {
+            ram: Arc::new(ram),
+            references,
+            sources: sources.into_iter().map(Arc::new).collect(),
+        })
     }
 
     /// Files with a checksum of their own that aren't what was saved.
@@ -201,39 +231,55 @@ impl Shelf {
             name: name.clone(),
             why: format!("{part}: {why}"),
         };
-        let read = |part: &str| {
-            let mut bytes = Vec::new();
-            let mut file = self.file(name, part)?;
-            file.read_to_end(&mut bytes)
-                .map_err(self.failed(name, part))?;
-            Ok::<_, SnapshotError>(bytes)
-        };
         let pages = if manifest.packed.is_some() {
             let chunks = manifest.ram_bytes.div_ceil(CHUNK_BYTES as u64);
-            let frames = pack::frames(&read(INDEX)?, chunks).map_err(|why| bad(INDEX, why))?;
+            let frames =
+                pack::frames(&self.read(name, INDEX)?, chunks).map_err(|why| bad(INDEX, why))?;
             Pages::Packed(self.file(name, PACKED)?, frames)
         } else {
             Pages::plain(self.file(name, RAM)?).map_err(self.failed(name, RAM))?
         };
-        let mut references = Vec::new();
-        let mut sources = Vec::new();
-        if let Some(saved) = &manifest.references {
-            let pages = manifest.ram_bytes / PAGE_SIZE;
-            references = refer::decode(&read(REFERENCES)?, pages, saved.sources.len())
-                .map_err(|why| bad(REFERENCES, why))?;
-            for source in &saved.sources {
-                let path = self.root.join(name).join(source);
-                let file = File::open(&path);
-                sources.push(file.map_err(failed(&path))?);
-            }
-        }
+        let (references, sources) = self.references(manifest)?;
         Ok(Stored {
             bytes: manifest.ram_bytes,
-            sums: read(SUMS)?,
+            sums: self.read(name, SUMS)?,
             pages,
             references,
             sources,
         })
+    }
+
+    /// What of a snapshot's image disks hold, and their files.
+    fn references(
+        &self,
+        manifest: &Manifest,
+    ) -> Result<(Vec<Reference>, Vec<File>), SnapshotError> {
+        let name = &manifest.name;
+        let Some(saved) = &manifest.references else {
+            return Ok((Vec::new(), Vec::new()));
+        };
+        let (pages, table) = (manifest.ram_bytes / PAGE_SIZE, self.read(name, REFERENCES)?);
+        let references = refer::decode(&table, pages, saved.sources.len()).map_err(|why| {
+            SnapshotError::Broken {
+                name: name.clone(),
+                why: format!("{REFERENCES}: {why}"),
+            }
+        })?;
+        let open = |source: &PathBuf| {
+            let path = self.root.join(name).join(source);
+            File::open(&path).map_err(failed(&path))
+        };
+        let sources = saved.sources.iter().map(open).collect::<Result<_, _>>()?;
+        Ok((references, sources))
+    }
+
+    /// A small file of a snapshot, whole.
+    fn read(&self, name: &str, part: &str) -> Result<Vec<u8>, SnapshotError> {
+        let mut bytes = Vec::new();
+        let mut file = self.file(name, part)?;
+        file.read_to_end(&mut bytes)
+            .map_err(self.failed(name, part))?;
+        Ok(bytes)
     }
 
     /// The image of a snapshot in memory, one for all VMs that run from it.
@@ -349,7 +395,7 @@ impl Shelf {
         move |source| SnapshotError::Files { path, source }
     }
 
-    fn right(&self) -> MutexGuard<'_, HashMap<String, Stamp>> {
+    fn right(&self) -> MutexGuard<'_, HashMap<String, Vec<Stamp>>> {
         self.right.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

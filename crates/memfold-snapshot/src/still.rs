@@ -12,6 +12,7 @@ use memfold_wire::library::Range;
 use rustix::io::Errno;
 use serde_json::json;
 
+use super::candidates::Candidates;
 use super::disk_copy::{self, Copied};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
@@ -20,7 +21,7 @@ use super::free;
 use super::freeze::{self, Frozen};
 use super::host_memory::host_available_pages;
 use super::image::{Plan, Source};
-use super::manifest::{DEVICES, FileFacts, Keep, RAM, Steps};
+use super::manifest::{DEVICES, FileFacts, RAM, Steps};
 use super::past::Past;
 use super::request::{Request, milliseconds};
 use super::writer::Writer;
@@ -78,9 +79,13 @@ pub(super) fn stand_still<'a>(
     progress: &Progress,
 ) -> Result<Still<'a>, SnapshotError> {
     let failed = draft.failed(RAM);
+    let mut steps = request.steps;
+    let began = Instant::now();
+    let layout = vm.layout(qmp)?;
+    let candidates = Candidates::find(vm.pid(), &layout, spec, frozen, &request.candidates);
+    steps.refer_ms = milliseconds(began.elapsed());
     hold.stop(qmp).map_err(SnapshotError::Impossible)?;
     let stopped = Instant::now();
-    let mut steps = request.steps;
     let devices = device_state(qmp, draft)?;
     steps.devices_ms = milliseconds(stopped.elapsed());
     let began = Instant::now();
@@ -99,8 +104,9 @@ pub(super) fn stand_still<'a>(
         None
     };
     let mut writer = Writer::new(&plan, ram).map_err(&failed)?;
+    writer.compare_with(candidates);
     // An image that is taken apart again would go to the disk in vain.
-    if request.keep != Keep::Hot && !request.compress {
+    if !request.compress {
         writer.write_back().map_err(&failed)?;
     }
     let pages = plan.blocks().iter().map(|block| block.pages);

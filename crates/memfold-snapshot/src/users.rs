@@ -1,9 +1,9 @@
 //! Who uses a snapshot: VMs that run from its memory, and disks that are built on its disks.
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use memfold_store::{StoreIdentity, mapped};
 use memfold_vm::VmSpec;
@@ -60,7 +60,40 @@ pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     Ok(found.into_iter().flatten().collect())
 }
 
-/// The same of each of several snapshots, given as [`in_maps`] names them.
+/// Processes that hold a snapshot: its [`users`], and those whose memory is a view of one of its disks, as that of VMs of snapshots that are built
+/// on it. What is written to a file would be seen in such memory.
+pub fn holders(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
+    let mut texts = in_maps(shelf, name)?;
+    // One that is broken may lack any of its files.
+    let disks = shelf.manifest(name).map_or(Vec::new(), |saved| saved.disks);
+    for disk in disks.iter().filter(|disk| disk.path.is_relative()) {
+        let path = shelf.path(name)?.join(&disk.path);
+        texts.extend(text_of(&path).map_err(failed(&path))?);
+    }
+    let found = users_of_each(&[texts])?;
+    Ok(found.into_iter().flatten().collect())
+}
+
+/// Processes whose memory is a view of a file.
+pub(super) fn mappers(file: &Path) -> Result<Vec<Pid>, SnapshotError> {
+    let text = text_of(file).map_err(failed(file))?;
+    let found = users_of_each(&[text.into_iter().collect()])?;
+    Ok(found.into_iter().flatten().collect())
+}
+
+/// How lines of `/proc/PID/maps` name a file, if there is one.
+fn text_of(path: &Path) -> io::Result<Option<String>> {
+    match fs::metadata(path) {
+        Ok(facts) => Ok(Some(mapped::identity_text(StoreIdentity {
+            dev: facts.dev(),
+            ino: facts.ino(),
+        }))),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// [`users`] of each of several snapshots, given as [`in_maps`] names them.
 pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
     mapped::processes_with(snapshots).map_err(failed("/proc"))
 }
@@ -68,15 +101,7 @@ pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, Snapsho
 /// How lines of `/proc/PID/maps` name the RAM image of a snapshot and what was laid out of it.
 pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
     let path = shelf.path(name)?.join(RAM);
-    let mut texts = Vec::new();
-    match fs::metadata(&path) {
-        Ok(facts) => texts.push(mapped::identity_text(StoreIdentity {
-            dev: facts.dev(),
-            ino: facts.ino(),
-        })),
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(failed(&path)(error)),
-    }
+    let mut texts = Vec::from_iter(text_of(&path).map_err(failed(&path))?);
     match shelf.laid_out_name(name) {
         Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),
         // Without its checksums nothing can be laid out of it. Who runs from what was laid out before needs none of its files but its disks.

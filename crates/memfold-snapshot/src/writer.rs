@@ -1,29 +1,34 @@
-//! Writing a RAM image: memory is read, hashed and written by all cores at once ([`pipeline`]).
+//! Writing a RAM image: memory is read, hashed, compared with what disks may hold of it, and written by all cores at once ([`pipeline`]).
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_host::progress::Progress;
 use memfold_sys::memory;
-use memfold_units::{PAGE_BYTES, PAGE_SIZE};
+use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 use rustix::process::Pid;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
+use super::candidates::{Candidates, FEWEST_PAGES, MOST_RUNS, Run};
 use super::image::{
     CHUNK_BYTES, CHUNK_PAGES, Chunk, ImageBlock, ImageCounts, Plan, SUM_BYTES, Source, bytes,
     place, write_nonzero,
 };
 use super::past::Past;
 use super::pipeline::{self, PIECE_BYTES, Writeback};
+use super::refer::Reference;
 
 /// Pages that a worker reads, hashes and writes before it goes on to the next ones.
 const PIECE_PAGES: u64 = PIECE_BYTES as u64 / PAGE_SIZE;
 const _: () = assert!(CHUNK_PAGES % PIECE_PAGES == 0);
 static ZEROES: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
+
+/// Runs that begin within another one, where a page of it differs: this many more than there were to compare.
+const MOST_BEGINNINGS: usize = MOST_RUNS + MOST_RUNS / 3;
 
 /// How long all workers together took for each stage of an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,6 +37,8 @@ pub struct Stages {
     pub read: Duration,
     /// Checksums were made.
     pub hash: Duration,
+    /// What disks may hold was read from there and compared.
+    pub compare: Duration,
     /// Zeroes were found, and the rest was written to the page cache.
     pub write: Duration,
 }
@@ -41,6 +48,7 @@ pub struct Stages {
 struct Clocks {
     read: AtomicU64,
     hash: AtomicU64,
+    compare: AtomicU64,
     write: AtomicU64,
 }
 
@@ -63,6 +71,28 @@ pub struct Writer<'a> {
     counts: ImageCounts,
     writeback: Option<Writeback>,
     clocks: Clocks,
+    candidates: Candidates,
+    /// How many more references may begin.
+    beginnings: AtomicUsize,
+    references: Vec<Reference>,
+}
+
+/// What became of a chunk.
+#[derive(Debug)]
+struct Written {
+    sum: u128,
+    counts: ImageCounts,
+    references: Vec<Reference>,
+}
+
+/// A piece of a chunk, which is in memory.
+struct Piece<'a> {
+    block: &'a Source,
+    /// First page of the block, counted from the image's.
+    place: u64,
+    /// First page, counted from the block's.
+    first: u64,
+    bytes: &'a [u8],
 }
 
 impl<'a> Writer<'a> {
@@ -79,6 +109,9 @@ impl<'a> Writer<'a> {
             counts: plan.counts,
             writeback: None,
             clocks: Clocks::default(),
+            candidates: Candidates::default(),
+            beginnings: AtomicUsize::new(MOST_BEGINNINGS),
+            references: Vec::new(),
         })
     }
 
@@ -86,6 +119,19 @@ impl<'a> Writer<'a> {
     pub fn write_back(&mut self) -> io::Result<()> {
         self.writeback = Some(Writeback::start(self.ram)?);
         Ok(())
+    }
+
+    /// Has what files hold of these pages kept by reference.
+    pub(super) fn compare_with(&mut self, candidates: Candidates) {
+        self.candidates = candidates;
+    }
+
+    /// What files hold, ascending by page, and these files.
+    pub(super) fn take_references(&mut self) -> (Vec<Reference>, Candidates) {
+        self.references
+            .sort_unstable_by_key(|reference| reference.page);
+        let candidates = std::mem::take(&mut self.candidates);
+        (std::mem::take(&mut self.references), candidates)
     }
 
     /// Copies blocks of the plan, given by their numbers, of a process that stands still, or whose `past` is kept.
@@ -103,16 +149,18 @@ impl<'a> Writer<'a> {
         // Nothing is to be done for the rest.
         let wanted: u64 = chunks.iter().map(chunk_pages).sum();
         progress.add((pages - wanted) * PAGE_SIZE);
-        let made = Mutex::new((std::mem::take(&mut self.sums), self.counts));
-        let done = pipeline::run(chunks.len() as u64, PIECE_BYTES, |number, buffer| {
+        let references = std::mem::take(&mut self.references);
+        let made = Mutex::new((std::mem::take(&mut self.sums), self.counts, references));
+        let done = pipeline::run(chunks.len() as u64, 2 * PIECE_BYTES, |number, buffers| {
             let chunk = &chunks[usize::try_from(number).map_err(io::Error::other)?];
-            let (sum, counts) = self.chunk(plan, chunk, past, buffer)?;
+            let written = self.chunk(plan, chunk, past, buffers)?;
             let at = self.placed[chunk.block].first_page + chunk.first;
             let sum_at = usize::try_from(at / CHUNK_PAGES).map_err(io::Error::other)? * SUM_BYTES;
             let mut made = made.lock().unwrap_or_else(PoisonError::into_inner);
-            made.0[sum_at..][..SUM_BYTES].copy_from_slice(&sum.to_le_bytes());
-            made.1.saved_pages += counts.saved_pages;
-            made.1.zero_pages += counts.zero_pages;
+            made.0[sum_at..][..SUM_BYTES].copy_from_slice(&written.sum.to_le_bytes());
+            made.1.saved_pages += written.counts.saved_pages;
+            made.1.zero_pages += written.counts.zero_pages;
+            made.2.extend(written.references);
             drop(made);
             if let Some(writeback) = &self.writeback {
                 writeback.add(at * PAGE_SIZE..(at + CHUNK_PAGES) * PAGE_SIZE);
@@ -120,23 +168,26 @@ impl<'a> Writer<'a> {
             progress.add(chunk_pages(chunk) * PAGE_SIZE);
             Ok(())
         });
-        (self.sums, self.counts) = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+        (self.sums, self.counts, self.references) =
+            made.into_inner().unwrap_or_else(PoisonError::into_inner);
         done
     }
 
-    /// Copies what is wanted of a chunk, with the buffer of a piece: its checksum, and what became of its pages.
+    /// Copies what is wanted of a chunk, with buffers for two pieces.
     fn chunk(
         &self,
         plan: &Plan,
         chunk: &Chunk,
         past: Option<&Past>,
-        buffer: &mut [u8],
-    ) -> io::Result<(u128, ImageCounts)> {
+        buffers: &mut [u8],
+    ) -> io::Result<Written> {
         let block = &plan.blocks[chunk.block];
         let ranges = &plan.ranges[chunk.block][chunk.ranges.clone()];
         let place = self.placed[chunk.block].first_page;
+        let (buffer, other) = buffers.split_at_mut(PIECE_BYTES);
         let mut hasher = Xxh3::new();
         let mut counts = ImageCounts::default();
+        let mut references = Vec::new();
         for first in (chunk.first..chunk.first + CHUNK_PAGES).step_by(PIECE_BYTES / PAGE_BYTES) {
             let end = first + PIECE_PAGES;
             let here: Vec<(u64, u64)> = ranges
@@ -156,12 +207,130 @@ impl<'a> Writer<'a> {
                 })
             })?;
             Clocks::measure(&self.clocks.hash, || hasher.update(buffer));
+            let piece = Piece {
+                block,
+                place,
+                first,
+                bytes: buffer,
+            };
+            let left = Clocks::measure(&self.clocks.compare, || {
+                self.refer(&piece, &here, other, &mut references)
+            });
             let at = (place + first) * PAGE_SIZE;
             Clocks::measure(&self.clocks.write, || {
-                save(buffer, at, first, &here, self.ram, &mut counts)
+                save(buffer, at, first, &left, self.ram, &mut counts)
             })?;
         }
-        Ok((hasher.digest128(), counts))
+        counts.saved_pages += references.iter().map(|r| u64::from(r.pages)).sum::<u64>();
+        Ok(Written {
+            sum: hasher.digest128(),
+            counts,
+            references,
+        })
+    }
+
+    /// Finds what files hold of ranges of a piece; what is left to be written.
+    fn refer(
+        &self,
+        piece: &Piece<'_>,
+        ranges: &[(u64, u64)],
+        other: &mut [u8],
+        references: &mut Vec<Reference>,
+    ) -> Vec<(u64, u64)> {
+        let at = |page| piece.block.hva.add_pages(page);
+        let mut left = Vec::new();
+        for &(from, to) in ranges {
+            let mut next = from;
+            for run in self.candidates.within(at(from)..at(to)) {
+                let page = |hva: Hva| hva.clamp(at(from), at(to)).pages_since(piece.block.hva);
+                let here = (page(run.hva), page(run.hva.add_pages(run.pages)));
+                for equal in self.equal(piece, run, here, other) {
+                    if self.note(piece, run, equal, references) {
+                        left.extend((next < equal.0).then_some((next, equal.0)));
+                        next = equal.1;
+                    }
+                }
+            }
+            left.extend((next < to).then_some((next, to)));
+        }
+        left
+    }
+
+    /// Pages `from` to `to` of a block that a file really holds, as ranges.
+    fn equal(
+        &self,
+        piece: &Piece<'_>,
+        run: &Run,
+        (from, to): (u64, u64),
+        other: &mut [u8],
+    ) -> Vec<(u64, u64)> {
+        let source = usize::try_from(run.file).ok();
+        let source = source.and_then(|number| self.candidates.files.get(number));
+        let part = &piece.bytes[bytes(from - piece.first)..bytes(to - piece.first)];
+        let other = &mut other[..part.len()];
+        let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);
+        let place = (run.block + skipped) * PAGE_SIZE;
+        // What can't be read is saved as it is.
+        if source.is_none_or(|source| source.file.read_exact_at(other, place).is_err()) {
+            return Vec::new();
+        }
+        let mut found: Vec<(u64, u64)> = Vec::new();
+        let pages = part
+            .chunks_exact(PAGE_BYTES)
+            .zip(other.chunks_exact(PAGE_BYTES));
+        for (page, (own, theirs)) in (from..).zip(pages) {
+            match found.last_mut() {
+                _ if own != theirs => {}
+                Some(last) if last.1 == page => last.1 += 1,
+                _ => found.push((page, page + 1)),
+            }
+        }
+        found
+    }
+
+    /// Notes that a file holds pages `from` to `to` of a block, unless that is too little for a mapping of its own.
+    fn note(
+        &self,
+        piece: &Piece<'_>,
+        run: &Run,
+        (from, to): (u64, u64),
+        references: &mut Vec<Reference>,
+    ) -> bool {
+        let first = run.hva.max(piece.block.hva).pages_since(piece.block.hva);
+        let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);
+        let Ok(pages) = u32::try_from(to - from) else {
+            return false;
+        };
+        let found = Reference {
+            page: piece.place + from,
+            pages,
+            file: run.file,
+            block: run.block + skipped,
+        };
+        if let Some(last) = references
+            .last_mut()
+            .filter(|last| last.goes_on_with(&found))
+        {
+            last.pages += pages;
+            return true;
+        }
+        // Chunks are compared one by one, and pieces of them, whatever lies on both sides.
+        let comes_from_before = from % CHUNK_PAGES == 0 && first < from;
+        let goes_on =
+            to % PIECE_PAGES == 0 && run.hva.add_pages(run.pages) > piece.block.hva.add_pages(to);
+        let begins = || {
+            let take = |left: usize| left.checked_sub(1);
+            let taken = self
+                .beginnings
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
+            taken.is_ok()
+        };
+        let is_wanted =
+            comes_from_before || ((u64::from(pages) >= FEWEST_PAGES || goes_on) && begins());
+        if is_wanted {
+            references.push(found);
+        }
+        is_wanted
     }
 
     /// How long the stages took so far.
@@ -171,16 +340,23 @@ impl<'a> Writer<'a> {
         Stages {
             read: time(&self.clocks.read),
             hash: time(&self.clocks.hash),
+            compare: time(&self.clocks.compare),
             write: time(&self.clocks.write),
         }
     }
 
     /// Ends the image with its checksums.
     pub fn finish(self, sums: &File) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
-        let Stages { read, hash, write } = self.stages();
+        let Stages {
+            read,
+            hash,
+            compare,
+            write,
+        } = self.stages();
         tracing::debug!(
             ?read,
             ?hash,
+            ?compare,
             ?write,
             "RAM image written: time of all workers"
         );
@@ -240,13 +416,12 @@ fn save(
 mod tests {
     use std::ops::Range;
 
-    use memfold_sys::pagemap::{Filter, category};
-    use memfold_sys::region::Mapping;
-    use memfold_units::Hva;
-
     use super::*;
+    use crate::candidates::SourceFile;
     use crate::image::{Data, is_zero};
     use crate::stored::{Pages, Stored};
+    use memfold_sys::pagemap::{Filter, category};
+    use memfold_sys::region::Mapping;
 
     /// All blocks of a process that stands still.
     fn write(
@@ -507,6 +682,106 @@ mod tests {
             ram.write_all_at(&byte, at).unwrap();
         }
         assert!(verify(&ram, &sums).is_empty());
+    }
+
+    /// A file that holds pages `from` to `to` of a block, from its page `block` on.
+    fn holds(file: &File, source: &Source, (from, to): (u64, u64), block: u64) -> Run {
+        let mut part = vec![0; bytes(to - from)];
+        memory::read(me(), source.hva.add_pages(from), &mut part).unwrap();
+        file.write_all_at(&part, block * PAGE_SIZE).unwrap();
+        Run {
+            hva: source.hva.add_pages(from),
+            pages: to - from,
+            file: 0,
+            block,
+        }
+    }
+
+    #[test]
+    fn what_a_file_holds_is_kept_by_reference_and_all_comes_together_again() {
+        let (memory, source) = block(2000);
+        for page in 100..1500 {
+            let words: Vec<u64> = (1..=512).map(|word| page << 10 | word).collect();
+            memory.area().part(page, 1).write(&words);
+        }
+        let (disk, ram, sums) = (file(), file(), file());
+        let runs = vec![
+            holds(&disk, &source, (98, 300), 58),
+            // What isn't there any more.
+            Run {
+                pages: 30,
+                block: 1 << 40,
+                ..holds(&disk, &source, (310, 312), 900)
+            },
+            // Over two ends of chunks.
+            holds(&disk, &source, (500, 1100), 1000),
+        ];
+        // Pages 150, 200 and 203 have changed on the disk, and the first of a chunk.
+        for page in [150, 200, 203] {
+            disk.write_all_at(b"!", (page - 90 + 50) * PAGE_SIZE + 9)
+                .unwrap();
+        }
+        disk.write_all_at(b"!", (1024 - 500 + 1000) * PAGE_SIZE)
+            .unwrap();
+        let plan = Plan::new(me(), vec![source.clone()], &[]).unwrap();
+        let mut writer = Writer::new(&plan, &ram).unwrap();
+        let of_disk = SourceFile {
+            overlay_of: None,
+            path: "disk".into(),
+            file: disk.try_clone().unwrap(),
+        };
+        writer.compare_with(Candidates::of(vec![of_disk], runs));
+        writer
+            .blocks(&plan, &[0], None, &Progress::default())
+            .unwrap();
+        let (references, candidates) = writer.take_references();
+        let (_, counts) = writer.finish(&sums).unwrap();
+        let told: Vec<_> = references
+            .iter()
+            .map(|r| (r.page, r.pages, r.block))
+            .collect();
+        // Holes and short runs are none. What a chunk's end has cut is one mapping.
+        assert_eq!(
+            told,
+            [
+                (98, 52, 58),
+                (151, 49, 111),
+                (204, 96, 164),
+                (500, 12, 1000),
+                (512, 512, 1012),
+                (1025, 75, 1525)
+            ]
+        );
+        assert_eq!(crate::refer::mappings(&references), 5);
+        let full = (0..2000)
+            .filter(|&p| is_saved(p) || (100..1500).contains(&p))
+            .count();
+        assert_eq!(counts.saved_pages, full as u64);
+        let referred: u64 = told.iter().map(|told| u64::from(told.1)).sum();
+        let data = Data::of(&ram).unwrap().map(|part| part.end - part.start);
+        assert_eq!(data.sum::<u64>(), (full as u64 - referred) * PAGE_SIZE);
+        let mut all = vec![0; usize::try_from(sums.metadata().unwrap().len()).unwrap()];
+        sums.read_exact_at(&mut all, 0).unwrap();
+        let stored = Stored {
+            bytes: ram.metadata().unwrap().len(),
+            sums: all,
+            pages: Pages::plain(ram).unwrap(),
+            references,
+            sources: candidates
+                .files
+                .into_iter()
+                .map(|source| source.file)
+                .collect(),
+        };
+        let progress = Progress::default();
+        assert!(stored.verify(&progress).unwrap().is_empty());
+        let laid = stored.lay_out("test", &progress).unwrap().unwrap();
+        let mut whole = vec![0; bytes(2000)];
+        laid.read_exact_at(&mut whole, 0).unwrap();
+        assert!(whole == memory_of(std::slice::from_ref(&source)));
+        // Whatever becomes of the disk is found.
+        disk.write_all_at(b"!", 1100 * PAGE_SIZE).unwrap();
+        assert_eq!(stored.verify(&progress).unwrap(), [1]);
     }
 
     /// Swap of this host's, as long as it lives.

@@ -30,6 +30,8 @@ pub struct FileMapping {
     pub pages: u64,
     /// First page in the file.
     pub file_page: u64,
+    /// Whether the file is called as the RAM image of a snapshot is.
+    pub is_image: bool,
 }
 
 impl FileMapping {
@@ -133,7 +135,9 @@ fn private_mapping(line: &str) -> Option<FileMapping> {
     let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
     let (major, minor) = fields.next()?.split_once(':')?;
     let device = |text| u32::from_str_radix(text, 16).ok();
+    let is_image = line.ends_with("/ram") || line.contains(" /memfd:memfold-image:");
     private.then_some(FileMapping {
+        is_image,
         file: (device(major)?, device(minor)?, fields.next()?.parse().ok()?),
         hva: Hva(start),
         pages: end.checked_sub(start)? / PAGE_SIZE,
@@ -166,8 +170,18 @@ mod tests {
             hva: Hva(0x7f00_0000_6000),
             pages: 1,
             file_page: 0x10,
+            is_image: false,
         };
         assert_eq!(mappings.others, [other]);
+        for (path, is_image) in [
+            ("/shelf/a/ram", true),
+            ("/memfd:memfold-image:1:7 (deleted)", true),
+            ("/shelf/a/disk0.qcow2", false),
+            ("/program", false),
+        ] {
+            let line = format!("7f0000000000-7f0000004000 rw-p 00000000 08:01 7 {path}\n");
+            assert_eq!(parse(&line, store).others[0].is_image, is_image, "{path}");
+        }
         assert_eq!(
             mappings.store,
             [StoreMapping {

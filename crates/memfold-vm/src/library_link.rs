@@ -239,6 +239,7 @@ fn fits(order: &Order, reply: &Reply) -> bool {
             | Order::AddStore { .. }
             | Order::RemoveStore { .. }
             | Order::Map { .. }
+            | Order::MapRuns { .. }
             | Order::Stop
             | Order::Continue
             | Order::TrackWrites

@@ -103,6 +103,17 @@ pub struct Range {
     pub pages: u64,
 }
 
+/// A view of a file, for [`Order::MapRuns`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MapRun {
+    /// Host-virtual address in QEMU; page-aligned, inside one RAM block.
+    pub hva: u64,
+    /// Length in pages.
+    pub pages: u64,
+    /// First page in the file.
+    pub file_page: u64,
+}
+
 /// What the daemon asks for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
@@ -188,6 +199,12 @@ pub enum Order {
     },
     /// The end of [`Order::KeepPast`].
     ForgetPast,
+    /// [`Order::Map`] of many ranges, all of them views of the file that comes with the order. If one can't be mapped, those before it are.
+    /// A library of before this order ends the connection: it is for VMs that are being started.
+    MapRuns {
+        /// Where and what, 1 to [`MAX_RUNS`].
+        runs: Vec<MapRun>,
+    },
 }
 
 /// What became of one run or range.
@@ -284,7 +301,7 @@ pub enum Reply {
         /// Why folding can't work, if it can't: the condition and what would change it.
         problem: Option<String>,
     },
-    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`, `KeepPast`,
+    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `MapRuns`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`, `KeepPast`,
     /// `ForgetPast`.
     Ok,
     /// To `Fold`, `Release`: an outcome for each run, in order.
@@ -366,6 +383,10 @@ impl Validate for Order {
                     "a range of zero or more than 2^40 pages",
                 )
             }
+            Self::MapRuns { runs } => limit(
+                (1..=MAX_RUNS).contains(&runs.len()),
+                "no run or more than 1024 in an order",
+            ),
             Self::Hello { .. }
             | Self::AddRam { .. }
             | Self::AddStore { .. }

@@ -11,7 +11,7 @@ impl Snapshots {
     /// Removes a snapshot that no VM runs from.
     pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
         let _removal = self.locks.remove(name)?;
-        let pids = restore::users(&self.directory, name)?;
+        let pids = restore::holders(&self.directory, name)?;
         if !pids.is_empty() {
             let pids: Vec<String> = pids
                 .iter()

@@ -78,7 +78,7 @@ impl Snapshots {
         }
         let plan =
             Plan::new(request.renew, request.keep_clock, &spec).map_err(|error| no_plan(&error))?;
-        let ram = self.directory.checked_ram(&manifest, &progress)?;
+        let image = self.directory.checked_image(&manifest, &progress)?;
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
@@ -91,7 +91,9 @@ impl Snapshots {
             let filled = noted
                 .map_err(|error| no_plan(&error))
                 .and_then(|()| Ok(vm.daemon_qmp()?))
-                .and_then(|mut qmp| restore::fill(&vm, &mut qmp, &self.directory, &manifest, &ram));
+                .and_then(|mut qmp| {
+                    restore::fill(&vm, &mut qmp, &self.directory, &manifest, &image)
+                });
             if let Err(error) = filled {
                 // It goes with the VM's directory.
                 let said = vm.directory().map(memfold_vm::log_tail).unwrap_or_default();
@@ -107,7 +109,7 @@ impl Snapshots {
             }
             Ok(vm)
         });
-        drop(ram);
+        drop(image);
         if launched.is_err() {
             self.directory.let_go();
         }

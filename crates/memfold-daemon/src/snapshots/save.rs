@@ -145,6 +145,7 @@ impl Snapshots {
             keep: request.keep,
             of_boot,
             live: request.live,
+            candidates: Vec::new(),
             compress: request.compress,
             domain: machine.domain().map(str::to_owned),
             began,

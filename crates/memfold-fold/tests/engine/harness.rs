@@ -16,7 +16,7 @@ use memfold_testkit::wait_for;
 use memfold_units::{Hva, Pfn};
 use memfold_vm::{RamBlock, RamLayout, RamSlot};
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
-use memfold_wire::library::{Advice, Freeze, Order, Reply, VERSION};
+use memfold_wire::library::{Advice, Freeze, MapRun, Order, Reply, VERSION};
 use rustix::process::Pid;
 
 pub const PAGE: usize = 4096;
@@ -142,6 +142,18 @@ impl Ram {
         let descriptor = image.as_fd().try_clone_to_owned().unwrap();
         assert_eq!(ram.folder.execute(&map, Some(descriptor)), Reply::Ok);
         ram
+    }
+
+    /// Maps pages of a disk's file over the image, as of a VM whose snapshot refers to the disk.
+    pub fn map_disk(&self, pages: std::ops::Range<u64>, disk: &File) {
+        let run = MapRun {
+            hva: self.hva().add_pages(pages.start).0,
+            pages: pages.end - pages.start,
+            file_page: pages.start,
+        };
+        let map = Order::MapRuns { runs: vec![run] };
+        let descriptor = disk.as_fd().try_clone_to_owned().unwrap();
+        assert_eq!(self.folder.execute(&map, Some(descriptor)), Reply::Ok);
     }
 
     pub fn hva(&self) -> Hva {

@@ -11,7 +11,11 @@ use super::harness::{RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
 
 /// An image in memory whose page n holds page n of file `seed`.
 fn image(seed: u64) -> File {
-    let file = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    named("image", seed)
+}
+
+fn named(name: &str, seed: u64) -> File {
+    let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let mut file = File::from(file);
     for page in 0..RAM_PAGES {
         file.write_all(&pattern(seed, page)).unwrap();
@@ -52,6 +56,37 @@ fn pages_that_are_as_in_the_snapshot_again_return_to_it_and_no_others() {
     let frames = a.frames(6, 100);
     assert!(frames.iter().all(Option::is_some));
     assert_eq!(frames, b.frames(6, 100), "the image's own pages");
+}
+
+#[test]
+fn pages_of_a_disk_under_an_image_are_shared_too_and_only_the_images_return() {
+    let (domain, image, disk) = (domain("hot"), named("memfold-image:1:2", 31), image(32));
+    let mut ram = Ram::of_image(&image);
+    // The disk comes first, and is not taken for the image.
+    ram.map_disk(0..100, &disk);
+    ram.map_disk(200..210, &disk);
+    let engine = Running::start_with(&often());
+    engine.add(1, &domain, &ram, true);
+    for at in (0..50).chain(1000..1300) {
+        ram.page(at).fill(7);
+        ram.fill_page(at, if at < 50 { 32 } else { 31 });
+    }
+    let stats = engine.wait("returned", |s| vm(s, 1).folded_back_pages >= 300);
+    assert_eq!(vm(&stats, 1).folded_back_pages, 300);
+    let stats = engine.wait("looked at", |s| vm(s, 1).template_copied_pages == 50);
+    let all = RAM_PAGES as u64;
+    assert_eq!(vm(&stats, 1).template_pages, all);
+    assert_eq!(vm(&stats, 1).template_shared_pages, all - 50);
+    // The kernel protects views of memory only, and one of the files may be none.
+    assert!(vm(&stats, 1).pauses > 0);
+    for at in 0..1400 {
+        let seed = if at < 100 || (200..210).contains(&at) {
+            32
+        } else {
+            31
+        };
+        assert!(ram.page(at) == pattern(seed, at), "page {at}");
+    }
 }
 
 #[test]

@@ -1,0 +1,619 @@
+//! Pages of a VM's memory that its disks hold too, and where in files of this host.
+//!
+//! ```text
+//!   guest       "these pages cache 8 MiB of my second disk, from byte 3 GiB on"     Candidate
+//!   samples     the guest's second disk is disk 0 of the description                match_disks
+//!   qemu-img    byte 3 GiB of disk 0 is byte 17 MiB of the file that it is built on DiskMap
+//!   save        each page is compared with these bytes when it is read              Writer
+//! ```
+//! All but the last is a guess, which may be wrong or out of date: the bytes decide. A guest that lies gets a larger snapshot of its own.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use memfold_host::helper;
+use memfold_sys::memory;
+use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
+use memfold_vm::{DiskFormat, RamLayout, VmSpec};
+use rustix::fs::OFlags;
+use rustix::process::Pid;
+use serde::Deserialize;
+
+use super::disk_chain::{chain, identity};
+use super::freeze::Frozen;
+use super::image::is_zero;
+
+/// Runs of pages that are compared, at most: what a restore maps for them is half of the 65,530 mappings that a process may have, and
+/// folding needs the rest.
+pub const MOST_RUNS: usize = 12_288;
+
+/// Pages of the shortest run that is kept by reference.
+pub const FEWEST_PAGES: u64 = 4;
+
+/// Pages of a guest's disk that are compared with each disk of the VM to find out which one it is.
+const SAMPLES: usize = 64;
+
+/// Disks of a guest that are looked for.
+const MOST_GUEST_DISKS: usize = 64;
+
+/// How long `qemu-img` may take to read the tables of a disk.
+const MAP_LIMIT: Duration = Duration::from_secs(20);
+
+/// Pages of a VM's memory that one of its disks may hold too, as its guest says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// The first, in QEMU's memory.
+    pub hva: Hva,
+    /// How many.
+    pub pages: u64,
+    /// Which disk, by the guest's own number.
+    pub guest_disk: usize,
+    /// Where on that disk, as the guest sees it, in bytes; a multiple of 4096.
+    pub byte: u64,
+}
+
+/// Pages of a VM's memory that a file may hold too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    /// The first, in QEMU's memory.
+    pub(super) hva: Hva,
+    /// How many.
+    pub(super) pages: u64,
+    /// Number of the file.
+    pub(super) file: u32,
+    /// Where in the file, in pages.
+    pub(super) block: u64,
+}
+
+impl Run {
+    fn end(&self) -> Hva {
+        self.hva.add_pages(self.pages)
+    }
+
+    /// Whether `next` goes on where this one ends, in memory and in the file.
+    fn goes_on_with(&self, next: &Self) -> bool {
+        self.end() == next.hva && self.file == next.file && self.block + self.pages == next.block
+    }
+}
+
+/// A file that nobody writes to from the instant of the snapshot on.
+#[derive(Debug)]
+pub(super) struct SourceFile {
+    /// The disk that it is the overlay of, which is to be frozen; else it is one that a disk is built on, or can only be read.
+    pub(super) overlay_of: Option<usize>,
+    /// Where it lies now.
+    pub(super) path: PathBuf,
+    pub(super) file: File,
+}
+
+/// What is to be compared while memory is read.
+#[derive(Debug, Default)]
+pub(super) struct Candidates {
+    pub(super) files: Vec<SourceFile>,
+    /// Ascending; none overlaps.
+    runs: Vec<Run>,
+}
+
+/// Consecutive bytes of a disk that a file has at one place, in whole pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    first: u64,
+    pages: u64,
+    file: u32,
+    block: u64,
+}
+
+/// Which pages of a disk lie where, ascending.
+#[derive(Debug, Default)]
+struct DiskMap(Vec<Part>);
+
+/// A line of `qemu-img map`.
+#[derive(Debug, Deserialize)]
+struct Extent {
+    start: u64,
+    length: u64,
+    data: bool,
+    #[serde(default)]
+    zero: bool,
+    #[serde(default)]
+    compressed: bool,
+    /// None of what is compressed or encrypted.
+    offset: Option<u64>,
+    filename: Option<PathBuf>,
+}
+
+impl DiskMap {
+    /// What of `extents` lies in files as it is; `number` gives a file its number, if it is one of the disk's.
+    fn new(extents: &[Extent], mut number: impl FnMut(&Path) -> Option<u32>) -> Self {
+        let mut parts: Vec<Part> = Vec::new();
+        for extent in extents
+            .iter()
+            .filter(|e| e.data && !e.zero && !e.compressed)
+        {
+            let (Some(offset), Some(name)) = (extent.offset, &extent.filename) else {
+                continue;
+            };
+            let skipped = extent.start.next_multiple_of(PAGE_SIZE) - extent.start;
+            let pages = extent.length.saturating_sub(skipped) / PAGE_SIZE;
+            let (first, place) = (extent.start + skipped, offset.saturating_add(skipped));
+            let follows = parts
+                .last()
+                .is_none_or(|last| last.first + last.pages <= first / PAGE_SIZE);
+            if pages == 0 || place % PAGE_SIZE != 0 || !follows {
+                continue;
+            }
+            let Some(file) = number(name) else { continue };
+            parts.push(Part {
+                first: first / PAGE_SIZE,
+                pages,
+                file,
+                block: place / PAGE_SIZE,
+            });
+        }
+        Self(parts)
+    }
+
+    /// Where pages of the disk lie, as far as that is known.
+    fn place(&self, candidate: &Candidate) -> impl Iterator<Item = Run> + '_ {
+        let first = candidate.byte / PAGE_SIZE;
+        let (end, hva) = (first.saturating_add(candidate.pages), candidate.hva);
+        let next = self
+            .0
+            .partition_point(|part| part.first + part.pages <= first);
+        let here = self.0[next..]
+            .iter()
+            .take_while(move |part| part.first < end);
+        here.map(move |part| {
+            let (from, to) = (first.max(part.first), end.min(part.first + part.pages));
+            Run {
+                hva: hva.add_pages(from - first),
+                pages: to - from,
+                file: part.file,
+                block: part.block + (from - part.first),
+            }
+        })
+    }
+}
+
+/// A disk whose place is looked for: what `qemu-img` opens.
+struct Target<'a> {
+    image: &'a Path,
+    format: DiskFormat,
+    overlay_of: Option<usize>,
+}
+
+/// The disks that a snapshot names files of the host for. Those that are copied, as of VMs that write in place, have no place yet.
+fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
+    let mut found = Vec::new();
+    for (number, disk) in spec.disks.iter().enumerate() {
+        let base = Target {
+            image: &disk.path,
+            format: disk.format(),
+            overlay_of: None,
+        };
+        match frozen.iter().find(|frozen| frozen.disk == number) {
+            // The overlay of a QEMU without root's rights names what that QEMU says: what it is built on is enough.
+            Some(_) if spec.user.is_some() => found.push(base),
+            Some(frozen) => found.push(Target {
+                image: &frozen.path,
+                format: DiskFormat::Qcow2,
+                overlay_of: Some(number),
+            }),
+            None if disk.read_only && spec.foreign.is_none() => found.push(base),
+            None => {}
+        }
+    }
+    found
+}
+
+/// What `qemu-img` says of a disk. `-U`: a running VM has it open.
+fn extents(target: &Target<'_>) -> Result<Vec<Extent>, String> {
+    let mut command = Command::new("qemu-img");
+    command
+        .args(["map", "-U", "--output=json", "-f", target.format.driver()])
+        .arg(target.image)
+        .stdin(Stdio::null());
+    let output = helper::output(&mut command, MAP_LIMIT).map_err(|error| error.to_string())?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned());
+    }
+    serde_json::from_slice(&output.stdout).map_err(|error| error.to_string())
+}
+
+/// Opens a plain file. Others have no length that could be mapped, or make who opens them wait.
+fn open(path: &Path) -> Option<File> {
+    let nonblock = i32::try_from(OFlags::NONBLOCK.bits()).ok()?;
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(nonblock).open(path).ok()?;
+    file.metadata()
+        .is_ok_and(|facts| facts.is_file())
+        .then_some(file)
+}
+
+impl Candidates {
+    /// Finds the places of candidates on a VM's disks, for as many as may be mapped.
+    pub(super) fn find(
+        pid: Pid,
+        layout: &RamLayout,
+        spec: &VmSpec,
+        frozen: &[Frozen],
+        candidates: &[Candidate],
+    ) -> Self {
+        let mut found = Self::default();
+        if candidates.is_empty() {
+            return found;
+        }
+        let mut maps = Vec::new();
+        for target in targets(spec, frozen) {
+            match found.map(&target) {
+                Ok(map) => maps.push(map),
+                Err(why) => {
+                    tracing::info!(vm = spec.name, disk = %target.image.display(), why, "disk not searched for pages that the guest has cached");
+                }
+            }
+        }
+        let is_ram = |candidate: &&Candidate| {
+            let end = candidate.hva.add_pages(candidate.pages);
+            let mut blocks = layout.blocks.iter();
+            blocks.any(|b| b.hva <= candidate.hva && end <= b.hva.add_pages(b.pages))
+        };
+        let candidates: Vec<Candidate> = candidates.iter().filter(is_ram).copied().collect();
+        let read = |hva, page: &mut [u8]| {
+            memory::read(pid, hva, page).is_ok_and(|read| read == PAGE_BYTES)
+        };
+        let disks = match_disks(&candidates, &maps, &found.files, read);
+        let placed = candidates.iter().filter_map(|candidate| {
+            let disk = disks.get(&candidate.guest_disk)?;
+            Some(maps[*disk].place(candidate))
+        });
+        found.runs = choose(placed.flatten());
+        found.fetch();
+        found
+    }
+
+    /// Reads which pages of a disk lie in which file.
+    fn map(&mut self, target: &Target<'_>) -> Result<DiskMap, String> {
+        let files = match target.format {
+            DiskFormat::Qcow2 => chain(target.image).map_err(|error| error.to_string())?,
+            // What a raw disk holds is the guest's, also if it looks like a header.
+            DiskFormat::Raw => vec![target.image.to_owned()],
+        };
+        let own: Vec<(u64, u64)> = files
+            .iter()
+            .filter_map(|file| identity(file).ok())
+            .collect();
+        let extents = extents(target)?;
+        let mut known: Vec<(PathBuf, Option<u32>)> = Vec::new();
+        let number = |name: &Path| {
+            if let Some((_, number)) = known.iter().find(|(path, _)| path == name) {
+                return *number;
+            }
+            let opened = open(name).filter(|file| {
+                let facts = file.metadata();
+                facts.is_ok_and(|facts| own.contains(&(facts.dev(), facts.ino())))
+            });
+            let number = opened.and_then(|file| self.add(target, name, file));
+            known.push((name.to_owned(), number));
+            number
+        };
+        Ok(DiskMap::new(&extents, number))
+    }
+
+    fn add(&mut self, target: &Target<'_>, path: &Path, file: File) -> Option<u32> {
+        let of = |file: &File| file.metadata().ok().map(|facts| (facts.dev(), facts.ino()));
+        let own = of(&file)?;
+        if let Some(number) = self
+            .files
+            .iter()
+            .position(|other| of(&other.file) == Some(own))
+        {
+            return u32::try_from(number).ok();
+        }
+        let is_overlay = identity(target.image).is_ok_and(|image| image == own);
+        self.files.push(SourceFile {
+            overlay_of: target.overlay_of.filter(|_| is_overlay),
+            path: path.to_owned(),
+            file,
+        });
+        u32::try_from(self.files.len() - 1).ok()
+    }
+
+    /// Has the kernel read what will be compared: the VM may stand still then.
+    fn fetch(&self) {
+        for run in &self.runs {
+            let Ok(file) = usize::try_from(run.file) else {
+                continue;
+            };
+            let (at, length) = (run.block * PAGE_SIZE, run.pages * PAGE_SIZE);
+            let length = std::num::NonZeroU64::new(length);
+            // Advice: without it, the comparison takes longer.
+            let _ = rustix::fs::fadvise(
+                &self.files[file].file,
+                at,
+                length,
+                rustix::fs::Advice::WillNeed,
+            );
+        }
+    }
+
+    /// Runs that lie, as far as that, in a range of addresses.
+    pub(super) fn within(&self, range: Range<Hva>) -> impl Iterator<Item = &Run> + '_ {
+        let first = self.runs.partition_point(|run| run.end() <= range.start);
+        let runs = self.runs[first..].iter();
+        runs.take_while(move |run| run.hva < range.end)
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(files: Vec<SourceFile>, runs: Vec<Run>) -> Self {
+        Self { files, runs }
+    }
+}
+
+/// Which disk of the VM each disk of its guest is: the one that holds most of the samples. Whose samples no disk holds is left out.
+fn match_disks(
+    candidates: &[Candidate],
+    maps: &[DiskMap],
+    files: &[SourceFile],
+    read: impl Fn(Hva, &mut [u8]) -> bool,
+) -> BTreeMap<usize, usize> {
+    let mut of_disk: BTreeMap<usize, Vec<&Candidate>> = BTreeMap::new();
+    for candidate in candidates {
+        if of_disk.len() < MOST_GUEST_DISKS || of_disk.contains_key(&candidate.guest_disk) {
+            of_disk
+                .entry(candidate.guest_disk)
+                .or_default()
+                .push(candidate);
+        }
+    }
+    let mut found = BTreeMap::new();
+    let (mut page, mut block) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
+    for (guest_disk, candidates) in of_disk {
+        let mut equal = vec![0_usize; maps.len()];
+        for candidate in candidates
+            .iter()
+            .step_by(candidates.len().div_ceil(SAMPLES))
+        {
+            // The middle: at its ends a guess is wrong more often.
+            let middle = Candidate {
+                hva: candidate.hva.add_pages(candidate.pages / 2),
+                pages: 1,
+                byte: candidate
+                    .byte
+                    .saturating_add(candidate.pages / 2 * PAGE_SIZE),
+                ..**candidate
+            };
+            if !read(middle.hva, &mut page) || is_zero(&page) {
+                continue;
+            }
+            for (map, equal) in maps.iter().zip(&mut equal) {
+                let holds = map.place(&middle).any(|run| {
+                    let file = usize::try_from(run.file).ok().and_then(|n| files.get(n));
+                    file.is_some_and(|source| {
+                        let at = run.block * PAGE_SIZE;
+                        source.file.read_exact_at(&mut block, at).is_ok() && block == page
+                    })
+                });
+                *equal += usize::from(holds);
+            }
+        }
+        // Of two that hold as many, the first.
+        let best = equal
+            .iter()
+            .enumerate()
+            .rev()
+            .max_by_key(|(_, equal)| **equal);
+        if let Some((disk, _)) = best.filter(|(_, equal)| **equal > 0) {
+            found.insert(guest_disk, disk);
+        }
+    }
+    found
+}
+
+/// Joins runs and leaves out the shortest, so that there are [`MOST_RUNS`] at most.
+fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for run in placed {
+        match runs.last_mut() {
+            Some(last) if last.goes_on_with(&run) => last.pages += run.pages,
+            Some(last) if last.end() > run.hva => {}
+            _ => runs.push(run),
+        }
+    }
+    runs.retain(|run| run.pages >= FEWEST_PAGES);
+    if runs.len() > MOST_RUNS {
+        let mut lengths: Vec<u64> = runs.iter().map(|run| run.pages).collect();
+        lengths.sort_unstable_by(|a, b| b.cmp(a));
+        let shortest = lengths[MOST_RUNS] + 1;
+        runs.retain(|run| run.pages >= shortest);
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What `qemu-img map` prints of an overlay over a raw file.
+    const MAP: &str = r#"[
+        { "start": 0, "length": 8192, "depth": 1, "present": true, "zero": false, "data": true, "offset": 0, "filename": "base"},
+        { "start": 8192, "length": 57344, "depth": 1, "present": true, "zero": true, "data": false, "offset": 8192, "filename": "base"},
+        { "start": 65536, "length": 65536, "depth": 0, "present": true, "zero": false, "data": true, "offset": 327680, "filename": "top"},
+        { "start": 131072, "length": 65536, "depth": 0, "present": true, "zero": false, "data": true, "compressed": true},
+        { "start": 196608, "length": 4096, "depth": 0, "present": true, "zero": false, "data": true, "offset": 393728, "filename": "top"},
+        { "start": 200704, "length": 8192, "depth": 0, "present": true, "zero": false, "data": true, "offset": 400000, "filename": "stranger"},
+        { "start": 262144, "length": 6144, "depth": 0, "present": true, "zero": false, "data": true, "offset": 458752, "filename": "top"}]"#;
+
+    fn map() -> DiskMap {
+        let extents: Vec<Extent> = serde_json::from_str(MAP).unwrap();
+        let names = [Path::new("base"), Path::new("top")];
+        DiskMap::new(&extents, |name| {
+            let number = names.iter().position(|known| *known == name)?;
+            u32::try_from(number).ok()
+        })
+    }
+
+    fn candidate(page: u64, pages: u64, guest_disk: usize, disk_page: u64) -> Candidate {
+        Candidate {
+            hva: Hva(page * PAGE_SIZE),
+            pages,
+            guest_disk,
+            byte: disk_page * PAGE_SIZE,
+        }
+    }
+
+    fn run(page: u64, pages: u64, file: u32, block: u64) -> Run {
+        Run {
+            hva: Hva(page * PAGE_SIZE),
+            pages,
+            file,
+            block,
+        }
+    }
+
+    #[test]
+    fn what_lies_in_a_file_as_it_is_has_a_place_and_nothing_else_does() {
+        let map = map();
+        let place = |disk_page, pages| {
+            let found = map.place(&candidate(1000, pages, 0, disk_page));
+            found.collect::<Vec<_>>()
+        };
+        // All of the disk: without zeroes, what is compressed, what lies at no page's beginning, other files, and the part of a page.
+        assert_eq!(
+            place(0, 1 << 40),
+            [
+                run(1000, 2, 0, 0),
+                run(1016, 16, 1, 80),
+                run(1064, 1, 1, 112)
+            ]
+        );
+        assert_eq!(place(20, 3), [run(1000, 3, 1, 84)]);
+        assert_eq!(place(1, 20), [run(1000, 1, 0, 1), run(1015, 5, 1, 80)]);
+        assert_eq!(place(32, 16), []);
+        assert_eq!(place(u64::MAX / PAGE_SIZE, u64::MAX), []);
+    }
+
+    #[test]
+    fn runs_that_touch_are_one_and_the_shortest_are_left_out() {
+        let touching = [
+            run(10, 2, 0, 7),
+            run(12, 3, 0, 9),
+            // Another place, another file, over the last one, too short.
+            run(15, 4, 0, 13),
+            run(19, 4, 1, 17),
+            run(20, 9, 1, 70),
+            run(40, 3, 1, 17),
+        ];
+        assert_eq!(
+            choose(touching.into_iter()),
+            [run(10, 5, 0, 7), run(15, 4, 0, 13), run(19, 4, 1, 17)]
+        );
+        let many = (0..2 * MOST_RUNS as u64).map(|n| run(n * 100, 4 + n % 40, 0, n * 200));
+        let chosen = choose(many);
+        assert!(
+            (MOST_RUNS - 700..=MOST_RUNS).contains(&chosen.len()),
+            "{}",
+            chosen.len()
+        );
+        assert!(chosen.iter().all(|run| run.pages >= 24));
+    }
+
+    #[test]
+    fn a_guests_disk_is_the_one_that_holds_what_it_has_cached() {
+        let page = |seed: u64| seed.to_le_bytes().repeat(PAGE_BYTES / 8);
+        let source = |first: u64| {
+            let file = tempfile::tempfile().unwrap();
+            for number in 0..100 {
+                file.write_all_at(&page(first + number), number * PAGE_SIZE)
+                    .unwrap();
+            }
+            SourceFile {
+                overlay_of: None,
+                path: PathBuf::new(),
+                file,
+            }
+        };
+        let files = [source(1000), source(2000)];
+        let all = |file| {
+            DiskMap(vec![Part {
+                first: 0,
+                pages: 100,
+                file,
+                block: 0,
+            }])
+        };
+        let maps = [all(0), all(1)];
+        // Its first disk is our second; of its second one, half has changed; of its third nothing is true; its fourth is empty.
+        let read = |hva: Hva, into: &mut [u8]| {
+            let number = hva.0 / PAGE_SIZE;
+            let seed = match number / 100 {
+                0 => 2000 + number,
+                1 if number % 8 < 4 => 900 + number,
+                3 => 0,
+                _ => 7,
+            };
+            into.copy_from_slice(&page(seed));
+            number < 500
+        };
+        let candidates: Vec<Candidate> = (0..600)
+            .step_by(4)
+            .map(|at| candidate(at, 4, usize::try_from(at / 100).unwrap(), at % 100))
+            .collect();
+        let found = match_disks(&candidates, &maps, &files, read);
+        assert_eq!(found.into_iter().collect::<Vec<_>>(), [(0, 1), (1, 0)]);
+    }
+
+    #[test]
+    fn qemu_img_says_where_an_overlay_and_its_base_have_a_disks_pages() {
+        let place = tempfile::tempdir().unwrap();
+        let (base, top) = (
+            place.path().join("base.img"),
+            place.path().join("top.qcow2"),
+        );
+        let disk: Vec<u8> = (0..256_u64)
+            .flat_map(|page| (page + 1).to_le_bytes().repeat(PAGE_BYTES / 8))
+            .collect();
+        std::fs::write(&base, &disk).unwrap();
+        let run = |program: &str, arguments: &[&str]| {
+            let mut command = Command::new(program);
+            command.args(arguments).arg(&top);
+            command.output().is_ok_and(|output| output.status.success())
+        };
+        let backing = base.to_str().unwrap();
+        let made = run(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", "-F", "raw", "-b", backing],
+        );
+        if !made || !run("qemu-io", &["-f", "qcow2", "-c", "write -P 77 256k 128k"]) {
+            memfold_testkit::skip!("no qemu-img or qemu-io");
+        }
+        let mut found = Candidates::default();
+        let target = Target {
+            image: &top,
+            format: DiskFormat::Qcow2,
+            overlay_of: Some(3),
+        };
+        let map = found.map(&target).unwrap();
+        let runs: Vec<Run> = map.place(&candidate(0, 256, 0, 0)).collect();
+        assert_eq!(runs.iter().map(|run| run.pages).sum::<u64>(), 256);
+        let mut held = vec![0; disk.len()];
+        for run in &runs {
+            let at = usize::try_from(run.hva.0).unwrap();
+            let length = usize::try_from(run.pages).unwrap() * PAGE_BYTES;
+            let file = &found.files[run.file as usize];
+            let is_overlay = (64..96).contains(&(run.hva.0 / PAGE_SIZE));
+            assert_eq!(file.overlay_of, is_overlay.then_some(3));
+            let part = &mut held[at..at + length];
+            file.file
+                .read_exact_at(part, run.block * PAGE_SIZE)
+                .unwrap();
+        }
+        let mut expected = disk;
+        expected[256 << 10..384 << 10].fill(77);
+        assert!(held == expected);
+    }
+}
