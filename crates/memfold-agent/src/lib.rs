@@ -16,6 +16,7 @@
 //! | `batch`, `port` | messages, and the way out |
 //! | `commands` | commands for the daemon |
 //! | [`free_pages`] | what a snapshot can leave out |
+//! | [`extents`], `block_devices` | which disk holds what a snapshot could copy |
 //! | [`segment`] | read-only images shared with other VMs, laid over the guest's own directories; not part of the main loop |
 //! | `wake`, `backoff` | waking the main loop, and what it does rarely |
 
@@ -30,7 +31,9 @@ macro_rules! say {
 pub mod agent;
 mod backoff;
 mod batch;
+mod block_devices;
 mod commands;
+pub mod extents;
 mod files;
 pub mod format;
 pub mod free_pages;

@@ -9,12 +9,14 @@ use memfold_agent::segment::command;
 const HELP: &str = "\
 memfold-agent: tells the memfold daemon which files this guest's page cache holds, and where.
 
-Usage: memfold-agent [--dump | --free-pages | --reseed | --segment-... | --version | --help]
+Usage: memfold-agent [--dump | --free-pages | --extents | --reseed | --segment-... | --version | --help]
 
 Without an option it serves the virtio-serial port org.memfold.agent.0 until SIGTERM.
 
   --dump        write the messages to standard output as text, without a daemon
   --free-pages  write which page frames the kernel has free: first frame and number of frames, a line each
+  --extents     read paths from standard input, a line each, and write where on the guest's disks these files lie, a run a line: number of
+                the path, first page of the file, pages, disk (major:minor), first page on the disk
   --reseed      mix standard input into the kernel's random number generator and reseed it: for a guest that was restored or cloned
   --version     the version
   --help        this text
@@ -34,6 +36,12 @@ fn main() -> ExitCode {
         ["--dump"] => true,
         ["--free-pages"] => {
             return ended(memfold_agent::free_pages::write(
+                &mut std::io::stdout().lock(),
+            ));
+        }
+        ["--extents"] => {
+            return ended(memfold_agent::extents::write(
+                &mut std::io::stdin().lock(),
                 &mut std::io::stdout().lock(),
             ));
         }

@@ -5,6 +5,7 @@
 //! | [`cpu`] | CPU time of threads, `clock_gettime(2)` |
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
+//! | [`extents`] | where on a device a file lies, `FS_IOC_FIEMAP` |
 //! | [`session`] | children that outlive us, `setsid(2)` |
 //! | [`guest`] | what the guest agent needs: file handles, residency of files, signals |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
@@ -18,6 +19,7 @@
 
 pub mod cpu;
 pub mod descriptor;
+pub mod extents;
 pub mod guest;
 pub mod locked;
 pub mod memory;

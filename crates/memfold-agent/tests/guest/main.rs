@@ -44,6 +44,10 @@ fn at_least_99_percent_of_a_real_guests_hints_are_right() {
     println!("inventory: {right} of {all} pages of /usr right");
     assert!(all > 5000 && right * 100 >= all * 99);
 
+    let (right, all) = guest.check_extents(&image.disk);
+    println!("places on the disk: {right} of {all} pages right");
+    assert!(all > 5000 && right == all);
+
     guest.read_much("new files");
     let (right, all) = guest.check(&image.disk);
     println!("after reading: {right} of {all} pages right");

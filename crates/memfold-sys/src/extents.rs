@@ -1,0 +1,118 @@
+//! Where on the device of its file system a file lies: `FS_IOC_FIEMAP`.
+//!
+//! Sources: `Documentation/filesystems/fiemap.rst`, `include/uapi/linux/fiemap.h`.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// `_IOWR('f', 11, struct fiemap)`: the extents behind the structure don't count.
+const FS_IOC_FIEMAP: libc::c_ulong = 0xC020_660B;
+const _: () = assert!(size_of::<Header>() == 0x20);
+
+/// Most extents of one call.
+pub const AT_ONCE: u32 = 256;
+
+/// Consecutive bytes of a file that lie together (`struct fiemap_extent`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Extent {
+    /// First byte in the file.
+    pub logical: u64,
+    /// First byte on the device.
+    pub physical: u64,
+    /// Length in bytes.
+    pub length: u64,
+    /// For kernels to come.
+    pub reserved64: [u64; 2],
+    /// `FIEMAP_EXTENT_*` bits.
+    pub flags: u32,
+    /// For kernels to come.
+    pub reserved: [u32; 3],
+}
+const _: () = assert!(size_of::<Extent>() == 56);
+
+impl Extent {
+    /// Whether the device holds the file's bytes as they are, and at this place. Flags that are not known here say that it is not so.
+    #[must_use]
+    pub const fn is_plain(&self) -> bool {
+        // FIEMAP_EXTENT_LAST, _MERGED, _SHARED. Others are for extents without a place, or whose bytes are packed, encrypted or unwritten.
+        const HARMLESS: u32 = 0x1 | 0x1000 | 0x2000;
+        self.flags & !HARMLESS == 0
+    }
+
+    /// Whether the file has no extent behind this one.
+    #[must_use]
+    pub const fn is_last(&self) -> bool {
+        self.flags & 0x1 != 0
+    }
+}
+
+/// `struct fiemap` without its extents.
+#[repr(C)]
+struct Header {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped_extents: u32,
+    extent_count: u32,
+    reserved: u32,
+}
+
+#[repr(C)]
+struct Request {
+    header: Header,
+    extents: [Extent; AT_ONCE as usize],
+}
+const _: () = assert!(std::mem::offset_of!(Request, extents) == 0x20);
+
+/// The extents of a file that end behind byte `start`, ascending, at most [`AT_ONCE`]. What is not written back yet is not written for this:
+/// such extents have no place. `EOPNOTSUPP` on file systems that don't know the call; `EBADF` for an `O_PATH` descriptor.
+pub fn extents(file: impl AsFd, start: u64) -> io::Result<Vec<Extent>> {
+    let mut request = Request {
+        header: Header {
+            start,
+            length: u64::MAX - start,
+            flags: 0,
+            mapped_extents: 0,
+            extent_count: AT_ONCE,
+            reserved: 0,
+        },
+        extents: [Extent::default(); AT_ONCE as usize],
+    };
+    // SAFETY: the kernel reads the header, and writes to it and to at most `extent_count` extents behind it, which are there.
+    let result = unsafe { libc::ioctl(file.as_fd().as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let found = request.header.mapped_extents.min(AT_ONCE) as usize;
+    Ok(request.extents[..found].to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+
+    #[test]
+    fn a_written_file_has_its_bytes_in_plain_extents() {
+        let path = std::env::temp_dir().join(format!("memfold-extents-{}", std::process::id()));
+        std::fs::write(&path, vec![7; 300 << 10]).unwrap();
+        let file = File::open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        file.sync_all().unwrap();
+        let found = match extents(&file, 0) {
+            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                memfold_testkit::skip!("needs a temporary directory on a file system with FIEMAP");
+            }
+            found => found.unwrap(),
+        };
+        assert_eq!(found[0].logical, 0);
+        assert!(found.iter().all(Extent::is_plain), "{found:?}");
+        assert!(found.last().unwrap().is_last());
+        assert_eq!(found.iter().map(|e| e.length).sum::<u64>(), 300 << 10);
+        let behind = extents(&file, 300 << 10).unwrap();
+        assert_eq!(behind, []);
+        let refused = extents(std::io::pipe().unwrap().0, 0).unwrap_err();
+        assert_ne!(refused.raw_os_error(), None);
+    }
+}
