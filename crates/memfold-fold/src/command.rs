@@ -4,10 +4,11 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::SyncSender;
 
 use memfold_vm::RamLayout;
-use memfold_wire::agent::FromAgent;
+use memfold_wire::agent::{FileNumber, FromAgent};
 use memfold_wire::library::{Advice, Range};
 
 use super::cached_files::{CachedFiles, FileUse};
+use super::cached_pages::CachedPages;
 use super::guest::{Guest, VmId};
 use super::owed::Owed;
 use super::stats::EngineStats;
@@ -101,6 +102,10 @@ pub enum Command {
     FileUses(SyncSender<Vec<FileUse>>),
     /// Where they lie in their memory.
     CachedFiles(SyncSender<CachedFiles>),
+    /// What each page of a VM caches; `None` before its agent's first inventory. Costs the engine no more than references to its table.
+    CachedPages(VmId, SyncSender<Option<CachedPages>>),
+    /// Paths of files of a VM, by its agent's numbers; empty where none is known. Costs a search for each.
+    FilePaths(VmId, Vec<FileNumber>, SyncSender<Vec<Vec<u8>>>),
     /// End the thread.
     Stop,
 }

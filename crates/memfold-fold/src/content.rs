@@ -120,6 +120,8 @@ pub struct Contents {
     by_path: HashMap<PathKey, Vec<ContentId>>,
     by_name: HashMap<NameKey, Vec<ContentId>>,
     of: HashMap<Member, ContentId>,
+    /// Paths of files that joined a content of another path.
+    own_paths: HashMap<Member, Box<[u8]>>,
     pages: HashMap<u32, Box<[StorePageFacts; PIECE as usize]>>,
     orphans: Vec<Range<u32>>,
 }
@@ -129,6 +131,15 @@ impl Contents {
     #[must_use]
     pub fn of(&self, member: Member) -> Option<ContentId> {
         self.of.get(&member).copied()
+    }
+
+    /// The path that a VM has this file by.
+    #[must_use]
+    pub fn path(&self, member: Member) -> Option<&[u8]> {
+        if let Some(path) = self.own_paths.get(&member) {
+            return Some(path);
+        }
+        Some(&self.get(self.of(member)?)?.path)
     }
 
     #[must_use]
@@ -200,6 +211,11 @@ impl Contents {
 
     /// A VM's file is gone (or is another file now). A content without members ends; its store pages lose their index.
     pub fn leave(&mut self, member: Member) {
+        self.own_paths.remove(&member);
+        self.leave_content(member);
+    }
+
+    fn leave_content(&mut self, member: Member) {
         let Some(id) = self.of.remove(&member) else {
             return;
         };
@@ -250,13 +266,14 @@ impl Contents {
         if id == other || !self.all.contains_key(&id) {
             return;
         }
-        let members = self
+        let (members, path) = self
             .all
             .get(&other)
-            .map(|c| c.members.clone())
+            .map(|c| (c.members.clone(), c.path.clone()))
             .unwrap_or_default();
         self.end(other);
         for member in members {
+            self.own_paths.entry(member).or_insert_with(|| path.clone());
             self.add_member(id, member);
         }
         if let Some(content) = self.all.get_mut(&id) {
@@ -283,11 +300,11 @@ impl Contents {
         }
         match variants.get(next) {
             Some(&variant) => {
-                self.leave(member);
+                self.leave_content(member);
                 self.add_member(variant, member);
             }
             None if self.all.get(&id).is_some_and(|c| c.members.len() > 1) => {
-                self.leave(member);
+                self.leave_content(member);
                 self.begin(member, &path, key);
             }
             // Alone in the last variant: nobody to differ from but an out-of-date store page.
@@ -441,6 +458,11 @@ impl Contents {
             .sum();
         (pieces
             + self.pages.len() * PIECE as usize * size_of::<StorePageFacts>()
+            + self
+                .own_paths
+                .values()
+                .map(|path| path.len() + 32)
+                .sum::<usize>()
             + self.of.len() * 24) as u64
     }
 }
@@ -485,6 +507,17 @@ mod tests {
         contents.alias(candidates[0], contents.of(B).unwrap());
         assert_eq!(contents.of(A), contents.of(B));
         assert!(contents.get(candidates[0]).unwrap().aliased);
+        let paths = |contents: &Contents| [A, B].map(|m| contents.path(m).map(<[u8]>::to_vec));
+        let own = [
+            Some(b"/usr/lib/x/libz.so".to_vec()),
+            Some(b"/opt/lib/libz.so".to_vec()),
+        ];
+        assert_eq!(paths(&contents), own);
+        assert!(contents.try_variant(B));
+        assert_eq!(paths(&contents), own, "also when it proves to be another");
+        contents.leave(B);
+        assert_eq!(contents.path(B), None);
+        assert!(contents.own_paths.is_empty());
     }
 
     #[test]

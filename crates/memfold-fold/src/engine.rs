@@ -199,6 +199,12 @@ impl Engine {
             Command::CachedFiles(answer) => {
                 let _ = answer.send(self.cached_files());
             }
+            Command::CachedPages(id, answer) => {
+                let _ = answer.send(self.cached_pages(id));
+            }
+            Command::FilePaths(id, files, answer) => {
+                let _ = answer.send(self.file_paths(id, &files));
+            }
             Command::Stats(answer) => {
                 // The asker may have gone away meanwhile.
                 let _ = answer.send(self.stats());

@@ -1,13 +1,14 @@
 //! Which files VMs cache, by what their agents say: for whoever chooses files (`memfold segment rank`), and where they lie in memory
-//! (`memfold estimate`).
+//! (`memfold estimate`), or on the guest's disks (hot snapshots).
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_wire::agent::FileNumber;
 
 use super::cached_files::{CachedFiles, CachedRun, FileUse};
+use super::cached_pages::CachedPages;
 use super::content::{ContentId, Member};
+use super::guest::VmId;
 use super::state::Engine;
-use super::vm_table::Index;
 
 impl Engine {
     /// Where every VM caches which file. Files whose path isn't known are left out.
@@ -19,26 +20,13 @@ impl Engine {
                 continue;
             };
             let mut runs: Vec<CachedRun> = Vec::new();
-            let mut last: Option<(Index, FileNumber, u32)> = None;
-            for at in 0..vm.table.pages() {
-                let Some((file, page)) = vm.table.cached(at) else {
-                    continue;
-                };
-                let follows = last.is_some_and(|(before, of, in_file)| {
-                    vm.table.adjacent(before, at)
-                        && of == file
-                        && in_file.checked_add(1) == Some(page)
+            for run in vm.table.copy_cached().runs() {
+                let content = domain.contents.of(Member {
+                    vm: id,
+                    file: run.file,
                 });
-                last = Some((at, file, page));
-                if let (true, Some(run)) = (follows, runs.last_mut()) {
-                    run.pages += 1;
-                    continue;
-                }
-                let content = domain.contents.of(Member { vm: id, file });
                 let known = content.and_then(|id| Some((id, domain.contents.get(id)?)));
-                let (Some((content, known)), Some(hva)) = (known, vm.table.hva(at)) else {
-                    // The next page is not to join the run before.
-                    last = None;
+                let Some((content, known)) = known else {
                     continue;
                 };
                 let file = *numbers.entry((&vm.domain, content)).or_insert_with(|| {
@@ -46,15 +34,30 @@ impl Engine {
                     u32::try_from(all.files.len() - 1).unwrap_or(u32::MAX)
                 });
                 runs.push(CachedRun {
-                    hva,
-                    pages: 1,
+                    hva: run.hva,
+                    pages: run.pages,
                     file,
-                    page,
+                    page: run.page,
                 });
             }
             all.vms.push((vm.stats.name.clone(), runs));
         }
         all
+    }
+
+    /// What each page of one VM caches, if its agent has said so.
+    pub(super) fn cached_pages(&self, id: VmId) -> Option<CachedPages> {
+        let vm = self.vms.get(&id).filter(|vm| vm.stats.agent_ready)?;
+        Some(vm.table.copy_cached())
+    }
+
+    /// Paths of files of one VM; empty where none is known.
+    pub(super) fn file_paths(&self, id: VmId, files: &[FileNumber]) -> Vec<Vec<u8>> {
+        let vm = self.vms.get(&id);
+        let contents = vm.and_then(|vm| Some(&self.domains.get(&vm.domain)?.contents));
+        let path = |file| contents.and_then(|contents| contents.path(Member { vm: id, file }));
+        let paths = files.iter().map(|&file| path(file).unwrap_or_default());
+        paths.map(<[u8]>::to_vec).collect()
     }
 
     /// What every VM caches, by file. A file whose path isn't known is left out.

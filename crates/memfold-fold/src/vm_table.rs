@@ -1,56 +1,27 @@
 //! What the daemon believes of one VM's memory: which file page each guest page caches, and where the store is mapped.
 //!
-//! Guest pages are numbered through the VM's RAM slots ([`Index`]), so that tables have no hole. Tables are cut into pieces
-//! that exist only where something is known: about 10 bytes for each cached page. A guest that lies about places can make
+//! Tables are cut into pieces that exist only where something is known: about 10 bytes for each cached page. A guest that lies about places can make
 //! at most one piece a hint, and [`VmTable::cache`] refuses beyond a limit that its RAM size sets.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use memfold_units::{Hva, Pfn};
 use memfold_wire::agent::FileNumber;
 
 use memfold_vm::RamLayout;
 
-/// Number of a page of guest RAM, counted through the slots.
-pub type Index = u32;
+use super::cached_pages::{Cached, CachedPages};
+pub use super::numbering::Index;
+use super::numbering::Numbering;
+use super::sparse::Sparse;
 
 /// Pages in one piece of a file's table; one word of a bit set.
 pub const PIECE: u32 = 64;
 
 /// A number plus one for each page of a piece; 0 for none.
 pub type Piece = [u32; PIECE as usize];
-
-/// A dense table cut into pieces of 512 entries. Entries that were never set are `T::default()`.
-#[derive(Debug)]
-struct Sparse<T> {
-    pieces: Vec<Option<Box<[T; 512]>>>,
-}
-
-impl<T: Copy + Default + PartialEq> Sparse<T> {
-    fn new(length: u32) -> Self {
-        let mut pieces = Vec::new();
-        pieces.resize_with(length.div_ceil(512) as usize, || None);
-        Self { pieces }
-    }
-
-    fn get(&self, at: Index) -> T {
-        self.pieces
-            .get(at as usize / 512)
-            .and_then(Option::as_ref)
-            .map_or_else(T::default, |p| p[at as usize % 512])
-    }
-
-    fn set(&mut self, at: Index, value: T) {
-        let Some(piece) = self.pieces.get_mut(at as usize / 512) else {
-            return;
-        };
-        if piece.is_none() && value == T::default() {
-            return;
-        }
-        piece.get_or_insert_with(|| Box::new([T::default(); 512]))[at as usize % 512] = value;
-    }
-}
 
 /// A set of guest pages.
 #[derive(Debug)]
@@ -74,14 +45,6 @@ impl Bits {
     }
 }
 
-/// What a guest page caches.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Cached {
-    /// The agent's file number plus one; 0 for nothing.
-    file: u32,
-    page: u32,
-}
-
 /// Where the store is mapped in a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapped {
@@ -94,9 +57,7 @@ pub struct Mapped {
 /// The tables of one VM.
 #[derive(Debug)]
 pub struct VmTable {
-    layout: RamLayout,
-    /// Index of each slot's first page, and the total at the end.
-    starts: Vec<u32>,
+    numbering: Arc<Numbering>,
     cached: Sparse<Cached>,
     /// (file, piece) -> guest page plus one for each page.
     places: BTreeMap<(FileNumber, u32), Box<Piece>>,
@@ -121,15 +82,10 @@ impl VmTable {
     /// Empty tables for a VM with this RAM (at most 16 TiB).
     #[must_use]
     pub fn new(layout: RamLayout) -> Self {
-        let mut starts = vec![0];
-        let mut total = 0_u32;
-        for slot in &layout.slots {
-            total = total.saturating_add(u32::try_from(slot.pages).unwrap_or(u32::MAX));
-            starts.push(total);
-        }
+        let numbering = Numbering::new(layout);
+        let total = numbering.pages();
         Self {
-            layout,
-            starts,
+            numbering: Arc::new(numbering),
             cached: Sparse::new(total),
             places: BTreeMap::new(),
             cached_pages: 0,
@@ -148,52 +104,47 @@ impl VmTable {
 
     /// The VM's RAM.
     #[must_use]
-    pub const fn layout(&self) -> &RamLayout {
-        &self.layout
+    pub fn layout(&self) -> &RamLayout {
+        &self.numbering.layout
     }
 
     /// Guest RAM in pages.
     #[must_use]
     pub fn pages(&self) -> u32 {
-        self.starts.last().copied().unwrap_or(0)
+        self.numbering.pages()
     }
 
     /// The number of page frame `pfn`; `None` outside RAM.
     #[must_use]
     pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
-        let at = self
-            .layout
-            .slots
-            .partition_point(|s| s.pfn <= pfn)
-            .checked_sub(1)?;
-        let inside = pfn.pages_since(self.layout.slots[at].pfn);
-        (inside < self.layout.slots[at].pages)
-            .then(|| u32::try_from(inside).ok().map(|i| self.starts[at] + i))?
+        self.numbering.index_of(pfn)
     }
 
     /// The number of the page at `hva`; `None` outside RAM.
     #[must_use]
     pub fn index_at(&self, hva: Hva) -> Option<Index> {
-        self.index_of(self.layout.pfn_of(hva)?)
+        self.index_of(self.layout().pfn_of(hva)?)
     }
 
     /// Address of a page in QEMU.
     #[must_use]
     pub fn hva(&self, at: Index) -> Option<Hva> {
-        let slot = self.starts.partition_point(|&s| s <= at).checked_sub(1)?;
-        Some(
-            self.layout
-                .slots
-                .get(slot)?
-                .hva
-                .add_pages(u64::from(at - self.starts[slot])),
-        )
+        self.numbering.hva(at)
     }
 
     /// Whether `next` follows `at` in one slot, so that both are neighbours in QEMU's memory too.
     #[must_use]
     pub fn adjacent(&self, at: Index, next: Index) -> bool {
-        at.checked_add(1) == Some(next) && !self.starts.contains(&next)
+        self.numbering.adjacent(at, next)
+    }
+
+    /// What every page caches, as of now. Costs a reference for each 512 pages.
+    #[must_use]
+    pub fn copy_cached(&self) -> CachedPages {
+        CachedPages {
+            numbering: self.numbering.clone(),
+            cached: self.cached.clone(),
+        }
     }
 
     /// Page frame `at` caches page `page` of `file`, from now on. `false` if that is one piece too many for this VM.
@@ -478,10 +429,7 @@ impl VmTable {
     pub fn inventory_end(&mut self) {
         let Some(seen) = self.seen.take() else { return };
         for at in 0..self.pages() {
-            if at % 512 == 0 && self.cached.pieces[at as usize / 512].is_none() {
-                continue;
-            }
-            if !seen.has(at) {
+            if !self.cached.is_empty_at(at) && !seen.has(at) {
                 self.uncache(at);
             }
         }
@@ -501,12 +449,9 @@ impl VmTable {
     /// Memory that these tables take, in bytes.
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
-        fn pieces<T>(s: &Sparse<T>) -> usize {
-            s.pieces.len() * 8 + s.pieces.iter().flatten().count() * size_of::<[T; 512]>()
-        }
         let bits = self.shared.0.len() * 8 * 8;
-        (pieces(&self.cached)
-            + pieces(&self.mapped)
+        (self.cached.own_bytes()
+            + self.mapped.own_bytes()
             + bits
             + self.places.len() * (PIECE as usize * 4 + 24)) as u64
     }
@@ -515,6 +460,7 @@ impl VmTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cached_pages::PageRun;
     use memfold_vm::{RamBlock, RamSlot};
 
     fn table() -> VmTable {
@@ -573,6 +519,41 @@ mod tests {
         );
         t.uncache(9);
         assert_eq!((t.cached_pages(), t.places.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_copy_tells_the_runs_of_that_moment() {
+        let mut t = table();
+        // The last two pages of a slot and the first of the next, which is elsewhere in guest memory.
+        for (at, page) in [
+            (1022, 8),
+            (1023, 9),
+            (1024, 10),
+            (1030, u32::MAX),
+            (1031, 0),
+        ] {
+            assert!(t.cache(at, 3, page));
+        }
+        assert!(t.cache(1025, 4, 11) && t.cache(2047, 5, 0));
+        let copy = t.copy_cached();
+        t.forget_cached();
+        let run = |at, pages, file, page| PageRun {
+            hva: t.hva(at).unwrap(),
+            pages,
+            file,
+            page,
+        };
+        let runs: Vec<PageRun> = copy.runs().collect();
+        let wanted = [
+            run(1022, 2, 3, 8),
+            run(1024, 1, 3, 10),
+            run(1025, 1, 4, 11),
+            run(1030, 1, 3, u32::MAX),
+            run(1031, 1, 3, 0),
+            run(2047, 1, 5, 0),
+        ];
+        assert_eq!(runs, wanted);
+        assert_eq!(t.copy_cached().runs().count(), 0);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The fold engine on this process's own memory: each "VM" is a buffer, and the real library's code folds it.
 
+mod cached;
 mod debt;
 mod harness;
 mod snapshots;

@@ -1,0 +1,87 @@
+//! What each page of one VM caches, as of one moment, for whoever looks at it on a thread of its own.
+
+use std::sync::Arc;
+
+use memfold_units::Hva;
+use memfold_wire::agent::FileNumber;
+
+use super::numbering::{Index, Numbering};
+use super::sparse::{PIECE_ENTRIES, Sparse};
+
+/// What a guest page caches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Cached {
+    /// The agent's file number plus one; 0 for nothing.
+    pub file: u32,
+    pub page: u32,
+}
+
+/// Pages that follow one another in QEMU's memory and in the file that they cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageRun {
+    /// Address of the first in QEMU.
+    pub hva: Hva,
+    /// How many.
+    pub pages: u32,
+    /// The file, by its agent's number.
+    pub file: FileNumber,
+    /// The first one's number in the file.
+    pub page: u32,
+}
+
+/// A copy of the table of what one VM's pages cache, by its agent's word. It shares the engine's memory until the engine's changes.
+#[derive(Clone, Debug)]
+pub struct CachedPages {
+    pub(super) numbering: Arc<Numbering>,
+    pub(super) cached: Sparse<Cached>,
+}
+
+impl CachedPages {
+    /// All runs, in the order of the guest's page frames. Each page is in one.
+    pub fn runs(&self) -> impl Iterator<Item = PageRun> + '_ {
+        let mut next = 0;
+        std::iter::from_fn(move || {
+            let run = self.run_from(next)?;
+            next = run.0 + run.1.pages;
+            Some(run.1)
+        })
+    }
+
+    /// The first run that begins at `at` or behind it, and its first page.
+    fn run_from(&self, mut at: Index) -> Option<(Index, PageRun)> {
+        let pages = self.numbering.pages();
+        let (file, page) = loop {
+            if at >= pages {
+                return None;
+            }
+            if self.cached.is_empty_at(at) {
+                at = (at / PIECE_ENTRIES + 1).saturating_mul(PIECE_ENTRIES);
+                continue;
+            }
+            let Cached { file, page } = self.cached.get(at);
+            if let Some(file) = file.checked_sub(1) {
+                break (file, page);
+            }
+            at += 1;
+        };
+        let mut run = PageRun {
+            hva: self.numbering.hva(at)?,
+            pages: 1,
+            file,
+            page,
+        };
+        loop {
+            let (last, next) = (at + run.pages - 1, at + run.pages);
+            let follows = next < pages
+                && self.numbering.adjacent(last, next)
+                && page.checked_add(run.pages).is_some_and(|page| {
+                    let file = file + 1;
+                    self.cached.get(next) == Cached { file, page }
+                });
+            if !follows {
+                return Some((at, run));
+            }
+            run.pages += 1;
+        }
+    }
+}

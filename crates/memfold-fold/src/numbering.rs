@@ -1,0 +1,61 @@
+//! Guest pages numbered through the slots of a VM's RAM, so that tables have no hole.
+
+use memfold_units::{Hva, Pfn};
+use memfold_vm::RamLayout;
+
+/// Number of a page of guest RAM, counted through the slots.
+pub type Index = u32;
+
+/// Numbers of one VM's pages (at most 16 TiB).
+#[derive(Debug)]
+pub(super) struct Numbering {
+    pub(super) layout: RamLayout,
+    /// Index of each slot's first page, and the total at the end.
+    starts: Vec<u32>,
+}
+
+impl Numbering {
+    pub fn new(layout: RamLayout) -> Self {
+        let mut starts = vec![0];
+        let mut total = 0_u32;
+        for slot in &layout.slots {
+            total = total.saturating_add(u32::try_from(slot.pages).unwrap_or(u32::MAX));
+            starts.push(total);
+        }
+        Self { layout, starts }
+    }
+
+    /// Guest RAM in pages.
+    pub fn pages(&self) -> u32 {
+        self.starts.last().copied().unwrap_or(0)
+    }
+
+    /// The number of page frame `pfn`; `None` outside RAM.
+    pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
+        let at = self
+            .layout
+            .slots
+            .partition_point(|s| s.pfn <= pfn)
+            .checked_sub(1)?;
+        let inside = pfn.pages_since(self.layout.slots[at].pfn);
+        (inside < self.layout.slots[at].pages)
+            .then(|| u32::try_from(inside).ok().map(|i| self.starts[at] + i))?
+    }
+
+    /// Address of a page in QEMU.
+    pub fn hva(&self, at: Index) -> Option<Hva> {
+        let slot = self.starts.partition_point(|&s| s <= at).checked_sub(1)?;
+        Some(
+            self.layout
+                .slots
+                .get(slot)?
+                .hva
+                .add_pages(u64::from(at - self.starts[slot])),
+        )
+    }
+
+    /// Whether `next` follows `at` in one slot, so that both are neighbours in QEMU's memory too.
+    pub fn adjacent(&self, at: Index, next: Index) -> bool {
+        at.checked_add(1) == Some(next) && !self.starts.contains(&next)
+    }
+}
