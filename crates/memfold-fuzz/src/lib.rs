@@ -19,7 +19,7 @@ mod subject;
 pub use subject::Subject;
 
 /// All of them.
-pub const SUBJECTS: [Subject; 11] = [
+pub const SUBJECTS: [Subject; 12] = [
     frames::FROM_AGENT,
     frames::TO_AGENT,
     frames::ORDER,
@@ -30,6 +30,7 @@ pub const SUBJECTS: [Subject; 11] = [
     guest_kernel::GLOB,
     layout::LAYOUT,
     snapshot::FREE_PAGES,
+    snapshot::EXTENTS,
     nbd::NBD,
 ];
 

@@ -1,6 +1,6 @@
-//! What a guest says it has free.
+//! What a guest says it has free, and where on its disks its files lie.
 
-use memfold_snapshot::free;
+use memfold_snapshot::{free, guest_extents};
 
 use crate::subject::Subject;
 
@@ -20,5 +20,29 @@ fn free_pages(data: &[u8]) -> u64 {
         return 0;
     };
     assert!(list.len() <= 192 && list.is_sorted_by(|a, b| a.end <= b.start));
+    1 << 8 | list.len() as u64
+}
+
+pub const EXTENTS: Subject = Subject {
+    name: "extents",
+    run: extents,
+    seeds: || {
+        vec![
+            b"0 0 16 254:0 4096\n0 16 1 254:0 1\n3 4294967295 1 8:16 0\n".to_vec(),
+            b"2 7 32768 259:3 1125899906842624\n".to_vec(),
+        ]
+    },
+};
+
+fn extents(data: &[u8]) -> u64 {
+    const FILES: usize = 4;
+    let Ok(list) = guest_extents::parse(data, FILES) else {
+        return 0;
+    };
+    let is_apart = list
+        .is_sorted_by(|a, b| a.file < b.file || a.file == b.file && a.end() <= u64::from(b.page));
+    assert!(is_apart && list.iter().all(|extent| extent.file < FILES));
+    // Their bytes on the disk can be counted.
+    assert!(list.iter().all(|extent| extent.block < 1 << 51));
     1 << 8 | list.len() as u64
 }

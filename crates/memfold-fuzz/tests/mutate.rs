@@ -49,7 +49,7 @@ macro_rules! tests {
     };
 }
 
-tests! { from_agent to_agent order reply ring format mountinfo glob layout free_pages nbd }
+tests! { from_agent to_agent order reply ring format mountinfo glob layout free_pages extents nbd }
 
 #[test]
 fn seeds_are_valid_and_written_where_asked() {

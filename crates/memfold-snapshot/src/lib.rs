@@ -20,6 +20,7 @@ mod error;
 mod file_facts;
 pub mod free;
 mod freeze;
+pub mod guest_extents;
 mod hardware;
 mod host_memory;
 pub mod identity;

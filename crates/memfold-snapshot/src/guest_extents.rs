@@ -1,0 +1,209 @@
+//! Where on its disks a guest's files lie, as its agent says (`memfold-agent --extents`).
+//!
+//! The paths go to the agent in the script that starts it: a line each, with each byte that is no plain character as `\ooo`. Its answer is a line a
+//! run, by the numbers of the paths. It is a guess that the guest may lie about: it is bounded, and the bytes are compared.
+
+use std::fmt::Write;
+
+/// Most bytes of a script: an agent takes no longer text ([`memfold_wire::agent::MAX_TEXT`]).
+const MAX_SCRIPT: usize = memfold_wire::agent::MAX_TEXT;
+
+/// Most lines of an answer: what the agent tells at most.
+const MAX_LINES: usize = 1 << 15;
+
+/// Most bytes of an answer.
+pub const MAX_ANSWER: usize = MAX_LINES * 64;
+
+/// Most pages of a disk: their bytes can be counted.
+const MAX_BLOCKS: u64 = 1 << 50;
+
+/// What the guest is asked: the agent's own program, whose child the shell is.
+const BEGIN: &str = "exec /proc/$PPID/exe --extents <<'END'\n";
+const END: &str = "END\n";
+
+/// Device number of a disk in the guest: major, minor.
+pub type GuestDisk = (u32, u32);
+
+/// Pages of a file that lie one behind the other on a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileExtent {
+    /// Number of the path in the question.
+    pub file: usize,
+    /// The first page, in the file.
+    pub page: u32,
+    /// How many.
+    pub pages: u32,
+    /// The disk.
+    pub disk: GuestDisk,
+    /// The first page, on the disk.
+    pub block: u64,
+}
+
+impl FileExtent {
+    /// Number of the page in the file that follows.
+    #[must_use]
+    pub const fn end(&self) -> u64 {
+        self.page as u64 + self.pages as u64
+    }
+}
+
+/// The script that asks about the first of these paths, and about how many. A path that cannot be one is a line that no file has.
+#[must_use]
+pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) {
+    let mut script = BEGIN.to_owned();
+    let mut asked = 0;
+    for path in paths {
+        let before = script.len();
+        // What is no path might end the list.
+        for &byte in path.iter().filter(|_| path.first() == Some(&b'/')) {
+            if matches!(byte, b' '..=b'~') && byte != b'\\' {
+                script.push(char::from(byte));
+            } else {
+                // Writing to a string does not fail.
+                let _ = write!(script, "\\{byte:03o}");
+            }
+        }
+        script.push('\n');
+        if script.len() + END.len() > MAX_SCRIPT {
+            script.truncate(before);
+            break;
+        }
+        asked += 1;
+    }
+    script.push_str(END);
+    (script, asked)
+}
+
+/// Reads the agent's answer to a question about `files` paths: ascending by file, and in each file by page.
+pub fn parse(text: &[u8], files: usize) -> Result<Vec<FileExtent>, String> {
+    let text = std::str::from_utf8(text).map_err(|_| "the answer is no text".to_owned())?;
+    let wrong = |line: &str| {
+        let shown: String = line.chars().take(60).collect();
+        format!("not a line of the answer: '{shown}'")
+    };
+    let mut extents: Vec<FileExtent> = Vec::new();
+    for line in text.lines() {
+        if extents.len() == MAX_LINES {
+            return Err(format!("the answer has more than {MAX_LINES} lines"));
+        }
+        let extent = extent(line).filter(|extent| {
+            let follows = extents.last().is_none_or(|last| {
+                last.file < extent.file
+                    || last.file == extent.file && last.end() <= u64::from(extent.page)
+            });
+            follows && extent.file < files
+        });
+        extents.push(extent.ok_or_else(|| wrong(line))?);
+    }
+    Ok(extents)
+}
+
+fn extent(line: &str) -> Option<FileExtent> {
+    let mut fields = line.split(' ');
+    let mut next = || fields.next();
+    let (file, page, pages) = (next()?, next()?, next()?);
+    let (major, minor) = next()?.split_once(':')?;
+    let extent = FileExtent {
+        file: file.parse().ok()?,
+        page: page.parse().ok()?,
+        pages: pages.parse().ok()?,
+        disk: (major.parse().ok()?, minor.parse().ok()?),
+        block: next()?.parse().ok()?,
+    };
+    let is_sound = extent.pages > 0
+        && extent.end() <= 1 << 32
+        && extent.block <= MAX_BLOCKS
+        && fields.next().is_none();
+    is_sound.then_some(extent)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn paths_go_into_a_script_as_far_as_it_may_go() {
+        let (text, asked) = script([&b"/usr/bin/a b"[..], b"/x\n\\\xff'$(y)", b"END", b""]);
+        let wanted = "exec /proc/$PPID/exe --extents <<'END'\n\
+            /usr/bin/a b\n/x\\012\\134\\377'$(y)\n\n\nEND\n";
+        assert_eq!((text.as_str(), asked), (wanted, 4));
+        let long = [b"/".as_slice(), &[b'\n'; 4000]].concat();
+        let (text, asked) = script(std::iter::repeat_n(long.as_slice(), 100));
+        assert_eq!(asked, 4);
+        assert!(text.len() <= MAX_SCRIPT && text.ends_with("\nEND\n"));
+        assert_eq!(text.lines().count(), 6);
+    }
+
+    #[test]
+    fn the_shell_hands_the_paths_on_as_they_are() {
+        let names: Vec<String> = (0..1000)
+            .map(|n| format!("/usr/lib/'a' \"b\" $HOME `ls` {n}"))
+            .collect();
+        let (text, asked) = script(names.iter().map(String::as_bytes));
+        assert_eq!(asked, 1000);
+        let text = text.replace("/proc/$PPID/exe --extents", "cat");
+        let shell = std::process::Command::new("/bin/sh")
+            .arg("-c")
+            .arg(text)
+            .output();
+        let lines = String::from_utf8(shell.unwrap().stdout).unwrap();
+        assert_eq!(lines.lines().collect::<Vec<_>>(), names);
+    }
+
+    #[test]
+    fn answers_are_read_and_nonsense_is_refused() {
+        let answer = b"0 0 16 254:0 4096\n0 16 1 254:0 1\n7 4294967295 1 8:16 0\n";
+        let extents = parse(answer, 8).unwrap();
+        assert_eq!(extents.len(), 3);
+        let extent = FileExtent {
+            file: 0,
+            page: 16,
+            pages: 1,
+            disk: (254, 0),
+            block: 1,
+        };
+        assert_eq!(extents[1], extent);
+        assert_eq!(parse(b"", 0).unwrap(), []);
+        // The answer, and the line of it that is wrong.
+        for (nonsense, line) in [
+            ("8 0 1 254:0 1", "8 0 1 254:0 1"),
+            ("0 0 0 254:0 1", "0 0 0 254:0 1"),
+            ("0 0 1 254:0", "0 0 1 254:0"),
+            ("0 0 1 254 1", "0 0 1 254 1"),
+            ("0 0 1 254:0 1 ", "0 0 1 254:0 1 "),
+            ("0 -1 1 254:0 1", "0 -1 1 254:0 1"),
+            ("0 4294967295 2 254:0 1", "0 4294967295 2 254:0 1"),
+            ("0 4294967296 1 254:0 1", "0 4294967296 1 254:0 1"),
+            ("0 0 1 4294967296:0 1", "0 0 1 4294967296:0 1"),
+            (
+                "0 0 1 254:0 1125899906842625",
+                "0 0 1 254:0 1125899906842625",
+            ),
+            (
+                "0 0 1 254:0 18446744073709551616",
+                "0 0 1 254:0 18446744073709551616",
+            ),
+            ("0 0 4 254:0 1\n0 3 4 254:0 9\n", "0 3 4 254:0 9"),
+            ("3 0 4 254:0 1\n2 0 4 254:0 9\n", "2 0 4 254:0 9"),
+            ("\n", ""),
+        ] {
+            let error = parse(nonsense.as_bytes(), 8).unwrap_err();
+            assert_eq!(error, format!("not a line of the answer: '{line}'"));
+        }
+        let many: String = (0..=MAX_LINES).fold(String::new(), |mut text, n| {
+            let _ = writeln!(text, "0 {n} 1 254:0 {n}");
+            text
+        });
+        let error = parse(many.as_bytes(), 8).unwrap_err();
+        assert_eq!(error, "the answer has more than 32768 lines");
+        assert!(many.len() < MAX_ANSWER);
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse(&text, 8);
+        }
+    }
+}
