@@ -17,6 +17,7 @@ use crate::snapshot_locks::SnapshotLocks;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
+mod candidates;
 mod guest_caches;
 mod hold;
 mod remove;

@@ -7,7 +7,7 @@ use memfold_api::SaveRequest;
 use memfold_snapshot::identity::HAS_GENERATION_ID;
 use memfold_snapshot::manifest::Steps;
 use memfold_snapshot::save::{self, Subject};
-use memfold_snapshot::{Keep, Manifest, Progress, SnapshotError, restore};
+use memfold_snapshot::{Candidate, Keep, Manifest, Progress, SnapshotError, restore};
 use memfold_units::PAGE_SIZE;
 use memfold_vm::SegmentSpec;
 use tracing::info;
@@ -19,11 +19,21 @@ use crate::machine::pauses::LONG;
 use crate::machine::rights::SaveRight;
 use crate::snapshot_locks::being_saved;
 use crate::snapshots::Snapshots;
+use crate::snapshots::candidates;
 use crate::snapshots::guest_caches::{DROP_TIMEOUT, drop_caches, trace_again, write_back};
 use crate::snapshots::hold::HeldVm;
 
 /// How long it may take to say what it has.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What a guest did with its page cache before it is saved.
+#[derive(Default)]
+struct Prepared {
+    /// Why it has caches that it was to drop.
+    cache_kept: Option<String>,
+    /// Pages that its disks may hold too.
+    candidates: Vec<Candidate>,
+}
 
 impl Snapshots {
     /// Saves a VM. It goes on afterwards, also if this fails.
@@ -69,17 +79,21 @@ impl Snapshots {
         let segments = machine.vm().segments();
         let kept = |segment: &SegmentSpec| self.locks.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
-        let save = |kept| {
+        let save = |prepared| {
             let of = (&machine, &subject, &right);
-            self.save_dropped(of, request, of_boot, began, kept, &progress)
+            self.save_prepared(of, request, of_boot, began, prepared, &progress)
         };
         if request.keep == Keep::All {
-            return save(None);
+            return save(Prepared::default());
         }
         progress.begin("guest writes back dirty pages", 0);
         write_back(&machine)?;
         if request.keep == Keep::Hot {
-            return save(None);
+            progress.begin("the guest says where its files lie", 0);
+            return save(Prepared {
+                candidates: candidates::find(&self.folding, &machine),
+                ..Prepared::default()
+            });
         }
         progress.begin("guest drops its caches", 0);
         let limit = request.drop_s.map_or(DROP_TIMEOUT, |seconds| {
@@ -90,7 +104,12 @@ impl Snapshots {
             Ok(None) => Ok(()),
             _ => trace_again(&machine),
         };
-        let saved = dropped.and_then(save);
+        let saved = dropped.and_then(|cache_kept| {
+            save(Prepared {
+                cache_kept,
+                ..Prepared::default()
+            })
+        });
         // Of what went while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
             info!(vm = request.vm, %error, "no inventory of the guest's page cache after the save");
@@ -98,13 +117,13 @@ impl Snapshots {
         saved
     }
 
-    fn save_dropped(
+    fn save_prepared(
         &self,
         (machine, subject, right): (&Arc<Machine>, &Subject, &SaveRight<'_>),
         request: &SaveRequest,
         of_boot: Option<String>,
         began: Instant,
-        cache_kept: Option<String>,
+        prepared: Prepared,
         progress: &Progress,
     ) -> Result<Manifest, DaemonError> {
         let mut steps = Steps {
@@ -145,12 +164,12 @@ impl Snapshots {
             keep: request.keep,
             of_boot,
             live: request.live,
-            candidates: Vec::new(),
             compress: request.compress,
             domain: machine.domain().map(str::to_owned),
             began,
             free,
-            cache_kept,
+            cache_kept: prepared.cache_kept,
+            candidates: prepared.candidates,
             steps,
         };
         let manifest = save::save(

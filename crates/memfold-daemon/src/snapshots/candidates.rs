@@ -1,0 +1,446 @@
+//! Which of a VM's pages its disks may hold too, as its guest says: a hot save refers to a disk for them.
+//!
+//! ```text
+//!   engine   runs of pages that cache consecutive pages of a file, by the agent's hints       CachedPages
+//!   guest    where these files lie on its disks, the files with most cached pages first       guest_extents
+//!   here     run of pages -> disk of the guest, and byte on it                                Candidate
+//! ```
+//! All of it may be a lie, which costs the liar's snapshot alone: the save compares the bytes. What the guest says takes bounded memory
+//! ([`MAX_PLACES`], and a candidate for each [`FEWEST_PAGES`] pages of its RAM) and bounded time ([`LIMIT`]).
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use memfold_fold::{Command, PageRun};
+use memfold_snapshot::Candidate;
+use memfold_snapshot::guest_extents::{self, GuestDisk, MAX_ANSWER};
+use memfold_units::PAGE_SIZE;
+use memfold_vm::AgentLink;
+use memfold_wire::agent::{FileNumber, OutputStream};
+use tracing::{debug, info};
+
+use crate::folding::Folding;
+use crate::machine::Machine;
+
+/// How long the guest is asked.
+const LIMIT: Duration = Duration::from_secs(4);
+
+/// Pages of the shortest run that is worth a reference.
+const FEWEST_PAGES: u32 = 4;
+
+/// Pages that a save writes in a second, about (400 MB/s): a question that takes longer than writing what it is about is not asked.
+const WRITTEN_PAGES_PER_S: u64 = 100_000;
+
+/// Most files that are asked for.
+const MAX_FILES: usize = 1 << 16;
+
+/// Files whose paths the engine looks up at once.
+const PATHS_AT_ONCE: usize = 1024;
+
+/// Most runs on disks that are remembered of one guest, 32 bytes each.
+const MAX_PLACES: usize = 1 << 18;
+
+/// Most disks of a guest.
+const MAX_DISKS: usize = 64;
+
+/// Pages of a file that lie one behind the other on a disk of the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    /// The first, in the file.
+    page: u32,
+    pages: u32,
+    /// Number of the disk, in the order in which the guest named them.
+    guest_disk: usize,
+    /// The first, on the disk.
+    block: u64,
+}
+
+impl Place {
+    const fn end(&self) -> u64 {
+        self.page as u64 + self.pages as u64
+    }
+}
+
+/// Where files lie, as a guest says. Places of one file are ascending, and none overlaps.
+#[derive(Debug, Default)]
+struct Places {
+    of: HashMap<FileNumber, Vec<Place>>,
+    disks: Vec<GuestDisk>,
+    count: usize,
+}
+
+/// What of a VM's memory its disks may hold too, ascending. Empty where the guest can't say it.
+pub(super) fn find(folding: &Folding, machine: &Machine) -> Vec<Candidate> {
+    let began = Instant::now();
+    let cached = folding.ask(|answer| Command::CachedPages(machine.id(), answer));
+    let (Ok(Some(cached)), Some(agent)) = (cached, machine.agent()) else {
+        info!(vm = machine.name(), "guest has not said what it has cached");
+        return Vec::new();
+    };
+    let mut places = Places::default();
+    let paths = |files: &[FileNumber]| {
+        let ask = |answer| Command::FilePaths(machine.id(), files.to_vec(), answer);
+        folding.ask(ask).map_err(|error| error.to_string())
+    };
+    let run = |script: &str, limit| run(&agent, script, limit);
+    let asked = places.ask(&rank(cached.runs()), began + LIMIT, paths, run);
+    if let Err(why) = asked {
+        info!(
+            vm = machine.name(),
+            why, "guest does not say where all its files lie"
+        );
+    }
+    let candidates = join(cached.runs(), &places);
+    debug!(
+        vm = machine.name(),
+        files = places.of.len(),
+        candidates = candidates.len(),
+        pages = candidates
+            .iter()
+            .map(|candidate| candidate.pages)
+            .sum::<u64>(),
+        took_ms = began.elapsed().as_millis(),
+        "cached pages found on the guest's disks"
+    );
+    candidates
+}
+
+/// Has the guest run a script, and gives what it prints.
+fn run(agent: &AgentLink, script: &str, limit: Duration) -> Result<Vec<u8>, String> {
+    let (mut answer, mut words) = (Vec::new(), Vec::new());
+    let code = agent.run_streaming(script, limit, |stream, bytes| {
+        let kept = match stream {
+            OutputStream::Stdout => &mut answer,
+            OutputStream::Stderr => &mut words,
+        };
+        kept.extend_from_slice(bytes);
+        kept.len() <= MAX_ANSWER
+    });
+    match code {
+        Ok(0) => Ok(answer),
+        // Wrong usage.
+        Ok(2) => Err("its agent is older than this, and does not know --extents".to_owned()),
+        Ok(code) => {
+            let words = String::from_utf8_lossy(&words);
+            let words: String = words.trim().chars().take(200).collect();
+            Err(format!("its agent ended with code {code}: {words}"))
+        }
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// The files with most cached pages in runs that are worth a reference, and how many these are; those with most first.
+fn rank(runs: impl Iterator<Item = PageRun>) -> Vec<(FileNumber, u64)> {
+    let mut pages: HashMap<FileNumber, u64> = HashMap::new();
+    for run in runs.filter(|run| run.pages >= FEWEST_PAGES) {
+        *pages.entry(run.file).or_default() += u64::from(run.pages);
+    }
+    let mut ranked: Vec<_> = pages.into_iter().collect();
+    ranked.sort_unstable_by_key(|&(file, pages)| (Reverse(pages), file));
+    ranked.truncate(MAX_FILES);
+    ranked
+}
+
+impl Places {
+    /// Asks where files lie, in their order, as long as that is worth it. What was said before it fails stays known.
+    fn ask(
+        &mut self,
+        ranked: &[(FileNumber, u64)],
+        deadline: Instant,
+        paths: impl Fn(&[FileNumber]) -> Result<Vec<Vec<u8>>, String>,
+        run: impl Fn(&str, Duration) -> Result<Vec<u8>, String>,
+    ) -> Result<(), String> {
+        let mut rest = ranked;
+        let mut last_took = Duration::ZERO;
+        while !rest.is_empty() && self.count < MAX_PLACES {
+            let files: Vec<FileNumber> = rest
+                .iter()
+                .take(PATHS_AT_ONCE)
+                .map(|&(file, _)| file)
+                .collect();
+            let paths = paths(&files)?;
+            let (script, asked) = guest_extents::script(paths.iter().map(Vec::as_slice));
+            let pages: u64 = rest.iter().take(asked).map(|&(_, pages)| pages).sum();
+            let began = Instant::now();
+            let left = deadline.saturating_duration_since(began);
+            let is_worth_it = last_took.as_secs_f64() * WRITTEN_PAGES_PER_S as f64 <= pages as f64;
+            if asked == 0 || left.is_zero() || !is_worth_it {
+                break;
+            }
+            let answer = run(&script, left)?;
+            self.take(&files[..asked.min(files.len())], &answer)?;
+            last_took = began.elapsed();
+            rest = rest.get(asked..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    /// Takes in what the guest has answered about these files.
+    fn take(&mut self, files: &[FileNumber], answer: &[u8]) -> Result<(), String> {
+        for extent in guest_extents::parse(answer, files.len())? {
+            let known = self.disks.iter().position(|disk| *disk == extent.disk);
+            let guest_disk = match known {
+                Some(number) => number,
+                None if self.disks.len() < MAX_DISKS => {
+                    self.disks.push(extent.disk);
+                    self.disks.len() - 1
+                }
+                None => continue,
+            };
+            if self.count == MAX_PLACES {
+                break;
+            }
+            self.count += 1;
+            self.of.entry(files[extent.file]).or_default().push(Place {
+                page: extent.page,
+                pages: extent.pages,
+                guest_disk,
+                block: extent.block,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Where what is cached may lie on the guest's disks, ascending by address.
+fn join(runs: impl Iterator<Item = PageRun>, places: &Places) -> Vec<Candidate> {
+    let fewest = u64::from(FEWEST_PAGES);
+    let mut parts = Vec::new();
+    for run in runs.filter(|run| run.pages >= FEWEST_PAGES) {
+        let Some(places) = places.of.get(&run.file) else {
+            continue;
+        };
+        let first = u64::from(run.page);
+        let end = first + u64::from(run.pages);
+        let next = places.partition_point(|place| place.end() <= first);
+        for place in &places[next..] {
+            let begin = u64::from(place.page);
+            let (from, to) = (first.max(begin), end.min(place.end()));
+            if begin >= end {
+                break;
+            }
+            if to - from >= fewest {
+                parts.push(Candidate {
+                    hva: run.hva.add_pages(from - first),
+                    pages: to - from,
+                    guest_disk: place.guest_disk,
+                    byte: (place.block + (from - begin)) * PAGE_SIZE,
+                });
+            }
+        }
+    }
+    parts.sort_unstable_by_key(|part| part.hva);
+    let mut candidates: Vec<Candidate> = Vec::new();
+    for part in parts {
+        let Some(last) = candidates.last_mut() else {
+            candidates.push(part);
+            continue;
+        };
+        let end = last.hva.add_pages(last.pages);
+        let follows = end == part.hva
+            && last.guest_disk == part.guest_disk
+            && last.byte + last.pages * PAGE_SIZE == part.byte;
+        if follows {
+            last.pages += part.pages;
+        } else if end <= part.hva {
+            // Else two frames of the guest are one page of QEMU.
+            candidates.push(part);
+        }
+    }
+    candidates
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::{Cell, RefCell};
+    use std::fmt::Write;
+
+    use memfold_units::Hva;
+
+    const RAM: Hva = Hva(0x7000_0000_0000);
+
+    fn run(at: u64, pages: u32, file: FileNumber, page: u32) -> PageRun {
+        PageRun {
+            hva: RAM.add_pages(at),
+            pages,
+            file,
+            page,
+        }
+    }
+
+    fn candidate(at: u64, pages: u64, guest_disk: usize, block: u64) -> Candidate {
+        Candidate {
+            hva: RAM.add_pages(at),
+            pages,
+            guest_disk,
+            byte: block * PAGE_SIZE,
+        }
+    }
+
+    /// What a guest is made to say of files 10, 11, ...
+    fn said(answer: &str) -> Places {
+        let mut places = Places::default();
+        places.take(&[10, 11, 12], answer.as_bytes()).unwrap();
+        places
+    }
+
+    fn later() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    #[test]
+    fn pages_of_files_are_found_on_the_disks_of_the_guest() {
+        let places = said(
+            "0 0 100 254:0 1000\n0 100 100 254:16 50\n0 300 8 254:0 9000\n1 0 4294967295 254:0 5\n",
+        );
+        assert_eq!(places.disks, [(254, 0), (254, 16)]);
+        let runs = [
+            // Over the end of one place and the next.
+            run(50, 20, 10, 90),
+            // Behind a gap, of which nothing is known.
+            run(100, 200, 10, 150),
+            // What follows in memory and on the disk is one.
+            run(0, 8, 11, 16),
+            run(8, 8, 11, 24),
+            // Short, of no known file, not on a disk.
+            run(400, 3, 11, 0),
+            run(410, 50, 13, 0),
+            run(460, 50, 10, 400),
+        ];
+        let wanted = [
+            candidate(0, 16, 0, 21),
+            candidate(50, 10, 0, 1090),
+            candidate(60, 10, 1, 50),
+            candidate(100, 50, 1, 100),
+            candidate(250, 8, 0, 9000),
+        ];
+        assert_eq!(join(runs.into_iter(), &places), wanted);
+    }
+
+    #[test]
+    fn candidates_never_overlap_and_their_bytes_can_be_counted() {
+        let places = said(
+            "0 0 4294967295 254:0 1125899906842624\n1 4294967290 6 254:0 0\n2 0 1 254:0 1\n2 1 1 254:0 7\n",
+        );
+        let runs = [
+            run(0, 64, 10, u32::MAX - 64),
+            // Two frames of the guest that are one page of QEMU.
+            run(10, 64, 10, 0),
+            run(60, 10, 10, 100),
+            run(100, 6, 11, u32::MAX - 5),
+            run(200, 4, 12, 0),
+        ];
+        let found = join(runs.into_iter(), &places);
+        let apart = |a: &Candidate, b: &Candidate| a.hva.add_pages(a.pages) <= b.hva;
+        assert!(found.is_sorted_by(apart), "{found:?}");
+        let last = (1 << 50) + u64::from(u32::MAX) - 64;
+        assert_eq!(found, [candidate(0, 64, 0, last), candidate(100, 6, 0, 0)]);
+    }
+
+    #[test]
+    fn a_guest_that_names_disks_and_runs_without_end_is_cut_off() {
+        let mut places = Places::default();
+        let mut answer = String::new();
+        for n in 0..30_000 {
+            writeln!(answer, "0 {n} 1 {n}:0 {n}").unwrap();
+        }
+        for file in 0..12 {
+            places.take(&[file], answer.as_bytes()).unwrap();
+        }
+        assert_eq!(
+            (places.disks.len(), places.count),
+            (MAX_DISKS, MAX_DISKS * 12)
+        );
+        answer.clear();
+        for n in 0..30_000 {
+            writeln!(answer, "0 {n} 1 7:0 {n}").unwrap();
+        }
+        let mut places = Places::default();
+        for file in 0..12 {
+            places.take(&[file], answer.as_bytes()).unwrap();
+        }
+        assert_eq!(places.count, MAX_PLACES);
+        assert_eq!(places.of.values().map(Vec::len).sum::<usize>(), MAX_PLACES);
+    }
+
+    #[test]
+    fn files_with_most_cached_pages_are_asked_for_first() {
+        let runs = [
+            run(0, 10, 1, 0),
+            run(20, 30, 2, 0),
+            run(60, 25, 1, 100),
+            run(100, 3, 3, 0),
+            run(110, 30, 4, 0),
+        ];
+        assert_eq!(rank(runs.into_iter()), [(1, 35), (2, 30), (4, 30)]);
+    }
+
+    fn names(files: &[FileNumber]) -> Result<Vec<Vec<u8>>, String> {
+        let name = |file| format!("/{}/{file}", "d".repeat(200)).into_bytes();
+        Ok(files.iter().map(name).collect())
+    }
+
+    /// A question's file numbers.
+    fn numbers(script: &str) -> Vec<FileNumber> {
+        let lines = script.lines().filter(|line| line.starts_with('/'));
+        let number = |line: &str| line.rsplit('/').next()?.parse().ok();
+        lines.filter_map(number).collect()
+    }
+
+    #[test]
+    fn every_file_is_asked_for_once_in_as_many_scripts_as_it_takes() {
+        let ranked: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1_000_000)).collect();
+        let asked = RefCell::new(Vec::new());
+        let mut places = Places::default();
+        let answer = |script: &str, _: Duration| {
+            let files = numbers(script);
+            let mut answer = String::new();
+            for (n, file) in files.iter().enumerate() {
+                writeln!(answer, "{n} 0 4 254:0 {file}").unwrap();
+            }
+            asked.borrow_mut().extend(files);
+            Ok(answer.into_bytes())
+        };
+        places.ask(&ranked, later(), names, answer).unwrap();
+        assert_eq!(*asked.borrow(), (0..3000).collect::<Vec<_>>());
+        assert!((0..3000).all(|file| places.of[&file][0].block == u64::from(file)));
+    }
+
+    #[test]
+    fn what_was_said_before_a_guest_fails_stays_known() {
+        let ranked: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1_000_000)).collect();
+        for failure in [Ok(b"0 0 4 254:0".to_vec()), Err("gone".to_owned())] {
+            let times = Cell::new(0);
+            let mut places = Places::default();
+            let answer = |_: &str, _: Duration| {
+                times.set(times.get() + 1);
+                if times.get() == 1 {
+                    return Ok(b"0 0 4 254:0 7\n".to_vec());
+                }
+                failure.clone()
+            };
+            places.ask(&ranked, later(), names, answer).unwrap_err();
+            assert_eq!((times.get(), places.count), (2, 1));
+        }
+    }
+
+    #[test]
+    fn a_guest_is_asked_no_longer_than_that_is_worth() {
+        let asked = Cell::new(0);
+        let slow = |_: &str, limit: Duration| {
+            assert!(limit <= Duration::from_secs(60));
+            asked.set(asked.get() + 1);
+            std::thread::sleep(Duration::from_millis(5));
+            Ok(Vec::new())
+        };
+        // A page a file: written in less time than that, all of them.
+        let few: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1)).collect();
+        Places::default().ask(&few, later(), names, slow).unwrap();
+        assert_eq!(asked.replace(0), 1);
+        let over = Instant::now();
+        Places::default().ask(&few, over, names, slow).unwrap();
+        assert_eq!(asked.get(), 0);
+    }
+}
