@@ -157,7 +157,7 @@ pub(super) fn touched(vm: &VmState, bits: &mut [u64]) -> std::io::Result<()> {
 impl Engine {
     /// Finds out whether VM `id` is the only one that runs from its image.
     pub(super) fn note_company(&mut self, id: VmId) {
-        let image = |vm: &VmState| vm.back.image.as_ref().map(|i| (i.identity, i.protectable));
+        let image = |vm: &VmState| vm.back.image.as_ref().map(|i| (i.identity, i.in_memory));
         let Some(mine) = self.vms.get(&id).and_then(image) else {
             return;
         };

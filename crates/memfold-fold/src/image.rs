@@ -31,7 +31,9 @@ pub(super) struct Image {
     /// Number that fold orders name it by.
     pub number: u32,
     pub pages: u64,
-    /// Whether the kernel can protect private views of it against writes: it lies in memory, not in a file system.
+    /// Whether it lies in memory, not in a file system.
+    pub in_memory: bool,
+    /// Whether the kernel can protect private views of it against writes: it lies in memory, and nothing else is mapped for the VM's RAM.
     pub protectable: bool,
 }
 
@@ -40,6 +42,7 @@ impl Image {
         use std::os::unix::fs::MetadataExt;
         let file = view.open(pid)?;
         let facts = file.metadata()?;
+        let in_memory = rustix::fs::fstatfs(&file)?.f_type == TMPFS_MAGIC;
         if facts.ino() != view.file.2 {
             return Err(std::io::Error::other(
                 "another file is mapped at that address now",
@@ -49,7 +52,8 @@ impl Image {
             identity: view.file,
             number: file_number(facts.dev(), facts.ino()),
             pages: facts.len() / PAGE_SIZE,
-            protectable: rustix::fs::fstatfs(&file)?.f_type == TMPFS_MAGIC,
+            in_memory,
+            protectable: in_memory,
             file,
         })
     }
@@ -77,9 +81,7 @@ impl Image {
         match rustix::io::preadv2(&self.file, parts, offset, ReadWriteFlags::NOWAIT) {
             Ok(n) => (n == buffer.len()).then_some(()),
             // Memory files know no such reading, and need none. Other file systems that don't might wait for a network.
-            Err(Errno::OPNOTSUPP) if self.protectable => {
-                self.file.read_exact_at(buffer, offset).ok()
-            }
+            Err(Errno::OPNOTSUPP) if self.in_memory => self.file.read_exact_at(buffer, offset).ok(),
             Err(_) => None,
         }
     }

@@ -1,5 +1,6 @@
 //! The VM's RAM blocks: where they are, and what of them is folded.
 
+use std::collections::BTreeMap;
 use std::fs;
 
 use memfold_sys::region::Area;
@@ -42,7 +43,8 @@ pub struct Block {
     advice: Advice,
     folded: Bitmap,
     template: Bitmap,
-    templates: Vec<TemplateMap>,
+    /// By first address; none overlaps.
+    templates: BTreeMap<Hva, TemplateMap>,
     /// First page and end of what was folded and not advised yet.
     unadvised: Vec<(u64, u64)>,
 }
@@ -90,24 +92,41 @@ impl Block {
             .fill(first, area.pages(), kind == Kind::Template);
     }
 
-    /// Notes a template's file over `map.area`.
+    /// Notes a template's file over `map.area`. Of files that were mapped there before, the rest stays.
     pub fn add_template(&mut self, map: TemplateMap) {
-        self.templates
-            .retain(|old| old.area.start() < map.area.start() || old.area.end() > map.area.end());
-        self.templates.push(map);
+        let (start, end) = (map.area.start(), map.area.end());
+        let below = self.templates.range(..end).rev();
+        let covered = below.take_while(|(_, old)| old.area.end() > start);
+        for at in covered.map(|(&at, _)| at).collect::<Vec<_>>() {
+            let Some(old) = self.templates.remove(&at) else {
+                continue;
+            };
+            if at < start {
+                let area = old.area.part(0, start.pages_since(at));
+                self.templates.insert(at, TemplateMap { area, ..old });
+            }
+            if old.area.end() > end {
+                let skipped = end.pages_since(at);
+                let rest = TemplateMap {
+                    area: old.area.after(skipped),
+                    file_page: old.file_page + skipped,
+                    ..old
+                };
+                self.templates.insert(end, rest);
+            }
+        }
+        self.templates.insert(start, map);
         self.set(map.area, Kind::Template);
     }
 
-    /// Whether the template page that lies at the start of `area` is page `page` of `file`.
+    /// Whether the template pages of `area` are those of `file` from page `page` on.
     #[must_use]
     pub fn shows(&self, area: Area, file: (u64, u64), page: u64) -> bool {
-        let newest = self
-            .templates
-            .iter()
-            .rev()
-            .find(|map| map.area.start() <= area.start() && area.end() <= map.area.end());
-        newest.is_some_and(|map| {
-            map.file == file && map.file_page + area.start().pages_since(map.area.start()) == page
+        let below = self.templates.range(..=area.start()).next_back();
+        below.is_some_and(|(&start, map)| {
+            area.end() <= map.area.end()
+                && map.file == file
+                && map.file_page + area.start().pages_since(start) == page
         })
     }
 
@@ -219,7 +238,7 @@ impl Ram {
             advice,
             folded: Bitmap::new(pages),
             template: Bitmap::new(pages),
-            templates: Vec::new(),
+            templates: BTreeMap::new(),
             unadvised: Vec::new(),
         };
         // Folded when the block was known before: UFFDIO_MOVE would answer EINVAL there.

@@ -117,6 +117,8 @@ struct DiskMap(Vec<Part>);
 struct Extent {
     start: u64,
     length: u64,
+    /// Which file of the disk's chain, the disk itself first.
+    depth: usize,
     data: bool,
     #[serde(default)]
     zero: bool,
@@ -124,36 +126,33 @@ struct Extent {
     compressed: bool,
     /// None of what is compressed or encrypted.
     offset: Option<u64>,
-    filename: Option<PathBuf>,
 }
 
 impl DiskMap {
-    /// What of `extents` lies in files as it is; `number` gives a file its number, if it is one of the disk's.
-    fn new(extents: &[Extent], mut number: impl FnMut(&Path) -> Option<u32>) -> Self {
+    /// What of `extents` lies in files as it is. `numbers` are those of the files of the chain.
+    fn new(extents: &[Extent], numbers: &[Option<u32>]) -> Self {
         let mut parts: Vec<Part> = Vec::new();
-        for extent in extents
-            .iter()
-            .filter(|e| e.data && !e.zero && !e.compressed)
-        {
-            let (Some(offset), Some(name)) = (extent.offset, &extent.filename) else {
+        let as_it_is = |e: &&Extent| e.data && !e.zero && !e.compressed;
+        for extent in extents.iter().filter(as_it_is) {
+            let file = numbers.get(extent.depth).copied().flatten();
+            let (Some(offset), Some(file)) = (extent.offset, file) else {
                 continue;
             };
             let skipped = extent.start.next_multiple_of(PAGE_SIZE) - extent.start;
             let pages = extent.length.saturating_sub(skipped) / PAGE_SIZE;
-            let (first, place) = (extent.start + skipped, offset.saturating_add(skipped));
+            let first = (extent.start + skipped) / PAGE_SIZE;
+            let place = offset.saturating_add(skipped);
             let follows = parts
                 .last()
-                .is_none_or(|last| last.first + last.pages <= first / PAGE_SIZE);
-            if pages == 0 || place % PAGE_SIZE != 0 || !follows {
-                continue;
+                .is_none_or(|last| last.first + last.pages <= first);
+            if pages > 0 && place % PAGE_SIZE == 0 && follows {
+                parts.push(Part {
+                    first,
+                    pages,
+                    file,
+                    block: place / PAGE_SIZE,
+                });
             }
-            let Some(file) = number(name) else { continue };
-            parts.push(Part {
-                first: first / PAGE_SIZE,
-                pages,
-                file,
-                block: place / PAGE_SIZE,
-            });
         }
         Self(parts)
     }
@@ -283,25 +282,11 @@ impl Candidates {
             // What a raw disk holds is the guest's, also if it looks like a header.
             DiskFormat::Raw => vec![target.image.to_owned()],
         };
-        let own: Vec<(u64, u64)> = files
+        let numbers: Vec<Option<u32>> = files
             .iter()
-            .filter_map(|file| identity(file).ok())
+            .map(|path| self.add(target, path, open(path)?))
             .collect();
-        let extents = extents(target)?;
-        let mut known: Vec<(PathBuf, Option<u32>)> = Vec::new();
-        let number = |name: &Path| {
-            if let Some((_, number)) = known.iter().find(|(path, _)| path == name) {
-                return *number;
-            }
-            let opened = open(name).filter(|file| {
-                let facts = file.metadata();
-                facts.is_ok_and(|facts| own.contains(&(facts.dev(), facts.ino())))
-            });
-            let number = opened.and_then(|file| self.add(target, name, file));
-            known.push((name.to_owned(), number));
-            number
-        };
-        Ok(DiskMap::new(&extents, number))
+        Ok(DiskMap::new(&extents(target)?, &numbers))
     }
 
     fn add(&mut self, target: &Target<'_>, path: &Path, file: File) -> Option<u32> {
@@ -440,21 +425,18 @@ mod tests {
 
     /// What `qemu-img map` prints of an overlay over a raw file.
     const MAP: &str = r#"[
-        { "start": 0, "length": 8192, "depth": 1, "present": true, "zero": false, "data": true, "offset": 0, "filename": "base"},
-        { "start": 8192, "length": 57344, "depth": 1, "present": true, "zero": true, "data": false, "offset": 8192, "filename": "base"},
-        { "start": 65536, "length": 65536, "depth": 0, "present": true, "zero": false, "data": true, "offset": 327680, "filename": "top"},
+        { "start": 0, "length": 8192, "depth": 1, "present": true, "zero": false, "data": true, "offset": 0},
+        { "start": 8192, "length": 57344, "depth": 1, "present": true, "zero": true, "data": false, "offset": 8192},
+        { "start": 65536, "length": 65536, "depth": 0, "present": true, "zero": false, "data": true, "offset": 327680},
         { "start": 131072, "length": 65536, "depth": 0, "present": true, "zero": false, "data": true, "compressed": true},
-        { "start": 196608, "length": 4096, "depth": 0, "present": true, "zero": false, "data": true, "offset": 393728, "filename": "top"},
-        { "start": 200704, "length": 8192, "depth": 0, "present": true, "zero": false, "data": true, "offset": 400000, "filename": "stranger"},
-        { "start": 262144, "length": 6144, "depth": 0, "present": true, "zero": false, "data": true, "offset": 458752, "filename": "top"}]"#;
+        { "start": 196608, "length": 4096, "depth": 0, "present": true, "zero": false, "data": true, "offset": 393728},
+        { "start": 200704, "length": 8192, "depth": 2, "present": true, "zero": false, "data": true, "offset": 401408},
+        { "start": 262144, "length": 6144, "depth": 0, "present": true, "zero": false, "data": true, "offset": 458752}]"#;
 
     fn map() -> DiskMap {
         let extents: Vec<Extent> = serde_json::from_str(MAP).unwrap();
-        let names = [Path::new("base"), Path::new("top")];
-        DiskMap::new(&extents, |name| {
-            let number = names.iter().position(|known| *known == name)?;
-            u32::try_from(number).ok()
-        })
+        // The last of the chain can't be opened.
+        DiskMap::new(&extents, &[Some(1), Some(0), None])
     }
 
     fn candidate(page: u64, pages: u64, guest_disk: usize, disk_page: u64) -> Candidate {

@@ -12,6 +12,7 @@ mod block_job;
 mod candidates;
 mod chain_check;
 pub mod clock;
+mod compare;
 pub mod cpu;
 mod disk_chain;
 mod disk_copy;

@@ -3,17 +3,18 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_host::progress::Progress;
 use memfold_sys::memory;
-use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
+use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 use rustix::process::Pid;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-use super::candidates::{Candidates, FEWEST_PAGES, MOST_RUNS, Run};
+use super::candidates::Candidates;
+use super::compare::{Comparison, PIECE_PAGES, Piece};
 use super::image::{
     CHUNK_BYTES, CHUNK_PAGES, Chunk, ImageBlock, ImageCounts, Plan, SUM_BYTES, Source, bytes,
     place, write_nonzero,
@@ -22,13 +23,7 @@ use super::past::Past;
 use super::pipeline::{self, PIECE_BYTES, Writeback};
 use super::refer::Reference;
 
-/// Pages that a worker reads, hashes and writes before it goes on to the next ones.
-const PIECE_PAGES: u64 = PIECE_BYTES as u64 / PAGE_SIZE;
-const _: () = assert!(CHUNK_PAGES % PIECE_PAGES == 0);
 static ZEROES: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
-
-/// Runs that begin within another one, where a page of it differs: this many more than there were to compare.
-const MOST_BEGINNINGS: usize = MOST_RUNS + MOST_RUNS / 3;
 
 /// How long all workers together took for each stage of an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,9 +66,7 @@ pub struct Writer<'a> {
     counts: ImageCounts,
     writeback: Option<Writeback>,
     clocks: Clocks,
-    candidates: Candidates,
-    /// How many more references may begin.
-    beginnings: AtomicUsize,
+    comparison: Comparison,
     references: Vec<Reference>,
 }
 
@@ -83,16 +76,6 @@ struct Written {
     sum: u128,
     counts: ImageCounts,
     references: Vec<Reference>,
-}
-
-/// A piece of a chunk, which is in memory.
-struct Piece<'a> {
-    block: &'a Source,
-    /// First page of the block, counted from the image's.
-    place: u64,
-    /// First page, counted from the block's.
-    first: u64,
-    bytes: &'a [u8],
 }
 
 impl<'a> Writer<'a> {
@@ -109,8 +92,7 @@ impl<'a> Writer<'a> {
             counts: plan.counts,
             writeback: None,
             clocks: Clocks::default(),
-            candidates: Candidates::default(),
-            beginnings: AtomicUsize::new(MOST_BEGINNINGS),
+            comparison: Comparison::new(Candidates::default()),
             references: Vec::new(),
         })
     }
@@ -123,14 +105,14 @@ impl<'a> Writer<'a> {
 
     /// Has what files hold of these pages kept by reference.
     pub(super) fn compare_with(&mut self, candidates: Candidates) {
-        self.candidates = candidates;
+        self.comparison = Comparison::new(candidates);
     }
 
     /// What files hold, ascending by page, and these files.
     pub(super) fn take_references(&mut self) -> (Vec<Reference>, Candidates) {
         self.references
             .sort_unstable_by_key(|reference| reference.page);
-        let candidates = std::mem::take(&mut self.candidates);
+        let candidates = std::mem::take(&mut self.comparison.candidates);
         (std::mem::take(&mut self.references), candidates)
     }
 
@@ -214,7 +196,7 @@ impl<'a> Writer<'a> {
                 bytes: buffer,
             };
             let left = Clocks::measure(&self.clocks.compare, || {
-                self.refer(&piece, &here, other, &mut references)
+                self.comparison.refer(&piece, &here, other, &mut references)
             });
             let at = (place + first) * PAGE_SIZE;
             Clocks::measure(&self.clocks.write, || {
@@ -227,110 +209,6 @@ impl<'a> Writer<'a> {
             counts,
             references,
         })
-    }
-
-    /// Finds what files hold of ranges of a piece; what is left to be written.
-    fn refer(
-        &self,
-        piece: &Piece<'_>,
-        ranges: &[(u64, u64)],
-        other: &mut [u8],
-        references: &mut Vec<Reference>,
-    ) -> Vec<(u64, u64)> {
-        let at = |page| piece.block.hva.add_pages(page);
-        let mut left = Vec::new();
-        for &(from, to) in ranges {
-            let mut next = from;
-            for run in self.candidates.within(at(from)..at(to)) {
-                let page = |hva: Hva| hva.clamp(at(from), at(to)).pages_since(piece.block.hva);
-                let here = (page(run.hva), page(run.hva.add_pages(run.pages)));
-                for equal in self.equal(piece, run, here, other) {
-                    if self.note(piece, run, equal, references) {
-                        left.extend((next < equal.0).then_some((next, equal.0)));
-                        next = equal.1;
-                    }
-                }
-            }
-            left.extend((next < to).then_some((next, to)));
-        }
-        left
-    }
-
-    /// Pages `from` to `to` of a block that a file really holds, as ranges.
-    fn equal(
-        &self,
-        piece: &Piece<'_>,
-        run: &Run,
-        (from, to): (u64, u64),
-        other: &mut [u8],
-    ) -> Vec<(u64, u64)> {
-        let source = usize::try_from(run.file).ok();
-        let source = source.and_then(|number| self.candidates.files.get(number));
-        let part = &piece.bytes[bytes(from - piece.first)..bytes(to - piece.first)];
-        let other = &mut other[..part.len()];
-        let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);
-        let place = (run.block + skipped) * PAGE_SIZE;
-        // What can't be read is saved as it is.
-        if source.is_none_or(|source| source.file.read_exact_at(other, place).is_err()) {
-            return Vec::new();
-        }
-        let mut found: Vec<(u64, u64)> = Vec::new();
-        let pages = part
-            .chunks_exact(PAGE_BYTES)
-            .zip(other.chunks_exact(PAGE_BYTES));
-        for (page, (own, theirs)) in (from..).zip(pages) {
-            match found.last_mut() {
-                _ if own != theirs => {}
-                Some(last) if last.1 == page => last.1 += 1,
-                _ => found.push((page, page + 1)),
-            }
-        }
-        found
-    }
-
-    /// Notes that a file holds pages `from` to `to` of a block, unless that is too little for a mapping of its own.
-    fn note(
-        &self,
-        piece: &Piece<'_>,
-        run: &Run,
-        (from, to): (u64, u64),
-        references: &mut Vec<Reference>,
-    ) -> bool {
-        let first = run.hva.max(piece.block.hva).pages_since(piece.block.hva);
-        let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);
-        let Ok(pages) = u32::try_from(to - from) else {
-            return false;
-        };
-        let found = Reference {
-            page: piece.place + from,
-            pages,
-            file: run.file,
-            block: run.block + skipped,
-        };
-        if let Some(last) = references
-            .last_mut()
-            .filter(|last| last.goes_on_with(&found))
-        {
-            last.pages += pages;
-            return true;
-        }
-        // Chunks are compared one by one, and pieces of them, whatever lies on both sides.
-        let comes_from_before = from % CHUNK_PAGES == 0 && first < from;
-        let goes_on =
-            to % PIECE_PAGES == 0 && run.hva.add_pages(run.pages) > piece.block.hva.add_pages(to);
-        let begins = || {
-            let take = |left: usize| left.checked_sub(1);
-            let taken = self
-                .beginnings
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
-            taken.is_ok()
-        };
-        let is_wanted =
-            comes_from_before || ((u64::from(pages) >= FEWEST_PAGES || goes_on) && begins());
-        if is_wanted {
-            references.push(found);
-        }
-        is_wanted
     }
 
     /// How long the stages took so far.
@@ -417,7 +295,9 @@ mod tests {
     use std::ops::Range;
 
     use super::*;
-    use crate::candidates::SourceFile;
+    use memfold_units::Hva;
+
+    use crate::candidates::{Run, SourceFile};
     use crate::image::{Data, is_zero};
     use crate::stored::{Pages, Stored};
     use memfold_sys::pagemap::{Filter, category};

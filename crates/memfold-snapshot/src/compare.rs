@@ -1,0 +1,151 @@
+//! Comparing memory that is in hand with what files may hold of it, piece by piece.
+//!
+//! A run that a file holds becomes one reference for each chunk of the image that it lies in. Pieces and chunks are compared by several workers in any
+//! order, so that a worker does not know whether what lies beside its own is equal too: it believes that it is.
+
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
+
+use super::candidates::{Candidates, FEWEST_PAGES, MOST_RUNS, Run};
+use super::image::{CHUNK_PAGES, Source, bytes};
+use super::pipeline::PIECE_BYTES;
+use super::refer::Reference;
+
+/// Pages that a worker reads, hashes and writes before it goes on to the next ones.
+pub(super) const PIECE_PAGES: u64 = PIECE_BYTES as u64 / PAGE_SIZE;
+const _: () = assert!(CHUNK_PAGES % PIECE_PAGES == 0);
+/// Runs that begin within another one, where a page of it differs: this many more than there were to compare.
+const MOST_BEGINNINGS: usize = MOST_RUNS + MOST_RUNS / 3;
+
+/// A piece of a chunk, which is in memory.
+pub(super) struct Piece<'a> {
+    pub(super) block: &'a Source,
+    /// First page of the block, counted from the image's.
+    pub(super) place: u64,
+    /// First page, counted from the block's.
+    pub(super) first: u64,
+    pub(super) bytes: &'a [u8],
+}
+
+/// What memory is compared with.
+#[derive(Debug)]
+pub(super) struct Comparison {
+    pub(super) candidates: Candidates,
+    /// How many more references may begin.
+    beginnings: AtomicUsize,
+}
+
+impl Comparison {
+    pub(super) const fn new(candidates: Candidates) -> Self {
+        Self {
+            candidates,
+            beginnings: AtomicUsize::new(MOST_BEGINNINGS),
+        }
+    }
+
+    /// Finds what files hold of ranges of a piece; what is left to be written.
+    pub(super) fn refer(
+        &self,
+        piece: &Piece<'_>,
+        ranges: &[(u64, u64)],
+        other: &mut [u8],
+        references: &mut Vec<Reference>,
+    ) -> Vec<(u64, u64)> {
+        let at = |page| piece.block.hva.add_pages(page);
+        let mut left = Vec::new();
+        for &(from, to) in ranges {
+            let mut next = from;
+            for run in self.candidates.within(at(from)..at(to)) {
+                let page = |hva: Hva| hva.clamp(at(from), at(to)).pages_since(piece.block.hva);
+                let here = (page(run.hva), page(run.hva.add_pages(run.pages)));
+                for equal in self.equal(piece, run, here, other) {
+                    if self.note(piece, run, equal, references) {
+                        left.extend((next < equal.0).then_some((next, equal.0)));
+                        next = equal.1;
+                    }
+                }
+            }
+            left.extend((next < to).then_some((next, to)));
+        }
+        left
+    }
+
+    /// Pages `from` to `to` of a block that a file really holds, as ranges.
+    fn equal(
+        &self,
+        piece: &Piece<'_>,
+        run: &Run,
+        (from, to): (u64, u64),
+        other: &mut [u8],
+    ) -> Vec<(u64, u64)> {
+        let source = usize::try_from(run.file).ok();
+        let source = source.and_then(|number| self.candidates.files.get(number));
+        let part = &piece.bytes[bytes(from - piece.first)..bytes(to - piece.first)];
+        let other = &mut other[..part.len()];
+        let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);
+        let place = (run.block + skipped) * PAGE_SIZE;
+        // What can't be read is saved as it is.
+        if source.is_none_or(|source| source.file.read_exact_at(other, place).is_err()) {
+            return Vec::new();
+        }
+        let mut found: Vec<(u64, u64)> = Vec::new();
+        let pages = part
+            .chunks_exact(PAGE_BYTES)
+            .zip(other.chunks_exact(PAGE_BYTES));
+        for (page, (own, theirs)) in (from..).zip(pages) {
+            match found.last_mut() {
+                _ if own != theirs => {}
+                Some(last) if last.1 == page => last.1 += 1,
+                _ => found.push((page, page + 1)),
+            }
+        }
+        found
+    }
+
+    /// Notes that a file holds pages `from` to `to` of a block, unless that is too little for a mapping of its own.
+    fn note(
+        &self,
+        piece: &Piece<'_>,
+        run: &Run,
+        (from, to): (u64, u64),
+        references: &mut Vec<Reference>,
+    ) -> bool {
+        let first = run.hva.max(piece.block.hva).pages_since(piece.block.hva);
+        let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);
+        let Ok(pages) = u32::try_from(to - from) else {
+            return false;
+        };
+        let found = Reference {
+            page: piece.place + from,
+            pages,
+            file: run.file,
+            block: run.block + skipped,
+        };
+        if let Some(last) = references
+            .last_mut()
+            .filter(|last| last.goes_on_with(&found))
+        {
+            last.pages += pages;
+            return true;
+        }
+        // Chunks are compared one by one, and pieces of them, whatever lies on both sides.
+        let comes_from_before = from % CHUNK_PAGES == 0 && first < from;
+        let goes_on =
+            to % PIECE_PAGES == 0 && run.hva.add_pages(run.pages) > piece.block.hva.add_pages(to);
+        let begins = || {
+            let take = |left: usize| left.checked_sub(1);
+            let taken = self
+                .beginnings
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
+            taken.is_ok()
+        };
+        let is_wanted =
+            comes_from_before || ((u64::from(pages) >= FEWEST_PAGES || goes_on) && begins());
+        if is_wanted {
+            references.push(found);
+        }
+        is_wanted
+    }
+}
