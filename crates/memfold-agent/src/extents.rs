@@ -176,7 +176,7 @@ mod tests {
         let at = |name: &str| directory.path().join(name);
         // A hole of 64 pages, and a tail that is no whole page.
         let file = File::create(at("a\nfile\\")).unwrap();
-        std::os::unix::fs::FileExt::write_all_at(&file, &[7; 40_000], 64 * 4096).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &vec![7; 40_000], 64 * 4096).unwrap();
         file.sync_all().unwrap();
         if extents(&file, 0).is_err() {
             memfold_testkit::skip!("needs a source tree on a file system with FIEMAP");
