@@ -34,8 +34,9 @@ impl BlockDevices {
         }
     }
 
-    /// Where device `number` (`st_dev`) lies on a disk. `None` if it is no disk and no partition of one: what is put together of others
-    /// (device mapper, md, loop) is told by their having no hardware behind them, and btrfs and overlays number their files by no device.
+    /// Where device `number` (`st_dev`) lies on a disk. `None` if it is no disk and no partition of
+    /// one: what is put together of others (device mapper, md, loop) is told by their having no
+    /// hardware behind them, and btrfs and overlays number their files by no device.
     pub fn place(&mut self, number: u64) -> Option<&Place> {
         let sys = &self.sys;
         let place = self

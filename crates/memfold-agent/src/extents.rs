@@ -1,4 +1,5 @@
-//! Where on the guest's disks files lie, for a snapshot that refers to a disk for what the guest has cached of it.
+//! Where on the guest's disks files lie, for a snapshot that refers to a disk for what the guest
+//! has cached of it.
 //!
 //! ```text
 //!   standard input    a path a line; any byte may be \ooo, its octal number, as in /proc/self/mountinfo
@@ -6,7 +7,8 @@
 //!   /sys/dev/block    that device -> disk, and where on it the device begins
 //!   standard output   a line a run: number of the path, first page of the file, pages, disk, first page on the disk
 //! ```
-//! Nothing is written back for it, no file's bytes are read, and what can't be told at once is left out: the host compares the bytes.
+//! Nothing is written back for it, no file's bytes are read, and what can't be told at once is left
+//! out: the host compares the bytes.
 
 use std::io::{self, BufRead, BufWriter, Read, Write};
 use std::os::fd::AsRawFd;

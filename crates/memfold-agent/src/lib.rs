@@ -20,7 +20,8 @@
 //! | [`segment`] | read-only images shared with other VMs, laid over the guest's own directories; not part of the main loop |
 //! | `wake`, `backoff` | waking the main loop, and what it does rarely |
 
-/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be written.
+/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be
+/// written.
 macro_rules! say {
     ($($words:tt)*) => {{
         // Nobody could be told.

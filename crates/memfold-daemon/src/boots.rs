@@ -1,4 +1,5 @@
-//! Booting and rebooting VMs. For a reboot its guest does it, or the VM goes back to what it was right after a boot.
+//! Booting and rebooting VMs. For a reboot its guest does it, or the VM goes back to what it was
+//! right after a boot.
 //!
 //! ```text
 //!   vm run --boot-snapshot   agent answers -> systemd says that all is started -> snapshot NAME-boot
@@ -150,7 +151,8 @@ impl Boots {
         // What could not be laid is said where VMs are listed.
         lay_all(machine);
         let name = name_of(machine.name());
-        // Of an earlier VM of this name, and of no use to anybody; one that somebody else has made stays.
+        // Of an earlier VM of this name, and of no use to anybody; one that somebody else has made
+        // stays.
         let is_old =
             |manifest: Manifest| manifest.vm == machine.name() && manifest.of_boot.is_some();
         if self.directory.manifest(&name).is_ok_and(is_old) {

@@ -1,4 +1,5 @@
-//! What each page of one VM caches, as of one moment, for whoever looks at it on a thread of its own.
+//! What each page of one VM caches, as of one moment, for whoever looks at it on a thread of its
+//! own.
 
 use std::sync::Arc;
 
@@ -29,7 +30,8 @@ pub struct PageRun {
     pub page: u32,
 }
 
-/// A copy of the table of what one VM's pages cache, by its agent's word. It shares the engine's memory until the engine's changes.
+/// A copy of the table of what one VM's pages cache, by its agent's word. It shares the engine's
+/// memory until the engine's changes.
 #[derive(Clone, Debug)]
 pub struct CachedPages {
     pub(super) numbering: Arc<Numbering>,

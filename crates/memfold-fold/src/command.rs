@@ -60,7 +60,8 @@ pub enum Command {
     Agent(VmId, FromAgent),
     /// The agent's connection ended.
     AgentGone(VmId),
-    /// Have a VM's writes tracked before it is stopped for a snapshot; it is not folded until [`Command::Release`].
+    /// Have a VM's writes tracked before it is stopped for a snapshot; it is not folded until
+    /// [`Command::Release`].
     Track(VmId, SyncSender<Result<(), String>>),
     /// Keep what ranges of a stopped VM's memory hold, in this file ([`Order::KeepPast`]).
     KeepPast(VmId, Vec<Range>, OwnedFd, SyncSender<Result<(), String>>),
@@ -70,7 +71,8 @@ pub enum Command {
     GoOn(VmId, SyncSender<Result<(), String>>),
     /// Do nothing with a VM, which others stop for a snapshot, until [`Command::Release`].
     LeaveAlone(VmId, SyncSender<Result<(), String>>),
-    /// Stop a VM for a snapshot; nothing else is done with it until [`Command::Release`]. It also goes on when this daemon dies.
+    /// Stop a VM for a snapshot; nothing else is done with it until [`Command::Release`]. It also
+    /// goes on when this daemon dies.
     Hold(VmId, SyncSender<Result<(), String>>),
     /// The snapshot needs the VM no longer.
     Release(VmId),
@@ -94,17 +96,21 @@ pub enum Command {
         /// Pages per second.
         pages_per_second: Option<u64>,
     },
-    /// Answer at once with the CPU time of [`Command::Stats`] so far, in nanoseconds; also for who wants to know that commands are carried out.
+    /// Answer at once with the CPU time of [`Command::Stats`] so far, in nanoseconds; also for who
+    /// wants to know that commands are carried out.
     ReportsCpu(SyncSender<u64>),
-    /// Look at the kernel's tables and answer with figures, and with what guests could call in as of that look.
+    /// Look at the kernel's tables and answer with figures, and with what guests could call in as
+    /// of that look.
     Stats(SyncSender<(EngineStats, Owed)>),
     /// Which files VMs cache.
     FileUses(SyncSender<Vec<FileUse>>),
     /// Where they lie in their memory.
     CachedFiles(SyncSender<CachedFiles>),
-    /// What each page of a VM caches; `None` before its agent's first inventory. Costs the engine no more than references to its table.
+    /// What each page of a VM caches; `None` before its agent's first inventory. Costs the engine
+    /// no more than references to its table.
     CachedPages(VmId, SyncSender<Option<CachedPages>>),
-    /// Paths of files of a VM, by its agent's numbers; empty where none is known. Costs a search for each.
+    /// Paths of files of a VM, by its agent's numbers; empty where none is known. Costs a search
+    /// for each.
     FilePaths(VmId, Vec<FileNumber>, SyncSender<Vec<Vec<u8>>>),
     /// End the thread.
     Stop,

@@ -1,9 +1,10 @@
 //! Which files of which VMs are thought to hold the same bytes, and which store pages hold them.
 //!
-//! A [`Content`] stands for the bytes of one file, wherever it lies. VM files join it by path and size (study C's
-//! attribute); files of the same name and size under another path join it after samples of their bytes were equal; a VM
-//! whose bytes keep differing leaves it for a variant of its own, so that VMs with the same other version share with each
-//! other. All of it is guesswork that the compare at folding judges.
+//! A [`Content`] stands for the bytes of one file, wherever it lies. VM files join it by path and
+//! size (study C's attribute); files of the same name and size under another path join it after
+//! samples of their bytes were equal; a VM whose bytes keep differing leaves it for a variant of
+//! its own, so that VMs with the same other version share with each other. All of it is guesswork
+//! that the compare at folding judges.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,7 +19,8 @@ use super::vm_table::{PIECE, Piece};
 /// Number of a content in its domain; never used twice.
 pub type ContentId = u32;
 
-/// Most variants of one path and size: versions of a file that VMs of one domain may have side by side.
+/// Most variants of one path and size: versions of a file that VMs of one domain may have side by
+/// side.
 const MAX_VARIANTS: usize = 4;
 
 /// Contents of the same name and size that a new one is compared with.
@@ -155,8 +157,9 @@ impl Contents {
             .map(|(&id, c)| (id, c))
     }
 
-    /// A VM has a file at `path` of `size` bytes: joins the content of that path and size, or begins one. Returns other
-    /// contents of the same file name and size under other paths: candidates for [`Contents::alias`].
+    /// A VM has a file at `path` of `size` bytes: joins the content of that path and size, or
+    /// begins one. Returns other contents of the same file name and size under other paths:
+    /// candidates for [`Contents::alias`].
     pub fn join(&mut self, member: Member, path: &[u8], size: u64) -> Vec<ContentId> {
         let key = PathKey {
             path: xxh3_128(path),
@@ -209,7 +212,8 @@ impl Contents {
         }
     }
 
-    /// A VM's file is gone (or is another file now). A content without members ends; its store pages lose their index.
+    /// A VM's file is gone (or is another file now). A content without members ends; its store
+    /// pages lose their index.
     pub fn leave(&mut self, member: Member) {
         self.own_paths.remove(&member);
         self.leave_content(member);
@@ -281,8 +285,8 @@ impl Contents {
         }
     }
 
-    /// The bytes of `member` keep differing: it joins the next variant of its path and size. `false` when no variant is
-    /// left to try.
+    /// The bytes of `member` keep differing: it joins the next variant of its path and size.
+    /// `false` when no variant is left to try.
     pub fn try_variant(&mut self, member: Member) -> bool {
         let Some(id) = self.of(member) else {
             return false;
@@ -369,7 +373,8 @@ impl Contents {
         }
     }
 
-    /// From now on `store_page` is where page `page` of `content` is to be found. An earlier one loses its index.
+    /// From now on `store_page` is where page `page` of `content` is to be found. An earlier one
+    /// loses its index.
     pub fn index(&mut self, content: ContentId, page: u32, store_page: u32) {
         self.unindex(content, page);
         if let Some(entry) = self.all.get_mut(&content) {
@@ -404,7 +409,8 @@ impl Contents {
         self.release_facts(store_page);
     }
 
-    /// Forgets a page that nothing maps and no index entry leads to. If it still lies in the store, it is an orphan.
+    /// Forgets a page that nothing maps and no index entry leads to. If it still lies in the store,
+    /// it is an orphan.
     fn release_facts(&mut self, store_page: u32) {
         let facts = self.facts_mut(store_page);
         if facts.references > 0 || facts.holds.is_some() {
@@ -430,7 +436,8 @@ impl Contents {
         }
     }
 
-    /// Store pages that became orphans since the last call and are not mapped or indexed again: nobody else will think of them.
+    /// Store pages that became orphans since the last call and are not mapped or indexed again:
+    /// nobody else will think of them.
     pub fn take_orphans(&mut self) -> Vec<u32> {
         let orphans = std::mem::take(&mut self.orphans);
         let unknown = |&page: &u32| self.facts(page) == StorePageFacts::default();

@@ -13,16 +13,16 @@ use super::state::{Engine, VmState};
 use super::stats::EngineStats;
 use super::task::BATCH_PAGES;
 
-/// Shortest time between two batches of hints that are not many: pages that are read one after the other become one run, and
-/// an order costs about as much as ten pages.
+/// Shortest time between two batches of hints that are not many: pages that are read one after the
+/// other become one run, and an order costs about as much as ten pages.
 const GATHER: Duration = Duration::from_millis(500);
 
 /// Time between two sweeps over everything that is matched and not folded.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Engine {
-    /// Serves commands until [`Command::Stop`] or until every sender is gone. Waits without a timeout when nothing is to
-    /// be done.
+    /// Serves commands until [`Command::Stop`] or until every sender is gone. Waits without a
+    /// timeout when nothing is to be done.
     pub fn run(mut self, commands: &Receiver<Command>) {
         loop {
             let now = Instant::now();
@@ -37,7 +37,8 @@ impl Engine {
                     Err(_) => return,
                 },
             };
-            // Take what else has come before the next batch, but not for ever: a flood must not starve the work.
+            // Take what else has come before the next batch, but not for ever: a flood must not
+            // starve the work.
             for command in first.into_iter().chain(commands.try_iter().take(64)) {
                 if matches!(command, Command::Stop) {
                     return;
@@ -121,7 +122,8 @@ impl Engine {
         Some(due.max(now + budget.unwrap_or_default()))
     }
 
-    /// When hints of a VM are to be worked on: gathered for a while, unless they are enough for a batch.
+    /// When hints of a VM are to be worked on: gathered for a while, unless they are enough for a
+    /// batch.
     fn hints_due(&self, vm: &VmState, now: Instant) -> Option<Instant> {
         let due = vm.stack.due(now)?;
         let enough = vm.stack.pages() >= u64::from(BATCH_PAGES);
@@ -220,7 +222,8 @@ impl Engine {
         self.sync_all();
         let mut report = self.report();
         let owed = self.owed(false, false);
-        // Reporting is not folding: who watches often must not slow it down, nor see its own cost as folding's.
+        // Reporting is not folding: who watches often must not slow it down, nor see its own cost
+        // as folding's.
         report.engine_cpu_s = began_ns.saturating_sub(self.reports_ns) as f64 / 1e9;
         self.reports_ns += thread_cpu_ns() - began_ns;
         report.report_cpu_s = self.reports_ns as f64 / 1e9;

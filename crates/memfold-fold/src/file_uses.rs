@@ -1,5 +1,6 @@
-//! Which files VMs cache, by what their agents say: for whoever chooses files (`memfold segment rank`), and where they lie in memory
-//! (`memfold estimate`), or on the guest's disks (hot snapshots).
+//! Which files VMs cache, by what their agents say: for whoever chooses files
+//! (`memfold segment rank`), and where they lie in memory (`memfold estimate`), or on the guest's
+//! disks (hot snapshots).
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_wire::agent::FileNumber;

@@ -1,8 +1,8 @@
-//! Folding back: VMs that run from a snapshot map its image privately; pages that they have written, and that hold again what the
-//! image holds, are given back to it.
+//! Folding back: VMs that run from a snapshot map its image privately; pages that they have
+//! written, and that hold again what the image holds, are given back to it.
 //!
-//! A pass compares from outside, so that a page that differs costs the guest nothing; the library compares again, with the page
-//! frozen, and drops the private copy. The mapping stays as it is.
+//! A pass compares from outside, so that a page that differs costs the guest nothing; the library
+//! compares again, with the page frozen, and drops the private copy. The mapping stays as it is.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -36,15 +36,17 @@ impl VmState {
         (image.protectable || self.guest.can_stop()).then_some(self.back.due)
     }
 
-    /// Whether page `at`, where a file is mapped, may be frozen by write protection, as of this batch.
+    /// Whether page `at`, where a file is mapped, may be frozen by write protection, as of this
+    /// batch.
     pub(super) fn may_refold_live(&self, at: Index) -> bool {
         let protectable = || self.back.image.as_ref().is_some_and(|i| i.protectable);
         self.refold == Refold::Live && (!self.table.is_in_view(at) || protectable())
     }
 }
 
-/// Takes in which mappings of files other than the page store a VM has. Those in its RAM are views of one image, and of files of disks that hold the
-/// rest of it: memfold folds no RAM that QEMU itself has made of a file.
+/// Takes in which mappings of files other than the page store a VM has. Those in its RAM are views
+/// of one image, and of files of disks that hold the rest of it: memfold folds no RAM that QEMU
+/// itself has made of a file.
 pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
     let in_ram: Vec<(&FileMapping, Vec<(Index, Part)>)> = mappings
         .iter()
@@ -78,7 +80,8 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
     }));
 }
 
-/// Notes which pages of RAM the image holds something for. A file system's image is mapped whole, holes too; of a disk's file, what is mapped is memory.
+/// Notes which pages of RAM the image holds something for. A file system's image is mapped whole,
+/// holes too; of a disk's file, what is mapped is memory.
 fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>)]) {
     let Some(image) = &vm.back.image else {
         return vm.table.set_image_data(std::iter::empty());
@@ -112,8 +115,8 @@ fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>
     vm.table.set_image_data(filled.into_iter());
 }
 
-/// Parts of a mapping that are guest RAM, with the number of their first page. Between a guest's slots, a block may have pages that
-/// are none of its RAM.
+/// Parts of a mapping that are guest RAM, with the number of their first page. Between a guest's
+/// slots, a block may have pages that are none of its RAM.
 fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
     let end = mapping.hva.add_pages(mapping.pages);
     let slots = table.layout().slots.iter();
@@ -132,8 +135,8 @@ fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
     part.collect()
 }
 
-/// Pages in views that may be folded although the guest has not written them: those that it has touched, if the image is in memory
-/// for it alone. A bit a page.
+/// Pages in views that may be folded although the guest has not written them: those that it has
+/// touched, if the image is in memory for it alone. A bit a page.
 pub(super) fn touched(vm: &VmState, bits: &mut [u64]) -> std::io::Result<()> {
     let filter = Filter {
         all_of: category::PRESENT | category::FILE,
@@ -251,7 +254,8 @@ impl Engine {
     }
 }
 
-/// Takes the next parts of a pass, and finds the runs in them that hold what the image holds; also how many pages were looked at.
+/// Takes the next parts of a pass, and finds the runs in them that hold what the image holds; also
+/// how many pages were looked at.
 fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
     let (mut runs, mut looked) = (Vec::new(), 0);
     let (Some(image), Some(map)) = (&vm.back.image, &vm.pagemap) else {
@@ -282,7 +286,8 @@ fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
 }
 
 impl VmState {
-    /// Counts what an order has given back; runs that it had no time for are tried again. Returns what it cost the library.
+    /// Counts what an order has given back; runs that it had no time for are tried again. Returns
+    /// what it cost the library.
     fn book_back(&mut self, order: &Order, reply: &Reply) -> u64 {
         let (
             Order::Fold { runs, .. },

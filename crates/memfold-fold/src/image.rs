@@ -33,7 +33,8 @@ pub(super) struct Image {
     pub pages: u64,
     /// Whether it lies in memory, not in a file system.
     pub in_memory: bool,
-    /// Whether the kernel can protect private views of it against writes: it lies in memory, and nothing else is mapped for the VM's RAM.
+    /// Whether the kernel can protect private views of it against writes: it lies in memory, and
+    /// nothing else is mapped for the VM's RAM.
     pub protectable: bool,
 }
 
@@ -74,13 +75,15 @@ impl Image {
         Ok(data)
     }
 
-    /// Reads pages that are in memory. `None`: some are not, and reading them from a disk would cost more than they give.
+    /// Reads pages that are in memory. `None`: some are not, and reading them from a disk would
+    /// cost more than they give.
     pub fn read(&self, page: u64, buffer: &mut [u8]) -> Option<()> {
         let offset = page * PAGE_SIZE;
         let parts = &mut [IoSliceMut::new(buffer)];
         match rustix::io::preadv2(&self.file, parts, offset, ReadWriteFlags::NOWAIT) {
             Ok(n) => (n == buffer.len()).then_some(()),
-            // Memory files know no such reading, and need none. Other file systems that don't might wait for a network.
+            // Memory files know no such reading, and need none. Other file systems that don't might
+            // wait for a network.
             Err(Errno::OPNOTSUPP) if self.in_memory => self.file.read_exact_at(buffer, offset).ok(),
             Err(_) => None,
         }
@@ -98,8 +101,8 @@ impl Part {
     }
 }
 
-/// Number that fold orders name a file by: the same for every daemon. Files in a tmpfs of their own all have the same inode number and
-/// differ in the device; memfds the other way round.
+/// Number that fold orders name a file by: the same for every daemon. Files in a tmpfs of their own
+/// all have the same inode number and differ in the device; memfds the other way round.
 pub(super) fn file_number(dev: u64, inode: u64) -> u32 {
     #[allow(clippy::cast_possible_truncation)]
     // Should two numbers meet, the library refuses the second file.

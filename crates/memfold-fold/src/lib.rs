@@ -12,11 +12,13 @@
 //!        +---------------------------------------------------------------- reclaim: punch what no VM can need
 //! ```
 //!
-//! One thread ([`Engine`]) owns all of it, so nothing here is locked. It spends CPU only from a budget, counts the
-//! library threads' CPU as its own, and waits without a timeout when there is nothing to do.
+//! One thread ([`Engine`]) owns all of it, so nothing here is locked. It spends CPU only from a
+//! budget, counts the library threads' CPU as its own, and waits without a timeout when there is
+//! nothing to do.
 //!
-//! What makes it right is elsewhere: the library compares frozen bytes (DESIGN rule 1), and the store never changes a
-//! page (rule 2). Everything here may be wrong about a guest and costs only time.
+//! What makes it right is elsewhere: the library compares frozen bytes (DESIGN rule 1), and the
+//! store never changes a page (rule 2). Everything here may be wrong about a guest and costs only
+//! time.
 
 mod alias;
 mod batch;

@@ -7,8 +7,8 @@ pub(super) const PIECE_ENTRIES: u32 = 512;
 
 type Entries<T> = [T; PIECE_ENTRIES as usize];
 
-/// A dense table cut into pieces. Entries that were never set are `T::default()`. A copy shares the pieces, and each is copied when
-/// one of the two is changed there.
+/// A dense table cut into pieces. Entries that were never set are `T::default()`. A copy shares the
+/// pieces, and each is copied when one of the two is changed there.
 #[derive(Clone, Debug)]
 pub(super) struct Sparse<T> {
     pieces: Vec<Option<Arc<Entries<T>>>>,

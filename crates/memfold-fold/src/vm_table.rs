@@ -1,7 +1,9 @@
-//! What the daemon believes of one VM's memory: which file page each guest page caches, and where the store is mapped.
+//! What the daemon believes of one VM's memory: which file page each guest page caches, and where
+//! the store is mapped.
 //!
-//! Tables are cut into pieces that exist only where something is known: about 10 bytes for each cached page. A guest that lies about places can make
-//! at most one piece a hint, and [`VmTable::cache`] refuses beyond a limit that its RAM size sets.
+//! Tables are cut into pieces that exist only where something is known: about 10 bytes for each
+//! cached page. A guest that lies about places can make at most one piece a hint, and
+//! [`VmTable::cache`] refuses beyond a limit that its RAM size sets.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -73,7 +75,8 @@ pub struct VmTable {
     view: Bits,
     /// Pages where the image holds something; its holes are nobody's memory yet.
     image_data: Bits,
-    /// Pages that need not be left to the image: the guest has written them since, or nobody else has the image in memory.
+    /// Pages that need not be left to the image: the guest has written them since, or nobody else
+    /// has the image in memory.
     foldable: Bits,
     seen: Option<Bits>,
 }
@@ -147,7 +150,8 @@ impl VmTable {
         }
     }
 
-    /// Page frame `at` caches page `page` of `file`, from now on. `false` if that is one piece too many for this VM.
+    /// Page frame `at` caches page `page` of `file`, from now on. `false` if that is one piece too
+    /// many for this VM.
     pub fn cache(&mut self, at: Index, file: FileNumber, page: u32) -> bool {
         let key = (file, page / PIECE);
         if !self.places.contains_key(&key)
@@ -165,7 +169,8 @@ impl VmTable {
             .or_insert_with(|| Box::new([0; PIECE as usize]))[(page % PIECE) as usize];
         let before = std::mem::replace(place, at + 1);
         if let Some(before) = before.checked_sub(1) {
-            // The guest moved the page (migration, or dropped and read again while events were lost).
+            // The guest moved the page (migration, or dropped and read again while events were
+            // lost).
             self.cached.set(before, Cached::default());
             self.cached_pages -= 1;
         }
@@ -174,7 +179,8 @@ impl VmTable {
         self.dirty.set(at, false);
         self.refused.set(at, false);
         if let Some(seen) = &mut self.seen {
-            // An inventory tells of pages that were there before: what the last look said of them holds.
+            // An inventory tells of pages that were there before: what the last look said of them
+            // holds.
             seen.set(at, true);
         } else {
             // Filled anew: whatever was folded here has been written over.
@@ -210,8 +216,8 @@ impl VmTable {
         self.places.get(&(file, page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
     }
 
-    /// Guest pages (plus one) that cache pages `range` of a piece of `file`, without those that are being written or were found
-    /// to differ. `None` if there is none.
+    /// Guest pages (plus one) that cache pages `range` of a piece of `file`, without those that are
+    /// being written or were found to differ. `None` if there is none.
     #[must_use]
     pub fn usable(&self, file: FileNumber, piece: u32, range: &Range<usize>) -> Option<Piece> {
         let places = self.places.get(&(file, piece))?;
@@ -252,7 +258,8 @@ impl VmTable {
         Some((file.checked_sub(1)?, page))
     }
 
-    /// Marks the cached pages of a file range dirty or clean. Costs what is cached of it, however long it is.
+    /// Marks the cached pages of a file range dirty or clean. Costs what is cached of it, however
+    /// long it is.
     pub fn set_dirty(&mut self, file: FileNumber, pages: Range<u32>, dirty: bool) {
         for piece in self.pieces_in(file, pages.clone()) {
             let first = piece * PIECE;
@@ -357,7 +364,8 @@ impl VmTable {
         }
     }
 
-    /// How many pages are still the image's, and hold something there: not among `own` (a bit a page).
+    /// How many pages are still the image's, and hold something there: not among `own` (a bit a
+    /// page).
     #[must_use]
     pub fn count_shared_views(&self, own: &[u64]) -> u64 {
         let views = self.view.0.iter().zip(&self.image_data.0);
@@ -367,8 +375,8 @@ impl VmTable {
             .sum()
     }
 
-    /// Sets which pages may be folded (a bit a page). Returns whether one that caches a file and lies in a view may be now, and might
-    /// not before.
+    /// Sets which pages may be folded (a bit a page). Returns whether one that caches a file and
+    /// lies in a view may be now, and might not before.
     pub fn set_foldable(&mut self, bits: &[u64]) -> bool {
         let mut any = false;
         for (number, &now) in (0..).step_by(64).zip(bits) {
@@ -393,13 +401,15 @@ impl VmTable {
         })
     }
 
-    /// Whether the page lies in a view of a snapshot's image: it can be frozen by write protection or a pause alone.
+    /// Whether the page lies in a view of a snapshot's image: it can be frozen by write protection
+    /// or a pause alone.
     #[must_use]
     pub fn is_in_view(&self, at: Index) -> bool {
         self.view.has(at)
     }
 
-    /// Whether the page is the snapshot's: in memory once for all VMs that run from it, or not at all.
+    /// Whether the page is the snapshot's: in memory once for all VMs that run from it, or not at
+    /// all.
     #[must_use]
     pub fn is_template(&self, at: Index) -> bool {
         self.view.has(at) && !self.foldable.has(at)
@@ -435,7 +445,8 @@ impl VmTable {
         }
     }
 
-    /// Forgets what every page caches (a new agent session numbers its files anew). What is mapped stays.
+    /// Forgets what every page caches (a new agent session numbers its files anew). What is mapped
+    /// stays.
     pub fn forget_cached(&mut self) {
         let total = self.pages();
         self.cached = Sparse::new(total);
@@ -524,7 +535,8 @@ mod tests {
     #[test]
     fn a_copy_tells_the_runs_of_that_moment() {
         let mut t = table();
-        // The last two pages of a slot and the first of the next, which is elsewhere in guest memory.
+        // The last two pages of a slot and the first of the next, which is elsewhere in guest
+        // memory.
         for (at, page) in [
             (1022, 8),
             (1023, 9),

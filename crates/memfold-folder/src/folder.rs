@@ -39,14 +39,16 @@ pub struct Folder {
     tracker: OnceLock<Userfaultfd>,
     /// Why there was none of them, or no staging area, at the start.
     missing: Missing,
-    /// Opened at the start: a QEMU that has given its privileges up (`-run-with user=`) may not any more.
+    /// Opened at the start: a QEMU that has given its privileges up (`-run-with user=`) may not any
+    /// more.
     pagemap: Result<Arc<Pagemap>, String>,
     state: Mutex<State>,
-    /// Held while an order stops the VM; never together with `state`'s lock for more than a run, because QEMU's main loop may
-    /// want that one to stop.
+    /// Held while an order stops the VM; never together with `state`'s lock for more than a run,
+    /// because QEMU's main loop may want that one to stop.
     monitor: Mutex<Option<Monitor>>,
     can_stop: bool,
-    /// Threads that want the lock for a discard. The order's thread lets them go first: QEMU's main loop may be among them.
+    /// Threads that want the lock for a discard. The order's thread lets them go first: QEMU's main
+    /// loop may be among them.
     waiting: AtomicUsize,
     /// Lowest RAM address and end of the highest, so that other memory's `madvise` needs no lock.
     low: AtomicU64,
@@ -54,8 +56,9 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Opens a userfaultfd (`device`: an open `/dev/userfaultfd` that was passed in). Without one the folder answers, and says
-    /// in `Hello` what is missing. `monitor`: for orders that stop the VM.
+    /// Opens a userfaultfd (`device`: an open `/dev/userfaultfd` that was passed in). Without one
+    /// the folder answers, and says in `Hello` what is missing. `monitor`: for orders that stop the
+    /// VM.
     #[must_use]
     pub fn new(device: Option<RawFd>, monitor: Option<Monitor>) -> Self {
         let mut folder = Self {
@@ -115,13 +118,14 @@ impl Folder {
         Ok(())
     }
 
-    /// The lock, also after a panic under it: guards have put every page back, and the records are only ever changed by
-    /// whole steps.
+    /// The lock, also after a panic under it: guards have put every page back, and the records are
+    /// only ever changed by whole steps.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lock, after those who wait for it to discard. Taken for each run, so that nobody waits longer than one takes.
+    /// The lock, after those who wait for it to discard. Taken for each run, so that nobody waits
+    /// longer than one takes.
     fn lock_in_turn(&self) -> MutexGuard<'_, State> {
         for _ in 0..10_000 {
             if self.waiting.load(Ordering::Acquire) == 0 {
@@ -276,7 +280,8 @@ impl Folder {
             .tracker
             .get()
             .ok_or_else(|| self.missing.tracker.clone().unwrap_or_default())?;
-        // One hold of the lock: no run is frozen on the other userfaultfd meanwhile, nor a mapping exchanged.
+        // One hold of the lock: no run is frozen on the other userfaultfd meanwhile, nor a mapping
+        // exchanged.
         let mut state = self.lock();
         if !state.tracked.is_empty() {
             return Err("writes are already tracked".to_owned());
@@ -349,9 +354,10 @@ impl Folder {
         }
     }
 
-    /// What `madvise(MADV_DONTNEED or MADV_FREE)` has to do on RAM: folded pages become fresh anonymous memory, because falling
-    /// back to the store's bytes would show a guest what it gave away (and one with `init_on_free` relies on zeroes). `None`:
-    /// nothing here is folded or RAM; the caller makes the plain system call.
+    /// What `madvise(MADV_DONTNEED or MADV_FREE)` has to do on RAM: folded pages become fresh
+    /// anonymous memory, because falling back to the store's bytes would show a guest what it gave
+    /// away (and one with `init_on_free` relies on zeroes). `None`: nothing here is folded or RAM;
+    /// the caller makes the plain system call.
     pub fn discard(&self, address: usize, length: usize) -> Option<Result<(), Errno>> {
         let start = address as u64;
         let end = start.checked_add(length as u64)?;

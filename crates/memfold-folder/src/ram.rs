@@ -66,7 +66,8 @@ impl Block {
         at.pages_since(self.area.start())
     }
 
-    /// The kind of the first page of `area` and the part of it, from the start, that is of this kind.
+    /// The kind of the first page of `area` and the part of it, from the start, that is of this
+    /// kind.
     #[must_use]
     pub fn first_kind(&self, area: Area) -> (Kind, Area) {
         let from = self.index(area.start());
@@ -92,7 +93,8 @@ impl Block {
             .fill(first, area.pages(), kind == Kind::Template);
     }
 
-    /// Notes a template's file over `map.area`. Of files that were mapped there before, the rest stays.
+    /// Notes a template's file over `map.area`. Of files that were mapped there before, the rest
+    /// stays.
     pub fn add_template(&mut self, map: TemplateMap) {
         let (start, end) = (map.area.start(), map.area.end());
         let below = self.templates.range(..end).rev();
@@ -130,8 +132,9 @@ impl Block {
         })
     }
 
-    /// Repeats the block's advice on anonymous memory that was put there, so that it merges with its neighbours again.
-    /// Errors are left aside: advice is a wish (a kernel without KSM or huge pages refuses it, as it did QEMU).
+    /// Repeats the block's advice on anonymous memory that was put there, so that it merges with
+    /// its neighbours again. Errors are left aside: advice is a wish (a kernel without KSM or huge
+    /// pages refuses it, as it did QEMU).
     pub fn advise_anonymous(&self, area: Area) {
         let wishes = [
             (self.advice.mergeable, Madvise::LinuxMergeable),
@@ -146,7 +149,8 @@ impl Block {
         self.advise_file(area);
     }
 
-    /// Repeats what matters on a file mapping. Huge-page advice isn't: it would let khugepaged rearrange the page store.
+    /// Repeats what matters on a file mapping. Huge-page advice isn't: it would let khugepaged
+    /// rearrange the page store.
     pub fn advise_file(&self, area: Area) {
         if self.advice.dontfork {
             let _ = area.advise(Madvise::LinuxDontFork);
@@ -162,8 +166,9 @@ impl Block {
         self.unadvised.push((first, first + area.pages()));
     }
 
-    /// Gives the advice to all that was folded since the last time. Areas near each other share a call: what lies between has the
-    /// same advice already. One call for all of them would walk thousands of mappings for a few far apart.
+    /// Gives the advice to all that was folded since the last time. Areas near each other share a
+    /// call: what lies between has the same advice already. One call for all of them would walk
+    /// thousands of mappings for a few far apart.
     pub fn advise_now(&mut self) {
         let mut areas = std::mem::take(&mut self.unadvised);
         areas.sort_unstable();
@@ -208,8 +213,9 @@ pub struct Ram {
 impl Ram {
     /// Adds a block, or gives a known one new advice.
     pub fn add(&mut self, hva: u64, pages: u64, advice: Advice) -> Result<(), String> {
-        // SAFETY: the daemon, whose socket only this user can open, vouches that the range is guest RAM: memory that QEMU made
-        // with mmap and that no Rust code knows. That it is private and writable is checked below.
+        // SAFETY: the daemon, whose socket only this user can open, vouches that the range is guest
+        // RAM: memory that QEMU made with mmap and that no Rust code knows. That it is private and
+        // writable is checked below.
         let area = unsafe { Area::new(Hva(hva), pages) }.ok_or_else(|| {
             format!(
                 "RAM block at {hva:#x} with {pages} pages is empty, unaligned or not a user address"
@@ -290,8 +296,8 @@ impl Ram {
     }
 }
 
-/// Looks in `/proc/self/smaps` whether all of `area` is private writable memory of a kind that can be folded; the parts of it
-/// that are views of files.
+/// Looks in `/proc/self/smaps` whether all of `area` is private writable memory of a kind that can
+/// be folded; the parts of it that are views of files.
 fn file_mappings(area: Area) -> Result<Vec<Area>, String> {
     let text = fs::read_to_string("/proc/self/smaps")
         .map_err(|error| format!("cannot read /proc/self/smaps: {error}"))?;
@@ -345,7 +351,8 @@ fn file_mappings(area: Area) -> Result<Vec<Area>, String> {
     Ok(files)
 }
 
-/// First address, end, permissions and inode (`start-end perms offset dev inode path`, `proc_pid_maps(5)`).
+/// First address, end, permissions and inode (`start-end perms offset dev inode path`,
+/// `proc_pid_maps(5)`).
 fn mapping_line(line: &str) -> Option<(u64, u64, &str, &str)> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;

@@ -35,7 +35,8 @@ pub const REPLY: Subject = Subject {
     seeds: || frames(&replies()),
 };
 
-/// The bytes as a stream, in pieces as a socket might give them, and (with the header left out) as a body.
+/// The bytes as a stream, in pieces as a socket might give them, and (with the header left out) as
+/// a body.
 fn run<M>(data: &[u8]) -> u64
 where
     M: Serialize + DeserializeOwned + Validate + PartialEq + Debug + Limited,
@@ -76,13 +77,15 @@ where
 {
     assert!(message.validate().is_ok());
     message.assert_limits();
-    // Numbers may have been written in more bytes than needed, so it may be shorter than it came, never longer.
+    // Numbers may have been written in more bytes than needed, so it may be shorter than it came,
+    // never longer.
     let frame = encode(message).expect("what was read can be written");
     let again: M = decode_body(&frame[HEADER..]).expect("what was written can be read");
     assert_eq!(*message, again);
 }
 
-/// The limits that the receiver's code relies on, said a second time and independently of [`Validate`].
+/// The limits that the receiver's code relies on, said a second time and independently of
+/// [`Validate`].
 trait Limited {
     fn assert_limits(&self);
 }

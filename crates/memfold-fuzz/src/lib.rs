@@ -4,9 +4,9 @@
 //!   guest  --FromAgent-->  daemon  --ToAgent-->  agent        kernel --ring pages, formats, mountinfo--> agent
 //!   daemon --Order--> library in QEMU --Reply--> daemon       QEMU --info ramblock, info mtree, JSON--> daemon
 //! ```
-//! A [`Subject`] runs a reader on any bytes. It must not panic, and what it accepts must keep the promises of its
-//! documentation; both are asserted here, once, for the two ways of fuzzing: `fuzz/` (cargo-fuzz, nightly) and
-//! `tests/mutate.rs` (stable, always there).
+//! A [`Subject`] runs a reader on any bytes. It must not panic, and what it accepts must keep the
+//! promises of its documentation; both are asserted here, once, for the two ways of fuzzing:
+//! `fuzz/` (cargo-fuzz, nightly) and `tests/mutate.rs` (stable, always there).
 
 mod frames;
 mod guest_kernel;

@@ -1,5 +1,6 @@
-//! Every reader of foreign bytes, on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (2) each. What made one panic is
-//! printed in hexadecimal. `MEMFOLD_FUZZ_SEEDS` names a directory to write the valid inputs to, for cargo-fuzz.
+//! Every reader of foreign bytes, on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (2) each.
+//! What made one panic is printed in hexadecimal. `MEMFOLD_FUZZ_SEEDS` names a directory to write
+//! the valid inputs to, for cargo-fuzz.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -12,7 +13,8 @@ fn fuzz(subject: Subject) {
         text.parse().expect("MEMFOLD_FUZZ_SECONDS is a number")
     });
     let mut last = Vec::new();
-    // Another seed each day finds other inputs; it is printed, and a failure's input is printed whole.
+    // Another seed each day finds other inputs; it is printed, and a failure's input is printed
+    // whole.
     let seed = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .map_or(1, |d| d.as_secs() / 86_400);

@@ -150,7 +150,8 @@ fn a_run_over_several_mappings_is_folded() {
         return;
     };
     bench.fill(1);
-    // Memory that was touched elsewhere keeps its own anon_vma, so the kernel can't merge its mapping with the neighbours'.
+    // Memory that was touched elsewhere keeps its own anon_vma, so the kernel can't merge its
+    // mapping with the neighbours'.
     for (page, count) in [(13, 1), (64, 29), (93, 7)] {
         let other = Mapping::anonymous(count, true).unwrap();
         for i in 0..count {
@@ -187,7 +188,8 @@ fn pages_folded_before_their_block_was_added_count_as_folded() {
     );
     bench.ok(&Order::RemoveRam { hva: bench.hva(0) }, None);
     bench.add_ram(64);
-    // A run of both kinds: moved up to the folded part, which only another way of freezing can change.
+    // A run of both kinds: moved up to the folded part, which only another way of freezing can
+    // change.
     assert_eq!(
         bench.fold(Freeze::Move, bench.run(0, 64, at)),
         Outcome::Hole { folded: 8 }

@@ -6,7 +6,8 @@
 //!   qemu-img    byte 3 GiB of disk 0 is byte 17 MiB of the file that it is built on DiskMap
 //!   save        each page is compared with these bytes when it is read              Writer
 //! ```
-//! All but the last is a guess, which may be wrong or out of date: the bytes decide. A guest that lies gets a larger snapshot of its own.
+//! All but the last is a guess, which may be wrong or out of date: the bytes decide. A guest that
+//! lies gets a larger snapshot of its own.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,8 +29,8 @@ use super::disk_chain::{chain, identity};
 use super::freeze::Frozen;
 use super::image::is_zero;
 
-/// Runs of pages that are compared, at most: what a restore maps for them is half of the 65,530 mappings that a process may have, and
-/// folding needs the rest.
+/// Runs of pages that are compared, at most: what a restore maps for them is half of the 65,530
+/// mappings that a process may have, and folding needs the rest.
 pub const MOST_RUNS: usize = 12_288;
 
 /// Pages of the shortest run that is kept by reference.
@@ -84,7 +85,8 @@ impl Run {
 /// A file that nobody writes to from the instant of the snapshot on.
 #[derive(Debug)]
 pub(super) struct SourceFile {
-    /// The disk that it is the overlay of, which is to be frozen; else it is one that a disk is built on, or can only be read.
+    /// The disk that it is the overlay of, which is to be frozen; else it is one that a disk is
+    /// built on, or can only be read.
     pub(super) overlay_of: Option<usize>,
     /// Where it lies now.
     pub(super) path: PathBuf,
@@ -186,7 +188,8 @@ struct Target<'a> {
     overlay_of: Option<usize>,
 }
 
-/// The disks that a snapshot names files of the host for. Those that are copied, as of VMs that write in place, have no place yet.
+/// The disks that a snapshot names files of the host for. Those that are copied, as of VMs that
+/// write in place, have no place yet.
 fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
     let mut found = Vec::new();
     for (number, disk) in spec.disks.iter().enumerate() {
@@ -196,7 +199,8 @@ fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
             overlay_of: None,
         };
         match frozen.iter().find(|frozen| frozen.disk == number) {
-            // The overlay of a QEMU without root's rights names what that QEMU says: what it is built on is enough.
+            // The overlay of a QEMU without root's rights names what that QEMU says: what it is
+            // built on is enough.
             Some(_) if spec.user.is_some() => found.push(base),
             Some(frozen) => found.push(Target {
                 image: &frozen.path,
@@ -339,7 +343,8 @@ impl Candidates {
     }
 }
 
-/// Which disk of the VM each disk of its guest is: the one that holds most of the samples. Whose samples no disk holds is left out.
+/// Which disk of the VM each disk of its guest is: the one that holds most of the samples. Whose
+/// samples no disk holds is left out.
 fn match_disks(
     candidates: &[Candidate],
     maps: &[DiskMap],
@@ -464,7 +469,8 @@ mod tests {
             let found = map.place(&candidate(1000, pages, 0, disk_page));
             found.collect::<Vec<_>>()
         };
-        // All of the disk: without zeroes, what is compressed, what lies at no page's beginning, other files, and the part of a page.
+        // All of the disk: without zeroes, what is compressed, what lies at no page's beginning,
+        // other files, and the part of a page.
         assert_eq!(
             place(0, 1 << 40),
             [
@@ -529,7 +535,8 @@ mod tests {
             }])
         };
         let maps = [all(0), all(1)];
-        // Its first disk is our second; of its second one, half has changed; of its third nothing is true; its fourth is empty.
+        // Its first disk is our second; of its second one, half has changed; of its third nothing
+        // is true; its fourth is empty.
         let read = |hva: Hva, into: &mut [u8]| {
             let number = hva.0 / PAGE_SIZE;
             let seed = match number / 100 {

@@ -1,7 +1,8 @@
 //! Comparing memory that is in hand with what files may hold of it, piece by piece.
 //!
-//! A run that a file holds becomes one reference for each chunk of the image that it lies in. Pieces and chunks are compared by several workers in any
-//! order, so that a worker does not know whether what lies beside its own is equal too: it believes that it is.
+//! A run that a file holds becomes one reference for each chunk of the image that it lies in.
+//! Pieces and chunks are compared by several workers in any order, so that a worker does not know
+//! whether what lies beside its own is equal too: it believes that it is.
 
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,7 +17,8 @@ use super::refer::Reference;
 /// Pages that a worker reads, hashes and writes before it goes on to the next ones.
 pub(super) const PIECE_PAGES: u64 = PIECE_BYTES as u64 / PAGE_SIZE;
 const _: () = assert!(CHUNK_PAGES % PIECE_PAGES == 0);
-/// Runs that begin within another one, where a page of it differs: this many more than there were to compare.
+/// Runs that begin within another one, where a page of it differs: this many more than there were
+/// to compare.
 const MOST_BEGINNINGS: usize = MOST_RUNS + MOST_RUNS / 3;
 
 /// A piece of a chunk, which is in memory.
@@ -104,7 +106,8 @@ impl Comparison {
         found
     }
 
-    /// Notes that a file holds pages `from` to `to` of a block, unless that is too little for a mapping of its own.
+    /// Notes that a file holds pages `from` to `to` of a block, unless that is too little for a
+    /// mapping of its own.
     fn note(
         &self,
         piece: &Piece<'_>,

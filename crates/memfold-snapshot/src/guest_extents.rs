@@ -1,7 +1,8 @@
 //! Where on its disks a guest's files lie, as its agent says (`memfold-agent --extents`).
 //!
-//! The paths go to the agent in the script that starts it: a line each, with each byte that is no plain character as `\ooo`. Its answer is a line a
-//! run, by the numbers of the paths. It is a guess that the guest may lie about: it is bounded, and the bytes are compared.
+//! The paths go to the agent in the script that starts it: a line each, with each byte that is no
+//! plain character as `\ooo`. Its answer is a line a run, by the numbers of the paths. It is a
+//! guess that the guest may lie about: it is bounded, and the bytes are compared.
 
 use std::fmt::Write;
 
@@ -47,7 +48,8 @@ impl FileExtent {
     }
 }
 
-/// The script that asks about the first of these paths, and about how many. A path that cannot be one is a line that no file has.
+/// The script that asks about the first of these paths, and about how many. A path that cannot be
+/// one is a line that no file has.
 #[must_use]
 pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) {
     let mut script = BEGIN.to_owned();
@@ -74,7 +76,8 @@ pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) 
     (script, asked)
 }
 
-/// Reads the agent's answer to a question about `files` paths: ascending by file, and in each file by page.
+/// Reads the agent's answer to a question about `files` paths: ascending by file, and in each file
+/// by page.
 pub fn parse(text: &[u8], files: usize) -> Result<Vec<FileExtent>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the answer is no text".to_owned())?;
     let wrong = |line: &str| {

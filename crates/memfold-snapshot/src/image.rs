@@ -6,9 +6,10 @@
 //!   ram.sums   | chunk 0 | chunk 1 | ...                      XXH3-128 of each 2 MiB of `ram`, holes as zeroes
 //! ```
 //!
-//! What is saved is decided by the kernel's page tables of the QEMU process: pages in memory, *in swap*, and views of files (the
-//! page store, a template), whose pages may never have been touched through this process. Never touched and discarded pages,
-//! and those that are the kernel's zero page, are holes. So are pages that turn out to hold only zeroes.
+//! What is saved is decided by the kernel's page tables of the QEMU process: pages in memory, *in
+//! swap*, and views of files (the page store, a template), whose pages may never have been touched
+//! through this process. Never touched and discarded pages, and those that are the kernel's zero
+//! page, are holes. So are pages that turn out to hold only zeroes.
 
 use std::fs::File;
 use std::io;
@@ -131,7 +132,8 @@ fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Resul
     Ok(joined)
 }
 
-/// Parts of `ranges`, which are page numbers in `block`, that are not in `out`, which are addresses. Both ascend.
+/// Parts of `ranges`, which are page numbers in `block`, that are not in `out`, which are
+/// addresses. Both ascend.
 fn without(block: &Source, ranges: &[(u64, u64)], out: &[Range<Hva>]) -> Vec<(u64, u64)> {
     let page = |hva: Hva| hva.max(block.hva).pages_since(block.hva);
     let mut left = Vec::new();
@@ -238,7 +240,8 @@ impl Plan {
     }
 }
 
-/// Writes the pages of `buffer` that aren't zero to their places behind byte `at` of a file; how many.
+/// Writes the pages of `buffer` that aren't zero to their places behind byte `at` of a file; how
+/// many.
 pub(super) fn write_nonzero(buffer: &[u8], file: &File, at: u64) -> io::Result<u64> {
     let mut written = 0;
     let mut start = None;

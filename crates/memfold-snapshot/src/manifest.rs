@@ -76,38 +76,41 @@ pub struct Packed {
 pub struct References {
     /// `ram.refs`.
     pub table: FileFacts,
-    /// Files that it refers to, in the order of their numbers. A path without a slash lies in the snapshot's directory.
+    /// Files that it refers to, in the order of their numbers. A path without a slash lies in the
+    /// snapshot's directory.
     pub sources: Vec<PathBuf>,
     /// How many pages.
     pub pages: u64,
-    /// How many mappings show them: references that go on where the last one ends are one. Snapshots of before 2026-11-26 don't say, and refer
-    /// to single pages.
+    /// How many mappings show them: references that go on where the last one ends are one.
+    /// Snapshots of before 2026-11-26 don't say, and refer to single pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mappings: Option<u64>,
 }
 
-/// Mappings of disks' files in one image that a VM can have: with the gaps between them, and what folding needs, a process may have 65,530.
+/// Mappings of disks' files in one image that a VM can have: with the gaps between them, and what
+/// folding needs, a process may have 65,530.
 pub(super) const MOST_MAPPINGS: u64 = 20_480;
 
 /// A disk at the instant of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedDisk {
-    /// The file that holds the disk as it was: frozen, or read-only from the beginning. A path without a slash lies in the
-    /// snapshot's directory.
+    /// The file that holds the disk as it was: frozen, or read-only from the beginning. A path
+    /// without a slash lies in the snapshot's directory.
     pub path: PathBuf,
     /// Its format, as QEMU calls it.
     pub format: String,
     /// Whether the VM can't write it, so that clones need no overlay.
     pub read_only: bool,
-    /// Length in bytes and time of the last change in nanoseconds since 1970, when it was frozen: a disk that was changed since
-    /// doesn't belong to the RAM any more.
+    /// Length in bytes and time of the last change in nanoseconds since 1970, when it was frozen: a
+    /// disk that was changed since doesn't belong to the RAM any more.
     pub bytes: u64,
     /// See `bytes`.
     pub modified_ns: i128,
     /// What it was, if it is a block device: its node has no length, and its time is the boot's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<BlockDevice>,
-    /// XXH3 (128 bits, hexadecimal) of a disk that lies in the snapshot, compared when that is verified; of others, and of older snapshots, none.
+    /// XXH3 (128 bits, hexadecimal) of a disk that lies in the snapshot, compared when that is
+    /// verified; of others, and of older snapshots, none.
     #[serde(default)]
     pub xxh3_128: Option<String>,
     /// Files that it is built on, nearest first.
@@ -161,7 +164,8 @@ pub struct Manifest {
     pub blocks: Vec<ImageBlock>,
     /// What of them is in the file.
     pub counts: ImageCounts,
-    /// Set if it was taken right after a boot, for `vm reboot`: which process the VM was (`daemon::reboot`).
+    /// Set if it was taken right after a boot, for `vm reboot`: which process the VM was
+    /// (`daemon::reboot`).
     #[serde(default)]
     pub of_boot: Option<String>,
     /// Whether the VM went on while its RAM was copied.
@@ -196,10 +200,12 @@ pub struct Manifest {
     pub devices: FileFacts,
     /// Disks, in the order of the description.
     pub disks: Vec<SavedDisk>,
-    /// Media that it could only read and that are none of its disks, such as CDs, of a VM that memfold started.
+    /// Media that it could only read and that are none of its disks, such as CDs, of a VM that
+    /// memfold started.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub media: Vec<BackingFile>,
-    /// `file0` and so on: files that its command line names, of a VM that memfold didn't start; of others, those that it writes.
+    /// `file0` and so on: files that its command line names, of a VM that memfold didn't start; of
+    /// others, those that it writes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<FileFacts>,
     /// What the VM had of its host that one VM alone can have: forwarded ports, sockets, displays.
@@ -276,7 +282,8 @@ impl Manifest {
         self.packed.is_none() && self.references.as_ref().is_none_or(can_map)
     }
 
-    /// Its files next to `manifest.json` and the disks: names, lengths in bytes, and checksums of those that have one.
+    /// Its files next to `manifest.json` and the disks: names, lengths in bytes, and checksums of
+    /// those that have one.
     #[must_use]
     pub fn parts(&self) -> Vec<(&'static str, u64, Option<&FileFacts>)> {
         fn whole<'a>(

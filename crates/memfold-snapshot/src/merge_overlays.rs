@@ -1,12 +1,13 @@
-//! A save that fails behind its switch of disks, or whose daemon was killed there, leaves the VM writing to a newer overlay than it needs. The
-//! VM goes back to the older one:
+//! A save that fails behind its switch of disks, or whose daemon was killed there, leaves the VM
+//! writing to a newer overlay than it needs. The VM goes back to the older one:
 //!
 //! ```text
 //!   base <-- older (frozen) <-- newer (the VM writes)
 //!   base <-- older (the VM writes)                      what the newer one held was written to the older one (block-commit)
 //! ```
-//! The older one may be a snapshot's by then: it has a second name, and stays as it is. Nor is a file written to that a VM maps as its memory: pages that
-//! the VM has not written itself would change.
+//! The older one may be a snapshot's by then: it has a second name, and stays as it is. Nor is a
+//! file written to that a VM maps as its memory: pages that the VM has not written itself would
+//! change.
 
 use std::fs;
 use std::ops::DerefMut;
@@ -25,7 +26,8 @@ use super::users::mappers;
 /// How long QEMU may write what the newer overlay holds.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Has QEMU write to the older of `overlays` again, which are all temporary ones of the VM, and removes the newer.
+/// Has QEMU write to the older of `overlays` again, which are all temporary ones of the VM, and
+/// removes the newer.
 pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     spec: &VmSpec,

@@ -1,4 +1,5 @@
-//! What an image consists of besides `ram`, when the VM has gone on and its disks are frozen: references to disks, and a compressed rest.
+//! What an image consists of besides `ram`, when the VM has gone on and its disks are frozen:
+//! references to disks, and a compressed rest.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -50,7 +51,8 @@ pub(super) fn write_references(
     }))
 }
 
-/// How the snapshot names a file of its disks. What was an overlay lies in the snapshot by now, itself or as a copy with the same offsets.
+/// How the snapshot names a file of its disks. What was an overlay lies in the snapshot by now,
+/// itself or as a copy with the same offsets.
 fn name_in_snapshot(source: &SourceFile, disks: &[SavedDisk]) -> Result<PathBuf, SnapshotError> {
     if let Some(disk) = source.overlay_of {
         return Ok(disk_name(disk).into());

@@ -4,8 +4,9 @@
 //!   ram        ####....##..     what no disk holds
 //!   ram.refs   pages 4 to 7 = file 0, blocks 900 to 903
 //! ```
-//! A guest's file systems put file contents at multiples of 4 KiB, and disk images keep them there. Which pages that may be, the guest says
-//! ([`super::candidates`]); the bytes decide when memory is read ([`super::writer`]).
+//! A guest's file systems put file contents at multiples of 4 KiB, and disk images keep them there.
+//! Which pages that may be, the guest says ([`super::candidates`]); the bytes decide when memory is
+//! read ([`super::writer`]).
 
 use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 
@@ -75,7 +76,8 @@ pub fn encode(references: &[Reference]) -> Vec<u8> {
     references.iter().flat_map(Reference::encode).collect()
 }
 
-/// The references of an image of `pages` pages that has `sources` sources; or what is wrong with them.
+/// The references of an image of `pages` pages that has `sources` sources; or what is wrong with
+/// them.
 pub fn decode(bytes: &[u8], pages: u64, sources: usize) -> Result<Vec<Reference>, String> {
     let records = bytes.chunks_exact(Reference::BYTES);
     if !records.remainder().is_empty() {

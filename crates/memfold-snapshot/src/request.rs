@@ -20,7 +20,8 @@ pub struct Request {
     pub of_boot: Option<String>,
     /// Whether the VM goes on while its RAM is copied.
     pub live: bool,
-    /// Pages that the VM's disks may hold too: those that do are kept by reference. Ascending by `hva`; none overlaps.
+    /// Pages that the VM's disks may hold too: those that do are kept by reference. Ascending by
+    /// `hva`; none overlaps.
     pub candidates: Vec<Candidate>,
     /// Whether the image is compressed.
     pub compress: bool,

@@ -1,9 +1,10 @@
 //! Bringing a snapshot back to life.
 //!
-//! QEMU starts with `-incoming defer` and plain anonymous RAM; the library maps the RAM image privately over it, so that QEMU believes
-//! it anonymous (balloon and free page reporting work) and untouched pages stay the page cache's, one for all clones; over that, what
-//! disks hold of it, from the disks' files, which are written to no more; other RAM blocks (firmware, tables) are small and are copied; then
-//! QEMU reads the device state.
+//! QEMU starts with `-incoming defer` and plain anonymous RAM; the library maps the RAM image
+//! privately over it, so that QEMU believes it anonymous (balloon and free page reporting work) and
+//! untouched pages stay the page cache's, one for all clones; over that, what disks hold of it,
+//! from the disks' files, which are written to no more; other RAM blocks (firmware, tables) are
+//! small and are copied; then QEMU reads the device state.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -28,7 +29,8 @@ use super::shelf::{CheckedImage, Shelf};
 pub use super::own_disks::OwnDisks;
 pub use super::users::{below, built_on, holders, in_maps, users, users_of_each};
 
-/// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a process may have 65,530 for everything.
+/// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a
+/// process may have 65,530 for everything.
 const MOST_VIEWS: usize = 4096;
 
 /// How long QEMU may take to read the device state.
@@ -76,8 +78,8 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
     Ok(spec)
 }
 
-/// Gives a VM that is to run from a snapshot ports of the host of its own (`asked`), or those of the saved one that are free; what it lacks of the host
-/// that one VM alone can have is noted.
+/// Gives a VM that is to run from a snapshot ports of the host of its own (`asked`), or those of
+/// the saved one that are free; what it lacks of the host that one VM alone can have is noted.
 pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), SnapshotError> {
     spec.left_out = match &spec.foreign {
         Some(foreign) => foreign.left_out.clone(),
@@ -184,7 +186,8 @@ pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// Fills a VM that was started with `-incoming defer` from its image ([`Shelf::checked_image`]), and lets it run.
+/// Fills a VM that was started with `-incoming defer` from its image ([`Shelf::checked_image`]),
+/// and lets it run.
 pub fn fill(
     vm: &Vm,
     qmp: &mut Qmp,
@@ -262,9 +265,10 @@ pub fn fill(
     load(qmp, shelf, manifest)
 }
 
-/// Which parts of a block are to be views of the image: first page and number of pages. Of an ordinary file, all of it. Of one that is laid out in
-/// memory, what it holds: touching a hole of it would give it a page, which nobody could reclaim. Small holes, of less than a chunk or more, stay for
-/// the number of mappings' sake.
+/// Which parts of a block are to be views of the image: first page and number of pages. Of an
+/// ordinary file, all of it. Of one that is laid out in memory, what it holds: touching a hole of
+/// it would give it a page, which nobody could reclaim. Small holes, of less than a chunk or more,
+/// stay for the number of mappings' sake.
 fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result<Vec<(u64, u64)>> {
     if manifest.is_mappable() {
         return Ok(vec![(0, block.pages)]);

@@ -14,8 +14,9 @@
 //!   6. --keep hot: where the disks hold pages is written down (parts); --compress: the rest is compressed (pack)
 //!   7. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
 //! ```
-//! Until step 4 nothing of the VM is changed. If anything fails behind it, the VM goes back to its older overlays (`merge_overlays`), or keeps the
-//! longer chain until the next save: nothing that it has written is lost.
+//! Until step 4 nothing of the VM is changed. If anything fails behind it, the VM goes back to its
+//! older overlays (`merge_overlays`), or keeps the longer chain until the next save: nothing that
+//! it has written is lost.
 
 use std::fs::{self, File};
 use std::io;
@@ -51,7 +52,8 @@ pub use super::request::{Request, milliseconds};
 pub use super::still::Hold;
 pub use super::subject::Subject;
 
-/// Refuses a VM that can't be saved as it is now, and puts right what an earlier save has left that was cut off. The VM runs meanwhile.
+/// Refuses a VM that can't be saved as it is now, and puts right what an earlier save has left that
+/// was cut off. The VM runs meanwhile.
 pub fn mend<M: DerefMut<Target = Qmp>>(
     subject: &Subject,
     monitor: impl Fn() -> M,
@@ -87,7 +89,8 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     made
 }
 
-/// The description of what is saved, and what a snapshot needs besides memory and disks. Others may use the monitor before the VM stands still.
+/// The description of what is saved, and what a snapshot needs besides memory and disks. Others may
+/// use the monitor before the VM stands still.
 fn take_beside<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: &impl Fn() -> M,
@@ -248,8 +251,9 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
     }
 }
 
-/// Whose the frozen overlays are: the snapshot's whose files they are; else the VM's, which could not be saved again without them. There is a copy
-/// instead on another file system, and of a VM's user.
+/// Whose the frozen overlays are: the snapshot's whose files they are; else the VM's, which could
+/// not be saved again without them. There is a copy instead on another file system, and of a VM's
+/// user.
 fn share_out<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: &impl Fn() -> M,
@@ -266,8 +270,9 @@ fn share_out<M: DerefMut<Target = Qmp>>(
     }
 }
 
-/// Lets a VM go on that stands still because a write to its disk has failed during a save: it ran before, and what had used up the room
-/// of its disk, on the same file system, is gone. The write is tried again.
+/// Lets a VM go on that stands still because a write to its disk has failed during a save: it ran
+/// before, and what had used up the room of its disk, on the same file system, is gone. The write
+/// is tried again.
 fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M) {
     let status = monitor().query("query-status");
     if status.is_ok_and(|now| now["status"] == "io-error") {
@@ -280,7 +285,8 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
     }
 }
 
-/// Has a VM use the disks that it writes in place as before a save that has failed, or was cut off with its daemon. Whether it does.
+/// Has a VM use the disks that it writes in place as before a save that has failed, or was cut off
+/// with its daemon. Whether it does.
 pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) -> bool {
     let gone = disk_copy::remove(monitor, spec);
     if let Err(error) = &gone {
@@ -289,7 +295,8 @@ pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl 
     gone.is_ok()
 }
 
-/// Copies what was kept for a VM that has gone on; how many pages it wrote to before. What that takes is freed.
+/// Copies what was kept for a VM that has gone on; how many pages it wrote to before. What that
+/// takes is freed.
 fn copy_ram(
     (past, blocks): (Past, Vec<usize>),
     writer: &mut Writer<'_>,
@@ -302,7 +309,8 @@ fn copy_ram(
     Ok(past.kept_pages())
 }
 
-/// Has the VM write to the overlays again that were frozen for a snapshot which will never be, or has copies of them.
+/// Has the VM write to the overlays again that were frozen for a snapshot which will never be, or
+/// has copies of them.
 fn go_back<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     subject: &Subject,
@@ -321,7 +329,8 @@ fn go_back<M: DerefMut<Target = Qmp>>(
     }
 }
 
-/// The snapshot is made, also if the VM has died meanwhile: the frozen overlays are the snapshot's now.
+/// The snapshot is made, also if the VM has died meanwhile: the frozen overlays are the snapshot's
+/// now.
 fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
     let mut overlays = subject.record_now().overlays;
     overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
@@ -334,8 +343,9 @@ fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
     }
 }
 
-/// A snapshot is to be removed, and a VM goes on that was saved in it: what is frozen of its disks is its own again. Its next save merges that with what
-/// it has written since. Nothing is done for a VM whose disks aren't there.
+/// A snapshot is to be removed, and a VM goes on that was saved in it: what is frozen of its disks
+/// is its own again. Its next save merges that with what it has written since. Nothing is done for
+/// a VM whose disks aren't there.
 pub fn take_back<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: impl Fn() -> M,

@@ -44,7 +44,8 @@ pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
-    /// RAM images whose bytes were right when `ram`, and the files that it refers to, had these stamps.
+    /// RAM images whose bytes were right when `ram`, and the files that it refers to, had these
+    /// stamps.
     right: Arc<Mutex<HashMap<String, Vec<Stamp>>>>,
     /// Images that lie in memory, or are being laid out: then their place is locked.
     laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
@@ -154,8 +155,9 @@ impl Shelf {
         read_manifest(&self.path(name)?, name)
     }
 
-    /// The RAM image of a snapshot, to be mapped: its bytes and those of all other files are what was saved. The image is read
-    /// whole the first time, and when an inode of its files says that it was touched since.
+    /// The RAM image of a snapshot, to be mapped: its bytes and those of all other files are what
+    /// was saved. The image is read whole the first time, and when an inode of its files says that
+    /// it was touched since.
     pub fn checked_image(
         &self,
         manifest: &Manifest,
@@ -321,7 +323,8 @@ impl Shelf {
         self.laid_out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the memory of a laid out image is called in `/proc/PID/maps`, also when the daemon that made it is gone.
+    /// What the memory of a laid out image is called in `/proc/PID/maps`, also when the daemon that
+    /// made it is gone.
     pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
         let file = self.file(name, SUMS)?;
         let facts = file.metadata().map_err(self.failed(name, SUMS))?;

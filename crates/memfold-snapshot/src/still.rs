@@ -1,4 +1,5 @@
-//! What is saved while the VM stands still: device state, RAM as far as it is not copied later, and the instant of its disks.
+//! What is saved while the VM stands still: device state, RAM as far as it is not copied later, and
+//! the instant of its disks.
 
 use std::fs::File;
 use std::io;
@@ -199,7 +200,8 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
     Ok(facts)
 }
 
-/// Every RAM block of QEMU that goes with the VM: those without a name are files that it maps (segments), which no migration would take either.
+/// Every RAM block of QEMU that goes with the VM: those without a name are files that it maps
+/// (segments), which no migration would take either.
 fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
     let blocks = memfold_vm::ram::read_blocks(qmp)?;
     let sources = blocks.into_iter().map(|block| Source {

@@ -4,8 +4,9 @@
 //!   ram, or ram.zst + ram.index  --+
 //!   disks, by ram.refs           --+-->  chunk  -- ram.sums: right? -->  mapped, or laid out in memory
 //! ```
-//! An image that lies in `ram`, and refers to long runs of disks, is mapped as it is. One that is compressed, or refers to single pages, is *laid out*
-//! first: once for all VMs that run from it, in sealed memory, which needs nothing of the files any more.
+//! An image that lies in `ram`, and refers to long runs of disks, is mapped as it is. One that is
+//! compressed, or refers to single pages, is *laid out* first: once for all VMs that run from it,
+//! in sealed memory, which needs nothing of the files any more.
 
 use std::fs::File;
 use std::io;
@@ -115,8 +116,8 @@ impl Stored {
         Ok(u128::from_le_bytes(std::array::from_fn(|byte| sum[byte])))
     }
 
-    /// Reads the whole image and compares its checksums; numbers of the chunks that differ, or whose frames can't be read. What is right
-    /// goes to `right`, unless it is all zeroes.
+    /// Reads the whole image and compares its checksums; numbers of the chunks that differ, or
+    /// whose frames can't be read. What is right goes to `right`, unless it is all zeroes.
     fn check(
         &self,
         progress: &Progress,
@@ -163,7 +164,8 @@ impl Stored {
         self.check(progress, |_, _| Ok(()))
     }
 
-    /// Lays the image out in memory that nobody can change, called `name`; or numbers of the chunks that aren't what was saved.
+    /// Lays the image out in memory that nobody can change, called `name`; or numbers of the chunks
+    /// that aren't what was saved.
     pub fn lay_out(&self, name: &str, progress: &Progress) -> io::Result<Result<File, Vec<u64>>> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let laid = File::from(memfd_create(name, flags)?);
@@ -196,7 +198,8 @@ mod tests {
         }
     }
 
-    /// An image with all kinds of chunks: pages of a disk and others, only such of a disk, nothing, full, one page at its end.
+    /// An image with all kinds of chunks: pages of a disk and others, only such of a disk, nothing,
+    /// full, one page at its end.
     fn image() -> (Vec<u8>, File) {
         let mut state = 7;
         let mut disk = vec![0; 256 << 10];

@@ -60,8 +60,9 @@ pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     Ok(found.into_iter().flatten().collect())
 }
 
-/// Processes that hold a snapshot: its [`users`], and those whose memory is a view of one of its disks, as that of VMs of snapshots that are built
-/// on it. What is written to a file would be seen in such memory.
+/// Processes that hold a snapshot: its [`users`], and those whose memory is a view of one of its
+/// disks, as that of VMs of snapshots that are built on it. What is written to a file would be seen
+/// in such memory.
 pub fn holders(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let mut texts = in_maps(shelf, name)?;
     // One that is broken may lack any of its files.
@@ -104,7 +105,8 @@ pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> 
     let mut texts = Vec::from_iter(text_of(&path).map_err(failed(&path))?);
     match shelf.laid_out_name(name) {
         Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),
-        // Without its checksums nothing can be laid out of it. Who runs from what was laid out before needs none of its files but its disks.
+        // Without its checksums nothing can be laid out of it. Who runs from what was laid out
+        // before needs none of its files but its disks.
         Err(SnapshotError::Files { source, .. }) if source.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error),
     }

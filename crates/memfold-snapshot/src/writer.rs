@@ -1,4 +1,5 @@
-//! Writing a RAM image: memory is read, hashed, compared with what disks may hold of it, and written by all cores at once ([`pipeline`]).
+//! Writing a RAM image: memory is read, hashed, compared with what disks may hold of it, and
+//! written by all cores at once ([`pipeline`]).
 
 use std::fs::File;
 use std::io;
@@ -116,7 +117,8 @@ impl<'a> Writer<'a> {
         (std::mem::take(&mut self.references), candidates)
     }
 
-    /// Copies blocks of the plan, given by their numbers, of a process that stands still, or whose `past` is kept.
+    /// Copies blocks of the plan, given by their numbers, of a process that stands still, or whose
+    /// `past` is kept.
     pub fn blocks(
         &mut self,
         plan: &Plan,
@@ -243,7 +245,8 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Reads ranges of a piece that begins at page `first` to their places in `buffer`, and fills the rest with zeroes.
+/// Reads ranges of a piece that begins at page `first` to their places in `buffer`, and fills the
+/// rest with zeroes.
 fn read(
     pid: Pid,
     block: &Source,
@@ -439,7 +442,8 @@ mod tests {
         }
     }
 
-    /// A process that holds memory until it is dropped: `tail` keeps what may be the end of its input.
+    /// A process that holds memory until it is dropped: `tail` keeps what may be the end of its
+    /// input.
     struct Holder(std::process::Child);
 
     impl Holder {

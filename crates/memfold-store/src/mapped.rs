@@ -1,4 +1,5 @@
-//! Which parts of a process map a page store, from `/proc/PID/maps`: the kernel's truth, which outlives every daemon.
+//! Which parts of a process map a page store, from `/proc/PID/maps`: the kernel's truth, which
+//! outlives every daemon.
 
 use std::fs::File;
 use std::io;
@@ -35,7 +36,8 @@ pub struct FileMapping {
 }
 
 impl FileMapping {
-    /// Its file, for reading, whether or not it has a name any more. Needs `CAP_CHECKPOINT_RESTORE` (root).
+    /// Its file, for reading, whether or not it has a name any more. Needs `CAP_CHECKPOINT_RESTORE`
+    /// (root).
     pub fn open(&self, pid: Pid) -> io::Result<File> {
         let (start, end) = (self.hva.0, self.hva.add_pages(self.pages).0);
         File::open(format!(
@@ -48,7 +50,8 @@ impl FileMapping {
 /// What a process maps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mappings {
-    /// Private mappings of the store, in order of address. Shared (read-only) windows that only compare are not in it.
+    /// Private mappings of the store, in order of address. Shared (read-only) windows that only
+    /// compare are not in it.
     pub store: Vec<StoreMapping>,
     /// Private mappings of other files, in order of address.
     pub others: Vec<FileMapping>,
@@ -68,8 +71,9 @@ pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
     Ok(found.into_iter().flatten().collect())
 }
 
-/// For each group of texts, every process but this one with a mapping whose line in `maps` holds one of them. Each process is read once,
-/// which takes milliseconds of one with thousands of mappings.
+/// For each group of texts, every process but this one with a mapping whose line in `maps` holds
+/// one of them. Each process is read once, which takes milliseconds of one with thousands of
+/// mappings.
 pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
     let mut found = vec![Vec::new(); groups.len()];
     for entry in std::fs::read_dir("/proc")?.flatten() {

@@ -32,10 +32,12 @@ pub struct Extent {
 const _: () = assert!(size_of::<Extent>() == 56);
 
 impl Extent {
-    /// Whether the device holds the file's bytes as they are, and at this place. Flags that are not known here say that it is not so.
+    /// Whether the device holds the file's bytes as they are, and at this place. Flags that are not
+    /// known here say that it is not so.
     #[must_use]
     pub const fn is_plain(&self) -> bool {
-        // FIEMAP_EXTENT_LAST, _MERGED, _SHARED. Others are for extents without a place, or whose bytes are packed, encrypted or unwritten.
+        // FIEMAP_EXTENT_LAST, _MERGED, _SHARED. Others are for extents without a place, or whose
+        // bytes are packed, encrypted or unwritten.
         const HARMLESS: u32 = 0x1 | 0x1000 | 0x2000;
         self.flags & !HARMLESS == 0
     }
@@ -65,8 +67,9 @@ struct Request {
 }
 const _: () = assert!(std::mem::offset_of!(Request, extents) == 0x20);
 
-/// The extents of a file that end behind byte `start`, ascending, at most [`AT_ONCE`]. What is not written back yet is not written for this:
-/// such extents have no place. `EOPNOTSUPP` on file systems that don't know the call; `EBADF` for an `O_PATH` descriptor.
+/// The extents of a file that end behind byte `start`, ascending, at most [`AT_ONCE`]. What is not
+/// written back yet is not written for this: such extents have no place. `EOPNOTSUPP` on file
+/// systems that don't know the call; `EBADF` for an `O_PATH` descriptor.
 pub fn extents(file: impl AsFd, start: u64) -> io::Result<Vec<Extent>> {
     let mut request = Request {
         header: Header {
@@ -79,7 +82,8 @@ pub fn extents(file: impl AsFd, start: u64) -> io::Result<Vec<Extent>> {
         },
         extents: [Extent::default(); AT_ONCE as usize],
     };
-    // SAFETY: the kernel reads the header, and writes to it and to at most `extent_count` extents behind it, which are there.
+    // SAFETY: the kernel reads the header, and writes to it and to at most `extent_count` extents
+    // behind it, which are there.
     let result = unsafe { libc::ioctl(file.as_fd().as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) };
     if result != 0 {
         return Err(io::Error::last_os_error());

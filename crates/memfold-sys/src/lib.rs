@@ -1,4 +1,5 @@
-//! What memfold needs of the kernel and no well-kept safe library offers. The only crate with `unsafe` code.
+//! What memfold needs of the kernel and no well-kept safe library offers. The only crate with
+//! `unsafe` code.
 //!
 //! | module | kernel interface |
 //! |---|---|

@@ -75,8 +75,9 @@ pub struct LibraryLink {
 }
 
 impl LibraryLink {
-    /// Connects and says hello. `timeout` is also the time that each later reply may take. The library serves one daemon at
-    /// a time, so a second connection times out here. With `only`, nothing is said to another process.
+    /// Connects and says hello. `timeout` is also the time that each later reply may take. The
+    /// library serves one daemon at a time, so a second connection times out here. With `only`,
+    /// nothing is said to another process.
     pub fn connect(
         path: &Path,
         timeout: Duration,
@@ -98,7 +99,8 @@ impl LibraryLink {
             return Err(LibraryError::Stranger { path: path.into() });
         }
         link.greet(None)?;
-        // What a QEMU without root's rights lacks, as a rule; the device is of use in the process that makes a userfaultfd of it alone.
+        // What a QEMU without root's rights lacks, as a rule; the device is of use in the process
+        // that makes a userfaultfd of it alone.
         if link.facts.problem.is_some() {
             if let Ok(device) = File::options().read(true).write(true).open(DEVICE) {
                 link.greet(Some(device.as_fd()))?;
@@ -149,8 +151,9 @@ impl LibraryLink {
         &self.facts
     }
 
-    /// Sends an order, with `descriptor` for those that need one, and waits for its reply, which is checked to belong to it.
-    /// A refusal ([`Reply::Error`]) is [`LibraryError::Refused`]. After any other error the connection is closed: connect anew.
+    /// Sends an order, with `descriptor` for those that need one, and waits for its reply, which is
+    /// checked to belong to it. A refusal ([`Reply::Error`]) is [`LibraryError::Refused`]. After
+    /// any other error the connection is closed: connect anew.
     pub fn order(
         &mut self,
         order: &Order,

@@ -1,9 +1,10 @@
 //! Daemon and in-QEMU library.
 //!
-//! The library listens on a Unix stream socket and serves one daemon at a time; a second connection waits until the first
-//! ends. The daemon sends one [`Order`] at a time and reads one [`Reply`]. File descriptors go with the order that names
-//! them, by `SCM_RIGHTS`. The library keeps no decision of its own: what is mapped where is in the kernel
-//! (`/proc/PID/maps`), so a new daemon reads it there.
+//! The library listens on a Unix stream socket and serves one daemon at a time; a second connection
+//! waits until the first ends. The daemon sends one [`Order`] at a time and reads one [`Reply`].
+//! File descriptors go with the order that names them, by `SCM_RIGHTS`. The library keeps no
+//! decision of its own: what is mapped where is in the kernel (`/proc/PID/maps`), so a new daemon
+//! reads it there.
 
 use std::time::Duration;
 
@@ -17,8 +18,9 @@ pub const VERSION: u16 = 4;
 /// Environment variable of QEMU that names the socket's path. The library does nothing without it.
 pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
 
-/// Environment variable of QEMU with a QMP connection of its own for the library, by which it stops the VM for [`Freeze::Stopped`]: a
-/// socket's path, or the number of a socket whose other end QEMU has for a monitor. Without it such orders are refused.
+/// Environment variable of QEMU with a QMP connection of its own for the library, by which it stops
+/// the VM for [`Freeze::Stopped`]: a socket's path, or the number of a socket whose other end QEMU
+/// has for a monitor. Without it such orders are refused.
 pub const MONITOR_VARIABLE: &str = "MEMFOLD_QEMU_MONITOR";
 
 /// Most runs in one order.
@@ -36,8 +38,8 @@ pub const MAX_STORES: usize = 64;
 /// Longest time that an order may hold the VM, in microseconds.
 pub const MAX_STOP_US: u32 = 1_000_000;
 
-/// Time after which the library begins no further run of an order: on a host without a core to spare a run takes
-/// milliseconds, and the daemon waits only so long for a reply.
+/// Time after which the library begins no further run of an order: on a host without a core to
+/// spare a run takes milliseconds, and the daemon waits only so long for a reply.
 pub const ORDER_TIME: Duration = Duration::from_secs(1);
 
 /// `madvise` advice that QEMU gave a RAM block and that a mapping put in its place must have too
@@ -62,15 +64,18 @@ pub struct Advice {
 /// How the library freezes a run while it compares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Freeze {
-    /// `UFFDIO_MOVE` to a staging area. For anonymous memory. Safe with DMA: pinned pages are refused by the kernel.
+    /// `UFFDIO_MOVE` to a staging area. For anonymous memory. Safe with DMA: pinned pages are
+    /// refused by the kernel.
     Move,
-    /// `UFFDIO_WRITEPROTECT`. For ranges folded before. Only when no block node of the VM uses direct I/O.
+    /// `UFFDIO_WRITEPROTECT`. For ranges folded before. Only when no block node of the VM uses
+    /// direct I/O.
     WriteProtect,
-    /// No freeze: the library stops the VM for this order, by QMP, so that vCPUs and I/O are at rest, and lets it go on
-    /// whatever becomes of the daemon. A VM that does not run is left alone.
+    /// No freeze: the library stops the VM for this order, by QMP, so that vCPUs and I/O are at
+    /// rest, and lets it go on whatever becomes of the daemon. A VM that does not run is left
+    /// alone.
     Stopped {
-        /// When to begin no further run, in microseconds from the stop, at most [`MAX_STOP_US`]. QEMU's own time for stopping
-        /// (it drains I/O) and going on comes on top.
+        /// When to begin no further run, in microseconds from the stop, at most [`MAX_STOP_US`].
+        /// QEMU's own time for stopping (it drains I/O) and going on comes on top.
         limit_us: u32,
     },
 }
@@ -131,8 +136,8 @@ pub enum Order {
         /// Advice to repeat on what replaces parts of it.
         advice: Advice,
     },
-    /// A page store, with its read-only descriptor. Sending a number again replaces the descriptor only if it is the
-    /// same file (device and inode).
+    /// A page store, with its read-only descriptor. Sending a number again replaces the descriptor
+    /// only if it is the same file (device and inode).
     AddStore {
         /// Number that fold runs use.
         store: u32,
@@ -153,13 +158,15 @@ pub enum Order {
         /// The ranges, at most [`MAX_RUNS`], each at most [`MAX_RUN_PAGES`] pages.
         ranges: Vec<Range>,
     },
-    /// Give back anonymous pages that hold only zeroes, for [`ORDER_TIME`] at most. At most [`MAX_RUNS`] ranges of at most 2^18 pages each.
+    /// Give back anonymous pages that hold only zeroes, for [`ORDER_TIME`] at most. At most
+    /// [`MAX_RUNS`] ranges of at most 2^18 pages each.
     DropZero {
         /// Where to look.
         ranges: Vec<Range>,
     },
-    /// Map a private view of the file that comes with the order over a range, whatever is there (a template's RAM).
-    /// Only before the VM runs, or where the file has the bytes that are there and nobody writes (QEMU's copy of a kernel).
+    /// Map a private view of the file that comes with the order over a range, whatever is there (a
+    /// template's RAM). Only before the VM runs, or where the file has the bytes that are there and
+    /// nobody writes (QEMU's copy of a kernel).
     Map {
         /// Where.
         hva: u64,
@@ -170,7 +177,8 @@ pub enum Order {
     },
     /// Counters since the library was loaded.
     Stats,
-    /// The RAM block at this address is gone (unplugged), or may no longer be folded. What is folded of it stays so.
+    /// The RAM block at this address is gone (unplugged), or may no longer be folded. What is
+    /// folded of it stays so.
     RemoveRam {
         /// Start of the block, as it was added.
         hva: u64,
@@ -180,27 +188,31 @@ pub enum Order {
         /// Number of the store.
         store: u32,
     },
-    /// Stop the VM until [`Order::Continue`], or until this connection ends: whatever becomes of the daemon, the VM goes on.
-    /// Refused if it does not run.
+    /// Stop the VM until [`Order::Continue`], or until this connection ends: whatever becomes of
+    /// the daemon, the VM goes on. Refused if it does not run.
     Stop,
     /// Let the VM go on that [`Order::Stop`] has stopped.
     Continue,
-    /// From now on `PAGEMAP_SCAN` tells which pages of RAM are written to, until [`Order::UntrackWrites`], or until this
-    /// connection ends. Nothing is folded meanwhile. Refused before Linux 6.7.
+    /// From now on `PAGEMAP_SCAN` tells which pages of RAM are written to, until
+    /// [`Order::UntrackWrites`], or until this connection ends. Nothing is folded meanwhile.
+    /// Refused before Linux 6.7.
     TrackWrites,
     /// The end of [`Order::TrackWrites`].
     UntrackWrites,
-    /// From now on, before the VM writes to a page of these ranges or gives it away, its bytes are copied into the file that comes with the
-    /// order ([`crate::past`]), until [`Order::ForgetPast`], or until this connection ends. Writes are tracked no more; nothing is folded
-    /// meanwhile. What holds now is kept whether the VM runs or not; it is of one moment only if it stands still.
+    /// From now on, before the VM writes to a page of these ranges or gives it away, its bytes are
+    /// copied into the file that comes with the order ([`crate::past`]), until
+    /// [`Order::ForgetPast`], or until this connection ends. Writes are tracked no more; nothing is
+    /// folded meanwhile. What holds now is kept whether the VM runs or not; it is of one moment
+    /// only if it stands still.
     KeepPast {
         /// The ranges, 1 to [`MAX_RUNS`], ascending.
         ranges: Vec<Range>,
     },
     /// The end of [`Order::KeepPast`].
     ForgetPast,
-    /// [`Order::Map`] of many ranges, all of them views of the file that comes with the order. If one can't be mapped, those before it are.
-    /// A library of before this order ends the connection: it is for VMs that are being started.
+    /// [`Order::Map`] of many ranges, all of them views of the file that comes with the order. If
+    /// one can't be mapped, those before it are. A library of before this order ends the
+    /// connection: it is for VMs that are being started.
     MapRuns {
         /// Where and what, 1 to [`MAX_RUNS`].
         runs: Vec<MapRun>,
@@ -212,24 +224,29 @@ pub enum Order {
 pub enum Outcome {
     /// All of it.
     Done,
-    /// Bytes differ from the store at the page with this index in the run; the pages before it are folded.
+    /// Bytes differ from the store at the page with this index in the run; the pages before it are
+    /// folded.
     Differs {
         /// Pages folded, from the start of the run.
         folded: u32,
     },
-    /// The kernel refused to freeze a page (`EBUSY`: pinned by DMA or shared by fork). Pages before it may be folded.
+    /// The kernel refused to freeze a page (`EBUSY`: pinned by DMA or shared by fork). Pages before
+    /// it may be folded.
     Busy {
         /// Pages folded, from the start of the run.
         folded: u32,
     },
-    /// Part of the run is not there (a hole: balloon, never touched), or is no longer anonymous. Pages before it may be folded.
+    /// Part of the run is not there (a hole: balloon, never touched), or is no longer anonymous.
+    /// Pages before it may be folded.
     Hole {
         /// Pages folded, from the start of the run.
         folded: u32,
     },
-    /// Not begun: the time of [`Freeze::Stopped`] or [`ORDER_TIME`] was over, or the VM did not run.
+    /// Not begun: the time of [`Freeze::Stopped`] or [`ORDER_TIME`] was over, or the VM did not
+    /// run.
     Late,
-    /// The order itself is wrong (outside RAM, unaligned, unknown store, beyond the store's end, wrong freeze for the kind of mapping). Nothing was touched.
+    /// The order itself is wrong (outside RAM, unaligned, unknown store, beyond the store's end,
+    /// wrong freeze for the kind of mapping). Nothing was touched.
     Refused,
     /// A system call failed; the run was left as it was.
     Failed {
@@ -275,7 +292,8 @@ pub struct Stats {
     pub busy_runs: u64,
     /// Discards by QEMU (balloon, free page reporting) that met folded pages, in pages.
     pub discarded_pages: u64,
-    /// How long runs stayed frozen: bucket i counts times of at least 2^i and less than 2^(i+1) nanoseconds; the last also those above.
+    /// How long runs stayed frozen: bucket i counts times of at least 2^i and less than 2^(i+1)
+    /// nanoseconds; the last also those above.
     pub freeze_histogram: [u64; HISTOGRAM_BUCKETS],
     /// Longest freeze in nanoseconds.
     pub freeze_max_ns: u64,
@@ -301,8 +319,8 @@ pub enum Reply {
         /// Why folding can't work, if it can't: the condition and what would change it.
         problem: Option<String>,
     },
-    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `MapRuns`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`, `KeepPast`,
-    /// `ForgetPast`.
+    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `MapRuns`, `Stop`, `Continue`,
+    /// `TrackWrites`, `UntrackWrites`, `KeepPast`, `ForgetPast`.
     Ok,
     /// To `Fold`, `Release`: an outcome for each run, in order.
     Outcomes {

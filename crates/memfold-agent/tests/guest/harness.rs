@@ -208,7 +208,8 @@ impl Guest {
         frames.map(|(&frame, page)| (frame, page.1)).collect()
     }
 
-    /// Prints the files whose path is not known, or begins so, with how many pages are known of each.
+    /// Prints the files whose path is not known, or begins so, with how many pages are known of
+    /// each.
     pub fn print_files(&self, begin: &[u8]) {
         for (number, (path, size)) in &self.files {
             if path.is_empty() || path.starts_with(begin) {
@@ -434,7 +435,8 @@ impl Guest {
         bytes
     }
 
-    /// (right, all) pages of files that the agent says the disk has at some place, and that are there.
+    /// (right, all) pages of files that the agent says the disk has at some place, and that are
+    /// there.
     pub fn check_extents(&mut self, disk: &Path) -> (u64, u64) {
         let list = self.run(
             "find /usr/lib -type f -size +100k | sort | head -n 200",

@@ -1,7 +1,8 @@
 //! The agent in a real guest, held against the guest's memory and disk.
 //!
-//! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the static agent at `MEMFOLD_AGENT`; says so and
-//! does nothing without them. `MEMFOLD_IMAGE` chooses the image, `trixie-a` if not set.
+//! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the
+//! static agent at `MEMFOLD_AGENT`; says so and does nothing without them. `MEMFOLD_IMAGE` chooses
+//! the image, `trixie-a` if not set.
 
 mod harness;
 

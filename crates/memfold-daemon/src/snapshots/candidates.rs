@@ -1,12 +1,14 @@
-//! Which of a VM's pages its disks may hold too, as its guest says: a hot save refers to a disk for them.
+//! Which of a VM's pages its disks may hold too, as its guest says: a hot save refers to a disk for
+//! them.
 //!
 //! ```text
 //!   engine   runs of pages that cache consecutive pages of a file, by the agent's hints       CachedPages
 //!   guest    where these files lie on its disks, the files with most cached pages first       guest_extents
 //!   here     run of pages -> disk of the guest, and byte on it                                Candidate
 //! ```
-//! All of it may be a lie, which costs the liar's snapshot alone: the save compares the bytes. What the guest says takes bounded memory
-//! ([`MAX_PLACES`], and a candidate for each [`FEWEST_PAGES`] pages of its RAM) and bounded time ([`LIMIT`]).
+//! All of it may be a lie, which costs the liar's snapshot alone: the save compares the bytes. What
+//! the guest says takes bounded memory ([`MAX_PLACES`], and a candidate for each [`FEWEST_PAGES`]
+//! pages of its RAM) and bounded time ([`LIMIT`]).
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -29,7 +31,8 @@ const LIMIT: Duration = Duration::from_secs(4);
 /// Pages of the shortest run that is worth a reference.
 const FEWEST_PAGES: u32 = 4;
 
-/// Pages that a save writes in a second, about (400 MB/s): a question that takes longer than writing what it is about is not asked.
+/// Pages that a save writes in a second, about (400 MB/s): a question that takes longer than
+/// writing what it is about is not asked.
 const WRITTEN_PAGES_PER_S: u64 = 100_000;
 
 /// Most files that are asked for.
@@ -130,7 +133,8 @@ fn run(agent: &AgentLink, script: &str, limit: Duration) -> Result<Vec<u8>, Stri
     }
 }
 
-/// The files with most cached pages in runs that are worth a reference, and how many these are; those with most first.
+/// The files with most cached pages in runs that are worth a reference, and how many these are;
+/// those with most first.
 fn rank(runs: impl Iterator<Item = PageRun>) -> Vec<(FileNumber, u64)> {
     let mut pages: HashMap<FileNumber, u64> = HashMap::new();
     for run in runs.filter(|run| run.pages >= FEWEST_PAGES) {
@@ -143,7 +147,8 @@ fn rank(runs: impl Iterator<Item = PageRun>) -> Vec<(FileNumber, u64)> {
 }
 
 impl Places {
-    /// Asks where files lie, in their order, as long as that is worth it. What was said before it fails stays known.
+    /// Asks where files lie, in their order, as long as that is worth it. What was said before it
+    /// fails stays known.
     fn ask(
         &mut self,
         ranked: &[(FileNumber, u64)],

@@ -21,7 +21,8 @@ use crate::snapshots::Snapshots;
 const TWIN_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Snapshots {
-    /// A VM that runs from this snapshot's memory: restored from it, or the one that was saved and went on.
+    /// A VM that runs from this snapshot's memory: restored from it, or the one that was saved and
+    /// went on.
     fn twin(&self, manifest: &Manifest) -> Result<Option<String>, DaemonError> {
         let pids = restore::users(&self.directory, &manifest.name)?;
         let machines = self.registry.machines();

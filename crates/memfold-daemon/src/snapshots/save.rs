@@ -130,7 +130,8 @@ impl Snapshots {
             drop_ms: save::milliseconds(began.elapsed()),
             ..Steps::default()
         };
-        // Asked again: what is noted now holds for ever, and a guest that has just dropped its caches may be slow.
+        // Asked again: what is noted now holds for ever, and a guest that has just dropped its
+        // caches may be slow.
         let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
         let asked = ask().or_else(|_| ask());
         let generation_id = asked.is_ok_and(|answer| answer.code == 0);

@@ -82,8 +82,8 @@ impl Guest for InProcess {
     }
 }
 
-/// A buffer that plays a VM's RAM, page-aligned. Never freed: folding exchanges its mappings, and the allocator would give memory
-/// with pieces of a page store in it to the next test.
+/// A buffer that plays a VM's RAM, page-aligned. Never freed: folding exchanges its mappings, and
+/// the allocator would give memory with pieces of a page store in it to the next test.
 pub struct Ram {
     buffer: &'static mut [u8],
     skip: usize,
@@ -228,7 +228,8 @@ impl Running {
     }
 
     pub fn start_with(settings: &EngineSettings) -> Self {
-        // Shows with --nocapture why the engine refuses something. Set once for all tests of the process.
+        // Shows with --nocapture why the engine refuses something. Set once for all tests of the
+        // process.
         let _ = tracing_subscriber::fmt().with_test_writer().try_init();
         let settings = EngineSettings {
             cpu_share: 1.0,

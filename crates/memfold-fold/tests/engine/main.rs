@@ -1,4 +1,5 @@
-//! The fold engine on this process's own memory: each "VM" is a buffer, and the real library's code folds it.
+//! The fold engine on this process's own memory: each "VM" is a buffer, and the real library's code
+//! folds it.
 
 mod cached;
 mod debt;
@@ -510,7 +511,8 @@ fn an_idle_engine_uses_no_cpu() {
     let engine = Running::start();
     engine.add(1, &domain, &a, true);
     engine.cached(1, 1, "/f", 0, 10);
-    // One look at the kernel's tables for the answer itself. The least of a few times: others may have this core's caches.
+    // One look at the kernel's tables for the answer itself. The least of a few times: others may
+    // have this core's caches.
     let mut used = Vec::new();
     while used.len() < 5 && !used.iter().any(|used| *used < 0.01) {
         std::thread::sleep(Duration::from_secs(1));
@@ -547,7 +549,8 @@ fn a_full_store_keeps_what_is_folded_and_takes_new_content_when_there_is_room() 
     assert_eq!(stats.domains[0].appended_pages, 64);
     assert!((64 * PAGE as u64..=2 << 20).contains(&stats.domains[0].store_bytes));
     assert!(folded(&stats, &[1, 2], 64), "the first file stays folded");
-    // Both drop the first file and use its memory otherwise: its content goes, and there is room for the second.
+    // Both drop the first file and use its memory otherwise: its content goes, and there is room
+    // for the second.
     for (id, ram, seed) in [(1, &mut a, 30), (2, &mut b, 31)] {
         engine.say(id, FromAgent::Gone(vec![PfnRun { pfn: 0, pages: 64 }]));
         ram.fill(0, 64, seed);

@@ -98,7 +98,8 @@ fn a_guest_that_writes_all_the_time_loses_no_write_to_folding_back() {
     let original: Vec<[u8; 8]> = (0..512)
         .map(|at| ram.page(at)[..8].try_into().unwrap())
         .collect();
-    // Every page is by turns as in the image and with the round's number, and is what was written last whenever it is looked at.
+    // Every page is by turns as in the image and with the round's number, and is what was written
+    // last whenever it is looked at.
     let (begun, mut rounds) = (Instant::now(), 0_u64);
     let enough = |rounds: u64| {
         rounds > 100
@@ -157,7 +158,8 @@ fn what_clones_share_by_their_snapshot_is_not_folded_and_what_they_read_since_is
     assert!(a.holds(1000, 64, 24) && b.holds(2000, 64, 24));
     assert!(a.frames(1000, 64).iter().all(Option::is_some));
     assert_eq!(a.frames(1000, 64), b.frames(2000, 64));
-    // Written since, both differ from the snapshot; they hold the same, and are folded onto each other.
+    // Written since, both differ from the snapshot; they hold the same, and are folded onto each
+    // other.
     for (id, ram) in [(1, &mut a), (2, &mut b)] {
         ram.fill(100, 200, 25);
         engine.hint(id, 1, 100, 200);

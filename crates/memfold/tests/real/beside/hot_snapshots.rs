@@ -244,8 +244,9 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         daemon.snapshots().remove("hot"),
         Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
     ));
-    // While they run (their RAM is a view of memory), and at pauses (of a file). A pass may be followed by the next only when its
-    // CPU time is a small share of what has gone by: on a slow machine, that is most of a minute later.
+    // While they run (their RAM is a view of memory), and at pauses (of a file). A pass may be
+    // followed by the next only when its CPU time is a small share of what has gone by: on a slow
+    // machine, that is most of a minute later.
     let clones = ["warm", "warm-2", "cool"];
     lab.fold(true).unwrap();
     let stats = support::wait_stats(
