@@ -10,7 +10,8 @@ fn main() {
         let text = String::from_utf8(output.stdout).ok()?;
         output.status.success().then(|| text.trim().to_owned())
     };
-    // The log of HEAD grows with every commit and checkout; a package without a repository has none.
+    // The log of HEAD grows with every commit and checkout; a package without a repository has
+    // none.
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         if Path::new(&log).exists() {
             println!("cargo:rerun-if-changed={log}");

@@ -1,15 +1,17 @@
 # shellcheck shell=bash
-# The image that VMs boot: the base image with the memfold agent and its two units. Written with debugfs, so no mount and no
-# root is needed, and a new agent costs seconds.
+# The image that VMs boot: the base image with the memfold agent and its two units. Written with
+# debugfs, so no mount and no root is needed, and a new agent costs seconds.
 
 agent_binary=
 
-# build_agent: sets agent_binary to a static program, or leaves it empty while there is no such crate.
+# build_agent: sets agent_binary to a static program, or leaves it empty while there is no such
+# crate.
 build_agent() {
     [[ -r $repo/crates/memfold-agent/Cargo.toml ]] || return 0
     local triple=x86_64-unknown-linux-gnu
     command -v cargo >/dev/null || cannot "cargo is missing. Run: sudo make setup"
-    # Static: it runs on any guest, whatever its libc. --target keeps the flag away from build scripts.
+    # Static: it runs on any guest, whatever its libc. --target keeps the flag away from build
+    # scripts.
     (cd "$repo" && as_user env RUSTFLAGS="-C target-feature=+crt-static" cargo build --quiet --release --target "$triple" -p memfold-agent) ||
         fail "could not build the agent"
     agent_binary=${CARGO_TARGET_DIR:-$repo/target}/$triple/release/memfold-agent

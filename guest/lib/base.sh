@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# The base image: Debian packages in a directory (mmdebstrap), set up as a guest, then an ext4 file system of it.
+# The base image: Debian packages in a directory (mmdebstrap), set up as a guest, then an ext4 file
+# system of it.
 
 # Virtual size; the files are sparse.
 disk_size=6G
@@ -29,7 +30,8 @@ masked_units=(
     systemd-udev-load-credentials.service dev-mqueue.mount sys-kernel-debug.mount xfs_scrub_all.timer
     tmp.mount getty-static.service
 )
-# Programs systemd runs at each start to make units we don't have. fstab, getty and debug (systemd.mask=) stay.
+# Programs systemd runs at each start to make units we don't have. fstab, getty and debug
+# (systemd.mask=) stay.
 masked_generators=(
     cryptsetup gpt-auto hibernate-resume integritysetup rc-local run ssh system-update tpm2 veritysetup sysv
     bless-boot import factory-reset
@@ -88,7 +90,8 @@ build_base() {
     printf '%s\n' "$kernel" >"$work/out/kernel-version"
     cp "$work/root/boot/vmlinuz-$kernel" "$work/out/vmlinuz"
     make_initramfs "$work/root" "$kernel" "$work/initramfs" "$work/out/initrd"
-    # mke2fs writes the directory without mounting anything, so this works in a container without loop devices.
+    # mke2fs writes the directory without mounting anything, so this works in a container without
+    # loop devices.
     mke2fs -q -t ext4 -L "$name" -U "$uuid" -E "hash_seed=$uuid,root_owner=0:0,lazy_itable_init=0" "${mkfs_options[@]}" \
         -d "$work/root" "$work/out/disk.img" "$disk_size" >/dev/null
     [[ ${scatter:-no} == no ]] || scatter_files "$work/root" "$work/out/disk.img"
@@ -148,7 +151,8 @@ set_up_guest() {
     # Others take an emulated guest long to make anew.
     rm -f "$root"/etc/ssh/ssh_host_{rsa,ecdsa}_key*
     rm -f "$root"/boot/initrd.img-* "$root"/var/cache/apt/*.bin "$root"/var/log/*.log "$root"/var/log/apt/*
-    # Newer than /usr, so that no unit thinks the system was updated and needs its caches made again.
+    # Newer than /usr, so that no unit thinks the system was updated and needs its caches made
+    # again.
     touch "$root/etc/.updated" "$root/var/.updated"
     if [[ -n $quick_source ]]; then
         tarball=$(find "$root/usr/src" -maxdepth 1 -name "*.orig.tar.*" ! -name '*.asc' | head -n 1)
@@ -158,12 +162,14 @@ set_up_guest() {
     fi
 }
 
-# scatter_files ROOT IMAGE: writes the larger files (programs, libraries, modules) again in a shuffled order. mke2fs
-# fills every image in the order of the names, so that two images differ by little more than a shift; two machines
-# that lived apart share neither inode numbers nor the order on disk.
+# scatter_files ROOT IMAGE: writes the larger files (programs, libraries, modules) again in a
+# shuffled order. mke2fs fills every image in the order of the names, so that two images differ by
+# little more than a shift; two machines that lived apart share neither inode numbers nor the order
+# on disk.
 scatter_files() {
     local root=$1 image=$2 script=$1.debugfs log
-    # Plain root-owned files only: debugfs keeps the mode, not times (Python's caches need those), links or owners.
+    # Plain root-owned files only: debugfs keeps the mode, not times (Python's caches need those),
+    # links or owners.
     (cd "$root" && find usr -xdev -type f -links 1 -uid 0 -gid 0 -size +15k ! -perm /7000 ! -name '*.py' ! -name '*.pyc' -print) |
         grep -v '[^A-Za-z0-9/._+:@,=~-]' | LC_ALL=C sort | shuf --random-source=<(yes "$uuid") >"$script.names"
     {

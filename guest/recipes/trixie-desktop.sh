@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# Debian 13 with a browser and an office suite, for `memfold bench segments`. Not built by default: guest/build trixie-desktop
+# Debian 13 with a browser and an office suite, for `memfold bench segments`. Not built by default:
+# guest/build trixie-desktop
 source "$recipes/trixie.common.sh"
 late_packages=(apache2 postgresql postgresql-common)
 packages+=(firefox-esr libreoffice-impress xvfb xdotool fonts-dejavu-core)

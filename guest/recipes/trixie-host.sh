@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# Debian 13 as a host with LVM and an iSCSI initiator and nothing to run VMs with: tests of `memfold borrow --lvm`.
+# Debian 13 as a host with LVM and an iSCSI initiator and nothing to run VMs with: tests of
+# `memfold borrow --lvm`.
 suite=trixie
 packages=("${base_packages[@]}" lvm2 open-iscsi libssl3t64)
 late_packages=()

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# What both trixie images hold: one set of programs, so that two VMs from separately built images have the same
-# files at other places. Read by guest/lib/base.sh before the recipe itself.
+# What both trixie images hold: one set of programs, so that two VMs from separately built images
+# have the same files at other places. Read by guest/lib/base.sh before the recipe itself.
 suite=trixie
 packages=(
     "${base_packages[@]}"

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# What the scripts ask of apt. Mirrors are never written in this repository: their addresses come from the apt
-# sources of the machine, parsed by apt itself (`apt-get indextargets` reads *.sources and *.list alike).
+# What the scripts ask of apt. Mirrors are never written in this repository: their addresses come
+# from the apt sources of the machine, parsed by apt itself (`apt-get indextargets` reads *.sources
+# and *.list alike).
 
 # os_codename: "bookworm", "trixie", ...; empty if this isn't Debian.
 os_codename() {
@@ -23,7 +24,8 @@ apt_archives() {
 # apt_has_suite SUITE
 apt_has_suite() { apt_archives | awk -v s="$1" '$2 == s { found = 1 } END { exit !found }'; }
 
-# debian_mirror CODENAME: the URI this machine's main Debian archive comes from; empty if there is none.
+# debian_mirror CODENAME: the URI this machine's main Debian archive comes from; empty if there is
+# none.
 debian_mirror() {
     apt_archives | awk -v c="$1" '$3 == "main" && ($2 == c || $2 ~ /^(old)*stable$/) { print $1; exit }'
 }
@@ -55,7 +57,8 @@ apt_update() {
     apt_update_done=yes
 }
 
-# apt_install [-t SUITE] PACKAGE...: without recommended packages, lists read first only if apt doesn't know them.
+# apt_install [-t SUITE] PACKAGE...: without recommended packages, lists read first only if apt
+# doesn't know them.
 apt_install() {
     local -a from=()
     if [[ $1 == -t ]]; then
@@ -75,7 +78,8 @@ apt_install() {
     fi
 }
 
-# apt_install_unstarted PACKAGE...: the same, and services that packages bring are not started (invoke-rc.d(8)).
+# apt_install_unstarted PACKAGE...: the same, and services that packages bring are not started
+# (invoke-rc.d(8)).
 apt_install_unstarted() {
     local policy=/usr/sbin/policy-rc.d
     if [[ -e $policy ]]; then

@@ -18,7 +18,8 @@ developer_packages=(
     curl procps openssl iproute2 python3
 )
 developer_qemu_packages=(qemu-block-extra)
-# Fold needs nothing newer, but device state, machine types and free page reporting are tested from here on.
+# Fold needs nothing newer, but device state, machine types and free page reporting are tested from
+# here on.
 qemu_oldest=10
 
 # qemu_major: the major version of the installed QEMU, 0 if there is none.

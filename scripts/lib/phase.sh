@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# How long each phase of a run takes: a line for each in the file that MEMFOLD_PHASES names, "NAME<TAB>SECONDS".
+# How long each phase of a run takes: a line for each in the file that MEMFOLD_PHASES names,
+# "NAME<TAB>SECONDS".
 
 # begin_phases FILE: begins such a file, unless this script was called by one that has.
 begin_phases() {
@@ -10,7 +11,8 @@ begin_phases() {
     : >"$MEMFOLD_PHASES"
 }
 
-# phase NAME COMMAND...: runs it and notes how long it took. Where `set -e` holds, a command that fails ends the script here.
+# phase NAME COMMAND...: runs it and notes how long it took. Where `set -e` holds, a command that
+# fails ends the script here.
 phase() {
     local name=$1 started=$SECONDS status
     shift

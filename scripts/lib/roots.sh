@@ -1,7 +1,9 @@
 # shellcheck shell=bash
-# Clean Debian roots, made once and kept as archives in the cache. Needs say.sh, apt.sh, user.sh and guest/lib/base.sh.
+# Clean Debian roots, made once and kept as archives in the cache. Needs say.sh, apt.sh, user.sh and
+# guest/lib/base.sh.
 
-# clean_root SUITE NAME PACKAGE...: the archive of a root of SUITE with these packages. Another NAME, should what is in it change.
+# clean_root SUITE NAME PACKAGE...: the archive of a root of SUITE with these packages. Another
+# NAME, should what is in it change.
 clean_root() {
     local suite=$1 name=$2 log cache root
     local -a options

@@ -1,12 +1,13 @@
 # shellcheck shell=bash
-# cargo and rustc. The distribution's are enough: Debian 13 has 1.85 as rustc, Debian 12 a newer one as rustc-web (the
-# toolchain its browsers are built with; it takes the place of the old rustc).
+# cargo and rustc. The distribution's are enough: Debian 13 has 1.85 as rustc, Debian 12 a newer one
+# as rustc-web (the toolchain its browsers are built with; it takes the place of the old rustc).
 
 # The workspace's rust-version, as major * 1000 + minor.
 rust_oldest=1085
 rust_oldest_name=1.85
 
-# rust_version: of the cargo the user would run, as major * 1000 + minor; 0 if there is none that works.
+# rust_version: of the cargo the user would run, as major * 1000 + minor; 0 if there is none that
+# works.
 rust_version() {
     local line
     line=$(as_user cargo --version 2>/dev/null) && as_user rustc --version >/dev/null 2>&1 || line=''
@@ -24,7 +25,8 @@ setup_rust() {
         say "Rust: there ($(as_user cargo --version))"
         return
     fi
-    # One of rustup's stands before the distribution's in PATH: installing packages would change nothing.
+    # One of rustup's stands before the distribution's in PATH: installing packages would change
+    # nothing.
     if [[ $version != 0 && $(command -v cargo) != /usr/bin/cargo ]]; then
         cannot "$(command -v cargo) is older than $rust_oldest_name. Run: rustup update stable"
     fi

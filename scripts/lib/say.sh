@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# How the scripts speak: progress to stdout, reasons to stderr, and the exit codes of the memfold program.
+# How the scripts speak: progress to stdout, reasons to stderr, and the exit codes of the memfold
+# program.
 
 say() { printf '[memfold] %s\n' "$*"; }
 
@@ -9,7 +10,8 @@ fail() {
     exit 1
 }
 
-# cannot MESSAGE...: this host, or this user, can't do it (3). The message ends with what would change that.
+# cannot MESSAGE...: this host, or this user, can't do it (3). The message ends with what would
+# change that.
 cannot() {
     printf '[memfold] not possible here: %s\n' "$*" >&2
     exit 3

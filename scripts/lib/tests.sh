@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What scripts/test and scripts/soak have in common: the environment of tests, their build, and the report.
+# What scripts/test and scripts/soak have in common: the environment of tests, their build, and the
+# report.
 
 # prepare_tests: checks that they can run, and sets what they read from the environment.
 prepare_tests() {
@@ -33,7 +34,8 @@ nextest() {
 }
 
 build_tests() {
-    # One call for program, library for QEMU and tests: a second one would resolve other features, and compile what they change again.
+    # One call for program, library for QEMU and tests: a second one would resolve other features,
+    # and compile what they change again.
     as_user cargo build --workspace --all-targets
     if [[ -z ${MEMFOLD_TEST_SLOW:-} ]]; then
         MEMFOLD_TEST_SLOW=$("${CARGO_TARGET_DIR:-target}/debug/slowness")

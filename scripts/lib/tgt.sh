@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# tgt for the tests, which start a tgtd for each lease. Its service, which would listen for all hosts, is not started.
+# tgt for the tests, which start a tgtd for each lease. Its service, which would listen for all
+# hosts, is not started.
 
 setup_tgt() {
     if [[ -z $(os_codename) ]]; then

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Servers that tests run by themselves: Debian's packages, unpacked into the cache and not installed, because installing them starts a service.
+# Servers that tests run by themselves: Debian's packages, unpacked into the cache and not
+# installed, because installing them starts a service.
 
 # unpack_server NAME PACKAGE PROGRAM...: the programs into the cache's directory NAME.
 unpack_server() {

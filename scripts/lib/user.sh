@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# `sudo make setup` works for the user who typed it: the cache lies in their home and belongs to them.
+# `sudo make setup` works for the user who typed it: the cache lies in their home and belongs to
+# them.
 
 # user_home: of the person who runs this, sudo or not.
 user_home() {
@@ -13,7 +14,8 @@ user_home() {
 # memfold_cache: where guest images are kept. The memfold program looks at the same place.
 memfold_cache() { printf '%s' "${MEMFOLD_CACHE:-${XDG_CACHE_HOME:-$(user_home)/.cache}/memfold}"; }
 
-# as_user COMMAND...: without sudo's rights where sudo gave them, so that cargo leaves no root-owned files.
+# as_user COMMAND...: without sudo's rights where sudo gave them, so that cargo leaves no root-owned
+# files.
 as_user() {
     if [[ $(id -u) == 0 && -n ${SUDO_USER:-} && $SUDO_USER != root ]]; then
         runuser -u "$SUDO_USER" -- env HOME="$(user_home)" PATH="$PATH" "$@"

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What the dashboard's test needs: a real browser, node, and the packages that web/package-lock.json pins. Nothing of it is needed to build.
+# What the dashboard's test needs: a real browser, node, and the packages that web/package-lock.json
+# pins. Nothing of it is needed to build.
 
 setup_web() {
     local -a missing=()

@@ -5,7 +5,8 @@
 //!      ^             ^  ^______________________|____________________|   host side closed
 //!      |_____________|__________________________________________________ port gone
 //! ```
-//! Tracing is on only while working. Whatever the host does or leaves undone, nothing here waits for it without a limit.
+//! Tracing is on only while working. Whatever the host does or leaves undone, nothing here waits
+//! for it without a limit.
 
 mod connection;
 mod state;
@@ -41,7 +42,8 @@ const BUSY_ROUND: u64 = 5000;
 const SIGNAL_SLACK: Duration = Duration::from_millis(200);
 /// From the last loss of events to the inventory that repairs it.
 const REPAIR_DELAY: Duration = Duration::from_secs(2);
-/// Least time between two such inventories; doubles while events go on being lost, up to the second.
+/// Least time between two such inventories; doubles while events go on being lost, up to the
+/// second.
 const REPAIR_INTERVAL: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(300));
 /// The same between walks for files without a path.
 const FIND_INTERVAL: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(120));
@@ -180,7 +182,8 @@ impl Agent {
             let quiet = !events.contains(PollFlags::IN)
                 && self.heard.elapsed() > SIGNAL_SLACK
                 && matches!(&self.sink, Sink::Port(port) if !port.has_input());
-            // Neither data nor a host side that is gone: it went and came back, and waits for a Hello.
+            // Neither data nor a host side that is gone: it went and came back, and waits for a
+            // Hello.
             if port_signal && quiet && !matches!(self.state, State::Absent(_)) {
                 self.lost_host();
             }
@@ -286,7 +289,8 @@ impl Agent {
         let mut lost = self.round.lost > 0;
         if let Sink::Port(port) = &self.sink {
             if port.is_full() {
-                // The daemon doesn't keep up: reading goes on, so that the kernel's buffer doesn't hide how much was lost.
+                // The daemon doesn't keep up: reading goes on, so that the kernel's buffer doesn't
+                // hide how much was lost.
                 counters.events_lost += self.round.records;
                 self.round.events.clear();
                 lost = true;
@@ -367,7 +371,8 @@ impl Agent {
     }
 }
 
-/// Opens the port, waiting until there is one. Ends with an error of kind `Interrupted` on a signal.
+/// Opens the port, waiting until there is one. Ends with an error of kind `Interrupted` on a
+/// signal.
 fn wait_for_port(signals: &OwnedFd) -> io::Result<Port> {
     let mut told = false;
     loop {

@@ -1,8 +1,8 @@
 //! Makes few messages of many events.
 //!
-//! What comes between two flushes is sent as: files, gone, hints, dirty, clean, each sorted and joined into runs. Events are
-//! flushed early where this order would tell another story than theirs: a frame that goes after it was offered, a page dirtied after
-//! its file was cleaned.
+//! What comes between two flushes is sent as: files, gone, hints, dirty, clean, each sorted and
+//! joined into runs. Events are flushed early where this order would tell another story than
+//! theirs: a frame that goes after it was offered, a page dirtied after its file was cleaned.
 
 use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_RUN_PAGES, MAX_RUNS, PfnRun,

@@ -1,7 +1,8 @@
 //! Commands that the daemon asks for.
 //!
-//! A thread each: it starts the shell in a process group of its own, at the ordinary priority (the agent's own is lower), and
-//! passes on what it says. The channel to the main thread is short; when the port is slow, the command's pipe fills up and the command waits.
+//! A thread each: it starts the shell in a process group of its own, at the ordinary priority (the
+//! agent's own is lower), and passes on what it says. The channel to the main thread is short; when
+//! the port is slow, the command's pipe fills up and the command waits.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,7 +22,8 @@ use crate::wake::Wake;
 const MAX_COMMANDS: usize = 16;
 /// Bytes of output in one message.
 const PIECE: usize = 16 << 10;
-/// What a pipe holds (1 MiB if the command made it larger); more than that after its end comes from children left behind.
+/// What a pipe holds (1 MiB if the command made it larger); more than that after its end comes from
+/// children left behind.
 const ROUNDS_AFTER_END: u32 = 64;
 /// Messages waiting for the main thread.
 const MESSAGES: usize = 8;
@@ -52,7 +54,8 @@ impl Commands {
         })
     }
 
-    /// Starts `/bin/sh -c script`. What keeps it from being started is reported as the command's own failure.
+    /// Starts `/bin/sh -c script`. What keeps it from being started is reported as the command's
+    /// own failure.
     pub fn run(&self, command: u32, script: String) {
         let key = (self.epoch, command);
         let mut task = Task {
@@ -154,7 +157,8 @@ impl Task {
     }
 
     fn run(&mut self, script: &str) {
-        // A child has the nice value of the thread that starts it. On Linux `None` is the calling thread.
+        // A child has the nice value of the thread that starts it. On Linux `None` is the calling
+        // thread.
         let _ = rustix::process::setpriority_process(None, 0);
         let mut command = Command::new("/bin/sh");
         command
@@ -174,7 +178,8 @@ impl Task {
         if std::env::var_os("HOME").is_none() {
             command.env("HOME", "/root");
         }
-        // So that a script finds the agent's options for segments wherever the guest keeps the agent.
+        // So that a script finds the agent's options for segments wherever the guest keeps the
+        // agent.
         if let Ok(agent) = std::env::current_exe() {
             command.env("MEMFOLD_AGENT", agent);
         }
@@ -193,7 +198,8 @@ impl Task {
         }
     }
 
-    /// Passes output on until the shell has ended and its pipes are empty. Its children that go on and hold the pipes open are not waited for.
+    /// Passes output on until the shell has ended and its pipes are empty. Its children that go on
+    /// and hold the pipes open are not waited for.
     fn follow(&self, child: &mut Child) -> i32 {
         let pid = Pid::from_child(child);
         lock(&self.running).insert(self.key, Some(pid));

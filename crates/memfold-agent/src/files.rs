@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-/// Most files remembered; about 5 MB. When it is full, the half not used for longest is forgotten (and gets new numbers).
+/// Most files remembered; about 5 MB. When it is full, the half not used for longest is forgotten
+/// (and gets new numbers).
 pub const MAX_FILES: usize = 40_000;
 /// Most dirty ranges of a file that are kept apart; then the nearest two become one.
 const MAX_RANGES: usize = 16;

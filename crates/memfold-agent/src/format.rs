@@ -1,6 +1,7 @@
 //! Where the fields of a trace event lie: `events/SYSTEM/EVENT/format` of tracefs.
 //!
-//! Layouts differ between kernels (6.1's page-cache events have no `order`, 6.18's have), so nothing is assumed.
+//! Layouts differ between kernels (6.1's page-cache events have no `order`, 6.18's have), so
+//! nothing is assumed.
 
 /// One field of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,8 +18,8 @@ impl Field {
         record.get(self.offset..self.offset.checked_add(self.size)?)
     }
 
-    /// The field as an unsigned number of this machine's byte order; `None` if the record is too short or the field is no
-    /// number of 1, 2, 4 or 8 bytes.
+    /// The field as an unsigned number of this machine's byte order; `None` if the record is too
+    /// short or the field is no number of 1, 2, 4 or 8 bytes.
     #[inline]
     pub fn number(&self, record: &[u8]) -> Option<u64> {
         let bytes = self.bytes(record)?;
@@ -45,7 +46,8 @@ pub struct EventFormat {
 }
 
 impl EventFormat {
-    /// Reads the text of a `format` file; `None` if it has no `ID:` line. Lines of other shapes are passed over.
+    /// Reads the text of a `format` file; `None` if it has no `ID:` line. Lines of other shapes are
+    /// passed over.
     pub fn parse(text: &str) -> Option<Self> {
         let id = text
             .lines()

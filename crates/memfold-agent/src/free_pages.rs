@@ -1,18 +1,20 @@
 //! Which page frames the guest's kernel has free, for a snapshot that leaves them out.
 //!
-//! Source: `/proc/kpageflags`, `Documentation/admin-guide/mm/pagemap.rst`. The host tracks writes from before this list is made, so a
-//! page that is used later is seen by what is written to it.
+//! Source: `/proc/kpageflags`, `Documentation/admin-guide/mm/pagemap.rst`. The host tracks writes
+//! from before this list is made, so a page that is used later is seen by what is written to it.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// `KPF_BUDDY`: the page lies in a free block of the page allocator. The kernel finds that without a lock, and could see a page
-/// that is part of a block taken at this moment; what is in use in any other way has another flag, or neighbours that are not free.
+/// `KPF_BUDDY`: the page lies in a free block of the page allocator. The kernel finds that without
+/// a lock, and could see a page that is part of a block taken at this moment; what is in use in any
+/// other way has another flag, or neighbours that are not free.
 const FREE: u64 = 1 << 10;
 
-/// Frames that are told only together, all free: larger than what the kernel takes in one piece without marking each page of it.
+/// Frames that are told only together, all free: larger than what the kernel takes in one piece
+/// without marking each page of it.
 const TOGETHER: usize = 16;
 
 /// Frames read at once.
@@ -69,7 +71,8 @@ fn read(flags: &File, frames: Range<u64>) -> io::Result<Vec<u8>> {
     Ok(words)
 }
 
-/// Runs of whole groups that are free, of the frames from `first` on, which is a multiple of [`TOGETHER`].
+/// Runs of whole groups that are free, of the frames from `first` on, which is a multiple of
+/// [`TOGETHER`].
 fn free_runs(first: u64, words: &[u8]) -> Vec<Range<u64>> {
     let mut free_group = [0; TOGETHER * WORD];
     for word in free_group.chunks_exact_mut(WORD) {
@@ -121,7 +124,8 @@ mod tests {
     #[test]
     fn only_whole_groups_of_free_pages_are_told() {
         let mut flags = vec![FREE; 100];
-        // A page in use, and one that a racing look took for free though it is part of a larger page (KPF_COMPOUND_TAIL).
+        // A page in use, and one that a racing look took for free though it is part of a larger
+        // page (KPF_COMPOUND_TAIL).
         flags[20] = 0;
         flags[50] = FREE | 1 << 16;
         let words: Vec<u8> = flags.iter().flat_map(|word| word.to_ne_bytes()).collect();

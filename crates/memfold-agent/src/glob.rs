@@ -1,7 +1,8 @@
 //! Which paths to report: shell globs on bytes.
 //!
-//! `?` and `*` match within a path component, `**` across components, `[a-z]` and `[!a-z]` one byte of a set. A pattern
-//! without a slash is tried on the file's name alone, wherever it is; any other on the whole path.
+//! `?` and `*` match within a path component, `**` across components, `[a-z]` and `[!a-z]` one byte
+//! of a set. A pattern without a slash is tried on the file's name alone, wherever it is; any other
+//! on the whole path.
 
 /// Does `pattern` match the whole of `path`?
 pub fn matches(pattern: &[u8], path: &[u8]) -> bool {
@@ -13,11 +14,12 @@ pub fn matches(pattern: &[u8], path: &[u8]) -> bool {
     whole(pattern, text)
 }
 
-/// Iterative, with one point to go back to for each kind of star: time at most the product of the lengths (squared when both
-/// kinds occur), no recursion that a hostile pattern could deepen.
+/// Iterative, with one point to go back to for each kind of star: time at most the product of the
+/// lengths (squared when both kinds occur), no recursion that a hostile pattern could deepen.
 fn whole(pattern: &[u8], text: &[u8]) -> bool {
     let (mut p, mut t) = (0, 0);
-    // After a star: (pattern after it, text where it could go on); of a double one also whether whole components only.
+    // After a star: (pattern after it, text where it could go on); of a double one also whether
+    // whole components only.
     let mut star: Option<(usize, usize)> = None;
     let mut deep: Option<(usize, usize, bool)> = None;
     loop {
@@ -115,7 +117,8 @@ impl Rules {
         Self { include, exclude }
     }
 
-    /// Is a file of this path to be reported? One without a path is, unless only some paths are wanted.
+    /// Is a file of this path to be reported? One without a path is, unless only some paths are
+    /// wanted.
     pub fn allow(&self, path: &[u8]) -> bool {
         let any = |list: &[String]| list.iter().any(|p| matches(p.as_bytes(), path));
         if path.is_empty() {

@@ -3,8 +3,9 @@
 use std::fs;
 use std::io;
 
-/// Device number of an overlay's files as hints see it: their cache belongs to a file system that may not be mounted anywhere
-/// else, so all of those share this number. No real one is that high (20 bits of minor, 12 of major).
+/// Device number of an overlay's files as hints see it: their cache belongs to a file system that
+/// may not be mounted anywhere else, so all of those share this number. No real one is that high
+/// (20 bits of minor, 12 of major).
 pub const OVERLAY_DEVICE: u32 = u32::MAX;
 
 /// How the source of an overlay that lays a segment begins.
@@ -30,7 +31,8 @@ pub enum Kind {
 pub struct Mount {
     /// Mount id, as `statx` says it too.
     pub id: u64,
-    /// Device number as the kernel has it inside (`major << 20 | minor`), which is what trace events hold.
+    /// Device number as the kernel has it inside (`major << 20 | minor`), which is what trace
+    /// events hold.
     pub device: u32,
     /// Directory of the file system that is mounted.
     pub root: Vec<u8>,
@@ -40,9 +42,10 @@ pub struct Mount {
     pub kind: Kind,
     /// `subvolid=` of a btrfs mount.
     pub subvolume: Option<u64>,
-    /// A segment, whose files are no page cache, or an overlay that lays one over a directory. A walk finds the files of the overlay's
-    /// other layers where they lie. In the overlay it would have the kernel look up every name of every merged directory: 15 MiB of slab
-    /// in an idle guest.
+    /// A segment, whose files are no page cache, or an overlay that lays one over a directory. A
+    /// walk finds the files of the overlay's other layers where they lie. In the overlay it would
+    /// have the kernel look up every name of every merged directory: 15 MiB of slab in an idle
+    /// guest.
     pub laid: bool,
     /// A segment is laid over a directory of it: what programs read there lies below the overlay.
     pub is_laid_over: bool,
@@ -71,7 +74,8 @@ impl Mounts {
         Ok(Self::parse(&fs::read("/proc/self/mountinfo")?))
     }
 
-    /// Reads the text of a `mountinfo` file; lines of other shapes or other file systems are passed over.
+    /// Reads the text of a `mountinfo` file; lines of other shapes or other file systems are passed
+    /// over.
     pub fn parse(text: &[u8]) -> Self {
         let mut list: Vec<Mount> = text.split(|b| *b == b'\n').filter_map(line).collect();
         let laid: Vec<Vec<u8>> = list
@@ -85,7 +89,8 @@ impl Mounts {
         Self { list }
     }
 
-    /// Device that hints of an event's device go under: `None` for those that are no disk file system's (tmpfs, proc, block devices).
+    /// Device that hints of an event's device go under: `None` for those that are no disk file
+    /// system's (tmpfs, proc, block devices).
     pub fn hint_device(&self, event_device: u32) -> Option<u32> {
         if self
             .list
@@ -94,7 +99,8 @@ impl Mounts {
         {
             return Some(event_device);
         }
-        // A layer of an overlay that is mounted nowhere else; never an anonymous device, whose major number is 0.
+        // A layer of an overlay that is mounted nowhere else; never an anonymous device, whose
+        // major number is 0.
         let overlay = self.list.iter().any(|m| m.kind == Kind::Overlay);
         (overlay && event_device >> 20 != 0).then_some(OVERLAY_DEVICE)
     }
@@ -128,7 +134,8 @@ fn under(path: &[u8], root: &[u8]) -> bool {
     }
 }
 
-/// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue` (`proc_pid_mountinfo(5)`)
+/// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`
+/// (`proc_pid_mountinfo(5)`)
 fn line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|b| *b == b' ');
     let id = number(fields.next()?)?;

@@ -134,8 +134,9 @@ impl PageCache {
 
     /// To be called after the events of a round: keeps no file system busy.
     pub fn end_round(&mut self) {
-        // Files that were looked at while they were being written, and whose writeback did not show them whole. Once a round: one that
-        // grows now has a page behind its known end with every event.
+        // Files that were looked at while they were being written, and whose writeback did not show
+        // them whole. Once a round: one that grows now has a page behind its known end with every
+        // event.
         for inode in std::mem::take(&mut self.grown) {
             match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
                 Found::Unknown => self.want(inode, 1),
@@ -265,7 +266,8 @@ impl PageCache {
             let Some(entry) = self.files.get(inode) else {
                 continue;
             };
-            // The event names a folio by its first page and not its size; it is aligned to it, and no larger than any folio seen.
+            // The event names a folio by its first page and not its size; it is aligned to it, and
+            // no larger than any folio seen.
             let order = u32::from(entry.order).min(event.page.trailing_zeros());
             let pages = 1_u32 << order;
             if entry.mark_dirty(event.page, event.page.saturating_add(pages.into()))

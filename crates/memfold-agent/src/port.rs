@@ -81,7 +81,8 @@ impl Port {
         poll(&mut set, Some(&now)).is_ok() && set[0].revents().contains(PollFlags::IN)
     }
 
-    /// Forgets everything of an earlier connection, what the earlier host side had written included.
+    /// Forgets everything of an earlier connection, what the earlier host side had written
+    /// included.
     pub fn begin(&mut self) {
         self.decoder = Decoder::new();
         self.waiting = Vec::new();

@@ -1,6 +1,7 @@
 //! New random numbers for a guest that was restored: others may run from the same memory.
 //!
-//! Source: `random(4)`. What is written to `/dev/urandom` is mixed into the pool, which stays secret; it only has to differ.
+//! Source: `random(4)`. What is written to `/dev/urandom` is mixed into the pool, which stays
+//! secret; it only has to differ.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

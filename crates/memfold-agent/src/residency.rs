@@ -31,8 +31,8 @@ impl Residency {
         })
     }
 
-    /// Number of cached pages from `cachestat`, `None` where it can't say. Not for files on an overlay: it would look at the
-    /// overlay's own empty mapping.
+    /// Number of cached pages from `cachestat`, `None` where it can't say. Not for files on an
+    /// overlay: it would look at the overlay's own empty mapping.
     pub fn quick(&mut self, file: impl AsFd) -> Option<u64> {
         if !self.has_cachestat {
             return None;
@@ -47,7 +47,8 @@ impl Residency {
         }
     }
 
-    /// Calls `run` for every run of cached pages of a file of `pages` pages; `pause` is called between windows and may sleep. Ends when `run` returns false.
+    /// Calls `run` for every run of cached pages of a file of `pages` pages; `pause` is called
+    /// between windows and may sleep. Ends when `run` returns false.
     pub fn runs(
         &mut self,
         file: impl AsFd,
@@ -73,7 +74,8 @@ impl Residency {
                 }
                 any = true;
                 let page = first + offset as u64;
-                // A page truncated or evicted meanwhile makes it fail; what came in before is shown all the same.
+                // A page truncated or evicted meanwhile makes it fail; what came in before is shown
+                // all the same.
                 let _ = view.populate(page, part.len() as u64);
                 let frames = self.pagemap.frames(view.hva(page), part.len())?;
                 for (page, frame) in (page..).zip(frames) {

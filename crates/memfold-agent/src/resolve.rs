@@ -1,8 +1,9 @@
 //! From inode number to path, by file handle: no directory is read.
 //!
-//! A file whose pages are being cached has its inode and, as a rule, its directory entry in memory, so `open_by_handle_at`
-//! costs no disk access. Where a file system needs more than the inode number for a handle (XFS: the generation) or numbers
-//! its inodes otherwise (EROFS), a [`crate::walk`] has to find the file.
+//! A file whose pages are being cached has its inode and, as a rule, its directory entry in memory,
+//! so `open_by_handle_at` costs no disk access. Where a file system needs more than the inode
+//! number for a handle (XFS: the generation) or numbers its inodes otherwise (EROFS), a
+//! [`crate::walk`] has to find the file.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -18,7 +19,8 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::mounts::{Kind, Mount, Mounts};
 
-/// `FILEID_INO32_GEN`: inode number, generation (include/linux/exportfs.h). Generation 0 stands for any on ext4 and f2fs.
+/// `FILEID_INO32_GEN`: inode number, generation (include/linux/exportfs.h). Generation 0 stands for
+/// any on ext4 and f2fs.
 const INO32_GEN: i32 = 1;
 /// `FILEID_BTRFS_WITHOUT_PARENT`: inode, subvolume, generation (0: any).
 const BTRFS: i32 = 0x4d;
@@ -36,7 +38,8 @@ pub enum Found {
     Unknown,
 }
 
-/// Looks for paths of inodes. Keeps mount points open between two calls of [`Resolver::close`]: an open one can't be unmounted.
+/// Looks for paths of inodes. Keeps mount points open between two calls of [`Resolver::close`]: an
+/// open one can't be unmounted.
 #[derive(Debug, Default)]
 pub struct Resolver {
     open: HashMap<u64, File>,
@@ -80,9 +83,10 @@ impl Resolver {
             return Ok(Found::Nameless);
         }
         let path = name(&file)?;
-        // The kernel says so when the name that it remembers is not the file's any more, or is under no mount of ours. It is
-        // not looked up again: a path hidden by another mount costs the daemon a comparison, a look-up costs us one a file.
-        // A file in memory without a directory entry in memory has the path `/`.
+        // The kernel says so when the name that it remembers is not the file's any more, or is
+        // under no mount of ours. It is not looked up again: a path hidden by another mount costs
+        // the daemon a comparison, a look-up costs us one a file. A file in memory without a
+        // directory entry in memory has the path `/`.
         if path.first() != Some(&b'/') || path.ends_with(b"/") || path.ends_with(b" (deleted)") {
             return Ok(Found::Unknown);
         }

@@ -6,8 +6,9 @@
 //!   | u64       | bytes + flags| 5 : 27  | length + 4         |         |
 //!   +-----------+--------------+---------+--------------------+---------+-----
 //! ```
-//! Sources: `Documentation/trace/ring-buffer-design.rst`, `kernel/trace/ring_buffer.c`, `include/linux/ring_buffer.h`.
-//! What it yields is untrusted all the same: any bytes give records or an early end, never a panic.
+//! Sources: `Documentation/trace/ring-buffer-design.rst`, `kernel/trace/ring_buffer.c`,
+//! `include/linux/ring_buffer.h`. What it yields is untrusted all the same: any bytes give records
+//! or an early end, never a panic.
 
 use crate::format::PageFormat;
 
@@ -93,7 +94,8 @@ impl<'a> Iterator for Records<'a> {
             let (start, length, yields): (usize, usize, bool) = match kind {
                 PADDING => {
                     let length = self.word(1)?;
-                    // Without a delta the rest of the page is padding (`rb_null_event`), else a discarded event.
+                    // Without a delta the rest of the page is padding (`rb_null_event`), else a
+                    // discarded event.
                     if delta == 0 {
                         self.rest = &[];
                         return None;

@@ -7,8 +7,8 @@ use rustix::time::{ClockId, clock_gettime};
 /// Work between two pauses.
 const SLICE: Duration = Duration::from_millis(5);
 
-/// Gives the CPU back after every few ms of work: four times as long as it worked when others want it, half as long when
-/// the guest is mostly idle.
+/// Gives the CPU back after every few ms of work: four times as long as it worked when others want
+/// it, half as long when the guest is mostly idle.
 #[derive(Debug)]
 pub struct Throttle {
     slice_start: Duration,
@@ -30,7 +30,8 @@ pub fn process_cpu() -> Duration {
 impl Throttle {
     /// For the calling thread, which also becomes the nicest one there is.
     pub fn of_this_thread() -> Self {
-        // On Linux this sets one thread, whatever POSIX says (setpriority(2), "C library/kernel differences").
+        // On Linux this sets one thread, whatever POSIX says (setpriority(2), "C library/kernel
+        // differences").
         let _ = rustix::process::setpriority_process(None, 19);
         Self {
             slice_start: cpu(ClockId::ThreadCPUTime),
@@ -67,8 +68,8 @@ impl Throttle {
     }
 }
 
-/// Idle (and waiting for disks) and all time of all CPUs, in clock ticks, from /proc/stat. Our own share of niced time counts as
-/// idle, or an idle guest would look busy while we work.
+/// Idle (and waiting for disks) and all time of all CPUs, in clock ticks, from /proc/stat. Our own
+/// share of niced time counts as idle, or an idle guest would look busy while we work.
 fn idle_and_total() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
     parse_stat(&text)

@@ -23,7 +23,8 @@ use crate::ring::RingPage;
 const TRACEFS: &str = "/sys/kernel/tracing";
 /// Ring buffer of each CPU in KiB: some 23,000 page-cache events.
 const BUFFER_KIB: u32 = 1024;
-/// Ring-buffer pages read before their events are handled; bounds our memory (about 90 events a page, 48 bytes each).
+/// Ring-buffer pages read before their events are handled; bounds our memory (about 90 events a
+/// page, 48 bytes each).
 const PAGES_A_ROUND: usize = 128;
 
 const ADD: &str = "filemap/mm_filemap_add_to_page_cache";
@@ -37,11 +38,13 @@ pub const UNNAMED_DISK: u32 = u32::MAX;
 /// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// `pages` page frames from `pfn` cache the file from page `page`. `device` is the file system's.
+    /// `pages` page frames from `pfn` cache the file from page `page`. `device` is the file
+    /// system's.
     Add,
     /// They no longer do.
     Delete,
-    /// The folio at `page` was written to. `device` is the disk's (not the partition's), or [`UNNAMED_DISK`].
+    /// The folio at `page` was written to. `device` is the disk's (not the partition's), or
+    /// [`UNNAMED_DISK`].
     Dirty,
     /// All dirty pages of the inode were written. `device` as for `Dirty`.
     Written,
@@ -104,8 +107,8 @@ pub struct EventDecoder {
 }
 
 impl EventDecoder {
-    /// `format` gives the text of an event's format file by `system/event`. `None` if the page-cache events are not there;
-    /// the writeback ones may be missing.
+    /// `format` gives the text of an event's format file by `system/event`. `None` if the
+    /// page-cache events are not there; the writeback ones may be missing.
     pub fn new(format: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let parse = |name| EventFormat::parse(&format(name)?);
         let cache = |name| {
@@ -183,7 +186,8 @@ impl EventDecoder {
             });
         }
         let f = self.written.filter(|f| f.id == id)?;
-        // It wrote less than it was allowed to: so nothing dirty is left. (The flag in `state` has another value since 6.12.)
+        // It wrote less than it was allowed to: so nothing dirty is left. (The flag in `state` has
+        // another value since 6.12.)
         let all = f.wrote.number(record)? < f.nr_to_write.number(record)?;
         all.then_some(Event {
             time,
@@ -231,7 +235,8 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// Makes the instance (mounting tracefs if need be) or takes over the one that a predecessor left. No event is on yet.
+    /// Makes the instance (mounting tracefs if need be) or takes over the one that a predecessor
+    /// left. No event is on yet.
     pub fn new() -> io::Result<Self> {
         let tracefs = Path::new(TRACEFS);
         if !tracefs.join("events").exists() {
@@ -281,7 +286,8 @@ impl Tracer {
         fs::write(file, if on { "1" } else { "0" })
     }
 
-    /// Empties the buffers and turns the events on. Without the writeback events it works, and returns in words what is missing.
+    /// Empties the buffers and turns the events on. Without the writeback events it works, and
+    /// returns in words what is missing.
     pub fn start(&mut self) -> io::Result<Option<String>> {
         self.stop();
         self.set("trace", "\n")?;
@@ -326,7 +332,8 @@ impl Tracer {
         self.pipes.iter().map(AsFd::as_fd)
     }
 
-    /// Reads what is there, at most a bounded round of it. `round` is emptied first; its memory is used again.
+    /// Reads what is there, at most a bounded round of it. `round` is emptied first; its memory is
+    /// used again.
     pub fn read(&mut self, round: &mut Round) -> io::Result<()> {
         self.read_pages(round, |_| {})
     }

@@ -1,9 +1,10 @@
 //! Walks the part of the directory tree that the kernel has in its dentry cache.
 //!
-//! A cached page belongs to an inode in memory, and that inode was opened through a dentry. So it is enough to look at cached
-//! dentries: `openat2` with `RESOLVE_CACHED` (Linux >= 5.12) opens a file only if no disk and no new inode is needed for it.
-//! The walk costs a read of the cached directories' blocks, and nothing for the hundred thousands of files nobody used.
-//! It misses files whose dentry was reclaimed before their pages.
+//! A cached page belongs to an inode in memory, and that inode was opened through a dentry. So it
+//! is enough to look at cached dentries: `openat2` with `RESOLVE_CACHED` (Linux >= 5.12) opens a
+//! file only if no disk and no new inode is needed for it. The walk costs a read of the cached
+//! directories' blocks, and nothing for the hundred thousands of files nobody used. It misses files
+//! whose dentry was reclaimed before their pages.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -34,7 +35,8 @@ pub struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// Opens the file for reading, `None` if its inode or dentry is not in memory or it may not be opened.
+    /// Opens the file for reading, `None` if its inode or dentry is not in memory or it may not be
+    /// opened.
     pub fn open(&self) -> Option<OwnedFd> {
         open(self.directory, self.name, OFlags::RDONLY, self.stay)
     }
@@ -78,8 +80,8 @@ fn open(
     None
 }
 
-/// Calls `visit` for every regular file of `mount` in a cached directory, until it returns false. Files on mounts below it are not
-/// visited; what these hide is where a segment is laid over it.
+/// Calls `visit` for every regular file of `mount` in a cached directory, until it returns false.
+/// Files on mounts below it are not visited; what these hide is where a segment is laid over it.
 pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) -> io::Result<()> {
     let point = std::path::Path::new(std::ffi::OsStr::from_bytes(&mount.point));
     let top: OwnedFd = File::open(point)?.into();
@@ -89,17 +91,20 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
         AtFlags::EMPTY_PATH,
         StatxFlags::from_bits_retain(STATX_MNT_ID),
     )?;
-    // Another file system may be mounted over it. Kernels before 5.8 don't say; the agent needs 5.12 anyhow.
+    // Another file system may be mounted over it. Kernels before 5.8 don't say; the agent needs
+    // 5.12 anyhow.
     if stat.stx_mask & STATX_MNT_ID != 0 && stat.stx_mnt_id != mount.id {
         return Ok(());
     }
-    // Programs that use a segment read the guest's own files below its overlay, and a copy of the mount has nothing mounted below it. Others
-    // are not copied: umount would succeed while the copy keeps the file system alive.
+    // Programs that use a segment read the guest's own files below its overlay, and a copy of the
+    // mount has nothing mounted below it. Others are not copied: umount would succeed while the
+    // copy keeps the file system alive.
     let (top, stay) = if mount.is_laid_over {
         let flags = OpenTreeFlags::OPEN_TREE_CLONE
             | OpenTreeFlags::OPEN_TREE_CLOEXEC
             | OpenTreeFlags::AT_EMPTY_PATH;
-        // With CACHED, NO_XDEV refuses directories that something is mounted on, also where the mount isn't seen.
+        // With CACHED, NO_XDEV refuses directories that something is mounted on, also where the
+        // mount isn't seen.
         let copy = rustix::mount::open_tree(&top, c"", flags)?;
         (copy, ResolveFlags::empty())
     } else {
@@ -237,7 +242,8 @@ mod tests {
         std::thread::scope(|scope| scope.spawn(own).join().unwrap());
     }
 
-    // The safe function is deprecated because of what other flags can do; NEWNS only parts this thread's view of the mounts.
+    // The safe function is deprecated because of what other flags can do; NEWNS only parts this
+    // thread's view of the mounts.
     #[allow(deprecated)]
     fn in_a_mount_namespace() {
         rustix::thread::unshare(rustix::thread::UnshareFlags::NEWNS).unwrap();

@@ -164,7 +164,8 @@ impl Thread {
         self.now == self.epoch.load(Ordering::Relaxed)
     }
 
-    /// False when nobody wants it any more. Several findings go together: waking the main thread for each would cost more than making it.
+    /// False when nobody wants it any more. Several findings go together: waking the main thread
+    /// for each would cost more than making it.
     fn send(&self, finding: Finding) -> bool {
         let (weight, last) = match &finding {
             Finding::Cached { runs, .. } => (8 + runs.len(), false),
@@ -284,7 +285,8 @@ impl Thread {
             if !wanted.iter().any(|(d, _)| *d == device) {
                 continue;
             }
-            // There, a directory's inode numbers are others than stat's: every cached file has to be opened.
+            // There, a directory's inode numbers are others than stat's: every cached file has to
+            // be opened.
             let ask_each = matches!(mount.kind, Kind::Packed | Kind::Overlay);
             let _ = walk::cached_files(mount, |entry| {
                 throttle.step();
@@ -318,7 +320,8 @@ struct Offer<'a> {
     pages: &'a mut u64,
 }
 
-/// With `xino` an overlay puts the number of the layer's file system into the highest bits (Documentation/filesystems/overlayfs.rst).
+/// With `xino` an overlay puts the number of the layer's file system into the highest bits
+/// (Documentation/filesystems/overlayfs.rst).
 pub fn overlay_inode(overlay: bool, inode: u64) -> u64 {
     if overlay { inode & 0xffff_ffff } else { inode }
 }

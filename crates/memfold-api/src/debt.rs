@@ -9,6 +9,7 @@ use utoipa::ToSchema;
 pub struct DebtRequest {
     /// What the host keeps for itself: a size (`2G`), or a part of its RAM (`5%`).
     pub reserve: Option<String>,
-    /// How much of the debt must be there for guests that call it in at once, in percent (0 to 100; 0: no brake).
+    /// How much of the debt must be there for guests that call it in at once, in percent (0 to 100;
+    /// 0: no brake).
     pub cover_percent: Option<f64>,
 }

@@ -23,7 +23,8 @@ pub struct KsmStartRequest {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KsmStopRequest {
-    /// Give each merged page its own copy again, which takes as much memory at once as merging saves.
+    /// Give each merged page its own copy again, which takes as much memory at once as merging
+    /// saves.
     #[serde(default)]
     pub unmerge: bool,
 }

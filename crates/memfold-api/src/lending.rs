@@ -19,11 +19,13 @@ use crate::swap::SwapPlace;
 pub struct LendRequest {
     /// Most bytes to lend.
     pub max_bytes: u64,
-    /// Address on which exports listen, with TLS and a key each; null: on Unix sockets, for borrowers on this host.
+    /// Address on which exports listen, with TLS and a key each; null: on Unix sockets, for
+    /// borrowers on this host.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub listen: Option<IpAddr>,
-    /// What borrowers are told instead of that address, where a forwarder is between; null: that address.
+    /// What borrowers are told instead of that address, where a forwarder is between; null: that
+    /// address.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub announce: Option<IpAddr>,
@@ -92,13 +94,15 @@ impl LendRequest {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BorrowRequest {
-    /// Bytes to borrow: at least as many as the VM's swap disk has, which is also what an absent value means.
+    /// Bytes to borrow: at least as many as the VM's swap disk has, which is also what an absent
+    /// value means.
     #[serde(default)]
     pub bytes: Option<u64>,
     /// What keeps the bytes if a lender dies.
     #[serde(default)]
     pub durability: Durability,
-    /// Over how many lenders the disk is laid out, 1 to 8; absent: as few as have room for it, and one unless there is a copy on disk.
+    /// Over how many lenders the disk is laid out, 1 to 8; absent: as few as have room for it, and
+    /// one unless there is a copy on disk.
     #[serde(default)]
     pub stripes: Option<u8>,
 }
@@ -119,7 +123,8 @@ pub struct Borrowed {
     /// Over how many lenders each copy is laid out; null: nothing is lent.
     #[serde(default)]
     pub stripes: Option<u8>,
-    /// How long its guest has waited for it since it borrowed first; null: not known, or nothing is lent.
+    /// How long its guest has waited for it since it borrowed first; null: not known, or nothing is
+    /// lent.
     #[serde(default)]
     pub waits: Option<Waits>,
     /// Whether that was changed now.
@@ -162,18 +167,21 @@ pub struct LeaseReport {
     pub host: String,
     /// Where the registry is.
     pub registry: String,
-    /// Why the registry can't be used now: what lenders and leases there are, and so the blast radius, is not known. Null: it answers.
+    /// Why the registry can't be used now: what lenders and leases there are, and so the blast
+    /// radius, is not known. Null: it answers.
     #[serde(default)]
     pub registry_away: Option<String>,
     /// What this host lends; null: it doesn't.
     #[schema(value_type = Option<Object>)]
     pub lending: Option<LenderStatus>,
-    /// How that was asked for: what to say again, to change how much. Null: it doesn't lend, or takes everything back.
+    /// How that was asked for: what to say again, to change how much. Null: it doesn't lend, or
+    /// takes everything back.
     #[serde(default)]
     pub lends_as: Option<LendRequest>,
     /// VMs and volumes of this host that borrow.
     pub borrowed: Vec<Borrowed>,
-    /// VMs of this host on their own disk, for which lent RAM was asked: they borrow again when a lender has room.
+    /// VMs of this host on their own disk, for which lent RAM was asked: they borrow again when a
+    /// lender has room.
     #[serde(default)]
     pub again: Vec<String>,
     /// All lenders that the registry knows.
@@ -188,7 +196,8 @@ pub struct LeaseReport {
     /// Lenders that served wrong bytes to VMs of this host, of which nothing is borrowed now.
     #[schema(value_type = Vec<Object>)]
     pub distrusted: Vec<Distrusted>,
-    /// Wrong bytes that lenders have served to VMs of this host since its daemon began. No VM was given any.
+    /// Wrong bytes that lenders have served to VMs of this host since its daemon began. No VM was
+    /// given any.
     pub lies: u64,
 }
 

@@ -1,4 +1,5 @@
-//! What goes over the daemon's interface, and the client that the command line uses. No server, and no daemon. Units are in the names of fields.
+//! What goes over the daemon's interface, and the client that the command line uses. No server, and
+//! no daemon. Units are in the names of fields.
 
 mod access;
 mod client;
@@ -36,5 +37,6 @@ pub const DEFAULT_SOCKET: &str = "/run/memfold/memfold.sock";
 /// Where the daemon keeps its VMs if nothing else is said.
 pub use memfold_vm::DEFAULT_STATE;
 
-/// Where the daemon keeps its history and its audit log if neither that nor the state directory is given: it outlives a reboot.
+/// Where the daemon keeps its history and its audit log if neither that nor the state directory is
+/// given: it outlives a reboot.
 pub const DEFAULT_RECORDS: &str = "/var/lib/memfold";

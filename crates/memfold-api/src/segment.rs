@@ -36,9 +36,11 @@ pub struct BuildRequest {
     pub name: String,
     /// Its trust domain.
     pub domain: String,
-    /// One directory or disk image of the daemon's host, packages (`.deb` files, `package:NAME`), or a running VM (`vm:NAME`).
+    /// One directory or disk image of the daemon's host, packages (`.deb` files, `package:NAME`),
+    /// or a running VM (`vm:NAME`).
     pub from: Vec<String>,
-    /// Globs of paths, beginning with a slash; none: `/usr/**` and `/opt/**`, or everything with `root`.
+    /// Globs of paths, beginning with a slash; none: `/usr/**` and `/opt/**`, or everything with
+    /// `root`.
     #[serde(default)]
     pub include: Vec<String>,
     /// Globs of paths to leave out.
@@ -97,8 +99,8 @@ pub struct AttachSegmentRequest {
     /// Have the guest compare all bytes with its own files first, not only names, sizes and times.
     #[serde(default)]
     pub content: bool,
-    /// Only if no other VM maps any generation of it, and none may until this VM takes it off or ends: what its guest writes becomes the
-    /// next generation (`from` = `vm:NAME`).
+    /// Only if no other VM maps any generation of it, and none may until this VM takes it off or
+    /// ends: what its guest writes becomes the next generation (`from` = `vm:NAME`).
     #[serde(default)]
     pub writer: bool,
 }

@@ -23,16 +23,19 @@ pub struct SaveRequest {
     /// Whether the RAM image is compressed.
     #[serde(default)]
     pub compress: bool,
-    /// How long the guest may take to drop its caches, in seconds (120 if not given). What it has not dropped by then is saved.
+    /// How long the guest may take to drop its caches, in seconds (120 if not given). What it has
+    /// not dropped by then is saved.
     #[serde(default)]
     pub drop_s: Option<u32>,
-    /// Whether the guest's clock stays behind by what the VM stood still. Unset: it is set to the host's if that was long.
+    /// Whether the guest's clock stays behind by what the VM stood still. Unset: it is set to the
+    /// host's if that was long.
     #[serde(default)]
     pub keep_clock: bool,
 }
 
 impl SaveRequest {
-    /// A save that keeps nothing of what the guest can get again, of a VM that stands still meanwhile.
+    /// A save that keeps nothing of what the guest can get again, of a VM that stands still
+    /// meanwhile.
     pub fn new(vm: impl Into<String>, name: impl Into<String>) -> Self {
         Self {
             vm: vm.into(),
@@ -61,18 +64,21 @@ pub struct RestoreRequest {
     /// Start it though the brake is on, or would be with it.
     #[serde(default)]
     pub despite_brake: bool,
-    /// Have its memory at hand that a VM used first of all, instead of one page at a time as it asks for them.
+    /// Have its memory at hand that a VM used first of all, instead of one page at a time as it
+    /// asks for them.
     #[serde(default)]
     pub prefetch: bool,
-    /// Whether the guest's clock stays at the moment of the save. Unset: it is set to the host's when the agent answers.
+    /// Whether the guest's clock stays at the moment of the save. Unset: it is set to the host's
+    /// when the agent answers.
     #[serde(default)]
     pub keep_clock: bool,
-    /// A directory that gets the disks which the VM writes, as files of its own (`VM-diskN.qcow2`) that stay when it ends. Unset: its
-    /// writes go to temporary overlays.
+    /// A directory that gets the disks which the VM writes, as files of its own (`VM-diskN.qcow2`)
+    /// that stay when it ends. Unset: its writes go to temporary overlays.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub disks: Option<PathBuf>,
-    /// Ports of the host that lead into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: a free one), in the place of those that the saved VM had.
+    /// Ports of the host that lead into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0:
+    /// a free one), in the place of those that the saved VM had.
     #[serde(default)]
     #[schema(value_type = Vec<String>)]
     pub forwards: Vec<Forward>,
@@ -119,7 +125,8 @@ pub enum BootSnapshot {
 /// `POST /v1/vms/{name}/reboot`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RebootRequest {
-    /// Go back to what the VM was right after its boot, disks included, instead of having the guest reboot.
+    /// Go back to what the VM was right after its boot, disks included, instead of having the guest
+    /// reboot.
     #[serde(default)]
     pub from_boot_snapshot: bool,
     /// Seconds that the guest has until its agent answers again.

@@ -46,8 +46,8 @@ pub struct VmInfo {
     /// What it got anew when it was restored, if this daemon saw to that.
     #[serde(default)]
     pub renewal: Option<Renewal>,
-    /// What its wall clock showed when it went on after it had stood still, and what became of that. Unset: it has not stood still, or keeps
-    /// its clock.
+    /// What its wall clock showed when it went on after it had stood still, and what became of
+    /// that. Unset: it has not stood still, or keeps its clock.
     #[serde(default)]
     pub clock: Option<ClockStep>,
     /// Its swap disk, if memfold made one.
@@ -56,8 +56,9 @@ pub struct VmInfo {
     /// The snapshot to which it can go back, if it was started with `boot_snapshot`.
     #[serde(default)]
     pub boot_snapshot: Option<BootSnapshot>,
-    /// `running`, or why it is not: QEMU's run state (`paused`, `io-error`, `guest-panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`,
-    /// `RunState`), `starting`, `taking-over`, or `silent` where QEMU does not answer.
+    /// `running`, or why it is not: QEMU's run state (`paused`, `io-error`, `guest-panicked`, ...:
+    /// QEMU's `docs/interop/qemu-qmp-ref`, `RunState`), `starting`, `taking-over`, or `silent`
+    /// where QEMU does not answer.
     #[serde(default)]
     pub state: String,
     /// What has brought that about, as far as it is known.
@@ -122,7 +123,8 @@ pub struct ExecResult {
 /// `POST /v1/vms/{name}/stop`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopRequest {
-    /// Seconds that the guest has to shut down by itself before it is switched off; 0: it is not asked.
+    /// Seconds that the guest has to shut down by itself before it is switched off; 0: it is not
+    /// asked.
     pub timeout_s: f64,
 }
 
@@ -131,8 +133,8 @@ pub struct StopRequest {
 pub struct StopReport {
     /// The VM.
     pub name: String,
-    /// `powered_down`: its guest shut down; `already`: it had ended before; `quit`, or `killed` where QEMU did not answer: it was
-    /// switched off.
+    /// `powered_down`: its guest shut down; `already`: it had ended before; `quit`, or `killed`
+    /// where QEMU did not answer: it was switched off.
     pub how: String,
     /// Whether its guest was to shut down and did not in the time that it had.
     pub overdue: bool,

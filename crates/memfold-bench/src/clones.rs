@@ -1,8 +1,10 @@
 //! Clones of one warm VM: how long each takes to run, and how much memory it is.
 //!
-//! A Debian VM boots, a program in it takes random bytes that are nowhere else, and it is saved without its page cache. Then clones are
-//! started one after the other, all to run at once; the next when the one before is set apart. Then all are ended, and the same number is
-//! started again, each as soon as the one before runs: how that goes is decided by the CPU that guests use right after their start.
+//! A Debian VM boots, a program in it takes random bytes that are nowhere else, and it is saved
+//! without its page cache. Then clones are started one after the other, all to run at once; the
+//! next when the one before is set apart. Then all are ended, and the same number is started again,
+//! each as soon as the one before runs: how that goes is decided by the CPU that guests use right
+//! after their start.
 //!
 //! | key | what |
 //! |---|---|
@@ -43,7 +45,8 @@ const TEMPLATE: &str = "template";
 /// Time after which freed memory is to be back at the host.
 const BACK: Duration = Duration::from_secs(6);
 
-/// A program with a secret in its memory, told at SIGUSR1; another that writes to the console all the time.
+/// A program with a secret in its memory, told at SIGUSR1; another that writes to the console all
+/// the time.
 const HOLD: &str = r#"cat > /run/hold.py <<'END'
 import hashlib, os, signal
 held = os.urandom(32 << 20)

@@ -1,4 +1,5 @@
-//! The command line of the studies; and what `memfold` starts for its own commands: the demo and the self-test.
+//! The command line of the studies; and what `memfold` starts for its own commands: the demo and
+//! the self-test.
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
 
@@ -56,19 +57,24 @@ enum Command {
 enum Name {
     /// Cost of folding by run length, compared with a plain comparison and with ksmd
     Fold,
-    /// Two VMs compile: what folding by hints shares and costs, compared with KSM at its defaults and at equal CPU
+    /// Two VMs compile: what folding by hints shares and costs, compared with KSM at its defaults
+    /// and at equal CPU
     Hints,
     /// Saving and restoring a VM without its caches, compared with QEMU's mapped-ram with multifd
     Snapshots,
     /// Clones of one warm VM: time until each runs, and its memory
     Clones,
-    /// Memory of VMs that execute files in place from one image, compared with VMs with disks and with clones
+    /// Memory of VMs that execute files in place from one image, compared with VMs with disks and
+    /// with clones
     Segments,
-    /// KSM: what it saves by workload, how soon, for how much CPU, and how much it slows guests down
+    /// KSM: what it saves by workload, how soon, for how much CPU, and how much it slows guests
+    /// down
     Ksm,
-    /// Memory that a browser and an office suite add to VMs that execute them from one image, compared with VMs with disks
+    /// Memory that a browser and an office suite add to VMs that execute them from one image,
+    /// compared with VMs with disks
     Desktops,
-    /// A VM that swaps to this host's disk and to RAM of another host: throughput, loss of a lender, a real sort
+    /// A VM that swaps to this host's disk and to RAM of another host: throughput, loss of a
+    /// lender, a real sort
     Remote,
 }
 
@@ -143,7 +149,8 @@ fn fail(error: &anyhow::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Whether it was passed. Standard input, unless it is a terminal, has the host's report (`memfold doctor --json`).
+/// Whether it was passed. Standard input, unless it is a terminal, has the host's report
+/// (`memfold doctor --json`).
 fn self_test(output: &Output) -> anyhow::Result<bool> {
     check_host(output)?;
     let mut report: Map<String, Value> = if stdin().is_terminal() {

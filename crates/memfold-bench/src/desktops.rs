@@ -1,11 +1,13 @@
-//! Study A's figure 3: memory that a browser and an office suite add, VM by VM, with their files on disks and executed in place from one
-//! segment; and how long they take to show a window.
+//! Study A's figure 3: memory that a browser and an office suite add, VM by VM, with their files on
+//! disks and executed in place from one segment; and how long they take to show a window.
 //!
-//! VMs boot from disks, or from a segment of the whole system. One after the other starts the program; what it adds to the VM's own memory
-//! and to that of the segment is measured when nothing happens any more. Needs the image `trixie-desktop` (`guest/build trixie-desktop`).
+//! VMs boot from disks, or from a segment of the whole system. One after the other starts the
+//! program; what it adds to the VM's own memory and to that of the segment is measured when nothing
+//! happens any more. Needs the image `trixie-desktop` (`guest/build trixie-desktop`).
 //!
-//! Then three VMs side by side, with their files on a disk that the host has in its page cache, on one that it reads past that (`cache=none`), and
-//! in the segment: the program is ended and started again by turns, with the guest's caches dropped before (cold) and as they are (warm).
+//! Then three VMs side by side, with their files on a disk that the host has in its page cache, on
+//! one that it reads past that (`cache=none`), and in the segment: the program is ended and started
+//! again by turns, with the guest's caches dropped before (cold) and as they are (warm).
 
 use std::time::Instant;
 
@@ -113,7 +115,8 @@ fn measure(
     Ok((results, samples))
 }
 
-/// Starts of a program that has been started before, cold and warm, in VMs of each kind by turns. Ratios over the VM with the segment.
+/// Starts of a program that has been started before, cold and warm, in VMs of each kind by turns.
+/// Ratios over the VM with the segment.
 fn starts(
     program: &str,
     start_it: &str,
@@ -174,8 +177,8 @@ fn vm_name(kind: &str) -> String {
     kind.replace('_', "-")
 }
 
-/// A VM's own memory and what segments take for all VMs, in bytes, when nothing happens any more. The RAM of other VMs has nothing to do with
-/// it, and they may still give some back.
+/// A VM's own memory and what segments take for all VMs, in bytes, when nothing happens any more.
+/// The RAM of other VMs has nothing to do with it, and they may still give some back.
 fn of_vm(lab: &Lab, name: &str) -> anyhow::Result<f64> {
     memory(lab)?;
     let vms = lab.report()?.ledger.vms;
@@ -205,7 +208,8 @@ until xdotool search --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/
 done
 systemctl is-active -q program";
 
-/// Ends the program, starts it again, and says after how many milliseconds it has shown a window, and after how many page faults.
+/// Ends the program, starts it again, and says after how many milliseconds it has shown a window,
+/// and after how many page faults.
 fn again(start_it: &str, is_cold: bool) -> String {
     let drop = if is_cold {
         "echo 3 > /proc/sys/vm/drop_caches"

@@ -1,9 +1,11 @@
-//! Study: what folding costs, by run length, next to a bare compare of the same bytes and to ksmd on the same data.
+//! Study: what folding costs, by run length, next to a bare compare of the same bytes and to ksmd
+//! on the same data.
 //!
-//! Folding runs in this process, by the code that runs in QEMU. Figures are CPU time of the thread that works (ksmd's from
-//! `/proc/PID/schedstat`), so other load on the machine matters little. Runs are one page apart in RAM, so that their
-//! mappings don't merge: a guest's runs don't either. The page store is the daemon's, filled as the daemon fills it. The compare
-//! has both sides mapped beforehand, which folding has not: it is the limit, not what any program gets.
+//! Folding runs in this process, by the code that runs in QEMU. Figures are CPU time of the thread
+//! that works (ksmd's from `/proc/PID/schedstat`), so other load on the machine matters little.
+//! Runs are one page apart in RAM, so that their mappings don't merge: a guest's runs don't either.
+//! The page store is the daemon's, filled as the daemon fills it. The compare has both sides mapped
+//! beforehand, which folding has not: it is the limit, not what any program gets.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,8 +40,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     measure_all(options.pick(5, 7), PAGES, PAGES)
 }
 
-/// `repeats`: times that each run length is measured. `pages`: folded for each measurement of runs of 16 pages and more, at least 2048; shorter
-/// runs take fewer. `ksm_pages`: in each of the two regions that ksmd merges; 0: KSM is left alone and its figures are `null`.
+/// `repeats`: times that each run length is measured. `pages`: folded for each measurement of runs
+/// of 16 pages and more, at least 2048; shorter runs take fewer. `ksm_pages`: in each of the two
+/// regions that ksmd merges; 0: KSM is left alone and its figures are `null`.
 fn measure_all(repeats: usize, pages: u64, ksm_pages: u64) -> anyhow::Result<Value> {
     let stop = stop_flag()?;
     let folder = Folder::new(None, None);
@@ -150,8 +153,8 @@ struct Sample {
     wall: f64,
 }
 
-/// Folds fresh memory in runs of `length` pages, after a bare compare of the same runs in the same order. `number`: a number for
-/// the page store that no measurement had before.
+/// Folds fresh memory in runs of `length` pages, after a bare compare of the same runs in the same
+/// order. `number`: a number for the page store that no measurement had before.
 fn measure(folder: &Folder, number: u32, length: u64, pages: u64) -> anyhow::Result<Sample> {
     let pages = if length < 16 { pages / 4 } else { pages };
     let runs = pages / (length + 1);
@@ -203,8 +206,8 @@ fn measure(folder: &Folder, number: u32, length: u64, pages: u64) -> anyhow::Res
     })
 }
 
-/// A page store with a copy of each run of `area`, filled as the daemon does, by batches of [`FILL_PAGES`]; where each run lies in
-/// both; and nanoseconds of CPU.
+/// A page store with a copy of each run of `area`, filled as the daemon does, by batches of
+/// [`FILL_PAGES`]; where each run lies in both; and nanoseconds of CPU.
 fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<Place>, u64)> {
     let cap = ByteSize(2 * area.bytes() + ByteSize::mib(2).0);
     let mut store = Store::create(&format!("bench-{}-{number}", std::process::id()), cap)?;
@@ -240,7 +243,8 @@ fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<Plac
     Ok((store, places, thread_cpu_ns() - began))
 }
 
-/// Folds every place onto the page of the store beside it: nanoseconds of CPU, and the time on the wall.
+/// Folds every place onto the page of the store beside it: nanoseconds of CPU, and the time on the
+/// wall.
 fn fold_all(
     folder: &Folder,
     number: u32,
@@ -343,7 +347,8 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
     }
     let sharing = || anyhow::Ok(Status::read(&controls)?.pages_sharing.unwrap_or(0));
     let (merged_before, cpu_before) = (sharing()?, ksmd.cpu_time()?);
-    // In big steps, so that waking up counts little; the work for each page is the same at any rate.
+    // In big steps, so that waking up counts little; the work for each page is the same at any
+    // rate.
     let settings = Settings {
         pages_to_scan: Some(2000),
         sleep_millisecs: Some(1),
@@ -368,7 +373,8 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
     Ok(cpu.as_secs_f64() * 1e6 / merged as f64)
 }
 
-/// A flag that Ctrl-C and SIGTERM set instead of ending the process, so that KSM's settings go back.
+/// A flag that Ctrl-C and SIGTERM set instead of ending the process, so that KSM's settings go
+/// back.
 fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
@@ -412,7 +418,8 @@ mod tests {
             "{}",
             serde_json::to_string_pretty(&report["results"]).unwrap()
         );
-        // Which is cheaper is the study's answer: on a busy machine one of three measures may say otherwise.
+        // Which is cheaper is the study's answer: on a busy machine one of three measures may say
+        // otherwise.
         for length in LENGTHS {
             let us = &report["results"]["fold_us_per_page"][length.to_string()];
             assert!(us["min"].as_f64().unwrap() > 0.0, "{length}: {us}");

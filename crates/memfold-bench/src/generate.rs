@@ -1,4 +1,5 @@
-//! `memfold-bench generate`, for packages: manual page and completions of shells, from what the program says of itself.
+//! `memfold-bench generate`, for packages: manual page and completions of shells, from what the
+//! program says of itself.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,9 @@
-//! Study C: what folding by the guests' hints shares while two VMs compile, and what it costs, next to KSM.
+//! Study C: what folding by the guests' hints shares while two VMs compile, and what it costs, next
+//! to KSM.
 //!
-//! Two VMs of 512 MiB boot from images that were built separately, and read and hash their files, so that their page caches
-//! are full. Then, at time 0, both begin to compile and one mechanism begins to share:
+//! Two VMs of 512 MiB boot from images that were built separately, and read and hash their files,
+//! so that their page caches are full. Then, at time 0, both begin to compile and one mechanism
+//! begins to share:
 //!
 //! | arm | mechanism |
 //! |---|---|
@@ -11,12 +13,13 @@
 //! | `ksm_default` | KSM as a freshly booted kernel has it: 100 pages each 20 ms |
 //! | `ksm_equal_cpu_N` | KSM with a rate that makes ksmd's CPU time follow that of folding in `fold_N` |
 //!
-//! Every arm has freshly booted VMs of its own; the arms are gone through in turn in each repeat. *Shared* is memory saved:
-//! guest pages that map a page of the store and were not copied since, less the pages of the store; KSM's `pages_sharing`.
-//! Pages of zeroes that folding gives back are not counted (KSM's are). Afterwards the guests hash all files again.
+//! Every arm has freshly booted VMs of its own; the arms are gone through in turn in each repeat.
+//! *Shared* is memory saved: guest pages that map a page of the store and were not copied since,
+//! less the pages of the store; KSM's `pages_sharing`. Pages of zeroes that folding gives back are
+//! not counted (KSM's are). Afterwards the guests hash all files again.
 //!
-//! How much folding slows guests down comes from the VMs that work side by side: a machine's own speed drifts by several times
-//! what is looked for, but for all four alike.
+//! How much folding slows guests down comes from the VMs that work side by side: a machine's own
+//! speed drifts by several times what is looked for, but for all four alike.
 
 mod arm;
 mod results;
@@ -62,8 +65,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// Lua, without optimization: a minute in an emulated guest; one repeat of all arms, three of the one
-    /// that tells how much folding slows guests down.
+    /// Lua, without optimization: a minute in an emulated guest; one repeat of all arms, three of
+    /// the one that tells how much folding slows guests down.
     const fn quick() -> Self {
         Self {
             repeats: 1,
@@ -102,7 +105,8 @@ impl Plan {
         })
     }
 
-    /// Leaves out all arms but these. An arm of KSM at equal CPU takes the folding arm that it is held to along.
+    /// Leaves out all arms but these. An arm of KSM at equal CPU takes the folding arm that it is
+    /// held to along.
     fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
         let known: Vec<String> = self.arms().iter().map(Mechanism::name).collect();
         if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
@@ -168,8 +172,8 @@ impl Plan {
     }
 }
 
-/// Runs the study: `results`, `samples` and `vms`. Takes about a quarter of an hour with `--quick` on two cores without
-/// hardware virtualization.
+/// Runs the study: `results`, `samples` and `vms`. Takes about a quarter of an hour with `--quick`
+/// on two cores without hardware virtualization.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let mut plan = if options.quick {
         Plan::quick()

@@ -9,7 +9,8 @@ use memfold_host::{HostFacts, examine, own_program};
 
 use crate::output::Output;
 
-/// Comes back where VMs can run; elsewhere this process becomes `memfold doctor`, which says why not (exit code 3).
+/// Comes back where VMs can run; elsewhere this process becomes `memfold doctor`, which says why
+/// not (exit code 3).
 pub fn check_host(output: &Output) -> anyhow::Result<()> {
     if examine(HostFacts::probe(DEFAULT_STATE.as_ref())).can_run {
         return Ok(());

@@ -1,5 +1,5 @@
-//! The `memfold-bench` program: the studies, the demo and the self-test, one file each. They share the laboratory
-//! ([`memfold_lab::Lab`]): VMs of their own in a daemon of their own.
+//! The `memfold-bench` program: the studies, the demo and the self-test, one file each. They share
+//! the laboratory ([`memfold_lab::Lab`]): VMs of their own in a daemon of their own.
 
 mod clones;
 mod command_line;

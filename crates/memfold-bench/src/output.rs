@@ -16,7 +16,8 @@ pub struct Output {
 }
 
 impl Output {
-    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file that was asked for.
+    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file
+    /// that was asked for.
     pub fn print<T: Serialize>(
         &self,
         value: &T,

@@ -1,4 +1,5 @@
-//! Part of study E: how fast RAM becomes an image on the disk, next to what this host's memory and disk can do at best.
+//! Part of study E: how fast RAM becomes an image on the disk, next to what this host's memory and
+//! disk can do at best.
 //!
 //! Another process holds random bytes. In each round, one after the other:
 //!
@@ -13,7 +14,8 @@
 //! | `save` | the same until all is on the disk |
 //! | `verify` | the image read again from the page cache, and its checksums compared |
 //!
-//! All are MB/s (10^6 bytes). Ratios are of values of one round. How many rounds there were is in `rounds`.
+//! All are MB/s (10^6 bytes). Ratios are of values of one round. How many rounds there were is in
+//! `rounds`.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};
@@ -45,7 +47,8 @@ const FILL_LIMIT: Duration = Duration::from_secs(60);
 const DD_BYTES: usize = 1 << 20;
 const DIRECT_BYTES: usize = 2 << 20;
 
-/// A process that holds memory until this is dropped: `tail` keeps what may be the end of its input.
+/// A process that holds memory until this is dropped: `tail` keeps what may be the end of its
+/// input.
 struct Holder(Child);
 
 impl Holder {

@@ -1,5 +1,6 @@
-//! QEMU's own ways to save a VM and restore it, which memfold's is compared with: `migrate file:`, as a stream or with mapped-ram and multifd
-//! (2 channels), and `savevm`. The VM is stopped meanwhile. As memfold's own, a save ends when it is on disk.
+//! QEMU's own ways to save a VM and restore it, which memfold's is compared with: `migrate file:`,
+//! as a stream or with mapped-ram and multifd (2 channels), and `savevm`. The VM is stopped
+//! meanwhile. As memfold's own, a save ends when it is on disk.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -57,7 +58,8 @@ fn prepare_migration(qmp: &mut Qmp, form: Form) -> anyhow::Result<()> {
         "migrate-set-capabilities",
         json!({ "capabilities": [capability("mapped-ram"), capability("multifd")] }),
     )?;
-    // By itself QEMU keeps to 128 MiB a second, for a network's sake; libvirt lifts that for files, too.
+    // By itself QEMU keeps to 128 MiB a second, for a network's sake; libvirt lifts that for files,
+    // too.
     qmp.execute(
         "migrate-set-parameters",
         json!({ "multifd-channels": 2, "max-bandwidth": NO_LIMIT }),
@@ -65,7 +67,8 @@ fn prepare_migration(qmp: &mut Qmp, form: Form) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Saves a VM whose first disk is an overlay to `image`, and that disk, as it is at that instant, to `disk`.
+/// Saves a VM whose first disk is an overlay to `image`, and that disk, as it is at that instant,
+/// to `disk`.
 pub fn save(lab: &Lab, vm: &str, form: Form, image: &Path, disk: &Path) -> anyhow::Result<Way> {
     let mut qmp = monitor(lab, vm)?;
     prepare_migration(&mut qmp, form)?;
@@ -182,7 +185,8 @@ fn use_disk(spec: &mut VmSpec, disk: &Path) {
     (spec.disks[0].format, spec.disks[0].cache) = (Some(DiskFormat::Qcow2), cache);
 }
 
-/// Restores what [`save`] has saved as the VM of `spec`, on a machine like that of memfold's own snapshot `like`; seconds until it runs.
+/// Restores what [`save`] has saved as the VM of `spec`, on a machine like that of memfold's own
+/// snapshot `like`; seconds until it runs.
 pub fn restore(
     lab: &Lab,
     mut spec: VmSpec,

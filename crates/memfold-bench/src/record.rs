@@ -7,8 +7,9 @@ use serde_json::{Map, Value, json};
 use memfold_api::DEFAULT_STATE;
 use memfold_host::{HostFacts, guest_images};
 
-/// `{"study", "version", "git", "quick", "host", "vms", "samples", "results"}` around what a study measured: an object with
-/// `results`, `samples` and, if it had VMs, `vms`. Units are in the keys' names.
+/// `{"study", "version", "git", "quick", "host", "vms", "samples", "results"}` around what a study
+/// measured: an object with `results`, `samples` and, if it had VMs, `vms`. Units are in the keys'
+/// names.
 #[must_use]
 pub fn envelope(study: &str, quick: bool, mut measured: Value) -> Value {
     let mut take = |key: &str, otherwise: Value| match measured[key].take() {

@@ -1,4 +1,5 @@
-//! Study D: a VM that swaps, on this host's disk and on RAM that another host lends over a link of 10 Gbit/s.
+//! Study D: a VM that swaps, on this host's disk and on RAM that another host lends over a link of
+//! 10 Gbit/s.
 //!
 //! | arm | the swap disk |
 //! |---|---|
@@ -9,13 +10,16 @@
 //! | `lent_alone` | lent RAM alone, as the study had it |
 //! | `lent_alone_iscsi` | the same by the study's transport, iSCSI, which is not encrypted |
 //!
-//! One VM, one program: an array of 0.5 to 4 times its RAM, every word of it known, is read and written in sequence and at random, in
-//! blocks; each arm in turn, several rounds, while the program keeps its array and the disk moves under it. Then lenders are killed at
-//! random instants while the array is read and written, a GiB in use is given back meanwhile, and `PostgreSQL` sorts in too little RAM.
+//! One VM, one program: an array of 0.5 to 4 times its RAM, every word of it known, is read and
+//! written in sequence and at random, in blocks; each arm in turn, several rounds, while the
+//! program keeps its array and the disk moves under it. Then lenders are killed at random instants
+//! while the array is read and written, a GiB in use is given back meanwhile, and `PostgreSQL`
+//! sorts in too little RAM.
 //!
 //! Before that, what QEMU's own way to a lender costs without a guest (`block_path`).
 //!
-//! The link is a pair of virtual interfaces between two network namespaces, shaped by `tc`; what it takes for a round trip is measured, too.
+//! The link is a pair of virtual interfaces between two network namespaces, shaped by `tc`; what it
+//! takes for a round trip is measured, too.
 
 mod guest;
 mod lender;
@@ -131,8 +135,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = options.pick(Scale::quick(), Scale::full());
     let path_alone = options.is_only("remote", PATH)?;
     let most = scale.percents.iter().max().copied().unwrap_or(0);
-    // Of swap space that is more than half full the kernel takes a page's place away as it is read (vm_swap_full), so that each page that
-    // is only read is written again when it goes: reads would measure writes.
+    // Of swap space that is more than half full the kernel takes a page's place away as it is read
+    // (vm_swap_full), so that each page that is only read is written again when it goes: reads
+    // would measure writes.
     let swap = scale.array(most) + scale.array(most) + ByteSize::mib(128);
     let (arms, left_out) = arms();
     let link = Link::new().context("no link to a second host")?;
@@ -200,7 +205,8 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     }))
 }
 
-/// The arms that can be measured here, and those that can't, each with its reason, which is said at once.
+/// The arms that can be measured here, and those that can't, each with its reason, which is said at
+/// once.
 fn arms() -> (Vec<Arm>, Value) {
     let tgtd = Command::new("tgtd").arg("--version").output();
     if tgtd.is_ok_and(|said| said.status.success()) {
@@ -340,7 +346,8 @@ fn sample(sample: &Sample) -> Value {
     value
 }
 
-/// Throughput of an arm over that of another, round by round, for the middle array and single pages.
+/// Throughput of an arm over that of another, round by round, for the middle array and single
+/// pages.
 fn ratio(samples: &[Sample], pattern: &str, arm: Arm, other: Arm) -> Vec<f64> {
     let of = |arm: Arm, round: usize| {
         samples
@@ -371,7 +378,8 @@ fn ratios(samples: &[Sample]) -> Map<String, Value> {
         results.insert(format!("{name}_spread"), all);
     };
     for pattern in PATTERNS {
-        // Writes go to the copy, too, which isn't shaped: the arm without one is what can be compared.
+        // Writes go to the copy, too, which isn't shaped: the arm without one is what can be
+        // compared.
         let lent = if pattern.ends_with("write") {
             Arm::LentAlone
         } else {
@@ -401,8 +409,8 @@ fn of_lent<'a>(samples: &'a [Sample], pattern: &'a str) -> impl Iterator<Item = 
     })
 }
 
-/// What one core copies of memory, and one page after the other over the link, in MB a second; and how much of the latter a guest has of lent
-/// RAM, in percent.
+/// What one core copies of memory, and one page after the other over the link, in MB a second; and
+/// how much of the latter a guest has of lent RAM, in percent.
 fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
     let (from, mut to) = (vec![1_u8; COPIED], vec![0_u8; COPIED]);
     let copied = || {

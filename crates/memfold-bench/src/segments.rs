@@ -1,4 +1,5 @@
-//! Study A: memory of VMs whose files are executed in place from one image, next to VMs that read them from disks.
+//! Study A: memory of VMs whose files are executed in place from one image, next to VMs that read
+//! them from disks.
 //!
 //! | arm | the VMs | study A's row |
 //! |---|---|---|
@@ -9,10 +10,12 @@
 //! | `clone` | run from one snapshot of such a VM as `none`'s | NSS, and more: all of memory, not the kernel alone |
 //! | `both` | run from one snapshot of such a VM as `segment`'s | both |
 //!
-//! Several VMs run at once in each arm, nothing else. A VM's *attributable memory* is its RAM that is backed (shared pages by its share of
-//! them) and its share of segments' pages; what describes segments (`struct page`) and buffers for I/O lie in its RAM. It is taken
-//! when the VMs are idle, then with apache2 serving pages in all; and a program's cold start (its files not cached in the guest) is timed, side by
-//! side in VMs of both kinds. Guests give back what they free in pieces of 64 KiB, in every arm.
+//! Several VMs run at once in each arm, nothing else. A VM's *attributable memory* is its RAM that
+//! is backed (shared pages by its share of them) and its share of segments' pages; what describes
+//! segments (`struct page`) and buffers for I/O lie in its RAM. It is taken when the VMs are idle,
+//! then with apache2 serving pages in all; and a program's cold start (its files not cached in the
+//! guest) is timed, side by side in VMs of both kinds. Guests give back what they free in pieces of
+//! 64 KiB, in every arm.
 //!
 //! Also (not in `--quick`): one directory at a time.
 
@@ -45,7 +48,8 @@ const IMAGE: &str = "trixie-a";
 /// The segments' trust domain: that of laboratory VMs.
 const DOMAIN: &str = "lab";
 
-/// Time between two looks at whether anything still happens: guests give back what they have freed seconds later.
+/// Time between two looks at whether anything still happens: guests give back what they have freed
+/// seconds later.
 const REST: Duration = Duration::from_secs(15);
 
 /// When it is measured all the same.
@@ -68,7 +72,8 @@ systemctl start apache2
 until curl -fs http://127.0.0.1/ > /dev/null; do :; done
 echo $(( ($(date +%s%N) - began) / 1000000 ))";
 
-/// A command that says how many page faults a unit of systemd has had since it was started (`memory.stat`, `Documentation/admin-guide/cgroup-v2.rst`).
+/// A command that says how many page faults a unit of systemd has had since it was started
+/// (`memory.stat`, `Documentation/admin-guide/cgroup-v2.rst`).
 pub(super) fn faults_of(unit: &str) -> String {
     format!(
         r#"awk '$1 == "pgfault" {{ print $2 }}' /sys/fs/cgroup/system.slice/{unit}.service/memory.stat"#
@@ -293,7 +298,8 @@ pub(super) fn build(
     Ok(lab.daemon().segments().build(&request)?.segment)
 }
 
-/// The segments of all arms; of all files and of the best of them, in a quarter of its bytes at most.
+/// The segments of all arms; of all files and of the best of them, in a quarter of its bytes at
+/// most.
 fn build_all(lab: &Lab, vms: usize) -> anyhow::Result<[Manifest; 2]> {
     let all = build(lab, (TREE, IMAGE), |_| ())?;
     let best = build(lab, (BEST, IMAGE), |request| {

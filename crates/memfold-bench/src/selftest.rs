@@ -1,4 +1,5 @@
-//! The self-test: what a user runs on hardware that nobody has tried before, to see that memfold may be trusted there.
+//! The self-test: what a user runs on hardware that nobody has tried before, to see that memfold
+//! may be trusted there.
 //!
 //! ```text
 //!   library    pages of this process folded and refolded while threads count in them          no count lost
@@ -297,7 +298,8 @@ fn figures(
     figures
 }
 
-/// Upper end of the bucket that the middle freeze lies in; bucket i holds times of 2^i to 2^(i+1) ns.
+/// Upper end of the bucket that the middle freeze lies in; bucket i holds times of 2^i to 2^(i+1)
+/// ns.
 fn median_us(buckets: &[u64]) -> f64 {
     let half = buckets.iter().sum::<u64>().div_ceil(2);
     let mut sum = 0;

@@ -1,7 +1,9 @@
-//! Study E: how long it takes to save and restore a VM without its soft state, and how large that is, next to QEMU's own way.
+//! Study E: how long it takes to save and restore a VM without its soft state, and how large that
+//! is, next to QEMU's own way.
 //!
-//! A VM's programs use 200 MB; everything else of its memory is filled with page cache, read from a disk of random bytes. Then the
-//! same VM is saved in each of these ways, one after the other, and is restored from all:
+//! A VM's programs use 200 MB; everything else of its memory is filled with page cache, read from a
+//! disk of random bytes. Then the same VM is saved in each of these ways, one after the other, and
+//! is restored from all:
 //!
 //! | way | what it does |
 //! |---|---|
@@ -11,11 +13,13 @@
 //! | `memfold` | `snapshot save --keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
 //! | `live` | the same with `--live`, five times, while a program writes to memory: how long the VM stands still |
 //!
-//! What the disk and the memory of this host could do for RAM at best is measured without a VM ([`pipeline`](super::pipeline)).
-//! How warm a restored VM is, is measured with another one ([`warmth`](super::warmth)).
+//! What the disk and the memory of this host could do for RAM at best is measured without a VM
+//! ([`pipeline`](super::pipeline)). How warm a restored VM is, is measured with another one
+//! ([`warmth`](super::warmth)).
 //!
-//! Times are from the command to its end, dropping included, and to `running` in a new QEMU process. What a VM's program holds in
-//! memory has a checksum, taken again in every restored VM. Files are left in the host's page cache as the save left them.
+//! Times are from the command to its end, dropping included, and to `running` in a new QEMU
+//! process. What a VM's program holds in memory has a checksum, taken again in every restored VM.
+//! Files are left in the host's page cache as the save left them.
 
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
@@ -63,7 +67,8 @@ END
 systemd-run -q --unit=hold python3 /run/hold.py
 while [ ! -s /run/held ]; do sleep 0.2; done; cat /run/held"#;
 
-/// Reads all of the second disk; prints the KiB of cache that the guest has then. A disk that nobody has open is not cached.
+/// Reads all of the second disk; prints the KiB of cache that the guest has then. A disk that
+/// nobody has open is not cached.
 const FILL: &str = "systemd-run -q --unit=open sh -c 'exec sleep infinity < /dev/vdb'; cat /dev/vdb > /dev/null; sync; awk '/^(Buffers|Cached):/ { sum += $2 } END { print sum }' /proc/meminfo";
 
 /// The same again: the file is open.
@@ -259,7 +264,8 @@ fn measure(case: Case) -> anyhow::Result<Measured> {
     })
 }
 
-/// Saves the VM while it runs and writes, the first time with its cache full again; the last snapshot stays, as [`LIVE`].
+/// Saves the VM while it runs and writes, the first time with its cache full again; the last
+/// snapshot stays, as [`LIVE`].
 fn save_live(lab: &Lab) -> anyhow::Result<Vec<Manifest>> {
     lab.exec(VM, FILL_AGAIN, LIMIT)?;
     lab.exec(VM, WRITE, LIMIT)?;
@@ -295,8 +301,9 @@ fn write_random(path: &Path, size: ByteSize) -> std::io::Result<()> {
     file.get_ref().sync_all()
 }
 
-/// How long this host takes to drop a page of its cache, in microseconds: what a guest's kernel does too, when nothing is emulated. Of a
-/// file that nobody maps; single pages, as a guest's Linux 6.12 caches ext4 and disks.
+/// How long this host takes to drop a page of its cache, in microseconds: what a guest's kernel
+/// does too, when nothing is emulated. Of a file that nobody maps; single pages, as a guest's Linux
+/// 6.12 caches ext4 and disks.
 fn drop_on_host(path: &Path) -> std::io::Result<f64> {
     let file = File::open(path)?;
     let length = file.metadata()?.len().min(1 << 30);
@@ -355,7 +362,8 @@ fn results(all: &[Measured]) -> serde_json::Map<String, Value> {
             ratio("save_ratio_over_1_gib", |way| way.save_s);
             ratio("restore_ratio_over_1_gib", |way| way.restore_s);
         }
-        // How far from that this is: the same save, if its guest had dropped its cache as fast as this host drops its own.
+        // How far from that this is: the same save, if its guest had dropped its cache as fast as
+        // this host drops its own.
         let ours = m.ours.save_s - m.manifest.steps.drop_ms / 1e3 + m.host_drop_s();
         let percent = reduction(ours, m.qemu.save_s);
         let limit = json!({ "drop_s": m.host_drop_s(), "save_reduction_percent": percent });

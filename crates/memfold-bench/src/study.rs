@@ -12,7 +12,8 @@ pub struct Options {
     /// Run a smaller and shorter study
     #[arg(long)]
     pub quick: bool,
-    /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, `starts` of `desktops`, or `pipeline` of `snapshots`. A wrong name prints all
+    /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, `starts` of
+    /// `desktops`, or `pipeline` of `snapshots`. A wrong name prints all
     #[arg(long = "arm", value_name = "NAME")]
     pub arms: Vec<String>,
     /// Most VMs at once, of `ksm` (4; with --quick 2)

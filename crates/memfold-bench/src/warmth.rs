@@ -1,7 +1,9 @@
-//! How warm a VM is when it comes back: a program's throughput in its first 30 seconds, a part of `bench snapshots`.
+//! How warm a VM is when it comes back: a program's throughput in its first 30 seconds, a part of
+//! `bench snapshots`.
 //!
-//! A program reads files of the disk, drawn by chance, all the time: while the VM is saved, and on and on in every VM that is restored.
-//! How many files it read in 30 s is compared with the 30 s before the first save.
+//! A program reads files of the disk, drawn by chance, all the time: while the VM is saved, and on
+//! and on in every VM that is restored. How many files it read in 30 s is compared with the 30 s
+//! before the first save.
 //!
 //! | arm | snapshot | how it is restored |
 //! |---|---|---|
@@ -43,7 +45,8 @@ const VM: &str = "reader";
 /// The restored one.
 const AGAIN: &str = "again";
 
-/// Reads all files once, then without end, and logs every tenth of a second when it is and how many it has read.
+/// Reads all files once, then without end, and logs every tenth of a second when it is and how many
+/// it has read.
 const READ: &str = r#"cat > /run/read.py <<'END'
 import random, subprocess, time
 files = subprocess.run("find /usr -type f -size +15k -size -4096k | sort", shell=True, capture_output=True, text=True).stdout.split()
@@ -147,7 +150,8 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     Ok(results)
 }
 
-/// Bytes on disk of a snapshot's files, but for its disks: what was written since the save before is in the first one's alone.
+/// Bytes on disk of a snapshot's files, but for its disks: what was written since the save before
+/// is in the first one's alone.
 fn image_bytes(place: &Path) -> anyhow::Result<u64> {
     let mut bytes = 0;
     for entry in std::fs::read_dir(place)? {
@@ -159,7 +163,8 @@ fn image_bytes(place: &Path) -> anyhow::Result<u64> {
     Ok(bytes)
 }
 
-/// How many files the program read in the first 30 s of the VM that was just restored, which ends then.
+/// How many files the program read in the first 30 s of the VM that was just restored, which ends
+/// then.
 fn read_after_restore(lab: &Lab) -> anyhow::Result<u64> {
     let ran = Instant::now();
     lab.daemon().vms().wait_agent(AGAIN, BOOT_TIMEOUT)?;

@@ -1,5 +1,5 @@
-//! VMs that are on their way into the daemon's table: being started, or being taken over from the daemon before. They are listed and can
-//! be stopped meanwhile, however long their QEMU hangs.
+//! VMs that are on their way into the daemon's table: being started, or being taken over from the
+//! daemon before. They are listed and can be stopped meanwhile, however long their QEMU hangs.
 //!
 //! ```text
 //!   vm run, restore    begin(Starting) --- QEMU answers ---> table of VMs
@@ -7,7 +7,8 @@
 //!   daemon starts      begin(Adopting) --- QEMU answers ---> table of VMs
 //!                        ^-- again after a pause --'  `- QEMU has ended ---> its files are removed
 //! ```
-//! An entry lives as long as its [`Entry`]. It is never held together with the table of VMs: that one's lock comes second.
+//! An entry lives as long as its [`Entry`]. It is never held together with the table of VMs: that
+//! one's lock comes second.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -230,7 +231,8 @@ impl Arrivals {
         Unsettled(Arc::downgrade(self))
     }
 
-    /// Waits at the daemon's start, for [`SETTLE`] at most, until the VMs are taken over whose QEMU answers.
+    /// Waits at the daemon's start, for [`SETTLE`] at most, until the VMs are taken over whose QEMU
+    /// answers.
     pub fn settle_first(&self) {
         let left = SETTLE.saturating_sub(self.began.elapsed());
         if !left.is_zero() {

@@ -26,7 +26,8 @@ use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 use crate::{guest_pressure, vm_logs};
 
-/// Owns every service of one state directory, from the daemon's start to its end; docs/daemon.md draws them.
+/// Owns every service of one state directory, from the daemon's start to its end; docs/daemon.md
+/// draws them.
 #[derive(Debug)]
 pub struct Daemon {
     vms: Arc<Vms>,
@@ -86,7 +87,8 @@ impl Daemon {
         }
     }
 
-    /// Takes up what the daemon before has left, once the VMs are known that are there: programs and other hosts may keep it waiting.
+    /// Takes up what the daemon before has left, once the VMs are known that are there: programs
+    /// and other hosts may keep it waiting.
     fn begin_settling(&self) -> std::io::Result<()> {
         let (volumes, lending) = (self.below.swap_volumes.clone(), self.below.lending.clone());
         let (segments, arrivals) = (
@@ -127,21 +129,22 @@ impl Daemon {
         }
     }
 
-    /// Whether the daemon works: waits until nobody holds the table of VMs and the engine answers, or is known to wait for a VM. `false`: the
-    /// engine has ended.
+    /// Whether the daemon works: waits until nobody holds the table of VMs and the engine answers,
+    /// or is known to wait for a VM. `false`: the engine has ended.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         drop(self.below.registry.names());
         self.below.folding.reports_cpu().is_ok()
     }
 
-    /// Waits at the daemon's start, for two seconds at most, until the VMs are taken over whose QEMU answers: who asks right after a restart
-    /// finds them.
+    /// Waits at the daemon's start, for two seconds at most, until the VMs are taken over whose
+    /// QEMU answers: who asks right after a restart finds them.
     pub fn settle_first(&self) {
         self.below.registry.arrivals().settle_first();
     }
 
-    /// Starts no more VMs, and waits for those that are being started: from then on the list is whole.
+    /// Starts no more VMs, and waits for those that are being started: from then on the list is
+    /// whole.
     pub fn close(&self) {
         self.below.registry.close();
     }

@@ -1,4 +1,5 @@
-//! The copy-on-write debt: what guests could call in by writing, what there is for it, and who may be started while it is so.
+//! The copy-on-write debt: what guests could call in by writing, what there is for it, and who may
+//! be started while it is so.
 //!
 //! The [brake](brake) keeps this up to date.
 
@@ -43,13 +44,15 @@ struct State {
     /// Whose limits bind all VMs.
     groups: Vec<Group>,
     brake: Brake,
-    /// Folding and KSM make no more debt: from `Braked` until `Ok`. At `Warning` already, what they share would soon be too much again.
+    /// Folding and KSM make no more debt: from `Braked` until `Ok`. At `Warning` already, what they
+    /// share would soon be too much again.
     held: bool,
     began: Instant,
     owed: Owed,
     ksm_pages: u64,
     given_back_pages: u64,
-    /// When the engine looked last, how long that took, how much was available and which VMs ran then.
+    /// When the engine looked last, how long that took, how much was available and which VMs ran
+    /// then.
     looked: Option<(Instant, Duration, u64, Vec<String>)>,
     /// What the engine was asked and has not answered yet.
     pending: Option<Question>,
@@ -94,8 +97,9 @@ impl DebtWatch {
         self.0.lock()
     }
 
-    /// Refuses to start a VM while the brake is on, or if what it would share from the start, `brings` bytes, would put it on; unless it is to be
-    /// started `despite` that. What it brings is owed from now on.
+    /// Refuses to start a VM while the brake is on, or if what it would share from the start,
+    /// `brings` bytes, would put it on; unless it is to be started `despite` that. What it brings
+    /// is owed from now on.
     pub fn admit(&self, vm: &str, brings: u64, despite: bool) -> Result<Admitted<'_>, DaemonError> {
         let memory = self.memory()?;
         let mut state = self.lock();

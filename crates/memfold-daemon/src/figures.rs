@@ -1,8 +1,10 @@
-//! Figures for a metrics scrape, taken at most so often that they stay cheap however often somebody asks.
+//! Figures for a metrics scrape, taken at most so often that they stay cheap however often somebody
+//! asks.
 //!
-//! Most of them are of a [`FullReport`], which reads the page maps of all VMs and the sums of all processes. So they are taken together and
-//! kept: for [`LEAST_AGE`], and for so long that taking them takes at most a hundredth of a core. That goes by CPU time: on a busy host it takes
-//! long, but costs no more.
+//! Most of them are of a [`FullReport`], which reads the page maps of all VMs and the sums of all
+//! processes. So they are taken together and kept: for [`LEAST_AGE`], and for so long that taking
+//! them takes at most a hundredth of a core. That goes by CPU time: on a busy host it takes long,
+//! but costs no more.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -83,8 +85,8 @@ impl CachedFigures {
         self.last().filter(|figures| figures.is_fresh())
     }
 
-    /// The last figures if they are fresh; else new ones, by `take`. While somebody else takes these, old ones: many who ask at once don't
-    /// wait for each other.
+    /// The last figures if they are fresh; else new ones, by `take`. While somebody else takes
+    /// these, old ones: many who ask at once don't wait for each other.
     pub fn get<E>(&self, take: impl FnOnce() -> Result<Figures, E>) -> Result<Arc<Figures>, E> {
         if let Some(figures) = self.fresh() {
             return Ok(figures);

@@ -1,4 +1,5 @@
-//! Figures and settings of folding, asked of the engine. It waits for a QEMU that does not answer; those who ask it don't.
+//! Figures and settings of folding, asked of the engine. It waits for a QEMU that does not answer;
+//! those who ask it don't.
 
 use std::io;
 use std::sync::Arc;
@@ -76,7 +77,8 @@ impl Folding {
         Ok(Duration::from_secs_f64(known.max(0.0)))
     }
 
-    /// What folding has done: as of now, or, while the engine waits for a VM that does not answer, as it was known before.
+    /// What folding has done: as of now, or, while the engine waits for a VM that does not answer,
+    /// as it was known before.
     pub fn stats(&self) -> Result<EngineStats, DaemonError> {
         Ok(self.look()?.0)
     }

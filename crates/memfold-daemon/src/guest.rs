@@ -14,10 +14,12 @@ use rustix::process::Pid;
 use memfold_fold::{Guest, GuestError, Refold};
 use memfold_vm::{LibraryError, LibraryLink, Qmp, VmConditions};
 
-/// How long an answer about block nodes holds. A device that is plugged meanwhile is not in use by its guest that soon.
+/// How long an answer about block nodes holds. A device that is plugged meanwhile is not in use by
+/// its guest that soon.
 const CONDITIONS_HOLD: Duration = Duration::from_secs(1);
 
-/// Longest time that one waits for the monitor while others use it. Each of their commands has a deadline of its own.
+/// Longest time that one waits for the monitor while others use it. Each of their commands has a
+/// deadline of its own.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// QEMU's monitor, shared by the threads that need it.
@@ -47,8 +49,8 @@ impl Monitor {
         }
     }
 
-    /// The monitor, for as long as the guard lives. If others use it for too long, whatever is asked fails ([`QmpError::Busy`]): nobody
-    /// waits for ever behind a QEMU that hangs.
+    /// The monitor, for as long as the guard lives. If others use it for too long, whatever is
+    /// asked fails ([`QmpError::Busy`]): nobody waits for ever behind a QEMU that hangs.
     pub fn lock(&self) -> MonitorGuard<'_> {
         self.lock_within(LOCK_TIMEOUT)
     }

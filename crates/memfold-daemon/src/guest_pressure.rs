@@ -1,7 +1,9 @@
-//! Guests of this host that lack memory themselves, while it lends: what its own VMs are about to ask for is no surplus.
+//! Guests of this host that lack memory themselves, while it lends: what its own VMs are about to
+//! ask for is no surplus.
 //!
-//! Their balloon drivers say so to QEMU (`guest-stats` of `virtio-balloon-pci`, `docs/interop/virtio-balloon-stats.rst` there): no agent is
-//! needed. What a guest says is its own word; all that it can bring about by a lie is that this host lends less.
+//! Their balloon drivers say so to QEMU (`guest-stats` of `virtio-balloon-pci`,
+//! `docs/interop/virtio-balloon-stats.rst` there): no agent is needed. What a guest says is its own
+//! word; all that it can bring about by a lie is that this host lends less.
 
 use std::collections::BTreeMap;
 use std::io;

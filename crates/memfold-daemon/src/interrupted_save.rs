@@ -1,6 +1,7 @@
-//! Saves of VMs that memfold didn't start. Where the library has no monitor of its own, nobody in QEMU lets such a VM go on when its daemon dies,
-//! and how its disks were is in no file of memfold's. So both are noted while a save lasts; what the save itself doesn't put right, the next one or the
-//! next daemon does.
+//! Saves of VMs that memfold didn't start. Where the library has no monitor of its own, nobody in
+//! QEMU lets such a VM go on when its daemon dies, and how its disks were is in no file of
+//! memfold's. So both are noted while a save lasts; what the save itself doesn't put right, the
+//! next one or the next daemon does.
 
 use std::cell::RefCell;
 use std::io;
@@ -141,7 +142,8 @@ pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
     }
 }
 
-/// Has a VM that was taken over use its disks as before a save that was cut off with its daemon. QEMU may take a while to stop copying.
+/// Has a VM that was taken over use its disks as before a save that was cut off with its daemon.
+/// QEMU may take a while to stop copying.
 pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
     let work = move || {
         if let (Some(_saving), Some(spec)) = (machine.try_save(), machine.vm().spec()) {

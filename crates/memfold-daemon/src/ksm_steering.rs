@@ -1,4 +1,5 @@
-//! KSM, steered by the daemon: for the VMs of one trust domain, within a CPU budget, and put back as it was.
+//! KSM, steered by the daemon: for the VMs of one trust domain, within a CPU budget, and put back
+//! as it was.
 //!
 //! ```text
 //!   start --- refused while memory of others may merge --- settings noted, ksmd runs
@@ -8,8 +9,8 @@
 //!                  else: pages_to_scan, sleep_millisecs by the controller (`ksm::steer`)
 //!   stop, the daemon's end, the next daemon after a kill: the settings as they were; what is merged stays merged
 //! ```
-//! `run` = 0 keeps what is merged; only `run` = 2 takes it apart, and needs as much memory at once as merging has saved. So nothing
-//! here writes 2 but a stop that asks for it.
+//! `run` = 0 keeps what is merged; only `run` = 2 takes it apart, and needs as much memory at once
+//! as merging has saved. So nothing here writes 2 but a stop that asks for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -336,7 +337,8 @@ impl KsmSteering {
         Ok(ksm::weigh(&facts))
     }
 
-    /// Has a VM that is to be started not offer its memory while KSM runs for another trust domain. Steering does not begin meanwhile.
+    /// Has a VM that is to be started not offer its memory while KSM runs for another trust domain.
+    /// Steering does not begin meanwhile.
     pub(crate) fn keep_from_merging(&self, spec: &mut VmSpec, _: &StartRight<'_>) {
         let mut steered = self.steered();
         let Some(steered) = &mut *steered else { return };
@@ -361,7 +363,8 @@ impl KsmSteering {
         }
     }
 
-    /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any more (`snapshot::past`).
+    /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any
+    /// more (`snapshot::past`).
     pub(crate) fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
         let rank = Ranked::begin(Rank::Merging);
         let alone = self.merging.lock();

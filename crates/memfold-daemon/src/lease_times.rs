@@ -8,14 +8,15 @@ use memfold_lend::registry::MAX_TTL;
 /// How long a lease holds without being renewed: so long may a borrower's daemon be away.
 const LEASE_TTL: Duration = Duration::from_secs(60);
 
-/// How long a daemon that goes on with leases of the one before looks for the registry, before it moves what only they hold to a disk.
+/// How long a daemon that goes on with leases of the one before looks for the registry, before it
+/// moves what only they hold to a disk.
 pub(crate) const RESUMED: Duration = Duration::from_secs(10);
 
 /// Time between two renewals.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
 
-/// [`LEASE_TTL`], and where the lent bytes are the only ones twice the time that it takes to copy them: they are moved to a disk when half of
-/// it is over.
+/// [`LEASE_TTL`], and where the lent bytes are the only ones twice the time that it takes to copy
+/// them: they are moved to a disk when half of it is over.
 pub(crate) fn lease_ttl(durability: Durability, bytes: u64) -> Duration {
     let copying = durability.time_to_copy(bytes.saturating_mul(2));
     LEASE_TTL.saturating_add(copying).min(MAX_TTL)

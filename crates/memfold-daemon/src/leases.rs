@@ -1,5 +1,6 @@
-//! Leases: the registry of who lends what to whom, and what this host's VMs and volumes borrow by it. Leases are of how many lenders are needed,
-//! taken all or none, renewed, released; a lender that has lied is not asked again.
+//! Leases: the registry of who lends what to whom, and what this host's VMs and volumes borrow by
+//! it. Leases are of how many lenders are needed, taken all or none, renewed, released; a lender
+//! that has lied is not asked again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -63,7 +64,8 @@ impl Leases {
     pub(crate) fn open(options: &DaemonOptions) -> Result<Self, DaemonError> {
         let host = match &options.host {
             Some(host) => host.clone(),
-            // Names that the kernel takes and we don't are for --host to change, once somebody lends or borrows.
+            // Names that the kernel takes and we don't are for --host to change, once somebody
+            // lends or borrows.
             None => std::fs::read_to_string("/proc/sys/kernel/hostname")
                 .map(|name| name.trim().to_owned())
                 .unwrap_or_default(),
@@ -196,7 +198,8 @@ impl Leases {
         Ok(answer(&*self.registry, call))
     }
 
-    /// Takes leases for a disk of `bytes`, into `taken`: first all stripes of one copy, then those of the next. Gives how many stripes these are.
+    /// Takes leases for a disk of `bytes`, into `taken`: first all stripes of one copy, then those
+    /// of the next. Gives how many stripes these are.
     pub(crate) fn take_leases(
         &self,
         vm: &str,
@@ -268,8 +271,8 @@ impl Leases {
         Ok(fewest.and_then(|n| u8::try_from(n).ok()).unwrap_or(1))
     }
 
-    /// Asks for more time for a lease. `alone`: the lent bytes are the only ones, whatever was said when it was taken; its lender is to know
-    /// before it needs them.
+    /// Asks for more time for a lease. `alone`: the lent bytes are the only ones, whatever was said
+    /// when it was taken; its lender is to know before it needs them.
     pub(crate) fn renew_lease(
         &self,
         id: LeaseId,
@@ -288,7 +291,8 @@ impl Leases {
         })
     }
 
-    /// Renews leases while something is done that takes long; why it had better be given up, if it had.
+    /// Renews leases while something is done that takes long; why it had better be given up, if it
+    /// had.
     pub(crate) fn keep(
         &self,
         leases: impl Iterator<Item = LeaseId>,

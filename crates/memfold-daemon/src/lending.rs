@@ -127,7 +127,8 @@ impl Lending {
         self.leases.check_host()?;
         check_bytes(request.max_bytes, LEAST)?;
         check_server(request.transport)?;
-        // Whether the registry can be used at all is better told now than in the log. Whoever asks what this host lends doesn't wait for it.
+        // Whether the registry can be used at all is better told now than in the log. Whoever asks
+        // what this host lends doesn't wait for it.
         if self.lender().as_ref().is_none_or(Lender::has_ended) {
             self.leases.picture()?;
         }
@@ -166,8 +167,8 @@ impl Lending {
         }
     }
 
-    /// What is to be lent when the daemon begins: what somebody said since the boot, else what the configuration says, else what somebody said
-    /// before.
+    /// What is to be lent when the daemon begins: what somebody said since the boot, else what the
+    /// configuration says, else what somebody said before.
     pub(crate) fn to_lend(&self) -> Option<LendRequest> {
         let configured = self.configured.clone();
         let Ok(bytes) = std::fs::read(&self.note) else {
@@ -229,7 +230,8 @@ impl Lending {
             );
             return;
         }
-        // The registry may not be there yet: its daemon may start after this one. The lender's thread goes on asking.
+        // The registry may not be there yet: its daemon may start after this one. The lender's
+        // thread goes on asking.
         match self.start_lender(&request) {
             Ok(lender) => {
                 // Somebody may have asked for another one meanwhile.
@@ -251,7 +253,8 @@ impl Lending {
         Some(lender.status())
     }
 
-    /// Lends no more, because the daemon ends: the next one lends again. Borrowers have time to give back, unless `hurry`.
+    /// Lends no more, because the daemon ends: the next one lends again. Borrowers have time to
+    /// give back, unless `hurry`.
     pub fn end(&self, hurry: &dyn Fn() -> bool) {
         let lender = self.lender().take();
         if let Some(lender) = lender {

@@ -1,6 +1,7 @@
 //! Domains of libvirt that are enabled: taken on as they start.
 //!
-//! libvirt is asked only of a QEMU that was started by memfold's wrapper, and once each: looking for new ones is a directory to read.
+//! libvirt is asked only of a QEMU that was started by memfold's wrapper, and once each: looking
+//! for new ones is a directory to read.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -150,7 +151,8 @@ impl LibvirtDomains {
         })
     }
 
-    /// Domains of libvirt, and what becomes of them; `None`: there is no libvirt here, or this daemon leaves it alone.
+    /// Domains of libvirt, and what becomes of them; `None`: there is no libvirt here, or this
+    /// daemon leaves it alone.
     pub fn list(&self) -> Result<Option<Vec<DomainStatus>>, DaemonError> {
         if self.run.is_none() {
             return Ok(None);
@@ -238,11 +240,13 @@ impl LibvirtDomains {
             return Err(Refusal::Incoming);
         }
         let vm = Vm::attach(&qmp).map_err(failed)?;
-        // The path comes from QEMU's own environment, which a guest that has taken it over can change.
+        // The path comes from QEMU's own environment, which a guest that has taken it over can
+        // change.
         if vm.process().identity() != running.process {
             return Err(not_ours("names the QMP socket of another process"));
         }
-        // As does the agent's port, and what is said there is believed to come from this domain's guest.
+        // As does the agent's port, and what is said there is believed to come from this domain's
+        // guest.
         let agent = xml::agent_socket(&xml).map_err(|error| refused(&error))?;
         if !same_file(vm.agent_socket(), agent.as_deref()) {
             return Err(not_ours("has a port for the agent other than libvirt's"));

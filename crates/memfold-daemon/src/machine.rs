@@ -351,7 +351,8 @@ impl Machine {
         }
     }
 
-    /// What the next daemon has to be told of it. Domains of libvirt it finds by itself, and they may have another trust domain by then.
+    /// What the next daemon has to be told of it. Domains of libvirt it finds by itself, and they
+    /// may have another trust domain by then.
     pub fn attach_request(&self) -> Option<AttachRequest> {
         let Origin::Attached(qmp) = &self.origin else {
             return None;
@@ -413,7 +414,8 @@ impl Machine {
         self.agent_or_error()?.run(script, timeout)
     }
 
-    /// The same of a command that prints a line or two: more than [`SHORT`] bytes are not kept, and it is killed.
+    /// The same of a command that prints a line or two: more than [`SHORT`] bytes are not kept, and
+    /// it is killed.
     pub fn run_short(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
         result.code = self

@@ -10,8 +10,8 @@ use crate::machine::Machine;
 /// How long a guest that boots has until its agent answers.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Does `work`, on a thread called `name`, when the guest's agent answers; not at all for one that ends before, or doesn't answer in ten
-/// minutes.
+/// Does `work`, on a thread called `name`, when the guest's agent answers; not at all for one that
+/// ends before, or doesn't answer in ten minutes.
 pub(crate) fn on_agent_ready(
     machine: &Arc<Machine>,
     name: &str,

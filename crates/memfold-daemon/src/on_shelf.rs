@@ -9,6 +9,7 @@ pub struct OnShelf {
     pub count: u64,
     /// Of them, those that can't be used.
     pub broken: u64,
-    /// Bytes: of snapshots, what they take on disk; of segments, what of them is in the host's memory.
+    /// Bytes: of snapshots, what they take on disk; of segments, what of them is in the host's
+    /// memory.
     pub bytes: ByteSize,
 }

@@ -98,7 +98,8 @@ impl Reports {
         Ok(FullReport { ledger, fold })
     }
 
-    /// The ledger, for whoever asks over the interface: as of now, and however many ask, one is taken at a time.
+    /// The ledger, for whoever asks over the interface: as of now, and however many ask, one is
+    /// taken at a time.
     pub fn joint_report(&self) -> Result<Arc<FullReport>, DaemonError> {
         self.joint.get(|| self.report().map(Arc::new))
     }

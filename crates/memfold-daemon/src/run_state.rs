@@ -1,6 +1,8 @@
-//! Why a VM isn't running: QEMU's run state, what has brought it about, and what would have it run again.
+//! Why a VM isn't running: QEMU's run state, what has brought it about, and what would have it run
+//! again.
 //!
-//! Source: `RunState`, `query-block` (`io-status`) and the events of QEMU's `qapi/run-state.json` and `qapi/block-core.json`.
+//! Source: `RunState`, `query-block` (`io-status`) and the events of QEMU's `qapi/run-state.json`
+//! and `qapi/block-core.json`.
 
 use std::path::PathBuf;
 
@@ -225,7 +227,8 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     RunState { full, ..state }
 }
 
-/// The file of a block node. QEMU names one whose options a file name can't hold, as after a snapshot, `json:` and all of them.
+/// The file of a block node. QEMU names one whose options a file name can't hold, as after a
+/// snapshot, `json:` and all of them.
 fn file_of(name: &str) -> String {
     let described = name.strip_prefix("json:");
     let described = described.and_then(|text| serde_json::from_str::<Value>(text).ok());

@@ -1,7 +1,8 @@
 //! Samples of the ledger: for the history always, for whoever looks now more often.
 //!
-//! What a sample costs depends on the host: all its processes are looked at. So each is measured, and the next comes no sooner than lets all
-//! of them together take [`IDLE_SHARE`] of a core, or [`LIVE_SHARE`] while somebody looks.
+//! What a sample costs depends on the host: all its processes are looked at. So each is measured,
+//! and the next comes no sooner than lets all of them together take [`IDLE_SHARE`] of a core, or
+//! [`LIVE_SHARE`] while somebody looks.
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -40,7 +41,8 @@ const LONGEST_INTERVAL: Duration = Duration::from_secs(600);
 const IDLE_SHARE: f64 = 0.001;
 /// The same while somebody looks.
 const LIVE_SHARE: f64 = 0.008;
-/// Who is the first to look gets a new sample, unless the last is as young as this; so often they may come and go.
+/// Who is the first to look gets a new sample, unless the last is as young as this; so often they
+/// may come and go.
 const YOUNG: Duration = Duration::from_secs(10);
 
 /// What somebody who looks gets, again and again.
@@ -69,7 +71,8 @@ struct Samples {
 }
 
 impl Samples {
-    /// With this history, if it can be used: figures over time aren't worth a daemon that doesn't start.
+    /// With this history, if it can be used: figures over time aren't worth a daemon that doesn't
+    /// start.
     fn new(path: Option<&Path>) -> Self {
         let open = |path: &Path| {
             History::open(path)
@@ -99,7 +102,8 @@ impl Samples {
         self.latest.receiver_count() > 0
     }
 
-    /// Waits for the next sample's time; whether there is one. Without history and without anybody who looks there is no such time.
+    /// Waits for the next sample's time; whether there is one. Without history and without anybody
+    /// who looks there is no such time.
     fn wait(&self, cost: Duration, taken: Option<Instant>) -> bool {
         let was_watched = self.is_watched();
         let mut ends = self.ends.lock();
@@ -184,7 +188,8 @@ impl Sampling {
         self.samples.wake(true);
     }
 
-    /// The samples from now on, as JSON ([`Live`]): the last one, and each that comes. Whoever is slow misses some.
+    /// The samples from now on, as JSON ([`Live`]): the last one, and each that comes. Whoever is
+    /// slow misses some.
     pub fn samples(&self) -> watch::Receiver<Arc<str>> {
         let receiver = self.samples.latest.subscribe();
         self.samples.wake(false);

@@ -1,7 +1,8 @@
 //! Segments: built, attached to VMs and laid over their files, removed.
 //!
-//! Attaching is three steps, each of which can be repeated: QEMU maps the image (a device of the VM from then on), the note of the VM's
-//! segments, and the agent lays it over the guest's files. What the guest refuses leaves the device, which the next try uses.
+//! Attaching is three steps, each of which can be repeated: QEMU maps the image (a device of the VM
+//! from then on), the note of the VM's segments, and the agent lays it over the guest's files. What
+//! the guest refuses leaves the device, which the next try uses.
 
 use std::sync::Arc;
 
@@ -35,7 +36,8 @@ pub struct Segments {
     /// Which of them snapshots need.
     snapshots: Arc<SnapshotDirectory>,
     locks: Arc<SnapshotLocks>,
-    /// Write-locked while segments are removed; read-locked from the moment one is looked up until it is mapped.
+    /// Write-locked while segments are removed; read-locked from the moment one is looked up until
+    /// it is mapped.
     removing: RwLock<()>,
 }
 
@@ -68,7 +70,8 @@ impl Segments {
         (self.removing.write(), rank)
     }
 
-    /// How many there are, and what they take of the host's memory; `None`: their directory can't be read.
+    /// How many there are, and what they take of the host's memory; `None`: their directory can't
+    /// be read.
     pub(crate) fn in_short(&self) -> Option<OnShelf> {
         let mut all = OnShelf::default();
         for segment in self.shelf.all().ok()? {

@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-/// Something of this moment that costs too much to make it for each who asks: made once at a time, for all together who had asked before it was
-/// begun. So nobody gets what is older than the question.
+/// Something of this moment that costs too much to make it for each who asks: made once at a time,
+/// for all together who had asked before it was begun. So nobody gets what is older than the
+/// question.
 #[derive(Debug)]
 pub(crate) struct SingleFlight<T> {
     /// How often it was begun.
@@ -24,7 +25,8 @@ impl<T> Default for SingleFlight<T> {
 }
 
 impl<T: Clone> SingleFlight<T> {
-    /// What was begun after this call, by `make` if nobody else has. After a failure, the next who waits tries again.
+    /// What was begun after this call, by `make` if nobody else has. After a failure, the next who
+    /// waits tries again.
     pub fn get<E>(&self, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         self.begun_after(self.last_begun(), make)
     }
@@ -59,7 +61,8 @@ mod tests {
         let joined = &SingleFlight::default();
         let made = AtomicU64::new(0);
         let make = || Ok::<u64, Infallible>(made.fetch_add(1, Ordering::SeqCst) + 1);
-        // In a thread each. When each has asked is given, so the count does not depend on which thread comes first.
+        // In a thread each. When each has asked is given, so the count does not depend on which
+        // thread comes first.
         let answers = |asked: Vec<u64>| -> Vec<u64> {
             std::thread::scope(|scope| {
                 let threads: Vec<_> = asked

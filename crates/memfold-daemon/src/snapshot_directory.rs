@@ -27,7 +27,8 @@ impl SnapshotDirectory {
         &self.root
     }
 
-    /// How many snapshots there are, and what they take on disk; `None`: the directory can't be read.
+    /// How many snapshots there are, and what they take on disk; `None`: the directory can't be
+    /// read.
     pub fn in_short(&self) -> Option<OnShelf> {
         let mut all = OnShelf::default();
         for name in self.names().ok()? {

@@ -1,4 +1,5 @@
-//! What is being done with snapshots, by name: it is shown while it lasts, and nothing is removed meanwhile.
+//! What is being done with snapshots, by name: it is shown while it lasts, and nothing is removed
+//! meanwhile.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;

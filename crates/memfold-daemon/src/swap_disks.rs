@@ -3,8 +3,10 @@
 //! ```text
 //!   again, automatic --> borrow --> watcher --> heal --> give_back --> reconcile --> guards, notes, relays
 //! ```
-//! Everything here can be cut off at any instant. What QEMU's device uses is the truth; `borrowed.json` names leases, and is written before
-//! the first of them is used. [`SwapDisks::clean_up`] removes what nothing uses. So a new daemon ends or undoes what the one before began.
+//! Everything here can be cut off at any instant. What QEMU's device uses is the truth;
+//! `borrowed.json` names leases, and is written before the first of them is used.
+//! [`SwapDisks::clean_up`] removes what nothing uses. So a new daemon ends or undoes what the one
+//! before began.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -92,7 +94,8 @@ impl SwapDisks {
             .collect()
     }
 
-    /// Watches no more; borrowed memory stays until its leases are over, or the next daemon takes over.
+    /// Watches no more; borrowed memory stays until its leases are over, or the next daemon takes
+    /// over.
     pub(crate) fn stop(&self) {
         for guard in self.guards().values() {
             guard.stop();

@@ -1,7 +1,8 @@
 //! Swap volumes of this host's LVM on lent RAM: put there, watched, taken off.
 //!
-//! As with VMs, everything can be cut off at any instant. What LVM says is the truth; notes name leases and targets, and are written before
-//! anything is changed. [`SwapVolumes::take_off`] undoes whatever it finds, and finds nothing the second time.
+//! As with VMs, everything can be cut off at any instant. What LVM says is the truth; notes name
+//! leases and targets, and are written before anything is changed. [`SwapVolumes::take_off`] undoes
+//! whatever it finds, and finds nothing the second time.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,7 +29,8 @@ use crate::locks::{Rank, Ranked};
 mod keeper;
 mod on_lvm;
 
-/// Time between two looks at a loan, and between two at a mirror's images, each of which is a process.
+/// Time between two looks at a loan, and between two at a mirror's images, each of which is a
+/// process.
 const LOOK: Duration = Duration::from_secs(1);
 const LOOK_AT_IMAGES: Duration = Duration::from_secs(5);
 
@@ -44,8 +46,8 @@ pub struct SwapVolumes {
     leases: Arc<Leases>,
     /// What the next daemon goes on with.
     notes: PathBuf,
-    /// By volume group, held while LVM is told to change something there: its tools would wait for each other, and what one finds has to be so
-    /// for the next.
+    /// By volume group, held while LVM is told to change something there: its tools would wait for
+    /// each other, and what one finds has to be so for the next.
     turns: Mutex<BTreeMap<String, Arc<Mutex<()>>>>,
     keepers: Mutex<BTreeMap<Volume, Arc<Keeper>>>,
 }
@@ -361,13 +363,14 @@ impl SwapVolumes {
             {
                 keeper.lose(error.to_string());
             }
-            // It holds for a while yet; where nothing else has what lies there, it is taken off before that is over.
+            // It holds for a while yet; where nothing else has what lies there, it is taken off
+            // before that is over.
             Err(_) => {}
         }
     }
 
-    /// Takes a volume off by ourselves, if it has to be: its lender wants it back or has gone, or the daemon before has left it half done.
-    /// Whether that was tried.
+    /// Takes a volume off by ourselves, if it has to be: its lender wants it back or has gone, or
+    /// the daemon before has left it half done. Whether that was tried.
     fn tend(&self, keeper: &Keeper) -> bool {
         // Who has it may be putting this volume there, or taking it off.
         let group = self.group(&keeper.loan().volume);

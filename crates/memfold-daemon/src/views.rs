@@ -1,4 +1,5 @@
-//! Views of memory for persons: each is made when it is asked for, one at a time, and kept for some seconds, however many ask.
+//! Views of memory for persons: each is made when it is asked for, one at a time, and kept for some
+//! seconds, however many ask.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -43,7 +44,8 @@ const LONGEST_ESTIMATE_S: f64 = 300.0;
 const MOST_MAPS: usize = 64;
 /// What a move may be asked to save at most, in bytes: more than any host has.
 const MOST_LEAST: u64 = 1 << 50;
-/// How long a guest may take to say how much of its swap disk it uses, and for how long that is good.
+/// How long a guest may take to say how much of its swap disk it uses, and for how long that is
+/// good.
 const SWAP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// `POST /v1/estimate`
@@ -276,7 +278,8 @@ impl Views {
                 return Ok(said.clone());
             }
         }
-        // However many ask, one command at a time runs in the guest; nothing is locked meanwhile, as it may take its time.
+        // However many ask, one command at a time runs in the guest; nothing is locked meanwhile,
+        // as it may take its time.
         keep(&SwapUse {
             used_bytes: None,
             why_not: Some("the guest is being asked".into()),

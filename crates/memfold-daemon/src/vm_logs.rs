@@ -1,4 +1,5 @@
-//! Logs of VMs stay small, whatever guests and QEMU write: the state directory is a tmpfs, and when that is full no VM starts.
+//! Logs of VMs stay small, whatever guests and QEMU write: the state directory is a tmpfs, and when
+//! that is full no VM starts.
 //!
 //! ```text
 //!   console.log, qemu.log     QEMU appends (O_APPEND), so emptying the file has it go on at the beginning
@@ -26,8 +27,8 @@ const LOOK: Duration = Duration::from_secs(2);
 /// Bytes of a log that are kept, and as many of what it said before.
 const MOST: u64 = 1 << 20;
 
-/// Percent of the state directory's file system in use from which it is told, and below which it is over; and bytes that are left of it at most.
-/// A large disk that is used well is no fault.
+/// Percent of the state directory's file system in use from which it is told, and below which it is
+/// over; and bytes that are left of it at most. A large disk that is used well is no fault.
 const FULL: (u64, u64) = (80, 75);
 const LEFT: u64 = 1 << 30;
 
@@ -77,7 +78,8 @@ fn shorten(log: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Says once that the file system of `state` is nearly full, and once that it is so no more. Returns whether it is.
+/// Says once that the file system of `state` is nearly full, and once that it is so no more.
+/// Returns whether it is.
 fn tell_full(state: &Path, is_told: bool) -> bool {
     let Ok(room) = rustix::fs::statvfs(state) else {
         return is_told;

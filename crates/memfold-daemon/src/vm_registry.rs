@@ -1,5 +1,5 @@
-//! Which VMs run, and which are on their way: names, handles, and the rights that belong to names. Every service stands on it, and it knows
-//! none of them.
+//! Which VMs run, and which are on their way: names, handles, and the rights that belong to names.
+//! Every service stands on it, and it knows none of them.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -33,9 +33,11 @@ pub(crate) struct VmRegistry {
     next: Mutex<VmId>,
     /// Whether VMs may no longer be started.
     closed: AtomicBool,
-    /// Write-locked while KSM begins to be steered; read-locked while it is decided whether a new VM's memory may merge.
+    /// Write-locked while KSM begins to be steered; read-locked while it is decided whether a new
+    /// VM's memory may merge.
     starts: RwLock<()>,
-    /// Locked as long as a part of the daemon lives: two daemons on one state directory would fold against each other.
+    /// Locked as long as a part of the daemon lives: two daemons on one state directory would fold
+    /// against each other.
     _lock: File,
 }
 
@@ -179,7 +181,8 @@ impl VmRegistry {
         None
     }
 
-    /// Has no more VMs started, and waits for those that are being started: from then on the list is whole.
+    /// Has no more VMs started, and waits for those that are being started: from then on the list
+    /// is whole.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         self.arrivals.wait_for_starts();

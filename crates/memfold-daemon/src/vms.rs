@@ -98,7 +98,8 @@ impl Vms {
         }
         let segments = machine.vm().segments();
         self.segments.end_writer(machine.name(), &segments);
-        // Its name is free only when its files are gone: they would be taken for those of the next VM.
+        // Its name is free only when its files are gone: they would be taken for those of the next
+        // VM.
         machine.clean_up();
         self.registry.remove(machine);
         // The engine may have ended before us.

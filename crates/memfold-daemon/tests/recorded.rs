@@ -1,5 +1,6 @@
-//! What a daemon of commit c2105ba wrote beside its VMs, snapshots and segments is read as it was meant. It had two folded VMs (a, b), one whose swap
-//! disk was on lent RAM (c), one with a segment (g), and a clone (k-1). Recorded in tests/recorded; only paths were changed.
+//! What a daemon of commit c2105ba wrote beside its VMs, snapshots and segments is read as it was
+//! meant. It had two folded VMs (a, b), one whose swap disk was on lent RAM (c), one with a segment
+//! (g), and a clone (k-1). Recorded in tests/recorded; only paths were changed.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,5 @@
-//! Files of the same name and size under different paths: samples of their bytes decide whether they are one content.
+//! Files of the same name and size under different paths: samples of their bytes decide whether
+//! they are one content.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -47,7 +48,8 @@ impl Engine {
     }
 }
 
-/// Whether up to four pages that both contents have cached are equal; `None` if there is no such page yet.
+/// Whether up to four pages that both contents have cached are equal; `None` if there is no such
+/// page yet.
 fn sample(
     vms: &BTreeMap<VmId, VmState>,
     domain: &Domain,

@@ -91,8 +91,8 @@ impl Engine {
         tasks
     }
 
-    /// Brings ranges of contents into order: fills the store where two VMs have pages that it lacks, and folds every
-    /// cached page of them that isn't folded.
+    /// Brings ranges of contents into order: fills the store where two VMs have pages that it
+    /// lacks, and folds every cached page of them that isn't folded.
     pub(super) fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
         for vm in self
@@ -107,7 +107,8 @@ impl Engine {
         if asked >= BATCH_PAGES / 2 {
             self.domains.values_mut().for_each(|d| d.store.align());
         }
-        // In the order of guest memory, so that files which lie side by side there do so in the store: then their runs join.
+        // In the order of guest memory, so that files which lie side by side there do so in the
+        // store: then their runs join.
         let mut tasks: Vec<&Task> = tasks.iter().collect();
         tasks.sort_by_cached_key(|task| (task.vm, self.first_place(task)));
         for task in tasks {
@@ -137,8 +138,9 @@ impl Engine {
             .place(task.hint.file, task.hint.page)
     }
 
-    /// Where the members of a task's content have a piece of it: those whose VMs can be folded, whose file isn't given up, and
-    /// pages that no huge page keeps. The VM of the hint goes first: its page was read last.
+    /// Where the members of a task's content have a piece of it: those whose VMs can be folded,
+    /// whose file isn't given up, and pages that no huge page keeps. The VM of the hint goes first:
+    /// its page was read last.
     fn holders(&mut self, task: &Task, piece: u32, range: &Range<usize>) -> Vec<Holder> {
         let now = Instant::now();
         let Some(content) = self
@@ -328,7 +330,8 @@ impl Engine {
                     wait = vm.guest.can_stop();
                     continue;
                 }
-                // Two VMs that read the same file at the same time: an earlier task of the batch may have found the page.
+                // Two VMs that read the same file at the same time: an earlier task of the batch
+                // may have found the page.
                 if !vm.table.plan(index) {
                     continue;
                 }
@@ -390,8 +393,8 @@ impl Engine {
         }
     }
 
-    /// Takes groups for one order of at most `most_pages` off the queue, leaving out those that are not worth a mapping any more. `None` when
-    /// nothing is left.
+    /// Takes groups for one order of at most `most_pages` off the queue, leaving out those that are
+    /// not worth a mapping any more. `None` when nothing is left.
     pub(super) fn next_order(
         &mut self,
         id: VmId,
@@ -411,13 +414,15 @@ impl Engine {
                 .is_some_and(|least| length >= least);
             if !worth {
                 self.stats.mapping_budget_runs += 1;
-                // Our count only ever grows; the kernel's knows which mappings have joined. The sweep tries again.
+                // Our count only ever grows; the kernel's knows which mappings have joined. The
+                // sweep tries again.
                 vm.maps_stale = true;
                 vm.active = true;
                 self.sweep_wanted = true;
                 continue;
             }
-            // A fold cuts a mapping in up to three; folding again one that is cut already adds at most one.
+            // A fold cuts a mapping in up to three; folding again one that is cut already adds at
+            // most one.
             vm.mappings += if group.first().is_some_and(|run| run.again) {
                 1
             } else {
@@ -429,7 +434,8 @@ impl Engine {
         (!order.is_empty()).then_some(order)
     }
 
-    /// Sends one order and books its outcomes. What is left of groups that stopped in the middle goes back to the queue.
+    /// Sends one order and books its outcomes. What is left of groups that stopped in the middle
+    /// goes back to the queue.
     pub(super) fn execute(
         &mut self,
         id: VmId,
@@ -491,8 +497,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Goes through all contents for what is matched and not folded: hints that were dropped, pages that were refused by a
-    /// budget, VMs that came late.
+    /// Goes through all contents for what is matched and not folded: hints that were dropped, pages
+    /// that were refused by a budget, VMs that came late.
     pub(super) fn sweep(&mut self) {
         self.sweep_wanted = false;
         self.last_sweep = Instant::now();
@@ -527,8 +533,9 @@ impl Engine {
     }
 }
 
-/// A store page that a holder of page `at` of the piece maps unchanged and that no index entry leads to: left by a former daemon,
-/// or by a content that ended. It holds what the guest page holds, so it can be offered again.
+/// A store page that a holder of page `at` of the piece maps unchanged and that no index entry
+/// leads to: left by a former daemon, or by a content that ended. It holds what the guest page
+/// holds, so it can be offered again.
 fn adoptable(
     vms: &BTreeMap<VmId, VmState>,
     domain: &Domain,

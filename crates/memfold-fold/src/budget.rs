@@ -1,8 +1,10 @@
-//! Budgets: CPU time and pages per second, as token buckets; mappings, as the shortest run still worth one.
+//! Budgets: CPU time and pages per second, as token buckets; mappings, as the shortest run still
+//! worth one.
 
 use std::time::{Duration, Instant};
 
-/// A token bucket: `rate` tokens flow in every second, up to `burst`; spending may overdraw, and then one waits.
+/// A token bucket: `rate` tokens flow in every second, up to `burst`; spending may overdraw, and
+/// then one waits.
 #[derive(Clone, Debug)]
 pub struct TokenBucket {
     rate: f64,
@@ -60,8 +62,8 @@ impl TokenBucket {
 
 /// The shortest run, in pages, that is worth a mapping to a VM that has `used` of `limit` mappings.
 ///
-/// A fold cuts a mapping in up to three. While there is room, every run is welcome; the nearer the limit, the longer a run
-/// must be; above 90 % none is, so that QEMU itself never meets `ENOMEM`.
+/// A fold cuts a mapping in up to three. While there is room, every run is welcome; the nearer the
+/// limit, the longer a run must be; above 90 % none is, so that QEMU itself never meets `ENOMEM`.
 #[must_use]
 pub fn shortest_run(used: usize, limit: usize) -> Option<u32> {
     match used * 100 / limit.max(1) {

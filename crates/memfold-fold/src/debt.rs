@@ -1,4 +1,5 @@
-//! What guests could call in: pages that are in memory once for several, or not at all, and that a write gives a copy each.
+//! What guests could call in: pages that are in memory once for several, or not at all, and that a
+//! write gives a copy each.
 
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
@@ -28,8 +29,9 @@ impl Engine {
         self.charged_ns = thread_cpu_ns() + self.library_cpu_ns;
     }
 
-    /// What guests could call in now. Without `look` that is a sum of counters, as of the last looks at the kernel's tables: pages that
-    /// were written since count still, so that it is rather too much than too little.
+    /// What guests could call in now. Without `look` that is a sum of counters, as of the last
+    /// looks at the kernel's tables: pages that were written since count still, so that it is
+    /// rather too much than too little.
     pub(super) fn owed(&mut self, look: bool, give_back: bool) -> Owed {
         let punched = |engine: &Self| engine.domains.values().map(|d| d.punched).sum::<u64>();
         let before = punched(self);

@@ -15,8 +15,8 @@ pub(super) struct Domain {
     pub contents: Contents,
     pub candidates: Candidates,
     pub full: bool,
-    /// Processes that mapped the store when it was taken over from a former daemon. Nothing is punched while one of them
-    /// lives that this engine doesn't know.
+    /// Processes that mapped the store when it was taken over from a former daemon. Nothing is
+    /// punched while one of them lives that this engine doesn't know.
     pub guardians: Vec<rustix::process::Pid>,
     pub appended: u64,
     pub punched: u64,

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use super::image::{Image, Part};
 
-/// A pass that finds less than one page in so many to give back makes the time until the next one longer.
+/// A pass that finds less than one page in so many to give back makes the time until the next one
+/// longer.
 const WORTH: u64 = 50;
 
 /// Longest time between two passes, in the shortest.
@@ -15,8 +16,8 @@ const LONGEST: u32 = 16;
 pub(super) struct BackPass {
     pub image: Option<Image>,
     pub views: Vec<Part>,
-    /// Whether no other VM runs from the image, which lies in a file system: what it holds in memory for this VM, it holds for
-    /// one VM alone, and the host can drop it.
+    /// Whether no other VM runs from the image, which lies in a file system: what it holds in
+    /// memory for this VM, it holds for one VM alone, and the host can drop it.
     pub alone: bool,
     pub due: Instant,
     shortest: Duration,

@@ -9,7 +9,8 @@ use rustix::process::Pid;
 /// The daemon's number for a VM; never used twice while a daemon lives.
 pub type VmId = u32;
 
-/// Why a VM did not do what was asked. The engine drops the VM from folding when its library is gone.
+/// Why a VM did not do what was asked. The engine drops the VM from folding when its library is
+/// gone.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {
     /// The library's socket failed or timed out, or its answer made no sense.
@@ -28,7 +29,8 @@ pub enum Refold {
     Unknown,
 }
 
-/// A VM as the engine sees it. Real ones are QEMU processes; in tests the engine folds its own process's memory.
+/// A VM as the engine sees it. Real ones are QEMU processes; in tests the engine folds its own
+/// process's memory.
 pub trait Guest: Send {
     /// The process whose memory holds guest RAM.
     fn pid(&self) -> Pid;

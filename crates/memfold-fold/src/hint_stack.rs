@@ -1,8 +1,10 @@
-//! The bounded newest-first hint stack of study C, one for each VM, behind a queue in which hints settle.
+//! The bounded newest-first hint stack of study C, one for each VM, behind a queue in which hints
+//! settle.
 //!
-//! A hint comes when a page enters the page cache, before its bytes are read from disk, so it waits for the settling time
-//! first. Then the newest goes first: old hints are the likeliest to be out of date. When the stack is full its oldest
-//! hint is dropped; the tables still hold the pages, and a sweep finds them later.
+//! A hint comes when a page enters the page cache, before its bytes are read from disk, so it waits
+//! for the settling time first. Then the newest goes first: old hints are the likeliest to be out
+//! of date. When the stack is full its oldest hint is dropped; the tables still hold the pages, and
+//! a sweep finds them later.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -65,7 +67,8 @@ impl HintStack {
         }
     }
 
-    /// Adds a new hint. Joins it to the one before where it continues it, so that a file read page by page is one run.
+    /// Adds a new hint. Joins it to the one before where it continues it, so that a file read page
+    /// by page is one run.
     pub fn push(&mut self, hint: Hint) {
         self.pages += u64::from(hint.pages);
         if let Some(last) = self.settling.back_mut() {

@@ -8,8 +8,8 @@ use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_SIZE};
 use super::hint_stack::Hint;
 use super::vm_table::{Index, VmTable};
 
-/// Fewest pages of a huge page that must cache files before it is split: 1/8 of it. Below that, the TLB reach that the
-/// guest loses is dearer than the memory gained.
+/// Fewest pages of a huge page that must cache files before it is split: 1/8 of it. Below that, the
+/// TLB reach that the guest loses is dearer than the memory gained.
 pub const HUGE_SPLIT_PAGES: u16 = 64;
 
 /// A region of 2 MiB of QEMU's memory, by its number.
@@ -18,7 +18,8 @@ type Region = u64;
 /// What is known of a VM's huge pages.
 #[derive(Debug, Default)]
 pub struct HugePages {
-    /// Regions that are no huge page, or are worth splitting. A folded one never becomes huge again: its mappings differ.
+    /// Regions that are no huge page, or are worth splitting. A folded one never becomes huge
+    /// again: its mappings differ.
     split: HashSet<Region>,
     /// Regions that were left whole, and are looked at again when more of them caches files.
     kept: HashSet<Region>,
@@ -27,8 +28,9 @@ pub struct HugePages {
 }
 
 impl HugePages {
-    /// Whether page `at`, which is not folded, stays as it is because it lies in a huge page that caches too little.
-    /// `is_huge` tells whether the 2 MiB at an address are mapped by one huge page now; asked once a region and batch.
+    /// Whether page `at`, which is not folded, stays as it is because it lies in a huge page that
+    /// caches too little. `is_huge` tells whether the 2 MiB at an address are mapped by one huge
+    /// page now; asked once a region and batch.
     pub fn spares(
         &mut self,
         table: &VmTable,

@@ -1,5 +1,5 @@
-//! What agents say, taken into the tables. All of it is untrusted: places outside RAM and files never introduced are counted
-//! and dropped, and every table has a limit that the VM's RAM sets.
+//! What agents say, taken into the tables. All of it is untrusted: places outside RAM and files
+//! never introduced are counted and dropped, and every table has a limit that the VM's RAM sets.
 
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,8 @@ const PATH_BYTES: usize = 256;
 /// Pages in one hint at most, so that one VM's hint is not the work of many turns.
 const HINT_PAGES: u32 = 2048;
 
-/// Pages that a VM's agent may speak of in a second, over time (256 MiB/s of page cache). Beyond, hints are dropped.
+/// Pages that a VM's agent may speak of in a second, over time (256 MiB/s of page cache). Beyond,
+/// hints are dropped.
 const PAGES_PER_SECOND: f64 = 65_536.0;
 
 /// What an agent may say: two inventories of all RAM at once, and [`PAGES_PER_SECOND`].
@@ -128,7 +129,8 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
     if !known && (vm.files.len() >= most || vm.path_bytes + file.path.len() > most * PATH_BYTES) {
         return;
     }
-    // Counts a path that is told again once more: who renames without end is cut off, not who has many files.
+    // Counts a path that is told again once more: who renames without end is cut off, not who has
+    // many files.
     vm.path_bytes += file.path.len();
     if file.path.is_empty() {
         // Its path may come later; its pages are remembered meanwhile.

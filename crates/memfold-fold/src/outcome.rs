@@ -16,14 +16,16 @@ use super::vm_table::{Mapped, PIECE};
 /// Differing pages after which a file is judged.
 const JUDGE_AFTER: u32 = 4;
 
-/// How long a file is left alone the first time that it is given up; doubles each time, up to an hour.
+/// How long a file is left alone the first time that it is given up; doubles each time, up to an
+/// hour.
 const GIVE_UP: Duration = Duration::from_secs(30);
 
 /// How often a busy page is tried again.
 const MAX_TRIES: u8 = 4;
 
 impl Engine {
-    /// Books the outcome of a group, run by run: those before the stop are done, one is stopped in, the rest is tried anew.
+    /// Books the outcome of a group, run by run: those before the stop are done, one is stopped in,
+    /// the rest is tried anew.
     pub(super) fn book_group(
         &mut self,
         id: VmId,
@@ -166,7 +168,8 @@ impl Engine {
         }
     }
 
-    /// The page `offset` pages into `run` is not what the store holds. Returns whether the rest of the run is worth trying.
+    /// The page `offset` pages into `run` is not what the store holds. Returns whether the rest of
+    /// the run is worth trying.
     fn differs(&mut self, id: VmId, run: &Run, offset: u32) -> bool {
         let Some(vm) = self.vms.get_mut(&id) else {
             return false;
@@ -178,7 +181,8 @@ impl Engine {
         vm.table.refuse(run.index + offset);
         let store_page = run.store_page + offset;
         if domain.contents.facts(store_page).references == 0 {
-            // Nobody vouches for the copy: it may have been taken before the page was read from disk.
+            // Nobody vouches for the copy: it may have been taken before the page was read from
+            // disk.
             domain.contents.unindex_store_page(store_page);
             // It is to be given back.
             vm.active = true;

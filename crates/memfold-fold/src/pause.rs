@@ -1,4 +1,5 @@
-//! Folding again in a VM with direct I/O: the library stops it for one order, and vCPUs and I/O are at rest.
+//! Folding again in a VM with direct I/O: the library stops it for one order, and vCPUs and I/O are
+//! at rest.
 
 use std::collections::HashSet;
 use std::time::Instant;
@@ -34,7 +35,8 @@ impl Engine {
         };
         vm.last_pause = now;
         let hints = std::mem::take(&mut vm.wait_for_pause);
-        // The newest first, and each page once: what was hinted again while it waited must not cost the pause twice.
+        // The newest first, and each page once: what was hinted again while it waited must not cost
+        // the pause twice.
         let mut planned = HashSet::new();
         let mut runs: Vec<Run> = Vec::new();
         for hint in hints.iter().rev() {

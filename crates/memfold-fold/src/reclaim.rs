@@ -1,9 +1,9 @@
 //! The kernel's truth: what is mapped, what was copied since; and punching out what no VM can need.
 //!
-//! A store page may be punched when no VM maps it, or when every VM page that maps it holds a private copy *in memory*: then
-//! no access can reach the store any more (a discard puts anonymous memory in place, in the library). A copy that was
-//! swapped out does not count: `PAGEMAP_SCAN` shows the markers of write protection as swapped, and those pages are still
-//! the store's.
+//! A store page may be punched when no VM maps it, or when every VM page that maps it holds a
+//! private copy *in memory*: then no access can reach the store any more (a discard puts anonymous
+//! memory in place, in the library). A copy that was swapped out does not count: `PAGEMAP_SCAN`
+//! shows the markers of write protection as swapped, and those pages are still the store's.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -27,7 +27,8 @@ use super::vm_table::{Mapped, PIECE, VmTable};
 /// Time between two reclaims of a domain.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
 
-/// Time between two looks at a VM of which nothing is heard. Guests write to folded pages without telling.
+/// Time between two looks at a VM of which nothing is heard. Guests write to folded pages without
+/// telling.
 const QUIET_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Longest time without reading a VM's mappings anew, as a check on our own tables.
@@ -71,7 +72,8 @@ impl Engine {
         if self.domains.get(&domain).is_some_and(reclaim) {
             self.reclaim(&domain);
         } else if let Some(vm) = self.vms.get_mut(&id) {
-            // What this look has found is not given back yet, and it may be the last activity for long.
+            // What this look has found is not given back yet, and it may be the last activity for
+            // long.
             vm.active = true;
         }
         true
@@ -84,11 +86,13 @@ impl Engine {
         }
     }
 
-    /// Brings our view of one VM in step with the kernel's tables. Returns whether it could be read.
+    /// Brings our view of one VM in step with the kernel's tables. Returns whether it could be
+    /// read.
     ///
-    /// Where the store is mapped changes by our orders and by discards, which the library counts; so `/proc/PID/maps`, which
-    /// is dear with thousands of mappings, is read only after discards, and otherwise once in [`FULL_SYNC_INTERVAL`]. Our
-    /// table names at least what is mapped: a discard only takes away.
+    /// Where the store is mapped changes by our orders and by discards, which the library counts;
+    /// so `/proc/PID/maps`, which is dear with thousands of mappings, is read only after discards,
+    /// and otherwise once in [`FULL_SYNC_INTERVAL`]. Our table names at least what is mapped: a
+    /// discard only takes away.
     pub(super) fn sync(&mut self, id: VmId) -> bool {
         let began = thread_cpu_ns();
         if let Err(error) = self.read_library_stats(id) {
@@ -145,7 +149,8 @@ impl Engine {
         // Every VM of the domain must have been read just now; if one can't be, nothing is punched.
         let members = self.vms.iter().filter(|(_, vm)| vm.domain == name);
         let ids: Vec<VmId> = members.map(|(&id, _)| id).collect();
-        // All of them, also behind one that can't be read: what guests could call in is counted from these looks.
+        // All of them, also behind one that can't be read: what guests could call in is counted
+        // from these looks.
         let mut is_read = true;
         for &id in &ids {
             is_read &= self.sync(id);
@@ -182,7 +187,8 @@ impl Engine {
         }
     }
 
-    /// Whether a process lives that mapped the store when it was taken over, and that this engine doesn't know.
+    /// Whether a process lives that mapped the store when it was taken over, and that this engine
+    /// doesn't know.
     fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
         let known: Vec<_> = ids
             .iter()
@@ -208,7 +214,8 @@ impl Engine {
         !domain.guardians.is_empty()
     }
 
-    /// Whether a store page is filled and not yet mapped, while two VMs still cache what it holds: about to be folded.
+    /// Whether a store page is filled and not yet mapped, while two VMs still cache what it holds:
+    /// about to be folded.
     fn is_wanted(&self, domain: &Domain, facts: StorePageFacts) -> bool {
         let Some((content, page)) = facts.holds.filter(|_| facts.references == 0) else {
             return false;
@@ -229,7 +236,8 @@ impl Engine {
 }
 
 impl VmState {
-    /// When the kernel's tables are to be looked at again; never for a VM that maps nothing and is silent.
+    /// When the kernel's tables are to be looked at again; never for a VM that maps nothing and is
+    /// silent.
     pub(super) fn look_due(&self, interval: Duration) -> Option<Instant> {
         let interval = if self.active {
             interval
@@ -285,8 +293,8 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
     }
 }
 
-/// Reads the kernel's tables into ours: where the store is mapped (if `full`), and which pages were copied since.
-/// Returns whether page cache may be folded now that might not before.
+/// Reads the kernel's tables into ours: where the store is mapped (if `full`), and which pages were
+/// copied since. Returns whether page cache may be folded now that might not before.
 fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bool> {
     let pid = vm.guest.pid();
     let pages = vm.table.pages();
@@ -304,8 +312,8 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
         super::fold_back::note_views(vm, &mappings.others);
     }
     let pagemap = vm.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
-    // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out counts as the store's:
-    // that errs on the side of keeping store pages.
+    // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out
+    // counts as the store's: that errs on the side of keeping store pages.
     let mut own = vec![0_u64; pages.div_ceil(64) as usize];
     for slot in &vm.table.layout().slots {
         for region in pagemap.scan(slot.hva, slot.hva.add_pages(slot.pages), Filter::COPIES)? {

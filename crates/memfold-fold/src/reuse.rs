@@ -1,6 +1,7 @@
 //! A store at the end of its file (16 TiB of pages were appended in its life): room in its holes.
 //!
-//! A hole is used again only when no process maps it and no table here knows it: then it is like room that was never used.
+//! A hole is used again only when no process maps it and no table here knows it: then it is like
+//! room that was never used.
 
 use std::collections::HashSet;
 use std::io;

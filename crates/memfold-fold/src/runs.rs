@@ -55,7 +55,8 @@ impl Run {
     }
 }
 
-/// Runs that follow each other in guest memory and in the store: one run for the library, whatever files they are of.
+/// Runs that follow each other in guest memory and in the store: one run for the library, whatever
+/// files they are of.
 pub type Group = Vec<Run>;
 
 /// Pages in a group.

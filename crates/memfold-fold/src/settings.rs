@@ -28,7 +28,8 @@ pub struct EngineSettings {
     pub max_mappings: usize,
     /// Whether pages of zeroes are given back to the host.
     pub drop_zero: bool,
-    /// Shortest time between two passes that look for pages that are again as in the snapshot that their VM runs from.
+    /// Shortest time between two passes that look for pages that are again as in the snapshot that
+    /// their VM runs from.
     pub fold_back_interval: Duration,
 }
 

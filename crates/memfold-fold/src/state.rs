@@ -151,7 +151,8 @@ impl Engine {
         let now = Instant::now();
         self.settings.cpu_share = cpu_share;
         self.settings.pages_per_second = pages_per_second;
-        // Twenty seconds of unused budget may be spent at once: right after a boot there is much to fold.
+        // Twenty seconds of unused budget may be spent at once: right after a boot there is much to
+        // fold.
         self.cpu = TokenBucket::new(cpu_share * 1e9, cpu_share * 20e9, now);
         self.rate = pages_per_second.map(|n| TokenBucket::new(n as f64, n as f64, now));
     }

@@ -27,7 +27,8 @@ impl Latencies {
         self.steps[step] += pages;
     }
 
-    /// The time within which `percent` of the pages were folded, in seconds; `None` before the first.
+    /// The time within which `percent` of the pages were folded, in seconds; `None` before the
+    /// first.
     #[must_use]
     pub fn percentile_s(&self, percent: u64) -> Option<f64> {
         let total: u64 = self.steps.iter().sum();
@@ -61,7 +62,8 @@ pub struct VmStats {
     pub hint_runs: u64,
     /// Pages in them.
     pub hint_pages: u64,
-    /// Pages offered that lie outside the VM's RAM, or of files never introduced: the agent is wrong or lies.
+    /// Pages offered that lie outside the VM's RAM, or of files never introduced: the agent is
+    /// wrong or lies.
     pub bogus_pages: u64,
     /// Pages not taken on because the tables reached the limit for this VM.
     pub over_limit_pages: u64,
@@ -75,11 +77,13 @@ pub struct VmStats {
     pub agent_rss_bytes: u64,
     /// Pages whose file is known now.
     pub cached_pages: u64,
-    /// Runs of them that are consecutive in guest memory and in their file. To fold all of them takes about as many mappings.
+    /// Runs of them that are consecutive in guest memory and in their file. To fold all of them
+    /// takes about as many mappings.
     pub cached_runs: u64,
     /// Of the cached, pages that another VM of the domain caches too, or that the store holds.
     pub matched_pages: u64,
-    /// Of the matched, pages that are folded and not copied since, or a snapshot's, as of the last look at the kernel's tables.
+    /// Of the matched, pages that are folded and not copied since, or a snapshot's, as of the last
+    /// look at the kernel's tables.
     pub matched_folded_pages: u64,
     /// Pages where the page store is mapped.
     pub mapped_pages: u64,
@@ -95,13 +99,15 @@ pub struct VmStats {
     pub busy_pages: u64,
     /// Pages of zeroes given back to the host.
     pub zero_pages: u64,
-    /// Of these, pages that the guest has not written since, as of the last look at the kernel's tables.
+    /// Of these, pages that the guest has not written since, as of the last look at the kernel's
+    /// tables.
     pub zero_saved_pages: u64,
     /// Pages that lie in views of the image of the snapshot that the VM runs from.
     pub template_pages: u64,
     /// Of these, pages that the guest wrote since (private copies).
     pub template_copied_pages: u64,
-    /// Pages in such views that hold something in the image and that the guest has not written since.
+    /// Pages in such views that hold something in the image and that the guest has not written
+    /// since.
     #[serde(default)]
     pub template_shared_pages: u64,
     /// Private copies that held again what the image holds, and were given back.
@@ -168,9 +174,11 @@ pub struct EngineStats {
     pub cpu_share: f64,
     /// Limit of pages looked at in a second, if one is set.
     pub pages_per_second: Option<u64>,
-    /// Of the pages hinted while folding was on, half were folded within this many seconds of their hint.
+    /// Of the pages hinted while folding was on, half were folded within this many seconds of their
+    /// hint.
     pub hint_to_fold_p50_s: Option<f64>,
-    /// Of the pages hinted while folding was on, 95 % were folded within this many seconds of their hint.
+    /// Of the pages hinted while folding was on, 95 % were folded within this many seconds of their
+    /// hint.
     pub hint_to_fold_p95_s: Option<f64>,
     /// Same path, same bytes.
     pub case_same_path_same_content: u64,
@@ -190,7 +198,8 @@ pub struct EngineStats {
     pub hints_waiting: u64,
     /// Memory of the engine's tables, in bytes.
     pub own_bytes: u64,
-    /// Seconds since these figures were taken: 0, unless the engine waits for a VM that does not answer.
+    /// Seconds since these figures were taken: 0, unless the engine waits for a VM that does not
+    /// answer.
     #[serde(default)]
     pub age_s: f64,
     /// Per VM.

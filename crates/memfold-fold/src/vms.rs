@@ -179,8 +179,8 @@ impl Engine {
         }
     }
 
-    /// The library of this VM no longer answers: it is not folded until [`Command::Reached`]. Mostly because the VM is ending, which
-    /// whoever watches its process tells.
+    /// The library of this VM no longer answers: it is not folded until [`Command::Reached`].
+    /// Mostly because the VM is ending, which whoever watches its process tells.
     pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
         if let Some(vm) = self.vms.get_mut(&id) {
             info!(
@@ -235,7 +235,8 @@ impl Engine {
         self.tell_held(id, answer, held);
     }
 
-    /// Says what became of it. Who asked may have gone away meanwhile: then nobody would let the VM go on.
+    /// Says what became of it. Who asked may have gone away meanwhile: then nobody would let the VM
+    /// go on.
     fn tell_held(
         &mut self,
         id: VmId,

@@ -1,5 +1,5 @@
-//! When a VM's memory is searched for pages of zeroes: once after the VM has come up, and again whenever its memory has grown by
-//! [`GROWTH_PAGES`] since.
+//! When a VM's memory is searched for pages of zeroes: once after the VM has come up, and again
+//! whenever its memory has grown by [`GROWTH_PAGES`] since.
 
 use std::time::{Duration, Instant};
 

@@ -1,6 +1,7 @@
 //! One bit for each page of a RAM block.
 
-/// A fixed number of bits, all clear at first. Indexes beyond the end read as clear and can't be set.
+/// A fixed number of bits, all clear at first. Indexes beyond the end read as clear and can't be
+/// set.
 #[derive(Debug, Clone)]
 pub struct Bitmap {
     words: Vec<u64>,

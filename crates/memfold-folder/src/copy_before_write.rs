@@ -1,4 +1,5 @@
-//! Keeping what memory holds now, while the VM goes on: each page's bytes are copied before the VM writes to it.
+//! Keeping what memory holds now, while the VM goes on: each page's bytes are copied before the VM
+//! writes to it.
 //!
 //! ```text
 //!   vCPU, device --write--> protected page: sleeps
@@ -6,8 +7,9 @@
 //!   this thread             page -> slot, entry = slot, protection lifted, writer goes on
 //!   daemon                  reads all pages at leisure, marks each done (memfold_wire::past)
 //! ```
-//! Of ours the thread takes no lock but that of copying, so that nobody who holds another one can keep a writer waiting. If a page can't be kept,
-//! nothing is any more: the VM goes on, and the daemon finds the reason.
+//! Of ours the thread takes no lock but that of copying, so that nobody who holds another one can
+//! keep a writer waiting. If a page can't be kept, nothing is any more: the VM goes on, and the
+//! daemon finds the reason.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -73,7 +75,8 @@ impl Past {
             .map_err(|errno| format!("cannot create a pipe: {errno}"))?;
         let keeper = Arc::new(keeper);
         let watching = Arc::clone(&keeper);
-        // Before the first page is protected: nobody may wait for a thread that could not be started.
+        // Before the first page is protected: nobody may wait for a thread that could not be
+        // started.
         let thread = signals::with_all_blocked(|| {
             std::thread::Builder::new()
                 .name("memfold-past".to_owned())
@@ -229,14 +232,16 @@ impl Keeper {
         self.lift(area.part(from, to - from), area.part(at, 1));
     }
 
-    /// Lifts the protection of `area`, at least that of `page` in it, and wakes who waits for that one.
+    /// Lifts the protection of `area`, at least that of `page` in it, and wakes who waits for that
+    /// one.
     fn lift(&self, area: Area, page: Area) {
         for area in [area, page] {
             loop {
                 match self.uffd.lift(area) {
                     Ok(()) => return,
                     Err(Errno::AGAIN) => std::thread::yield_now(),
-                    // Part of it is another mapping by now, after a discard. The kernel has woken nobody then.
+                    // Part of it is another mapping by now, after a discard. The kernel has woken
+                    // nobody then.
                     Err(_) => break,
                 }
             }
@@ -252,7 +257,8 @@ impl Keeper {
 
     /// Lifts all protection.
     fn release(&self) {
-        // Piece by piece first, under the lock that faults share: unregistering takes the whole address space.
+        // Piece by piece first, under the lock that faults share: unregistering takes the whole
+        // address space.
         for &(area, _) in &self.ranges {
             for piece in (0..area.pages()).step_by(LIFT_PAGES) {
                 let _ = self.uffd.lift(area.part(piece, LIFT_PAGES as u64));
@@ -286,8 +292,9 @@ impl Keeper {
         if let Err(errno) = page.save(&self.file, self.layout.slot_page(slot) * PAGE_SIZE) {
             return self.fail(errno);
         }
-        // As long as its entry is 0 nobody lifts it, and nobody protects it again: if it is protected now, it was all the time. KSM, for one, puts an
-        // unprotected page in its place, and then those may be other bytes.
+        // As long as its entry is 0 nobody lifts it, and nobody protects it again: if it is
+        // protected now, it was all the time. KSM, for one, puts an unprotected page in its place,
+        // and then those may be other bytes.
         let protected = self
             .pagemap
             .all_pass(page.start(), page.end(), Filter::PROTECTED);

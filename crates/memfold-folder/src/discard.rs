@@ -8,7 +8,8 @@ use crate::ram::Kind;
 use crate::state::State;
 
 impl State {
-    /// Under one hold of the lock: a run folded between the exchange and the system call would fall back to the store.
+    /// Under one hold of the lock: a run folded between the exchange and the system call would fall
+    /// back to the store.
     pub(crate) fn discard(&mut self, start: u64, end: u64) -> Option<Result<(), Errno>> {
         if let Some(past) = &self.past {
             past.keep(start, end);
@@ -28,7 +29,8 @@ impl State {
                 if kind != Kind::Anonymous {
                     met = true;
                     if let Err(errno) = block.refresh(part) {
-                        // Too many mappings. QEMU then reports a failed discard; the guest's bytes are as they were.
+                        // Too many mappings. QEMU then reports a failed discard; the guest's bytes
+                        // are as they were.
                         return Some(Err(errno));
                     }
                     self.stats.discarded_pages += part.pages();

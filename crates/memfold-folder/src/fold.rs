@@ -29,7 +29,8 @@ impl Stop {
         match self {
             Self::Differs => Outcome::Differs { folded },
             Self::Busy => Outcome::Busy { folded },
-            // "Refused" says that nothing was touched; behind a folded part it is a page that is no longer anonymous.
+            // "Refused" says that nothing was touched; behind a folded part it is a page that is no
+            // longer anonymous.
             Self::Hole => Outcome::Hole { folded },
             Self::Refused if folded > 0 => Outcome::Hole { folded },
             Self::Refused => Outcome::Refused,
@@ -94,7 +95,8 @@ impl State {
                     let back = kind == Kind::Template && block.shows(part, store.identity(), first);
                     at_rest(part, bytes, store, first, back)
                 }
-                // Anonymous pages in an order for write protection are moved: that also holds against DMA.
+                // Anonymous pages in an order for write protection are moved: that also holds
+                // against DMA.
                 (_, Kind::Anonymous, Some(uffd), Some(staging)) => {
                     by_move(uffd, staging, part, bytes, store, first)
                 }
@@ -145,9 +147,10 @@ fn by_move(
     first: u64,
 ) -> Step {
     let slot = staging.slot(run);
-    // The compare faults the window in, 16 pages at a time. Measured on a memfd, µs of CPU a page in runs of 64: 1.03-1.09 so;
-    // 1.16-1.28 with MADV_POPULATE_READ before the freeze; 1.6 with the store's bytes read into a buffer instead of mapped.
-    // What a store in huge pages makes of it: docs/decisions/0011-store-in-tmpfs.md.
+    // The compare faults the window in, 16 pages at a time. Measured on a memfd, µs of CPU a page
+    // in runs of 64: 1.03-1.09 so; 1.16-1.28 with MADV_POPULATE_READ before the freeze; 1.6 with
+    // the store's bytes read into a buffer instead of mapped. What a store in huge pages makes of
+    // it: docs/decisions/0011-store-in-tmpfs.md.
     let (staged, stop) = match Staged::freeze(uffd, staging.pagemap(), run, slot) {
         Ok(frozen) => frozen,
         Err(errno) => return Step::nothing(Stop::Failed(errno)),
@@ -196,8 +199,8 @@ fn by_write_protection(
     step
 }
 
-/// Compares and exchanges pages that nobody writes. `back`: the run is a view of these very pages of the file, so dropping the
-/// guest's private copies is enough and keeps the mapping whole.
+/// Compares and exchanges pages that nobody writes. `back`: the run is a view of these very pages
+/// of the file, so dropping the guest's private copies is enough and keeps the mapping whole.
 fn at_rest(run: Area, bytes: Area, store: &Store, first: u64, back: bool) -> Step {
     let equal = run.equal_pages(bytes);
     let same = run.part(0, equal);

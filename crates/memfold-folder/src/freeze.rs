@@ -7,8 +7,9 @@
 //!   staging     | the run's pages      |            <- compared here, nobody else knows them
 //! ```
 //!
-//! Between the first ioctl and the guard's `drop` nothing may allocate (another thread may hold the allocator's lock and
-//! wait for one of these pages), and this thread may not touch the frozen range: it would wait for itself.
+//! Between the first ioctl and the guard's `drop` nothing may allocate (another thread may hold the
+//! allocator's lock and wait for one of these pages), and this thread may not touch the frozen
+//! range: it would wait for itself.
 
 use std::time::{Duration, Instant};
 
@@ -18,8 +19,9 @@ use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-/// Pages that staging has room for: four of the longest runs. Duplicates stay until it is full or the order ends, because one
-/// `madvise` (and one flush of the TLB) for many runs is cheaper than one for each.
+/// Pages that staging has room for: four of the longest runs. Duplicates stay until it is full or
+/// the order ends, because one `madvise` (and one flush of the TLB) for many runs is cheaper than
+/// one for each.
 const STAGING_PAGES: u64 = 2048;
 
 /// Tries of an operation that the kernel asks to repeat, before a page counts as busy.
@@ -38,13 +40,14 @@ impl Staging {
     pub fn new(uffd: &Userfaultfd) -> Result<Self, Errno> {
         let mapping = Mapping::anonymous(STAGING_PAGES, true)?;
         let area = mapping.area();
-        // Huge pages here would be memory never asked for; a fork or a core dump must not see guests' pages twice.
-        // A kernel without huge pages refuses the first.
+        // Huge pages here would be memory never asked for; a fork or a core dump must not see
+        // guests' pages twice. A kernel without huge pages refuses the first.
         let _ = area.advise(Advice::LinuxNoHugepage);
         area.advise(Advice::LinuxDontFork)?;
         area.advise(Advice::LinuxDontDump)?;
-        // UFFDIO_MOVE wants its target registered, for anything. Write protection, which is never set here, keeps a stray
-        // access to an empty page harmless; a missing-page registration would let this thread wait for itself.
+        // UFFDIO_MOVE wants its target registered, for anything. Write protection, which is never
+        // set here, keeps a stray access to an empty page harmless; a missing-page registration
+        // would let this thread wait for itself.
         let mode = if uffd.can_write_protect() {
             Mode::WriteProtect
         } else {
@@ -60,7 +63,8 @@ impl Staging {
         })
     }
 
-    /// An empty place for `run`. Aligned like the run where that is a whole huge page, which then moves in one piece.
+    /// An empty place for `run`. Aligned like the run where that is a whole huge page, which then
+    /// moves in one piece.
     pub fn slot(&mut self, run: Area) -> Area {
         const HUGE: u64 = memfold_units::HUGE_PAGE_PAGES;
         let whole_huge =
@@ -86,7 +90,8 @@ impl Staging {
     /// Frees the duplicates.
     pub fn free(&mut self) {
         if self.used > 0 {
-            // Fails only on locked memory, which `AddRam` refused; then the duplicates stay and moves end with EEXIST.
+            // Fails only on locked memory, which `AddRam` refused; then the duplicates stay and
+            // moves end with EEXIST.
             let _ = self
                 .mapping
                 .area()
@@ -97,7 +102,8 @@ impl Staging {
     }
 }
 
-/// Pages moved out of a run into staging. Dropping it puts back what [`Staged::finish`] was not told to be replaced.
+/// Pages moved out of a run into staging. Dropping it puts back what [`Staged::finish`] was not
+/// told to be replaced.
 #[derive(Debug)]
 pub struct Staged<'a> {
     uffd: &'a Userfaultfd,
@@ -113,7 +119,8 @@ pub struct Staged<'a> {
 }
 
 impl<'a> Staged<'a> {
-    /// Freezes as much of `run` as can be moved to `slot`, from the start; and why not all of it. An error: nothing is frozen.
+    /// Freezes as much of `run` as can be moved to `slot`, from the start; and why not all of it.
+    /// An error: nothing is frozen.
     pub fn freeze(
         uffd: &'a Userfaultfd,
         pagemap: &'a Pagemap,
@@ -143,8 +150,8 @@ impl<'a> Staged<'a> {
         self.slot.part(0, self.pages)
     }
 
-    /// Thaws. The first `gone` pages don't come back; `mapped` says that a new mapping is in their place (else they become
-    /// empty anonymous memory). Gives the time of the freeze.
+    /// Thaws. The first `gone` pages don't come back; `mapped` says that a new mapping is in their
+    /// place (else they become empty anonymous memory). Gives the time of the freeze.
     pub fn finish(mut self, gone: u64, mapped: bool) -> Duration {
         self.gone = gone.min(self.pages);
         self.replaced = if mapped { self.gone } else { 0 };
@@ -196,7 +203,8 @@ impl<'a> Protected<'a> {
         Err(Errno::AGAIN)
     }
 
-    /// Thaws; new mappings are in place of the first `replaced` pages. Gives the time of the freeze.
+    /// Thaws; new mappings are in place of the first `replaced` pages. Gives the time of the
+    /// freeze.
     pub fn finish(mut self, replaced: u64) -> Duration {
         self.replaced = replaced;
         let began = self.began;
@@ -213,8 +221,9 @@ impl Drop for Protected<'_> {
 
 /// Moves pages until one can't be moved; how many, and why it stopped.
 ///
-/// The kernel's own count can be too small: Linux 6.18 moves several pages in one step, and when a page migrates meanwhile (compaction), it
-/// says EAGAIN without those that it has moved already. A page that is taken for not moved would be lost in staging.
+/// The kernel's own count can be too small: Linux 6.18 moves several pages in one step, and when a
+/// page migrates meanwhile (compaction), it says EAGAIN without those that it has moved already. A
+/// page that is taken for not moved would be lost in staging.
 fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64, Option<Errno>) {
     let mut done = 0;
     let mut chunk = from.pages();
@@ -257,8 +266,9 @@ fn is_moved(pagemap: &Pagemap, from: Area, to: Area) -> bool {
     !from.is_empty() && matches!((is_there(from), is_there(to)), (Ok(false), Ok(true)))
 }
 
-/// Moves pages back. It must succeed, and nothing stands against it: the target is empty and registered (nobody can fill it),
-/// its page tables exist, and no one else knows the staged pages. A reclaimer or migration that holds one lets it go.
+/// Moves pages back. It must succeed, and nothing stands against it: the target is empty and
+/// registered (nobody can fill it), its page tables exist, and no one else knows the staged pages.
+/// A reclaimer or migration that holds one lets it go.
 fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
     let mut done = 0;
     let mut tries = 0u32;
@@ -286,9 +296,9 @@ fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
 
 /// Unregisters what was not replaced, and wakes everybody.
 ///
-/// The range is one that was registered as it is, so no mapping must be split, and ENOMEM can only pass. Waking is by itself:
-/// the kernel's unregister wakes only who waits for a missing page, not who waits for write protection to end
-/// (`userfaultfd_unregister` in `fs/userfaultfd.c`).
+/// The range is one that was registered as it is, so no mapping must be split, and ENOMEM can only
+/// pass. Waking is by itself: the kernel's unregister wakes only who waits for a missing page, not
+/// who waits for write protection to end (`userfaultfd_unregister` in `fs/userfaultfd.c`).
 fn thaw(uffd: &Userfaultfd, run: Area, replaced: u64) {
     let rest = run.after(replaced);
     if !rest.is_empty() {

@@ -1,6 +1,7 @@
 //! Stopping the VM for a moment, by a QMP connection of the library's own.
 //!
-//! The library does it itself because it lives and dies with its VM: whatever becomes of the daemon meanwhile, the VM goes on.
+//! The library does it itself because it lives and dies with its VM: whatever becomes of the daemon
+//! meanwhile, the VM goes on.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -9,13 +10,15 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// Longest wait for one answer; less than the daemon waits for a reply. `stop` drains I/O first, so a slow disk makes it slow.
+/// Longest wait for one answer; less than the daemon waits for a reply. `stop` drains I/O first, so
+/// a slow disk makes it slow.
 const PATIENCE: Duration = Duration::from_secs(4);
 
 /// QEMU's monitor.
 #[derive(Debug)]
 pub struct Monitor {
-    /// Where to connect, when it is first needed and after an error. None: there is this one connection, for good.
+    /// Where to connect, when it is first needed and after an error. None: there is this one
+    /// connection, for good.
     path: Option<PathBuf>,
     link: Option<Link>,
     /// Whether the VM stands still because of [`Monitor::hold`].
@@ -33,7 +36,8 @@ impl Monitor {
         }
     }
 
-    /// A connection that QEMU serves already. It needs no rights, which QEMU may have given up by then.
+    /// A connection that QEMU serves already. It needs no rights, which QEMU may have given up by
+    /// then.
     pub fn connected(stream: UnixStream) -> io::Result<Self> {
         Ok(Self {
             path: None,
@@ -42,7 +46,8 @@ impl Monitor {
         })
     }
 
-    /// Stops vCPUs and drains I/O. `None` if the VM was not running; then it is not ours to let go on.
+    /// Stops vCPUs and drains I/O. `None` if the VM was not running; then it is not ours to let go
+    /// on.
     pub fn stop(&mut self) -> io::Result<Option<Stopped<'_>>> {
         let status = self.ask("query-status")?;
         if status["status"] != "running" {
@@ -77,7 +82,8 @@ impl Monitor {
     }
 
     fn go_on(&mut self) {
-        // QEMU carries commands out in their order, so this comes after a `stop` that is still unanswered.
+        // QEMU carries commands out in their order, so this comes after a `stop` that is still
+        // unanswered.
         for _ in 0..100 {
             match self.ask("cont") {
                 Ok(_) => return,
@@ -133,7 +139,8 @@ impl Drop for Stopped<'_> {
     }
 }
 
-/// One connection. An answer that did not come in time is told by its number from that of a later question.
+/// One connection. An answer that did not come in time is told by its number from that of a later
+/// question.
 #[derive(Debug)]
 struct Link {
     stream: BufReader<UnixStream>,
@@ -157,7 +164,8 @@ impl Link {
 
     fn ask(&mut self, command: &str) -> io::Result<Value> {
         if !self.is_greeted {
-            // Once only: QEMU carries it out also if its answer comes too late, and refuses a second one.
+            // Once only: QEMU carries it out also if its answer comes too late, and refuses a
+            // second one.
             self.is_greeted = true;
             self.exchange("qmp_capabilities")?;
         }

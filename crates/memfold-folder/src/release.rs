@@ -47,7 +47,8 @@ impl State {
                 .transpose()
             {
                 Ok(guard) => guard,
-                // A template's file that is not shmem can't be write-protected: only `Stopped` fits.
+                // A template's file that is not shmem can't be write-protected: only `Stopped`
+                // fits.
                 Err(Errno::INVAL) if done == 0 => return Outcome::Refused,
                 Err(errno) => return failed(errno),
             };

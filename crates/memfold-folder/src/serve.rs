@@ -27,8 +27,8 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
         SocketFlags::CLOEXEC,
         None,
     )?;
-    // Linux gives the file the mode of the socket (net/unix/af_unix.c, unix_bind_bsd), so it is never open to others. The
-    // process's umask, which QEMU's threads share, stays as it is.
+    // Linux gives the file the mode of the socket (net/unix/af_unix.c, unix_bind_bsd), so it is
+    // never open to others. The process's umask, which QEMU's threads share, stays as it is.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, 8)?;

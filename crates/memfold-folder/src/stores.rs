@@ -34,8 +34,8 @@ impl Store {
         self.identity
     }
 
-    /// The window on `pages` pages from `first`, if the file has them all: touching a page beyond the end of a file is a
-    /// SIGBUS.
+    /// The window on `pages` pages from `first`, if the file has them all: touching a page beyond
+    /// the end of a file is a SIGBUS.
     #[must_use]
     pub fn window(&self, first: u64, pages: u64) -> Option<Area> {
         let end = first.checked_add(pages)?;
@@ -74,8 +74,8 @@ impl Stores {
         }
         let window = Mapping::window(&descriptor, max_pages)
             .map_err(|errno| format!("cannot map page store {number}: {errno}"))?;
-        // Else khugepaged, which looks at what processes map, would fill the store's punched holes to make huge pages of it. A
-        // kernel without huge pages refuses.
+        // Else khugepaged, which looks at what processes map, would fill the store's punched holes
+        // to make huge pages of it. A kernel without huge pages refuses.
         let _ = window.area().advise(Advice::LinuxNoHugepage);
         let store = Store {
             number,

@@ -1,8 +1,8 @@
 //! Giving back anonymous pages that hold only zeroes.
 //!
-//! The page map says which pages are in memory and anonymous; only those are looked at, so nothing is swapped in and no hole
-//! is filled by looking. A run that looks like zeroes is frozen, looked at again, and dropped: the guest then has empty
-//! memory there, which reads as zeroes.
+//! The page map says which pages are in memory and anonymous; only those are looked at, so nothing
+//! is swapped in and no hole is filled by looking. A run that looks like zeroes is frozen, looked
+//! at again, and dropped: the guest then has empty memory there, which reads as zeroes.
 
 use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
 use memfold_sys::region::Area;
@@ -18,7 +18,8 @@ use crate::state::{State, record_freeze};
 pub(crate) const CHUNK_PAGES: u64 = MAX_RUN_PAGES as u64;
 
 impl State {
-    /// Looks at one chunk (at most [`CHUNK_PAGES`]); pages looked at and pages given back. `None`: not RAM.
+    /// Looks at one chunk (at most [`CHUNK_PAGES`]); pages looked at and pages given back. `None`:
+    /// not RAM.
     pub(crate) fn drop_zero(
         &mut self,
         uffd: &Userfaultfd,
@@ -46,7 +47,8 @@ impl State {
 
     fn drop_zero_in(&mut self, uffd: &Userfaultfd, region: &Region, part: Area) -> u64 {
         if region.is(category::HUGE) {
-            // Taking a few pages out would split the huge page, which costs the guest more than they are worth.
+            // Taking a few pages out would split the huge page, which costs the guest more than
+            // they are worth.
             let whole = part.pages() == HUGE_PAGE_PAGES
                 && part.start().0 % (HUGE_PAGE_PAGES * memfold_units::PAGE_SIZE) == 0;
             if !whole || part.zero_pages() < part.pages() {

@@ -1,4 +1,5 @@
-//! What the agent reads from its kernel, and the daemon's globs. The real pages and texts are the agent's test fixtures.
+//! What the agent reads from its kernel, and the daemon's globs. The real pages and texts are the
+//! agent's test fixtures.
 
 use memfold_agent::format::{EventFormat, PageFormat};
 use memfold_agent::glob;
@@ -183,7 +184,8 @@ fn mountinfo(data: &[u8]) -> u64 {
 
 fn globs(data: &[u8]) -> u64 {
     let [pattern, path] = parts(data);
-    // Patterns are the operator's, paths the guest's: two kinds of stars cost the square of the path's length.
+    // Patterns are the operator's, paths the guest's: two kinds of stars cost the square of the
+    // path's length.
     let (pattern, path) = (
         &pattern[..pattern.len().min(256)],
         &path[..path.len().min(256)],

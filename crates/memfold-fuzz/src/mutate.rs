@@ -1,4 +1,5 @@
-//! Fuzzing without a compiler's help: valid inputs, changed at random; those that led somewhere new are changed further.
+//! Fuzzing without a compiler's help: valid inputs, changed at random; those that led somewhere new
+//! are changed further.
 
 use std::time::{Duration, Instant};
 
@@ -39,8 +40,8 @@ impl Random {
     }
 }
 
-/// Runs `subject` on changed inputs for `time`. Calls `before` with each input before it is tried, so that the caller knows
-/// the one that made it panic.
+/// Runs `subject` on changed inputs for `time`. Calls `before` with each input before it is tried,
+/// so that the caller knows the one that made it panic.
 pub fn fuzz(subject: Subject, time: Duration, seed: u64, mut before: impl FnMut(&[u8])) -> Fuzzed {
     let mut random = Random(seed | 1);
     let mut pool = (subject.seeds)();
@@ -126,7 +127,8 @@ fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
     }
 }
 
-/// Makes the header of a frame right again; without it most changed frames would end at their header.
+/// Makes the header of a frame right again; without it most changed frames would end at their
+/// header.
 fn repair_frame(input: &mut [u8]) {
     if let Some((header, body)) = input.split_first_chunk_mut::<4>() {
         if let (Ok(length), true) = (u32::try_from(body.len()), header[2] == 0 && header[3] == 0) {

@@ -5,14 +5,15 @@
 pub struct Subject {
     /// Its name; `fuzz/fuzz_targets` has one file for each.
     pub name: &'static str,
-    /// Reads the bytes and asserts what must be so. Gives a number that tells sorts of results apart, so that inputs that led
-    /// somewhere new can be kept.
+    /// Reads the bytes and asserts what must be so. Gives a number that tells sorts of results
+    /// apart, so that inputs that led somewhere new can be kept.
     pub run: fn(&[u8]) -> u64,
     /// Valid inputs.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// `data` cut at its NUL bytes into `N` parts; parts that are missing are empty, the last takes the rest.
+/// `data` cut at its NUL bytes into `N` parts; parts that are missing are empty, the last takes the
+/// rest.
 pub(crate) fn parts<const N: usize>(data: &[u8]) -> [&[u8]; N] {
     let mut pieces = data.splitn(N, |b| *b == 0);
     std::array::from_fn(|_| pieces.next().unwrap_or_default())

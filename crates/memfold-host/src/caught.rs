@@ -13,8 +13,8 @@ pub fn is_caught() -> bool {
     CAUGHT.get()
 }
 
-/// Does some work that may panic, such as with what a guest has sent. What the work changes must be of no use afterwards, or whole at any
-/// time.
+/// Does some work that may panic, such as with what a guest has sent. What the work changes must be
+/// of no use afterwards, or whole at any time.
 ///
 /// # Errors
 /// It has panicked, which the log tells.

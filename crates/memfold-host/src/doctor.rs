@@ -82,7 +82,8 @@ fn bad(name: &'static str, status: Status, meaning: impl Into<String>, fix: &str
 
 const NEWER_KERNEL: &str = "install Linux 6.8 or newer (Debian 13's, or on Debian 12: apt install -t bookworm-backports linux-image-amd64)";
 
-/// Capabilities without which root can't fold: their bits (`include/uapi/linux/capability.h`), names, and what each is for.
+/// Capabilities without which root can't fold: their bits (`include/uapi/linux/capability.h`),
+/// names, and what each is for.
 const CAPABILITIES: [(u32, &str, &str); 2] = [
     (
         19,

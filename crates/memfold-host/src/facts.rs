@@ -100,7 +100,8 @@ pub struct HostFacts {
 }
 
 impl HostFacts {
-    /// Looks at everything. Takes about a second, and up to ten when KVM is tried for the first time; `state` keeps its verdict.
+    /// Looks at everything. Takes about a second, and up to ten when KVM is tried for the first
+    /// time; `state` keeps its verdict.
     #[must_use]
     pub fn probe(state: &Path) -> Self {
         let qemu = qemu();

@@ -15,8 +15,8 @@ pub const LIBRARY_VARIABLE: &str = "MEMFOLD_QEMU_LIBRARY";
 /// Environment variable that names the directory of guest images.
 pub const CACHE_VARIABLE: &str = "MEMFOLD_CACHE";
 
-/// The library: what `MEMFOLD_QEMU_LIBRARY` names, else beside the running program (or one directory up, for tests), else in
-/// `/usr/lib/memfold`. `NotFound` tells where it was looked for.
+/// The library: what `MEMFOLD_QEMU_LIBRARY` names, else beside the running program (or one
+/// directory up, for tests), else in `/usr/lib/memfold`. `NotFound` tells where it was looked for.
 pub fn library() -> io::Result<PathBuf> {
     let candidates = if let Some(path) = std::env::var_os(LIBRARY_VARIABLE) {
         vec![PathBuf::from(path)]
@@ -50,7 +50,8 @@ pub struct GuestImage {
     pub kernel_version: String,
 }
 
-/// The directory of guest images: `MEMFOLD_CACHE`, else `memfold` in `XDG_CACHE_HOME` or `~/.cache`.
+/// The directory of guest images: `MEMFOLD_CACHE`, else `memfold` in `XDG_CACHE_HOME` or
+/// `~/.cache`.
 pub fn image_directory() -> io::Result<PathBuf> {
     let set = |name| {
         std::env::var_os(name)
@@ -89,7 +90,8 @@ fn entries() -> io::Result<BTreeMap<String, Entry>> {
     Ok(entries)
 }
 
-/// The bootable guest images that `make setup` built, by name, with absolute paths; only those whose files are all there.
+/// The bootable guest images that `make setup` built, by name, with absolute paths; only those
+/// whose files are all there.
 pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
     let bootable = |entry: Entry| {
         let image = GuestImage {
@@ -116,7 +118,8 @@ pub fn data_disks() -> io::Result<BTreeMap<String, PathBuf>> {
         .collect())
 }
 
-/// Where the shell would find `name`; also looks where programs for the administrator are, which a user's `PATH` lacks.
+/// Where the shell would find `name`; also looks where programs for the administrator are, which a
+/// user's `PATH` lacks.
 #[must_use]
 pub fn program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;

@@ -1,4 +1,5 @@
-//! Limits that control groups set for memory: for processes in one, the host is as large as it says.
+//! Limits that control groups set for memory: for processes in one, the host is as large as it
+//! says.
 //!
 //! `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst` of the kernel.
 
@@ -46,14 +47,16 @@ pub struct Room {
 }
 
 impl Group {
-    /// Those that all of these processes are in: the limits that bind them together. Processes that have ended don't count.
+    /// Those that all of these processes are in: the limits that bind them together. Processes that
+    /// have ended don't count.
     #[must_use]
     pub fn of_all(pids: &[i32]) -> Vec<Self> {
         Self::of_all_in(Path::new("/proc"), Path::new(ROOT), pids)
     }
 
-    /// Those whose limits bind VMs together, the next one too. Of a VM alone nothing says where the next will be, so only the groups count that
-    /// this process is in as well: a limit that was set for that VM must not stop others.
+    /// Those whose limits bind VMs together, the next one too. Of a VM alone nothing says where the
+    /// next will be, so only the groups count that this process is in as well: a limit that was set
+    /// for that VM must not stop others.
     #[must_use]
     pub fn of_vms(pids: Vec<i32>) -> Vec<Self> {
         let own = rustix::process::getpid().as_raw_nonzero().get();

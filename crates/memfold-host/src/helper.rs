@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
-/// Runs a program and collects what it prints. At the deadline it is killed, with all that it has started, and the error is `TimedOut`.
-/// Its standard input is what the command says; that of the caller if it says nothing.
+/// Runs a program and collects what it prints. At the deadline it is killed, with all that it has
+/// started, and the error is `TimedOut`. Its standard input is what the command says; that of the
+/// caller if it says nothing.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     output_of(
         command
@@ -22,7 +23,8 @@ pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     )
 }
 
-/// The same of a child that leads its process group; what it writes to other places than pipes is not collected.
+/// The same of a child that leads its process group; what it writes to other places than pipes is
+/// not collected.
 pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
     let collected = collect(&mut child, Instant::now() + limit);
     if matches!(collected, Ok(Some(_))) {

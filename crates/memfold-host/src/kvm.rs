@@ -1,5 +1,5 @@
-//! Whether KVM works, found out by booting a guest: a device that opens isn't enough (a nested host may offer `/dev/kvm` and
-//! yet run no stock kernel).
+//! Whether KVM works, found out by booting a guest: a device that opens isn't enough (a nested host
+//! may offer `/dev/kvm` and yet run no stock kernel).
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use super::files::GuestImage;
 use super::qemu::QemuFacts;
 
-/// How long the probe guest has for its kernel's first words. On hardware they come within a second.
+/// How long the probe guest has for its kernel's first words. On hardware they come within a
+/// second.
 const PATIENCE: Duration = Duration::from_secs(8);
 
 /// The first thing a Linux kernel prints.
@@ -50,8 +51,9 @@ struct Cached {
     verdict: KvmVerdict,
 }
 
-/// Probes KVM, or gives the earlier verdict for the same host kernel, QEMU and guest kernel. It is kept in `kvm.json`, in `state` and beside the
-/// image: another daemon of this host need not wait for the probe again.
+/// Probes KVM, or gives the earlier verdict for the same host kernel, QEMU and guest kernel. It is
+/// kept in `kvm.json`, in `state` and beside the image: another daemon of this host need not wait
+/// for the probe again.
 pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmVerdict {
     if let Err(e) = std::fs::File::options()
         .read(true)

@@ -18,7 +18,8 @@ pub use groups::{Group, Room};
 pub use kvm::KvmVerdict;
 pub use qemu::{QemuError, QemuFacts};
 
-/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be written.
+/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be
+/// written.
 #[macro_export]
 macro_rules! say {
     ($($words:tt)*) => {{
@@ -29,7 +30,8 @@ macro_rules! say {
 
 static COMMIT: std::sync::OnceLock<&str> = std::sync::OnceLock::new();
 
-/// Tells which commit the program is built from. The program knows it, and not this library: it would be compiled anew for each commit.
+/// Tells which commit the program is built from. The program knows it, and not this library: it
+/// would be compiled anew for each commit.
 pub fn set_commit(commit: &'static str) {
     // The first word stays.
     let _ = COMMIT.set(commit);

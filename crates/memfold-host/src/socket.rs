@@ -1,7 +1,8 @@
 //! Connecting to Unix sockets of other processes, with a deadline.
 //!
-//! A process that stands still accepts nobody. Once the queue of its socket is full, `connect(2)` waits for ever unless the socket has a
-//! send timeout (`SO_SNDTIMEO`, `unix_stream_connect` in the kernel's `net/unix/af_unix.c`).
+//! A process that stands still accepts nobody. Once the queue of its socket is full, `connect(2)`
+//! waits for ever unless the socket has a send timeout (`SO_SNDTIMEO`, `unix_stream_connect` in the
+//! kernel's `net/unix/af_unix.c`).
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -11,7 +12,8 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// Connects within `limit`. `TimedOut`: the process at the other end accepts nobody. Later writes have no limit: set one.
+/// Connects within `limit`. `TimedOut`: the process at the other end accepts nobody. Later writes
+/// have no limit: set one.
 pub fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
     let deadline = Instant::now() + limit;
     let address = SocketAddrUnix::new(path)?;

@@ -21,7 +21,8 @@ pub enum Cause {
     NoDomain,
     /// QEMU was told not to offer its memory (`mem-merge=off`).
     MergeOff,
-    /// QEMU offered it, and the kernel refused: a seccomp filter is on the process that isn't QEMU's own.
+    /// QEMU offered it, and the kernel refused: a seccomp filter is on the process that isn't
+    /// QEMU's own.
     Refused,
     /// The memory is not advised mergeable, for another reason.
     NotAdvised,

@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::error::KsmError;
 
-/// What can be set, by the kernel's names. `None`: this kernel lacks it; when written: left as it is.
+/// What can be set, by the kernel's names. `None`: this kernel lacks it; when written: left as it
+/// is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -33,7 +34,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// What a freshly booted kernel has (`mm/ksm.c`), with `run` = 1: 100 pages each 20 ms, smart scan, no advisor.
+    /// What a freshly booted kernel has (`mm/ksm.c`), with `run` = 1: 100 pages each 20 ms, smart
+    /// scan, no advisor.
     #[must_use]
     pub fn kernel_default() -> Self {
         Self {
@@ -151,8 +153,9 @@ impl Controls {
 
     /// Writes every setting that `wanted` names, this kernel has, and that differs; `run` last.
     ///
-    /// The kernel refuses `merge_across_nodes` and `max_page_sharing` while anything is merged (EBUSY), and `pages_to_scan`
-    /// while an advisor runs: unmerge before changing the former; the advisor is switched off first and on last here.
+    /// The kernel refuses `merge_across_nodes` and `max_page_sharing` while anything is merged
+    /// (EBUSY), and `pages_to_scan` while an advisor runs: unmerge before changing the former; the
+    /// advisor is switched off first and on last here.
     pub fn apply(&self, wanted: &Settings) -> Result<(), KsmError> {
         let now = self.settings()?;
         let set = |name: &str, now: Option<u64>, wanted: Option<u64>| match (now, wanted) {
@@ -162,7 +165,8 @@ impl Controls {
         if now.advisor_mode.as_deref().is_some_and(|m| m != "none") {
             self.write("advisor_mode", &"none")?;
         }
-        // Without the advisor a kernel goes back to the pages_to_scan of its own choice: read again.
+        // Without the advisor a kernel goes back to the pages_to_scan of its own choice: read
+        // again.
         set(
             "pages_to_scan",
             self.number("pages_to_scan")?,
@@ -194,7 +198,8 @@ impl Controls {
     /// Gives every merged page its own copy again (`run` = 2), then sets `run` to `after`.
     pub fn unmerge(&self, after: u64) -> Result<(), KsmError> {
         self.write("run", &2)?;
-        // The kernel frees what it merged before the write returns, but counts it off with the next mappings' exit at the latest.
+        // The kernel frees what it merged before the write returns, but counts it off with the next
+        // mappings' exit at the latest.
         let deadline = Instant::now() + Duration::from_secs(5);
         while self.number::<u64>("pages_sharing")?.unwrap_or(0) > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));

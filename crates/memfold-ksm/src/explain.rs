@@ -1,8 +1,9 @@
 //! Why a VM's memory merges, or doesn't: every cause with the pages that it concerns.
 //!
-//! The pages of the guest's mappings are in one place each: of a kind that KSM leaves alone, not advised, not in memory, merged,
-//! not looked at twice yet, or looked at without a like. Causes of the whole host (KSM stands still) concern what isn't merged.
-//! [`weigh`] only computes; [`super::facts`] reads.
+//! The pages of the guest's mappings are in one place each: of a kind that KSM leaves alone, not
+//! advised, not in memory, merged, not looked at twice yet, or looked at without a like. Causes of
+//! the whole host (KSM stands still) concern what isn't merged. [`weigh`] only computes;
+//! [`super::facts`] reads.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
@@ -47,7 +48,8 @@ pub struct Explanation {
     pub mergeable_bytes: u64,
     /// Of the mergeable, in memory.
     pub present_bytes: u64,
-    /// Of that, merged (mapped to a page that others map too); pages of zeroes on the kernel's zero page included.
+    /// Of that, merged (mapped to a page that others map too); pages of zeroes on the kernel's zero
+    /// page included.
     pub merged_bytes: u64,
     /// What merging saves in this process less its metadata (`ksm_process_profit`).
     pub profit_bytes: Option<i64>,
@@ -55,9 +57,11 @@ pub struct Explanation {
     pub rmap_overhead_bytes: Option<u64>,
     /// Time since QEMU's start, seconds.
     pub age_s: f64,
-    /// A full scan of the host's mergeable memory at the present `pages_to_scan` and `sleep_millisecs`, seconds.
+    /// A full scan of the host's mergeable memory at the present `pages_to_scan` and
+    /// `sleep_millisecs`, seconds.
     pub pass_s: Option<f64>,
-    /// Until the first pages merge, at most, if some are equal to others; null: some are merged, or nothing can merge.
+    /// Until the first pages merge, at most, if some are equal to others; null: some are merged, or
+    /// nothing can merge.
     pub first_merge_s: Option<f64>,
     /// All of it in one line.
     pub verdict: String,
@@ -222,7 +226,8 @@ fn of_content(facts: &Facts, places: &Places, passes: &Passes, found: &mut Found
         None => places.unmerged(),
     }
     .min(places.unmerged());
-    // The kernel counts these two for the whole host alone: their ratio there is taken for this VM's.
+    // The kernel counts these two for the whole host alone: their ratio there is taken for this
+    // VM's.
     let (unshared, volatile) = (
         host.status.pages_unshared.unwrap_or(0),
         host.status.pages_volatile.unwrap_or(0),

@@ -21,7 +21,8 @@ fn mapping(flags: &str, path: &str, pages: u64) -> Mapping {
     }
 }
 
-/// A VM of 64 MiB of mergeable memory that ksmd has looked at for an hour, on a host whose ksmd runs at the kernel's default.
+/// A VM of 64 MiB of mergeable memory that ksmd has looked at for an hour, on a host whose ksmd
+/// runs at the kernel's default.
 fn facts() -> Facts {
     Facts {
         vm: "v".into(),

@@ -63,7 +63,8 @@ pub struct Facts {
     pub mappings: Vec<Mapping>,
     /// QEMU was told not to offer its memory.
     pub merge_off: bool,
-    /// A seccomp filter is on the process that isn't QEMU's own (`-sandbox`), which lets `madvise` pass.
+    /// A seccomp filter is on the process that isn't QEMU's own (`-sandbox`), which lets `madvise`
+    /// pass.
     pub filtered: bool,
     /// Pages of zeroes in its mergeable memory, by a sample; `None`: unknown.
     pub zero_pages: Option<u64>,
@@ -161,8 +162,8 @@ fn words(directory: &Path) -> io::Result<Vec<String>> {
         .collect())
 }
 
-/// Whether a seccomp filter is on a process (`proc_pid_status(5)`) that isn't QEMU's own: it has one, and lets `madvise` pass
-/// (`system/qemu-seccomp.c`).
+/// Whether a seccomp filter is on a process (`proc_pid_status(5)`) that isn't QEMU's own: it has
+/// one, and lets `madvise` pass (`system/qemu-seccomp.c`).
 fn filtered(status: &str, words: &[String]) -> bool {
     let number = |name: &str| -> Option<u32> {
         let mut lines = status.lines();
@@ -177,8 +178,9 @@ fn filtered(status: &str, words: &[String]) -> bool {
     number("Seccomp:") == Some(2) && number("Seccomp_filters:").is_none_or(|all| all > own)
 }
 
-/// QEMU merges `-machine` options: the last word on `mem-merge` counts. A memory backend's `merge=off` changes nothing as long as it is
-/// on (`ram_block_add` in `system/physmem.c` asks the machine alone).
+/// QEMU merges `-machine` options: the last word on `mem-merge` counts. A memory backend's
+/// `merge=off` changes nothing as long as it is on (`ram_block_add` in `system/physmem.c` asks the
+/// machine alone).
 fn merge_off(words: &[String]) -> bool {
     let machine = words
         .windows(2)

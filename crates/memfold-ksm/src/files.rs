@@ -18,7 +18,8 @@ pub enum Role {
     Counter,
 }
 
-/// What a file holds: KSM's numbers, negative for a profit that is a loss, and words (`advisor_mode`).
+/// What a file holds: KSM's numbers, negative for a profit that is a loss, and words
+/// (`advisor_mode`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum Value {

@@ -18,7 +18,8 @@ use super::status::merging_pages;
 pub enum Merged {
     /// Each gets its own copy again, if none was merged before.
     AsBefore,
-    /// They stay merged: giving each its own copy takes as much memory at once as merging has saved.
+    /// They stay merged: giving each its own copy takes as much memory at once as merging has
+    /// saved.
     Stay,
 }
 
@@ -46,7 +47,8 @@ impl Note {
 /// Guards that this process holds.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// The settings as they were, put back on drop (also when unwinding), and by [`restore_leftover`] after a kill.
+/// The settings as they were, put back on drop (also when unwinding), and by [`restore_leftover`]
+/// after a kill.
 #[derive(Debug)]
 pub struct Guard {
     note: Note,
@@ -57,8 +59,8 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Keeps the settings of `controls`, in memory and in a note in `state_dir`, which must exist. One holder at a time.
-    /// Puts back first what a killed holder left.
+    /// Keeps the settings of `controls`, in memory and in a note in `state_dir`, which must exist.
+    /// One holder at a time. Puts back first what a killed holder left.
     pub fn take(controls: &Controls, state_dir: &Path) -> Result<Self, KsmError> {
         Self::take_as(controls, state_dir, Merged::AsBefore)
     }
@@ -74,13 +76,15 @@ impl Guard {
         let note = Note {
             root: controls.root.clone(),
             settings: controls.settings()?,
-            // The counters may be of processes that are gone: ask the live ones, where the kernel tells.
+            // The counters may be of processes that are gone: ask the live ones, where the kernel
+            // tells.
             merged_before: match merging_pages(Path::new("/proc")) {
                 _ if merged == Merged::Stay => true,
                 Some(pages) => pages > 0,
                 None => controls.number::<u64>("pages_shared")?.unwrap_or(0) > 0,
             },
-            // Empty where the kernel doesn't tell: then notes are always of this boot, which is the careful side.
+            // Empty where the kernel doesn't tell: then notes are always of this boot, which is the
+            // careful side.
             boot_id: boot_id(),
         };
         let note_path = note_path(state_dir);
@@ -139,7 +143,8 @@ impl Drop for Guard {
     }
 }
 
-/// Puts back what a killed process left, if its note is in `state_dir`; whether there was something. An error if its owner lives.
+/// Puts back what a killed process left, if its note is in `state_dir`; whether there was
+/// something. An error if its owner lives.
 pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     if !note_path(state_dir).exists() {
         return Ok(false);
@@ -148,8 +153,8 @@ pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     restore_note(state_dir)
 }
 
-/// The same for the process that holds the guard itself, when it ends without unwinding (Ctrl-C). Another process's note is left to it: a
-/// daemon may be steering.
+/// The same for the process that holds the guard itself, when it ends without unwinding (Ctrl-C).
+/// Another process's note is left to it: a daemon may be steering.
 pub fn restore_own(state_dir: &Path) -> Result<bool, KsmError> {
     if HELD.load(Ordering::Acquire) == 0 {
         return Ok(false);

@@ -97,7 +97,8 @@ fn ksm_is_stopped_where_it_runs_and_goes_on_afterwards() {
             .modified()
             .unwrap()
     };
-    // Where it doesn't run, somebody else may start it meanwhile: that stays so. But no memfold does.
+    // Where it doesn't run, somebody else may start it meanwhile: that stays so. But no memfold
+    // does.
     let before = written();
     let paused = pause(&controls, state.path()).unwrap();
     assert_eq!(written(), before);

@@ -10,10 +10,11 @@
 //! | [`steer`], [`pressure`] | how fast ksmd is to scan: `memfold ksm start` |
 //! | [`Cause`], [`explain`], [`facts`], [`ranges`], [`zeroes`] | why a VM's memory merges or doesn't: `memfold ksm explain` |
 //!
-//! KSM merges everything on the host that was advised mergeable and knows no trust domains: run it only while the mergeable
-//! memory is of one domain.
+//! KSM merges everything on the host that was advised mergeable and knows no trust domains: run it
+//! only while the mergeable memory is of one domain.
 
-/// Where memfold notes the settings that it changes, for whoever comes after a kill: one place, so that one at a time changes them.
+/// Where memfold notes the settings that it changes, for whoever comes after a kill: one place, so
+/// that one at a time changes them.
 pub const NOTES: &str = memfold_vm::DEFAULT_STATE;
 
 mod cause;

@@ -28,7 +28,8 @@ pub struct Part {
     pub pid: i32,
     /// Whether KSM may merge some of its memory.
     pub mergeable: bool,
-    /// Pages that are merged (mapped to a page that others map too), those on the kernel's zero page apart.
+    /// Pages that are merged (mapped to a page that others map too), those on the kernel's zero
+    /// page apart.
     pub ksm_merging_pages: Option<u64>,
     /// Pages of zeroes that KSM has put onto the kernel's zero page.
     pub ksm_zero_pages: Option<u64>,
@@ -38,7 +39,8 @@ pub struct Part {
     pub ksm_process_profit: Option<i64>,
     /// Whether the process has offered all of its memory (`PR_SET_MEMORY_MERGE`).
     pub ksm_merge_any: Option<bool>,
-    /// ksmd's metadata about this process: `ksm_merging_pages` and `ksm_zero_pages` in bytes less `ksm_process_profit`.
+    /// ksmd's metadata about this process: `ksm_merging_pages` and `ksm_zero_pages` in bytes less
+    /// `ksm_process_profit`.
     pub rmap_overhead_bytes: Option<u64>,
 }
 
@@ -65,7 +67,8 @@ impl Part {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
 pub struct Totals {
-    /// Pages that are merged (mapped to a page that others map too), those on the kernel's zero page apart.
+    /// Pages that are merged (mapped to a page that others map too), those on the kernel's zero
+    /// page apart.
     pub ksm_merging_pages: u64,
     /// Pages of zeroes that KSM has put onto the kernel's zero page.
     pub ksm_zero_pages: u64,
@@ -121,7 +124,8 @@ pub struct Overview {
     pub files: Vec<Entry>,
     /// CPU time of ksmd since boot, seconds; null where it can't be seen.
     pub ksmd_cpu_s: Option<f64>,
-    /// Anonymous memory of the processes with mergeable memory: what a full scan looks at, and a little of QEMU's own.
+    /// Anonymous memory of the processes with mergeable memory: what a full scan looks at, and a
+    /// little of QEMU's own.
     pub mergeable_bytes: u64,
     /// A full scan at the present settings, seconds.
     pub pass_s: Option<f64>,

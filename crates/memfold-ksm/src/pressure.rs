@@ -8,8 +8,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Of the last ten seconds, the share in percent in which at least one task waited (`some avg10`). `None`: the kernel doesn't tell
-/// (no `CONFIG_PSI`, or `psi=0`).
+/// Of the last ten seconds, the share in percent in which at least one task waited (`some avg10`).
+/// `None`: the kernel doesn't tell (no `CONFIG_PSI`, or `psi=0`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Pressure {
     /// For a CPU.

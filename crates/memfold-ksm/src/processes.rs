@@ -1,8 +1,9 @@
 //! Processes whose memory KSM may merge, and which of them are QEMUs.
 //!
-//! To say it, the kernel takes each process's `mmap` lock (`/proc/PID/ksm_stat`, `smaps`). A process that hangs while it holds that lock,
-//! on a file server that is gone say, is waited for as long as it hangs. So a look is made by a thread of its own, and given up after
-//! [`PATIENCE`]; while one hangs, no other is begun.
+//! To say it, the kernel takes each process's `mmap` lock (`/proc/PID/ksm_stat`, `smaps`). A
+//! process that hangs while it holds that lock, on a file server that is gone say, is waited for as
+//! long as it hangs. So a look is made by a thread of its own, and given up after [`PATIENCE`];
+//! while one hangs, no other is begun.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -60,7 +61,8 @@ impl Process {
         let comm = fs::read(directory.join("comm")).ok()?;
         let comm = String::from_utf8_lossy(&comm).trim_end().to_owned();
         let named_qemu = comm.starts_with("qemu-system") || comm == "qemu-kvm";
-        // Told since Linux 6.13 or so. Before, a QEMU's mappings tell, and of others what was merged or looked at.
+        // Told since Linux 6.13 or so. Before, a QEMU's mappings tell, and of others what was
+        // merged or looked at.
         let mergeable = told.unwrap_or_else(|| {
             let visited = |pages: Option<u64>| pages.is_some_and(|pages| pages > 0);
             visited(status.ksm_merging_pages)
@@ -92,7 +94,8 @@ impl Process {
         self.status.ksm_merging_pages.unwrap_or(0) + self.status.ksm_zero_pages.unwrap_or(0)
     }
 
-    /// ksmd's metadata about it: the kernel's own formula (profit = saved - metadata), turned round.
+    /// ksmd's metadata about it: the kernel's own formula (profit = saved - metadata), turned
+    /// round.
     #[must_use]
     pub fn rmap_overhead_bytes(&self) -> Option<u64> {
         let profit = self.status.ksm_process_profit?;
@@ -116,7 +119,8 @@ pub fn all(proc_root: &Path) -> Result<Vec<Process>, KsmError> {
     look(proc_root, Wanted::MergeableOrQemu)
 }
 
-/// All processes with mergeable memory, by number. On new kernels one small file is read of each other process.
+/// All processes with mergeable memory, by number. On new kernels one small file is read of each
+/// other process.
 ///
 /// # Errors
 /// As [`all`].
@@ -185,7 +189,8 @@ fn find(proc_root: &Path, wanted: Wanted, at: &AtomicI32) -> Vec<Process> {
     found
 }
 
-/// Resident less shared of `/proc/PID/statm` (`proc_pid_statm(5)`); `None` for kernel threads, which have no memory.
+/// Resident less shared of `/proc/PID/statm` (`proc_pid_statm(5)`); `None` for kernel threads,
+/// which have no memory.
 fn anonymous_pages(directory: &Path) -> Option<u64> {
     let text = fs::read_to_string(directory.join("statm")).ok()?;
     let mut fields = text.split_ascii_whitespace();

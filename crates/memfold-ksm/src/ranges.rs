@@ -1,4 +1,5 @@
-//! Where the guest RAM of a QEMU lies and what KSM makes of each part of it, from `/proc/PID/smaps`.
+//! Where the guest RAM of a QEMU lies and what KSM makes of each part of it, from
+//! `/proc/PID/smaps`.
 //!
 //! Source: `fs/proc/task_mmu.c` (`show_smap_vma_flags`), `mm/ksm.c` (`vma_ksm_compatible`).
 
@@ -8,7 +9,8 @@ use std::path::Path;
 
 use memfold_units::PAGE_SIZE;
 
-/// Mappings without a gap of at least this length together are taken for guest memory: QEMU's own are smaller, or executable.
+/// Mappings without a gap of at least this length together are taken for guest memory: QEMU's own
+/// are smaller, or executable.
 const GUEST_BYTES: u64 = 16 << 20;
 
 /// A mapping.
@@ -71,8 +73,8 @@ impl Mapping {
     }
 }
 
-/// The mappings that hold guest memory, by address. Those of `ram` (first byte, byte after the last) where that is known, and all
-/// large ones else.
+/// The mappings that hold guest memory, by address. Those of `ram` (first byte, byte after the
+/// last) where that is known, and all large ones else.
 pub fn guest(proc_root: &Path, pid: i32, ram: &[(u64, u64)]) -> io::Result<Vec<Mapping>> {
     let text = fs::read_to_string(proc_root.join(pid.to_string()).join("smaps"))?;
     Ok(guest_of(parse(&text), ram))
@@ -99,8 +101,8 @@ fn guest_of(mappings: Vec<Mapping>, ram: &[(u64, u64)]) -> Vec<Mapping> {
         }
     }
     close(&mut span);
-    // Large buffers of QEMU's own are anonymous, and nobody offers them. So isn't RAM that may not merge: told by where it lies, or by
-    // there being nothing else.
+    // Large buffers of QEMU's own are anonymous, and nobody offers them. So isn't RAM that may not
+    // merge: told by where it lies, or by there being nothing else.
     let offered = found.iter().any(Mapping::is_mergeable);
     found.retain(|m| !m.is_unadvised() || is_known(ram, m) || (ram.is_empty() && !offered));
     found

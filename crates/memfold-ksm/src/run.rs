@@ -17,8 +17,9 @@ pub struct Run {
 }
 
 impl Run {
-    /// Keeps the present settings (see [`Guard::take`]) and starts KSM with `settings`. Nothing merged before is unmerged, unless
-    /// a setting that the kernel refuses to change while pages are merged has to change.
+    /// Keeps the present settings (see [`Guard::take`]) and starts KSM with `settings`. Nothing
+    /// merged before is unmerged, unless a setting that the kernel refuses to change while pages
+    /// are merged has to change.
     pub fn start(
         controls: &Controls,
         state_dir: &Path,
@@ -45,9 +46,10 @@ impl Run {
         })
     }
 
-    /// Stops merging and puts the settings back. With `unmerge` every merged page gets its own copy again first; without, what
-    /// is merged stays merged as long as KSM was in use before; on a host where nothing was merged before, it is unmerged too,
-    /// because that is part of leaving the host as it was.
+    /// Stops merging and puts the settings back. With `unmerge` every merged page gets its own copy
+    /// again first; without, what is merged stays merged as long as KSM was in use before; on a
+    /// host where nothing was merged before, it is unmerged too, because that is part of leaving
+    /// the host as it was.
     pub fn stop(self, unmerge: bool) -> Result<(), KsmError> {
         self.controls.write("run", &0)?;
         if unmerge {
@@ -70,8 +72,8 @@ pub struct Paused {
     _lock: Option<File>,
 }
 
-/// Keeps KSM from merging; what is merged stays merged. When this returns, ksmd is not at work any more (`run_store` in `mm/ksm.c`
-/// waits for it). Where KSM doesn't run, nothing is written.
+/// Keeps KSM from merging; what is merged stays merged. When this returns, ksmd is not at work any
+/// more (`run_store` in `mm/ksm.c` waits for it). Where KSM doesn't run, nothing is written.
 pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Paused, KsmError> {
     let run = match controls.text("run") {
         Err(KsmError::Missing(_)) => None,
@@ -104,10 +106,12 @@ pub struct Step {
     pub sleep_millisecs: u64,
 }
 
-/// Holds ksmd's CPU time to a budget that the caller gives as it grows: what the other side of a comparison has used.
+/// Holds ksmd's CPU time to a budget that the caller gives as it grows: what the other side of a
+/// comparison has used.
 ///
-/// Each step sets the scan rate for the next interval from what a scanned page cost so far, so that ksmd's total reaches the budget's:
-/// the rate at which the budget grew lately, and the arrears within [`CATCH_UP`].
+/// Each step sets the scan rate for the next interval from what a scanned page cost so far, so that
+/// ksmd's total reaches the budget's: the rate at which the budget grew lately, and the arrears
+/// within [`CATCH_UP`].
 #[derive(Debug)]
 pub struct EqualCpu {
     controls: Controls,
@@ -132,12 +136,13 @@ const CATCH_UP: Duration = Duration::from_secs(2);
 /// The first guess of ksmd's CPU per scanned page; replaced by measurement after the first step.
 const FIRST_COST_S: f64 = 2e-6;
 
-/// Share of one CPU that ksmd gets at most: it is one thread, and must sleep for its settings to take effect.
+/// Share of one CPU that ksmd gets at most: it is one thread, and must sleep for its settings to
+/// take effect.
 const MOST: f64 = 0.95;
 
 impl EqualCpu {
-    /// Begins to hold ksmd to a budget, from zero now; KSM stands still until the first [`step`](Self::step). `run` is KSM
-    /// started before.
+    /// Begins to hold ksmd to a budget, from zero now; KSM stands still until the first
+    /// [`step`](Self::step). `run` is KSM started before.
     ///
     /// # Errors
     /// If ksmd can't be seen, or its controls not be written.
@@ -168,8 +173,8 @@ impl EqualCpu {
         })
     }
 
-    /// Measures and sets the rate for the next interval; call about once a second. `allowed`: the whole budget since
-    /// [`new`](Self::new).
+    /// Measures and sets the rate for the next interval; call about once a second. `allowed`: the
+    /// whole budget since [`new`](Self::new).
     pub fn step(&mut self, allowed: Duration) -> Result<Step, KsmError> {
         let now = Sample {
             at: Instant::now(),
@@ -221,7 +226,8 @@ impl EqualCpu {
     }
 }
 
-/// Pages a batch and pause in ms that make ksmd use `rate` CPU seconds a second at `cost` seconds a page; `None`: stand still.
+/// Pages a batch and pause in ms that make ksmd use `rate` CPU seconds a second at `cost` seconds a
+/// page; `None`: stand still.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // clamped before
 pub(super) fn pace(rate: f64, cost: f64) -> Option<(u64, u64)> {
     // The shortest: the kernel's default.

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::controls::Controls;
 use super::error::KsmError;
 
-/// Counters of `/sys/kernel/mm/ksm`, by the kernel's names, in pages unless ksm.rst says otherwise. `None`: this kernel lacks it.
+/// Counters of `/sys/kernel/mm/ksm`, by the kernel's names, in pages unless ksm.rst says otherwise.
+/// `None`: this kernel lacks it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -47,7 +48,8 @@ impl Status {
     }
 }
 
-/// One process's part, from `/proc/PID/ksm_stat` and `/proc/PID/ksm_merging_pages`, by the kernel's names.
+/// One process's part, from `/proc/PID/ksm_stat` and `/proc/PID/ksm_merging_pages`, by the kernel's
+/// names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -92,10 +94,12 @@ impl ProcessStatus {
     }
 }
 
-/// Pages merged in all live processes together: the sum of `ksm_merging_pages`; `None` on a kernel before 6.1.
+/// Pages merged in all live processes together: the sum of `ksm_merging_pages`; `None` on a kernel
+/// before 6.1.
 ///
-/// While ksmd stands still, `pages_shared`, `pages_sharing` and `general_profit` go on counting what ended processes had merged
-/// (`mm/ksm.c`: only ksmd takes off the items of an ended process). This sum doesn't.
+/// While ksmd stands still, `pages_shared`, `pages_sharing` and `general_profit` go on counting
+/// what ended processes had merged (`mm/ksm.c`: only ksmd takes off the items of an ended process).
+/// This sum doesn't.
 #[must_use]
 pub fn merging_pages(proc_root: &Path) -> Option<u64> {
     let processes = fs::read_dir(proc_root).ok()?;
@@ -151,7 +155,8 @@ impl Ksmd {
             .map(|directory| Self { directory })
     }
 
-    /// CPU time since boot: `schedstat` (nanoseconds), or where a kernel lacks it `utime` + `stime` (ticks of 10 ms).
+    /// CPU time since boot: `schedstat` (nanoseconds), or where a kernel lacks it `utime` + `stime`
+    /// (ticks of 10 ms).
     pub fn cpu_time(&self) -> Result<Duration, KsmError> {
         let path = self.directory.join("schedstat");
         if let Some(nanoseconds) = text(&path)?
@@ -171,7 +176,8 @@ impl Ksmd {
     }
 }
 
-/// Field `number` of `/proc/PID/stat` as `proc_pid_stat(5)` counts them; from 3 on, behind the name, which may hold anything.
+/// Field `number` of `/proc/PID/stat` as `proc_pid_stat(5)` counts them; from 3 on, behind the
+/// name, which may hold anything.
 pub(super) fn stat_field(stat: &str, number: usize) -> Option<u64> {
     let behind_name = &stat[stat.rfind(')')? + 1..];
     behind_name

@@ -1,4 +1,5 @@
-//! How fast ksmd is to scan: decided from what a scanned page costs, the CPU budget, the target, and what scanning brings.
+//! How fast ksmd is to scan: decided from what a scanned page costs, the CPU budget, the target,
+//! and what scanning brings.
 //!
 //! ```text
 //!               a VM came, or memory grew            two passes that brought nothing
@@ -10,7 +11,8 @@
 //!    boost:  the whole CPU budget           steady: a full scan each target, within the budget          idle: a tenth of that
 //!    and of whatever it is, down to a tenth while tasks wait for CPU or memory (PSI)
 //! ```
-//! [`Steer`] only computes: no clock, no file. Each [`Sample`] is what the kernel shows at that moment.
+//! [`Steer`] only computes: no clock, no file. Each [`Sample`] is what the kernel shows at that
+//! moment.
 
 use std::time::Duration;
 
@@ -96,8 +98,9 @@ const WORTH_PAGES: u64 = 64;
 /// Growth of the mergeable memory that begins a boost.
 const GROWTH: f64 = 0.1;
 
-/// `some avg10` in percent from which on pressure slows ksmd, and at which it is at [`LEAST`]. Tasks on a host whose CPUs are all
-/// busy wait for some CPU nearly all the time; memory is another matter: what waits for it waits for disks.
+/// `some avg10` in percent from which on pressure slows ksmd, and at which it is at [`LEAST`].
+/// Tasks on a host whose CPUs are all busy wait for some CPU nearly all the time; memory is another
+/// matter: what waits for it waits for disks.
 const CPU_PRESSURE: (f64, f64) = (50.0, 95.0);
 const MEMORY_PRESSURE: (f64, f64) = (10.0, 40.0);
 
@@ -115,7 +118,8 @@ pub struct Steer {
     cost_s: f64,
     /// Since when what a page costs is measured; `None`: from the next step on.
     measured: Option<Sample>,
-    /// What was asked of ksmd since the last step, in pages a second, and in pages since `measured`: stands in for `pages_scanned`.
+    /// What was asked of ksmd since the last step, in pages a second, and in pages since
+    /// `measured`: stands in for `pages_scanned`.
     rate: f64,
     asked: f64,
     /// `full_scans` at which the boost ends.
@@ -203,14 +207,16 @@ impl Steer {
             // Before Linux 6.6 nothing tells; at most this many.
             _ => self.asked,
         };
-        // However long it takes until there are as many: a page that was found dear is scanned seldom, and has to be found cheap again.
+        // However long it takes until there are as many: a page that was found dear is scanned
+        // seldom, and has to be found cheap again.
         if scanned < LEAST_PAGES || used <= 0.0 {
             return;
         }
         self.measured = Some(*now);
         self.asked = 0.0;
         let cost = used / scanned;
-        // What gets dearer is believed at once, because the budget is a promise; what gets cheaper by and by.
+        // What gets dearer is believed at once, because the budget is a promise; what gets cheaper
+        // by and by.
         self.cost_s = if cost > self.cost_s {
             cost
         } else {

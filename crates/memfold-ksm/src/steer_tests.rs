@@ -8,7 +8,8 @@ struct Ksmd {
     full_scans: u64,
     cursor: u64,
     pages: u64,
-    /// Pages of these that have a like, and how many of them are merged; those at the front of the list.
+    /// Pages of these that have a like, and how many of them are merged; those at the front of the
+    /// list.
     alike: u64,
     visited_twice: u64,
     merged: u64,

@@ -1,5 +1,5 @@
-//! How many pages of zeroes there are in mergeable memory, by a small sample: KSM counts them only when it has merged them, and only with
-//! `use_zero_pages`.
+//! How many pages of zeroes there are in mergeable memory, by a small sample: KSM counts them only
+//! when it has merged them, and only with `use_zero_pages`.
 
 use std::io;
 
@@ -13,7 +13,8 @@ use super::ranges::Mapping;
 /// Pages that are read at most, one in each of equal steps. One call reads them (`IOV_MAX`).
 const SAMPLE: u64 = 512;
 
-/// 2^64 over the golden ratio: its multiples fall everywhere (Knuth, The Art of Computer Programming, 6.4).
+/// 2^64 over the golden ratio: its multiples fall everywhere (Knuth, The Art of Computer
+/// Programming, 6.4).
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// Pages in memory that are no holes, not of a file, and not the kernel's own page of zeroes.
@@ -23,10 +24,12 @@ const ANONYMOUS: Filter = Filter {
     none_of: category::FILE | category::ZERO,
 };
 
-/// Pages of zeroes in the mergeable ones of `mappings`, which are process `pid`'s, scaled up from those looked at.
+/// Pages of zeroes in the mergeable ones of `mappings`, which are process `pid`'s, scaled up from
+/// those looked at.
 ///
 /// # Errors
-/// If the process has ended, may not be looked at, or the kernel has no `PAGEMAP_SCAN` (before Linux 6.7).
+/// If the process has ended, may not be looked at, or the kernel has no `PAGEMAP_SCAN` (before
+/// Linux 6.7).
 pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
     let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
     let pagemap = Pagemap::open(pid)?;
@@ -38,7 +41,8 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
     let step = all.div_ceil(SAMPLE).max(1);
     let (mut chosen, mut before, mut number) = (Vec::new(), 0, 0_u64);
     for region in &present {
-        // Anywhere within each step, as if by chance: what repeats at a distance of its own is met as often as it is there.
+        // Anywhere within each step, as if by chance: what repeats at a distance of its own is met
+        // as often as it is there.
         let place = |number: u64| number * step + (number.wrapping_mul(GOLDEN) >> 32) % step;
         while place(number) < before + region.pages() {
             let page = region.start.add_pages(place(number) - before);

@@ -61,7 +61,8 @@ fn fast() -> Settings {
     }
 }
 
-/// A page that KSM merges loses its protection, so that nobody sees what is written to it: it must not be believed.
+/// A page that KSM merges loses its protection, so that nobody sees what is written to it: it must
+/// not be believed.
 #[test]
 fn a_page_that_was_merged_while_its_past_was_kept_is_not_believed() {
     let _alone = alone();
@@ -138,7 +139,8 @@ fn merging() -> u64 {
         .unwrap()
 }
 
-/// Pages that each hold their number plus `first`, for ksmd to merge with others of the same number.
+/// Pages that each hold their number plus `first`, for ksmd to merge with others of the same
+/// number.
 fn mergeable(pages: u64, first: u64) -> Mapping {
     let mapping = Mapping::anonymous(pages, true).unwrap();
     mapping.area().advise(Advice::LinuxNoHugepage).unwrap();
@@ -149,7 +151,8 @@ fn mergeable(pages: u64, first: u64) -> Mapping {
     mapping
 }
 
-/// CPU time of ksmd, counted in ticks of 10 ms (`proc_pid_stat(5)`): not what [`EqualCpu`] goes by, which is `schedstat`.
+/// CPU time of ksmd, counted in ticks of 10 ms (`proc_pid_stat(5)`): not what [`EqualCpu`] goes by,
+/// which is `schedstat`.
 fn ksmd_ticks() -> u64 {
     let is_ksmd = |stat: &String| stat.contains(" (ksmd) ");
     let stat = std::fs::read_dir("/proc")
@@ -211,8 +214,8 @@ fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
     assert_eq!(regions[0].area().equal_pages(untouched.area()), PAGES);
 }
 
-/// What is folded is a view of a file: ksmd looks at no page of it, not even at copies that were written since, and each page is
-/// in one place of the ledger.
+/// What is folded is a view of a file: ksmd looks at no page of it, not even at copies that were
+/// written since, and each page is in one place of the ledger.
 #[test]
 fn folded_ranges_are_not_scanned_and_each_page_is_counted_once() {
     const PAGES: u64 = 1024;
@@ -371,7 +374,8 @@ fn settings_of_a_killed_run_are_put_back_by_the_next() {
     assert!(!restore_leftover(state.path()).unwrap());
 }
 
-/// What an estimate says that KSM would save is what it saves; and what is saved is not promised again.
+/// What an estimate says that KSM would save is what it saves; and what is saved is not promised
+/// again.
 #[test]
 fn an_estimate_says_what_ksm_then_merges_and_not_a_second_time() {
     const PAGES: u64 = 4096;

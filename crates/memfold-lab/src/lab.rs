@@ -1,4 +1,5 @@
-//! A laboratory: real VMs in a daemon of this process, gone without a trace when it is dropped or interrupted.
+//! A laboratory: real VMs in a daemon of this process, gone without a trace when it is dropped or
+//! interrupted.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,8 +28,8 @@ static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
 /// What studies have made besides, in the order they made it.
 static MADE: Mutex<Vec<Box<dyn FnOnce() + Send>>> = Mutex::new(Vec::new());
 
-/// Has an interrupt undo something that lies outside the laboratory, after VMs have ended; the last comes first. Undoing it once more must do
-/// no harm: a run that ends by itself drops it.
+/// Has an interrupt undo something that lies outside the laboratory, after VMs have ended; the last
+/// comes first. Undoing it once more must do no harm: a run that ends by itself drops it.
 pub fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
     MADE.lock()
         .unwrap_or_else(PoisonError::into_inner)
@@ -36,12 +37,14 @@ pub fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
     clean_up_at_interrupt();
 }
 
-/// Kernel command line of laboratory guests: quiet and quick. Whether timer interrupts come is not checked: on a busy host an emulated guest gets
-/// too few of them in the time it gives them, and stands still for ever.
+/// Kernel command line of laboratory guests: quiet and quick. Whether timer interrupts come is not
+/// checked: on a busy host an emulated guest gets too few of them in the time it gives them, and
+/// stands still for ever.
 const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check";
 
-/// The oldest model that QEMU has. Guests boot with it in 10.2 s of CPU time where they take 12.4 s with `max`, whose AVX and five levels of page
-/// tables cost the emulator time (measured with QEMU 10.0.2, `-accel tcg`).
+/// The oldest model that QEMU has. Guests boot with it in 10.2 s of CPU time where they take 12.4 s
+/// with `max`, whose AVX and five levels of page tables cost the emulator time (measured with QEMU
+/// 10.0.2, `-accel tcg`).
 const CPU: &str = "qemu64";
 
 /// What the console of a guest says that has booted.
@@ -177,7 +180,8 @@ impl Lab {
         self.booting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a VM that stands where one like it stood right after its boot; the first one like it boots ([`Warm`]).
+    /// Starts a VM that stands where one like it stood right after its boot; the first one like it
+    /// boots ([`Warm`]).
     pub fn start_warm(&self, mut spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
         let Some(warm) = Warm::prepare(&mut spec)? else {
@@ -187,8 +191,8 @@ impl Lab {
         warm.load(&VmDirectory::of(self.directory(), &name))
     }
 
-    /// Waits until the agent of a VM answers and its first inventory is complete. A guest that hangs as it boots is told with its last words, and
-    /// boots once more.
+    /// Waits until the agent of a VM answers and its first inventory is complete. A guest that
+    /// hangs as it boots is told with its last words, and boots once more.
     pub fn wait_ready(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
         let mut end = Instant::now() + timeout;
         if let Err(error) = self.daemon.vms().wait_agent(name, timeout) {
@@ -198,7 +202,8 @@ impl Lab {
                 "'{name}' did not come up in {} s; its last words:\n{words}\n",
                 timeout.as_secs()
             );
-            // A guest that has come up, and whose agent doesn't answer, is no matter of the emulator's.
+            // A guest that has come up, and whose agent doesn't answer, is no matter of the
+            // emulator's.
             if words.contains(BOOTED) {
                 return Err(error).context(failed);
             }
@@ -294,7 +299,8 @@ impl Lab {
             .find(|vm| vm.name == name)
             .with_context(|| format!("no VM '{name}'"))?;
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", vm.pid))?;
-        // Fields 14 and 15 of proc_pid_stat(5), counted behind the command's name, which may hold spaces.
+        // Fields 14 and 15 of proc_pid_stat(5), counted behind the command's name, which may hold
+        // spaces.
         let fields: Vec<&str> = stat
             .rsplit(')')
             .next()

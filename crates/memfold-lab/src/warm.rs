@@ -1,4 +1,5 @@
-//! Guests in a second: a guest of each shape boots once, and every later one begins where that one stood after its boot.
+//! Guests in a second: a guest of each shape boots once, and every later one begins where that one
+//! stood after its boot.
 //!
 //! ```text
 //!   first guest of a shape     boots; shell on its console; disks flushed; stop; `migrate file:STATE`; quit
@@ -8,11 +9,13 @@
 //!                              then `migrate-incoming file:SHAPE/state`
 //! ```
 //!
-//! QEMU reads the RAM into plain anonymous memory, so these guests are to folding, KSM, balloon and snapshots what booted ones are. A clone
-//! of memfold's own would not be: its RAM is mapped from an image (docs/decisions/0036).
+//! QEMU reads the RAM into plain anonymous memory, so these guests are to folding, KSM, balloon and
+//! snapshots what booted ones are. A clone of memfold's own would not be: its RAM is mapped from an
+//! image (docs/decisions/0036).
 //!
-//! What the guest sees must be the same in both: the shape is all of a description but what only the host sees (name, trust domain, user,
-//! cache mode, merging). Disks besides the root disk are blank in the first guest, which keeps nothing of them in its page cache.
+//! What the guest sees must be the same in both: the shape is all of a description but what only
+//! the host sees (name, trust domain, user, cache mode, merging). Disks besides the root disk are
+//! blank in the first guest, which keeps nothing of them in its page cache.
 
 use std::fs::{File, Permissions};
 use std::io::{Read, Write};
@@ -28,10 +31,12 @@ use memfold_vm::{CacheMode, DiskFormat, DiskSpec, Qmp, Vm, VmDirectory, VmSpec};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
 
-/// Directory of saved guests. Unset: `warm` in memfold's cache directory, where they stay for the next run.
+/// Directory of saved guests. Unset: `warm` in memfold's cache directory, where they stay for the
+/// next run.
 pub const WARM_VARIABLE: &str = "MEMFOLD_LAB_WARM";
 
-/// File to which each start of a guest is appended: `booted` or `restored`, name, seconds. `scripts/test` counts them.
+/// File to which each start of a guest is appended: `booted` or `restored`, name, seconds.
+/// `scripts/test` counts them.
 pub const GUESTS_VARIABLE: &str = "MEMFOLD_LAB_GUESTS";
 
 /// Changes with the files' layout, so that older ones are not read.
@@ -46,7 +51,8 @@ const TRANSFER: Duration = Duration::from_secs(120);
 /// What the shell on a guest's console says when it waits for a command.
 const PROMPT: &[u8] = b":~# ";
 
-/// What the first guest runs before it is saved: waits until everything is started, and forgets what it read of blank disks.
+/// What the first guest runs before it is saved: waits until everything is started, and forgets
+/// what it read of blank disks.
 const SETTLE: &str = "systemctl is-system-running --wait; for disk in /dev/vd?; do case $disk in */vda) ;; *) blockdev --flushbufs $disk ;; \
      esac; done; sync; echo settled-$((40 + 2))";
 
@@ -142,8 +148,9 @@ fn directory() -> anyhow::Result<PathBuf> {
 }
 
 impl Warm {
-    /// Changes a description so that its guest begins after its boot; whoever starts it calls [`Warm::load`] next. The first guest of a shape is
-    /// booted here. `None`, with the reason on standard error, if guests like this one have to boot.
+    /// Changes a description so that its guest begins after its boot; whoever starts it calls
+    /// [`Warm::load`] next. The first guest of a shape is booted here. `None`, with the reason on
+    /// standard error, if guests like this one have to boot.
     pub fn prepare(spec: &mut VmSpec) -> anyhow::Result<Option<Self>> {
         if let Some(why) = must_boot(spec) {
             eprintln!("guest '{}' boots: {why}", spec.name);
@@ -181,7 +188,8 @@ impl Warm {
     }
 }
 
-/// Counts a guest that was booted or restored, and tells it on standard error, where somebody counts them.
+/// Counts a guest that was booted or restored, and tells it on standard error, where somebody
+/// counts them.
 pub(crate) fn note_guest(how: &str, name: &str, took: Duration) {
     let Some(path) = std::env::var_os(GUESTS_VARIABLE) else {
         return;

@@ -1,4 +1,5 @@
-//! The model of the ledger. All amounts are bytes at the moment of reading; JSON keys name the unit.
+//! The model of the ledger. All amounts are bytes at the moment of reading; JSON keys name the
+//! unit.
 
 use memfold_store::StoreIdentity;
 use memfold_units::ByteSize;
@@ -28,7 +29,8 @@ pub struct VmAccount {
     /// Its QEMU process.
     pub pid: i32,
 
-    /// Guest RAM as QEMU made it. The sum of the parts below: private, unfolded, folded (two), file (two), zero, swapped, free.
+    /// Guest RAM as QEMU made it. The sum of the parts below: private, unfolded, folded (two), file
+    /// (two), zero, swapped, free.
     pub ram_bytes: ByteSize,
     /// Anonymous memory present outside page-store mappings.
     pub private_bytes: ByteSize,
@@ -64,12 +66,14 @@ pub struct VmAccount {
 
     /// PSS of the process outside guest RAM.
     pub qemu_pss_bytes: ByteSize,
-    /// Of `qemu_pss_bytes`, TCG's buffer of translated code (writable and executable anonymous memory); zero under KVM.
+    /// Of `qemu_pss_bytes`, TCG's buffer of translated code (writable and executable anonymous
+    /// memory); zero under KVM.
     pub tcg_pss_bytes: ByteSize,
     /// Of `qemu_pss_bytes`, its shares of segments' pages.
     #[serde(default)]
     pub segment_pss_bytes: ByteSize,
-    /// Of `segment_pss_bytes`, of images that are held in memory (tmpfs): part of `pss_shmem_bytes`, too.
+    /// Of `segment_pss_bytes`, of images that are held in memory (tmpfs): part of
+    /// `pss_shmem_bytes`, too.
     #[serde(default)]
     pub segment_shmem_bytes: ByteSize,
     /// Pages of segments in this process's page tables.
@@ -84,8 +88,8 @@ pub struct VmAccount {
     pub pss_anon_bytes: ByteSize,
     /// Of it, memory files, page stores among them.
     pub pss_shmem_bytes: ByteSize,
-    /// Of the process's PSS, its shares of page-store pages. Never too large; too small by at most what KSM merged inside
-    /// page-store mappings.
+    /// Of the process's PSS, its shares of page-store pages. Never too large; too small by at most
+    /// what KSM merged inside page-store mappings.
     pub store_pss_bytes: ByteSize,
     /// Of `ram_pss_bytes`, its shares of other files' pages: those of the image that it runs from.
     #[serde(default)]
@@ -98,7 +102,8 @@ pub struct VmAccount {
 }
 
 impl VmAccount {
-    /// What the VM's QEMU costs beside guest RAM and segments: PSS of the rest of the process, and its page tables.
+    /// What the VM's QEMU costs beside guest RAM and segments: PSS of the rest of the process, and
+    /// its page tables.
     #[must_use]
     pub fn overhead_bytes(&self) -> ByteSize {
         self.qemu_pss_bytes - self.segment_pss_bytes + self.page_table_bytes
@@ -128,7 +133,8 @@ pub struct OwnCost {
     pub pss_anon_bytes: ByteSize,
     /// Of it, memory files.
     pub pss_shmem_bytes: ByteSize,
-    /// Of it, shares of page-store pages that the daemon itself maps. It fills stores by `write(2)`, so 0 but in tests.
+    /// Of it, shares of page-store pages that the daemon itself maps. It fills stores by
+    /// `write(2)`, so 0 but in tests.
     pub store_pss_bytes: ByteSize,
     /// Page tables of the process.
     pub page_table_bytes: ByteSize,
@@ -145,12 +151,13 @@ pub struct KsmAccount {
     pub pages_shared: u64,
     /// Mappings that would each have a page of their own: the pages saved.
     pub pages_sharing: u64,
-    /// What KSM saved less its metadata (`general_profit`); may be negative. While KSM is stopped, ended processes stay in it.
+    /// What KSM saved less its metadata (`general_profit`); may be negative. While KSM is stopped,
+    /// ended processes stay in it.
     pub general_profit_bytes: i64,
     /// Pages merged in live processes (Linux >= 6.1).
     pub merging_pages: Option<u64>,
-    /// Pages of zeroes that `use_zero_pages` has mapped to the kernel's zero page, in live processes; not in `merging_pages`
-    /// (Linux >= 6.6).
+    /// Pages of zeroes that `use_zero_pages` has mapped to the kernel's zero page, in live
+    /// processes; not in `merging_pages` (Linux >= 6.6).
     #[serde(default)]
     pub zero_pages: Option<u64>,
     /// CPU time of ksmd since boot, seconds.
@@ -170,7 +177,8 @@ pub struct HostAccount {
     pub shmem_bytes: ByteSize,
     /// The kernel's own: `SUnreclaim`, `KernelStack`, `PageTables`, `SecPageTables`, `Percpu`.
     pub kernel_bytes: ByteSize,
-    /// What `MemAvailable` keeps back: zone reserves, and the part of caches below the low watermark.
+    /// What `MemAvailable` keeps back: zone reserves, and the part of caches below the low
+    /// watermark.
     pub reserve_bytes: ByteSize,
     /// Free pages in the CPUs' own lists, which `MemAvailable` leaves out; may exceed 1 GiB.
     pub per_cpu_free_bytes: ByteSize,
@@ -186,7 +194,8 @@ pub struct HostAccount {
     pub stores: Vec<StoreAccount>,
     /// What they allocate together.
     pub stores_bytes: ByteSize,
-    /// Memory of snapshots' images that are laid out for the VMs that run from them, whoever has touched it (`st_blocks`).
+    /// Memory of snapshots' images that are laid out for the VMs that run from them, whoever has
+    /// touched it (`st_blocks`).
     #[serde(default)]
     pub images_bytes: ByteSize,
     /// KSM, where the kernel has it.
@@ -196,15 +205,16 @@ pub struct HostAccount {
 
     /// Sum of the PSS of all QEMU processes.
     pub vms_pss_bytes: ByteSize,
-    /// Sum over VMs, memfold and page stores, each physical page once; page tables of these processes included.
+    /// Sum over VMs, memfold and page stores, each physical page once; page tables of these
+    /// processes included.
     pub physical_bytes: ByteSize,
     /// Of `physical_bytes`, what the kernel can't drop: all but page cache of ordinary files.
     pub unreclaimable_bytes: ByteSize,
 
     /// Pages of VMs mapped to a store and not copied, less the store's pages.
     pub saved_by_folding_bytes: i64,
-    /// Pages of snapshots' images that VMs have in their page tables, less their shares of them: what VMs that run from one image have in
-    /// common is in memory once.
+    /// Pages of snapshots' images that VMs have in their page tables, less their shares of them:
+    /// what VMs that run from one image have in common is in memory once.
     #[serde(default)]
     pub saved_by_clones_bytes: i64,
     /// Pages of segments that VMs have in their page tables, less their shares of them.
@@ -227,7 +237,8 @@ pub struct Report {
     pub host: HostAccount,
     /// The VMs.
     pub vms: Vec<VmAccount>,
-    /// What guests could call in by writing; where no daemon has taken the report: nothing is known of it.
+    /// What guests could call in by writing; where no daemon has taken the report: nothing is known
+    /// of it.
     #[serde(default)]
     pub debt: Option<DebtReport>,
     /// Sums that don't agree within 2 %; empty is right.

@@ -105,7 +105,8 @@ pub fn check(report: &Report) -> Vec<Disagreement> {
     checks.0
 }
 
-/// What is not in `MemAvailable`: VMs, memfold, stores, other processes, other memory files, the kernel, and what it keeps back.
+/// What is not in `MemAvailable`: VMs, memfold, stores, other processes, other memory files, the
+/// kernel, and what it keeps back.
 fn not_available(report: &Report) -> ByteSize {
     let host = &report.host;
     let page_tables: ByteSize = report.vms.iter().map(|v| v.page_table_bytes).sum();
@@ -125,9 +126,10 @@ fn not_available(report: &Report) -> ByteSize {
         + host.per_cpu_free_bytes
 }
 
-/// The change of `MemAvailable` between two reports, against the change of the ledger's sums: sharper than [`check`] where
-/// VMs use a small part of the host. What other processes and the kernel took or gave back meanwhile is counted, and hides
-/// nothing: the difference of both changes has to be within 2 % of the larger of what the VMs took and what `MemAvailable` lost.
+/// The change of `MemAvailable` between two reports, against the change of the ledger's sums:
+/// sharper than [`check`] where VMs use a small part of the host. What other processes and the
+/// kernel took or gave back meanwhile is counted, and hides nothing: the difference of both changes
+/// has to be within 2 % of the larger of what the VMs took and what `MemAvailable` lost.
 #[must_use]
 pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
     let taken = |report: &Report| report.host.mem_total_bytes - report.host.mem_available_bytes;
@@ -248,7 +250,8 @@ mod tests {
         assert_eq!(check_change(&before, &after), None);
         after.host.mem_available_bytes = before.host.mem_available_bytes - mib(103);
         assert!(check_change(&before, &after).is_some());
-        // Another process gave as much back as the VMs took: nothing changed in sum, and an error of 3 MiB is still 3 %.
+        // Another process gave as much back as the VMs took: nothing changed in sum, and an error
+        // of 3 MiB is still 3 %.
         after.host.others_anon_bytes = mib(0);
         after.host.mem_available_bytes = before.host.mem_available_bytes - mib(40);
         assert_eq!(check_change(&before, &after), None);

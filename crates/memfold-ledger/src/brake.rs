@@ -8,7 +8,8 @@
 //!   rising                   ok     |   ok      | warning  | warning   | braked
 //!   falling, for 10 s        ok     | warning   | warning  | braked    | braked
 //! ```
-//! A level rises at once and falls only when things have been better for a while, so that it doesn't flap.
+//! A level rises at once and falls only when things have been better for a while, so that it
+//! doesn't flap.
 
 use std::fmt;
 use std::str::FromStr;
@@ -108,7 +109,8 @@ impl FromStr for Reserve {
 pub struct BrakePolicy {
     /// What the host keeps for itself.
     pub reserve: Reserve,
-    /// How much of the debt must be there for guests that call it in at once, in percent (0 to 100; 0: no brake).
+    /// How much of the debt must be there for guests that call it in at once, in percent (0 to 100;
+    /// 0: no brake).
     pub cover_percent: f64,
 }
 
@@ -340,7 +342,8 @@ mod tests {
         assert_eq!(brake.judge(&whole(), &look(22, GIB, 11 * GIB)), Level::Ok);
     }
 
-    /// Guests rewrite all they share, as fast as they can; each page rewritten is a page less available, and owed no more.
+    /// Guests rewrite all they share, as fast as they can; each page rewritten is a page less
+    /// available, and owed no more.
     #[test]
     fn in_a_storm_the_brake_comes_while_the_reserve_is_whole() {
         let policy = BrakePolicy {

@@ -1,4 +1,5 @@
-//! Copy-on-write debt: what the host would have to give if guests rewrote everything that they share now.
+//! Copy-on-write debt: what the host would have to give if guests rewrote everything that they
+//! share now.
 //!
 //! ```text
 //!   folded     mapped to a page store, not written since      a copy each; the store's own page comes back seconds later
@@ -6,8 +7,9 @@
 //!   zero       pages of zeroes that were given back            a page each
 //!   KSM        pages_sharing, and the zero pages it mapped     a copy each; the last one's place comes back at once
 //! ```
-//! Each guest page is in one of these at most: what a VM has written is a private copy, and only such pages does KSM merge. Segments are
-//! no debt, because guests can't write to them. RAM that a guest has not touched yet is none either: that is promised, not shared.
+//! Each guest page is in one of these at most: what a VM has written is a private copy, and only
+//! such pages does KSM merge. Segments are no debt, because guests can't write to them. RAM that a
+//! guest has not touched yet is none either: that is promised, not shared.
 
 use memfold_host::{Check, Status};
 use memfold_units::ByteSize;
@@ -79,7 +81,8 @@ pub struct DebtReport {
     pub cover_percent: f64,
     /// So many bytes of it.
     pub needed_bytes: u64,
-    /// `MemAvailable`, or what the limit of a control group leaves that all VMs are in, if that is less.
+    /// `MemAvailable`, or what the limit of a control group leaves that all VMs are in, if that is
+    /// less.
     pub mem_available_bytes: u64,
     /// That control group's directory.
     #[serde(default)]
@@ -99,7 +102,8 @@ pub struct DebtReport {
 }
 
 impl DebtReport {
-    /// Doctor's line: what the brake does, the debt against what the host could give, and what would change it.
+    /// Doctor's line: what the brake does, the debt against what the host could give, and what
+    /// would change it.
     #[must_use]
     pub fn check(&self) -> Check {
         let size = |bytes: u64| ByteSize(bytes).to_string();

@@ -1,4 +1,5 @@
-//! Which physical pages a VM's RAM lies in: the proof of what is shared, and that nothing crosses trust domains.
+//! Which physical pages a VM's RAM lies in: the proof of what is shared, and that nothing crosses
+//! trust domains.
 
 use std::io;
 
@@ -12,8 +13,9 @@ use super::read::{ReadError, pagemap_of};
 /// Pages whose frame numbers are read at once.
 const BATCH_PAGES: u64 = 1 << 16;
 
-/// Host frame numbers of the guest pages `[first, first + pages)`; `None` for pages outside RAM, not in memory, or when we
-/// may not know (frame numbers need root). The zero page has a frame number like any other.
+/// Host frame numbers of the guest pages `[first, first + pages)`; `None` for pages outside RAM,
+/// not in memory, or when we may not know (frame numbers need root). The zero page has a frame
+/// number like any other.
 pub fn frames(
     pid: i32,
     layout: &RamLayout,
@@ -38,7 +40,8 @@ pub fn frames(
     Ok(found)
 }
 
-/// How many physical pages guest RAM of both VMs maps. The zero page is not counted: every process on the host shares it.
+/// How many physical pages guest RAM of both VMs maps. The zero page is not counted: every process
+/// on the host shares it.
 pub fn shared_frames(a: (i32, &RamLayout), b: (i32, &RamLayout)) -> Result<u64, ReadError> {
     let (a, b) = (all_frames(a.0, a.1)?, all_frames(b.0, b.1)?);
     let mut b = b.iter().peekable();

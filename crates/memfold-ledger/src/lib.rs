@@ -9,14 +9,16 @@
 //!   the host:  sum over VMs (PSS - its shares of store pages) + memfold (the same) + page stores (all they allocate)
 //! ```
 //!
-//! A store page that k page tables map counts 1/k in each process's PSS and not at all when nobody maps it, so the host's
-//! sum takes those shares out of every process and counts what the store files allocate instead. The zero page counts
-//! nowhere. QEMU's shared libraries count by PSS.
+//! A store page that k page tables map counts 1/k in each process's PSS and not at all when nobody
+//! maps it, so the host's sum takes those shares out of every process and counts what the store
+//! files allocate instead. The zero page counts nowhere. QEMU's shared libraries count by PSS.
 //!
-//! [`read`] reads the kernel's files, [`take`] makes the accounts of `account` from them, `agree` holds the accounts
-//! against what the kernel says elsewhere, [`table`] prints them, `frames` proves who shares which physical page. `debt` is what guests could call
-//! in by writing, and `brake` says when that is too much. [`memory_map`] and [`sharing`] are views of it for persons: one VM's RAM from end to end, and
-//! who has pages in common with whom. [`plan`] says what more VMs would take.
+//! [`read`] reads the kernel's files, [`take`] makes the accounts of `account` from them, `agree`
+//! holds the accounts against what the kernel says elsewhere, [`table`] prints them, `frames`
+//! proves who shares which physical page. `debt` is what guests could call in by writing, and
+//! `brake` says when that is too much. [`memory_map`] and [`sharing`] are views of it for persons:
+//! one VM's RAM from end to end, and who has pages in common with whom. [`plan`] says what more VMs
+//! would take.
 
 mod account;
 mod agree;

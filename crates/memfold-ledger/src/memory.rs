@@ -136,8 +136,9 @@ pub enum Place {
     Free,
 }
 
-/// Tells of every page of `stretches` where it is, in order, as runs `[start, end)`. `regions` are the present or swapped pages there, in
-/// order. The last argument: mapped by huge pages of its own.
+/// Tells of every page of `stretches` where it is, in order, as runs `[start, end)`. `regions` are
+/// the present or swapped pages there, in order. The last argument: mapped by huge pages of its
+/// own.
 pub fn each_run(
     stretches: &[Stretch],
     regions: &[Region],
@@ -163,7 +164,8 @@ pub fn each_run(
                 told(place(stretch.kind, region), from, to, huge);
                 at = to;
             }
-            // The kernel joins pages of equal categories over the borders of mappings, so a region may go on.
+            // The kernel joins pages of equal categories over the borders of mappings, so a region
+            // may go on.
             if region.end > stretch.end {
                 break;
             }
@@ -193,7 +195,8 @@ fn place(kind: Kind, region: &Region) -> Place {
     }
 }
 
-/// Puts every page of `stretches` in its place. `regions` are the present or swapped pages there, in order.
+/// Puts every page of `stretches` in its place. `regions` are the present or swapped pages there,
+/// in order.
 #[must_use]
 pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
     let mut places = Places::default();

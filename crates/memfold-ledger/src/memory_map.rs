@@ -11,7 +11,8 @@ use super::memory::{Place, each_run, ram_ranges};
 use super::read::{Proc, ReadError, pagemap_of};
 use super::take::look;
 
-/// What a cell's figures count, in their order. `template`: of a snapshot's image, or of another file.
+/// What a cell's figures count, in their order. `template`: of a snapshot's image, or of another
+/// file.
 pub const STATES: [&str; 7] = [
     "private", "unfolded", "folded", "template", "zero", "swapped", "free",
 ];
@@ -35,7 +36,8 @@ pub struct MappedSegment {
 pub struct CellPlace {
     /// Its number, from 0.
     pub cell: u64,
-    /// The guest's physical address; null: QEMU has memory there that the guest doesn't see as such.
+    /// The guest's physical address; null: QEMU has memory there that the guest doesn't see as
+    /// such.
     pub address: Option<u64>,
 }
 
@@ -84,7 +86,8 @@ fn add(cells: &mut [[u64; 7]], from: u64, to: u64, cell_pages: u64, state: usize
     }
 }
 
-/// Adds where the cells of a range begin, but for those that follow the one before; the last of the range before may have been short.
+/// Adds where the cells of a range begin, but for those that follow the one before; the last of the
+/// range before may have been short.
 fn extend(places: &mut Vec<CellPlace>, begins: impl Iterator<Item = CellPlace>, cell_bytes: u64) {
     for (number, begin) in begins.enumerate() {
         let follows = places.last().filter(|_| number > 0).is_some_and(|last| {

@@ -1,4 +1,5 @@
-//! How much memory more VMs of a kind would take, and how many fit: the model that the ledger's figures feed.
+//! How much memory more VMs of a kind would take, and how many fit: the model that the ledger's
+//! figures feed.
 //!
 //! ```text
 //!   used(N) = used now + sum over kinds: (N - n) x own            own:  what only this VM takes (mean of the n that run)
@@ -7,12 +8,13 @@
 //!
 //!   N fits:  used(N) + its error bar <= memory - reserve,   and   cover x owed(N) <= memory - reserve - used(N)
 //! ```
-//! With a time to plan ahead, each VM is taken to grow until then as those of its kind have lately (the history's trend), to all of its RAM at
-//! most; none is taken to shrink.
+//! With a time to plan ahead, each VM is taken to grow until then as those of its kind have lately
+//! (the history's trend), to all of its RAM at most; none is taken to shrink.
 //!
-//! One more VM is taken to be like those that run: it shares what they share with each other. A VM that runs alone in its trust domain shares
-//! nothing yet, and so does its kind here: `memfold estimate` says what two of it would have in common. What VMs may come to use beyond what
-//! they use now is the last column: all of their RAM.
+//! One more VM is taken to be like those that run: it shares what they share with each other. A VM
+//! that runs alone in its trust domain shares nothing yet, and so does its kind here:
+//! `memfold estimate` says what two of it would have in common. What VMs may come to use beyond
+//! what they use now is the last column: all of their RAM.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -53,11 +55,13 @@ pub struct Kind {
     pub name: String,
     /// VMs that were measured.
     pub vms: Vec<String>,
-    /// What one more takes of the host: anonymous memory and memory files of its QEMU but for shares of what others map too, and page tables.
+    /// What one more takes of the host: anonymous memory and memory files of its QEMU but for
+    /// shares of what others map too, and page tables.
     pub own_bytes: u64,
     /// Of that, page cache in the guest that its agent knows of and that is not shared.
     pub page_cache_bytes: u64,
-    /// The 95 % error bar of `own_bytes`, from how much the measured VMs differ; null: only one was measured.
+    /// The 95 % error bar of `own_bytes`, from how much the measured VMs differ; null: only one was
+    /// measured.
     pub plus_minus_bytes: Option<u64>,
     /// What each shares: folded, of a snapshot's image, merged by KSM.
     pub shared_bytes: u64,
@@ -109,7 +113,8 @@ pub struct Plan {
     pub fits: bool,
 }
 
-/// Which VMs are a kind, if nobody says so: those of a trust domain; a VM without one is a kind of its own.
+/// Which VMs are a kind, if nobody says so: those of a trust domain; a VM without one is a kind of
+/// its own.
 #[must_use]
 pub fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -200,7 +205,8 @@ pub fn parse_hours(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom; behind the last, the normal distribution's.
+/// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom; behind the
+/// last, the normal distribution's.
 const T: [f64; 10] = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23];
 
 fn t(degrees: usize) -> f64 {
@@ -208,7 +214,8 @@ fn t(degrees: usize) -> f64 {
     T.get(at).copied().unwrap_or(1.96)
 }
 
-/// The part of a VM's anonymous memory that is its share of pages which KSM has merged: those are there already for the next VM.
+/// The part of a VM's anonymous memory that is its share of pages which KSM has merged: those are
+/// there already for the next VM.
 fn ksm_share(report: &Report, vm: &VmAccount) -> u64 {
     let Some(ksm) = report.host.ksm else { return 0 };
     let all = ksm.pages_shared + ksm.pages_sharing;
@@ -220,7 +227,8 @@ fn ksm_share(report: &Report, vm: &VmAccount) -> u64 {
     u64::try_from(share).unwrap_or(merged)
 }
 
-/// What only this VM takes. Of an image or a segment in memory, its share is of what is there already.
+/// What only this VM takes. Of an image or a segment in memory, its share is of what is there
+/// already.
 fn own(report: &Report, vm: &VmAccount) -> u64 {
     let files = vm.pss_shmem_bytes - vm.store_pss_bytes - vm.segment_shmem_bytes;
     let image = if report.host.images_bytes.0 > 0 {
@@ -315,7 +323,8 @@ impl Kind {
         wanted as f64 - self.vms.len() as f64
     }
 
-    /// Variance of what `more` of it take together: each differs, and so does the mean of those that were measured.
+    /// Variance of what `more` of it take together: each differs, and so does the mean of those
+    /// that were measured.
     fn variance(&self, more: f64) -> f64 {
         let number = self.vms.len() as f64;
         self.deviation.powi(2) * (more.abs() + more.powi(2) / number)
@@ -347,7 +356,8 @@ impl Plan {
             let error = kind.plus_minus(more).unwrap_or(0.0);
             self.holds(used, error, if cover { owed } else { 0.0 })
         };
-        // Each takes something, so that it ends; the bound is for kinds that were measured as nothing.
+        // Each takes something, so that it ends; the bound is for kinds that were measured as
+        // nothing.
         let (mut low, mut high) = (0_u64, 1_u64 << 20);
         while low < high {
             let middle = (low + high).div_ceil(2);
@@ -466,7 +476,8 @@ mod tests {
         }
     }
 
-    /// 10,000 MiB, of which 2,000 are used; two VMs of 150 and 170 MiB of their own that share 100; reserve 500.
+    /// 10,000 MiB, of which 2,000 are used; two VMs of 150 and 170 MiB of their own that share 100;
+    /// reserve 500.
     fn report() -> Report {
         let mut report = Report {
             vms: vec![vm("a", 150), vm("b", 170)],
@@ -553,7 +564,8 @@ mod tests {
         exact.vms[1] = vm("b", 150);
         let kind = planned(&exact, &[]).kinds.remove(0);
         assert_eq!(kind.plus_minus_bytes, Some(0));
-        // Room 9,500 - 2,000; 150 each; and beside them half of 100 each, and of the 200 that are owed now.
+        // Room 9,500 - 2,000; 150 each; and beside them half of 100 each, and of the 200 that are
+        // owed now.
         assert_eq!(kind.more_fit_by_memory, 7_500 / 150);
         assert_eq!(kind.more_fit, (7_500 - 100) / 200);
         let fits = |number| planned(&exact, &[("web".into(), number)]).fits;

@@ -1,6 +1,7 @@
 //! Readers of `/proc`. Each takes the root, so that tests read captured trees.
 //!
-//! Sources: `Documentation/filesystems/proc.rst`; `fs/proc/task_mmu.c` (`smaps`), `mm/show_mem.c` (`si_mem_available`).
+//! Sources: `Documentation/filesystems/proc.rst`; `fs/proc/task_mmu.c` (`smaps`), `mm/show_mem.c`
+//! (`si_mem_available`).
 
 use std::collections::HashMap;
 use std::fs;
@@ -117,8 +118,9 @@ pub struct Zones {
     pub total_reserve_bytes: ByteSize,
     /// The low watermarks of all zones.
     pub low_bytes: ByteSize,
-    /// Free pages in the CPUs' own lists. `MemFree` and `MemAvailable` don't count them, and since Linux 6.7 tunes the length of
-    /// these lists they may hold more than a gigabyte after a large process ended.
+    /// Free pages in the CPUs' own lists. `MemFree` and `MemAvailable` don't count them, and since
+    /// Linux 6.7 tunes the length of these lists they may hold more than a gigabyte after a large
+    /// process ended.
     pub per_cpu_free_bytes: ByteSize,
 }
 
@@ -159,12 +161,14 @@ impl Proc {
             .collect()
     }
 
-    /// The mappings of a process with what is resident in each. The kernel walks all page tables: about 0.1 µs a page.
+    /// The mappings of a process with what is resident in each. The kernel walks all page tables:
+    /// about 0.1 µs a page.
     pub fn smaps(&self, pid: i32) -> Result<Vec<Smap>, ReadError> {
         let (path, text) = self.read(&format!("{pid}/smaps"))?;
         let mut all: Vec<Smap> = Vec::new();
         for line in lines(&text) {
-            // A field starts with a capital letter, a mapping with a hexadecimal address in small letters.
+            // A field starts with a capital letter, a mapping with a hexadecimal address in small
+            // letters.
             if !line.first().is_some_and(u8::is_ascii_uppercase) {
                 let vma = vma(line).ok_or_else(|| ReadError::format(&path, line))?;
                 all.push(Smap {
@@ -198,7 +202,8 @@ impl Proc {
         Ok(all)
     }
 
-    /// The whole process's memory in proportional shares. `None` for a kernel thread, which has none.
+    /// The whole process's memory in proportional shares. `None` for a kernel thread, which has
+    /// none.
     pub fn rollup(&self, pid: i32) -> Result<Option<Rollup>, ReadError> {
         let (path, text) = self.read(&format!("{pid}/smaps_rollup"))?;
         // The first line is a mapping's header, whose colon is in its device number.
@@ -254,8 +259,8 @@ impl Proc {
         number(text.trim_ascii()).ok_or_else(|| ReadError::format(&path, &text))
     }
 
-    /// What `/proc/zoneinfo` says of free memory, computed as `mm/page_alloc.c` (`calculate_totalreserve_pages`) and
-    /// `mm/show_mem.c` (`si_mem_available`) do.
+    /// What `/proc/zoneinfo` says of free memory, computed as `mm/page_alloc.c`
+    /// (`calculate_totalreserve_pages`) and `mm/show_mem.c` (`si_mem_available`) do.
     pub fn zones(&self) -> Result<Zones, ReadError> {
         #[derive(Default)]
         struct Zone {

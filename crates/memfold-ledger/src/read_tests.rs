@@ -103,7 +103,8 @@ fn a_rollup_is_read_and_a_kernel_thread_has_none() {
 
 #[test]
 fn zones_are_computed_as_the_kernel_does() {
-    // DMA keeps its protection (6091) up to what it manages, DMA32 likewise; the lists of a CPU have a `high` too.
+    // DMA keeps its protection (6091) up to what it manages, DMA32 likewise; the lists of a CPU
+    // have a `high` too.
     let zoneinfo = "\
 Node 0, zone      DMA
   per-node stats

@@ -1,7 +1,8 @@
 //! Who has pages in common with whom: pages of one file that two VMs map and neither has copied.
 //!
-//! A page store's pages are in memory whether a VM has touched them or not, so what is folded counts. Pages of snapshots' images and of
-//! segments count where they are in both VMs' page tables. What KSM has merged is not in it: the kernel doesn't say with whom.
+//! A page store's pages are in memory whether a VM has touched them or not, so what is folded
+//! counts. Pages of snapshots' images and of segments count where they are in both VMs' page
+//! tables. What KSM has merged is not in it: the kernel doesn't say with whom.
 
 use std::collections::BTreeMap;
 
@@ -121,7 +122,8 @@ pub fn files_of(
     })
 }
 
-/// Stretches of a mapping that hold the file's own pages; `untouched`: those that are in no page table, too.
+/// Stretches of a mapping that hold the file's own pages; `untouched`: those that are in no page
+/// table, too.
 fn uncopied(vma: &Vma, regions: &[Region], untouched: bool, mut told: impl FnMut(Hva, Hva)) {
     let mut at = vma.start;
     for region in regions {

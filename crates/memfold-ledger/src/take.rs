@@ -29,10 +29,12 @@ impl StoreAccount {
 
 /// The account of one VM.
 ///
-/// The VM runs on while it is read: sums agree as well as the few milliseconds between two reads let them.
+/// The VM runs on while it is read: sums agree as well as the few milliseconds between two reads
+/// let them.
 ///
 /// # Errors
-/// If the process ended, or we may not read it (that needs root), or the kernel has no `PAGEMAP_SCAN` (Linux < 6.7).
+/// If the process ended, or we may not read it (that needs root), or the kernel has no
+/// `PAGEMAP_SCAN` (Linux < 6.7).
 pub fn vm(
     pid: i32,
     name: &str,
@@ -106,16 +108,19 @@ fn of_segments(
     smaps.iter().filter(of_one).map(bytes).sum()
 }
 
-/// Whether the file that is mapped lies in memory (`TMPFS_MAGIC` of `linux/magic.h`). Of a process that has ended, nothing does.
+/// Whether the file that is mapped lies in memory (`TMPFS_MAGIC` of `linux/magic.h`). Of a process
+/// that has ended, nothing does.
 fn is_in_memory(pid: i32, smap: &Smap) -> bool {
     let (start, end) = (smap.vma.start.0, smap.vma.end.0);
     rustix::fs::statfs(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))
         .is_ok_and(|place| place.f_type == 0x0102_1994)
 }
 
-/// What memfold's own process costs, and its relays to lenders; `metadata_bytes` as its engine counts them.
+/// What memfold's own process costs, and its relays to lenders; `metadata_bytes` as its engine
+/// counts them.
 ///
-/// Relays' anonymous pages are left out of `pss_anon_bytes`: they are among those of other processes already.
+/// Relays' anonymous pages are left out of `pss_anon_bytes`: they are among those of other
+/// processes already.
 pub fn own(
     metadata_bytes: ByteSize,
     stores: &[StoreIdentity],
@@ -142,7 +147,8 @@ pub fn own(
     Ok(own)
 }
 
-/// The account of the host. `zero_dropped_bytes`: zero pages given back to the host and not written since, as the engine counts.
+/// The account of the host. `zero_dropped_bytes`: zero pages given back to the host and not written
+/// since, as the engine counts.
 pub fn host(
     vms: &[VmAccount],
     stores: &[StoreAccount],
@@ -163,7 +169,8 @@ pub fn host(
             own,
             zero_dropped_bytes,
         )?;
-        // Processes come and go while they are added up: again, when that moved the sum by a percent.
+        // Processes come and go while they are added up: again, when that moved the sum by a
+        // percent.
         let moved = host.anon_pages_bytes.0.abs_diff(anon.unwrap_or_default().0);
         if attempt == ATTEMPTS || moved <= host.anon_pages_bytes.0 / 100 {
             return Ok(host);
@@ -184,7 +191,8 @@ fn host_from(
     let info = proc.meminfo()?;
     let field = |key: &str| info.get(key).copied().unwrap_or_default();
     let zones = proc.zones()?;
-    // si_mem_available: caches count only down to the low watermark, and at most half of them is kept.
+    // si_mem_available: caches count only down to the low watermark, and at most half of them is
+    // kept.
     let kept = |cache: u64| (cache / 2).min(zones.low_bytes.0);
     let file_cache = field("Active(file)").0 + field("Inactive(file)").0;
     let reserve_bytes =
@@ -375,7 +383,8 @@ struct Shares {
 
 /// The process's PSS, inside guest RAM and outside.
 ///
-/// `resident` counts the pages in memory in a range; it is asked for mappings that lie partly in RAM.
+/// `resident` counts the pages in memory in a range; it is asked for mappings that lie partly in
+/// RAM.
 fn shares(
     smaps: &[Smap],
     ram: &[(Hva, Hva)],
@@ -398,8 +407,9 @@ fn shares(
         let (inside, whole) = match parts[..] {
             [] => (0, 1),
             [(start, end)] if (start, end) == (vma.start, vma.end) => (1, 1),
-            // A mapping only partly in RAM: anonymous memory that the kernel joined with its neighbour. QEMU puts a guard page
-            // behind each block and aligns its start, so this is rare; divide by what is resident.
+            // A mapping only partly in RAM: anonymous memory that the kernel joined with its
+            // neighbour. QEMU puts a guard page behind each block and aligns its start, so this is
+            // rare; divide by what is resident.
             _ => {
                 let inside = parts
                     .iter()
@@ -431,8 +441,9 @@ fn shares(
     sum
 }
 
-/// Anonymous PSS of all other processes. Those that end meanwhile and kernel threads are left out. A process with more rights
-/// than ours hides its shares (ptrace(2), access mode checks): of it, `RssAnon`.
+/// Anonymous PSS of all other processes. Those that end meanwhile and kernel threads are left out.
+/// A process with more rights than ours hides its shares (ptrace(2), access mode checks): of it,
+/// `RssAnon`.
 fn others(proc: &Proc, vms: &[VmAccount]) -> Result<ByteSize, ReadError> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     Ok(proc

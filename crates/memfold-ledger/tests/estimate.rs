@@ -1,12 +1,13 @@
-//! `memfold estimate` on processes of our own that are made of known pages: what it finds is the truth, or holds it within its error bars.
+//! `memfold estimate` on processes of our own that are made of known pages: what it finds is the
+//! truth, or holds it within its error bars.
 //!
 //! Each child lays out its memory so; numbers are pages:
 //!
 //! ```text
 //!   | zeroes 700 | pairs 2 x 300 | common 1000 | own 2000 | rewritten 64 | file 256 | zero page 40 | holes 84 | huge 1024 |
 //! ```
-//! `pairs` are twice in one child and in no other; `common` are in all children; of the two huge pages the first begins with ten of
-//! `common`, all else there is in no other place.
+//! `pairs` are twice in one child and in no other; `common` are in all children; of the two huge
+//! pages the first begins with ten of `common`, all else there is in no other place.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
@@ -306,7 +307,8 @@ fn savings_are_credited_to_the_files_that_pages_cache() {
             page: u32::try_from(page).unwrap(),
         };
         Target {
-            // 600 of what is common: 400 at the same place of file 0, and 200 of file 1 which one has elsewhere. 100 of a VM's own.
+            // 600 of what is common: 400 at the same place of file 0, and 200 of file 1 which one
+            // has elsewhere. 100 of a VM's own.
             runs: Some(vec![
                 run(common, 400, 0, 50),
                 run(common + 400, 200, 1, shift),
@@ -331,7 +333,8 @@ fn savings_are_credited_to_the_files_that_pages_cache() {
         .iter()
         .map(|f| (f.path.as_str(), f.cached_bytes / PAGE_SIZE, exact(f.saved)))
         .collect();
-    // In each VM ten of the pages lie in a huge page too, which is no file's: three copies of four go.
+    // In each VM ten of the pages lie in a huge page too, which is no file's: three copies of four
+    // go.
     let (same, moved) = (390 + 10, 200);
     assert_eq!(found.len(), 2, "{found:?}");
     assert_eq!((found[0].0, found[0].1), ("/usr/lib/same", 800));

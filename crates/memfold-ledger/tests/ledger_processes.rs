@@ -1,4 +1,5 @@
-//! The ledger against processes of our own that are made of known pages: every count is exact, every sum agrees.
+//! The ledger against processes of our own that are made of known pages: every count is exact,
+//! every sum agrees.
 //!
 //! Each child lays out one "guest RAM", page by page; numbers below are pages:
 //!
@@ -55,7 +56,8 @@ fn child() {
     let mapping = Mapping::anonymous(pages, true).unwrap();
     let ram = mapping.area();
     ram.advise(Advice::LinuxNoHugepage).unwrap();
-    // The kernel maps file pages around a touched one in blocks of 16 pages, aligned to 64 KiB of address.
+    // The kernel maps file pages around a touched one in blocks of 16 pages, aligned to 64 KiB of
+    // address.
     assert_eq!(ram.start().0 % 65536, 0);
     for page in 0..private {
         ram.part(page, 1).write(&[page + 1]);
@@ -164,7 +166,8 @@ fn host(vms: &[VmAccount], stores: &[&std::fs::File]) -> HostAccount {
     take::host(vms, &stores, own, ByteSize(0)).unwrap()
 }
 
-/// Other work on the machine may move host-wide sums between two reads: one quiet moment of several is enough.
+/// Other work on the machine may move host-wide sums between two reads: one quiet moment of several
+/// is enough.
 fn in_a_quiet_moment<E: std::fmt::Debug>(mut attempt: impl FnMut() -> Result<(), E>) {
     let mut last = None;
     for _ in 0..6 {
@@ -203,7 +206,8 @@ fn every_page_is_counted_in_its_place_and_sums_agree() {
     assert_eq!(account.backed_bytes, account.ram_rss_bytes);
     assert_eq!(account.huge_bytes, ByteSize(0));
     assert_eq!(account.store_mappings, 1);
-    // Store pages 0..1024 are mapped by both, 1024..2048 by this one alone; the template by this one alone.
+    // Store pages 0..1024 are mapped by both, 1024..2048 by this one alone; the template by this
+    // one alone.
     assert_eq!(account.store_pss_bytes, pages(1024 / 2 + 1024));
     assert_eq!(
         account.ram_pss_bytes,
@@ -323,7 +327,8 @@ fn a_real_qemu_s_sums_agree_and_its_translated_code_is_told_apart() {
     };
     let pid = i32::try_from(qemu.id()).unwrap();
     let proc = memfold_ledger::read::Proc::default();
-    // Its RAM, for want of QMP here: the private anonymous mapping of just this size or, joined with others, the first above it.
+    // Its RAM, for want of QMP here: the private anonymous mapping of just this size or, joined
+    // with others, the first above it.
     let ram = || {
         proc.maps(pid)
             .unwrap()

@@ -69,8 +69,8 @@ pub enum Phase {
     Lent,
 }
 
-/// What is under a swap disk that is lent, or to be: kept in the VM's directory before anything is done, so that the next daemon can end
-/// or undo what this one has begun. Holds no key.
+/// What is under a swap disk that is lent, or to be: kept in the VM's directory before anything is
+/// done, so that the next daemon can end or undo what this one has begun. Holds no key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Borrowing {
     /// Number of these nodes.
@@ -89,7 +89,8 @@ pub struct Borrowing {
     pub copy_unwatched: bool,
     /// How far it has come.
     pub phase: Phase,
-    /// Whether the daemon did it by itself (`serve --borrow auto`), and so is to give it back by itself.
+    /// Whether the daemon did it by itself (`serve --borrow auto`), and so is to give it back by
+    /// itself.
     #[serde(default)]
     pub by_itself: bool,
 }

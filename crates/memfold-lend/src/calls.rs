@@ -1,4 +1,5 @@
-//! A registry that another daemon keeps: each method as a message and its answer, whatever carries them.
+//! A registry that another daemon keeps: each method as a message and its answer, whatever carries
+//! them.
 
 use std::time::Duration;
 

@@ -1,8 +1,10 @@
-//! The socket between a VM's QEMU and a lender's nbdkit, held by a second descriptor (`pidfd_getfd(2)`).
+//! The socket between a VM's QEMU and a lender's nbdkit, held by a second descriptor
+//! (`pidfd_getfd(2)`).
 //!
-//! QEMU's NBD client waits for an answer as long as the connection stands, and while it waits its main loop may stand still too. So who
-//! watches needs neither QEMU nor the lender: it sees the connection's end at once, has the kernel end it when the other host doesn't answer
-//! any more, and can cut it itself.
+//! QEMU's NBD client waits for an answer as long as the connection stands, and while it waits its
+//! main loop may stand still too. So who watches needs neither QEMU nor the lender: it sees the
+//! connection's end at once, has the kernel end it when the other host doesn't answer any more, and
+//! can cut it itself.
 
 use std::ffi::OsStr;
 use std::io;
@@ -20,10 +22,12 @@ use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use super::endpoint::Address;
 use super::lease::Durability;
 
-/// How long a host that isn't heard of is waited for, if there is another copy of what it has: a VM may wait all that time.
+/// How long a host that isn't heard of is waited for, if there is another copy of what it has: a VM
+/// may wait all that time.
 pub const PATIENCE: Duration = Duration::from_secs(3);
 
-/// The same, if there is none: a VM that waits for a minute loses less than one whose swap disk is lost.
+/// The same, if there is none: a VM that waits for a minute loses less than one whose swap disk is
+/// lost.
 pub const LAST_PATIENCE: Duration = Duration::from_secs(60);
 
 /// How many questions of the kernel whether the other host is there may go unanswered.
@@ -71,7 +75,8 @@ impl Wire {
         Ok(found)
     }
 
-    /// Has the kernel end the connection when the other host is not heard of for [`PATIENCE`]. A Unix socket's other end is this host.
+    /// Has the kernel end the connection when the other host is not heard of for [`PATIENCE`]. A
+    /// Unix socket's other end is this host.
     pub fn keep_alive(&self) -> io::Result<()> {
         let is_tcp = sockopt::socket_domain(&self.0)? != rustix::net::AddressFamily::UNIX;
         if is_tcp {
@@ -114,8 +119,8 @@ pub const fn patience(durability: Durability) -> Duration {
     }
 }
 
-/// Has the kernel end a TCP connection when the other host is not heard of for so many seconds. Set on a listening socket, it holds for all
-/// that it accepts.
+/// Has the kernel end a TCP connection when the other host is not heard of for so many seconds. Set
+/// on a listening socket, it holds for all that it accepts.
 pub(super) fn keep_alive(socket: &impl AsFd, patience: Duration) -> io::Result<()> {
     // A third until it begins to ask, and a third for each question (tcp(7)).
     let third = patience / (KEEPALIVE_COUNT + 1);
@@ -142,8 +147,8 @@ fn is_connected_to(socket: &OwnedFd, address: &Address) -> bool {
     }
 }
 
-/// Does something that makes `process` connect to `address` and that may wait for an answer from there; after `patience` the connection
-/// is cut, so that it fails.
+/// Does something that makes `process` connect to `address` and that may wait for an answer from
+/// there; after `patience` the connection is cut, so that it fails.
 pub fn within<T>(
     process: &Process,
     address: &Address,

@@ -1,7 +1,9 @@
-//! Lenders that served other bytes than were written: nothing is borrowed of them for a while, unless somebody says otherwise.
+//! Lenders that served other bytes than were written: nothing is borrowed of them for a while,
+//! unless somebody says otherwise.
 //!
-//! One lie is one too many for a machine, too: RAM that turns bits over does that again. So it takes no second one, and the lender's other
-//! leases, which are checked as well, go on until they lie.
+//! One lie is one too many for a machine, too: RAM that turns bits over does that again. So it
+//! takes no second one, and the lender's other leases, which are checked as well, go on until they
+//! lie.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};

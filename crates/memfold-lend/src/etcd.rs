@@ -1,4 +1,5 @@
-//! The registry in an etcd, for clusters: every host asks it by itself, and no host of ours has to be there for the others.
+//! The registry in an etcd, for clusters: every host asks it by itself, and no host of ours has to
+//! be there for the others.
 //!
 //! | key | holds | changed |
 //! |---|---|---|
@@ -10,14 +11,17 @@
 //! | `endpoint/ID` | address and key of the export | |
 //! | `last` | the last lease's number | by comparing its revision |
 //!
-//! **Why no byte is lent twice.** Whatever makes or ends a lease changes its lender's account, in one transaction that etcd carries out only if
-//! the account is as it was read. So of two that have read the same, one has to read again. Who is cut off from most of the members
-//! can neither read (reads are linearizable) nor change anything; what it had asked before is compared when it arrives, like all else. A
-//! request without an answer may have been carried out: a lease that its borrower doesn't know of is never renewed, and its lender ends it.
+//! **Why no byte is lent twice.** Whatever makes or ends a lease changes its lender's account, in
+//! one transaction that etcd carries out only if the account is as it was read. So of two that have
+//! read the same, one has to read again. Who is cut off from most of the members can neither read
+//! (reads are linearizable) nor change anything; what it had asked before is compared when it
+//! arrives, like all else. A request without an answer may have been carried out: a lease that its
+//! borrower doesn't know of is never renewed, and its lender ends it.
 //!
-//! **Time.** Hosts needn't agree on theirs. A key says how long it holds; whoever looks counts from when *it* saw that revision first, which is
-//! later than it was put. So a lender that looks twice in a second ends an export at its deadline, also while etcd can't be asked. Who has not
-//! seen a key before holds to etcd's clock, which makes it vanish.
+//! **Time.** Hosts needn't agree on theirs. A key says how long it holds; whoever looks counts from
+//! when *it* saw that revision first, which is later than it was put. So a lender that looks twice
+//! in a second ends an export at its deadline, also while etcd can't be asked. Who has not seen a
+//! key before holds to etcd's clock, which makes it vanish.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -34,7 +38,8 @@ use super::offer::{Offer, Want};
 use super::registry::Registry;
 use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
 
-/// An offer that hasn't changed is said again after this time: each time costs a revision of etcd's.
+/// An offer that hasn't changed is said again after this time: each time costs a revision of
+/// etcd's.
 const SAY_AGAIN: Duration = Duration::from_secs(1);
 
 /// Leases that one transaction ends: etcd takes 128 operations.

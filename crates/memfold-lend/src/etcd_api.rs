@@ -1,6 +1,8 @@
-//! What is asked of etcd: transactions and its leases, by the JSON gateway that every etcd has on its client port (`/v3/...`).
+//! What is asked of etcd: transactions and its leases, by the JSON gateway that every etcd has on
+//! its client port (`/v3/...`).
 //!
-//! Reads here are linearizable, which is the gateway's default: a member that is cut off from the others answers nothing.
+//! Reads here are linearizable, which is the gateway's default: a member that is cut off from the
+//! others answers nothing.
 
 use std::fmt;
 use std::time::Duration;

@@ -207,7 +207,8 @@ impl EtcdRegistry {
         Ok(self.ranges(&txn)?.map(|mut found| found.pop()))
     }
 
-    /// Carries out what depends on what was read: the revision afterwards, or `None` if it had changed meanwhile.
+    /// Carries out what depends on what was read: the revision afterwards, or `None` if it had
+    /// changed meanwhile.
     pub(super) fn commit(&self, txn: &Txn) -> Result<Option<u64>, RegistryError> {
         let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
         Ok(done.held.then_some(done.revision))
@@ -325,7 +326,8 @@ impl EtcdRegistry {
         granted.map_err(|error| self.failed(&error))
     }
 
-    /// Forgets when keys were seen that are there no more. Of a lender that is silent it is remembered how long.
+    /// Forgets when keys were seen that are there no more. Of a lender that is silent it is
+    /// remembered how long.
     pub(super) fn forget(&self, leases: &[Kv]) {
         let prefix = self.all_leases();
         let is_there = |key: &str| leases.iter().any(|kv| kv.key == key);

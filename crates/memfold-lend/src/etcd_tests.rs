@@ -20,7 +20,8 @@ use super::registry_error::RegistryError;
 use super::registry_tests::{Fixture, Several, check, lender, offer, suite, take, want};
 use super::{Lender, LenderOptions};
 
-/// Debian's etcd as `scripts/setup tests` unpacks it, or the one in `PATH`; `None`: there is none, and nothing is tested here.
+/// Debian's etcd as `scripts/setup tests` unpacks it, or the one in `PATH`; `None`: there is none,
+/// and nothing is tested here.
 fn program() -> Option<PathBuf> {
     let unpacked = std::env::var_os("MEMFOLD_CACHE")
         .map(PathBuf::from)
@@ -416,7 +417,8 @@ fn no_export_outlives_its_deadline_when_etcd_stands_still() {
     wait("its export ends", || !is_served());
     let after = taken.elapsed();
     println!("ended {after:?} after it was taken for {ttl:?}");
-    // Its thread may be waiting for etcd just then, 3 s at most; and this machine may be busy. Etcd stands still all the while.
+    // Its thread may be waiting for etcd just then, 3 s at most; and this machine may be busy. Etcd
+    // stands still all the while.
     assert!(after >= ttl && after < ttl + patience(Duration::from_secs(30)));
     // Nobody is given these bytes before etcd has heard that they are free.
     cluster.servers[0].signal(Signal::CONT);

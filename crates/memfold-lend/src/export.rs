@@ -1,19 +1,24 @@
 //! One lease's export: an nbdkit process that holds its bytes.
 //!
 //! Why a process a lease, nbdkit's `data` plugin and these filters:
-//! - its memory is its own: no other tenant's server can reach it, nothing of it lies in a file system, and when it ends the kernel has the
-//!   pages back, which it never hands out without clearing them;
-//! - `allocator=malloc,mlock=true` and a byte written at the very end have all of it allocated and locked before the first client comes: a
-//!   lender that is short of memory fails to start an export, and a write to one never fails for want of memory, nor is it swapped;
-//! - `limit` and `exitlast` (in this order of closing: see [`FILTERS`]) serve one connection and no second: QEMU's client reconnects by
-//!   itself, and what it had written meanwhile to the other copy alone would be missing here. An export that was left is gone.
+//! - its memory is its own: no other tenant's server can reach it, nothing of it lies in a file
+//!   system, and when it ends the kernel has the pages back, which it never hands out without
+//!   clearing them;
+//! - `allocator=malloc,mlock=true` and a byte written at the very end have all of it allocated and
+//!   locked before the first client comes: a lender that is short of memory fails to start an
+//!   export, and a write to one never fails for want of memory, nor is it swapped;
+//! - `limit` and `exitlast` (in this order of closing: see [`FILTERS`]) serve one connection and no
+//!   second: QEMU's client reconnects by itself, and what it had written meanwhile to the other
+//!   copy alone would be missing here. An export that was left is gone.
 //!
-//! Over TCP: TLS with a key shared beforehand, which the registry tells the borrower alone (TLS-PSK: no certificate that could expire). An
-//! export listens on the address that the lender was given and announces that one, or another if there is a forwarder between.
+//! Over TCP: TLS with a key shared beforehand, which the registry tells the borrower alone
+//! (TLS-PSK: no certificate that could expire). An export listens on the address that the lender
+//! was given and announces that one, or another if there is a forwarder between.
 //!
 //! By iSCSI it is a tgtd instead, and [`iscsi`](super::iscsi) tells what does all that there.
 //!
-//! What is zeroed or trimmed stays allocated (nbdkit's `common/allocators/malloc.c` fills it with zeroes), so that a later write needs nothing.
+//! What is zeroed or trimmed stays allocated (nbdkit's `common/allocators/malloc.c` fills it with
+//! zeroes), so that a later write needs nothing.
 
 use std::fs::{File, Permissions};
 use std::io::{self, Read};
@@ -42,18 +47,21 @@ const START_LEAST: Duration = Duration::from_secs(10);
 /// Bytes of nbdkit's output that an error repeats.
 const LOG_TAIL: usize = 2048;
 
-/// Most bytes of nbdkit's output that are kept: strangers could have it say something with each connection.
+/// Most bytes of nbdkit's output that are kept: strangers could have it say something with each
+/// connection.
 const LOG_LIMIT: u64 = 128 << 10;
 
-/// From the client inwards. When the client goes, the outermost hears of it first: `exitlast` has the whole server end before `limit`
-/// would let another one in.
+/// From the client inwards. When the client goes, the outermost hears of it first: `exitlast` has
+/// the whole server end before `limit` would let another one in.
 const FILTERS: [&str; 2] = ["exitlast", "limit"];
 
-/// What nbdkit is started by. It takes a socket that listens already, as systemd passes one (descriptor 3, and who it is for).
-/// Beside it a shell waits for the end of a pipe (descriptor 4) whose other end this process holds: when this process ends, however it does,
-/// the shell kills nbdkit, whose own `--exit-with-parent` lets a client that is there stay as long as it is silent. nbdkit sets its
-/// death signal anew when it starts (`PR_SET_PDEATHSIG`), so that ours would not stay. The shell ends with nbdkit, and acts only while
-/// that is its parent: the number can't be another process's then. A host without memory ends lent memory first, and dumps none of it.
+/// What nbdkit is started by. It takes a socket that listens already, as systemd passes one
+/// (descriptor 3, and who it is for). Beside it a shell waits for the end of a pipe (descriptor 4)
+/// whose other end this process holds: when this process ends, however it does, the shell kills
+/// nbdkit, whose own `--exit-with-parent` lets a client that is there stay as long as it is silent.
+/// nbdkit sets its death signal anew when it starts (`PR_SET_PDEATHSIG`), so that ours would not
+/// stay. The shell ends with nbdkit, and acts only while that is its parent: the number can't be
+/// another process's then. A host without memory ends lent memory first, and dumps none of it.
 const SHELL: &str = r#"{ echo 1000 >/proc/self/oom_score_adj; echo 0 >/proc/self/coredump_filter; } 2>/dev/null
 exec 3<&0 4<&1 </dev/null 1>&2
 setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- >/dev/null 2>&1 &
@@ -86,8 +94,8 @@ pub enum ExportError {
     },
 }
 
-/// A running export. It ends when this is dropped, with this process, and with the *thread* that started it: nbdkit sets
-/// `PR_SET_PDEATHSIG`, which means the thread.
+/// A running export. It ends when this is dropped, with this process, and with the *thread* that
+/// started it: nbdkit sets `PR_SET_PDEATHSIG`, which means the thread.
 #[derive(Debug)]
 pub struct Export {
     child: Child,
@@ -119,8 +127,9 @@ pub enum Health {
 }
 
 impl Export {
-    /// Begins to export `bytes` of new, locked memory: [`is_ready`](Self::is_ready) tells when. Its files are in `directory`. A borrower's
-    /// host that isn't heard of is waited for with `patience`.
+    /// Begins to export `bytes` of new, locked memory: [`is_ready`](Self::is_ready) tells when. Its
+    /// files are in `directory`. A borrower's host that isn't heard of is waited for with
+    /// `patience`.
     pub fn start(
         directory: &Path,
         listen: Listen,
@@ -156,8 +165,9 @@ impl Export {
         })
     }
 
-    /// Whether all its memory is allocated and locked, which is so before it answers at all: `VmLck` tells without taking the one
-    /// connection that it serves. An error: it never will; drop it.
+    /// Whether all its memory is allocated and locked, which is so before it answers at all:
+    /// `VmLck` tells without taking the one connection that it serves. An error: it never will;
+    /// drop it.
     pub fn is_ready(&mut self) -> Result<bool, ExportError> {
         let locked = locked_bytes(self.child.id());
         let what = match self.child.try_wait() {
@@ -243,7 +253,8 @@ impl Export {
         self.end_server(end.saturating_duration_since(Instant::now()))
     }
 
-    /// tgtd ends with the process beside it, which may take a moment; whether it has. It has the memory open.
+    /// tgtd ends with the process beside it, which may take a moment; whether it has. It has the
+    /// memory open.
     fn end_server(&self, patience: Duration) -> bool {
         let Some((_, Some(server))) = &self.iscsi else {
             return true;

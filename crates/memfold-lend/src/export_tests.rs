@@ -17,7 +17,8 @@ fn there() -> bool {
     there
 }
 
-/// The server's greeting, or what came of it. Sixteen bytes: NBDMAGIC, IHAVEOPT (doc/proto.md of NBD).
+/// The server's greeting, or what came of it. Sixteen bytes: NBDMAGIC, IHAVEOPT (doc/proto.md of
+/// NBD).
 fn greet(stream: &mut (impl Read + Write)) -> Option<[u8; 18]> {
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).ok()?;

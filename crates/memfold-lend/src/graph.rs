@@ -1,4 +1,5 @@
-//! QEMU's block nodes under a VM's swap disk, and how one set takes the place of another while the guest uses it.
+//! QEMU's block nodes under a VM's swap disk, and how one set takes the place of another while the
+//! guest uses it.
 //!
 //! ```text
 //!   on its disk            lent, durability disk          replica               none
@@ -8,19 +9,25 @@
 //!   swap-fileN           swap-lentN-0   swap-copyN      swap-lentN-0  swap-lentN-1
 //!                           nbd         raw on swap-fileN    nbd         nbd
 //! ```
-//! Each switch makes nodes of a new generation N, mirrors the old ones onto them, and has the device use them instead: `blockdev-mirror`,
-//! `job-complete`. If anything fails before that, what was made is removed again.
+//! Each switch makes nodes of a new generation N, mirrors the old ones onto them, and has the
+//! device use them instead: `blockdev-mirror`, `job-complete`. If anything fails before that, what
+//! was made is removed again.
 //!
-//! **Why writes are mirrored in the background.** With `copy-mode=write-blocking` each write of the guest goes to both places at once, and the job
-//! comes to an end under any load. But when such a job fails or is cancelled while the guest writes, QEMU 10.0 writes to memory that it has freed,
-//! and may die of it (docs/decisions/0042). In the background what is written is copied again; a guest that writes faster than that is slowed down.
+//! **Why writes are mirrored in the background.** With `copy-mode=write-blocking` each write of the
+//! guest goes to both places at once, and the job comes to an end under any load. But when such a
+//! job fails or is cancelled while the guest writes, QEMU 10.0 writes to memory that it has freed,
+//! and may die of it (docs/decisions/0042). In the background what is written is copied again; a
+//! guest that writes faster than that is slowed down.
 //!
-//! **Why no byte is lost.** A quorum with `read-pattern=fifo` and `vote-threshold=1` writes to all children, is done when all have answered,
-//! and then succeeds if one did. It reads from the first, and from the next if that fails (`block/quorum.c`). So every byte that the guest
-//! may rely on is in every child that has failed no request. One that has failed a write must never be read again: its connection has ended
-//! (an export serves one connection only, `export`), or is cut as soon as QEMU reports the failure; the copy on disk is taken out then.
+//! **Why no byte is lost.** A quorum with `read-pattern=fifo` and `vote-threshold=1` writes to all
+//! children, is done when all have answered, and then succeeds if one did. It reads from the first,
+//! and from the next if that fails (`block/quorum.c`). So every byte that the guest may rely on is
+//! in every child that has failed no request. One that has failed a write must never be read again:
+//! its connection has ended (an export serves one connection only, `export`), or is cut as soon as
+//! QEMU reports the failure; the copy on disk is taken out then.
 //!
-//! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)), which knows what was written and believes no lender.
+//! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)), which knows
+//! what was written and believes no lender.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -39,7 +46,8 @@ const JOB: &str = "memfold-swap";
 /// How long a switch may go without any progress.
 const STUCK: Duration = Duration::from_secs(30);
 
-/// How long a guest may go on writing faster than that is copied, after all of its disk has been copied once.
+/// How long a guest may go on writing faster than that is copied, after all of its disk has been
+/// copied once.
 const CATCH_UP: Duration = Duration::from_secs(3);
 
 /// Bytes a second that the guest may write to its swap disk from then on, until it is switched.
@@ -73,7 +81,8 @@ pub enum GraphError {
     /// It failed on the way; the VM is as it was.
     #[error("cannot switch the swap disk ({0}); the VM continues on the previous one")]
     Switch(String),
-    /// QEMU was told to go over, and doesn't say whether it has: everything that it may use has to stay.
+    /// QEMU was told to go over, and doesn't say whether it has: everything that it may use has to
+    /// stay.
     #[error(
         "QEMU did not say whether it switched the swap disk; memfold asks again, and removes nothing before QEMU answers"
     )]
@@ -215,8 +224,9 @@ pub fn build_on_disk(
     Ok(name)
 }
 
-/// Has the device use `to` instead of `from`. `monitor` gives the monitor for a moment at a time; `failed` says why it is to be given up,
-/// if it is. An error: the device uses `from`; except for [`GraphError::Unknown`].
+/// Has the device use `to` instead of `from`. `monitor` gives the monitor for a moment at a time;
+/// `failed` says why it is to be given up, if it is. An error: the device uses `from`; except for
+/// [`GraphError::Unknown`].
 pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     from: &str,
@@ -285,7 +295,8 @@ fn copy<M: std::ops::DerefMut<Target = Qmp>>(
     }
 }
 
-/// Has the guest write to its swap disk slowly, or as fast as it can again. Limits of others stay as they are.
+/// Has the guest write to its swap disk slowly, or as fast as it can again. Limits of others stay
+/// as they are.
 fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
     let devices = qmp.query("query-block")?;
     let mut devices = devices.as_array().into_iter().flatten();
@@ -300,8 +311,8 @@ fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
     qmp.execute("block_set_io_throttle", limits).map(drop)
 }
 
-/// Completes the job, and gives the node that the device uses then: whether it went over or failed, only the device tells, and an answer that
-/// was lost or came too late tells nothing.
+/// Completes the job, and gives the node that the device uses then: whether it went over or failed,
+/// only the device tells, and an answer that was lost or came too late tells nothing.
 fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
 ) -> Result<String, GraphError> {
@@ -369,7 +380,8 @@ pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
     slow_down(&mut monitor(), false)
 }
 
-/// Takes a lent piece out from under the device, which goes on with the other copy: the last child stays.
+/// Takes a lent piece out from under the device, which goes on with the other copy: the last child
+/// stays.
 pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(), GraphError> {
     let node = borrowing.lent(part);
     // Its client would go on to try to connect.
@@ -383,7 +395,8 @@ pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(),
     remove(qmp, &[node], &[tls(borrowing.generation, part)])
 }
 
-/// Takes the copy on disk out, which has failed a write: what is read after its lender's death must be an error, not what was there before.
+/// Takes the copy on disk out, which has failed a write: what is read after its lender's death must
+/// be an error, not what was there before.
 pub fn take_copy_out(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     let node = copy_node(borrowing.generation);
     take_child_out(qmp, borrowing, &node, borrowing.parts.len())?;
@@ -447,7 +460,8 @@ fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphE
 pub enum Failed {
     /// Of a lent piece: by number. It must not be read again.
     Lent(usize),
-    /// Of the copy on disk. Whether it was a write isn't known for sure: of the reports of a second QEMU may tell the last one only.
+    /// Of the copy on disk. Whether it was a write isn't known for sure: of the reports of a second
+    /// QEMU may tell the last one only.
     Copy,
 }
 
@@ -476,7 +490,8 @@ mod tests {
     use super::super::lease::LeaseId;
     use super::*;
 
-    /// A QEMU that breaks the connection when it is told to complete a job; then its device uses `used`, or it is gone.
+    /// A QEMU that breaks the connection when it is told to complete a job; then its device uses
+    /// `used`, or it is gone.
     fn qemu(listener: UnixListener, used: Option<&'static str>) {
         std::thread::spawn(move || {
             for stream in listener.incoming() {
@@ -515,7 +530,8 @@ mod tests {
         }
     }
 
-    /// A QEMU whose guest writes faster than a job copies until it is slowed down; `told`: what limits it was given.
+    /// A QEMU whose guest writes faster than a job copies until it is slowed down; `told`: what
+    /// limits it was given.
     fn busy_qemu(listener: &UnixListener, told: &Mutex<Vec<u64>>) {
         let (mut stream, _) = listener.accept().unwrap();
         writeln!(stream, r#"{{"QMP": {{}}}}"#).unwrap();

@@ -1,7 +1,9 @@
-//! HTTP to the servers of a registry elsewhere, blocking: another daemon, or the members of an etcd.
+//! HTTP to the servers of a registry elsewhere, blocking: another daemon, or the members of an
+//! etcd.
 //!
-//! Connections are kept and used again, each by one request at a time. Every server is told apart by its certificate alone: one that no CA of
-//! ours vouches for, that is of another name or has expired, gets no request.
+//! Connections are kept and used again, each by one request at a time. Every server is told apart
+//! by its certificate alone: one that no CA of ours vouches for, that is of another name or has
+//! expired, gets no request.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -110,7 +112,8 @@ impl Https {
         }
     }
 
-    /// Sends a request to one member. To another only if it can't have reached the one before: it may change something.
+    /// Sends a request to one member. To another only if it can't have reached the one before: it
+    /// may change something.
     pub fn post(&self, post: &Post<'_>) -> Result<(StatusCode, Bytes), HttpError> {
         let count = self.members.len();
         let first = self.first.load(Ordering::Relaxed);

@@ -28,8 +28,8 @@ pub struct HurtVm {
     pub effect: String,
 }
 
-/// Of each lender that has lent something. `without_copy`: whether that VM of that host lacks the copy on its disk that it is to have, as
-/// far as this host knows.
+/// Of each lender that has lent something. `without_copy`: whether that VM of that host lacks the
+/// copy on its disk that it is to have, as far as this host knows.
 #[must_use]
 pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Vec<Blast> {
     let mut all: Vec<Blast> = Vec::new();

@@ -25,7 +25,8 @@ impl fmt::Display for LeaseId {
     }
 }
 
-/// Which run of a lender's daemon: exports of an older one have ended with it. Later ones are greater.
+/// Which run of a lender's daemon: exports of an older one have ended with it. Later ones are
+/// greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Incarnation(pub u64);
@@ -74,14 +75,16 @@ impl Durability {
         }
     }
 
-    /// How long a borrower has to give back. Where the lent bytes are the only ones, or one of two, it has to copy them first.
+    /// How long a borrower has to give back. Where the lent bytes are the only ones, or one of two,
+    /// it has to copy them first.
     #[must_use]
     pub fn time_to_give_back(self, bytes: u64) -> Duration {
         let copying = self.time_to_copy(bytes);
         GIVE_BACK.saturating_add(copying).min(MAX_TTL)
     }
 
-    /// How long it takes to copy what lies there to the borrower's disk, before it can be given back.
+    /// How long it takes to copy what lies there to the borrower's disk, before it can be given
+    /// back.
     #[must_use]
     pub const fn time_to_copy(self, bytes: u64) -> Duration {
         match self {
@@ -161,7 +164,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// What a lender that needs it back within a time can have: who has to copy it first has the time for that.
+    /// What a lender that needs it back within a time can have: who has to copy it first has the
+    /// time for that.
     pub(super) fn within(&self, within: Duration) -> Duration {
         within.max(self.durability.time_to_copy(self.bytes).min(MAX_TTL))
     }
@@ -178,7 +182,8 @@ pub struct LenderView {
     pub lent_bytes: u64,
     /// Time since it was last heard of.
     pub silent_ms: u64,
-    /// Time left until nothing more is taken from it, unless it is heard of again; 0: that is so now.
+    /// Time left until nothing more is taken from it, unless it is heard of again; 0: that is so
+    /// now.
     pub left_ms: u64,
 }
 

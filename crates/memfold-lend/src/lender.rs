@@ -1,6 +1,8 @@
-//! The lender: judges what this host can spare, offers it, exports what is taken of it, takes it back.
+//! The lender: judges what this host can spare, offers it, exports what is taken of it, takes it
+//! back.
 //!
-//! One thread does all of it, and every export is its child, since nbdkit ends with the thread that started it (`Export`).
+//! One thread does all of it, and every export is its child, since nbdkit ends with the thread that
+//! started it (`Export`).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -105,14 +107,17 @@ impl Lender {
         self.wake();
     }
 
-    /// Offers nothing more and takes everything back ([`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back)); [`has_ended`](Self::has_ended) tells when that is done.
+    /// Offers nothing more and takes everything back
+    /// ([`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back));
+    /// [`has_ended`](Self::has_ended) tells when that is done.
     pub fn end(&self) {
         self.ending.store(true, Ordering::Release);
         self.wake();
     }
 
-    /// Takes everything back, and waits for it as long as borrowers have to copy what they have nowhere else; `hurry` says that there is no
-    /// more time. What isn't given back then ends with this.
+    /// Takes everything back, and waits for it as long as borrowers have to copy what they have
+    /// nowhere else; `hurry` says that there is no more time. What isn't given back then ends with
+    /// this.
     pub fn end_and_wait(&self, hurry: &dyn Fn() -> bool) {
         self.end();
         let end = Instant::now() + GOOD_BYE;

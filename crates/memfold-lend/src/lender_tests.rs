@@ -38,7 +38,8 @@ fn host(max_bytes: u64) -> Option<Host> {
         short_guests: Arc::default(),
     };
     let lender = Lender::start(options, registry.clone()).unwrap();
-    // A host whose tasks wait for memory at the moment lends nothing; other tests may be the reason.
+    // A host whose tasks wait for memory at the moment lends nothing; other tests may be the
+    // reason.
     let end = Instant::now() + patience(Duration::from_secs(120));
     while lender.status().offer_bytes < max_bytes {
         if Instant::now() > end {

@@ -1,4 +1,5 @@
-//! The lender's thread: it judges what this host can spare, offers it, exports what is taken of it, takes it back.
+//! The lender's thread: it judges what this host can spare, offers it, exports what is taken of it,
+//! takes it back.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -24,7 +25,8 @@ use super::surplus::{Hurry, Judge, Verdict};
 /// Time between two looks.
 const TICK: Duration = Duration::from_millis(500);
 
-/// Time between two looks at nothing but what is available, while something is lent that can end at once.
+/// Time between two looks at nothing but what is available, while something is lent that can end at
+/// once.
 const GLANCE: Duration = Duration::from_millis(50);
 
 /// How long an offer holds without being said again.
@@ -33,7 +35,8 @@ const OFFER_TTL: Duration = Duration::from_secs(10);
 /// Exports that end so fast are waited for.
 const AT_ONCE: Duration = Duration::from_millis(100);
 
-/// The same when next to nothing is left, for who has a copy and only lets go: it hears of it within a second, and takes 0.1 s.
+/// The same when next to nothing is left, for who has a copy and only lets go: it hears of it
+/// within a second, and takes 0.1 s.
 const HURRY: Duration = Duration::from_secs(2);
 
 /// An export and what is known of its lease.
@@ -63,7 +66,8 @@ pub(super) struct Work {
     pub(super) max_bytes: Arc<AtomicU64>,
     pub(super) begun: Instant,
     pub(super) exports: BTreeMap<LeaseId, Lent>,
-    /// Killed, and not gone yet: to free much memory takes a while, and others are to hear of this host meanwhile.
+    /// Killed, and not gone yet: to free much memory takes a while, and others are to hear of this
+    /// host meanwhile.
     pub(super) dying: BTreeMap<LeaseId, Export>,
     pub(super) status: Arc<Mutex<LenderStatus>>,
     pub(super) ending: Arc<AtomicBool>,
@@ -156,7 +160,8 @@ impl Work {
         }
     }
 
-    /// Takes a later incarnation than the daemon before, whatever the clock says: it may have been set back.
+    /// Takes a later incarnation than the daemon before, whatever the clock says: it may have been
+    /// set back.
     pub(super) fn follow_on(&mut self) -> Result<(), RegistryError> {
         if self.announced {
             return Ok(());
@@ -259,7 +264,8 @@ impl Work {
                 lent.published |= lease.state == LeaseState::Exported;
             }
         }
-        // Nobody but us ends a lease: a registry that doesn't know one any more has begun anew, and its borrower needs time.
+        // Nobody but us ends a lease: a registry that doesn't know one any more has begun anew, and
+        // its borrower needs time.
         let unknown = self
             .exports
             .iter_mut()
@@ -387,7 +393,8 @@ impl Work {
         }
     }
 
-    /// Until the next look, which comes at once when next to nothing is left and something can end for it.
+    /// Until the next look, which comes at once when next to nothing is left and something can end
+    /// for it.
     pub(super) fn rest(&self) {
         let end = Instant::now() + TICK;
         let can_cut = self.can_cut();
@@ -440,8 +447,9 @@ impl Work {
         })
     }
 
-    /// Ends exports whose borrowers have a copy, the largest first, until so many bytes are on their way. There is no time to ask: they lose no
-    /// byte, and take it for a lender that has died.
+    /// Ends exports whose borrowers have a copy, the largest first, until so many bytes are on
+    /// their way. There is no time to ask: they lose no byte, and take it for a lender that has
+    /// died.
     pub(super) fn cut(&mut self, wanted: u64) {
         let mut coming: u64 = self.dying.values().map(Export::bytes).sum();
         let mut copied: Vec<(Reverse<u64>, LeaseId)> = self
@@ -471,7 +479,8 @@ impl Work {
         }
     }
 
-    /// Has borrowers give back so many bytes in all: those first that have a copy and only let go, then the largest, so that few VMs are hurt.
+    /// Has borrowers give back so many bytes in all: those first that have a copy and only let go,
+    /// then the largest, so that few VMs are hurt.
     pub(super) fn recall(&mut self, leases: &[Lease], wanted: u64) -> Result<(), RegistryError> {
         let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
             leases.iter().partition(|lease| lease.recall_ms.is_some());
@@ -497,7 +506,8 @@ impl Work {
         Ok(())
     }
 
-    /// Who has been asked for memory and has a copy has no more time. Those who are asked for it only now hear that at the next look.
+    /// Who has been asked for memory and has a copy has no more time. Those who are asked for it
+    /// only now hear that at the next look.
     pub(super) fn hurry(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
         for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
             self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;

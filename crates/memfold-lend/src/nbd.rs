@@ -1,12 +1,13 @@
-//! As much of NBD as the relay needs, both ends of it (the protocol's `doc/proto.md`): fixed newstyle handshake with `GO`, then
-//! simple replies.
+//! As much of NBD as the relay needs, both ends of it (the protocol's `doc/proto.md`): fixed
+//! newstyle handshake with `GO`, then simple replies.
 //!
 //! ```text
 //!   server  "NBDMAGIC" "IHAVEOPT" flags                 request  magic flags command cookie offset length [bytes]
 //!   client  flags                                        reply    magic error cookie [bytes]
 //!   client  "IHAVEOPT" option length ...  ->  server  magic option reply length ...
 //! ```
-//! All numbers are big-endian. Every length that the other end says is compared with what can be before anything is allocated by it.
+//! All numbers are big-endian. Every length that the other end says is compared with what can be
+//! before anything is allocated by it.
 
 use std::io::{self, Read, Write};
 
@@ -163,7 +164,8 @@ impl Request {
     /// Reads one.
     ///
     /// # Errors
-    /// It is none, or its bytes would be more than may be: where the next one begins isn't known then.
+    /// It is none, or its bytes would be more than may be: where the next one begins isn't known
+    /// then.
     pub fn decode(wire: &[u8; REQUEST_BYTES]) -> Result<Self, Nonsense> {
         let magic = u32::from_be_bytes(bytes(wire, 0));
         if magic != REQUEST_MAGIC {
@@ -259,7 +261,8 @@ fn take_bytes(stream: &mut impl Read, length: u32) -> io::Result<Vec<u8>> {
     Ok(wire)
 }
 
-/// The server's part of the handshake, with a client that has to know of block sizes, for a disk of `size` bytes.
+/// The server's part of the handshake, with a client that has to know of block sizes, for a disk of
+/// `size` bytes.
 ///
 /// # Errors
 /// The client is gone, gave up, or talks nonsense.
@@ -335,7 +338,8 @@ fn block_size_info() -> Vec<u8> {
     data
 }
 
-/// Whether a `GO` asks for block sizes, and so keeps to them; `None`: it is malformed. The export's name doesn't matter, there is one.
+/// Whether a `GO` asks for block sizes, and so keeps to them; `None`: it is malformed. The export's
+/// name doesn't matter, there is one.
 fn wants_block_size(data: &[u8]) -> Option<bool> {
     let (name, rest) = data.split_at_checked(4)?;
     let name = u32::from_be_bytes(bytes(name, 0)) as usize;

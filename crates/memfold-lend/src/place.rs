@@ -158,7 +158,8 @@ impl fmt::Display for RegistryAt {
 }
 
 impl RegistryAt {
-    /// What was said, with the files that go with it. These are read once, so that a wrong one is told now and not by a VM that can't borrow.
+    /// What was said, with the files that go with it. These are read once, so that a wrong one is
+    /// told now and not by a VM that can't borrow.
     pub fn new(said: &str, files: &RegistryFiles) -> Result<Self, PlaceError> {
         let bad = |why| PlaceError::Address {
             said: said.to_owned(),
@@ -263,7 +264,8 @@ fn first_of(files: &RegistryFiles) -> Option<&'static str> {
     .find_map(|(given, option)| given.then_some(option))
 }
 
-/// A token from its file, which nobody else may read. Read anew each time: it may be replaced while the daemon runs.
+/// A token from its file, which nobody else may read. Read anew each time: it may be replaced while
+/// the daemon runs.
 pub fn read_token(path: &Path) -> Result<String, PlaceError> {
     let failed = |why: String| PlaceError::File {
         path: path.to_owned(),

@@ -1,7 +1,8 @@
 //! What the kernel says of a host's memory, as far as lending asks.
 //!
-//! Sources: `Documentation/filesystems/proc.rst` (meminfo), `Documentation/accounting/psi.rst`, `mm/vmstat.c` (refaults are counted in
-//! `mm/workingset.c`: pages that were reclaimed and were needed again).
+//! Sources: `Documentation/filesystems/proc.rst` (meminfo), `Documentation/accounting/psi.rst`,
+//! `mm/vmstat.c` (refaults are counted in `mm/workingset.c`: pages that were reclaimed and were
+//! needed again).
 
 use std::io;
 use std::path::Path;
@@ -16,7 +17,8 @@ pub struct Sample {
     pub total_bytes: u64,
     /// `MemAvailable`: what can be had without swapping.
     pub available_bytes: u64,
-    /// Of the last 10 s, percent in which a task waited for memory. `None`: the kernel doesn't tell.
+    /// Of the last 10 s, percent in which a task waited for memory. `None`: the kernel doesn't
+    /// tell.
     pub some_avg10: Option<f64>,
     /// Of the last 60 s.
     pub some_avg60: Option<f64>,
@@ -26,11 +28,13 @@ pub struct Sample {
     pub refaults: u64,
     /// Pages read from swap, since boot.
     pub swap_ins: u64,
-    /// What this host's VMs are taken to call in at once of what they share (the brake's debt x cover): not the kernel's to know.
+    /// What this host's VMs are taken to call in at once of what they share (the brake's debt x
+    /// cover): not the kernel's to know.
     pub owed_bytes: u64,
     /// How many of this host's guests lack memory themselves, by their own word.
     pub short_guests: u32,
-    /// Exports of this host that are being allocated: what goes meanwhile doesn't go on, and how much of it has gone yet isn't known.
+    /// Exports of this host that are being allocated: what goes meanwhile doesn't go on, and how
+    /// much of it has gone yet isn't known.
     pub beginning_bytes: u64,
 }
 
@@ -98,7 +102,8 @@ pub fn available_bytes(proc: &Path) -> io::Result<u64> {
 pub(super) mod tests {
     use super::*;
 
-    /// A host with 23.5 GiB, looked at each second: half a minute of nothing much, then a program that fills 11 GiB in three quarters.
+    /// A host with 23.5 GiB, looked at each second: half a minute of nothing much, then a program
+    /// that fills 11 GiB in three quarters.
     pub fn recorded() -> Vec<Sample> {
         include_str!("fixtures/allocation.txt")
             .split("@ ")

@@ -6,12 +6,13 @@
 //!   borrower                  take ---> [taken] ---> [exported] ---> [released]
 //!                                          `------------release-----------^
 //! ```
-//! A lease's bytes count as lent from [`take`](Registry::take) until its *lender* says [`ended`](Registry::ended): only the lender knows
-//! that nobody can reach them any more. A deadline that passes frees nothing by itself; it tells the lender to end the export. So no
-//! byte is handed out twice, whatever dies or is cut off.
+//! A lease's bytes count as lent from [`take`](Registry::take) until its *lender* says
+//! [`ended`](Registry::ended): only the lender knows that nobody can reach them any more. A
+//! deadline that passes frees nothing by itself; it tells the lender to end the export. So no byte
+//! is handed out twice, whatever dies or is cut off.
 //!
-//! Each method is one transaction, that an etcd server could carry out as well: it compares one lender's record and one lease, and
-//! changes those.
+//! Each method is one transaction, that an etcd server could carry out as well: it compares one
+//! lender's record and one lease, and changes those.
 
 use std::fmt;
 use std::time::Duration;
@@ -25,7 +26,8 @@ pub use super::registry_error::{check_bytes, check_name};
 
 /// Keeps leases. Every implementation passes `registry_tests::suite`.
 pub trait Registry: Send + Sync {
-    /// Says what a lender has, for `ttl`. A later incarnation takes the name over, and leases of the one before have ended.
+    /// Says what a lender has, for `ttl`. A later incarnation takes the name over, and leases of
+    /// the one before have ended.
     fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError>;
 
     /// A lender lends no more; its leases stay until they are ended.
@@ -45,15 +47,18 @@ pub trait Registry: Send + Sync {
     /// How the borrower reaches a lease; `None` until it is exported.
     fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError>;
 
-    /// The borrower still needs it, for `ttl` from now. Whether it was over and is so no more doesn't matter, as long as it hasn't ended.
+    /// The borrower still needs it, for `ttl` from now. Whether it was over and is so no more
+    /// doesn't matter, as long as it hasn't ended.
     fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError>;
 
-    /// The copy that the borrower had on its disk is none any more: the lent bytes are the only ones from now on ([`super::Durability::None`]). If
-    /// they are asked for already, there is time to copy them now, once. Fine if it is known.
+    /// The copy that the borrower had on its disk is none any more: the lent bytes are the only
+    /// ones from now on ([`super::Durability::None`]). If they are asked for already, there is time
+    /// to copy them now, once. Fine if it is known.
     fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError>;
 
-    /// The lender needs it back `within` a time; a deadline that was set before stays if it is earlier. Who has to copy it first has the time for
-    /// that, whatever the lender says: it may not know yet.
+    /// The lender needs it back `within` a time; a deadline that was set before stays if it is
+    /// earlier. Who has to copy it first has the time for that, whatever the lender says: it may
+    /// not know yet.
     fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration)
     -> Result<(), RegistryError>;
 

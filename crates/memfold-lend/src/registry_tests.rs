@@ -167,7 +167,8 @@ fn who_has_no_other_copy_has_time_to_make_one(fixture: &Fixture) {
     (fixture.advance)(Duration::from_secs(3));
     let again = registry.sole_copy(asked, "borrower").unwrap();
     assert!(again.recall_ms.unwrap() <= 107_000, "{again:?}");
-    // What isn't asked for isn't by that; and then not sooner than it can be copied, though the lender doesn't know yet.
+    // What isn't asked for isn't by that; and then not sooner than it can be copied, though the
+    // lender doesn't know yet.
     let lease = registry.sole_copy(other, "borrower").unwrap();
     assert_eq!(
         (lease.durability, lease.recall_ms),
@@ -562,7 +563,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever is done: a lease is only given where the lender's offer of that moment has room for it beside all that haven't ended.
+    /// Whatever is done: a lease is only given where the lender's offer of that moment has room for
+    /// it beside all that haven't ended.
     #[test]
     fn a_lease_always_fits_beside_all_that_have_not_ended(steps in steps()) {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));

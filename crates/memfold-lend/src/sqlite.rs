@@ -1,7 +1,8 @@
 //! The registry that one daemon serves: an `SQLite` database.
 //!
-//! Times are those of the daemon's host alone, since its boot, so that hosts needn't agree on theirs, and nobody can set them. `BEGIN IMMEDIATE` takes the database's only right to
-//! write before anything is read: what a transaction saw is still so when it changes it.
+//! Times are those of the daemon's host alone, since its boot, so that hosts needn't agree on
+//! theirs, and nobody can set them. `BEGIN IMMEDIATE` takes the database's only right to write
+//! before anything is read: what a transaction saw is still so when it changes it.
 
 use std::fmt;
 use std::fs::Permissions;
@@ -82,7 +83,8 @@ impl fmt::Debug for SqliteRegistry {
 }
 
 impl SqliteRegistry {
-    /// Opens the database, and makes it if there is none. It is readable for its owner only: it holds keys.
+    /// Opens the database, and makes it if there is none. It is readable for its owner only: it
+    /// holds keys.
     pub fn open(path: &Path) -> Result<Self, RegistryError> {
         Self::open_at(path, Arc::new(now_ms), &boot_id())
     }
@@ -97,14 +99,16 @@ impl SqliteRegistry {
             let mut connection = Connection::open(path)?;
             connection.busy_timeout(BUSY)?;
             connection.pragma_update(None, "journal_mode", "WAL")?;
-            // A power failure must not bring back a lease as it was: its bytes may be someone else's.
+            // A power failure must not bring back a lease as it was: its bytes may be someone
+            // else's.
             connection.pragma_update(None, "synchronous", "FULL")?;
             let transaction =
                 connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let version: i64 = transaction.query_row("PRAGMA user_version", [], |r| r.get(0))?;
             if version == 0 {
                 transaction.execute_batch(SCHEMA)?;
-                // A lender may still export leases of a database that was here before: their numbers don't come again.
+                // A lender may still export leases of a database that was here before: their
+                // numbers don't come again.
                 transaction.execute(
                     "INSERT INTO sqlite_sequence (name, seq) VALUES ('leases', ?1)",
                     [chance(path)?],

@@ -12,13 +12,15 @@
 //!   an eighth - - - - - -
 //!   |                       what has a copy ends, unasked
 //! ```
-//! To give back takes its time. So what goes steadily counts as gone: if at the pace of the last three seconds the low mark would be reached before
-//! anything could be back, it is taken back now.
+//! To give back takes its time. So what goes steadily counts as gone: if at the pace of the last
+//! three seconds the low mark would be reached before anything could be back, it is taken back now.
 //!
-//! Owed is what this host's own VMs may call in at once by rewriting what they share (the brake's debt x cover): what is lent can't be there
-//! for them, and is taken back before the brake would come on.
+//! Owed is what this host's own VMs may call in at once by rewriting what they share (the brake's
+//! debt x cover): what is lent can't be there for them, and is taken back before the brake would
+//! come on.
 //!
-//! Memory that is lent is locked, so that it isn't in `MemAvailable` any more: what may be lent in all is what is lent and the surplus.
+//! Memory that is lent is locked, so that it isn't in `MemAvailable` any more: what may be lent in
+//! all is what is lent and the surplus.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -40,15 +42,17 @@ const BUSY_SOME: f64 = 1.0;
 /// Longest time that it takes until memory is back that is asked for: what lending promises.
 const GIVE_BACK: Duration = Duration::from_secs(5);
 
-/// A pace is that of the slowest of so many such times in a row: what is taken at a stroke doesn't go on.
+/// A pace is that of the slowest of so many such times in a row: what is taken at a stroke doesn't
+/// go on.
 const STRETCH: Duration = Duration::from_secs(1);
 const STRETCHES: usize = 3;
 
 /// Where all tasks wait so many percent of the time (`full`), what is lent is taken back.
 const BAD_FULL: f64 = 5.0;
 
-/// Refaults a second that go with ordinary reading of files (4 MiB/s); more, and page cache is short. A host that has more than this part of
-/// its RAM available doesn't drop pages for want of it: a control group's limit does, or proactive reclaim.
+/// Refaults a second that go with ordinary reading of files (4 MiB/s); more, and page cache is
+/// short. A host that has more than this part of its RAM available doesn't drop pages for want of
+/// it: a control group's limit does, or proactive reclaim.
 const BUSY_REFAULTS: f64 = 1024.0;
 const PLENTY_PART: u64 = 4;
 
@@ -61,9 +65,11 @@ pub enum Hurry {
     /// Enough to wait for it.
     #[default]
     No,
-    /// Below a quarter of its reserve: who has a copy only has to let go, and gets next to no time for it.
+    /// Below a quarter of its reserve: who has a copy only has to let go, and gets next to no time
+    /// for it.
     Copied,
-    /// Less than an eighth of it is available, whatever is owed: the kernel would swap, and then end exports by itself, before anybody has heard.
+    /// Less than an eighth of it is available, whatever is owed: the kernel would swap, and then
+    /// end exports by itself, before anybody has heard.
     Now,
 }
 
@@ -194,7 +200,8 @@ impl Judge {
         } else {
             0
         };
-        // Once may be a program that allocates and frees, as long as there is time to look again. A pace is seen for longer.
+        // Once may be a program that allocates and frees, as long as there is time to look again. A
+        // pace is seen for longer.
         let soon_too_little = going > 0 && soon < reserve / 2;
         let now_too_little = Hurry::by(now) == Hurry::Now;
         if self.short < 2 && !soon_too_little && !now_too_little {
@@ -404,8 +411,9 @@ mod tests {
         assert_eq!((verdict.recall_bytes, verdict.hurry), (2 * GIB, Hurry::No));
     }
 
-    /// A host of 16 GiB, of which 4 are lent and `pace` goes each second from the 10th on, in looks twice a second: what is left when something is
-    /// taken back for the first time, and how much that is.
+    /// A host of 16 GiB, of which 4 are lent and `pace` goes each second from the 10th on, in looks
+    /// twice a second: what is left when something is taken back for the first time, and how much
+    /// that is.
     fn taken_back(mut pace: impl FnMut(u64) -> u64) -> Option<(u64, u64)> {
         let mut judge = Judge::new(64 * GIB);
         let mut available = 8 * GIB;
@@ -427,7 +435,8 @@ mod tests {
     fn a_steady_loss_of_memory_is_taken_back_ahead() {
         for pace in [GIB / 10, GIB / 4, GIB / 2, GIB] {
             let (left, recalled) = taken_back(|_| pace).unwrap();
-            // When it is back, after five seconds, the host still has something; and it wasn't asked for much earlier.
+            // When it is back, after five seconds, the host still has something; and it wasn't
+            // asked for much earlier.
             assert!(left >= 5 * pace, "{pace}: {left}");
             assert!(left <= 6 * pace + GIB, "{pace}: {left}");
             assert!(recalled >= (GIB / 2).min(5 * pace), "{pace}: {recalled}");

@@ -15,7 +15,8 @@ pub struct OwnCertificate {
     pub key: PathBuf,
 }
 
-/// Files for TLS. They are read for each connection, so that they can be replaced while the daemon runs.
+/// Files for TLS. They are read for each connection, so that they can be replaced while the daemon
+/// runs.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
     /// Who may vouch for a server, PEM.

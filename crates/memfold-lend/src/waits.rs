@@ -1,5 +1,5 @@
-//! How long a guest has waited for its swap disk, as QEMU counts it: `block-latency-histogram-set` and `query-blockstats`
-//! (`qapi/block-core.json`).
+//! How long a guest has waited for its swap disk, as QEMU counts it: `block-latency-histogram-set`
+//! and `query-blockstats` (`qapi/block-core.json`).
 
 use memfold_vm::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
@@ -11,7 +11,8 @@ use super::graph::is_swap_device;
 /// Bounds between which answers are counted, in nanoseconds: those of [`Waits`].
 const BOUNDS: [u64; 3] = [100_000_000, 1_000_000_000, 5_000_000_000];
 
-/// How long a guest has waited for answers of its swap disk since it borrowed first. What hasn't been answered yet isn't counted.
+/// How long a guest has waited for answers of its swap disk since it borrowed first. What hasn't
+/// been answered yet isn't counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Waits {
     /// Answers.

@@ -1,7 +1,9 @@
-//! What in a domain's XML keeps its memory from being folded: said when it is enabled, and not only after its next start.
+//! What in a domain's XML keeps its memory from being folded: said when it is enabled, and not only
+//! after its next start.
 //!
-//! The daemon asks QEMU and the kernel for the same of a VM that runs ([`memfold_vm::conditions`]); what is said here may leave out what was
-//! plugged in or typed otherwise. Elements: <https://libvirt.org/formatdomain.html>.
+//! The daemon asks QEMU and the kernel for the same of a VM that runs ([`memfold_vm::conditions`]);
+//! what is said here may leave out what was plugged in or typed otherwise.
+//! Elements: <https://libvirt.org/formatdomain.html>.
 
 use memfold_vm::conditions;
 use roxmltree::{Document, Node};

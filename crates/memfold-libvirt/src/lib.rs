@@ -61,7 +61,8 @@ pub struct Change {
     pub changed: bool,
     /// Whether it runs, so that what is changed has to wait for its next start.
     pub running: bool,
-    /// Whether libvirt has saved its memory, and goes on from there, with what the domain was then, at its next start.
+    /// Whether libvirt has saved its memory, and goes on from there, with what the domain was then,
+    /// at its next start.
     pub managed_save: bool,
     /// What in its XML keeps its memory from being folded; empty: nothing.
     #[serde(default)]
@@ -87,7 +88,8 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
     let enabled = xml::enable(&before, trust_domain, &wrapped).map_err(wrong)?;
     if enabled != before {
         virsh::define(&enabled)?;
-        // libvirt gives the agent's port controllers where it has none that are free: they have to go with it.
+        // libvirt gives the agent's port controllers where it has none that are free: they have to
+        // go with it.
         let after = virsh::inactive_xml(&facts.name)?;
         let noted = xml::note_controllers(&after).map_err(wrong)?;
         if noted != after {

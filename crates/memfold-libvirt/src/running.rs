@@ -24,7 +24,8 @@ pub struct Running {
 }
 
 impl Running {
-    /// All that run; none where there is no libvirt. `driver.pid` is libvirt's own, and has no sockets of ours.
+    /// All that run; none where there is no libvirt. `driver.pid` is libvirt's own, and has no
+    /// sockets of ours.
     pub fn all(run: &Path) -> io::Result<Vec<Self>> {
         let entries = match std::fs::read_dir(run) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -83,7 +84,8 @@ mod tests {
         ] {
             std::fs::write(run.path().join(file), text).unwrap();
         }
-        // A parent goes on before the kernel has laid out the environment of what it started (fs/binfmt_elf.c).
+        // A parent goes on before the kernel has laid out the environment of what it started
+        // (fs/binfmt_elf.c).
         let environment = format!("/proc/{}/environ", child.id());
         while std::fs::read(&environment).unwrap().is_empty() {
             std::thread::yield_now();

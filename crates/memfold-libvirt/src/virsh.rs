@@ -9,7 +9,8 @@ use memfold_host::helper;
 /// The libvirt that is asked: the host's.
 const CONNECTION: &str = "qemu:///system";
 
-/// Seconds that libvirt may take for an answer. It asks a QEMU that it sees for the first time what it can do, which takes some of them.
+/// Seconds that libvirt may take for an answer. It asks a QEMU that it sees for the first time what
+/// it can do, which takes some of them.
 const PATIENCE_S: u64 = 120;
 
 /// Why libvirt gave no answer, or not the one we wanted.

@@ -1,4 +1,5 @@
-//! The program that domains have as their `<emulator>`: beside a QEMU, with `memfold-` before its name.
+//! The program that domains have as their `<emulator>`: beside a QEMU, with `memfold-` before its
+//! name.
 
 use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;

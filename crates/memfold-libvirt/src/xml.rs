@@ -1,11 +1,13 @@
-//! What memfold changes in a domain's XML. Everything else stays as it is, byte for byte: the text is cut and joined, never written anew.
+//! What memfold changes in a domain's XML. Everything else stays as it is, byte for byte: the text
+//! is cut and joined, never written anew.
 //!
 //! ```text
 //!   <metadata> <memfold:vm domain="shop" emulator="/usr/bin/qemu-system-x86_64" channel="added" controllers="virtio-serial:0"/> </metadata>
 //!   <devices>  <emulator>/usr/bin/memfold-qemu-system-x86_64</emulator>
 //!              <channel type='unix'> <target type='virtio' name='org.memfold.agent.0'/> </channel>
 //! ```
-//! The mark in the metadata says what was there before and what was added, so that it can be taken back.
+//! The mark in the metadata says what was there before and what was added, so that it can be taken
+//! back.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -51,8 +53,8 @@ pub struct Mark {
     pub emulator: PathBuf,
     /// Whether the agent's channel is memfold's.
     pub channel: bool,
-    /// Controllers that libvirt has added for that (`TYPE:INDEX`), and PCI slots that it has made one of several functions for them
-    /// (`multifunction:DOMAIN:BUS:SLOT`).
+    /// Controllers that libvirt has added for that (`TYPE:INDEX`), and PCI slots that it has made
+    /// one of several functions for them (`multifunction:DOMAIN:BUS:SLOT`).
     pub controllers: BTreeSet<String>,
     /// The same of before, until it is known what libvirt has added.
     #[serde(skip)]
@@ -203,7 +205,8 @@ pub fn disable(xml: &str) -> Result<String, XmlError> {
         let devices = devices.ok_or(XmlError::Lacks("devices"))?;
         let mut gone: Vec<Node<'_, '_>> = Vec::new();
         gone.extend(channel(devices).filter(|_| mark.channel));
-        // A controller goes when nothing hangs on it any more; then the one that it hangs on may go, too.
+        // A controller goes when nothing hangs on it any more; then the one that it hangs on may
+        // go, too.
         loop {
             let unused = controllers(&document).find(|(name, node)| {
                 mark.controllers.contains(name)
@@ -254,7 +257,8 @@ fn emulator_node<'a, 'i>(document: &'a Document<'i>) -> Result<Node<'a, 'i>, Xml
         .ok_or(XmlError::Lacks("emulator"))
 }
 
-/// The Unix socket that libvirt has made for the agent's port, of a running domain's XML; `None`: it has no such port.
+/// The Unix socket that libvirt has made for the agent's port, of a running domain's XML; `None`:
+/// it has no such port.
 pub fn agent_socket(xml: &str) -> Result<Option<PathBuf>, XmlError> {
     let document = Document::parse(xml)?;
     let devices = child(document.root_element(), "devices");
@@ -321,14 +325,16 @@ fn shares_slot(devices: Node<'_, '_>, address: Node<'_, '_>, gone: &[Node<'_, '_
 /// Whether a device that stays has its address on a controller.
 fn is_used(devices: Node<'_, '_>, controller: Node<'_, '_>, gone: &[Node<'_, '_>]) -> bool {
     let kind = controller.attribute("type").unwrap_or_default();
-    // Addresses on PCI buses call the bus what others call the controller (libvirt's formatdomain, "Device Addresses").
+    // Addresses on PCI buses call the bus what others call the controller (libvirt's formatdomain,
+    // "Device Addresses").
     let field = if kind == "pci" { "bus" } else { "controller" };
     let index = controller.attribute("index").and_then(number);
     let stays = |n: &Node<'_, '_>| *n != controller && !gone.contains(n);
     devices.children().filter(stays).any(|device| {
         let mut addresses = device.descendants().filter(|n| n.has_tag_name("address"));
         addresses.any(|address| {
-            // Disks of a SCSI controller have 'drive', and other controllers than these aren't added with a channel.
+            // Disks of a SCSI controller have 'drive', and other controllers than these aren't
+            // added with a channel.
             let on =
                 address.attribute("type") == Some(kind) || !matches!(kind, "pci" | "virtio-serial");
             on && address.attribute(field).and_then(number) == index
@@ -352,7 +358,8 @@ fn put_mark(xml: &str, document: &Document<'_>, mark: &Mark, changes: &mut Chang
                 changes.replace(node.range(), mark.write());
             }
         }
-        // Nothing may hang between the elements that are there and this one, or it would stay when this one goes.
+        // Nothing may hang between the elements that are there and this one, or it would stay when
+        // this one goes.
         (None, Some(metadata)) if metadata.first_element_child().is_some() => {
             let at = end_of_content(xml, metadata);
             changes.insert(at, format!("\n    {}", mark.write()));

@@ -1,4 +1,5 @@
-//! What makes the library start and see QEMU's discards: the constructor and the interposed `madvise`.
+//! What makes the library start and see QEMU's discards: the constructor and the interposed
+//! `madvise`.
 
 use std::env;
 use std::ffi::{CString, OsStr, OsString, c_int, c_void};
@@ -16,7 +17,8 @@ use rustix::io::Errno;
 
 use memfold_folder::{Folder, Monitor, say, serve};
 
-/// Environment variable with the number of an open `/dev/userfaultfd`, for a QEMU that may not open it itself.
+/// Environment variable with the number of an open `/dev/userfaultfd`, for a QEMU that may not open
+/// it itself.
 pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";
 
 /// What the constructor found in the environment.
@@ -52,8 +54,9 @@ extern "C" fn constructor() {
         let monitor = env::var_os(MONITOR_VARIABLE);
         for name in [SOCKET_VARIABLE, MONITOR_VARIABLE, DEVICE_VARIABLE] {
             if let Ok(name) = CString::new(name) {
-                // SAFETY: constructors run before `main`, in a process of one thread. The strings that /proc/PID/environ
-                // shows stay where they are, so the daemon can read the path there.
+                // SAFETY: constructors run before `main`, in a process of one thread. The strings
+                // that /proc/PID/environ shows stay where they are, so the daemon can read the path
+                // there.
                 unsafe { libc::unsetenv(name.as_ptr()) };
             }
         }
@@ -66,7 +69,8 @@ extern "C" fn constructor() {
     });
 }
 
-/// Whether this program is QEMU's system emulator: by name, or by a function that it exports to its modules.
+/// Whether this program is QEMU's system emulator: by name, or by a function that it exports to its
+/// modules.
 fn is_qemu() -> bool {
     let named = env::current_exe().is_ok_and(|path| {
         let name = path
@@ -100,13 +104,15 @@ fn start_thread() {
     if PROCESS.swap(process, Ordering::AcqRel) == process {
         return;
     }
-    // After `fork(2)` (QEMU's -daemonize) the old userfaultfd is the parent's, and so is the folder.
+    // After `fork(2)` (QEMU's -daemonize) the old userfaultfd is the parent's, and so is the
+    // folder.
     let folder: &'static Folder = Box::leak(Box::new(Folder::new(
         start.device,
         start.monitor.as_deref().and_then(monitor),
     )));
     install(folder);
-    // Before the thread, and so before QEMU's own sockets: whoever has reached those expects this one.
+    // Before the thread, and so before QEMU's own sockets: whoever has reached those expects this
+    // one.
     let listener = match serve::listen(Path::new(&start.socket)) {
         Ok(listener) => listener,
         Err(error) => {
@@ -132,8 +138,9 @@ pub fn install(folder: &'static Folder) {
     FOLDER.store(std::ptr::from_ref(folder).cast_mut(), Ordering::Release);
 }
 
-/// QEMU's way to tell the kernel about its memory. Discards of folded pages are handled by the folder, everything else goes
-/// straight to the kernel. Safe at any time, also before the constructor.
+/// QEMU's way to tell the kernel about its memory. Discards of folded pages are handled by the
+/// folder, everything else goes straight to the kernel. Safe at any time, also before the
+/// constructor.
 ///
 /// # Safety
 /// As for `madvise(2)`.

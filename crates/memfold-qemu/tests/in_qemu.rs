@@ -1,4 +1,5 @@
-//! The preloaded library in a real QEMU: a boot-sector guest counts in 64 pages that are folded under it.
+//! The preloaded library in a real QEMU: a boot-sector guest counts in 64 pages that are folded
+//! under it.
 
 mod support;
 

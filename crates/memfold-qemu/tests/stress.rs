@@ -1,5 +1,5 @@
-//! Folding, folding again, releasing, dropping zeroes and discarding, while other threads use the memory as guests do.
-//! Lasts 15 s (the other test 10 s), or `MEMFOLD_STRESS_SECONDS`.
+//! Folding, folding again, releasing, dropping zeroes and discarding, while other threads use the
+//! memory as guests do. Lasts 15 s (the other test 10 s), or `MEMFOLD_STRESS_SECONDS`.
 
 #[path = "../src/preload.rs"]
 mod preload;
@@ -20,7 +20,8 @@ const DISCARDED: u64 = 64;
 /// The bench's memory as threads share it.
 #[derive(Clone, Copy)]
 struct Guest(*mut u64);
-// SAFETY: every word is used by one thread, volatile; the folder exchanges pages under all of them, which is the test.
+// SAFETY: every word is used by one thread, volatile; the folder exchanges pages under all of them,
+// which is the test.
 unsafe impl Send for Guest {}
 // SAFETY: as above.
 unsafe impl Sync for Guest {}
@@ -40,7 +41,8 @@ impl Guest {
     }
 }
 
-/// Counts in two words of random pages, in turn with pauses in which a page can be folded unchanged.
+/// Counts in two words of random pages, in turn with pauses in which a page can be folded
+/// unchanged.
 fn count(guest: Guest, thread: u64, stop: &AtomicBool) -> Vec<u64> {
     let mut shadow = vec![0; usize::try_from(COUNTERS).unwrap()];
     let mut random = Random(thread * 7919 + 88_172_645_463_325_252);
@@ -80,7 +82,8 @@ fn count_in_kernel_mode(guest: Guest, stop: &AtomicBool) -> Vec<u64> {
     shadow
 }
 
-/// Gives pages back and takes them again, as a balloon does: they must be zero then, and hold what is written later.
+/// Gives pages back and takes them again, as a balloon does: they must be zero then, and hold what
+/// is written later.
 fn discard(guest: Guest, stop: &AtomicBool) -> u64 {
     let mut random = Random(99);
     let mut rounds = 0;
@@ -250,7 +253,8 @@ fn direct_reads_into_pages_that_are_folded_lose_no_byte() {
             while !stop.load(Ordering::Relaxed) {
                 let first = random.below(PAGES - 256);
                 let pages = 1 + random.below(256);
-                // Given back now and then, as by a balloon: that makes folded pages anonymous again.
+                // Given back now and then, as by a balloon: that makes folded pages anonymous
+                // again.
                 if random.below(2) == 0 {
                     let length = usize::try_from(pages * 4096).unwrap();
                     let _ = folder.discard(guest.at(first, 0).expose_provenance(), length);

@@ -1,11 +1,13 @@
-//! Building a generation: files are chosen and copied, and become an EROFS image that guests can map.
+//! Building a generation: files are chosen and copied, and become an EROFS image that guests can
+//! map.
 //!
 //! ```text
 //!   byte 0       1024                                                     padded to 2 MiB
 //!   | nothing  | superblock | inodes, names | bytes of files, each from the beginning of a page | zeroes |
 //! ```
-//! Files are neither compressed nor put next to their inodes, so that all their pages can be mapped as they lie there (DAX). Everything
-//! that changes from run to run is taken out: the same files give the same bytes.
+//! Files are neither compressed nor put next to their inodes, so that all their pages can be mapped
+//! as they lie there (DAX). Everything that changes from run to run is taken out: the same files
+//! give the same bytes.
 
 use std::fs::{self, File};
 use std::io;
@@ -58,7 +60,8 @@ pub struct Request {
     pub from: Vec<String>,
     /// What the manifest says of that instead, of a copy that was made for this build.
     pub origin: Option<String>,
-    /// Globs of paths, beginning with a slash; none: programs and libraries (`/usr`, `/opt`), or everything of a root.
+    /// Globs of paths, beginning with a slash; none: programs and libraries (`/usr`, `/opt`), or
+    /// everything of a root.
     pub include: Vec<String>,
     /// Globs of paths to leave out.
     pub exclude: Vec<String>,
@@ -70,7 +73,8 @@ pub struct Request {
     pub pinned: bool,
 }
 
-/// Builds a new generation; or finds that the newest one is the same already, which the second value says (`false`).
+/// Builds a new generation; or finds that the newest one is the same already, which the second
+/// value says (`false`).
 pub fn build(
     shelf: &Shelf,
     request: &Request,
@@ -207,8 +211,9 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
     Ok(tree)
 }
 
-/// The best files, by their gain for each byte of the image, as long as they fit: by the length that they have in the source, since what
-/// guests say of theirs may be anything. What the source doesn't have takes no room.
+/// The best files, by their gain for each byte of the image, as long as they fit: by the length
+/// that they have in the source, since what guests say of theirs may be anything. What the source
+/// doesn't have takes no room.
 fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     let mut left = budget.0;
     let mut taken = Vec::new();
@@ -227,7 +232,8 @@ fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     taken
 }
 
-/// Which directories guests lay it over: the first ones of the tree, but for those that are a guest's own.
+/// Which directories guests lay it over: the first ones of the tree, but for those that are a
+/// guest's own.
 fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError> {
     if request.root {
         return Ok(Vec::new());
@@ -281,8 +287,8 @@ fn uuid(name: &str, generation: u32, content: &str) -> String {
     )
 }
 
-/// Takes the time of the build out of the superblock, and with it its checksum, which the kernel doesn't need; pads the image. Returns its
-/// length.
+/// Takes the time of the build out of the superblock, and with it its checksum, which the kernel
+/// doesn't need; pads the image. Returns its length.
 fn finish(image: &Path) -> io::Result<u64> {
     let file = File::options().read(true).write(true).open(image)?;
     let mut magic = [0; 4];
@@ -384,7 +390,8 @@ mod tests {
         let all = shelf.all().unwrap();
         assert_eq!(all.len(), 2);
         assert!(!place.path().join(".web.draft").exists());
-        // No number comes twice, whatever is removed: snapshots and people speak of generations by it.
+        // No number comes twice, whatever is removed: snapshots and people speak of generations by
+        // it.
         for manifest in all {
             shelf.remove(&manifest).unwrap();
         }

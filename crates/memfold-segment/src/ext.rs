@@ -1,6 +1,8 @@
-//! Files of an ext2, ext3 or ext4 image, by debugfs of e2fsprogs: it needs neither a loop device nor a mount.
+//! Files of an ext2, ext3 or ext4 image, by debugfs of e2fsprogs: it needs neither a loop device
+//! nor a mount.
 //!
-//! What it loses of them is asked of it again and put right: a build has to give the same image every time, and one whose programs work.
+//! What it loses of them is asked of it again and put right: a build has to give the same image
+//! every time, and one whose programs work.
 
 use std::fs;
 use std::io;
@@ -14,12 +16,13 @@ use super::error::{SegmentError, failed};
 use super::tools::{confined, run, tool};
 use super::tree::{ATTRIBUTES, set_times};
 
-/// Of access lists on disk and of those that the kernel takes: `EXT4_ACL_VERSION` (`fs/ext4/acl.h`), `POSIX_ACL_XATTR_VERSION`
-/// (`include/uapi/linux/posix_acl_xattr.h`).
+/// Of access lists on disk and of those that the kernel takes: `EXT4_ACL_VERSION`
+/// (`fs/ext4/acl.h`), `POSIX_ACL_XATTR_VERSION` (`include/uapi/linux/posix_acl_xattr.h`).
 const STORED_ACL: u32 = 1;
 const ACL: u32 = 2;
 
-/// Tags of entries that name a user or a group (`include/uapi/linux/posix_acl.h`); others have no number on disk.
+/// Tags of entries that name a user or a group (`include/uapi/linux/posix_acl.h`); others have no
+/// number on disk.
 const ACL_USER: u16 = 2;
 const ACL_GROUP: u16 = 8;
 
@@ -62,7 +65,8 @@ pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
     restore_all(&debugfs, image, room)
 }
 
-/// Gives symbolic links their times, programs their set-user-ID bits, and everything its capabilities and access lists.
+/// Gives symbolic links their times, programs their set-user-ID bits, and everything its
+/// capabilities and access lists.
 fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentError> {
     let mut found = Vec::new();
     find_all(room, &mut found).map_err(failed(room))?;
@@ -152,8 +156,8 @@ fn mode(line: &str) -> Option<u32> {
     u32::from_str_radix(rest.split_ascii_whitespace().next()?, 8).ok()
 }
 
-/// Reads ` mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 ...`: seconds since 1970, and behind the colon their upper two bits and nanoseconds
-/// (`ext4_decode_extra_time`).
+/// Reads ` mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 ...`: seconds since 1970, and behind the colon
+/// their upper two bits and nanoseconds (`ext4_decode_extra_time`).
 fn modified(line: &str) -> Option<(i64, i64)> {
     let time = line.trim_start().strip_prefix("mtime: 0x")?;
     let time = time.split(' ').next()?;
@@ -187,7 +191,8 @@ fn decode(name: &str, length: &str, value: &str) -> Option<Vec<u8>> {
     }
 }
 
-/// An access list as the kernel takes it, of one as it lies on the disk: there, only entries for named users and groups have a number.
+/// An access list as the kernel takes it, of one as it lies on the disk: there, only entries for
+/// named users and groups have a number.
 fn access_list(stored: &[u8]) -> Option<Vec<u8>> {
     let (version, mut rest) = stored.split_first_chunk()?;
     if u32::from_le_bytes(*version) != STORED_ACL {

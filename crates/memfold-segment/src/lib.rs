@@ -1,13 +1,14 @@
-//! Segments: read-only images of files that VMs of one trust domain map and execute in place, so that these files never enter a guest's
-//! page cache (study A's DCSS).
+//! Segments: read-only images of files that VMs of one trust domain map and execute in place, so
+//! that these files never enter a guest's page cache (study A's DCSS).
 //!
 //! ```text
 //!   build    source -> tree (chosen files) -> EROFS image, padded -> SHELF/NAME/GENERATION/      (source, tree, build, shelf)
 //!   rank     which files are worth their place, by the pages that VMs really cache                (rank)
 //!   attach   QEMU maps the image (virtio-pmem) -> guest mounts it with DAX -> lays it over its own tree    (memfold_daemon::daemon)
 //! ```
-//! An image never changes once it is published: a new generation lies beside it. Its pages are the host's page cache, one copy for all
-//! VMs, which the host may reclaim; `--pinned` keeps a copy in memory instead.
+//! An image never changes once it is published: a new generation lies beside it. Its pages are the
+//! host's page cache, one copy for all VMs, which the host may reclaim; `--pinned` keeps a copy in
+//! memory instead.
 
 mod build;
 mod digest;

@@ -69,7 +69,8 @@ pub struct SegmentInfo {
     pub resident_bytes: u64,
     /// Guest RAM that each VM spends on describing it, in bytes.
     pub struct_page_bytes: u64,
-    /// What keeps its image from being changed: `immutable` (the file system's flag), `memory` (a copy there), or `nothing`.
+    /// What keeps its image from being changed: `immutable` (the file system's flag), `memory` (a
+    /// copy there), or `nothing`.
     pub protection: String,
     /// Why it can't be used, if it can't.
     pub problem: Option<String>,

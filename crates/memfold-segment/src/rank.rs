@@ -1,9 +1,10 @@
 //! Which files are worth their place in a segment, by the pages that VMs really cache.
 //!
-//! A file of `n` pages of which `u` of `v` VMs cache `t` each costs `u * t` pages in guest page caches. In a segment, its touched pages are
-//! there once in each trust domain (at most `n`, at least the `t` that most have), and every VM that maps the segment spends 64 bytes on
-//! describing each of its `n` pages: `net = u * t - t - v * n / 64`. What one VM alone uses gains nothing. This is the choice by file that
-//! study A leaves open.
+//! A file of `n` pages of which `u` of `v` VMs cache `t` each costs `u * t` pages in guest page
+//! caches. In a segment, its touched pages are there once in each trust domain (at most `n`, at
+//! least the `t` that most have), and every VM that maps the segment spends 64 bytes on describing
+//! each of its `n` pages: `net = u * t - t - v * n / 64`. What one VM alone uses gains nothing.
+//! This is the choice by file that study A leaves open.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -29,11 +30,13 @@ pub struct Ranked {
     pub touched_bytes: u64,
     /// VMs that cache any of it.
     pub vms: u64,
-    /// Memory that it would save over all of these VMs, what describing it costs taken off; negative: it costs more than it saves.
+    /// Memory that it would save over all of these VMs, what describing it costs taken off;
+    /// negative: it costs more than it saves.
     pub net_bytes: i64,
 }
 
-/// Whether a path is one of those that `include` names, or of programs and libraries if it names none.
+/// Whether a path is one of those that `include` names, or of programs and libraries if it names
+/// none.
 pub fn chosen(include: &[String]) -> Result<impl Fn(&[u8]) -> bool + use<>, SegmentError> {
     let globs = if include.is_empty() {
         tree::globs(&PROGRAMS.map(String::from))?
@@ -53,8 +56,9 @@ struct Cached<'a> {
     most: BTreeMap<&'a str, u64>,
 }
 
-/// Ranks files by their gain for each byte of the image, best first; `looked_at`: of how many VMs these uses are, `vms`: how many VMs like
-/// these are to map the segment, by default all of them. Paths that are not UTF-8 are left out, as no glob or list could name them.
+/// Ranks files by their gain for each byte of the image, best first; `looked_at`: of how many VMs
+/// these uses are, `vms`: how many VMs like these are to map the segment, by default all of them.
+/// Paths that are not UTF-8 are left out, as no glob or list could name them.
 #[must_use]
 pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
     let mut files: BTreeMap<&[u8], Cached> = BTreeMap::new();
@@ -76,7 +80,8 @@ pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
             let users = i128::from(vms.unwrap_or(looked_at));
             let pages = cached.file_bytes.div_ceil(PAGE_SIZE);
             let pages = pages.max(cached.most.values().max().copied().unwrap_or(0));
-            // Wide: guests say how long their files are. As many of them cache it as of those that were looked at.
+            // Wide: guests say how long their files are. As many of them cache it as of those that
+            // were looked at.
             let page = i128::from(PAGE_SIZE);
             let without = users * i128::from(cached.pages) * page / i128::from(looked_at);
             let once: i128 = cached.most.values().map(|&most| i128::from(most)).sum();
@@ -101,7 +106,8 @@ pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
     ranked
 }
 
-/// What the ranked files bring together: bytes in an image, and memory saved, of those that gain anything.
+/// What the ranked files bring together: bytes in an image, and memory saved, of those that gain
+/// anything.
 #[must_use]
 pub fn sums(ranked: &[Ranked]) -> (ByteSize, i64) {
     let gaining = || ranked.iter().filter(|file| file.net_bytes > 0);

@@ -131,7 +131,8 @@ impl Shelf {
         Ok(found)
     }
 
-    /// All generations of all segments, by name and generation; those that can't be read are said in the log.
+    /// All generations of all segments, by name and generation; those that can't be read are said
+    /// in the log.
     pub fn all(&self) -> Result<Vec<Manifest>, SegmentError> {
         let entries = match fs::read_dir(&self.root) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -225,7 +226,8 @@ impl Shelf {
         self.right.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The file that VMs map, its bytes compared with their digest since it was last changed; a pinned one is put into memory first.
+    /// The file that VMs map, its bytes compared with their digest since it was last changed; a
+    /// pinned one is put into memory first.
     pub fn image(&self, reference: &Reference) -> Result<(Manifest, PathBuf), SegmentError> {
         let manifest = self.manifest(reference)?;
         let stored = self.stored_image(&manifest);
@@ -306,7 +308,8 @@ impl Shelf {
         Ok(())
     }
 
-    /// What is wrong with a segment, if anything is, without reading all of it: whether its image is the file that was checked.
+    /// What is wrong with a segment, if anything is, without reading all of it: whether its image
+    /// is the file that was checked.
     #[must_use]
     pub fn problem(&self, manifest: &Manifest) -> Option<String> {
         let image = self.stored_image(manifest);
@@ -390,7 +393,8 @@ impl Shelf {
         fs::read_to_string(self.root.join(name).join(WRITER)).ok()
     }
 
-    /// Notes which VM writes the next generation of a segment that is there, or that none does any more.
+    /// Notes which VM writes the next generation of a segment that is there, or that none does any
+    /// more.
     pub fn set_writer(&self, name: &str, vm: Option<&str>) -> Result<(), SegmentError> {
         let place = self.root.join(name).join(WRITER);
         let Some(vm) = vm else {
@@ -475,7 +479,8 @@ impl Shelf {
         let image = place.join(IMAGE);
         protect(&image, false);
         unpin(&self.pinned_image(manifest)).map_err(failed(&self.runtime))?;
-        // At once, with the last generation all of the segment; if the rest is cut off, the next daemon does it.
+        // At once, with the last generation all of the segment; if the rest is cut off, the next
+        // daemon does it.
         let gone = self.root.join(format!(".{}.draft", manifest.reference()));
         let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
         let is_last = self.generations(&manifest.name)? == [manifest.generation];
@@ -533,7 +538,8 @@ fn unpin(copy: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes a file immutable (`chattr +i`), or no longer so: truncating it would end every VM that maps it. Not every file system can.
+/// Makes a file immutable (`chattr +i`), or no longer so: truncating it would end every VM that
+/// maps it. Not every file system can.
 fn protect(image: &Path, on: bool) {
     let set = || -> io::Result<()> {
         let file = File::open(image)?;

@@ -1,4 +1,5 @@
-//! Where the files of a segment come from: a directory, a disk image with a file system, or Debian packages.
+//! Where the files of a segment come from: a directory, a disk image with a file system, or Debian
+//! packages.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -18,7 +19,8 @@ const QCOW_MAGIC: [u8; 4] = *b"QFI\xFB";
 /// Of a partition table, at byte 510.
 const MBR_MAGIC: [u8; 2] = [0x55, 0xAA];
 
-/// Directories of a system whose `/bin`, `/lib`, ... are links into `/usr`, as all of Debian's since 12: packages may still name the old places.
+/// Directories of a system whose `/bin`, `/lib`, ... are links into `/usr`, as all of Debian's
+/// since 12: packages may still name the old places.
 const MERGED: [&str; 6] = ["bin", "sbin", "lib", "lib32", "lib64", "libx32"];
 
 /// Something to build from.

@@ -13,8 +13,9 @@ use super::error::SegmentError;
 /// How long a program may take that fetches, unpacks or packs.
 const LIMIT: Duration = Duration::from_secs(3600);
 
-/// A program that reads what others have made, guests among them, as root: names in an image or a package may lead anywhere. It sees the host
-/// read-only and without its devices and network, and can write to `room` alone.
+/// A program that reads what others have made, guests among them, as root: names in an image or a
+/// package may lead anywhere. It sees the host read-only and without its devices and network, and
+/// can write to `room` alone.
 pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     let bwrap = tool(
         "bwrap",

@@ -130,7 +130,8 @@ pub struct Contents {
 }
 
 impl Tree {
-    /// What `filter` chooses below `root`. Directories come along when something in them is chosen, all of them with `everything`.
+    /// What `filter` chooses below `root`. Directories come along when something in them is chosen,
+    /// all of them with `everything`.
     pub fn choose(root: &Path, filter: &Filter, everything: bool) -> io::Result<Self> {
         let mut entries = Vec::new();
         walk(root, Path::new(""), filter, everything, &mut entries)?;
@@ -167,7 +168,8 @@ impl Tree {
             .collect()
     }
 
-    /// Copies the tree into `to`, which is empty, with owners, modes, times, links and the attributes that matter.
+    /// Copies the tree into `to`, which is empty, with owners, modes, times, links and the
+    /// attributes that matter.
     pub fn copy(&self, to: &Path, progress: &Progress) -> io::Result<Contents> {
         let bytes = self.entries.iter().filter(|e| e.kind == Kind::File);
         progress.begin("files copied", bytes.map(|e| e.facts.len()).sum());

@@ -38,7 +38,8 @@ impl From<JsonRejection> for BadBody {
 
 impl IntoResponse for BadBody {
     fn into_response(self) -> Response {
-        // 413, 415, or 400: whether JSON itself or what it holds is wrong makes no difference to who sent it.
+        // 413, 415, or 400: whether JSON itself or what it holds is wrong makes no difference to
+        // who sent it.
         let status = match self.0.status() {
             StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
             status => status,

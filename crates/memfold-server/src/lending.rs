@@ -108,8 +108,8 @@ pub(super) async fn leases(daemon: Served) -> Answered<LeaseReport> {
     blocking(daemon, |d| d.reports().leases()).await
 }
 
-/// Asks for one lease of this host back, by its number: its borrower has 10 s, and where the lent bytes are the only ones a second more for
-/// each 20 MiB. Gives the lease as it was.
+/// Asks for one lease of this host back, by its number: its borrower has 10 s, and where the lent
+/// bytes are the only ones a second more for each 20 MiB. Gives the lease as it was.
 #[utoipa::path(post, path = "/v1/leases/{id}/return", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
 pub(super) async fn recall_lease(daemon: Served, UrlPath(id): UrlPath<u64>) -> Answered<Lease> {
     blocking(daemon, move |d| d.leases().recall(LeaseId(id))).await

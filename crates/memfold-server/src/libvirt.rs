@@ -18,8 +18,8 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/libvirt/disable", post(disable))
 }
 
-/// Domains of libvirt: which are enabled, in which trust domain, and what becomes of them. Null: there is no libvirt here, or this daemon leaves
-/// it alone.
+/// Domains of libvirt: which are enabled, in which trust domain, and what becomes of them. Null:
+/// there is no libvirt here, or this daemon leaves it alone.
 #[utoipa::path(get, path = "/v1/libvirt", responses((status = 200, body = Option<Vec<DomainStatus>>), (status = 400, body = ErrorBody)))]
 pub(super) async fn domains(daemon: Served) -> Answered<Option<Vec<DomainStatus>>> {
     blocking(daemon, |d| d.libvirt().list()).await

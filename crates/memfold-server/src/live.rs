@@ -1,4 +1,5 @@
-//! What the dashboard shows beside the ledger: samples as they come, the history, views of memory, doctor, estimates.
+//! What the dashboard shows beside the ledger: samples as they come, the history, views of memory,
+//! doctor, estimates.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,7 +25,8 @@ use super::access::Access;
 use super::access::Visitor;
 use super::answer::{Answered, Asked, Served, blocking, refusal_with_hint};
 
-/// A stream that has nothing to say says so this often, which finds out whether anybody still reads.
+/// A stream that has nothing to say says so this often, which finds out whether anybody still
+/// reads.
 const STILL_HERE: Duration = Duration::from_secs(15);
 /// How long a stream lasts: then the browser asks again, and is asked again who it is.
 const STREAM_LIFE: Duration = Duration::from_secs(600);
@@ -81,7 +83,8 @@ pub(super) struct Count {
     count: Option<i64>,
 }
 
-/// Samples as they come: server-sent events `sample`, of which each is all there is to know. Nothing is kept for who reads slowly.
+/// Samples as they come: server-sent events `sample`, of which each is all there is to know.
+/// Nothing is kept for who reads slowly.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, content_type = "text/event-stream", body = Live), (status = 503, body = ErrorBody)))]
 pub(super) async fn live(
     State(daemon): Served,
@@ -165,7 +168,8 @@ pub(super) async fn events(daemon: Served, Query(query): Query<Count>) -> Answer
     blocking(daemon, move |d| d.sampling().events(count)).await
 }
 
-/// A VM's RAM from end to end: pages by state, in about `cells` cells (1,024 by default, 8,192 at most).
+/// A VM's RAM from end to end: pages by state, in about `cells` cells (1,024 by default, 8,192 at
+/// most).
 #[utoipa::path(get, path = "/v1/vms/{name}/memory-map", params(("cells" = Option<u64>, Query)), responses((status = 200, body = MemoryMap), (status = 404, body = ErrorBody)))]
 pub(super) async fn memory_map(
     daemon: Served,

@@ -1,7 +1,8 @@
 //! Plans over the interface: how many VMs fit, and which VMs of several hosts belong together.
 //!
-//! A plan is made of a report, which whoever may read has anyhow, and changes nothing. To place VMs takes CPU and the fingerprints of other
-//! hosts: that needs the role to operate, as an estimate does.
+//! A plan is made of a report, which whoever may read has anyhow, and changes nothing. To place VMs
+//! takes CPU and the fingerprints of other hosts: that needs the role to operate, as an estimate
+//! does.
 
 use std::sync::Arc;
 

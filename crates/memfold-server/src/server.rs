@@ -63,7 +63,8 @@ pub enum ServeError {
     Tokens(#[source] io::Error),
 }
 
-/// Serves until `end` is ready. The socket is for root alone, unless groups are let in, and is removed at the end.
+/// Serves until `end` is ready. The socket is for root alone, unless groups are let in, and is
+/// removed at the end.
 pub async fn serve(
     daemon: Arc<Daemon>,
     doors: &Doors,
@@ -137,7 +138,8 @@ fn listen_unix(doors: &Doors) -> Result<UnixListener, ServeError> {
         std::fs::create_dir_all(directory).map_err(listen)?;
     }
     let listener = UnixListener::bind(socket).map_err(listen)?;
-    // Whoever connects is asked of the kernel who they are; a mode can let only one group in, and there are two.
+    // Whoever connects is asked of the kernel who they are; a mode can let only one group in, and
+    // there are two.
     let mode = if doors.groups.any() { 0o666 } else { 0o600 };
     std::fs::set_permissions(socket, Permissions::from_mode(mode)).map_err(listen)?;
     Ok(listener)

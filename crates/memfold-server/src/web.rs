@@ -80,7 +80,8 @@ fn answer(request: &Request, kind: &'static str, bytes: &'static [u8], tag: &str
         ([(CONTENT_TYPE, kind)], bytes).into_response()
     };
     let headers = response.headers_mut();
-    // Asked again each time, and answered by the tag: a new program has new files under the same names.
+    // Asked again each time, and answered by the tag: a new program has new files under the same
+    // names.
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     if let Ok(tag) = HeaderValue::from_str(tag) {
         headers.insert(ETAG, tag);

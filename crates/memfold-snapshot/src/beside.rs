@@ -1,4 +1,5 @@
-//! What a snapshot needs besides memory and disks: copies of files that its VM's command line names, what its other media are, and its CPU.
+//! What a snapshot needs besides memory and disks: copies of files that its VM's command line
+//! names, what its other media are, and its CPU.
 
 use std::fs::File;
 use std::io;
@@ -115,7 +116,8 @@ fn take_own_files(
     Ok(taken)
 }
 
-/// Media besides its disks: a VM of its snapshot reads them by their names. Those of a foreign VM are copied like its disks.
+/// Media besides its disks: a VM of its snapshot reads them by their names. Those of a foreign VM
+/// are copied like its disks.
 fn media(spec: &VmSpec, qmp: &mut Qmp) -> Result<Vec<BackingFile>, SnapshotError> {
     if spec.foreign.is_some() {
         return Ok(Vec::new());

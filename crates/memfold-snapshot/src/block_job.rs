@@ -7,7 +7,8 @@ use memfold_host::progress::Progress;
 use memfold_vm::Qmp;
 use serde_json::{Value, json};
 
-/// Time between the first two looks at what QEMU does, and the longest later: each takes its monitor.
+/// Time between the first two looks at what QEMU does, and the longest later: each takes its
+/// monitor.
 const FIRST_LOOK: Duration = Duration::from_millis(10);
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
@@ -26,8 +27,8 @@ pub(super) fn find<M: DerefMut<Target = Qmp>>(
     Ok(jobs.find(|job| job["id"] == id).cloned())
 }
 
-/// Waits until a job, which was begun without `auto-dismiss`, is done, and how it went. One that is ready to be completed is. `mind` is
-/// asked now and then, and ends the waiting with an error.
+/// Waits until a job, which was begun without `auto-dismiss`, is done, and how it went. One that is
+/// ready to be completed is. `mind` is asked now and then, and ends the waiting with an error.
 pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     id: &str,

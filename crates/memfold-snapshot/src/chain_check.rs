@@ -1,4 +1,5 @@
-//! Whether the files that a VM's disks are built on are those that it was started with, and the ones that their headers name.
+//! Whether the files that a VM's disks are built on are those that it was started with, and the
+//! ones that their headers name.
 
 use std::collections::HashSet;
 use std::fs;
@@ -28,7 +29,8 @@ pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotEr
         let named = chain(&active.file)
             .ok()
             .and_then(|files| files.get(1).cloned());
-        // It is a snapshot's, or it would have been merged. A snapshot over one that goes with the VM would go with it too.
+        // It is a snapshot's, or it would have been merged. A snapshot over one that goes with the
+        // VM would go with it too.
         if !named.is_some_and(|named| named != *backing && same(&named, backing)) {
             return Err(SnapshotError::Impossible(format!(
                 "disk {disk} builds on {}, an overlay of a failed save, which has a second name and so cannot be merged: remove drafts of that save ('.NAME.draft') from other directories of snapshots, or restart the VM",
@@ -53,8 +55,8 @@ pub(super) fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError>
         .collect())
 }
 
-/// Whether the files that a VM's disks are built on, by their names, are those that QEMU has open. What lies among the snapshots is not
-/// looked at: it may be a copy.
+/// Whether the files that a VM's disks are built on, by their names, are those that QEMU has open.
+/// What lies among the snapshots is not looked at: it may be a copy.
 pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     let open = open_files(pid)?;
     let chains = Chains::read(qmp)?;
@@ -81,8 +83,9 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
     Ok(())
 }
 
-/// Whether an overlay that a QEMU without root's rights writes is built on what we said: its header is QEMU's to write, and who reads it later, as root,
-/// opens what it names. It has to be a plain file, and to name the disk's own file, or that of a snapshot of its trust domain.
+/// Whether an overlay that a QEMU without root's rights writes is built on what we said: its header
+/// is QEMU's to write, and who reads it later, as root, opens what it names. It has to be a plain
+/// file, and to name the disk's own file, or that of a snapshot of its trust domain.
 pub(super) fn check_header(
     overlay: &Path,
     spec: &VmSpec,
@@ -124,7 +127,8 @@ pub(super) fn check_header(
     )))
 }
 
-/// Whether a file is this disk's part of a snapshot beside `draft`, of this VM or its trust domain: another's is none of its guest's business.
+/// Whether a file is this disk's part of a snapshot beside `draft`, of this VM or its trust domain:
+/// another's is none of its guest's business.
 fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -> bool {
     let Some(name) = backing
         .parent()

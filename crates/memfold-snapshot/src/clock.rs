@@ -1,4 +1,5 @@
-//! The wall clock of a guest that stood still: it goes on at the moment at which the guest was stopped, however long that was ago.
+//! The wall clock of a guest that stood still: it goes on at the moment at which the guest was
+//! stopped, however long that was ago.
 //!
 //! ```text
 //!   look   the guest says its time; the host's clock is read before and after that
@@ -6,7 +7,8 @@
 //!          steps: timerfd_create(2), TFD_TIMER_CANCEL_ON_SET; adjtimex(2) says "unsynchronized" until a time daemon has looked again)
 //!   look   what is left, which is what the first look was wrong by and what the step took
 //! ```
-//! The difference is added by the guest, so that the way to the guest is no part of the error: only the guest's own `date` is.
+//! The difference is added by the guest, so that the way to the guest is no part of the error: only
+//! the guest's own `date` is.
 
 use std::time::{Duration, SystemTime};
 
@@ -16,13 +18,14 @@ use utoipa::ToSchema;
 /// A clock that is off by no more is right.
 pub const TOLERANCE: Duration = Duration::from_millis(50);
 
-/// What the guest says of its time: seconds since 1970, with nine decimals where its `date` knows them.
+/// What the guest says of its time: seconds since 1970, with nine decimals where its `date` knows
+/// them.
 pub const LOOK: &str = "date +%s.%N";
 
 const SECOND: i128 = 1_000_000_000;
 
-/// The RTC holds the host's time by itself, unless QEMU was told otherwise (`-rtc clock=vm`). It is written only if it is wrong: `hwclock` knows whether
-/// it holds local time (`/etc/adjtime`).
+/// The RTC holds the host's time by itself, unless QEMU was told otherwise (`-rtc clock=vm`). It is
+/// written only if it is wrong: `hwclock` knows whether it holds local time (`/etc/adjtime`).
 pub const RTC: &str = "rtc=/sys/class/rtc/rtc0/since_epoch
 [ -r $rtc ] || exit 0
 off=$(($(cat $rtc) - $(date +%s)))
@@ -91,15 +94,17 @@ impl Offset {
         self.behind.abs() <= tolerance.max(self.uncertainty)
     }
 
-    /// Whether it is, after a step, no further off than the way to set it explains: what the look `before` was wrong by, the time that the step
-    /// took, in which the guest's clock stood between being read and being set, and what this look is wrong by.
+    /// Whether it is, after a step, no further off than the way to set it explains: what the look
+    /// `before` was wrong by, the time that the step took, in which the guest's clock stood between
+    /// being read and being set, and what this look is wrong by.
     #[must_use]
     pub fn is_explained(self, before: Self, step: Duration) -> bool {
         let step = i128::try_from(step.as_nanos()).unwrap_or(i128::MAX / 4);
         self.is_right() || self.behind.abs() <= before.uncertainty + step + self.uncertainty
     }
 
-    /// What the guest runs so that it is right; `now` is for one whose `date` knows whole seconds only.
+    /// What the guest runs so that it is right; `now` is for one whose `date` knows whole seconds
+    /// only.
     #[must_use]
     pub fn step(self, now: SystemTime) -> String {
         let seconds = nanoseconds_of(now).map_or(0, |now| (now + SECOND / 2) / SECOND);
@@ -120,7 +125,8 @@ date -u -s \"@$at\" > /dev/null",
 /// How often a clock is set until it is right: a busy guest takes long between two instructions.
 const MOST_STEPS: usize = 3;
 
-/// Sets a clock. `look` says how far it is off, if it says anything; `step` sets it by that, and says how long that took, or `None` if it failed.
+/// Sets a clock. `look` says how far it is off, if it says anything; `step` sets it by that, and
+/// says how long that took, or `None` if it failed.
 pub fn set<E>(
     mut look: impl FnMut() -> Result<Option<Offset>, E>,
     mut step: impl FnMut(Offset) -> Result<Option<Duration>, E>,
@@ -246,8 +252,8 @@ mod tests {
             .to_owned()
     }
 
-    /// A guest whose clock is `behind` (ns): between reading it and setting it each step stands still for `stands`, a look takes `look`, and
-    /// `other` sets it back after each step.
+    /// A guest whose clock is `behind` (ns): between reading it and setting it each step stands
+    /// still for `stands`, a look takes `look`, and `other` sets it back after each step.
     fn set_in(behind: i128, look: i128, stands: i128, other: i128) -> (ClockStep, usize) {
         let clock = std::cell::Cell::new(behind);
         let steps = std::cell::Cell::new(0);

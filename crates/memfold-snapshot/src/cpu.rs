@@ -1,8 +1,10 @@
-//! The CPU that a guest was given. Its kernel has looked once, when it booted, and uses what it found; one of its snapshot's VMs that lacks a part of it
-//! would die of illegal instructions, or hang.
+//! The CPU that a guest was given. Its kernel has looked once, when it booted, and uses what it
+//! found; one of its snapshot's VMs that lacks a part of it would die of illegal instructions, or
+//! hang.
 //!
-//! QEMU tells the CPUID of a running VM's CPU, after what the accelerator doesn't have was taken out, as bits (`feature-words`) and by names (a property
-//! each). Bits are one question, names are hundreds: they are asked for when a VM is saved, and to say what is missing.
+//! QEMU tells the CPUID of a running VM's CPU, after what the accelerator doesn't have was taken
+//! out, as bits (`feature-words`) and by names (a property each). Bits are one question, names are
+//! hundreds: they are asked for when a VM is saved, and to say what is missing.
 
 use std::collections::BTreeSet;
 
@@ -33,7 +35,8 @@ const NAMED: usize = 12;
 pub struct Cpu {
     /// QEMU's model, such as `max-x86_64-cpu`.
     pub model: String,
-    /// CPUID, each register with a feature in it: leaf, sub-leaf and register as QEMU writes them, and its bits.
+    /// CPUID, each register with a feature in it: leaf, sub-leaf and register as QEMU writes them,
+    /// and its bits.
     pub words: Vec<(String, u64)>,
     /// Features by QEMU's names.
     pub features: BTreeSet<String>,

@@ -66,7 +66,8 @@ impl Chains {
         })
     }
 
-    /// The overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of which are in the chain.
+    /// The overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of
+    /// which are in the chain.
     pub(super) fn below(&self, spec: &VmSpec, disk: usize, node: &str) -> Option<Below> {
         let own = age(spec, disk, node)?;
         let names = self.nodes.as_array()?.iter();

@@ -1,4 +1,5 @@
-//! Disks that a VM writes in place: copied into the snapshot as they were at its instant, while the VM writes on.
+//! Disks that a VM writes in place: copied into the snapshot as they were at its instant, while the
+//! VM writes on.
 //!
 //! ```text
 //!                            device
@@ -8,8 +9,9 @@
 //!   VM's own file <--------- disk |
 //!                               access -- backup job --> new (in the draft: the snapshot's disk)
 //! ```
-//! The VM's disk is its own file all the time: whatever fails, here or in the daemon, costs the snapshot and no write of the VM. A filter
-//! that can't put something aside breaks the snapshot (`on-cbw-error`), not the VM.
+//! The VM's disk is its own file all the time: whatever fails, here or in the daemon, costs the
+//! snapshot and no write of the VM. A filter that can't put something aside breaks the snapshot
+//! (`on-cbw-error`), not the VM.
 
 use std::fs::File;
 use std::ops::DerefMut;
@@ -32,7 +34,8 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
 
-/// Longest time that a guest's write waits for what it writes over to be put aside; then the snapshot fails.
+/// Longest time that a guest's write waits for what it writes over to be put aside; then the
+/// snapshot fails.
 const ASIDE_TIMEOUT_S: u32 = 30;
 
 /// How long `qemu-img` may look through a copy.
@@ -57,8 +60,8 @@ pub(super) struct Copied {
     old: PathBuf,
 }
 
-/// Names of the nodes and the job of a disk's copy. They are the same in every save: one is made at a time, and the next one removes what
-/// one that was cut off has left.
+/// Names of the nodes and the job of a disk's copy. They are the same in every save: one is made at
+/// a time, and the next one removes what one that was cut off has left.
 struct Names {
     disk: String,
     before: String,
@@ -81,7 +84,8 @@ impl Names {
     }
 }
 
-/// Disks that the VM writes in place; of one that memfold didn't start, those too that it only reads.
+/// Disks that the VM writes in place; of one that memfold didn't start, those too that it only
+/// reads.
 fn in_place(spec: &VmSpec) -> impl Iterator<Item = usize> + '_ {
     let disks = spec.disks.iter().enumerate();
     disks
@@ -89,7 +93,8 @@ fn in_place(spec: &VmSpec) -> impl Iterator<Item = usize> + '_ {
         .map(|(number, _)| number)
 }
 
-/// Makes room in the draft for every disk that the VM writes in place. The VM knows nothing of it yet.
+/// Makes room in the draft for every disk that the VM writes in place. The VM knows nothing of it
+/// yet.
 pub(super) fn prepare(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -133,7 +138,8 @@ pub(super) fn prepare(
         for (node, file) in [(&names.old, &copy.old), (&names.new, &new)] {
             let failed = failed(file);
             overlay::create_empty(file, copy.bytes).map_err(failed)?;
-            // Nothing waits for these on a disk: QEMU would stand still for it, and guests' writes. The snapshot's files are synced at its end.
+            // Nothing waits for these on a disk: QEMU would stand still for it, and guests' writes.
+            // The snapshot's files are synced at its end.
             let cache = json!({ "direct": false, "no-flush": true });
             // By descriptor: a QEMU that has given its rights up can't reach the draft.
             let open = File::options().read(true).write(true).open(file);
@@ -241,8 +247,8 @@ fn words(disk: usize, why: &str) -> String {
     format!("cannot copy disk {disk} ({why}): {cause}")
 }
 
-/// Whether the file system of `place` has room for so many bytes, and a reserve: a disk of the VM may lie there too, and a VM whose disk
-/// has no room stands still.
+/// Whether the file system of `place` has room for so many bytes, and a reserve: a disk of the VM
+/// may lie there too, and a VM whose disk has no room stands still.
 fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     let room = rustix::fs::statvfs(place).map_err(|error| error.to_string())?;
     let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
@@ -270,7 +276,8 @@ fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
     Err(SnapshotError::Impossible(words(disk, said.trim())))
 }
 
-/// Lets go of the VM's disks, whatever was begun with them, by this daemon or by one that was killed.
+/// Lets go of the VM's disks, whatever was begun with them, by this daemon or by one that was
+/// killed.
 pub(super) fn remove<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     spec: &VmSpec,

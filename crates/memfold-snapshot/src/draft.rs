@@ -1,4 +1,5 @@
-//! A snapshot that is being made: a directory of its own, locked, that becomes the snapshot or goes.
+//! A snapshot that is being made: a directory of its own, locked, that becomes the snapshot or
+//! goes.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -101,7 +102,8 @@ impl Draft {
             .map_err(failed)?;
         fs::rename(&self.path, &self.place).map_err(failed)?;
         self.done = true;
-        // The name itself; a crash before it leaves a draft or the snapshot, both of which are right.
+        // The name itself; a crash before it leaves a draft or the snapshot, both of which are
+        // right.
         if let Some(parent) = self.place.parent() {
             let _ = File::open(parent).and_then(|dir| dir.sync_all());
         }

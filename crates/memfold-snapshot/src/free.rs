@@ -3,9 +3,10 @@
 //! ```text
 //!   writes tracked ----[ the agent lists free pages ]---- VM stands still ---- list less what was written
 //! ```
-//! A page that was free at some moment of the list, and was not written to from before it until the VM stood still, holds nothing that
-//! anybody can want: whoever takes a page from the kernel writes to it before reading it. Devices write through the process's
-//! page tables, so that QEMU's own writes are seen too; VMs with pinned memory are not asked.
+//! A page that was free at some moment of the list, and was not written to from before it until the
+//! VM stood still, holds nothing that anybody can want: whoever takes a page from the kernel writes
+//! to it before reading it. Devices write through the process's page tables, so that QEMU's own
+//! writes are seen too; VMs with pinned memory are not asked.
 
 use std::io;
 use std::ops::Range;
@@ -25,7 +26,8 @@ pub type Frames = Range<u64>;
 /// Runs of free frames in so many frames: the agent tells groups of 16, and runs don't touch.
 const FRAMES_A_RUN: u64 = 32;
 
-/// Reads the list that an agent of a VM with `pages` pages of RAM wrote: first frame and number of frames, a line each.
+/// Reads the list that an agent of a VM with `pages` pages of RAM wrote: first frame and number of
+/// frames, a line each.
 pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the list is not text".to_owned())?;
     let run = |line: &str| -> Option<Frames> {
@@ -48,7 +50,8 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
         let run = run(line)
             .filter(|run| !run.is_empty())
             .ok_or_else(|| wrong(line))?;
-        // Ascending, as the agent writes them: overlapping ones would make us go through its memory once for each.
+        // Ascending, as the agent writes them: overlapping ones would make us go through its memory
+        // once for each.
         if runs.last().is_some_and(|last| last.end > run.start) {
             return Err(wrong(line));
         }
@@ -57,7 +60,8 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     Ok(runs)
 }
 
-/// Addresses in `pid` of what of `free` was not written to since writes are tracked, ascending. Of a VM that stands still.
+/// Addresses in `pid` of what of `free` was not written to since writes are tracked, ascending. Of
+/// a VM that stands still.
 pub fn unwritten(pid: Pid, layout: &RamLayout, free: &[Frames]) -> io::Result<Vec<Range<Hva>>> {
     let pagemap = Pagemap::open(pid)?;
     let filter = Filter {
@@ -90,7 +94,8 @@ fn addresses(layout: &RamLayout, frames: &Frames) -> Vec<Range<Hva>> {
     layout.slots.iter().filter_map(inside).collect()
 }
 
-/// What is in both of two lists of ranges, each by its starts ascending. Ranges of `b` may overlap each other.
+/// What is in both of two lists of ranges, each by its starts ascending. Ranges of `b` may overlap
+/// each other.
 fn intersection(a: &[Range<Hva>], b: &[Range<Hva>]) -> Vec<Range<Hva>> {
     let mut both: Vec<Range<Hva>> = Vec::new();
     let mut done = Hva(0);

@@ -37,8 +37,9 @@ impl Frozen {
     }
 }
 
-/// Adds an overlay for each temporary one, which the VM does not use before [`switch`]; [`drop_unused`] comes before. `note` keeps which there are before there are any:
-/// this daemon may die at any moment.
+/// Adds an overlay for each temporary one, which the VM does not use before [`switch`];
+/// [`drop_unused`] comes before. `note` keeps which there are before there are any: this daemon may
+/// die at any moment.
 pub(super) fn prepare(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -53,7 +54,8 @@ pub(super) fn prepare(
         let active = chains
             .active(spec, disk)
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU does not report disk {disk}")))?;
-        // It may be in its guest's hands: what it names is no reason for root to touch a file that isn't the VM's.
+        // It may be in its guest's hands: what it names is no reason for root to touch a file that
+        // isn't the VM's.
         if spec.user.is_some() && !overlays.contains(&active.file) {
             return Err(SnapshotError::Impossible(format!(
                 "disk {disk} writes to {}, which is not an overlay of this VM",
@@ -92,7 +94,8 @@ pub(super) fn prepare(
     Ok(frozen)
 }
 
-/// Makes an overlay, over what the frozen one will be called when the snapshot is whole, and has QEMU open it.
+/// Makes an overlay, over what the frozen one will be called when the snapshot is whole, and has
+/// QEMU open it.
 fn add(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -133,8 +136,9 @@ pub(super) fn switch(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotErr
     Ok(())
 }
 
-/// Whether QEMU writes to none of the frozen overlays any more. It doesn't fail if it can't open one again for reading alone, as after it has given up its
-/// rights in a directory that is not open to its user; then it would write into the snapshot's disk when it lets go of it.
+/// Whether QEMU writes to none of the frozen overlays any more. It doesn't fail if it can't open
+/// one again for reading alone, as after it has given up its rights in a directory that is not open
+/// to its user; then it would write into the snapshot's disk when it lets go of it.
 pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotError> {
     let nodes = nodes(qmp)?;
     let is_read_only = |name: &str| {
@@ -156,14 +160,16 @@ pub(super) fn undo(
     frozen: &[Frozen],
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
 ) {
-    // What QEMU doesn't let go of, it may be writing to: an answer that comes too late is no refusal.
+    // What QEMU doesn't let go of, it may be writing to: an answer that comes too late is no
+    // refusal.
     let mut in_use = |f: &&Frozen| delete_node(qmp, &f.node).is_err();
     let (used, unused): (Vec<&Frozen>, Vec<&Frozen>) = frozen.iter().partition(|f| in_use(f));
     for frozen in unused {
         let _ = fs::remove_file(&frozen.overlay);
     }
     for frozen in &used {
-        // If it was put over the old one all the same, its header names a snapshot that will never be.
+        // If it was put over the old one all the same, its header names a snapshot that will never
+        // be.
         let _ = name_backing(qmp, &frozen.node, &frozen.path);
     }
     let used: Vec<PathBuf> = used.iter().map(|f| f.overlay.clone()).collect();
@@ -219,7 +225,8 @@ pub(super) fn lain(
     Ok(found)
 }
 
-/// Gives overlays their own names back, beside those in the snapshot, and has what is built on them say so.
+/// Gives overlays their own names back, beside those in the snapshot, and has what is built on them
+/// say so.
 pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotError> {
     for overlay in lain {
         let is_there = identity(&overlay.kept).ok() == identity(&overlay.path).ok();
@@ -232,8 +239,8 @@ pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotErro
     Ok(())
 }
 
-/// Has QEMU let go of overlays that a daemon added and was killed before they became part of a disk's chain. QEMU refuses that for
-/// those that are.
+/// Has QEMU let go of overlays that a daemon added and was killed before they became part of a
+/// disk's chain. QEMU refuses that for those that are.
 pub(super) fn drop_unused(
     qmp: &mut Qmp,
     spec: &VmSpec,

@@ -1,7 +1,9 @@
-//! Whether a VM is one that its snapshot could bring back: what QEMU has now is what its description starts, and can be saved.
+//! Whether a VM is one that its snapshot could bring back: what QEMU has now is what its
+//! description starts, and can be saved.
 //!
-//! QEMU's own save asks for blockers; `xen-save-devices-state` writes the state of devices that can't be moved all the same. What was plugged
-//! while the VM ran is in no description, and a disk that memfold doesn't know of would go on changing under the snapshot.
+//! QEMU's own save asks for blockers; `xen-save-devices-state` writes the state of devices that
+//! can't be moved all the same. What was plugged while the VM ran is in no description, and a disk
+//! that memfold doesn't know of would go on changing under the snapshot.
 
 use memfold_vm::{Qmp, VmSpec};
 use serde_json::{Value, json};
@@ -58,7 +60,8 @@ pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
     (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
 }
 
-/// Whether this is firmware's: its variables are RAM, too, and their file is copied (`written_files`). A foreign VM's lead nowhere in a copy.
+/// Whether this is firmware's: its variables are RAM, too, and their file is copied
+/// (`written_files`). A foreign VM's lead nowhere in a copy.
 pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
     let text = |key: &str| device[key].as_str().unwrap_or_default();
     let is_file = device["inserted"]["file"]
@@ -100,7 +103,8 @@ fn tpm(tpms: &Value) -> Option<String> {
     ))
 }
 
-/// RAM that was plugged while the VM ran. Segments are files of their own, plugged again when a VM of the snapshot starts.
+/// RAM that was plugged while the VM ran. Segments are files of their own, plugged again when a VM
+/// of the snapshot starts.
 fn plugged_memory(devices: &Value) -> Option<String> {
     let devices = devices.as_array()?.iter();
     let plugged = devices

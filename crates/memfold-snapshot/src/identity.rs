@@ -4,7 +4,8 @@
 //!   QEMU    a new VM generation ID: a kernel with that driver begins its random numbers anew before user code runs
 //!   agent   the same again, for kernels without; on request MAC addresses, host name, machine ID, SSH host keys
 //! ```
-//! The script runs when the agent answers. It may run twice (a daemon that died), and does the same then.
+//! The script runs when the agent answers. It may run twice (a daemon that died), and does the same
+//! then.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -20,7 +21,8 @@ const FILE: &str = "renewal.json";
 /// Longest host name (`HOST_NAME_MAX`, `gethostname(2)`).
 const HOST_NAME_MAX: usize = 63;
 
-/// Tells whether the guest's kernel has found its VM generation ID: an ACPI driver until Linux 6.9, a platform driver since.
+/// Tells whether the guest's kernel has found its VM generation ID: an ACPI driver until Linux 6.9,
+/// a platform driver since.
 pub const HAS_GENERATION_ID: &str = "for device in /sys/bus/acpi/drivers/vmgenid/*:* /sys/bus/platform/drivers/vmgenid/*:*; do [ -e \"$device\" ] && exit 0; done; exit 1";
 
 /// What a restored VM gets anew.
@@ -58,7 +60,8 @@ pub struct Plan {
     seed: String,
     /// 32 hexadecimal digits, a random UUID.
     machine_id: String,
-    /// The last three bytes of the first MAC address, counted on for the next; the first three are QEMU's own.
+    /// The last three bytes of the first MAC address, counted on for the next; the first three are
+    /// QEMU's own.
     mac: u32,
     /// Network cards that the VM has.
     cards: usize,
@@ -125,7 +128,8 @@ impl Plan {
         }
     }
 
-    /// What the guest is to run, by a shell that is the agent's child; [`Renewal::read`] understands what it says.
+    /// What the guest is to run, by a shell that is the agent's child; [`Renewal::read`]
+    /// understands what it says.
     pub fn script(&self) -> String {
         let mut parts = vec![
             REPORT.to_owned(),
@@ -158,14 +162,16 @@ report() {
 }
 "#;
 
-/// The agent's own program, whose child the shell is. Others in this guest may see the seed; it needs only to be another in each VM.
+/// The agent's own program, whose child the shell is. Others in this guest may see the seed; it
+/// needs only to be another in each VM.
 const RANDOM: &str = r#"agent=/proc/$PPID/exe
 reseed() { echo "$seed" | "$agent" --reseed; }
 report "random numbers" reseed
 "#;
 
-/// What a clone frees comes back in pieces of 64 KiB instead of whole huge pages, which it seldom has (`mm/page_reporting.c`; 98 %
-/// instead of 64 % of what a dropped cache held). Its memory maps a file, so no huge page of the host is split.
+/// What a clone frees comes back in pieces of 64 KiB instead of whole huge pages, which it seldom
+/// has (`mm/page_reporting.c`; 98 % instead of 64 % of what a dropped cache held). Its memory maps
+/// a file, so no huge page of the host is split.
 const SMALL_REPORTS: &str = "order=/sys/module/page_reporting/parameters/page_reporting_order
 [ ! -w $order ] || echo 4 > $order
 ";

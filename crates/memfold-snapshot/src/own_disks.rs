@@ -20,8 +20,8 @@ const COPY_BYTES: u64 = 64 << 20;
 pub struct OwnDisks(Vec<PathBuf>);
 
 impl OwnDisks {
-    /// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary overlays. Files that are there stay as
-    /// they are.
+    /// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary
+    /// overlays. Files that are there stay as they are.
     pub fn make(
         spec: &mut VmSpec,
         place: &Path,
@@ -74,8 +74,9 @@ impl Drop for OwnDisks {
     }
 }
 
-/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`). It gets its name when it is whole: what
-/// a daemon that was killed has left ends in `.part`, and is no disk.
+/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`).
+/// It gets its name when it is whole: what a daemon that was killed has left ends in `.part`, and
+/// is no disk.
 fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> io::Result<()> {
     if to.exists() {
         return Err(ErrorKind::AlreadyExists.into());
@@ -101,7 +102,8 @@ fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> io::Result<()> {
     File::open(place)?.sync_all()
 }
 
-/// A file for its owner alone; what a daemon that was killed has left of it is written over, what somebody writes at this moment isn't.
+/// A file for its owner alone; what a daemon that was killed has left of it is written over, what
+/// somebody writes at this moment isn't.
 fn write_alone(path: &Path) -> io::Result<File> {
     let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
     let file = File::options()

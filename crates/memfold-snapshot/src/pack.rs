@@ -16,7 +16,8 @@ use memfold_host::progress::Progress;
 use super::image::{CHUNK_BYTES, chunks_with_data};
 use super::pipeline::{self, Writeback};
 
-/// Zstandard's fastest of the usual levels: higher ones take twice the time for a tenth of the bytes.
+/// Zstandard's fastest of the usual levels: higher ones take twice the time for a tenth of the
+/// bytes.
 const LEVEL: i32 = 1;
 
 /// Where a chunk's frame lies in `ram.zst`: first byte and length.

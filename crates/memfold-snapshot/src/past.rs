@@ -7,8 +7,9 @@
 //!                       its entry names a slot: the bytes of then are there
 //!                       neither: nobody knows what we have read, and the snapshot fails
 //! ```
-//! The third is no theory: KSM replaces a protected page by a merged one that is not protected (`replace_page` in `mm/ksm.c` makes the new
-//! page table entry without the mark of userfaultfd). So KSM stands still meanwhile, and what is not protected any more is not believed.
+//! The third is no theory: KSM replaces a protected page by a merged one that is not protected
+//! (`replace_page` in `mm/ksm.c` makes the new page table entry without the mark of userfaultfd).
+//! So KSM stands still meanwhile, and what is not protected any more is not believed.
 
 use std::fs::File;
 use std::io;
@@ -41,8 +42,9 @@ pub struct Past {
 }
 
 impl Past {
-    /// Makes the file for the pages of `wanted`, which are ranges of addresses, ascending, none of them across two of `blocks`. `None` if no
-    /// page is wanted. `room`: pages that may be kept; if the VM writes to more before they are read, nothing is kept any more.
+    /// Makes the file for the pages of `wanted`, which are ranges of addresses, ascending, none of
+    /// them across two of `blocks`. `None` if no page is wanted. `room`: pages that may be kept; if
+    /// the VM writes to more before they are read, nothing is kept any more.
     pub fn new(
         pid: Pid,
         blocks: &[std::ops::Range<Hva>],
@@ -123,7 +125,8 @@ impl Past {
         Ok(first + page.pages_since(Hva(range.hva)))
     }
 
-    /// Makes of `bytes`, which were just read from wanted pages at `start`, what these pages held then.
+    /// Makes of `bytes`, which were just read from wanted pages at `start`, what these pages held
+    /// then.
     pub fn settle(&self, start: Hva, bytes: &mut [u8]) -> io::Result<()> {
         let pages = (bytes.len() / PAGE_BYTES) as u64;
         let end = start.add_pages(pages);
@@ -183,8 +186,8 @@ fn other(why: &str) -> io::Error {
     io::Error::other(why)
 }
 
-/// The huge pages in which something is wanted, as at most `most` ranges. Where there would be more, what lies between those that are
-/// nearest to each other is taken in too.
+/// The huge pages in which something is wanted, as at most `most` ranges. Where there would be
+/// more, what lies between those that are nearest to each other is taken in too.
 fn chunks(
     blocks: &[std::ops::Range<Hva>],
     wanted: &[std::ops::Range<Hva>],

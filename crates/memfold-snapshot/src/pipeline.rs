@@ -1,17 +1,21 @@
-//! Work on the bytes of snapshots, by all cores at once: saves, checks, compression, searches and checksums of disks.
+//! Work on the bytes of snapshots, by all cores at once: saves, checks, compression, searches and
+//! checksums of disks.
 //!
 //! ```text
 //!            +- worker 1: read a piece, hash it, find its zeroes, write it -+
 //!   chunks --+- worker 2: the same, of the next chunk                       +--> page cache --> Writeback --> disk
 //!            +- ...       one for each core                                -+       (one fsync at the end, by Draft::commit)
 //! ```
-//! 1. Each worker takes the next chunk that nobody has taken, and does all stages of it. One worker reads while another writes.
-//! 2. A worker handles a chunk in pieces that stay in its core's cache, so that memory is read once.
-//! 3. A thread of its own has the kernel write to the disk what is in the page cache. Workers never wait for the disk, nor does a VM that
-//!    stands still for them.
+//! 1. Each worker takes the next chunk that nobody has taken, and does all stages of it. One worker
+//!    reads while another writes.
+//! 2. A worker handles a chunk in pieces that stay in its core's cache, so that memory is read
+//!    once.
+//! 3. A thread of its own has the kernel write to the disk what is in the page cache. Workers never
+//!    wait for the disk, nor does a VM that stands still for them.
 //!
-//! What always holds: the first error, or panic, ends each worker after the chunk that it has in hand. Each worker has one buffer, of two
-//! chunks (4 MiB) at most, and there are [`MAX_WORKERS`] at most.
+//! What always holds: the first error, or panic, ends each worker after the chunk that it has in
+//! hand. Each worker has one buffer, of two chunks (4 MiB) at most, and there are [`MAX_WORKERS`]
+//! at most.
 
 use std::fs::File;
 use std::io;
@@ -24,8 +28,9 @@ use std::thread::JoinHandle;
 
 use memfold_sys::writeback;
 
-/// Bytes that are written to a file at once. Linux 6.18 gives a write of 2 MiB to ext4 one folio of 2 MiB, and the copy into that takes ten times
-/// the CPU of pieces of this size on a host that is itself a VM (decision 37).
+/// Bytes that are written to a file at once. Linux 6.18 gives a write of 2 MiB to ext4 one folio of
+/// 2 MiB, and the copy into that takes ten times the CPU of pieces of this size on a host that is
+/// itself a VM (decision 37).
 pub const PIECE_BYTES: usize = 256 << 10;
 
 /// More workers than this only compete for the host's memory.
@@ -35,7 +40,8 @@ const MAX_WORKERS: usize = 8;
 const AHEAD_BYTES: usize = 1 << 20;
 const AHEAD_PIECES: usize = 3;
 
-/// How many workers there are for work without end: one for each core that this process may use (`sched_setaffinity(2)`, cgroup quota).
+/// How many workers there are for work without end: one for each core that this process may use
+/// (`sched_setaffinity(2)`, cgroup quota).
 #[must_use]
 pub fn workers() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -98,8 +104,9 @@ pub fn write_all_at(file: &File, bytes: &[u8], mut at: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// A thread that has the kernel write a file to its disk, while others write to the file. Dropping it ends it: what is still in the page
-/// cache then goes to the disk with the next `fsync(2)`, which also tells what failed.
+/// A thread that has the kernel write a file to its disk, while others write to the file. Dropping
+/// it ends it: what is still in the page cache then goes to the disk with the next `fsync(2)`,
+/// which also tells what failed.
 #[derive(Debug)]
 pub struct Writeback {
     written: Option<Sender<Range<u64>>>,
@@ -168,7 +175,8 @@ fn joined(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     joined
 }
 
-/// Reads a file whole, and hands it to `each` piece by piece, in order. Another thread reads the next pieces meanwhile. Its length.
+/// Reads a file whole, and hands it to `each` piece by piece, in order. Another thread reads the
+/// next pieces meanwhile. Its length.
 pub fn read_ahead(file: &File, mut each: impl FnMut(&[u8])) -> io::Result<u64> {
     let mut first = vec![0; AHEAD_BYTES];
     let length = fill(file, &mut first, 0)?;
@@ -299,7 +307,8 @@ mod tests {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let writeback = Writeback::start(&file).unwrap();
         write_all_at(&file, &vec![7; 2 << 20], 0).unwrap();
-        // Delayed allocation gives a file its blocks when it is written back, which the kernel begins after 30 s.
+        // Delayed allocation gives a file its blocks when it is written back, which the kernel
+        // begins after 30 s.
         if !has_delayed_blocks(&file) {
             memfold_testkit::skip!("the file system of /var/tmp allocates blocks at once");
         }
@@ -313,7 +322,8 @@ mod tests {
         drop(writeback);
     }
 
-    /// Whether blocks of a file have no place on the disk yet (`FIEMAP_EXTENT_DELALLOC`, as `filefrag` shows it).
+    /// Whether blocks of a file have no place on the disk yet (`FIEMAP_EXTENT_DELALLOC`, as
+    /// `filefrag` shows it).
     fn has_delayed_blocks(file: &File) -> bool {
         use std::os::fd::AsRawFd;
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());

@@ -47,7 +47,8 @@ pub(super) fn take_over(
         };
         let facts = fs::metadata(&at).map_err(failed(&at))?;
         let is_qcow2 = is_ours || disk.format() == DiskFormat::Qcow2;
-        // What a raw disk holds is the guest's: it may look like a header that names files of the host.
+        // What a raw disk holds is the guest's: it may look like a header that names files of the
+        // host.
         let files = if is_qcow2 { chain(&at)? } else { Vec::new() };
         // The first is the disk itself.
         let backing = backing_files(files.into_iter().skip(1))?;
@@ -79,7 +80,8 @@ fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Copies a file that belongs to a VM's user: that user has it open, and could go on writing to it, or put another in its place.
+/// Copies a file that belongs to a VM's user: that user has it open, and could go on writing to it,
+/// or put another in its place.
 fn copy_own(from: &Path, to: &Path) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let mut from = File::from(rustix::fs::open(from, flags, Mode::empty())?);

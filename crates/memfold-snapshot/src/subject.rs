@@ -16,7 +16,8 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// A VM, of which the daemon knows name and trust domain; or why it can't be saved, by what it is.
+    /// A VM, of which the daemon knows name and trust domain; or why it can't be saved, by what it
+    /// is.
     pub fn of(
         vm: &Vm,
         (name, domain): (&str, Option<&str>),

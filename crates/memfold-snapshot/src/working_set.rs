@@ -1,4 +1,5 @@
-//! What a VM uses of its memory first of all, after a restore: recorded once, and then at hand for those that want it.
+//! What a VM uses of its memory first of all, after a restore: recorded once, and then at hand for
+//! those that want it.
 //!
 //! ```text
 //!   first restore       VM runs 10 s ---- its page tables say what it touched ---- working-set
@@ -20,7 +21,8 @@ use serde::{Deserialize, Serialize};
 use super::image::ImageBlock;
 use super::manifest::Manifest;
 
-/// Its file in a snapshot. It is no part of what was saved: without it, or with a wrong one, nothing is lost.
+/// Its file in a snapshot. It is no part of what was saved: without it, or with a wrong one,
+/// nothing is lost.
 pub const FILE: &str = "working-set";
 
 /// How long a VM runs before its page tables are looked at.
@@ -119,7 +121,8 @@ impl WorkingSet {
         written
     }
 
-    /// Has these pages in the page tables of a VM that was restored from the image; how many are there.
+    /// Has these pages in the page tables of a VM that was restored from the image; how many are
+    /// there.
     pub fn prefetch(&self, pid: Pid, places: &[Place]) -> io::Result<u64> {
         let mut done = 0;
         let mut bytes = [0; BATCH];
@@ -160,7 +163,8 @@ mod tests {
 
     const PAGES: u64 = 2048;
 
-    /// An image that is mapped privately, as a restored VM has it. The second half lies elsewhere in the image.
+    /// An image that is mapped privately, as a restored VM has it. The second half lies elsewhere
+    /// in the image.
     fn vm(image: &File) -> (Mapping, [Place; 2]) {
         let memory = Mapping::anonymous(PAGES, true).unwrap();
         memory.area().map_file(image.as_fd(), 0).unwrap();

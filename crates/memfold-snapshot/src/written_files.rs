@@ -1,5 +1,7 @@
-//! Files that a VM's QEMU writes and that are none of its disks: variables of firmware, memory of files, logs, what a chardev writes. A second VM that was
-//! started with the same words would write them as well. What counts is what QEMU has open for writing, not what its command line looks like.
+//! Files that a VM's QEMU writes and that are none of its disks: variables of firmware, memory of
+//! files, logs, what a chardev writes. A second VM that was started with the same words would write
+//! them as well. What counts is what QEMU has open for writing, not what its command line looks
+//! like.
 
 use std::collections::HashSet;
 use std::fs::{self, File, Metadata};
@@ -24,8 +26,9 @@ fn id(facts: &Metadata) -> Id {
     (facts.dev(), facts.ino())
 }
 
-/// Files and block devices that a process has open for writing, without its standard input and outputs: what lies where it was started is not named
-/// by its words. Those whose name is gone can't be named: a temporary overlay that an earlier snapshot has taken over stays open.
+/// Files and block devices that a process has open for writing, without its standard input and
+/// outputs: what lies where it was started is not named by its words. Those whose name is gone
+/// can't be named: a temporary overlay that an earlier snapshot has taken over stays open.
 pub(super) fn of(pid: Pid) -> io::Result<Vec<PathBuf>> {
     let place = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
     let mut seen: HashSet<Id> = (0..3)
@@ -88,8 +91,8 @@ pub(super) fn chain(device: &Value) -> Vec<&str> {
     files
 }
 
-/// Whether a process has mapped a file so that others see what it writes (`/proc/PID/maps`). Overlay file systems tell another device there than
-/// `stat` does, so names are compared.
+/// Whether a process has mapped a file so that others see what it writes (`/proc/PID/maps`).
+/// Overlay file systems tell another device there than `stat` does, so names are compared.
 fn is_shared(pid: Pid, path: &Path) -> io::Result<bool> {
     let maps = fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
     let path = path.to_string_lossy();
@@ -99,7 +102,8 @@ fn is_shared(pid: Pid, path: &Path) -> io::Result<bool> {
     }))
 }
 
-/// Has the token of `number` stand for a file in a VM's arguments, and gives the file; or refuses it by its name.
+/// Has the token of `number` stand for a file in a VM's arguments, and gives the file; or refuses
+/// it by its name.
 pub(super) fn take(
     pid: Pid,
     path: &Path,

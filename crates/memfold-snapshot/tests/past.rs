@@ -1,4 +1,5 @@
-//! Memory is read as it was while others write to it, on this process's own memory and with the library's own code.
+//! Memory is read as it was while others write to it, on this process's own memory and with the
+//! library's own code.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _};

@@ -128,8 +128,8 @@ impl Store {
         Self::from_file(file, cap)
     }
 
-    /// Takes over the store of `domain` that the QEMU process `pid` has open (a former daemon gave it the descriptor),
-    /// or `None` if it has none.
+    /// Takes over the store of `domain` that the QEMU process `pid` has open (a former daemon gave
+    /// it the descriptor), or `None` if it has none.
     pub fn adopt(pid: Pid, domain: &str, cap: ByteSize) -> Result<Option<Self>, StoreError> {
         let directory = format!("/proc/{}/fd", pid.as_raw_nonzero());
         let name = file_name(domain);
@@ -213,8 +213,8 @@ impl Store {
         self.cap
     }
 
-    /// Appends a copy of `pages` pages at `from` in process `pid`; the first new page. The copy may catch a page between two of
-    /// the guest's writes; the compare at folding decides.
+    /// Appends a copy of `pages` pages at `from` in process `pid`; the first new page. The copy may
+    /// catch a page between two of the guest's writes; the compare at folding decides.
     pub fn append(
         &mut self,
         pid: Pid,
@@ -230,7 +230,8 @@ impl Store {
         Ok((first, PageCount(pages - missing)))
     }
 
-    /// Gives the next `pages` page numbers away, to be filled by [`Store::fill`]. They read as zeroes until then.
+    /// Gives the next `pages` page numbers away, to be filled by [`Store::fill`]. They read as
+    /// zeroes until then.
     pub fn reserve(&mut self, pages: u64) -> Result<StorePage, StoreError> {
         if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
             let held = self.held()?;
@@ -253,8 +254,8 @@ impl Store {
         Ok(first)
     }
 
-    /// Lets the next reserved page begin a huge page: worth it where much is reserved before the next fill. Skipped pages stay
-    /// holes, which cost nothing.
+    /// Lets the next reserved page begin a huge page: worth it where much is reserved before the
+    /// next fill. Skipped pages stay holes, which cost nothing.
     pub const fn align(&mut self) {
         self.frontier = StorePage(self.frontier.0.next_multiple_of(HUGE_PAGE_PAGES));
     }
@@ -265,7 +266,8 @@ impl Store {
         self.limit.0.saturating_sub(self.frontier.0)
     }
 
-    /// Goes on in the next gap that [`Store::reuse`] was given, if there is one. Only while nothing is reserved and not filled.
+    /// Goes on in the next gap that [`Store::reuse`] was given, if there is one. Only while nothing
+    /// is reserved and not filled.
     pub fn next_gap(&mut self) -> bool {
         let Some(gap) = self.gaps.pop().filter(|_| self.unfilled_pages == 0) else {
             return false;
@@ -274,7 +276,8 @@ impl Store {
         true
     }
 
-    /// Holes of whole huge pages, ascending. Other pages of the file are gone for good with what is beside them.
+    /// Holes of whole huge pages, ascending. Other pages of the file are gone for good with what is
+    /// beside them.
     pub fn holes(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
         let mut holes = Vec::new();
         let mut from = StorePage(0);
@@ -296,9 +299,10 @@ impl Store {
         self.gaps = gaps;
     }
 
-    /// Copies sources, one after the other, to the reserved pages from `first` on. Gathered so, a batch takes few system calls,
-    /// and what makes whole huge pages is written as such; anything less gets ordinary pages, because the kernel would clear
-    /// a huge page before it is written in part, which costs several times the copy.
+    /// Copies sources, one after the other, to the reserved pages from `first` on. Gathered so, a
+    /// batch takes few system calls, and what makes whole huge pages is written as such; anything
+    /// less gets ordinary pages, because the kernel would clear a huge page before it is written in
+    /// part, which costs several times the copy.
     pub fn fill(&mut self, first: StorePage, sources: &[Source]) -> Filled {
         let mut filled = Filled::default();
         let mut at = first;
@@ -401,8 +405,8 @@ fn bytes_of(pages: u64) -> usize {
     usize::try_from(pages).unwrap_or(0) * PAGE_BYTES
 }
 
-/// Reads sources, which lie at `at` in the store, one after the other into `buffer`; what can't be read is zeroes there, and
-/// noted in `missing`.
+/// Reads sources, which lie at `at` in the store, one after the other into `buffer`; what can't be
+/// read is zeroes there, and noted in `missing`.
 fn read_chunk(
     sources: &[Source],
     at: StorePage,
@@ -450,10 +454,11 @@ fn file_name(domain: &str) -> String {
     format!("memfold:{domain}")
 }
 
-/// A file without a name in a tmpfs of its own, which allocates huge pages where the file's size covers them, and is mounted
-/// nowhere: it ends with the last descriptor and mapping of the file. Huge pages cost a quarter of a memfd's time to fill and half
-/// to compare. Needs `CAP_SYS_ADMIN`.
-/// tmpfs can't seal its files against shrinking (`memfd_file_seals_ptr` in `mm/memfd.c`); VMs can't anyhow with their descriptor.
+/// A file without a name in a tmpfs of its own, which allocates huge pages where the file's size
+/// covers them, and is mounted nowhere: it ends with the last descriptor and mapping of the file.
+/// Huge pages cost a quarter of a memfd's time to fill and half to compare. Needs `CAP_SYS_ADMIN`.
+/// tmpfs can't seal its files against shrinking (`memfd_file_seals_ptr` in `mm/memfd.c`); VMs can't
+/// anyhow with their descriptor.
 fn huge_file(domain: &str) -> io::Result<File> {
     let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     // `size`: without a limit, as a memfd; the cap is ours to hold.

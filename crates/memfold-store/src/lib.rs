@@ -11,11 +11,14 @@
 //! ```
 //!
 //! Invariants:
-//! 1. A page that any process maps is never written again. It can only be punched out, when no mapping can need it.
-//! 2. The file never shrinks, so a mapping of pages below the frontier can't fault with `SIGBUS`: the daemon alone has it writable,
-//!    and a memfd (where no tmpfs can be mounted) is sealed besides.
+//! 1. A page that any process maps is never written again. It can only be punched out, when no
+//!    mapping can need it.
+//! 2. The file never shrinks, so a mapping of pages below the frontier can't fault with `SIGBUS`:
+//!    the daemon alone has it writable, and a memfd (where no tmpfs can be mounted) is sealed
+//!    besides.
 //! 3. The file's size is in the kernel, so a new daemon that adopts the store goes on behind it.
-//! 4. The file has no name and lives as long as a VM or the daemon has it open: nothing is left over.
+//! 4. The file has no name and lives as long as a VM or the daemon has it open: nothing is left
+//!    over.
 
 mod file;
 pub mod mapped;

@@ -29,7 +29,8 @@ pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Res
     io::Write::write_all(&mut &*socket, &bytes[sent..])
 }
 
-/// Reads up to `buffer.len()` bytes, and the descriptor that came with them, if one did. 0 bytes: the peer closed.
+/// Reads up to `buffer.len()` bytes, and the descriptor that came with them, if one did. 0 bytes:
+/// the peer closed.
 pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

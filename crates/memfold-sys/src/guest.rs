@@ -1,6 +1,8 @@
-//! What the guest agent needs: file handles, page-cache residency, signals as a descriptor, new random numbers, read-only devices.
+//! What the guest agent needs: file handles, page-cache residency, signals as a descriptor, new
+//! random numbers, read-only devices.
 //!
-//! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`, `fcntl(2)`, `random(4)`.
+//! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`,
+//! `fcntl(2)`, `random(4)`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -19,8 +21,9 @@ struct FileHandle {
 }
 const _: () = assert!(std::mem::offset_of!(FileHandle, f_handle) == 8);
 
-/// Opens the file with this handle, as an `O_PATH` descriptor, on the file system that `mount` is on. Needs
-/// `CAP_DAC_READ_SEARCH`. `ESTALE` means that there is no such file or that the file system doesn't know the handle's type.
+/// Opens the file with this handle, as an `O_PATH` descriptor, on the file system that `mount` is
+/// on. Needs `CAP_DAC_READ_SEARCH`. `ESTALE` means that there is no such file or that the file
+/// system doesn't know the handle's type.
 pub fn open_by_handle(mount: impl AsFd, handle_type: i32, bytes: &[u8]) -> io::Result<OwnedFd> {
     let mut handle = FileHandle {
         handle_bytes: 0,
@@ -55,7 +58,8 @@ fn descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
     }
 }
 
-/// Has the kernel's generator of random numbers begin anew from its pool (`RNDRESEEDCRNG`, `random(4)`). Needs `CAP_SYS_ADMIN`.
+/// Has the kernel's generator of random numbers begin anew from its pool (`RNDRESEEDCRNG`,
+/// `random(4)`). Needs `CAP_SYS_ADMIN`.
 pub fn reseed_random(urandom: impl AsFd) -> io::Result<()> {
     const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
     // SAFETY: this request has no argument.
@@ -67,8 +71,8 @@ pub fn reseed_random(urandom: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Makes a block device read-only for everybody (`BLKROSET`, `include/uapi/linux/fs.h`), as `blockdev --setro` does. Needs
-/// `CAP_SYS_ADMIN`.
+/// Makes a block device read-only for everybody (`BLKROSET`, `include/uapi/linux/fs.h`), as
+/// `blockdev --setro` does. Needs `CAP_SYS_ADMIN`.
 pub fn set_read_only(device: impl AsFd) -> io::Result<()> {
     const BLKROSET: libc::Ioctl = 0x125d;
     let yes: libc::c_int = 1;
@@ -81,9 +85,10 @@ pub fn set_read_only(device: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Has anybody this regular file open for writing, or mapped so? A read lease is refused then (`F_SETLEASE`, `fcntl(2)`); it ends
-/// with `file`, at once. SIGIO has to be blocked: who opens the file in that moment has it sent to us. Needs `CAP_LEASE` for other
-/// users' files, and `file` open for reading only.
+/// Has anybody this regular file open for writing, or mapped so? A read lease is refused then
+/// (`F_SETLEASE`, `fcntl(2)`); it ends with `file`, at once. SIGIO has to be blocked: who opens the
+/// file in that moment has it sent to us. Needs `CAP_LEASE` for other users' files, and `file` open
+/// for reading only.
 pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
     // SAFETY: the argument of this request is a number.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) };
@@ -119,12 +124,15 @@ struct CacheStatRange {
     length: u64,
 }
 
-/// How much of a file is cached (Linux >= 6.5, else `ENOSYS`). Of a file that is read in place (DAX), nothing.
+/// How much of a file is cached (Linux >= 6.5, else `ENOSYS`). Of a file that is read in place
+/// (DAX), nothing.
 ///
-/// Such a file is never given to the kernel: it takes the entries of DAX in the file's table for those of evicted pages, and dereferences a
-/// null pointer (`filemap_cachestat`, seen in Linux 6.12.117).
+/// Such a file is never given to the kernel: it takes the entries of DAX in the file's table for
+/// those of evicted pages, and dereferences a null pointer (`filemap_cachestat`, seen in Linux
+/// 6.12.117).
 pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
-    /// The same number on every architecture (added after the tables were unified); libc doesn't name it everywhere.
+    /// The same number on every architecture (added after the tables were unified); libc doesn't
+    /// name it everywhere.
     const SYS_CACHESTAT: libc::c_long = 451;
     let facts = rustix::fs::statx(
         &file,
@@ -160,9 +168,11 @@ pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
     }
 }
 
-/// A file mapped to look at its cached pages, never at their bytes: this is why truncation under it does no harm.
+/// A file mapped to look at its cached pages, never at their bytes: this is why truncation under it
+/// does no harm.
 ///
-/// `MADV_RANDOM` keeps a touch from starting readahead and, since Linux 6.3, from counting as a use of the page.
+/// `MADV_RANDOM` keeps a touch from starting readahead and, since Linux 6.3, from counting as a use
+/// of the page.
 #[derive(Debug)]
 pub struct FileView {
     address: *mut libc::c_void,
@@ -231,8 +241,9 @@ impl FileView {
         }
     }
 
-    /// Enters pages into the page tables so that `/proc/self/pagemap` shows their frames (`MADV_POPULATE_READ`, Linux >= 5.14).
-    /// Pages that are not cached would be read from disk: ask [`Self::resident`] first.
+    /// Enters pages into the page tables so that `/proc/self/pagemap` shows their frames
+    /// (`MADV_POPULATE_READ`, Linux >= 5.14). Pages that are not cached would be read from disk:
+    /// ask [`Self::resident`] first.
     pub fn populate(&self, first: u64, count: u64) -> io::Result<()> {
         self.advise(first, count, libc::MADV_POPULATE_READ)
     }
@@ -257,8 +268,8 @@ impl Drop for FileView {
     }
 }
 
-/// Blocks `signals` in this thread (and in those it starts later) and returns a descriptor that becomes readable when one
-/// of them comes.
+/// Blocks `signals` in this thread (and in those it starts later) and returns a descriptor that
+/// becomes readable when one of them comes.
 pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     // SAFETY: a zeroed sigset_t is valid, and sigemptyset makes it a proper empty set.
     let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
@@ -278,7 +289,8 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     }
 }
 
-/// The number of one signal that `descriptor` (of [`signal_descriptor`]) holds, `None` when there is none.
+/// The number of one signal that `descriptor` (of [`signal_descriptor`]) holds, `None` when there
+/// is none.
 pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
     /// `sizeof(struct signalfd_siginfo)`; its first field is the signal's number.
     const SIZE: usize = 128;
@@ -303,8 +315,9 @@ pub mod signal {
     pub const INT: i32 = libc::SIGINT;
 }
 
-/// Asks for `SIGIO` when something happens on `file` (`F_SETOWN`, `O_ASYNC`). A virtio port sends it when its host side opens
-/// or closes and when data comes (`send_sigio_to_port` in `drivers/char/virtio_console.c`).
+/// Asks for `SIGIO` when something happens on `file` (`F_SETOWN`, `O_ASYNC`). A virtio port sends
+/// it when its host side opens or closes and when data comes (`send_sigio_to_port` in
+/// `drivers/char/virtio_console.c`).
 pub fn signal_changes(file: impl AsFd) -> io::Result<()> {
     let fd = file.as_fd().as_raw_fd();
     // SAFETY: plain fcntl calls on an open descriptor, without pointers.

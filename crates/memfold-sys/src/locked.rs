@@ -1,4 +1,5 @@
-//! Memory without a name that is in RAM as long as it is held, for another process to read and write as a file.
+//! Memory without a name that is in RAM as long as it is held, for another process to read and
+//! write as a file.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -8,8 +9,9 @@ use rustix::io::Errno;
 
 use crate::region::Mapping;
 
-/// A memfd, all of whose pages are there and locked (`mlock(2)`). Whoever has the file may write to it, and punch holes, but not change
-/// its length. The pages are free when this is dropped and nobody has the file open.
+/// A memfd, all of whose pages are there and locked (`mlock(2)`). Whoever has the file may write to
+/// it, and punch holes, but not change its length. The pages are free when this is dropped and
+/// nobody has the file open.
 #[derive(Debug)]
 pub struct LockedFile {
     file: OwnedFd,
@@ -18,8 +20,9 @@ pub struct LockedFile {
 }
 
 impl LockedFile {
-    /// Allocates, clears and locks `bytes`, rounded up to pages. Takes some 0.3 s for each GiB. `ENOMEM`: there is no room, or the limit on
-    /// locked memory (`RLIMIT_MEMLOCK`) is lower and this process isn't root's.
+    /// Allocates, clears and locks `bytes`, rounded up to pages. Takes some 0.3 s for each GiB.
+    /// `ENOMEM`: there is no room, or the limit on locked memory (`RLIMIT_MEMLOCK`) is lower and
+    /// this process isn't root's.
     pub fn new(name: &str, bytes: u64) -> Result<Self, Errno> {
         let pages = bytes.div_ceil(PAGE_SIZE);
         let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -27,7 +30,8 @@ impl LockedFile {
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
         let mapping = Mapping::shared(&file, pages)?;
         let length = usize::try_from(pages * PAGE_SIZE).map_err(|_| Errno::OVERFLOW)?;
-        // SAFETY: the mapping is ours, that long, and stays as long as `mapping`; locking changes nothing in it.
+        // SAFETY: the mapping is ours, that long, and stays as long as `mapping`; locking changes
+        // nothing in it.
         unsafe { rustix::mm::mlock(mapping.area().pointer(), length) }?;
         Ok(Self { file, mapping })
     }

@@ -1,4 +1,5 @@
-//! What backs each page of a process: the `PAGEMAP_SCAN` ioctl (Linux >= 6.7) and plain `/proc/PID/pagemap`.
+//! What backs each page of a process: the `PAGEMAP_SCAN` ioctl (Linux >= 6.7) and plain
+//! `/proc/PID/pagemap`.
 //!
 //! Sources: `Documentation/admin-guide/mm/pagemap.rst`, `include/uapi/linux/fs.h`.
 
@@ -38,7 +39,8 @@ pub mod category {
     pub const WRITES_TOLD: u64 = 1 << 0;
     /// Not protected by a userfaultfd; where [`WRITES_TOLD`] holds: written to since it was.
     pub const WRITTEN: u64 = 1 << 1;
-    /// In memory, and mapped from a file or shared memory: for a private file mapping, a page not copied yet.
+    /// In memory, and mapped from a file or shared memory: for a private file mapping, a page not
+    /// copied yet.
     pub const FILE: u64 = 1 << 2;
     /// In memory.
     pub const PRESENT: u64 = 1 << 3;
@@ -64,7 +66,8 @@ pub struct Region {
 const _: () = assert!(size_of::<Region>() == 24);
 
 impl Filter {
-    /// Pages that were protected by a userfaultfd and still are: in memory, in swap, or only marked.
+    /// Pages that were protected by a userfaultfd and still are: in memory, in swap, or only
+    /// marked.
     pub const PROTECTED: Self = Self {
         all_of: 0,
         any_of: category::PRESENT | category::SWAPPED,
@@ -128,7 +131,8 @@ impl Pagemap {
         File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).map(Self)
     }
 
-    /// All regions in `[start, end)` that pass `filter`, in order of address, with every category that this module names.
+    /// All regions in `[start, end)` that pass `filter`, in order of address, with every category
+    /// that this module names.
     pub fn scan(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<Vec<Region>> {
         let mut found = Vec::new();
         let mut buffer = [Region::default(); 512];
@@ -179,8 +183,8 @@ impl Pagemap {
                 | category::HUGE,
             ..ScanArgument::default()
         };
-        // SAFETY: the argument has the layout that the kernel expects and its `vec` points to `vec_len` regions that
-        // live through the call.
+        // SAFETY: the argument has the layout that the kernel expects and its `vec` points to
+        // `vec_len` regions that live through the call.
         let n = unsafe { libc::ioctl(self.0.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
         let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
         if argument.walk_end <= start.0 {
@@ -189,7 +193,8 @@ impl Pagemap {
         Ok((n, Hva(argument.walk_end)))
     }
 
-    /// Raw entries of `count` pages from `start` (`pagemap.rst`: bits 0-54 frame number, 61 file, 62 swapped, 63 present).
+    /// Raw entries of `count` pages from `start` (`pagemap.rst`: bits 0-54 frame number, 61 file,
+    /// 62 swapped, 63 present).
     pub fn entries(&self, start: Hva, count: usize) -> io::Result<Vec<u64>> {
         let mut bytes = vec![0; count * 8];
         self.0.read_exact_at(&mut bytes, start.0 / PAGE_SIZE * 8)?;
@@ -199,7 +204,8 @@ impl Pagemap {
             .collect())
     }
 
-    /// Host frame numbers of `count` pages from `start`; `None` where nothing is in memory or we may not know.
+    /// Host frame numbers of `count` pages from `start`; `None` where nothing is in memory or we
+    /// may not know.
     pub fn frames(&self, start: Hva, count: usize) -> io::Result<Vec<Option<u64>>> {
         const PRESENT: u64 = 1 << 63;
         const FRAME: u64 = (1 << 55) - 1;

@@ -1,4 +1,5 @@
-//! Who is at the other end of a Unix socket, which groups that are, and the numbers of users and groups.
+//! Who is at the other end of a Unix socket, which groups that are, and the numbers of users and
+//! groups.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -11,8 +12,9 @@ const MOST_GROUPS: usize = 65_536;
 /// Largest entry of the databases of users and groups that is read, in bytes.
 const MOST_BYTES: usize = 1 << 20;
 
-/// Supplementary groups that the peer of a Unix stream socket had when it connected (`SO_PEERGROUPS`, Linux >= 4.13). Unlike those in
-/// `/proc/PID/status` they can't be another process's that got the number since.
+/// Supplementary groups that the peer of a Unix stream socket had when it connected
+/// (`SO_PEERGROUPS`, Linux >= 4.13). Unlike those in `/proc/PID/status` they can't be another
+/// process's that got the number since.
 pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
     let fd = socket.as_fd().as_raw_fd();
     let mut groups = vec![0u32; 64];
@@ -49,13 +51,15 @@ fn socklen(bytes: usize) -> io::Result<libc::socklen_t> {
     libc::socklen_t::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput.into())
 }
 
-/// The number of the group of this name, from whatever the host asks for groups (`getgrnam_r(3)`); `None`: there is no such group.
+/// The number of the group of this name, from whatever the host asks for groups (`getgrnam_r(3)`);
+/// `None`: there is no such group.
 pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     let name = CString::new(name)?;
     look_up(|buffer| {
         let mut entry = MaybeUninit::<libc::group>::uninit();
         let mut found: *mut libc::group = std::ptr::null_mut();
-        // SAFETY: name is a C string; entry and buffer live until the call is over, and buffer's length is its own.
+        // SAFETY: name is a C string; entry and buffer live until the call is over, and buffer's
+        // length is its own.
         let error = unsafe {
             libc::getgrnam_r(
                 name.as_ptr(),
@@ -107,13 +111,15 @@ pub fn user_name(uid: u32) -> io::Result<Option<String>> {
                 &raw mut found,
             )
         };
-        // SAFETY: null, or it points to `entry`, which the call has filled; the name is a C string in the buffer.
+        // SAFETY: null, or it points to `entry`, which the call has filled; the name is a C string
+        // in the buffer.
         let name = unsafe { found.as_ref().map(|user| CStr::from_ptr(user.pw_name)) };
         (error, name.map(|name| name.to_string_lossy().into_owned()))
     })
 }
 
-/// Asks with as much room as the answer takes. `ask` gives an error number, 0 for none, and what it found.
+/// Asks with as much room as the answer takes. `ask` gives an error number, 0 for none, and what it
+/// found.
 fn look_up<T>(mut ask: impl FnMut(&mut [u8]) -> (i32, Option<T>)) -> io::Result<Option<T>> {
     let mut buffer = vec![0u8; 4096];
     loop {

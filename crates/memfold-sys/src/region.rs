@@ -1,8 +1,10 @@
-//! Ranges of this process's own address space whose *mappings* are exchanged: `mmap`, `mremap`, `madvise`.
+//! Ranges of this process's own address space whose *mappings* are exchanged: `mmap`, `mremap`,
+//! `madvise`.
 //!
-//! An [`Area`] is a claim, made once in `unsafe`: nobody holds a Rust reference into the range, and its owner agrees that
-//! mappings and pages in it are replaced. What is done with it later needs no further promise. Every system call here goes
-//! past the C library: `memfold-qemu` interposes the library's `madvise`.
+//! An [`Area`] is a claim, made once in `unsafe`: nobody holds a Rust reference into the range, and
+//! its owner agrees that mappings and pages in it are replaced. What is done with it later needs no
+//! further promise. Every system call here goes past the C library: `memfold-qemu` interposes the
+//! library's `madvise`.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr;
@@ -24,11 +26,12 @@ pub struct Area {
 }
 
 impl Area {
-    /// The range of `pages` pages at `start`; `None` if it is empty, not page-aligned or not in the user's address space.
+    /// The range of `pages` pages at `start`; `None` if it is empty, not page-aligned or not in the
+    /// user's address space.
     ///
     /// # Safety
-    /// While this area or a part of it is used, no Rust reference points into the range, and whoever owns the memory agrees
-    /// that its pages and mappings are exchanged.
+    /// While this area or a part of it is used, no Rust reference points into the range, and
+    /// whoever owns the memory agrees that its pages and mappings are exchanged.
     #[must_use]
     pub const unsafe fn new(start: Hva, pages: u64) -> Option<Self> {
         let Some(bytes) = pages.checked_mul(PAGE_SIZE) else {
@@ -76,8 +79,8 @@ impl Area {
         self.pages == 0
     }
 
-    /// `pages` pages from page `first`, cut at the end of this area. Never fails: it is used where a panic would leave a guest
-    /// without its memory.
+    /// `pages` pages from page `first`, cut at the end of this area. Never fails: it is used where
+    /// a panic would leave a guest without its memory.
     #[must_use]
     pub fn part(self, first: u64, pages: u64) -> Self {
         let first = first.min(self.pages);
@@ -150,8 +153,8 @@ impl Area {
         unsafe { rustix::mm::madvise(self.pointer(), self.length(), advice) }
     }
 
-    /// Bytes equal to those of `other`, as a number of whole pages from the start. Neither may change meanwhile if the answer is
-    /// to mean anything.
+    /// Bytes equal to those of `other`, as a number of whole pages from the start. Neither may
+    /// change meanwhile if the answer is to mean anything.
     #[must_use]
     pub fn equal_pages(self, other: Self) -> u64 {
         let pages = self.pages.min(other.pages);
@@ -164,7 +167,8 @@ impl Area {
             .unwrap_or(pages)
     }
 
-    /// Number of pages from the start that hold only zeroes. On memory that others write, only a guess.
+    /// Number of pages from the start that hold only zeroes. On memory that others write, only a
+    /// guess.
     #[must_use]
     pub fn zero_pages(self) -> u64 {
         (0..self.pages)
@@ -178,9 +182,11 @@ impl Area {
         if self.is_empty() {
             return false;
         }
-        // SAFETY: the page is mapped (areas are); a volatile read, because a guest may write it meanwhile.
+        // SAFETY: the page is mapped (areas are); a volatile read, because a guest may write it
+        // meanwhile.
         let word = unsafe { ptr::read_volatile(self.pointer().cast::<u64>()) };
-        // SAFETY: as above, and both sides are one page long. `memcmp` gives some answer even while bytes change.
+        // SAFETY: as above, and both sides are one page long. `memcmp` gives some answer even while
+        // bytes change.
         word == 0
             && unsafe { libc::memcmp(self.pointer(), ZERO_PAGE.as_ptr().cast(), PAGE_BYTES) == 0 }
     }
@@ -190,7 +196,8 @@ impl Area {
         for page in 0..self.pages.min(target.pages) {
             let from = self.part(page, 1);
             if !from.is_zero() {
-                // SAFETY: two mapped pages of different areas; `target` is writable and nobody reads it yet.
+                // SAFETY: two mapped pages of different areas; `target` is writable and nobody
+                // reads it yet.
                 unsafe {
                     ptr::copy_nonoverlapping(
                         from.pointer().cast::<u8>(),
@@ -202,12 +209,14 @@ impl Area {
         }
     }
 
-    /// Writes the area's bytes to `file` from byte `offset`. They are those of one moment only if nobody writes them meanwhile.
+    /// Writes the area's bytes to `file` from byte `offset`. They are those of one moment only if
+    /// nobody writes them meanwhile.
     pub fn save(self, file: impl AsFd, offset: u64) -> Result<(), Errno> {
         let mut done = 0;
         while done < self.length() {
             let at = i64::try_from(offset + done as u64).map_err(|_| Errno::OVERFLOW)?;
-            // SAFETY: the kernel reads at most what is left of the area, and answers EFAULT where nothing is mapped.
+            // SAFETY: the kernel reads at most what is left of the area, and answers EFAULT where
+            // nothing is mapped.
             let written = unsafe {
                 libc::pwrite(
                     file.as_fd().as_raw_fd(),
@@ -228,7 +237,8 @@ impl Area {
         Ok(())
     }
 
-    /// Copies `words` into the area from its start. For tests and measurements on memory of their own.
+    /// Copies `words` into the area from its start. For tests and measurements on memory of their
+    /// own.
     pub fn write(self, words: &[u64]) {
         let count = words.len().min(self.length() / 8);
         // SAFETY: the area is mapped and at least `count` words long; no reference points into it.
@@ -297,7 +307,8 @@ impl Mapping {
         })
     }
 
-    /// A read-only shared view of the first `pages` pages of `file`. The file may be shorter: touch only what it has.
+    /// A read-only shared view of the first `pages` pages of `file`. The file may be shorter: touch
+    /// only what it has.
     pub fn window(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
         let start = unsafe {
@@ -337,12 +348,14 @@ impl Mapping {
         self.area
     }
 
-    /// Moves the first pages, as many as `target` has, over `target`, replacing what is there in one step (`mremap(2)`).
+    /// Moves the first pages, as many as `target` has, over `target`, replacing what is there in
+    /// one step (`mremap(2)`).
     pub fn move_over(self, target: Area) -> Result<(), Errno> {
         let from = self.area.part(0, target.pages);
-        // SAFETY: the mapping is ours and is given up here; the maker of `target` agreed to its mappings being replaced.
-        // Where it lay nothing is mapped afterwards, so dropping `self` must not unmap that part again: another thread may
-        // have got the addresses. Hence `whole` is what is left.
+        // SAFETY: the mapping is ours and is given up here; the maker of `target` agreed to its
+        // mappings being replaced. Where it lay nothing is mapped afterwards, so dropping `self`
+        // must not unmap that part again: another thread may have got the addresses. Hence `whole`
+        // is what is left.
         unsafe {
             rustix::mm::mremap_fixed(
                 from.pointer(),
@@ -368,7 +381,8 @@ impl Drop for Mapping {
 
 fn unmap(area: Area) {
     if !area.is_empty() {
-        // SAFETY: only called on parts of a `Mapping` that is given up. A failure leaves address space in use, nothing else.
+        // SAFETY: only called on parts of a `Mapping` that is given up. A failure leaves address
+        // space in use, nothing else.
         let _ = unsafe { rustix::mm::munmap(area.pointer(), area.length()) };
     }
 }

@@ -17,8 +17,8 @@ pub struct SharedWords {
 }
 
 impl SharedWords {
-    /// Maps the first `pages` pages of `file`. `EINVAL`: it is shorter, or no memfd that is sealed against shrinking; touching what is gone
-    /// from a file kills the process.
+    /// Maps the first `pages` pages of `file`. `EINVAL`: it is shorter, or no memfd that is sealed
+    /// against shrinking; touching what is gone from a file kills the process.
     pub fn map(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         let length = u64::try_from(rustix::fs::fstat(&file)?.st_size).map_err(|_| Errno::INVAL)?;
         let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
@@ -39,8 +39,8 @@ impl SharedWords {
         }
         let offset = usize::try_from(index).ok()?;
         let first = self.mapping.area().pointer().cast::<u32>();
-        // SAFETY: the word lies inside the mapping, which lives as long as `self` and is aligned to pages; whoever else maps the file
-        // changes its words atomically too.
+        // SAFETY: the word lies inside the mapping, which lives as long as `self` and is aligned to
+        // pages; whoever else maps the file changes its words atomically too.
         Some(unsafe { AtomicU32::from_ptr(first.add(offset)) })
     }
 }

@@ -2,8 +2,9 @@
 
 use std::mem::MaybeUninit;
 
-/// Runs `body` with every signal blocked in this thread, and puts the old mask back. A thread that `body` starts keeps every
-/// signal blocked for life, so that no handler of the host program ever runs on it.
+/// Runs `body` with every signal blocked in this thread, and puts the old mask back. A thread that
+/// `body` starts keeps every signal blocked for life, so that no handler of the host program ever
+/// runs on it.
 pub fn with_all_blocked<T>(body: impl FnOnce() -> T) -> T {
     struct Restore(libc::sigset_t);
     impl Drop for Restore {
@@ -16,7 +17,8 @@ pub fn with_all_blocked<T>(body: impl FnOnce() -> T) -> T {
     }
     let mut all = MaybeUninit::uninit();
     let mut old = MaybeUninit::uninit();
-    // SAFETY: sigfillset fills `all` before it is used, pthread_sigmask fills `old` before it is read.
+    // SAFETY: sigfillset fills `all` before it is used, pthread_sigmask fills `old` before it is
+    // read.
     let _restore = unsafe {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), old.as_mut_ptr());

@@ -1,9 +1,11 @@
 //! `userfaultfd(2)`: catching page faults, taking pages out of a range and putting them back.
 //!
-//! Sources: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`, `mm/userfaultfd.c`.
+//! Sources: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`,
+//! `mm/userfaultfd.c`.
 //!
-//! While pages are frozen for folding, nobody reads events from the descriptor: who touches one sleeps in the kernel until
-//! [`Userfaultfd::wake`], and then faults again. Only who keeps memory's past reads them ([`Userfaultfd::next_fault`]).
+//! While pages are frozen for folding, nobody reads events from the descriptor: who touches one
+//! sleeps in the kernel until [`Userfaultfd::wake`], and then faults again. Only who keeps memory's
+//! past reads them ([`Userfaultfd::next_fault`]).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -104,28 +106,32 @@ pub enum Mode {
     WriteProtect,
 }
 
-/// A userfaultfd that also catches faults from kernel mode (KVM, vhost, `read(2)` into guest memory).
+/// A userfaultfd that also catches faults from kernel mode (KVM, vhost, `read(2)` into guest
+/// memory).
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
     features: u64,
-    /// Whether KSM may merge all memory of this process (`PR_SET_MEMORY_MERGE`, systemd's `MemoryKSM=`).
+    /// Whether KSM may merge all memory of this process (`PR_SET_MEMORY_MERGE`, systemd's
+    /// `MemoryKSM=`).
     merged: bool,
 }
 
 impl Userfaultfd {
-    /// Opens one for this process, trying in turn `device` (an open `/dev/userfaultfd` that was passed in), the system call
-    /// and `/dev/userfaultfd`. The error is that of the system call.
+    /// Opens one for this process, trying in turn `device` (an open `/dev/userfaultfd` that was
+    /// passed in), the system call and `/dev/userfaultfd`. The error is that of the system call.
     pub fn open(device: Option<RawFd>) -> io::Result<Self> {
-        // The kernel refuses the handshake as a whole when it lacks one feature, and then allows another try.
+        // The kernel refuses the handshake as a whole when it lacks one feature, and then allows
+        // another try.
         Self::open_with(
             device,
             &[FEATURES_WP | FEATURE_MOVE, FEATURE_MOVE, FEATURES_WP, 0],
         )
     }
 
-    /// Opens one whose write protection stops nobody: the kernel lifts it from a page that is written to, and
-    /// `PAGEMAP_SCAN` tells which those are (Linux >= 6.7). Everything else is as in [`Self::open`].
+    /// Opens one whose write protection stops nobody: the kernel lifts it from a page that is
+    /// written to, and `PAGEMAP_SCAN` tells which those are (Linux >= 6.7). Everything else is as
+    /// in [`Self::open`].
     pub fn open_async(device: Option<RawFd>) -> io::Result<Self> {
         Self::open_with(device, &[FEATURES_WP | FEATURE_WP_ASYNC])
     }
@@ -187,15 +193,17 @@ impl Userfaultfd {
         self.features & FEATURES_WP == FEATURES_WP
     }
 
-    /// Whether it works, and lasts where nobody asks for merging: KSM puts an unprotected page in the place of a protected one
-    /// (`replace_page` in `mm/ksm.c`), and in some processes it may do so anywhere.
+    /// Whether it works, and lasts where nobody asks for merging: KSM puts an unprotected page in
+    /// the place of a protected one (`replace_page` in `mm/ksm.c`), and in some processes it may do
+    /// so anywhere.
     #[must_use]
     pub const fn protection_lasts(&self) -> bool {
         self.can_write_protect() && !self.merged
     }
 
-    /// Starts to catch faults of `mode` in `area`. `EBUSY`: another userfaultfd is there. `EINVAL`: a mapping that can't be
-    /// caught (a file other than shmem). `ENOMEM`: too many mappings (`vm.max_map_count`).
+    /// Starts to catch faults of `mode` in `area`. `EBUSY`: another userfaultfd is there. `EINVAL`:
+    /// a mapping that can't be caught (a file other than shmem). `ENOMEM`: too many mappings
+    /// (`vm.max_map_count`).
     pub fn register(&self, area: Area, mode: Mode) -> Result<(), Errno> {
         let mut register = Register {
             range: range(area),
@@ -208,8 +216,8 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_REGISTER, &mut register)
     }
 
-    /// Stops to catch faults in `area` and lifts write protection there. Wakes who waits for missing pages; who waits for write
-    /// protection to end needs [`Self::wake`].
+    /// Stops to catch faults in `area` and lifts write protection there. Wakes who waits for
+    /// missing pages; who waits for write protection to end needs [`Self::wake`].
     pub fn unregister(&self, area: Area) -> Result<(), Errno> {
         ioctl(self.fd.as_fd(), UFFDIO_UNREGISTER, &mut range(area))
     }
@@ -219,13 +227,15 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_WAKE, &mut range(area))
     }
 
-    /// Moves the pages of `from` to the same places in `to`, which must be as long, empty and registered here. Pages leave and
-    /// arrive atomically; swapped pages move as such. Nobody is woken.
+    /// Moves the pages of `from` to the same places in `to`, which must be as long, empty and
+    /// registered here. Pages leave and arrive atomically; swapped pages move as such. Nobody is
+    /// woken.
     ///
-    /// Gives the number of pages moved, from the start, and why it stopped before the end: `ENOENT` a hole, `EBUSY` a page
-    /// that is pinned (DMA), shared after `fork(2)` or merged by KSM, `EAGAIN` try again (also after *any* stop behind the first
-    /// page: the next call then tells why), `EINVAL` not one anonymous mapping each. In Linux 6.18 the number may be too small: pages that the next
-    /// call finds at their target (`EEXIST`) may have been moved by this one.
+    /// Gives the number of pages moved, from the start, and why it stopped before the end: `ENOENT`
+    /// a hole, `EBUSY` a page that is pinned (DMA), shared after `fork(2)` or merged by KSM,
+    /// `EAGAIN` try again (also after *any* stop behind the first page: the next call then tells
+    /// why), `EINVAL` not one anonymous mapping each. In Linux 6.18 the number may be too small:
+    /// pages that the next call finds at their target (`EEXIST`) may have been moved by this one.
     pub fn move_pages(&self, from: Area, to: Area) -> (u64, Option<Errno>) {
         /// `UFFDIO_MOVE_MODE_DONTWAKE`
         const DONTWAKE: u64 = 1;
@@ -246,7 +256,8 @@ impl Userfaultfd {
         }
     }
 
-    /// Fills the missing pages of `to` (registered for [`Mode::Missing`]) with a copy of `from`, atomically page by page.
+    /// Fills the missing pages of `to` (registered for [`Mode::Missing`]) with a copy of `from`,
+    /// atomically page by page.
     pub fn copy(&self, from: Area, to: Area) -> Result<(), Errno> {
         let mut argument = Transfer {
             dst: to.start().0,
@@ -267,7 +278,8 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut argument)
     }
 
-    /// The page that somebody touched and waits for, of those that were not told yet; `None` if nobody waits.
+    /// The page that somebody touched and waits for, of those that were not told yet; `None` if
+    /// nobody waits.
     pub fn next_fault(&self) -> Result<Option<Hva>, Errno> {
         let mut message = Message::default();
         // SAFETY: the kernel writes at most the message's own size to it.
@@ -288,7 +300,8 @@ impl Userfaultfd {
         Ok((message.event == EVENT_PAGEFAULT).then_some(Hva(page)))
     }
 
-    /// Protects every page of `area` (registered for [`Mode::WriteProtect`]) against writes, pages not there yet included.
+    /// Protects every page of `area` (registered for [`Mode::WriteProtect`]) against writes, pages
+    /// not there yet included.
     pub fn write_protect(&self, area: Area) -> Result<(), Errno> {
         let mut argument = WriteProtect {
             range: range(area),
@@ -304,7 +317,8 @@ impl AsFd for Userfaultfd {
     }
 }
 
-/// Whether KSM may merge all memory of this process. A kernel that doesn't know of that (before 6.4) doesn't do it.
+/// Whether KSM may merge all memory of this process. A kernel that doesn't know of that (before
+/// 6.4) doesn't do it.
 fn is_merged() -> bool {
     // SAFETY: takes no pointer.
     unsafe { libc::prctl(libc::PR_GET_MEMORY_MERGE, 0, 0, 0, 0) == 1 }
@@ -326,8 +340,9 @@ fn descriptor(raw: i64) -> io::Result<OwnedFd> {
 }
 
 fn ioctl<T>(fd: BorrowedFd<'_>, request: libc::c_ulong, argument: &mut T) -> Result<(), Errno> {
-    // SAFETY: every request above carries the size of `T` as the kernel knows it, and `argument` lives through the call. What
-    // the requests do to memory, the makers of the `Area`s in them have agreed to.
+    // SAFETY: every request above carries the size of `T` as the kernel knows it, and `argument`
+    // lives through the call. What the requests do to memory, the makers of the `Area`s in them
+    // have agreed to.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), request, std::ptr::from_mut(argument)) };
     if result == 0 {
         Ok(())

@@ -4,8 +4,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Has the kernel begin to write what is dirty in these bytes of a file to its disk (`sync_file_range(2)`, `SYNC_FILE_RANGE_WRITE`). It
-/// waits for no write to end, but for a place in the disk's queue. It says nothing of writes that fail: `fsync(2)` does, later.
+/// Has the kernel begin to write what is dirty in these bytes of a file to its disk
+/// (`sync_file_range(2)`, `SYNC_FILE_RANGE_WRITE`). It waits for no write to end, but for a place
+/// in the disk's queue. It says nothing of writes that fail: `fsync(2)` does, later.
 pub fn begin(file: impl AsFd, bytes: Range<u64>) -> io::Result<()> {
     let offset = libc::off64_t::try_from(bytes.start).map_err(io::Error::other)?;
     let length = bytes.end.saturating_sub(bytes.start);

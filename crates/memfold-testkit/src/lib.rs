@@ -1,4 +1,5 @@
-//! What every test of memfold may use: skips that are counted, and waits with deadlines that fit the machine.
+//! What every test of memfold may use: skips that are counted, and waits with deadlines that fit
+//! the machine.
 //!
 //! ```no_run
 //! use std::time::Duration;

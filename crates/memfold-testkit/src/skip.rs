@@ -6,7 +6,8 @@ use std::io::Write;
 /// File to which each skip is appended, as `TEST<TAB>REASON` and a newline.
 const SKIPS: &str = "MEMFOLD_TEST_SKIPS";
 
-/// The test that runs: as nextest calls it (`PROGRAM::TEST` without the program), else the thread's name, which libtest sets.
+/// The test that runs: as nextest calls it (`PROGRAM::TEST` without the program), else the thread's
+/// name, which libtest sets.
 fn test_name() -> String {
     std::env::var("NEXTEST_TEST_NAME")
         .ok()
@@ -14,11 +15,13 @@ fn test_name() -> String {
         .unwrap_or_else(|| "unknown".to_owned())
 }
 
-/// Reports that the test, or a part of it, does not run here. Prefer [`skip!`](crate::skip), which also returns.
+/// Reports that the test, or a part of it, does not run here. Prefer [`skip!`](crate::skip), which
+/// also returns.
 ///
 /// # Panics
 ///
-/// If the file that `MEMFOLD_TEST_SKIPS` names cannot be written: an uncounted skip would look like a pass.
+/// If the file that `MEMFOLD_TEST_SKIPS` names cannot be written: an uncounted skip would look like
+/// a pass.
 pub fn report_skip(reason: &str) {
     let reason = reason.trim().replace('\n', "; ");
     println!("skipped: {reason}");
@@ -35,7 +38,8 @@ pub fn report_skip(reason: &str) {
     }
 }
 
-/// [`report_skip`] with the value that says so: `let Some(x) = find() else { return reports_skip("no x") }`.
+/// [`report_skip`] with the value that says so:
+/// `let Some(x) = find() else { return reports_skip("no x") }`.
 #[must_use]
 pub fn reports_skip<T>(reason: &str) -> Option<T> {
     report_skip(reason);
@@ -44,7 +48,8 @@ pub fn reports_skip<T>(reason: &str) -> Option<T> {
 
 /// Ends a test that cannot run here, with the reason, which is formatted as by `format!`.
 ///
-/// Under `scripts/test` the test is counted as skipped, and the run fails unless `scripts/skips.txt` lists it.
+/// Under `scripts/test` the test is counted as skipped, and the run fails unless
+/// `scripts/skips.txt` lists it.
 #[macro_export]
 macro_rules! skip {
     ($($reason:tt)*) => {{

@@ -40,8 +40,8 @@ pub fn patience(usual: Duration) -> Duration {
     usual.mul_f64(slowness())
 }
 
-/// Measures the factor: arithmetic of a fixed length, by the clock on the wall, so that what else runs here counts too. The median of
-/// five.
+/// Measures the factor: arithmetic of a fixed length, by the clock on the wall, so that what else
+/// runs here counts too. The median of five.
 pub fn measure_slowness() -> f64 {
     let mut took: Vec<Duration> = (0..5).map(|round| work(round + 1)).collect();
     took.sort_unstable();

@@ -17,11 +17,13 @@ pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bo
     wait_for(what, limit, || condition().then_some(()).ok_or(""));
 }
 
-/// Waits until `look` brings a value, and returns it. What it says instead is shown if it never does.
+/// Waits until `look` brings a value, and returns it. What it says instead is shown if it never
+/// does.
 ///
 /// # Panics
 ///
-/// After `limit`, lengthened by [`patience`], with the words of `what` and the last thing that `look` said.
+/// After `limit`, lengthened by [`patience`], with the words of `what` and the last thing that
+/// `look` said.
 #[track_caller]
 pub fn wait_for<T, E: std::fmt::Debug>(
     what: &str,

@@ -50,7 +50,8 @@ address! {
     Gpa, PAGE_SIZE
 }
 address! {
-    /// A virtual address in bytes, in the process that the context names (a QEMU process unless said otherwise).
+    /// A virtual address in bytes, in the process that the context names (a QEMU process unless
+    /// said otherwise).
     Hva, PAGE_SIZE
 }
 address! {

@@ -1,4 +1,5 @@
-//! Page and address newtypes, so that guest-physical, host-virtual and page-store places can't be mixed up.
+//! Page and address newtypes, so that guest-physical, host-virtual and page-store places can't be
+//! mixed up.
 //!
 //! No I/O, no state. A bare `u64` address exists only at a system call or on the wire.
 //!

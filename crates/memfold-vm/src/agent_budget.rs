@@ -1,11 +1,12 @@
-//! What an agent's messages cost, and how much of that comes in a second: a guest that talks too much waits.
+//! What an agent's messages cost, and how much of that comes in a second: a guest that talks too
+//! much waits.
 
 use std::time::{Duration, Instant};
 
 use memfold_wire::agent::FromAgent;
 
-/// What a message costs whoever takes it in, in pages. A few bytes can speak of many pages, or have tables thrown away and made
-/// anew; a guest that does so all the time waits, and nobody else does.
+/// What a message costs whoever takes it in, in pages. A few bytes can speak of many pages, or have
+/// tables thrown away and made anew; a guest that does so all the time waits, and nobody else does.
 pub(super) fn weight(message: &FromAgent) -> usize {
     /// More is nonsense, and a longer wait would only keep the guest's next boot out.
     const MOST: u64 = 1 << 22;

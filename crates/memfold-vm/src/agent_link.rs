@@ -4,9 +4,9 @@
 //!   connect -> [Hello -> Welcome, Inventory -> messages ...] -> error or end -> wait, connect again
 //!                 ^------------- a new Hello: the guest rebooted, or its agent began anew
 //! ```
-//! One thread reads. It hands every message to the sink and blocks as long as the sink does; then QEMU's buffer fills and the
-//! guest waits, so a guest that talks too much costs bounded memory. What comes is decoded and checked for limits
-//! ([`memfold_wire`]) and otherwise untrusted.
+//! One thread reads. It hands every message to the sink and blocks as long as the sink does; then
+//! QEMU's buffer fills and the guest waits, so a guest that talks too much costs bounded memory.
+//! What comes is decoded and checked for limits ([`memfold_wire`]) and otherwise untrusted.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
@@ -29,8 +29,9 @@ use super::agent_budget::{Budget, weight};
 
 /// First and longest wait before connecting again.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// First and longest time that an agent is given for its Hello. An agent may not notice that the host side went and came back,
-/// in a restored VM above all: it sees both at once, and then waits like us. The next connection is another chance.
+/// First and longest time that an agent is given for its Hello. An agent may not notice that the
+/// host side went and came back, in a restored VM above all: it sees both at once, and then waits
+/// like us. The next connection is another chance.
 const SILENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(16));
 /// A connection that held this long was a good one: the next wait is short again.
 const GOOD_CONNECTION: Duration = Duration::from_secs(10);
@@ -40,8 +41,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pieces of command output (64 KiB each) that wait for their reader.
 const OUTPUT_PIECES: usize = 64;
-/// Greetings in so much time that one connection may bring. More are a flood, and behind it waits what the next agent has to say: the
-/// connection ends, and QEMU throws away what was on its way. (A unit that restarts its agent every second says hello ten times.)
+/// Greetings in so much time that one connection may bring. More are a flood, and behind it waits
+/// what the next agent has to say: the connection ends, and QEMU throws away what was on its way.
+/// (A unit that restarts its agent every second says hello ten times.)
 const GREETINGS: (usize, Duration) = (16, Duration::from_secs(10));
 /// Most output that [`AgentLink::run`] keeps, in bytes, both streams together.
 const MAX_OUTPUT: usize = 64 << 20;
@@ -55,7 +57,8 @@ pub struct AgentOptions {
     pub exclude: Vec<String>,
     /// Bytes a second that are read at most; beyond, the guest waits.
     pub max_bytes_per_s: u32,
-    /// Pages a second that the guest may speak of; beyond, it waits. A message that has tables thrown away counts as many.
+    /// Pages a second that the guest may speak of; beyond, it waits. A message that has tables
+    /// thrown away counts as many.
     pub max_pages_per_s: u32,
 }
 
@@ -190,8 +193,9 @@ enum Counter {
 }
 
 impl AgentLink {
-    /// Begins to connect to the agent's port at `path`, and goes on until dropped. `sink` runs on the link's thread: it may
-    /// block (the guest then waits), and must not call [`run`](Self::run).
+    /// Begins to connect to the agent's port at `path`, and goes on until dropped. `sink` runs on
+    /// the link's thread: it may block (the guest then waits), and must not call
+    /// [`run`](Self::run).
     pub fn start(
         path: &Path,
         options: AgentOptions,
@@ -271,7 +275,8 @@ impl AgentLink {
         self.shared.send(message)
     }
 
-    /// As long as this is kept, nobody sends anything: QEMU would take it into the guest's memory whether the VM runs or not.
+    /// As long as this is kept, nobody sends anything: QEMU would take it into the guest's memory
+    /// whether the VM runs or not.
     pub fn quiet(&self) -> MutexGuard<'_, ()> {
         self.shared
             .writer
@@ -305,8 +310,9 @@ impl AgentLink {
         Ok(result)
     }
 
-    /// Runs `/bin/sh -c script` in the guest and hands on what it prints as it comes; gives its exit code. The command is
-    /// killed when the time is over or when `output` says false ([`AgentError::TooMuchOutput`]).
+    /// Runs `/bin/sh -c script` in the guest and hands on what it prints as it comes; gives its
+    /// exit code. The command is killed when the time is over or when `output` says false
+    /// ([`AgentError::TooMuchOutput`]).
     pub fn run_streaming(
         &self,
         script: &str,
@@ -499,7 +505,8 @@ impl Shared {
         })
     }
 
-    /// Reads until the connection ends; why it did. `None`: nobody said hello for as long as `silence`.
+    /// Reads until the connection ends; why it did. `None`: nobody said hello for as long as
+    /// `silence`.
     fn converse(
         &self,
         mut stream: UnixStream,
@@ -626,7 +633,8 @@ impl Shared {
         }
     }
 
-    /// Sends from the reader's thread. A failure shuts the connection down, which the next read tells.
+    /// Sends from the reader's thread. A failure shuts the connection down, which the next read
+    /// tells.
     fn answer(&self, message: &ToAgent) {
         if let Err(error) = self.send(message) {
             tracing::debug!(path = %self.path.display(), %error, "cannot answer the agent");

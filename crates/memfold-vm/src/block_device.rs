@@ -1,5 +1,5 @@
-//! Block devices, by what survives a boot: a name like `/dev/sdb` and the node's number and time are of this boot, and the next may give them to another
-//! disk.
+//! Block devices, by what survives a boot: a name like `/dev/sdb` and the node's number and time
+//! are of this boot, and the next may give them to another disk.
 
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
@@ -14,7 +14,8 @@ use super::process::boot_id;
 /// Where udev gives devices names that stay, best first.
 const LINKS: [&str; 3] = ["/dev/disk/by-id", "/dev/disk/by-partuuid", "/dev/mapper"];
 
-/// Bytes of each sample: superblocks, partition tables and their copies lie in the first and the last.
+/// Bytes of each sample: superblocks, partition tables and their copies lie in the first and the
+/// last.
 const SAMPLE: u64 = 64 << 10;
 
 /// How many samples there are in between.
@@ -23,14 +24,15 @@ const SAMPLES: u64 = 256;
 /// What a block device was at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockDevice {
-    /// Who made it, in its driver's words: a device mapper's UUID, a WWID, a serial number, the file of a loop device.
+    /// Who made it, in its driver's words: a device mapper's UUID, a WWID, a serial number, the
+    /// file of a loop device.
     pub id: Option<String>,
     /// Length in bytes.
     pub bytes: u64,
     /// XXH3 (128 bits, hexadecimal) of samples of its content.
     pub samples: String,
-    /// The same of what a file system writes when it is mounted: the first [`HEAD`] of the device, and of each partition in its table. Unset in
-    /// snapshots of before.
+    /// The same of what a file system writes when it is mounted: the first [`HEAD`] of the device,
+    /// and of each partition in its table. Unset in snapshots of before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<String>,
     /// The host's boot of the next two.
@@ -157,7 +159,8 @@ fn samples(file: &File, bytes: u64) -> io::Result<String> {
     Ok(format!("{:032x}", hash.digest128()))
 }
 
-/// Bytes at the start of a device or partition that hold superblocks: `ext4` at 1 KiB, `XFS` at 0, btrfs at 64 KiB, LVM's and RAID's records within 1 MiB.
+/// Bytes at the start of a device or partition that hold superblocks: `ext4` at 1 KiB, `XFS` at 0,
+/// btrfs at 64 KiB, LVM's and RAID's records within 1 MiB.
 const HEAD: u64 = 1 << 20;
 
 /// Partitions that are looked at.
@@ -178,7 +181,8 @@ fn heads(file: &File, bytes: u64) -> io::Result<String> {
     Ok(format!("{:032x}", hash.digest128()))
 }
 
-/// First bytes of the partitions that a table (GPT, or the primary ones of an MBR) tells of. A guest may have written it: none lies outside the device.
+/// First bytes of the partitions that a table (GPT, or the primary ones of an MBR) tells of. A
+/// guest may have written it: none lies outside the device.
 fn partitions(file: &File, bytes: u64) -> Vec<u64> {
     let read = |at: u64, length: usize| {
         let mut buffer = vec![0; length];
@@ -227,8 +231,8 @@ fn partitions(file: &File, bytes: u64) -> Vec<u64> {
         .collect()
 }
 
-/// A path that leads to the same block device after the next boot: as it was given, if it is a link; else a link of udev's, if there is one. What is no
-/// block device has its real path.
+/// A path that leads to the same block device after the next boot: as it was given, if it is a
+/// link; else a link of udev's, if there is one. What is no block device has its real path.
 pub fn lasting_path(path: &Path) -> io::Result<PathBuf> {
     let real = path.canonicalize()?;
     let facts = fs::metadata(&real)?;

@@ -12,7 +12,8 @@ use super::segments;
 use super::spec::{DiskSpec, Network, VmSpec};
 use super::swap;
 
-/// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order, and the swap disk's file, if it has one.
+/// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order, and the swap
+/// disk's file, if it has one.
 #[must_use]
 pub fn arguments(
     spec: &VmSpec,
@@ -154,8 +155,8 @@ fn foreign_arguments(
     line.0
 }
 
-/// QEMU's own sandbox. Giving privileges up needs the calls that it forbids otherwise (also under `children`); without privileges
-/// and with `spawn` denied there is nothing that they could gain.
+/// QEMU's own sandbox. Giving privileges up needs the calls that it forbids otherwise (also under
+/// `children`); without privileges and with `spawn` denied there is nothing that they could gain.
 fn sandbox(spec: &VmSpec) -> String {
     let privileges = if spec.user.is_some() { "allow" } else { "deny" };
     format!("on,obsolete=deny,elevateprivileges={privileges},spawn=deny,resourcecontrol=deny")
@@ -277,7 +278,8 @@ fn is_block_device(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
 }
 
-/// Through the page cache and never flushed: a host that crashes takes the VM with it, and its swap is worth nothing then.
+/// Through the page cache and never flushed: a host that crashes takes the VM with it, and its swap
+/// is worth nothing then.
 fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
     let Some(file) = file else { return };
     let cache = "cache.direct=off,cache.no-flush=on";
@@ -292,7 +294,8 @@ fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
         "-blockdev",
         format!("driver=raw,node-name={node},file={file_node},{cache}"),
     )
-    // What is discarded would have to be allocated again, here or at a lender, at a moment when there may be no room.
+    // What is discarded would have to be allocated again, here or at a lender, at a moment when
+    // there may be no room.
     .add(
         "-device",
         format!(

@@ -1,7 +1,7 @@
 //! What this VM allows, and why not the rest (DESIGN 3.1).
 //!
-//! The kernel's word goes before QEMU's: descriptors and locked memory are read from `/proc`, so that hot-plugged devices
-//! and options that QEMU doesn't report are seen as well.
+//! The kernel's word goes before QEMU's: descriptors and locked memory are read from `/proc`, so
+//! that hot-plugged devices and options that QEMU doesn't report are seen as well.
 
 use std::fs;
 
@@ -63,7 +63,8 @@ fn reason(condition: impl Into<String>, remedy: &str) -> Reason {
     }
 }
 
-/// Asks QEMU and the kernel. `library` says whether memfold's library is in this QEMU: then a userfaultfd is its own.
+/// Asks QEMU and the kernel. `library` says whether memfold's library is in this QEMU: then a
+/// userfaultfd is its own.
 pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamError> {
     let mut found = VmConditions::default();
     memory(qmp, &mut found)?;
@@ -82,7 +83,8 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
     Ok(found)
 }
 
-/// What `-overcommit cpu-pm=on` means: HLT, PAUSE and MWAIT don't leave the guest (QEMU's `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
+/// What `-overcommit cpu-pm=on` means: HLT, PAUSE and MWAIT don't leave the guest (QEMU's
+/// `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
 pub const KEEPS_CPUS: &str = "the guest never yields a CPU, not even when idle (-overcommit cpu-pm=on): each vCPU takes a whole core of this host";
 
 fn keeps_cpus(pid: Pid) -> bool {
@@ -108,8 +110,8 @@ pub fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {
     is_on
 }
 
-/// Reads what decides whether folded ranges may be folded again while the VM runs: devices and block nodes, which can be
-/// plugged at any time.
+/// Reads what decides whether folded ranges may be folded again while the VM runs: devices and
+/// block nodes, which can be plugged at any time.
 pub fn read_refold_live(qmp: &mut Qmp) -> Result<VmConditions, RamError> {
     let mut found = VmConditions::default();
     plugged(qmp, &mut found)?;
@@ -207,7 +209,8 @@ fn migration(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     Ok(())
 }
 
-/// Device types that reach guest memory behind the kernel's page tables, or pin it while they write.
+/// Device types that reach guest memory behind the kernel's page tables, or pin it while they
+/// write.
 fn devices(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     for path in ["/machine/peripheral", "/machine/peripheral-anon"] {
         let list = qmp.execute("qom-list", json!({ "path": path }))?;
@@ -250,7 +253,8 @@ fn device_kind(kind: &str, found: &mut VmConditions) {
     }
 }
 
-/// Drivers that go through the kernel's page cache or copy by system calls unless `cache.direct` is on.
+/// Drivers that go through the kernel's page cache or copy by system calls unless `cache.direct` is
+/// on.
 const BUFFERED_DRIVERS: [&str; 27] = [
     "file",
     "host_device",

@@ -118,7 +118,8 @@ impl VmDirectory {
         console_log = "console.log";
         /// QEMU's output.
         qemu_log = "qemu.log";
-        /// Segments that it maps, in the order of their slots: those of the description and those that were attached since.
+        /// Segments that it maps, in the order of their slots: those of the description and those
+        /// that were attached since.
         segments = "segments.json";
         /// Temporary overlays, until the [`Record`] names them.
         overlays = "overlays.json";
@@ -187,7 +188,8 @@ impl VmDirectory {
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;
         }
-        // Who else looks whether the VM is gone makes the lock's file anew, between our last file and the directory.
+        // Who else looks whether the VM is gone makes the lock's file anew, between our last file
+        // and the directory.
         for _ in 0..20 {
             match fs::remove_dir_all(&self.0) {
                 Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {

@@ -1,4 +1,5 @@
-//! Where a running QEMU's links are, found from outside: the library in its memory map, the agent's port in its device tree.
+//! Where a running QEMU's links are, found from outside: the library in its memory map, the agent's
+//! port in its device tree.
 
 use std::fs;
 use std::io;
@@ -63,7 +64,8 @@ pub fn guest_name(command_line: &[String]) -> Option<String> {
         .map(ToOwned::to_owned)
 }
 
-/// The Unix socket of the agent's port in QEMU, process `pid`; `None` if the VM has no such port, or not on a socket.
+/// The Unix socket of the agent's port in QEMU, process `pid`; `None` if the VM has no such port,
+/// or not on a socket.
 pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError> {
     let tree = qmp.human("info qtree")?;
     let Some(chardev) = port_chardev(&tree) else {
@@ -92,7 +94,8 @@ fn working_directory(pid: Pid) -> Option<PathBuf> {
     fs::read_link(format!("/proc/{}/cwd", pid.as_raw_nonzero())).ok()
 }
 
-/// The chardev of the port, from `info qtree`: the properties of a device follow its line and are indented deeper.
+/// The chardev of the port, from `info qtree`: the properties of a device follow its line and are
+/// indented deeper.
 fn port_chardev(tree: &str) -> Option<String> {
     tree.split("dev: ").find_map(|device| {
         let property = |name: &str| {
@@ -113,8 +116,8 @@ fn socket_path(filename: &str) -> Option<PathBuf> {
     (!path.is_empty()).then(|| Path::new(path).into())
 }
 
-/// The advice that QEMU gave a RAM block, from the flags of its mappings. Folded parts have the store's mapping; an anonymous
-/// part tells, and when none is left, any.
+/// The advice that QEMU gave a RAM block, from the flags of its mappings. Folded parts have the
+/// store's mapping; an anonymous part tells, and when none is left, any.
 pub fn advice(pid: Pid, block: &RamBlock) -> io::Result<Advice> {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", pid.as_raw_nonzero()))?;
     let end = Hva(block

@@ -1,4 +1,5 @@
-//! Ports of the host that lead into a guest, through a network in user mode. One process alone can have each.
+//! Ports of the host that lead into a guest, through a network in user mode. One process alone can
+//! have each.
 
 use std::fmt;
 use std::io;

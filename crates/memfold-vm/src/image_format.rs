@@ -1,5 +1,6 @@
-//! The format of a disk image, settled when a VM is first described: what name and description say has to fit what the file begins with. Neither alone
-//! decides: a name may be wrong, and what a raw disk begins with is its guest's.
+//! The format of a disk image, settled when a VM is first described: what name and description say
+//! has to fit what the file begins with. Neither alone decides: a name may be wrong, and what a raw
+//! disk begins with is its guest's.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -11,7 +12,8 @@ use rustix::fs::OFlags;
 use super::spec::{DiskFormat, DiskSpec};
 use super::spec_error::{SpecError, value};
 
-/// Formats by what their files hold at a byte (QEMU: block/*.c, `bdrv_probe`). LUKS is not among them: a disk that its guest encrypts is raw.
+/// Formats by what their files hold at a byte (QEMU: block/*.c, `bdrv_probe`). LUKS is not among
+/// them: a disk that its guest encrypts is raw.
 const MARKS: [(&str, usize, &[u8]); 7] = [
     ("qcow2", 0, b"QFI\xfb"),
     ("VMDK", 0, b"KDMV"),
@@ -24,7 +26,8 @@ const MARKS: [(&str, usize, &[u8]); 7] = [
 
 /// Notes a disk's format if its description doesn't; refuses what contradicts its content.
 pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
-    // A directory, a name of nothing: others say so. Who describes the VM may have less rights than who starts it.
+    // A directory, a name of nothing: others say so. Who describes the VM may have less rights than
+    // who starts it.
     let Ok(Some(head)) = head(&disk.path) else {
         return Ok(());
     };

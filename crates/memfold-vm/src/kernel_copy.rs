@@ -1,16 +1,19 @@
-//! QEMU's own copy of the kernel that it boots with `-kernel`, of which one is enough for all clones.
+//! QEMU's own copy of the kernel that it boots with `-kernel`, of which one is enough for all
+//! clones.
 //!
-//! QEMU reads a Linux image into memory (`hw/i386/x86-common.c`, `x86_load_linux`) and hands it to the guest's boot code, again at each reboot.
-//! So every QEMU process holds some 11 MiB that nobody ever writes to, and a clone, which doesn't boot, doesn't even read them. Right after a
-//! VM's start they are exchanged for a private view of one sealed copy for all VMs of its trust domain with the same image: the same bytes,
-//! whenever they are read.
+//! QEMU reads a Linux image into memory (`hw/i386/x86-common.c`, `x86_load_linux`) and hands it to
+//! the guest's boot code, again at each reboot. So every QEMU process holds some 11 MiB that nobody
+//! ever writes to, and a clone, which doesn't boot, doesn't even read them. Right after a VM's
+//! start they are exchanged for a private view of one sealed copy for all VMs of its trust domain
+//! with the same image: the same bytes, whenever they are read.
 //!
 //! ```text
 //!   image file   | boot sector and setup | the kernel proper ................................. |
 //!   in QEMU               | 16 bytes of malloc's | the kernel proper ......................... |   at a page's start
 //!   the copy                                   .....| whole pages of it                    |....
 //! ```
-//! Wherever something isn't as it is expected, QEMU keeps its own: another malloc, another kind of image, other bytes.
+//! Wherever something isn't as it is expected, QEMU keeps its own: another malloc, another kind of
+//! image, other bytes.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -34,7 +37,8 @@ const AHEAD: u64 = 16;
 /// Largest image that is looked at.
 const MAX_IMAGE: u64 = 256 << 20;
 
-/// A mapping may hold more than the copy, where the kernel has merged neighbours; guest RAM isn't searched.
+/// A mapping may hold more than the copy, where the kernel has merged neighbours; guest RAM isn't
+/// searched.
 const MAX_OTHER: u64 = 16 << 20;
 
 /// Copies that are kept for the next clone. What VMs have mapped stays theirs.
@@ -67,7 +71,8 @@ struct Copy {
 pub struct KernelCopies(Mutex<VecDeque<(Key, Arc<Copy>)>>);
 
 impl KernelCopies {
-    /// Exchanges QEMU's copy of its kernel for a view of the common one; the bytes that are QEMU's own no more.
+    /// Exchanges QEMU's copy of its kernel for a view of the common one; the bytes that are QEMU's
+    /// own no more.
     ///
     /// # Errors
     /// It was not exchanged, and QEMU has its own.
@@ -131,7 +136,8 @@ impl Copy {
                 "the file is not a Linux kernel image",
             )
         };
-        // The kernel's Documentation/arch/x86/boot.rst: setup_sects at 0x1f1, 0 stands for 4; "HdrS" at 0x202.
+        // The kernel's Documentation/arch/x86/boot.rst: setup_sects at 0x1f1, 0 stands for 4;
+        // "HdrS" at 0x202.
         let mut head = [0; 0x206];
         image.read_exact_at(&mut head, 0)?;
         if length > MAX_IMAGE || head[0x202..] != *b"HdrS" {
@@ -224,8 +230,8 @@ mod tests {
 
     const SETUP: usize = 15 * 512;
 
-    /// An image whose kernel proper is so long, and all of its bytes. These are kept in one piece: malloc would lay the kernel alone as it lies
-    /// in QEMU, and it would be found here.
+    /// An image whose kernel proper is so long, and all of its bytes. These are kept in one piece:
+    /// malloc would lay the kernel alone as it lies in QEMU, and it would be found here.
     fn image(bytes: usize, seed: u64) -> (File, Vec<u8>) {
         let mut all = vec![0_u8; SETUP + bytes];
         all[0x1f1] = 14;

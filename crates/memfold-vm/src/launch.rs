@@ -114,7 +114,8 @@ pub enum LaunchError {
 pub struct Cancel(AtomicBool);
 
 impl Cancel {
-    /// Gives the start of a VM under `state` up. A QEMU that was started already is killed, so that nobody waits for it.
+    /// Gives the start of a VM under `state` up. A QEMU that was started already is killed, so that
+    /// nobody waits for it.
     pub fn cancel(&self, state: &Path, name: &str) -> io::Result<()> {
         self.set();
         // If there is no record yet, the starter finds out when it has written one.
@@ -145,7 +146,8 @@ impl Cancel {
     }
 }
 
-/// Starts a VM whose files lie under `state`. Returns when QEMU's monitor answers; the guest may still be booting.
+/// Starts a VM whose files lie under `state`. Returns when QEMU's monitor answers; the guest may
+/// still be booting.
 pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
     start_unless(&Cancel::default(), state, spec, None)
 }
@@ -166,7 +168,8 @@ pub fn start_incoming(state: &Path, spec: VmSpec, incoming: &Incoming) -> Result
     start_unless(&Cancel::default(), state, spec, Some(incoming))
 }
 
-/// Starts a VM, which waits for a device state if there is one, unless the start is given up meanwhile.
+/// Starts a VM, which waits for a device state if there is one, unless the start is given up
+/// meanwhile.
 pub fn start_unless(
     cancel: &Cancel,
     state: &Path,
@@ -223,7 +226,8 @@ pub fn start_unless(
     vm.map_err(|error| unknown_machine(error, incoming, &qemu))
 }
 
-/// Says what QEMU means by its words, if it no more knows the machine type of a state that was saved.
+/// Says what QEMU means by its words, if it no more knows the machine type of a state that was
+/// saved.
 fn unknown_machine(
     error: LaunchError,
     incoming: Option<&Incoming>,
@@ -403,8 +407,9 @@ impl Attempt<'_> {
     }
 
     fn run(&mut self, cancel: &Cancel) -> Result<Vm, LaunchError> {
-        // The HPET ticks on 250 times a second in guests that have long turned to another timer, each time through QEMU's main loop.
-        // It has device state: a VM that is restored is as it was.
+        // The HPET ticks on 250 times a second in guests that have long turned to another timer,
+        // each time through QEMU's main loop. It has device state: a VM that is restored is as it
+        // was.
         let machine = self.incoming.map_or_else(
             || format!("{},hpet=off", self.qemu.machine),
             |incoming| incoming.machine.clone(),
@@ -509,7 +514,8 @@ fn wait_for_monitor(
             Ok(None) => {}
             Err(e) => return Err(failed(e.to_string())),
         }
-        // The socket exists before QEMU has made its devices; the greeting comes after, unless QEMU ends first.
+        // The socket exists before QEMU has made its devices; the greeting comes after, unless QEMU
+        // ends first.
         match Qmp::connect(&directory.qmp(), Duration::from_secs(2)) {
             Ok(_) => return Ok(()),
             Err(e) if Instant::now() >= deadline => return Err(failed(e.to_string())),
@@ -525,7 +531,8 @@ pub fn log_tail(directory: &VmDirectory) -> String {
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// What QEMU has said right before it ended, if it ended by itself: of a failed assertion, or of memory that it has spoiled.
+/// What QEMU has said right before it ended, if it ended by itself: of a failed assertion, or of
+/// memory that it has spoiled.
 pub fn last_words(directory: &VmDirectory) -> Option<String> {
     let written = fs::metadata(directory.qemu_log()).ok()?.modified().ok()?;
     let is_of_the_end = written.elapsed().is_ok_and(|age| age < LAST_WORDS);
@@ -534,7 +541,8 @@ pub fn last_words(directory: &VmDirectory) -> Option<String> {
     (is_of_the_end && !last.contains("terminating on signal")).then(|| last.to_owned())
 }
 
-/// Where a temporary overlay will be, in `TMPDIR` or `/var/tmp`: not in the state directory, which is RAM.
+/// Where a temporary overlay will be, in `TMPDIR` or `/var/tmp`: not in the state directory, which
+/// is RAM.
 fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, LaunchError> {
     let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
     let place = place.canonicalize().map_err(|error| LaunchError::Overlay {

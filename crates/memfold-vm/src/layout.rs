@@ -1,4 +1,5 @@
-//! Where guest RAM lies: guest-physical ranges, QEMU's RAM blocks, and their addresses in the QEMU process.
+//! Where guest RAM lies: guest-physical ranges, QEMU's RAM blocks, and their addresses in the QEMU
+//! process.
 //!
 //! ```text
 //!   GPA   0 ........ 2G   [hole: PCI, firmware]   4G ...... 6G
@@ -48,7 +49,8 @@ impl RamLayout {
         self.slots.iter().map(|s| s.pages).sum()
     }
 
-    /// The address of page frame `pfn` and how many pages follow it in one piece (itself included); `None` outside RAM.
+    /// The address of page frame `pfn` and how many pages follow it in one piece (itself included);
+    /// `None` outside RAM.
     #[must_use]
     pub fn hva_of(&self, pfn: Pfn) -> Option<(Hva, u64)> {
         let at = self

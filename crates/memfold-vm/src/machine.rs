@@ -100,8 +100,9 @@ impl Vm {
         Self::open(&VmDirectory::of(state, name))
     }
 
-    /// All running VMs under `state`, sorted by name: how a new daemon takes over those of a dead one. Directories of VMs
-    /// that run no more are removed; one that can't be read is told in the log and left alone.
+    /// All running VMs under `state`, sorted by name: how a new daemon takes over those of a dead
+    /// one. Directories of VMs that run no more are removed; one that can't be read is told in the
+    /// log and left alone.
     pub fn discover(state: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for directory in VmDirectory::all(state)? {
@@ -124,7 +125,8 @@ impl Vm {
         Ok(found)
     }
 
-    /// Removes the directory if its VM has ended; whether it did. False: it runs, or is being started.
+    /// Removes the directory if its VM has ended; whether it did. False: it runs, or is being
+    /// started.
     pub fn clear_if_stale(directory: &VmDirectory) -> io::Result<bool> {
         let Some(_lock) = (match directory.lock() {
             // Removed meanwhile by another process.
@@ -302,12 +304,14 @@ impl Vm {
         self.agent_socket.as_deref()
     }
 
-    /// A new connection to the monitor for people and commands. Close it soon: QEMU serves one client at a time.
+    /// A new connection to the monitor for people and commands. Close it soon: QEMU serves one
+    /// client at a time.
     pub fn qmp(&self) -> Result<Qmp, QmpError> {
         self.own(Qmp::connect(&self.qmp_socket, ANSWER_TIMEOUT)?)
     }
 
-    /// A connection to a QEMU that memfold didn't start has to be with that one: a guest that has taken it over may put another's socket in the place of its own.
+    /// A connection to a QEMU that memfold didn't start has to be with that one: a guest that has
+    /// taken it over may put another's socket in the place of its own.
     fn own(&self, qmp: Qmp) -> Result<Qmp, QmpError> {
         if self.spec.is_some() || qmp.peer_pid() == Some(self.pid()) {
             return Ok(qmp);
@@ -343,7 +347,8 @@ impl Vm {
     /// Connects to the library; `None` if it isn't in QEMU.
     pub fn library_link(&self) -> Option<Result<LibraryLink, LibraryError>> {
         let socket = self.library_socket.as_ref()?;
-        // A QEMU that memfold didn't start, and that its guest has taken over, may name the library of another one.
+        // A QEMU that memfold didn't start, and that its guest has taken over, may name the library
+        // of another one.
         let only = self.spec.is_none().then(|| self.pid());
         Some(LibraryLink::connect(socket, ANSWER_TIMEOUT, only))
     }
@@ -359,7 +364,8 @@ impl Vm {
     }
 }
 
-/// QEMU processes that were started for a VM's directory, by the monitor's socket on their command lines.
+/// QEMU processes that were started for a VM's directory, by the monitor's socket on their command
+/// lines.
 fn unrecorded(directory: &VmDirectory) -> io::Result<Vec<Process>> {
     let socket = monitor_argument(&directory.qmp());
     let mut found = Vec::new();

@@ -11,7 +11,8 @@ use memfold_host::helper;
 
 use super::spec::VmSpec;
 
-/// How long `qemu-img` may take to make an overlay: what it is built on may lie on a host that does not answer.
+/// How long `qemu-img` may take to make an overlay: what it is built on may lie on a host that does
+/// not answer.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// What an overlay is built on.
@@ -24,8 +25,8 @@ pub struct Backing<'a> {
     pub virtual_bytes: Option<u64>,
 }
 
-/// Makes an empty overlay, readable for its owner only, in a directory that others may write to; `AlreadyExists` if there is a file.
-/// If it fails, there is none.
+/// Makes an empty overlay, readable for its owner only, in a directory that others may write to;
+/// `AlreadyExists` if there is a file. If it fails, there is none.
 pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
     let file = new_file(path)?;
     format(file, backing).inspect_err(|_| {
@@ -45,8 +46,8 @@ pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
     })
 }
 
-/// Gives a temporary file to the user that a VM's QEMU becomes: it opens the file again when a snapshot freezes it, and later ones without having been
-/// root.
+/// Gives a temporary file to the user that a VM's QEMU becomes: it opens the file again when a
+/// snapshot freezes it, and later ones without having been root.
 pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
     let Some(name) = &spec.user else {
         return Ok(());
@@ -72,7 +73,8 @@ fn create_command() -> Command {
     command
 }
 
-/// `qemu-img` gets the open file and not its name: it may outlive us, and would make the file anew once someone has removed it.
+/// `qemu-img` gets the open file and not its name: it may outlive us, and would make the file anew
+/// once someone has removed it.
 fn format(file: File, backing: &Backing) -> io::Result<()> {
     let mut command = create_command();
     command.args(["-F", backing.format, "-b"]);
@@ -96,7 +98,8 @@ fn run(command: &mut Command, file: File) -> io::Result<()> {
     Err(io::Error::other(format!("qemu-img: {}", words.trim())))
 }
 
-/// What makes the names of a VM's overlays differ: nanoseconds since 1970, in a width that a QEMU node's name has room for.
+/// What makes the names of a VM's overlays differ: nanoseconds since 1970, in a width that a QEMU
+/// node's name has room for.
 #[must_use]
 pub fn unique() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -124,7 +127,8 @@ mod tests {
         create(&overlay, &raw(&disk)).unwrap();
         let header = std::fs::read(&overlay).unwrap();
         assert_eq!(header[..4], *b"QFI\xfb");
-        // docs/interop/qcow2 in QEMU: the size is at byte 24, the backing file's name at the offset in byte 8.
+        // docs/interop/qcow2 in QEMU: the size is at byte 24, the backing file's name at the offset
+        // in byte 8.
         assert_eq!(header[24..32], (1_u64 << 20).to_be_bytes());
         let name = disk.to_str().unwrap().as_bytes();
         assert!(header.windows(name.len()).any(|part| part == name));

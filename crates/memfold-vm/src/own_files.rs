@@ -1,5 +1,6 @@
-//! Files besides disks that a VM writes and that its further QEMU arguments name: variables of firmware, logs. A VM of a snapshot has copies of them in
-//! its directory; tokens stand for these in its arguments, so that a description says the same wherever the VM's directory is.
+//! Files besides disks that a VM writes and that its further QEMU arguments name: variables of
+//! firmware, logs. A VM of a snapshot has copies of them in its directory; tokens stand for these
+//! in its arguments, so that a description says the same wherever the VM's directory is.
 
 use std::ffi::OsString;
 use std::io;
@@ -21,7 +22,8 @@ pub fn token(number: usize) -> String {
     tokens::token(TOKEN, number)
 }
 
-/// The argument with `name` in the place of a path for which `is_it` holds; `None`: it names no such path.
+/// The argument with `name` in the place of a path for which `is_it` holds; `None`: it names no
+/// such path.
 pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Option<String> {
     if argument.starts_with('/') && is_it(Path::new(argument)) {
         return Some(name.to_owned());

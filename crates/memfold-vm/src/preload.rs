@@ -23,8 +23,8 @@ pub(super) fn add(
     add_monitor(command)
 }
 
-/// By a pair of sockets: QEMU has one end, the library, which is in the same process, the other. Neither needs a path, which a QEMU that has given its
-/// rights up could not reach.
+/// By a pair of sockets: QEMU has one end, the library, which is in the same process, the other.
+/// Neither needs a path, which a QEMU that has given its rights up could not reach.
 fn add_monitor(command: &mut Command) -> io::Result<()> {
     let (qemus, librarys) = UnixStream::pair()?;
     let qemus = session::pass(command, qemus.into());

@@ -1,4 +1,5 @@
-//! QEMU processes, told apart by pid *and* start time, so that a pid used again is never taken for ours.
+//! QEMU processes, told apart by pid *and* start time, so that a pid used again is never taken for
+//! ours.
 
 use std::fs;
 use std::io;
@@ -9,7 +10,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
-/// The kernel's boot; empty where it doesn't tell (`/proc/sys/kernel/random/boot_id`, `proc_sys_kernel(5)`).
+/// The kernel's boot; empty where it doesn't tell (`/proc/sys/kernel/random/boot_id`,
+/// `proc_sys_kernel(5)`).
 #[must_use]
 pub fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id")
@@ -73,7 +75,8 @@ impl Process {
             pid,
             handle,
         };
-        // In this order: whoever has the pid after pidfd_open is the one that the handle means, or the handle's has ended.
+        // In this order: whoever has the pid after pidfd_open is the one that the handle means, or
+        // the handle's has ended.
         match Identity::of(pid) {
             Ok(now) if now == identity && !process.has_exited()? => Ok(process),
             _ => Err(gone()),

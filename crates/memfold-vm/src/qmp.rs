@@ -1,7 +1,8 @@
 //! A small QMP client that takes QEMU's answers as they come.
 //!
-//! Source: QEMU `docs/interop/qmp-spec.rst`. Answers are plain JSON values: a schema older or newer than ours is no error.
-//! QEMU serves one client a socket at a time; a second one waits without a greeting.
+//! Source: QEMU `docs/interop/qmp-spec.rst`. Answers are plain JSON values: a schema older or newer
+//! than ours is no error. QEMU serves one client a socket at a time; a second one waits without a
+//! greeting.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -21,7 +22,8 @@ const MAX_EVENTS: usize = 1024;
 /// How long QEMU may wait for the host's disks before it answers: others may keep them busy.
 const DISKS_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Time that a QEMU which has missed a deadline has to show that it answers again: whoever asks next does not wait as long as the first.
+/// Time that a QEMU which has missed a deadline has to show that it answers again: whoever asks
+/// next does not wait as long as the first.
 const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why QEMU gave no answer, or not the one we wanted.
@@ -92,8 +94,8 @@ impl Lent {
         format!("/dev/fdset/{}", self.set)
     }
 
-    /// The same for what knows nothing of QEMU's sets, such as memory backends: to open it takes the file's own permission alone, not that
-    /// of the directories above it.
+    /// The same for what knows nothing of QEMU's sets, such as memory backends: to open it takes
+    /// the file's own permission alone, not that of the directories above it.
     #[must_use]
     pub fn plain_path(&self) -> String {
         format!("/proc/self/fd/{}", self.number)
@@ -124,7 +126,8 @@ impl Qmp {
         }
     }
 
-    /// Stands for a connection that another task did not let go of within `waited`: all that is asked fails ([`QmpError::Busy`]).
+    /// Stands for a connection that another task did not let go of within `waited`: all that is
+    /// asked fails ([`QmpError::Busy`]).
     #[must_use]
     pub fn busy(path: &Path, waited: Duration) -> Self {
         Self {
@@ -194,7 +197,8 @@ impl Qmp {
             let greeting = self.greeting.take();
             return Err(self.unexpected("the greeting", &greeting));
         }
-        // QEMU greets in a thread of its own, and carries commands out in the one that may be hanging.
+        // QEMU greets in a thread of its own, and carries commands out in the one that may be
+        // hanging.
         self.once("qmp_capabilities", &Value::Null, limit)
             .map(|_| ())
     }
@@ -210,14 +214,16 @@ impl Qmp {
         (part("major"), part("minor"), part("micro"))
     }
 
-    /// The process at the other end of the socket (`SO_PEERCRED`: the one that made the listening socket).
+    /// The process at the other end of the socket (`SO_PEERCRED`: the one that made the listening
+    /// socket).
     pub fn peer_pid(&self) -> Option<rustix::process::Pid> {
         let stream = self.stream.as_ref()?;
         Some(rustix::net::sockopt::socket_peercred(stream).ok()?.pid)
     }
 
-    /// Carries out `command` and gives its return value. A question (`query-...`, `qom-get`, `qom-list`) is asked again on a
-    /// new connection if the old one broke; a command that may change something is not.
+    /// Carries out `command` and gives its return value. A question (`query-...`, `qom-get`,
+    /// `qom-list`) is asked again on a new connection if the old one broke; a command that may
+    /// change something is not.
     #[allow(clippy::needless_pass_by_value)] // callers write json!({...}) in place
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         if self.stream.is_none() {
@@ -232,8 +238,9 @@ impl Qmp {
         }
     }
 
-    /// [`execute`](Self::execute) for a command that QEMU answers only after it has waited for the host's disks: it drains
-    /// requests that are under way, flushes, and opens files on its main thread.
+    /// [`execute`](Self::execute) for a command that QEMU answers only after it has waited for the
+    /// host's disks: it drains requests that are under way, flushes, and opens files on its main
+    /// thread.
     pub fn execute_on_disks(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let timeout = self.timeout.max(DISKS_TIMEOUT);
         self.execute_within(timeout, command, arguments)
@@ -358,7 +365,8 @@ impl Qmp {
         self.connections
     }
 
-    /// Events of these names received so far, oldest first; they are forgotten here, and others stay for those who wait for them.
+    /// Events of these names received so far, oldest first; they are forgotten here, and others
+    /// stay for those who wait for them.
     pub fn take_events_named(&mut self, names: &[&str]) -> Vec<Value> {
         let is_named = |event: &Value| event["event"].as_str().is_some_and(|n| names.contains(&n));
         let (named, others) = self.events.drain(..).partition(is_named);
@@ -367,8 +375,8 @@ impl Qmp {
         named.into()
     }
 
-    /// Waits until an event with one of these names comes or is already there; gives it, and drops those before it.
-    /// `Ok(None)` when the time is over.
+    /// Waits until an event with one of these names comes or is already there; gives it, and drops
+    /// those before it. `Ok(None)` when the time is over.
     pub fn wait_event(
         &mut self,
         names: &[&str],
@@ -478,7 +486,8 @@ mod tests {
 
     const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
 
-    /// A QEMU that says `script`'s lines, one list for each line it reads; `ID` stands for the request's id.
+    /// A QEMU that says `script`'s lines, one list for each line it reads; `ID` stands for the
+    /// request's id.
     fn server(connections: Vec<Vec<&'static str>>) -> (tempfile::TempDir, PathBuf) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("q");

@@ -1,8 +1,10 @@
-//! A VM that is started only to see whether QEMU takes what it is described by: no guest instruction runs, and nothing outside its own directory is written.
+//! A VM that is started only to see whether QEMU takes what it is described by: no guest
+//! instruction runs, and nothing outside its own directory is written.
 
 use super::spec::VmSpec;
 
-/// Options whose value is something of the host's that only one process can have, or that is written.
+/// Options whose value is something of the host's that only one process can have, or that is
+/// written.
 const DROPPED: [&str; 12] = [
     "D",
     "d",
@@ -25,7 +27,8 @@ const DROPPED_FLAGS: [&str; 2] = ["daemonize", "s"];
 const CHARACTERS: [&str; 4] = ["debugcon", "monitor", "parallel", "serial"];
 
 impl VmSpec {
-    /// The same VM without what another that runs may have: character devices and networks lead nowhere, ports and sockets of the host are left out.
+    /// The same VM without what another that runs may have: character devices and networks lead
+    /// nowhere, ports and sockets of the host are left out.
     #[must_use]
     pub fn for_trial(mut self, name: String) -> Self {
         (self.name, self.fold, self.boot_snapshot) = (name, false, false);

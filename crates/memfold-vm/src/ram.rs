@@ -6,8 +6,8 @@
 //!   query-memory-devices   which of those are no system RAM after all (NVDIMM, virtio-pmem)
 //!   info mtree -f   address space "memory": guest-physical range -> block + offset, the hole below 4 GiB left out
 //! ```
-//! The flat view changes when the firmware maps its shadow areas below 1 MiB and when memory is plugged: read it again
-//! after boot and after hot-plug.
+//! The flat view changes when the firmware maps its shadow areas below 1 MiB and when memory is
+//! plugged: read it again after boot and after hot-plug.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -68,8 +68,9 @@ pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
     parse(&blocks, &backends, &devices, &tree)
 }
 
-/// Puts QEMU's answers together: `info ramblock`, `query-memdev`, `query-memory-devices`, `info mtree -f`. Every slot of the
-/// layout lies inside its block, slots are in order and don't overlap; answers that would make it otherwise are errors.
+/// Puts QEMU's answers together: `info ramblock`, `query-memdev`, `query-memory-devices`,
+/// `info mtree -f`. Every slot of the layout lies inside its block, slots are in order and don't
+/// overlap; answers that would make it otherwise are errors.
 pub fn parse(
     blocks: &str,
     backends: &Value,
@@ -104,14 +105,15 @@ fn parse_backends(answer: &Value) -> Result<Vec<Backend>, RamError> {
         .as_array()
         .ok_or_else(bad)?
         .iter()
-        // A backend without an id is no guest's main memory and no DIMM: those are found by their id.
+        // A backend without an id is no guest's main memory and no DIMM: those are found by their
+        // id.
         .filter(|v| v.get("id").is_some())
         .map(|v| backend(v).ok_or_else(bad))
         .collect()
 }
 
-/// The id of the backend of a RAM block or region: older machine types name it by its object's path, and that of a device on a bus has its place before it
-/// (virtio-mem: `0000:00:01.0/vm0`).
+/// The id of the backend of a RAM block or region: older machine types name it by its object's
+/// path, and that of a device on a bus has its place before it (virtio-mem: `0000:00:01.0/vm0`).
 #[must_use]
 pub fn backend_id(block: &str) -> &str {
     block.rsplit('/').next().unwrap_or(block)
@@ -139,7 +141,8 @@ pub fn parse_blocks(answer: &str) -> Result<Vec<BlockFacts>, RamError> {
     let mut lines = answer.lines().filter(|l| !l.trim().is_empty());
     let header = lines.next().unwrap_or_default();
     let columns: Vec<&str> = header.split_whitespace().collect();
-    // "Block Name" and "PSize" are followed by columns that older versions have fewer of; without HVA we can't go on.
+    // "Block Name" and "PSize" are followed by columns that older versions have fewer of; without
+    // HVA we can't go on.
     if columns.get(..6) != Some(&["Block", "Name", "PSize", "Offset", "Used", "Total"])
         || columns.get(6) != Some(&"HVA")
     {

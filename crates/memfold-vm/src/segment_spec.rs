@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SegmentSpec {
-    /// `NAME`, the newest generation when the VM starts, or `NAME@GENERATION`; of a running VM always the latter.
+    /// `NAME`, the newest generation when the VM starts, or `NAME@GENERATION`; of a running VM
+    /// always the latter.
     pub name: String,
     /// The guest's root file system. The first segment only, with a kernel of the description's.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -19,7 +20,8 @@ pub struct SegmentSpec {
     /// Length of the image in bytes; the daemon fills that in.
     #[serde(default)]
     pub bytes: u64,
-    /// BLAKE3 of the image; the daemon fills that in. Set already, no other image may take its place: of a VM that was saved.
+    /// BLAKE3 of the image; the daemon fills that in. Set already, no other image may take its
+    /// place: of a VM that was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
     /// Where the guest sees it, if that is not for QEMU to choose: of a VM that was saved.

@@ -1,9 +1,11 @@
-//! Segments as a VM's devices: files mapped read-only and shared, which the guest sees as persistent memory (virtio-pmem).
+//! Segments as a VM's devices: files mapped read-only and shared, which the guest sees as
+//! persistent memory (virtio-pmem).
 //!
 //! ```text
 //!   memory-backend-file "segment0"  --->  virtio-pmem-pci "seg0"  in  pcie-root-port "segport0"        one for each slot
 //! ```
-//! QEMU can plug such a device while the VM runs, and can't take it out again: a slot keeps its segment as long as the VM lives.
+//! QEMU can plug such a device while the VM runs, and can't take it out again: a slot keeps its
+//! segment as long as the VM lives.
 
 use std::ffi::OsString;
 use std::os::fd::BorrowedFd;
@@ -20,14 +22,15 @@ use super::spec_error::{SpecError, value};
 /// Most slots of a VM: each is a PCI Express port.
 pub const MAX_SLOTS: u32 = 16;
 
-/// Room for one segment in the guest's address space. It costs the guest nothing as long as it is empty.
+/// Room for one segment in the guest's address space. It costs the guest nothing as long as it is
+/// empty.
 pub const SLOT_ROOM: ByteSize = ByteSize(8 << 30);
 
 /// With more RAM than this, q35 puts the rest above 4 GiB (`pc_q35_init`).
 const LOW_MEMORY: ByteSize = ByteSize(0xb000_0000);
 
-/// Has a guest give back what it frees in pieces of 64 KiB (`mm/page_reporting.c`): what it caches little of is scattered, and whole huge
-/// pages are seldom free.
+/// Has a guest give back what it frees in pieces of 64 KiB (`mm/page_reporting.c`): what it caches
+/// little of is scattered, and whole huge pages are seldom free.
 pub const SMALL_REPORTS: &str = "page_reporting.page_reporting_order=4";
 
 /// Checks what a description says of segments.
@@ -118,9 +121,10 @@ pub(super) fn max_memory(spec: &VmSpec) -> Option<ByteSize> {
     }
 }
 
-/// The kernel's command line with what segments need: which one is the root, which ones the guest lays over its own files when it boots; no
-/// memory for bouncing I/O, which a kernel puts aside as soon as it sees device memory above 4 GiB, where all RAM is below that; and that
-/// small pieces of free memory are given back.
+/// The kernel's command line with what segments need: which one is the root, which ones the guest
+/// lays over its own files when it boots; no memory for bouncing I/O, which a kernel puts aside as
+/// soon as it sees device memory above 4 GiB, where all RAM is below that; and that small pieces of
+/// free memory are given back.
 #[must_use]
 pub fn cmdline(spec: &VmSpec) -> Option<String> {
     let given = spec.boot.cmdline.as_deref();
@@ -218,7 +222,8 @@ pub fn plug(
     Ok(())
 }
 
-/// Takes a backend out of QEMU that no device uses: of an attach that was cut off. What isn't there is no failure.
+/// Takes a backend out of QEMU that no device uses: of an attach that was cut off. What isn't there
+/// is no failure.
 pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
     let backend = format!("segment{slot}");
     if qmp.execute("object-del", json!({ "id": backend })).is_ok() {

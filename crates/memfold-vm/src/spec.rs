@@ -110,8 +110,9 @@ impl Aio {
 pub struct DiskSpec {
     /// The image file or block device.
     pub path: PathBuf,
-    /// Its format. Unset: qcow2 if the name ends in `.qcow2`, else raw, if what the file begins with doesn't say otherwise: then the VM is refused.
-    /// Nothing is opened as what its bytes say alone: a guest could write a header into its raw disk. Checked once; what is set then stays.
+    /// Its format. Unset: qcow2 if the name ends in `.qcow2`, else raw, if what the file begins
+    /// with doesn't say otherwise: then the VM is refused. Nothing is opened as what its bytes say
+    /// alone: a guest could write a header into its raw disk. Checked once; what is set then stays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<DiskFormat>,
     /// Cache mode.
@@ -184,7 +185,8 @@ pub enum Network {
     User,
 }
 
-/// Whether KSM may merge a VM's memory with others'. Where it may, it does only while KSM runs on the host.
+/// Whether KSM may merge a VM's memory with others'. Where it may, it does only while KSM runs on
+/// the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum MergeChoice {
@@ -232,8 +234,9 @@ pub struct VmSpec {
     /// What carries it out.
     #[serde(default)]
     pub accel: AccelChoice,
-    /// QEMU's CPU model (`-cpu`). Unset: all that the host has (`host`, under TCG `max`), so that a snapshot needs a host with as much; a fleet's hosts
-    /// have a named model in common, such as `Skylake-Server-v5`.
+    /// QEMU's CPU model (`-cpu`). Unset: all that the host has (`host`, under TCG `max`), so that a
+    /// snapshot needs a host with as much; a fleet's hosts have a named model in common, such as
+    /// `Skylake-Server-v5`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<String>,
     /// Balloon with free page reporting: the guest gives freed memory back.
@@ -248,13 +251,16 @@ pub struct VmSpec {
     /// Whether KSM may merge its memory.
     #[serde(default, skip_serializing_if = "MergeChoice::is_default")]
     pub merge: MergeChoice,
-    /// User that QEMU runs as once it has opened everything (`-run-with user=`). Unset: the daemon's, root.
+    /// User that QEMU runs as once it has opened everything (`-run-with user=`). Unset: the
+    /// daemon's, root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
-    /// Take a snapshot `NAME-boot` as soon as the guest is up, for `vm reboot --from-boot-snapshot`.
+    /// Take a snapshot `NAME-boot` as soon as the guest is up, for
+    /// `vm reboot --from-boot-snapshot`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub boot_snapshot: bool,
-    /// Size of a swap disk, made with the VM and removed with it, which can be switched to lent RAM. Unset: it has none.
+    /// Size of a swap disk, made with the VM and removed with it, which can be switched to lent
+    /// RAM. Unset: it has none.
     #[serde(
         default,
         with = "optional_size_text",
@@ -264,23 +270,27 @@ pub struct VmSpec {
     /// Ports of the host that lead into the guest, through its network in user mode.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub forwards: Vec<Forward>,
-    /// What a VM of a snapshot lacks of the host that the saved one had. A snapshot's matter: no description of a person's has it.
+    /// What a VM of a snapshot lacks of the host that the saved one had. A snapshot's matter: no
+    /// description of a person's has it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
-    /// Let it go on by itself that stood still for a full disk, as soon as the disk's file system has 16 MiB free. Unset: somebody has to
-    /// (`vm resume`).
+    /// Let it go on by itself that stood still for a full disk, as soon as the disk's file system
+    /// has 16 MiB free. Unset: somebody has to (`vm resume`).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub resume_when_room: bool,
     /// More QEMU arguments, as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
-    /// Directory where QEMU looks for relative paths of `qemu_args`; `/` if it is unset or not there. `vm run` says where it was typed.
+    /// Directory where QEMU looks for relative paths of `qemu_args`; `/` if it is unset or not
+    /// there. `vm run` says where it was typed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qemu_directory: Option<PathBuf>,
-    /// Files that tokens in `qemu_args` stand for, each VM with its own copy. A snapshot's matter: no description of a person's has it.
+    /// Files that tokens in `qemu_args` stand for, each VM with its own copy. A snapshot's matter:
+    /// no description of a person's has it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<PathBuf>,
-    /// Slots for segments: those below, and more that can be attached while it runs. Unset: as many as are below.
+    /// Slots for segments: those below, and more that can be attached while it runs. Unset: as many
+    /// as are below.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub segment_slots: u32,
     /// Segments that it maps, in the order of their slots.
@@ -292,7 +302,8 @@ pub struct VmSpec {
     /// Disks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskSpec>,
-    /// What makes its devices, if it comes from a VM that memfold didn't start. A snapshot's matter: no description of a person's has it.
+    /// What makes its devices, if it comes from a VM that memfold didn't start. A snapshot's
+    /// matter: no description of a person's has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub foreign: Option<Foreign>,
 }
@@ -383,7 +394,8 @@ impl VmSpec {
         self.merge == MergeChoice::Domain && self.domain.is_some()
     }
 
-    /// Reads a TOML description. Relative paths in it are taken from its own directory. Not validated yet.
+    /// Reads a TOML description. Relative paths in it are taken from its own directory. Not
+    /// validated yet.
     pub fn from_toml_file(path: &Path) -> Result<Self, SpecError> {
         let text = std::fs::read_to_string(path).map_err(|source| SpecError::Read {
             path: path.into(),

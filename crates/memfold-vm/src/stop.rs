@@ -55,15 +55,15 @@ pub enum StopKind {
 }
 
 impl Vm {
-    /// Ends the VM: asks the guest to shut down and gives it `timeout`; then tells QEMU to quit; then kills it. Its files and
-    /// temporary overlays are removed.
+    /// Ends the VM: asks the guest to shut down and gives it `timeout`; then tells QEMU to quit;
+    /// then kills it. Its files and temporary overlays are removed.
     pub fn stop(&self, timeout: Duration) -> Result<StopKind, MachineError> {
         self.end(timeout, &|| false, None)
             .map(|stopped| stopped.kind)
     }
 
-    /// The same. `ask` has the guest's agent shut it down, and says whether the agent took the order. `monitor` carries a command out on a
-    /// connection that the caller has already.
+    /// The same. `ask` has the guest's agent shut it down, and says whether the agent took the
+    /// order. `monitor` carries a command out on a connection that the caller has already.
     pub fn end(
         &self,
         timeout: Duration,
@@ -82,7 +82,8 @@ impl Vm {
         Ok(stopped)
     }
 
-    /// Kills QEMU, whose guest nobody wants any more, without a question. Its files and temporary overlays are removed.
+    /// Kills QEMU, whose guest nobody wants any more, without a question. Its files and temporary
+    /// overlays are removed.
     pub fn kill(&self) -> Result<(), MachineError> {
         let (directory, record) = self.started()?;
         let look = |source| self.look(source);
@@ -115,7 +116,8 @@ impl Vm {
         }
     }
 
-    /// Carries a command out on a connection of this call's own: to the daemon's monitor, or, if somebody has that, to the other.
+    /// Carries a command out on a connection of this call's own: to the daemon's monitor, or, if
+    /// somebody has that, to the other.
     fn ask_alone(&self, own: &mut Option<Qmp>, command: &str) -> Result<Value, QmpError> {
         if own.is_none() {
             let sockets = self.directory.as_ref().map(|d| [d.daemon_qmp(), d.qmp()]);
@@ -209,8 +211,9 @@ impl Vm {
             .flatten())
     }
 
-    /// Asks the guest to shut down, until it does: its agent first, or else the power button, again and again. A guest whose kernel is not
-    /// up yet hears neither. A guest that stands still cannot hear it at all.
+    /// Asks the guest to shut down, until it does: its agent first, or else the power button, again
+    /// and again. A guest whose kernel is not up yet hears neither. A guest that stands still
+    /// cannot hear it at all.
     fn power_down(
         &self,
         timeout: Duration,

@@ -1,4 +1,5 @@
-//! A VM's swap disk: a virtio-blk disk of its own, whose contents are worth nothing once the VM has ended.
+//! A VM's swap disk: a virtio-blk disk of its own, whose contents are worth nothing once the VM has
+//! ended.
 //!
 //! ```text
 //!   virtio-blk "swap", serial memfold-swap
@@ -7,7 +8,8 @@
 //!        |
 //!   swap-file0  a temporary file beside overlays, with room for all of it, removed with the VM
 //! ```
-//! The file has a swap header from the start, so that the guest needs no mkswap: `swapon -L memfold-swap`.
+//! The file has a swap header from the start, so that the guest needs no mkswap:
+//! `swapon -L memfold-swap`.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -64,8 +66,9 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Makes a file of `bytes`, readable for its owner only, that has all its room on the disk: a guest whose swap disk gets full later
-/// loses programs. With a swap header if `fresh`. If it fails there is none.
+/// Makes a file of `bytes`, readable for its owner only, that has all its room on the disk: a guest
+/// whose swap disk gets full later loses programs. With a swap header if `fresh`. If it fails there
+/// is none.
 pub fn create(path: &Path, bytes: u64, fresh: bool) -> io::Result<()> {
     let file = overlay::new_file(path)?;
     fill(&file, bytes, fresh).inspect_err(|_| {
@@ -102,7 +105,8 @@ fn header(bytes: u64) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// Where the swap disk of a VM lies, or a copy of it: beside temporary overlays, on a disk and not in RAM.
+/// Where the swap disk of a VM lies, or a copy of it: beside temporary overlays, on a disk and not
+/// in RAM.
 pub fn place(name: &str) -> io::Result<PathBuf> {
     let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
     let unique = overlay::unique();
@@ -113,8 +117,9 @@ pub fn place(name: &str) -> io::Result<PathBuf> {
 
 /// What the guest runs to use its swap disk; does nothing if it uses it.
 ///
-/// virtio disks say that they rotate, and Linux then reads the eight pages that lie around each that it wants. Of one that doesn't it reads ahead
-/// what the program wants next, and next to nothing if there is no pattern (`swap_use_vma_readahead`, `mm/swap_state.c`).
+/// virtio disks say that they rotate, and Linux then reads the eight pages that lie around each
+/// that it wants. Of one that doesn't it reads ahead what the program wants next, and next to
+/// nothing if there is no pattern (`swap_use_vma_readahead`, `mm/swap_state.c`).
 #[must_use]
 pub fn swap_on() -> String {
     format!(
@@ -128,7 +133,8 @@ pub fn swap_on() -> String {
     )
 }
 
-/// What the guest runs to say how much of its swap disk it uses: that disk's line of `/proc/swaps`, or exit code 1.
+/// What the guest runs to say how much of its swap disk it uses: that disk's line of `/proc/swaps`,
+/// or exit code 1.
 #[must_use]
 pub fn used() -> String {
     format!(

@@ -1,4 +1,5 @@
-//! Tokens that stand for files in words of QEMU's command line, so that a description says the same wherever these files are.
+//! Tokens that stand for files in words of QEMU's command line, so that a description says the same
+//! wherever these files are.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;

@@ -1,10 +1,11 @@
-//! Whether a QEMU starts of a command line that was copied from another's: one is started, waits, and is ended.
+//! Whether a QEMU starts of a command line that was copied from another's: one is started, waits,
+//! and is ended.
 //!
 //! ```text
 //!   words of the copy + files as disks, empty, as large --> QEMU -S --> same devices, RAM blocks, media? --> writes its device state --> killed
 //! ```
-//! Nothing of the VM's is opened for writing, no guest code runs, and the RAM is never touched. What a restore would say only when the VM is gone, the save says
-//! so while it runs.
+//! Nothing of the VM's is opened for writing, no guest code runs, and the RAM is never touched.
+//! What a restore would say only when the VM is gone, the save says so while it runs.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -88,7 +89,8 @@ impl MachineParts {
     }
 }
 
-/// Starts a QEMU of `spec` as a restore would; or why it can't be, or would be another machine than `wanted`.
+/// Starts a QEMU of `spec` as a restore would; or why it can't be, or would be another machine than
+/// `wanted`.
 pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     let place = tempfile::Builder::new()
         .prefix("memfold-try.")

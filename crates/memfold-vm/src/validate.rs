@@ -18,8 +18,9 @@ const MAX_VCPUS: u32 = 4096;
 const MAX_SLOTS: u32 = 256;
 
 impl VmSpec {
-    /// Checks every field and that every file is there; makes paths absolute (QEMU runs in another directory). Those of block devices stay
-    /// links: where they lead to may have another name after a boot.
+    /// Checks every field and that every file is there; makes paths absolute (QEMU runs in another
+    /// directory). Those of block devices stay links: where they lead to may have another name
+    /// after a boot.
     pub fn validate(&mut self) -> Result<(), SpecError> {
         check_name("name", &self.name)?;
         if let Some(domain) = &self.domain {
@@ -83,7 +84,8 @@ impl VmSpec {
             if absolute.is_dir() {
                 return Err(file(std::io::ErrorKind::IsADirectory.into()));
             }
-            // QEMU's option syntax doubles commas, and `escape` does; a line feed has no escape in its messages.
+            // QEMU's option syntax doubles commas, and `escape` does; a line feed has no escape in
+            // its messages.
             *path = absolute;
         }
         Ok(())

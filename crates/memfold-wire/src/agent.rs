@@ -1,14 +1,16 @@
 //! Daemon and guest agent.
 //!
-//! The agent speaks first, with [`FromAgent::Hello`], whenever the host side of its port opens. Every Hello begins anew and
-//! forgets what was said before; the daemon answers [`ToAgent::Welcome`] and asks for an inventory. From then on the agent
-//! reports changes of its page cache as they happen. An agent notices a host side that closes and opens again quickly late
-//! or, rarely, not at all, and may be in the middle of a frame then: a daemon that gets anything but a Hello first closes its
-//! side, waits a while and opens it again. Everything in [`FromAgent`] is untrusted: the daemon checks it against the VM's RAM
-//! layout and budget, and the bytes themselves are compared before any page is shared.
+//! The agent speaks first, with [`FromAgent::Hello`], whenever the host side of its port opens.
+//! Every Hello begins anew and forgets what was said before; the daemon answers
+//! [`ToAgent::Welcome`] and asks for an inventory. From then on the agent reports changes of its
+//! page cache as they happen. An agent notices a host side that closes and opens again quickly late
+//! or, rarely, not at all, and may be in the middle of a frame then: a daemon that gets anything
+//! but a Hello first closes its side, waits a while and opens it again. Everything in [`FromAgent`]
+//! is untrusted: the daemon checks it against the VM's RAM layout and budget, and the bytes
+//! themselves are compared before any page is shared.
 //!
-//! File numbers ([`FileNumber`]) are the agent's own and live as long as the connection: it introduces each with
-//! [`FromAgent::Files`] before it uses it in a hint.
+//! File numbers ([`FileNumber`]) are the agent's own and live as long as the connection: it
+//! introduces each with [`FromAgent::Files`] before it uses it in a hint.
 
 use serde::{Deserialize, Serialize};
 
@@ -73,7 +75,8 @@ pub struct FileRange {
 pub struct FileFacts {
     /// Number that later hints use.
     pub file: FileNumber,
-    /// Absolute path in the guest's root, not necessarily UTF-8; empty when it could not be found (file deleted, hidden by another mount).
+    /// Absolute path in the guest's root, not necessarily UTF-8; empty when it could not be found
+    /// (file deleted, hidden by another mount).
     pub path: Vec<u8>,
     /// `st_size` in bytes when it was looked at; 0 with an empty path.
     pub size_bytes: u64,
@@ -124,10 +127,12 @@ pub enum FromAgent {
         boot_id: String,
         /// Host name.
         host_name: String,
-        /// Conditions that keep the agent from doing parts of its work, in words; empty when all is well.
+        /// Conditions that keep the agent from doing parts of its work, in words; empty when all is
+        /// well.
         problems: Vec<String>,
     },
-    /// Files that later messages refer to. A number may be sent again with a new path or size (renamed, grown).
+    /// Files that later messages refer to. A number may be sent again with a new path or size
+    /// (renamed, grown).
     Files(Vec<FileFacts>),
     /// These pages are in the page cache now.
     Hints(Vec<HintRun>),
@@ -137,7 +142,8 @@ pub enum FromAgent {
     Dirty(Vec<FileRange>),
     /// These cached pages were written back to disk and may be folded again.
     Clean(Vec<FileRange>),
-    /// An inventory begins: forget every earlier hint of this VM that it doesn't repeat before its end.
+    /// An inventory begins: forget every earlier hint of this VM that it doesn't repeat before its
+    /// end.
     InventoryBegin,
     /// The inventory is complete.
     InventoryEnd {
@@ -161,7 +167,8 @@ pub enum FromAgent {
     Exited {
         /// The command's number.
         command: u32,
-        /// Exit code; 128 + signal number if it was killed; 127 with a text on stderr if it could not be started.
+        /// Exit code; 128 + signal number if it was killed; 127 with a text on stderr if it could
+        /// not be started.
         code: i32,
     },
 }

@@ -45,7 +45,8 @@ fn seal(mut frame: Vec<u8>) -> Result<Vec<u8>, FrameError> {
     Ok(frame)
 }
 
-/// Collects bytes as they come and yields whole messages. Holds at most one frame and one read's worth of bytes.
+/// Collects bytes as they come and yields whole messages. Holds at most one frame and one read's
+/// worth of bytes.
 #[derive(Debug, Default)]
 pub struct Decoder {
     bytes: Vec<u8>,
@@ -68,8 +69,8 @@ impl Decoder {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next whole message, `None` while its frame is incomplete. After an error the stream is out of step for good:
-    /// drop the connection.
+    /// The next whole message, `None` while its frame is incomplete. After an error the stream is
+    /// out of step for good: drop the connection.
     #[allow(clippy::should_implement_trait)] // generic in the message, so it can't be an iterator
     pub fn next<M: DeserializeOwned + Validate>(&mut self) -> Result<Option<M>, FrameError> {
         let rest = &self.bytes[self.start..];

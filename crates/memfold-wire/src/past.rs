@@ -1,12 +1,14 @@
-//! The file in which memory's past is kept: what pages held before the VM wrote to them ([`KeepPast`]).
+//! The file in which memory's past is kept: what pages held before the VM wrote to them
+//! ([`KeepPast`]).
 //!
 //! ```text
 //!   page 0            u32 slots used | u32 errno: why nothing is kept any more, 0 if all is
 //!   from page 1       table: a u32 for each page of the order's ranges, one range behind the other
 //!   from the next     slots: a page each
 //! ```
-//! All in the host's byte order. The daemon makes the file (a memfd, sealed against shrinking), with the pages of its table allocated and as many slots as it
-//! allows; both processes map the front and change table entries by compare-and-exchange:
+//! All in the host's byte order. The daemon makes the file (a memfd, sealed against shrinking),
+//! with the pages of its table allocated and as many slots as it allows; both processes map the
+//! front and change table entries by compare-and-exchange:
 //!
 //! | entry | means | who sets it |
 //! |---|---|---|
@@ -14,7 +16,8 @@
 //! | n | its bytes of then are in slot n - 1; the VM may have written to it since | library, before it lifts the protection |
 //! | [`DONE`] | nobody needs it: the daemon has read it, or never wanted it | daemon |
 //!
-//! So a page that was read, and whose entry can be changed from 0 to [`DONE`] afterwards, was read as it was.
+//! So a page that was read, and whose entry can be changed from 0 to [`DONE`] afterwards, was read
+//! as it was.
 //!
 //! [`KeepPast`]: crate::library::Order::KeepPast
 
@@ -24,7 +27,8 @@ pub const DONE: u32 = u32::MAX;
 /// Word of the file that counts used slots.
 pub const USED_WORD: u64 = 0;
 
-/// Word of the file with the `errno` that ended it: `ESTALE` a page was not protected any more, `ECANCELED` the order or its connection ended.
+/// Word of the file with the `errno` that ended it: `ESTALE` a page was not protected any more,
+/// `ECANCELED` the order or its connection ended.
 pub const ERRNO_WORD: u64 = 1;
 
 /// Words in a page.
@@ -37,7 +41,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout for ranges of `pages` pages in all; `None` if that is none, or more than entries can number.
+    /// The layout for ranges of `pages` pages in all; `None` if that is none, or more than entries
+    /// can number.
     #[must_use]
     pub const fn new(pages: u64) -> Option<Self> {
         if pages == 0 || pages >= DONE as u64 {
@@ -64,7 +69,8 @@ impl Layout {
         self.front_pages() + slot as u64
     }
 
-    /// Length of the file in pages if there is a slot for every page. It may be shorter: then keeping ends with the last slot.
+    /// Length of the file in pages if there is a slot for every page. It may be shorter: then
+    /// keeping ends with the last slot.
     #[must_use]
     pub const fn file_pages(self) -> u64 {
         self.front_pages() + self.pages

@@ -1,6 +1,8 @@
-//! The ledger on real guests: booted, worked, folded, gone. Every sum agrees with the kernel's at each of these moments.
+//! The ledger on real guests: booted, worked, folded, gone. Every sum agrees with the kernel's at
+//! each of these moments.
 //!
-//! Without guest images it is skipped; with `MEMFOLD_REAL` set (as `make test` does) that is a failure.
+//! Without guest images it is skipped; with `MEMFOLD_REAL` set (as `make test` does) that is a
+//! failure.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -71,8 +73,8 @@ fn wrong(before: &Report, after: &Report) -> Vec<String> {
     wrong
 }
 
-/// Takes reports until one agrees with the kernel and with the change since `before`: guests run on while pages are counted,
-/// and so does the rest of the machine.
+/// Takes reports until one agrees with the kernel and with the change since `before`: guests run on
+/// while pages are counted, and so does the rest of the machine.
 fn agreeing(lab: &Lab, before: &Report, moment: &str) -> FullReport {
     let mut last = Vec::new();
     for _ in 0..20 {
@@ -96,7 +98,8 @@ fn agreeing(lab: &Lab, before: &Report, moment: &str) -> FullReport {
     panic!("{moment}: never agreed: {last:#?}");
 }
 
-/// The ledger of a moment at which the rest of the machine keeps still: an error in it would be in every comparison with it.
+/// The ledger of a moment at which the rest of the machine keeps still: an error in it would be in
+/// every comparison with it.
 fn at_rest(lab: &Lab) -> Report {
     let mut last = lab.report().unwrap().ledger;
     for _ in 0..60 {
@@ -163,7 +166,8 @@ fn the_sums_of_two_real_guests_agree_with_the_kernel_before_and_after_folding() 
 
     lab.fold(true).unwrap();
     wait_folded(&lab);
-    // Reading it again brings folded pages into the page tables: now they are shared page frames, and count by parts.
+    // Reading it again brings folded pages into the page tables: now they are shared page frames,
+    // and count by parts.
     assert_eq!(lab.exec_all(&names, WORK, TIMEOUT).unwrap(), sums);
     let folded = agreeing(&lab, &empty, "folded");
     let (vms, host) = (&folded.ledger.vms, &folded.ledger.host);

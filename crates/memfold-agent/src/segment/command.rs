@@ -1,6 +1,7 @@
 //! The agent's options for segments.
 //!
-//! The report goes to standard output as one line of JSON; so does a failure, as `{"error": ..., "hint": ...}`, which standard error has in words.
+//! The report goes to standard output as one line of JSON; so does a failure, as
+//! `{"error": ..., "hint": ...}`, which standard error has in words.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

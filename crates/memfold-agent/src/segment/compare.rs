@@ -1,7 +1,8 @@
 //! Which files of a segment are the guest's own, bit for bit, as far as their facts tell.
 //!
-//! Same type, mode, owner, group, extended attributes; regular files: size and modification time, with `content` also their bytes;
-//! symbolic links: the target; devices: the number. Whatever differs gets hidden, so a wrong "different" costs memory only.
+//! Same type, mode, owner, group, extended attributes; regular files: size and modification time,
+//! with `content` also their bytes; symbolic links: the target; devices: the number. Whatever
+//! differs gets hidden, so a wrong "different" costs memory only.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
@@ -119,7 +120,8 @@ impl Facts {
         self.why_different(other, false).is_none()
     }
 
-    /// Image builders that keep whole seconds only are common: nanoseconds count when both have them, or when `strict`.
+    /// Image builders that keep whole seconds only are common: nanoseconds count when both have
+    /// them, or when `strict`.
     fn why_different(&self, other: &Self, strict: bool) -> Option<&'static str> {
         let nanoseconds = strict || (self.mtime.1 != 0 && other.mtime.1 != 0);
         if self.kind() != other.kind() {
@@ -373,7 +375,8 @@ fn entries(segment: &OwnedFd, pair: Option<&Pair>, path: &[u8]) -> Result<Vec<En
     Ok(entries)
 }
 
-/// Overlayfs' own attributes are refused in a segment: one could make a directory hide the guest's, or a file borrow another's bytes.
+/// Overlayfs' own attributes are refused in a segment: one could make a directory hide the guest's,
+/// or a file borrow another's bytes.
 fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
     let of = |directory: &OwnedFd| {
         tree::xattrs_of(directory, names.iter().copied())
@@ -399,7 +402,8 @@ fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
         .collect())
 }
 
-/// Reads both files. The guest's own leaves the page cache again: from now on the segment stands for it.
+/// Reads both files. The guest's own leaves the page cache again: from now on the segment stands
+/// for it.
 fn same_bytes(pair: &Pair, name: &CStr) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME;
     let own = tree::open_below(&pair.own, name.to_bytes(), flags)?;

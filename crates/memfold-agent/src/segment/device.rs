@@ -70,13 +70,14 @@ fn pmem_devices() -> usize {
         .count()
 }
 
-/// Loads the drivers if the machine has such a device, and waits for its name in /dev. Built-in drivers and systems without
-/// modprobe are no error: what is missing shows when it is used.
+/// Loads the drivers if the machine has such a device, and waits for its name in /dev. Built-in
+/// drivers and systems without modprobe are no error: what is missing shows when it is used.
 pub fn load_modules(places: &Places) {
     if pmem_devices() == 0 {
         return;
     }
-    // One by one: without -a the other words would be options, and with -a one that is unknown may end it.
+    // One by one: without -a the other words would be options, and with -a one that is unknown may
+    // end it.
     for module in ["virtio_pmem", "nd_pmem", "erofs", "overlay"] {
         let _ = Command::new("modprobe")
             .args(["-q", module])
@@ -114,8 +115,9 @@ pub fn devices(places: &Places) -> Vec<PathBuf> {
     found
 }
 
-/// Makes a device with an image read-only for everybody in this guest: the host maps it so, and what a guest wrote would be lost without a
-/// word. Best effort, as the file system is mounted read-only in any case. False: it holds no image.
+/// Makes a device with an image read-only for everybody in this guest: the host maps it so, and
+/// what a guest wrote would be lost without a word. Best effort, as the file system is mounted
+/// read-only in any case. False: it holds no image.
 pub fn protect(device: &Path) -> io::Result<bool> {
     let mut magic = [0; 4];
     let file = File::open(device)?;
@@ -146,8 +148,9 @@ pub fn open(device: &Path) -> Result<(Image, Manifest)> {
     Ok((image, manifest))
 }
 
-/// A mount that has no place yet: so the name can be read before a place is chosen, and nothing is left behind if it is not wanted.
-/// No `nosuid`: the files stand for the guest's own, setuid programs among them.
+/// A mount that has no place yet: so the name can be read before a place is chosen, and nothing is
+/// left behind if it is not wanted. No `nosuid`: the files stand for the guest's own, setuid
+/// programs among them.
 fn mount_image(device: &Path, dax: bool) -> io::Result<Image> {
     let context = fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     let done = (|| {
@@ -327,8 +330,8 @@ impl Segment {
     }
 }
 
-/// Unmounts an image and removes its place. True if it is still in use, by programs that run from it or by an overlay that they keep:
-/// then it is only out of sight, and the device must stay.
+/// Unmounts an image and removes its place. True if it is still in use, by programs that run from
+/// it or by an overlay that they keep: then it is only out of sight, and the device must stay.
 pub fn unmount_at(mounted: &Path) -> Result<bool> {
     let what = || format!("unmounting {}", mounted.display());
     let table = MountTable::read()?;
@@ -347,7 +350,8 @@ pub fn unmount_at(mounted: &Path) -> Result<bool> {
     Ok(busy || device.is_some_and(|d| is_claimed(&d)))
 }
 
-/// A mounted file system holds its device for itself: opening it so, too, is refused, `open(2)`, `O_EXCL` without `O_CREAT`.
+/// A mounted file system holds its device for itself: opening it so, too, is refused, `open(2)`,
+/// `O_EXCL` without `O_CREAT`.
 fn is_claimed(device: &Path) -> bool {
     let flags = i32::try_from((OFlags::EXCL | OFlags::NONBLOCK).bits()).unwrap_or(0);
     let opened = fs::OpenOptions::new()
@@ -358,8 +362,8 @@ fn is_claimed(device: &Path) -> bool {
         && opened.is_err_and(|e| e.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()))
 }
 
-/// Looks at some regular files that are not empty. One with an inlined tail has no DAX whatever the mount says, so one file with it is
-/// enough.
+/// Looks at some regular files that are not empty. One with an inlined tail has no DAX whatever the
+/// mount says, so one file with it is enough.
 fn dax(root: &OwnedFd) -> Option<bool> {
     let mut looked = 0;
     let mut pending = vec![Vec::new()];

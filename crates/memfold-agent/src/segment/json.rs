@@ -1,7 +1,8 @@
 //! JSON, as little of it as the reports need.
 //!
-//! A JSON string is Unicode and a path is bytes: a byte that is no UTF-8 is written as the four characters `\xNN` (so `\\xNN` in
-//! the JSON text). That is for people; no program gets a path back from a report to act on it.
+//! A JSON string is Unicode and a path is bytes: a byte that is no UTF-8 is written as the four
+//! characters `\xNN` (so `\\xNN` in the JSON text). That is for people; no program gets a path back
+//! from a report to act on it.
 
 use std::fmt::Write;
 

@@ -250,7 +250,8 @@ impl Run<'_> {
         }
         lay.sort();
         lay.dedup();
-        // Directories that are in the record and are not laid any more would come back at the next boot.
+        // Directories that are in the record and are not laid any more would come back at the next
+        // boot.
         let table = MountTable::read()?;
         lay.retain(|directory| self.layer(directory).laid(&table).is_some());
         let record = Record {

@@ -23,8 +23,8 @@ use crate::mounts::LAID_SOURCE;
 
 /// `OVERLAYFS_SUPER_MAGIC` (include/uapi/linux/magic.h).
 const OVERLAY_MAGIC: u32 = 0x794c_7630;
-/// Fixed, whatever the kernel's defaults: a directory's files are found by its path only, and a file of the upper layer is whole. That is what
-/// merging relies on.
+/// Fixed, whatever the kernel's defaults: a directory's files are found by its path only, and a
+/// file of the upper layer is whole. That is what merging relies on.
 const OPTIONS: &str = "redirect_dir=nofollow,metacopy=off,index=off,xino=auto";
 /// `mount(2)` takes one page of options.
 const MAX_OPTIONS: usize = 4095;
@@ -75,7 +75,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Makes the directories, and checks that writes can be brought back by renaming: the layers and the guest's tree on one mount.
+    /// Makes the directories, and checks that writes can be brought back by renaming: the layers
+    /// and the guest's tree on one mount.
     pub fn prepare(&self, own: &OwnedFd, table: &MountTable) -> Result<()> {
         let what = || format!("making {}", self.disk.display());
         self.places.steps.step().during(what)?;
@@ -128,8 +129,8 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Makes the three directories of the layer; the upper one appears last and with the own directory's facts, so that it is
-    /// right to merge it whenever it is there.
+    /// Makes the three directories of the layer; the upper one appears last and with the own
+    /// directory's facts, so that it is right to merge it whenever it is there.
     pub fn build(&self, plan: &Plan, own: &OwnedFd) -> Result<()> {
         let make = |name: &str, mode: u32| {
             let path = self.disk.join(name);
@@ -337,7 +338,8 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// The generation of the segment `name` that an overlay of ours shows: its source in the mount table is `memfold:NAME@GENERATION`.
+/// The generation of the segment `name` that an overlay of ours shows: its source in the mount
+/// table is `memfold:NAME@GENERATION`.
 pub fn generation(mount: &Mount, name: &str) -> Option<u64> {
     let source = std::str::from_utf8(&mount.source).ok()?;
     let (of, generation) = source.strip_prefix(LAID_SOURCE)?.split_once('@')?;

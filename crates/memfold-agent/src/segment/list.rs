@@ -9,7 +9,8 @@ use super::layers::Layer;
 use super::settle::mounted;
 use super::state::Places;
 
-/// One line of the list. Several of these may be the same segment: a device of it, its mount, what it left on disk.
+/// One line of the list. Several of these may be the same segment: a device of it, its mount, what
+/// it left on disk.
 #[derive(Default)]
 struct Entry {
     device: Option<String>,

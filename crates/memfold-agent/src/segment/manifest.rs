@@ -1,4 +1,5 @@
-//! `/.memfold-segment`: what an image says of itself. Whoever built the image wrote it, so it is parsed as hostile text.
+//! `/.memfold-segment`: what an image says of itself. Whoever built the image wrote it, so it is
+//! parsed as hostile text.
 //!
 //! ```text
 //!   format 1
@@ -15,7 +16,8 @@ pub const FILE: &str = ".memfold-segment";
 pub const MAX_BYTES: usize = 64 << 10;
 /// Directories that an image may want to be laid.
 const MAX_LAY: usize = 64;
-/// Longest path of such a directory; its escaped form, at most three times as long, has to be a file name. Bytes.
+/// Longest path of such a directory; its escaped form, at most three times as long, has to be a
+/// file name. Bytes.
 const MAX_DIRECTORY: usize = 85;
 /// Nothing is laid on these or below them: they are the kernel's, or hold what changes, or us.
 const NEVER: [&[u8]; 7] = [
@@ -83,7 +85,8 @@ pub fn check_name(name: &[u8]) -> Result<String> {
     Ok(String::from_utf8_lossy(name).into_owned())
 }
 
-/// Absolute, normalised, outside of what is never laid, and without the characters that separate overlayfs' options.
+/// Absolute, normalised, outside of what is never laid, and without the characters that separate
+/// overlayfs' options.
 pub fn check_directory(path: &[u8]) -> Result<()> {
     let refuse = |why: &str, hint: &str| {
         let why = format!("cannot lay {:?}: {why}", shown(path));

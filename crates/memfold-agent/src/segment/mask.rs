@@ -1,7 +1,7 @@
 //! The topmost lower layer: it hides what the segment may not show.
 //!
-//! It lies on the guest's own file system, so the guest's own file is there as a hard link: what was open before goes on writing
-//! to the file that everyone sees.
+//! It lies on the guest's own file system, so the guest's own file is there as a hard link: what
+//! was open before goes on writing to the file that everyone sees.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;

@@ -7,9 +7,10 @@
 //!   directory                --merge--->  entry by entry, then its owner, mode, times, attributes
 //!   opaque directory         --rename-->  replaces the directory as a whole
 //! ```
-//! Each step is one atomic change, and the upper layer only shrinks: whatever is left of it after a crash is still exactly what
-//! has to be merged, so the same run again ends it. Files are renamed and not copied: whoever has one open for writing goes on
-//! writing to the file that is in the tree now.
+//! Each step is one atomic change, and the upper layer only shrinks: whatever is left of it after a
+//! crash is still exactly what has to be merged, so the same run again ends it. Files are renamed
+//! and not copied: whoever has one open for writing goes on writing to the file that is in the tree
+//! now.
 
 use std::ffi::CStr;
 use std::io;
@@ -21,7 +22,8 @@ use rustix::io::Errno;
 use super::state::Steps;
 use super::tree;
 
-/// A process whose working directory lies in the detached overlay may add files while we empty a directory; so often we look again.
+/// A process whose working directory lies in the detached overlay may add files while we empty a
+/// directory; so often we look again.
 const ROUNDS: u32 = 100;
 
 /// What a merge did.
@@ -109,7 +111,8 @@ impl Merge<'_> {
         Err(io::Error::other("files keep being added to the directory"))
     }
 
-    /// A directory that replaces what is there. Its mark of being opaque goes after that: else a crash between would merge it.
+    /// A directory that replaces what is there. Its mark of being opaque goes after that: else a
+    /// crash between would merge it.
     fn whole(
         &mut self,
         upper: &OwnedFd,
@@ -163,8 +166,8 @@ impl Merge<'_> {
     }
 }
 
-/// Takes overlayfs' own marks off everything in a directory that is to be renamed as a whole. What can't be reached by a path is left as it is:
-/// the marks mean nothing outside of an upper layer.
+/// Takes overlayfs' own marks off everything in a directory that is to be renamed as a whole. What
+/// can't be reached by a path is left as it is: the marks mean nothing outside of an upper layer.
 fn clean(directory: &OwnedFd) -> io::Result<()> {
     let times = tree::times_of(&tree::stat_of(directory)?);
     let mut removed = false;

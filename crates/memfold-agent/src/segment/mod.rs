@@ -1,4 +1,5 @@
-//! Segments in the guest: read-only images whose files stand for the guest's own, so that they need none of its memory.
+//! Segments in the guest: read-only images whose files stand for the guest's own, so that they need
+//! none of its memory.
 //!
 //! ```text
 //!   what programs see: D                          what is where
@@ -10,15 +11,18 @@
 //!   +---------------------------------------+
 //! ```
 //!
-//! **Invariant: OWN with UPPER merged into it is the guest's truth.** SEGMENT shows nothing that OWN doesn't hold, and MASK is made from
-//! OWN, so both can be left out at any time: D is the same without them. From this follows all else:
+//! **Invariant: OWN with UPPER merged into it is the guest's truth.** SEGMENT shows nothing that
+//! OWN doesn't hold, and MASK is made from OWN, so both can be left out at any time: D is the same
+//! without them. From this follows all else:
 //!
-//! * an entry of SEGMENT is shown only if OWN has its equal ([`compare`]); else MASK hides it ([`mask`]), OWN's file by a hard link, a missing
-//!   one by a whiteout. The overlay is checked after mounting, and so is OWN: nothing changed while it was compared, nothing is open for
+//! * an entry of SEGMENT is shown only if OWN has its equal ([`compare`]); else MASK hides it
+//!   ([`mask`]), OWN's file by a hard link, a missing one by a whiteout. The overlay is checked
+//!   after mounting, and so is OWN: nothing changed while it was compared, nothing is open for
 //!   writing ([`verify`]);
-//! * nothing reaches OWN by a path while D is laid, so UPPER is all there is to bring back, by renaming ([`merge`]). UPPER and OWN are on one mount
-//!   for that reason;
-//! * UPPER only shrinks while it is merged, so after a crash the same merge ends it: at boot, before ordinary services ([`settle`](mod@settle));
+//! * nothing reaches OWN by a path while D is laid, so UPPER is all there is to bring back, by
+//!   renaming ([`merge`]). UPPER and OWN are on one mount for that reason;
+//! * UPPER only shrinks while it is merged, so after a crash the same merge ends it: at boot,
+//!   before ordinary services ([`settle`](mod@settle));
 //! * a segment that is gone, of another guest, or broken costs memory and nothing else.
 //!
 //! | module | what it is about |

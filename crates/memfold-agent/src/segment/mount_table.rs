@@ -1,4 +1,5 @@
-//! What is mounted where: `/proc/thread-self/mountinfo`, all file systems (the hints' table, [`crate::mounts`], knows only disks).
+//! What is mounted where: `/proc/thread-self/mountinfo`, all file systems (the hints' table,
+//! [`crate::mounts`], knows only disks).
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;

@@ -1,7 +1,8 @@
 //! `--segment-settle`: what has to happen when the guest boots.
 //!
-//! First what was written while a segment was laid, and was not brought back before the guest went down, is merged: until then the own
-//! tree is old. Then what was laid is laid again. Nothing here may keep a guest from booting: what fails is said and passed over.
+//! First what was written while a segment was laid, and was not brought back before the guest went
+//! down, is merged: until then the own tree is old. Then what was laid is laid again. Nothing here
+//! may keep a guest from booting: what fails is said and passed over.
 
 use std::collections::HashSet;
 use std::fs;
@@ -173,8 +174,9 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Has systemd look at its units again, and start what only now has one: it read them before the merge. Both calls only queue jobs, so a
-/// unit that runs before ordinary services may make them. Not if the command line chose what to boot into: a rescue shell stays one.
+/// Has systemd look at its units again, and start what only now has one: it read them before the
+/// merge. Both calls only queue jobs, so a unit that runs before ordinary services may make them.
+/// Not if the command line chose what to boot into: a rescue shell stays one.
 pub fn tell_systemd(command_line: &str) {
     let chosen = |word: &str| {
         word.starts_with("systemd.unit=")

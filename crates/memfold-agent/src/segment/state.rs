@@ -245,7 +245,8 @@ fn file_names(directory: &Path) -> Result<Vec<Vec<u8>>> {
     }
 }
 
-/// `/usr/my-lib` as `usr-my%2dlib`: a file name without `:` and `,`, which separate overlayfs' options.
+/// `/usr/my-lib` as `usr-my%2dlib`: a file name without `:` and `,`, which separate overlayfs'
+/// options.
 fn escape(directory: &[u8]) -> Vec<u8> {
     let inner = directory.strip_prefix(b"/").unwrap_or(directory);
     let mut out = Vec::new();

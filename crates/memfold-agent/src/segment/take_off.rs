@@ -22,14 +22,15 @@ pub enum Record {
     Keep,
 }
 
-/// Takes it off, and returns the report. What is not laid is no error. A directory that fails keeps what was written to it on disk,
-/// and the next run or boot goes on with it.
+/// Takes it off, and returns the report. What is not laid is no error. A directory that fails keeps
+/// what was written to it on disk, and the next run or boot goes on with it.
 pub fn take_off(places: &Places, name: &str) -> Result<String> {
     let _lock = places.lock()?;
     take_off_locked(places, name, Record::Remove)
 }
 
-/// Everything, before the guest goes down: what was written is in its place when the next boot begins.
+/// Everything, before the guest goes down: what was written is in its place when the next boot
+/// begins.
 pub fn take_off_all(places: &Places) -> Result<String> {
     let _lock = places.lock()?;
     let (mut reports, mut first) = (Vec::new(), None);

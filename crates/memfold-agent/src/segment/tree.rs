@@ -1,5 +1,5 @@
-//! Directories by descriptor, so that no name in a path can be exchanged for a symbolic link between looking and acting: a
-//! laid directory may hold directories of ordinary users.
+//! Directories by descriptor, so that no name in a path can be exchanged for a symbolic link
+//! between looking and acting: a laid directory may hold directories of ordinary users.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -38,7 +38,8 @@ pub fn open_in(directory: impl AsFd, name: &CStr) -> io::Result<OwnedFd> {
     directory_below(directory, name.to_bytes())
 }
 
-/// Opens what lies at the relative path `path` (empty: `top` itself) on the same mount, through directories only.
+/// Opens what lies at the relative path `path` (empty: `top` itself) on the same mount, through
+/// directories only.
 pub fn open_below(top: impl AsFd, path: &[u8], flags: OFlags) -> io::Result<OwnedFd> {
     let path = if path.is_empty() { b"." } else { path };
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
@@ -117,9 +118,10 @@ pub fn is_whiteout(stat: &Statx) -> bool {
     kind(stat) == FileType::CharacterDevice && stat.stx_rdev_major == 0 && stat.stx_rdev_minor == 0
 }
 
-/// Calls with `directory` as the working directory, so that `l...xattr` reaches a name in it: there are no such calls for a directory's
-/// descriptor before Linux 6.13, and a path through `/proc/self/fd` costs several times the call itself. The working directory is the
-/// process's: the agent's options for segments run in a process with one thread.
+/// Calls with `directory` as the working directory, so that `l...xattr` reaches a name in it: there
+/// are no such calls for a directory's descriptor before Linux 6.13, and a path through
+/// `/proc/self/fd` costs several times the call itself. The working directory is the process's: the
+/// agent's options for segments run in a process with one thread.
 fn inside<T>(directory: BorrowedFd<'_>, call: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     rustix::process::fchdir(directory)?;
     let result = call();
@@ -193,7 +195,8 @@ pub fn strip(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     })
 }
 
-/// Gives the directory `to` the owner, attributes, mode and times of `from`; `times` if they are not to be those of `from`.
+/// Gives the directory `to` the owner, attributes, mode and times of `from`; `times` if they are
+/// not to be those of `from`.
 pub fn copy_directory_facts(
     from: &OwnedFd,
     to: &OwnedFd,
@@ -238,11 +241,12 @@ pub fn times_of(stat: &Statx) -> Timestamps {
     }
 }
 
-/// Holds the modification time that a directory of the upper layer had before we began to empty it: seconds and nanoseconds in
-/// decimal, with a dot between.
+/// Holds the modification time that a directory of the upper layer had before we began to empty it:
+/// seconds and nanoseconds in decimal, with a dot between.
 const TIMES: &CStr = c"trusted.memfold.mtime";
 
-/// Notes a directory's modification time on it, unless one is there already from a run that did not end.
+/// Notes a directory's modification time on it, unless one is there already from a run that did not
+/// end.
 pub fn note_times(directory: &OwnedFd) -> io::Result<Timestamps> {
     let mut buffer = [0_u8; 64];
     if let Ok(n) = rustix::fs::fgetxattr(directory, TIMES, &mut buffer[..]) {
@@ -310,8 +314,8 @@ pub fn bytes_below(directory: &OwnedFd) -> u64 {
     bytes
 }
 
-/// The letters `a` and `i` of a file whose append-only and immutable flags overlayfs keeps in an attribute of its upper layer
-/// (`ovl_set_protattr` in fs/overlayfs/inode.c).
+/// The letters `a` and `i` of a file whose append-only and immutable flags overlayfs keeps in an
+/// attribute of its upper layer (`ovl_set_protattr` in fs/overlayfs/inode.c).
 pub fn protection(directory: impl AsFd, name: &CStr, stat: &Statx) -> IFlags {
     let mut flags = IFlags::empty();
     if kind(stat) == FileType::RegularFile {

@@ -1,7 +1,8 @@
 //! After mounting: looks through the overlay, and once more at what was compared.
 //!
-//! From the mount on, every path leads to the overlay. What can still change the own tree is what was open before: so a file that is
-//! open for writing, and anything that changed since it was compared, is found now and for good.
+//! From the mount on, every path leads to the overlay. What can still change the own tree is what
+//! was open before: so a file that is open for writing, and anything that changed since it was
+//! compared, is found now and for good.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -59,7 +60,8 @@ fn wrong(path: &[u8]) -> Error {
     )
 }
 
-/// Compares the own tree's facts with those that the plan was made by, change times and inode numbers included.
+/// Compares the own tree's facts with those that the plan was made by, change times and inode
+/// numbers included.
 pub fn unchanged(plan: &Plan, own: &OwnedFd) -> Result<Verdict> {
     // Somebody who wants to write while we hold a lease for a moment has SIGIO sent to us.
     let _signal = guest::signal_descriptor(&[signal::IO]).during(|| "blocking SIGIO".into())?;

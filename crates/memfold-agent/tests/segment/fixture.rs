@@ -1,4 +1,5 @@
-//! A guest's tree in a directory, with a segment that is a read-only bind mount, in a mount namespace of the test's own.
+//! A guest's tree in a directory, with a segment that is a read-only bind mount, in a mount
+//! namespace of the test's own.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -48,7 +49,8 @@ pub fn private_mounts() -> bool {
 }
 
 impl Guest {
-    /// `fill` makes the own /usr and /opt; the segment begins as a copy of both, and `change` makes it different.
+    /// `fill` makes the own /usr and /opt; the segment begins as a copy of both, and `change` makes
+    /// it different.
     pub fn new(fill: impl FnOnce(&Path), change: impl FnOnce(&Path)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let top = directory.path().canonicalize().unwrap();

@@ -127,7 +127,8 @@ pub fn fill(top: &Path) {
     }
 }
 
-/// What the segment has else: one file newer, one that the guest lacks, one missing, one directory of another mode.
+/// What the segment has else: one file newer, one that the guest lacks, one missing, one directory
+/// of another mode.
 pub fn change(top: &Path) {
     file(&top.join("d/b"), "other d/b", 3_000_000);
     file(&top.join("extra/x"), "no such file in the guest", 3_000_000);

@@ -18,7 +18,8 @@ const HASH_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time between two samples.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Hashes what a system has in `/usr`, about 165 MB: every file with its name, so that it can be checked later.
+/// Hashes what a system has in `/usr`, about 165 MB: every file with its name, so that it can be
+/// checked later.
 const HASH: &str = "find /usr/bin /usr/sbin /usr/lib -xdev -type f -size -8M -print0 | sort -z | head -z -n 4000 | \
     xargs -0 md5sum > /var/tmp/before.md5 && sync && wc -l < /var/tmp/before.md5";
 
@@ -28,7 +29,8 @@ const SILENCE: &str = "echo 0 > /sys/kernel/tracing/instances/memfold/events/ena
 /// Reads all of it again; prints the number of files that differ or can't be read.
 const CHECK: &str = "md5sum --check --quiet /var/tmp/before.md5 2>/dev/null | wc -l";
 
-/// Pages a second that folding may look at; the first is the one KSM is compared with: its default rate.
+/// Pages a second that folding may look at; the first is the one KSM is compared with: its default
+/// rate.
 pub(super) const BUDGETS: [u64; 3] = [5000, 1000, 500];
 
 /// What shares memory in an arm.
@@ -181,7 +183,8 @@ pub(super) fn run(
     let load = Load::now(&lab)?;
     let (samples, work) = share_and_work(&lab, &names, work, &mechanism)?;
     let other_load_percent = Load::now(&lab)?.other_percent_since(&load);
-    // The mechanism's pages are what the guests read now: folding is still on, KSM's pages are merged until the guard goes.
+    // The mechanism's pages are what the guests read now: folding is still on, KSM's pages are
+    // merged until the guard goes.
     let differing_files = lab
         .exec_all(&names, CHECK, HASH_TIMEOUT)?
         .iter()

@@ -10,7 +10,8 @@ use crate::figure::{self, Axis, Figure, Series};
 /// Pages in a MiB.
 const PAGES_PER_MIB: f64 = 256.0;
 
-/// `results`: medians of the repeats; the first of [`BUDGETS`] is the one that the headline figures are of.
+/// `results`: medians of the repeats; the first of [`BUDGETS`] is the one that the headline figures
+/// are of.
 pub(super) fn of(runs: &[ArmRun]) -> Value {
     let mut results = Map::new();
     let headline = BUDGETS[0];
@@ -165,7 +166,8 @@ fn own_time(work: &VmWork) -> f64 {
     work.wall_s - work.delay_s
 }
 
-/// CPU time of a guest's agent. The guest takes all time for its own, also while its vCPU waits for a core.
+/// CPU time of a guest's agent. The guest takes all time for its own, also while its vCPU waits for
+/// a core.
 fn agent_time(work: &VmWork) -> f64 {
     work.agent_s * work.vcpu_s / work.wall_s.max(1e-3)
 }
@@ -175,8 +177,8 @@ fn scanner_each(run: &ArmRun) -> f64 {
     run.scanner_cpu_s() / pairs(run).count().max(1) as f64
 }
 
-/// By how much longer folded guests worked than those beside them, in percent, sorted. What the mechanism used of the cores is
-/// counted in full, in equal parts.
+/// By how much longer folded guests worked than those beside them, in percent, sorted. What the
+/// mechanism used of the cores is counted in full, in equal parts.
 fn slowdowns(runs: &[ArmRun]) -> Vec<f64> {
     let mut all = Vec::new();
     for run in arm(runs, &beside_name(BUDGETS[0])) {
@@ -220,7 +222,8 @@ fn build_errors(runs: &[ArmRun]) -> usize {
     outputs().count() - counts.values().max().copied().unwrap_or(0)
 }
 
-/// Of each repeat; the median. In words if the other arm shared less than a page in one of them: a number over nothing says nothing.
+/// Of each repeat; the median. In words if the other arm shared less than a page in one of them: a
+/// number over nothing says nothing.
 fn ratio(one: &[&ArmRun], other: &[&ArmRun], of: fn(&ArmRun) -> f64) -> Value {
     if other.iter().any(|run| of(run) < 1.0) {
         return "no ratio: KSM shared nothing".into();

@@ -1,4 +1,5 @@
-//! What merging brings with one VM more and more, by what they do; and what it changes for programs whose memory is merged.
+//! What merging brings with one VM more and more, by what they do; and what it changes for programs
+//! whose memory is merged.
 
 use std::time::{Duration, Instant};
 

@@ -122,7 +122,8 @@ fn pid(lab: &Lab, name: &str) -> anyhow::Result<i32> {
     Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
 }
 
-/// Minor and major faults of a VM's QEMU (fields 10 and 12 of `proc_pid_stat(5)`, counted behind the command's name).
+/// Minor and major faults of a VM's QEMU (fields 10 and 12 of `proc_pid_stat(5)`, counted behind
+/// the command's name).
 fn host_faults(lab: &Lab, name: &str) -> anyhow::Result<(u64, u64)> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid(lab, name)?))?;
     let behind = stat.rsplit(')').next().unwrap_or_default();

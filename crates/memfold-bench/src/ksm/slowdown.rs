@@ -1,4 +1,5 @@
-//! How much ksmd slows guests down, by its speed: study C's figure 1. One program computes, the other writes to its memory, in two guests each on a core.
+//! How much ksmd slows guests down, by its speed: study C's figure 1. One program computes, the
+//! other writes to its memory, in two guests each on a core.
 
 use std::time::Duration;
 

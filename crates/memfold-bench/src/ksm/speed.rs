@@ -1,4 +1,5 @@
-//! How long KSM takes to merge what there is to merge, and what that costs: at the kernel's defaults, steered by memfold, steered by the kernel.
+//! How long KSM takes to merge what there is to merge, and what that costs: at the kernel's
+//! defaults, steered by memfold, steered by the kernel.
 
 use std::time::{Duration, Instant};
 

@@ -23,7 +23,8 @@ const IMAGE: &str = "trixie-b";
 
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// Sorts rows in a `PostgreSQL` whose processes may have so much memory, and that swap for the rest. `ROWS` and `MEMORY` are put in.
+/// Sorts rows in a `PostgreSQL` whose processes may have so much memory, and that swap for the
+/// rest. `ROWS` and `MEMORY` are put in.
 const SORT: &str = r#"set -e
 cd /
 version=$(ls /etc/postgresql)
@@ -219,7 +220,8 @@ impl Guest<'_> {
             .with_context(|| format!("the guest said '{said}'"))
     }
 
-    /// Puts the swap disk where an arm has it; how long the VM's swap took to get there, in milliseconds.
+    /// Puts the swap disk where an arm has it; how long the VM's swap took to get there, in
+    /// milliseconds.
     pub fn switch(&self, arm: Arm) -> anyhow::Result<u64> {
         let (iops, bandwidth) = match arm {
             Arm::HardDisk => (IOPS, BANDWIDTH),
@@ -271,8 +273,8 @@ impl Guest<'_> {
         Ok(())
     }
 
-    /// Has lent memory given back while the program goes on: how much of it was in use, how long it took, and the longest that the program
-    /// waited.
+    /// Has lent memory given back while the program goes on: how much of it was in use, how long it
+    /// took, and the longest that the program waited.
     pub fn give_back(&self, arm: Arm) -> anyhow::Result<GivenBack> {
         self.switch(arm)?;
         self.exec("touch /run/mixed")?;

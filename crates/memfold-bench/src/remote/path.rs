@@ -1,4 +1,5 @@
-//! What QEMU's own way to lent memory costs, without a guest: 4 KiB at a time from a lender at the other end of the link.
+//! What QEMU's own way to lent memory costs, without a guest: 4 KiB at a time from a lender at the
+//! other end of the link.
 //!
 //! ```text
 //!   bare     a client of NBD with TLS -----------------------------> nbdkit
@@ -6,10 +7,12 @@
 //!   blocks   qemu-io, quorum, nbd --Unix socket--> relay, with TLS -> nbdkit
 //!                            file (the copy)
 //! ```
-//! From a lease of their own each. `direct` is no way that memfold goes: it is what QEMU's own client adds.
+//! From a lease of their own each. `direct` is no way that memfold goes: it is what QEMU's own
+//! client adds.
 //!
-//! In turns of [`TURN`] accesses, one behind the other, as a guest that swaps asks: who is asked again at once needn't be woken first. What it
-//! takes when each access comes out of the blue is told beside it (`apart`).
+//! In turns of [`TURN`] accesses, one behind the other, as a guest that swaps asks: who is asked
+//! again at once needn't be woken first. What it takes when each access comes out of the blue is
+//! told beside it (`apart`).
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -88,8 +91,8 @@ struct Ways<'a> {
 }
 
 impl Ways<'_> {
-    /// Microseconds of an access: number 0 to 2 are reads, 3 to 5 writes, by a client that does nothing else, QEMU's nodes as a VM has them,
-    /// and QEMU's own client.
+    /// Microseconds of an access: number 0 to 2 are reads, 3 to 5 writes, by a client that does
+    /// nothing else, QEMU's nodes as a VM has them, and QEMU's own client.
     fn access(&mut self, number: usize, at: u64, byte: u64) -> anyhow::Result<f64> {
         let order = if number < 3 {
             format!("read -C {at} {BLOCK}")

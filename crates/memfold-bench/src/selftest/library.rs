@@ -1,5 +1,5 @@
-//! The fold protocol on memory of this process, while threads write to it: what a kernel that moves pages otherwise than it says,
-//! or a library that loses a write, would show first.
+//! The fold protocol on memory of this process, while threads write to it: what a kernel that moves
+//! pages otherwise than it says, or a library that loses a write, would show first.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -169,7 +169,8 @@ fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> 
             let first = random.below(PAGES);
             let pages = 1 + random.below(most.min(PAGES - first));
             let part = area.part(first, pages);
-            // What is folded goes back to anonymous memory now and then: pages are moved away from there alone.
+            // What is folded goes back to anonymous memory now and then: pages are moved away from
+            // there alone.
             if random.below(4) == 0 {
                 release(folder, part)?;
             }
@@ -181,7 +182,8 @@ fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> 
                 store_page: next,
             };
             next += pages;
-            // Anonymous memory is moved away; what is folded already, or partly, is write-protected.
+            // Anonymous memory is moved away; what is folded already, or partly, is
+            // write-protected.
             let mut outcome = fold(folder, Freeze::Move, run)?;
             if matches!(outcome, Outcome::Refused | Outcome::Hole { .. }) {
                 outcome = fold(folder, Freeze::WriteProtect, run)?;

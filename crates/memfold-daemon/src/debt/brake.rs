@@ -39,10 +39,12 @@ const ANSWER: Duration = Duration::from_secs(2);
 /// The same while a VM does not answer.
 const LATE_ANSWER: Duration = Duration::from_millis(100);
 
-/// Has a guest drop page cache that it can read again. Dirty pages stay, and so do inodes and directories (`Documentation/admin-guide/sysctl/vm.rst`).
+/// Has a guest drop page cache that it can read again. Dirty pages stay, and so do inodes and
+/// directories (`Documentation/admin-guide/sysctl/vm.rst`).
 const DROP_CLEAN: &str = "echo 1 > /proc/sys/vm/drop_caches";
 
-/// How long a guest may take for that, how long it takes until its free pages have been reported, and when it may be asked again.
+/// How long a guest may take for that, how long it takes until its free pages have been reported,
+/// and when it may be asked again.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 const REPORTED: Duration = Duration::from_secs(4);
 const ASK_AGAIN: Duration = Duration::from_secs(60);
@@ -89,7 +91,8 @@ impl DebtBrake {
         self.judge(self.debt.memory()?)
     }
 
-    /// The same from what the engine has just said beside other figures; `None`: it waits, and what it said before holds.
+    /// The same from what the engine has just said beside other figures; `None`: it waits, and what
+    /// it said before holds.
     pub(crate) fn debt_of(self: &Arc<Self>, owed: Option<Owed>) -> Result<DebtReport, DaemonError> {
         if let Some(owed) = owed {
             self.note_owed(owed);
@@ -140,8 +143,8 @@ impl DebtBrake {
         Ok(())
     }
 
-    /// Has the engine say what guests could call in, and waits for it for a while. One question at a time: a look that takes long is waited for
-    /// at the next turn, not asked for again.
+    /// Has the engine say what guests could call in, and waits for it for a while. One question at
+    /// a time: a look that takes long is waited for at the next turn, not asked for again.
     fn ask_owed(
         &self,
         look: bool,
@@ -231,7 +234,8 @@ impl DebtBrake {
         state.note(&report, what);
         let report = state.report(memory);
         if state.held != was_held {
-            // Still locked, so that two changes reach the engine in their order; it doesn't ask for this lock.
+            // Still locked, so that two changes reach the engine in their order; it doesn't ask for
+            // this lock.
             self.folding.tell(Command::SetBraked(why(&report)))?;
         }
         Ok(report)
@@ -314,8 +318,9 @@ impl DebtBrake {
     }
 }
 
-/// Pages that KSM saves: those that would each need a place of their own. While it stands still, its counter keeps what ended processes
-/// had merged, so that processes are asked; only with `look`.
+/// Pages that KSM saves: those that would each need a place of their own. While it stands still,
+/// its counter keeps what ended processes had merged, so that processes are asked; only with
+/// `look`.
 fn ksm_pages(look: bool, before: u64) -> u64 {
     let controls = ksm::Controls::default();
     let number = |name| controls.number(name).ok().flatten().unwrap_or(0);

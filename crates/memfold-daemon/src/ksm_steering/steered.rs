@@ -167,7 +167,8 @@ impl SteeredKsm {
             }
             processes => processes?,
         };
-        // VMs that are being started are children of this daemon, and no VMs yet: of this domain, or without mergeable memory.
+        // VMs that are being started are children of this daemon, and no VMs yet: of this domain,
+        // or without mergeable memory.
         let starting = |pid: &i32| !ours.strangers.contains(pid) && is_own_child(*pid);
         let mut known = members.clone();
         known.extend(processes.iter().map(|p| p.pid).filter(starting));
@@ -196,7 +197,8 @@ impl SteeredKsm {
         Ok(())
     }
 
-    /// Returns when ksmd is not at work any more (`run_store` in `mm/ksm.c` waits for it). What is merged stays merged.
+    /// Returns when ksmd is not at work any more (`run_store` in `mm/ksm.c` waits for it). What is
+    /// merged stays merged.
     pub fn stop(&mut self) -> Result<(), KsmError> {
         self.controls.write("run", &0)?;
         self.stopped = true;
@@ -251,7 +253,8 @@ impl SteeredKsm {
         Ok(())
     }
 
-    /// Tells the kernel's advisor what was decided. It computes `pages_to_scan` at the end of each full scan.
+    /// Tells the kernel's advisor what was decided. It computes `pages_to_scan` at the end of each
+    /// full scan.
     // Within what is asked for, see `start_ksm`.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     fn advise(&mut self, decision: &Decision, mergeable_pages: u64) -> Result<(), KsmError> {
@@ -292,7 +295,8 @@ impl SteeredKsm {
         Ok(())
     }
 
-    /// Somebody else has written a control: the budget is a promise, so what steering wants is written again.
+    /// Somebody else has written a control: the budget is a promise, so what steering wants is
+    /// written again.
     fn contest(&mut self, name: &'static str, found: impl std::fmt::Display) {
         if self.contested.insert(name) {
             warn!(
@@ -345,7 +349,8 @@ impl SteeredKsm {
     }
 }
 
-/// Whether a process was started by this one (field 4 of `proc_pid_stat(5)`, behind the name, which may hold anything).
+/// Whether a process was started by this one (field 4 of `proc_pid_stat(5)`, behind the name, which
+/// may hold anything).
 fn is_own_child(pid: i32) -> bool {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();

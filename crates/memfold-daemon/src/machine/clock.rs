@@ -1,4 +1,5 @@
-//! Clocks of guests that stood still: set to the host's as soon as the agent answers, before commands of users run.
+//! Clocks of guests that stood still: set to the host's as soon as the agent answers, before
+//! commands of users run.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,7 +28,8 @@ impl Machine {
         self.set_clock_state(ClockStep::pending());
     }
 
-    /// Sets the clock of a guest that stood still, on a thread of its own: who let the VM go on doesn't wait for the guest.
+    /// Sets the clock of a guest that stood still, on a thread of its own: who let the VM go on
+    /// doesn't wait for the guest.
     pub(crate) fn set_clock_soon(self: &Arc<Self>) {
         self.clock_is_wrong();
         let weak = Arc::downgrade(self);
@@ -46,7 +48,8 @@ impl Machine {
         }
     }
 
-    /// Sets the guest's clock. Returns whether that is all that can be done: no, if the agent has gone.
+    /// Sets the guest's clock. Returns whether that is all that can be done: no, if the agent has
+    /// gone.
     pub(crate) fn set_clock(&self) -> bool {
         let step = match self.step_clock() {
             Ok(step) => step,
@@ -123,7 +126,8 @@ impl Machine {
         self.clock.lock().clone()
     }
 
-    /// Waits until the guest's clock was set, if its agent answers: a command is to see the right time.
+    /// Waits until the guest's clock was set, if its agent answers: a command is to see the right
+    /// time.
     pub(crate) fn wait_clock(&self) {
         let end = Instant::now() + PATIENCE;
         let has_agent = || self.agent().is_some_and(|agent| agent.session().is_some());
@@ -139,7 +143,8 @@ impl Machine {
 }
 
 impl Machine {
-    /// Hears what QEMU has told of pauses so far. `before`: what the VM did when it was looked at last.
+    /// Hears what QEMU has told of pauses so far. `before`: what the VM did when it was looked at
+    /// last.
     pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
         let events = qmp.take_events_named(&["STOP", "RESUME"]);
         let is_known = !before.is_running() && !["prelaunch", "inmigrate"].contains(&&*before.name);

@@ -10,7 +10,8 @@ const NO_MONITOR: &str = "and not at pauses either: the library has no QMP socke
 
 const NOT_STOPPED: &str = "and not at pauses either: only libvirt stops and resumes its domains";
 
-/// Why what is folded is not folded again at once, or not at all. `why`: it is not even when the VM stands still for a moment.
+/// Why what is folded is not folded again at once, or not at all. `why`: it is not even when the VM
+/// stands still for a moment.
 fn refold_problems(conditions: &VmConditions, can_stop: bool, why: &str) -> Vec<String> {
     let reasons = conditions.refold_live.iter().map(ToString::to_string);
     let no_stop = (!conditions.refold_live.is_empty() && !can_stop).then(|| why.to_owned());

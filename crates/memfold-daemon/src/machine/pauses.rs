@@ -1,7 +1,7 @@
 //! How long a VM stood still, whoever stopped it: QEMU tells every client of STOP and RESUME.
 //!
-//! A guest that stood still has the wall clock of before, so it gets the host's. The pauses of a save are the save's own matter, which knows
-//! whether the clock is to be kept.
+//! A guest that stood still has the wall clock of before, so it gets the host's. The pauses of a
+//! save are the save's own matter, which knows whether the clock is to be kept.
 
 use std::time::{Duration, SystemTime};
 
@@ -19,7 +19,8 @@ pub(crate) struct Pauses {
 }
 
 impl Pauses {
-    /// How long the VM stood still, if these events say that it has, for others than a save. `stood`: it was seen standing still before.
+    /// How long the VM stood still, if these events say that it has, for others than a save.
+    /// `stood`: it was seen standing still before.
     pub fn hear(&mut self, events: &[Value], stood: bool) -> Option<Duration> {
         let mut longest = None;
         for event in events {

@@ -52,7 +52,8 @@ impl Machine {
                 if agent.wait_session(Duration::from_secs(1)).is_err() {
                     continue;
                 }
-                // Dozens of guests at work would keep the next clone from starting. But none may keep others waiting for long.
+                // Dozens of guests at work would keep the next clone from starting. But none may
+                // keep others waiting for long.
                 let _turn = RENEWING
                     .get_or_init(|| Semaphore::new(cpus().div_ceil(2)))
                     .take(TURN_TIMEOUT);

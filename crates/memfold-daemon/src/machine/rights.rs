@@ -34,7 +34,8 @@ impl Machine {
         }
     }
 
-    /// The right to save it or to change what it maps, for a request. It does not wait longer than [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
+    /// The right to save it or to change what it maps, for a request. It does not wait longer than
+    /// [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
     pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
         let rank = Ranked::begin(Rank::Save);
         let right = self.saving.try_lock_for(RIGHT_TIMEOUT);
@@ -51,8 +52,9 @@ impl Machine {
         })
     }
 
-    /// The right to change what its swap disk uses. A VM that has one isn't saved, so nobody waits here for who saves, or copies files out of
-    /// the guest for an hour: a lender that needs its memory doesn't either.
+    /// The right to change what its swap disk uses. A VM that has one isn't saved, so nobody waits
+    /// here for who saves, or copies files out of the guest for an hour: a lender that needs its
+    /// memory doesn't either.
     pub fn swap_right(&self) -> SwapRight<'_> {
         SwapRight {
             _rank: Ranked::begin(Rank::Swap),

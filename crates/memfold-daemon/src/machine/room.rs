@@ -1,4 +1,5 @@
-//! VMs that stand still for a full disk and are to go on by themselves when there is room (`resume_when_room`).
+//! VMs that stand still for a full disk and are to go on by themselves when there is room
+//! (`resume_when_room`).
 
 use std::io;
 use std::path::Path;
@@ -13,7 +14,8 @@ use crate::run_state::RunState;
 /// Free bytes that the file system of each full disk must have.
 const LEAST: u64 = 16 << 20;
 
-/// Shortest and longest time between two tries: a guest that fills the room at once is tried less and less often.
+/// Shortest and longest time between two tries: a guest that fills the room at once is tried less
+/// and less often.
 const SHORTEST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(60);
 

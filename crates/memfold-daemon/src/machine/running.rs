@@ -46,8 +46,8 @@ impl Machine {
         self.state.lock().clone()
     }
 
-    /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer than `patience` or a snapshot is being
-    /// made, is as it was.
+    /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer
+    /// than `patience` or a snapshot is being made, is as it was.
     pub(crate) fn look_at_state(self: &Arc<Self>, patience: Duration) -> RunState {
         self.look(patience, |qmp, before| self.hear_pauses(qmp, before))
     }
@@ -110,7 +110,8 @@ impl Machine {
         }
     }
 
-    /// Why a command in its guest has no answer, if that is because the VM stands still. One that never ran is as one that boots.
+    /// Why a command in its guest has no answer, if that is because the VM stands still. One that
+    /// never ran is as one that boots.
     pub fn stands_still(&self) -> Option<RunState> {
         let stands = |state: &RunState| !state.is_running() && state.name != "prelaunch";
         // Longer than for a moment.
@@ -162,7 +163,8 @@ impl Machine {
             .end(timeout, &|| self.ask_to_shut_down(), Some(&monitor))?)
     }
 
-    /// Has the agent shut the guest down; whether it took the order. Without an agent, as while the guest boots, nobody does.
+    /// Has the agent shut the guest down; whether it took the order. Without an agent, as while the
+    /// guest boots, nobody does.
     fn ask_to_shut_down(&self) -> bool {
         let Some(agent) = self.agent().filter(|agent| agent.session().is_some()) else {
             return false;

@@ -54,9 +54,9 @@ impl Machine {
         }
     }
 
-    /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a stopped process, a host that
-    /// swaps), or its library's thread got no core. A library that keeps failing is tried less and less often, because the engine
-    /// waits for it each time.
+    /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a
+    /// stopped process, a host that swaps), or its library's thread got no core. A library that
+    /// keeps failing is tried less and less often, because the engine waits for it each time.
     fn reach_library_again(&self) {
         let mut watch = self.library_watch.lock();
         if self.library_state() != LibraryState::Lost || watch.connected.elapsed() < watch.pause {

@@ -16,7 +16,8 @@ use crate::segments::in_guest::{lay, take_off};
 use crate::segments::slots::{directory, note, noted};
 
 impl Segments {
-    /// Attaches a segment to a running VM and has its guest lay it over its files. One of the same name that lies there is taken off first.
+    /// Attaches a segment to a running VM and has its guest lay it over its files. One of the same
+    /// name that lies there is taken off first.
     pub fn attach(
         &self,
         vm: &str,
@@ -25,8 +26,9 @@ impl Segments {
         let machine = self.registry.machine(vm)?;
         let directory = directory(&machine)?;
         let slots = machine.vm().spec().map_or(0, VmSpec::slots);
-        // One at a time: two would take the same slot, and a snapshot would be of something half done. Before the other lock, which is held
-        // only until QEMU maps the image: guests take their time.
+        // One at a time: two would take the same slot, and a snapshot would be of something half
+        // done. Before the other lock, which is held only until QEMU maps the image: guests take
+        // their time.
         let _alone = machine.save_right_soon()?;
         // A writer's check holds until it is noted.
         let mut kept = if request.writer {
@@ -56,7 +58,8 @@ impl Segments {
             memfold_vm::segments::check_one(&segment)
                 .map_err(|error| SegmentError::Impossible(error.to_string()))?;
             let file = File::open(&image);
-            // Noted first: a device that nobody knows of would take its slot for ever. What is noted and not there is put right later.
+            // Noted first: a device that nobody knows of would take its slot for ever. What is
+            // noted and not there is put right later.
             now.push(segment.clone());
             note(directory, &now)?;
             // A user of the segment from now on: nobody waits for QEMU with the lock.
@@ -108,7 +111,8 @@ impl Segments {
         })
     }
 
-    /// Has a guest take a segment off its files, keeping what was written there. The device stays until the VM ends.
+    /// Has a guest take a segment off its files, keeping what was written there. The device stays
+    /// until the VM ends.
     pub fn detach(&self, vm: &str, name: &str) -> Result<AttachedSegment, DaemonError> {
         let machine = self.registry.machine(vm)?;
         let reference = Reference::parse(name)?;
@@ -156,7 +160,8 @@ impl Segments {
     }
 }
 
-/// Takes off another generation that lies there, and lays this one; if that fails, lays the other again.
+/// Takes off another generation that lies there, and lays this one; if that fails, lays the other
+/// again.
 fn lay_instead(
     machine: &Machine,
     now: &[SegmentSpec],

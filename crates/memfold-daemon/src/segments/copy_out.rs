@@ -1,10 +1,11 @@
-//! Files of a running guest, copied to an image that the host reads: `segment build --from vm:NAME`.
+//! Files of a running guest, copied to an image that the host reads:
+//! `segment build --from vm:NAME`.
 //!
 //! ```text
 //!   guest: cp -a  ->  ext4 on a virtio-blk disk in a free slot for segments  ->  file of the host  ->  unpacked like any image
 //! ```
-//! The disk goes again when the copy is done or fails. What the guest wrote to it is foreign: programs that read it are confined
-//! (`segment::ext`).
+//! The disk goes again when the copy is done or fails. What the guest wrote to it is foreign:
+//! programs that read it are confined (`segment::ext`).
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -37,8 +38,8 @@ const COPY_TIMEOUT: Duration = Duration::from_secs(3600);
 /// How long it may take to let go of the disk.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Finds the disk, and copies directories as they are seen: with owners, modes, times, links, capabilities and access lists, without what
-/// is mounted below them.
+/// Finds the disk, and copies directories as they are seen: with owners, modes, times, links,
+/// capabilities and access lists, without what is mounted below them.
 const COPY: &str = r#"set -e
 find_disk() {
     for disk in /sys/block/vd*; do
@@ -193,7 +194,8 @@ fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError>
     qmp.execute("device_add", device).map(drop)
 }
 
-/// Whether everything that the guest wrote is there: it may not have minded errors, and files would lack bytes.
+/// Whether everything that the guest wrote is there: it may not have minded errors, and files would
+/// lack bytes.
 fn all_written(machine: &Machine) -> Result<(), DaemonError> {
     let stats = machine.monitor().execute("query-blockstats", json!({}))?;
     let disks = stats.as_array().into_iter().flatten();

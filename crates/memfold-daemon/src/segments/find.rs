@@ -10,7 +10,8 @@ use crate::segments::Segments;
 use crate::snapshot_locks::{Use, being_saved};
 
 impl Segments {
-    /// Finds the segments of a VM that is about to be started, and keeps them from being removed until it maps them.
+    /// Finds the segments of a VM that is about to be started, and keeps them from being removed
+    /// until it maps them.
     pub(crate) fn take(&self, spec: &mut VmSpec) -> Result<Vec<Use<'_>>, DaemonError> {
         let _kept = self.shared();
         self.find(spec)?;
@@ -19,7 +20,8 @@ impl Segments {
         Ok(uses.collect::<Result<Vec<_>, _>>()?)
     }
 
-    /// Finds the images of a description's segments, after comparing their bytes, and whether this VM may map them.
+    /// Finds the images of a description's segments, after comparing their bytes, and whether this
+    /// VM may map them.
     pub(crate) fn find(&self, spec: &mut VmSpec) -> Result<(), DaemonError> {
         let (vm, domain) = (spec.name.clone(), spec.domain.clone());
         for segment in &mut spec.segments {

@@ -1,4 +1,5 @@
-//! Segments that guests lay over their files when they boot, and those that lie there when the daemon comes.
+//! Segments that guests lay over their files when they boot, and those that lie there when the
+//! daemon comes.
 
 use std::sync::Arc;
 
@@ -19,8 +20,8 @@ pub(crate) fn lay_when_booted(machine: &Arc<Machine>) {
     }
 }
 
-/// Asks a guest that this daemon hasn't booted what lies over its files, and takes out a disk that it was to copy files to: the daemon
-/// that plugged it is dead.
+/// Asks a guest that this daemon hasn't booted what lies over its files, and takes out a disk that
+/// it was to copy files to: the daemon that plugged it is dead.
 pub(crate) fn recall_segments(machine: &Arc<Machine>) {
     if machine.vm().spec().is_none_or(|spec| spec.slots() == 0) {
         return;
@@ -68,7 +69,8 @@ fn recall(machine: &Machine) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Has a guest that runs lay its segments over its files. What fails is said where VMs are listed, and in the log.
+/// Has a guest that runs lay its segments over its files. What fails is said where VMs are listed,
+/// and in the log.
 pub(crate) fn lay_all(machine: &Machine) {
     let _alone = machine.save_right();
     let segments = machine.vm().segments();

@@ -7,7 +7,8 @@ use memfold_vm::{SegmentSpec, VmDirectory};
 use crate::error::DaemonError;
 use crate::machine::Machine;
 
-/// The VM's segments as QEMU has them: what a daemon that died had noted and not plugged is forgotten.
+/// The VM's segments as QEMU has them: what a daemon that died had noted and not plugged is
+/// forgotten.
 pub(super) fn noted(
     machine: &Machine,
     directory: &VmDirectory,

@@ -1,4 +1,5 @@
-//! Who uses segments: VMs, snapshots, and the VM that writes the next generation. What nobody uses any more goes.
+//! Who uses segments: VMs, snapshots, and the VM that writes the next generation. What nobody uses
+//! any more goes.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
 impl Segments {
-    /// Who needs a generation: VMs that map it, and snapshots of such. What can't be read is taken for one.
+    /// Who needs a generation: VMs that map it, and snapshots of such. What can't be read is taken
+    /// for one.
     pub(super) fn users_of(&self, manifest: &Manifest) -> Result<Vec<String>, DaemonError> {
         let reference = manifest.reference();
         let pids = self.shelf.users(std::slice::from_ref(manifest))?;
@@ -65,7 +67,8 @@ impl Segments {
         Ok(users.into_iter().collect())
     }
 
-    /// The VM that writes a segment's next generation. One that has ended, or taken the segment off, doesn't any more.
+    /// The VM that writes a segment's next generation. One that has ended, or taken the segment
+    /// off, doesn't any more.
     pub(super) fn writer(&self, name: &str) -> Option<String> {
         let vm = self.shelf.writer(name)?;
         // What it has is seen when it is there.
@@ -123,7 +126,8 @@ impl Segments {
         }
     }
 
-    /// What a daemon that died has left to do: writers that have ended meanwhile, generations that nobody uses any more.
+    /// What a daemon that died has left to do: writers that have ended meanwhile, generations that
+    /// nobody uses any more.
     pub(crate) fn clean_up(&self) {
         let all = self.shelf.all().unwrap_or_default();
         for name in all
@@ -149,7 +153,8 @@ impl Segments {
         }
     }
 
-    /// A VM that maps these ends, and its name is not free yet: the next one of that name would be the writer, unasked.
+    /// A VM that maps these ends, and its name is not free yet: the next one of that name would be
+    /// the writer, unasked.
     pub(crate) fn end_writer(&self, vm: &str, segments: &[SegmentSpec]) {
         for segment in segments {
             if self.shelf.writer(segment.base_name()).as_deref() == Some(vm) {
@@ -170,7 +175,8 @@ impl Segments {
         {
             self.drop_old(name);
         }
-        // A VM that is being started would lose what it has looked up before it is mapped; its own end comes, too.
+        // A VM that is being started would lose what it has looked up before it is mapped; its own
+        // end comes, too.
         if !self.registry.arrivals().is_empty() {
             return;
         }

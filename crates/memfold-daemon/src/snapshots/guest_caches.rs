@@ -1,4 +1,5 @@
-//! What a guest does before it is saved: it writes back what is dirty, and drops what it can have again.
+//! What a guest does before it is saved: it writes back what is dirty, and drops what it can have
+//! again.
 
 use std::time::Duration;
 
@@ -7,11 +8,13 @@ use memfold_vm::AgentError;
 use crate::error::DaemonError;
 use crate::machine::Machine;
 
-/// How long a guest may take to write back what is dirty, and, if nothing else is said, to drop its caches.
+/// How long a guest may take to write back what is dirty, and, if nothing else is said, to drop its
+/// caches.
 pub(super) const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What a guest runs first, once what is dirty is written back: its caches go. The agent's events are off meanwhile (`set_event`,
-/// `Documentation/trace/events.rst`): telling each page that goes would take most of half the time.
+/// What a guest runs first, once what is dirty is written back: its caches go. The agent's events
+/// are off meanwhile (`set_event`, `Documentation/trace/events.rst`): telling each page that goes
+/// would take most of half the time.
 const DROP: &str = r"saved=/run/memfold-events
 on() { [ ! -s $saved ] || { cat $saved > set_event && rm $saved; }; }
 if cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
@@ -40,7 +43,8 @@ pub(super) fn write_back(machine: &Machine) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Has the guest drop what it can have again. If it takes longer, it is saved with what it has left; says so.
+/// Has the guest drop what it can have again. If it takes longer, it is saved with what it has
+/// left; says so.
 pub(super) fn drop_caches(
     machine: &Machine,
     limit: Duration,

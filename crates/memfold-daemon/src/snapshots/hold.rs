@@ -113,7 +113,8 @@ impl save::Hold for HeldVm<'_> {
             self.stopped.set(Some(Instant::now()));
             return Ok(());
         }
-        // The library has no monitor, so that nobody in QEMU lets the VM go on when we die: the next daemon does.
+        // The library has no monitor, so that nobody in QEMU lets the VM go on when we die: the
+        // next daemon does.
         let failed = |error: &dyn std::fmt::Display| format!("cannot stop the VM: {error}");
         if self.machine.vm().has_library() {
             self.tell("left alone", Command::LeaveAlone)?;

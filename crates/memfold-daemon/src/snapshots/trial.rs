@@ -1,4 +1,5 @@
-//! Whether a VM of a snapshot could start, tried: QEMU is started as `restore` starts it, reads no state, and is ended.
+//! Whether a VM of a snapshot could start, tried: QEMU is started as `restore` starts it, reads no
+//! state, and is ended.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -10,7 +10,8 @@ use crate::machine::Machine;
 use crate::snapshots::Snapshots;
 
 impl Snapshots {
-    /// Has what VMs of this snapshot use first at hand for this one, or finds out what that is. Beside the VM, which runs.
+    /// Has what VMs of this snapshot use first at hand for this one, or finds out what that is.
+    /// Beside the VM, which runs.
     pub(super) fn mind_working_set(
         &self,
         machine: Arc<Machine>,

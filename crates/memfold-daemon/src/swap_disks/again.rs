@@ -1,8 +1,10 @@
-//! Borrowing again: what an operator has asked for (`memfold borrow`) stays asked for until he gives it back, or the VM ends.
+//! Borrowing again: what an operator has asked for (`memfold borrow`) stays asked for until he
+//! gives it back, or the VM ends.
 //!
-//! A lender that dies, is upgraded or needs its memory leaves the VM on this host's disk, where it is safe and slow. When a lender has room again, it
-//! is switched again: a minute after a loss, ten minutes after it was asked for, so that who needed his memory isn't asked for it at once. The wish is a
-//! file of the VM's ([`VmDirectory::wish`]): the next daemon knows it, too.
+//! A lender that dies, is upgraded or needs its memory leaves the VM on this host's disk, where it
+//! is safe and slow. When a lender has room again, it is switched again: a minute after a loss, ten
+//! minutes after it was asked for, so that who needed his memory isn't asked for it at once. The
+//! wish is a file of the VM's ([`VmDirectory::wish`]): the next daemon knows it, too.
 //!
 //! What VMs borrow by themselves is no wish: those that go on swapping borrow again anyhow.
 //!
@@ -33,7 +35,8 @@ const AFTER_LOSS: Duration = Duration::from_secs(60);
 /// The same after the lender has asked for its memory, or nobody could say how the lender is.
 const AFTER_RECALL: Duration = LONGEST_WAIT;
 
-/// How long to wait, by where a swap disk is that should be lent; `None`: it is. `lost_a_copy`: that is why it came home.
+/// How long to wait, by where a swap disk is that should be lent; `None`: it is. `lost_a_copy`:
+/// that is why it came home.
 const fn rest(place: SwapPlace, lost_a_copy: bool) -> Option<Duration> {
     match place {
         SwapPlace::OnCopy => Some(AFTER_LOSS),
@@ -45,7 +48,8 @@ const fn rest(place: SwapPlace, lost_a_copy: bool) -> Option<Duration> {
     }
 }
 
-/// Forgets those that are lent again: what is lost after that, however soon, rests as after any loss.
+/// Forgets those that are lent again: what is lost after that, however soon, rests as after any
+/// loss.
 fn forget_done(waiting: &mut BTreeMap<u32, Backoff<()>>, now: Instant) {
     waiting.retain(|_, tries| tries.ended(now).is_none());
 }

@@ -1,9 +1,11 @@
-//! Borrowing by itself (`serve --borrow auto`): a VM that goes on swapping gets lent RAM, and gives it back when it swaps no more.
+//! Borrowing by itself (`serve --borrow auto`): a VM that goes on swapping gets lent RAM, and gives
+//! it back when it swaps no more.
 //!
-//! What counts is what its swap device read and wrote, as QEMU counts it. A burst is none of our business: to switch costs a copy of the whole
-//! disk. So borrowing begins after ten seconds in a row of at least [`BUSY`], and ends after ten minutes in a row below [`IDLE`], which is far
-//! lower. What an operator borrowed is the operator's to give back; and a VM whose memory was given back by somebody else is left alone for
-//! a while.
+//! What counts is what its swap device read and wrote, as QEMU counts it. A burst is none of our
+//! business: to switch costs a copy of the whole disk. So borrowing begins after ten seconds in a
+//! row of at least [`BUSY`], and ends after ten minutes in a row below [`IDLE`], which is far
+//! lower. What an operator borrowed is the operator's to give back; and a VM whose memory was given
+//! back by somebody else is left alone for a while.
 
 use std::collections::BTreeMap;
 use std::io;

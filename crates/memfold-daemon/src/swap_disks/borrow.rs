@@ -222,8 +222,9 @@ impl SwapDisks {
         Ok(borrowing)
     }
 
-    /// Why a switch had better be given up: a connection has ended, or a lender hangs or needs its memory, which is `asked` once a second. QEMU
-    /// can't give up what waits for an answer before the connection is cut.
+    /// Why a switch had better be given up: a connection has ended, or a lender hangs or needs its
+    /// memory, which is `asked` once a second. QEMU can't give up what waits for an answer before
+    /// the connection is cut.
     fn why_to_give_up(
         &self,
         borrowing: &Borrowing,
@@ -297,7 +298,8 @@ impl SwapDisks {
     }
 }
 
-/// An export that a relay can connect to: that of a lender by iSCSI is on this host, in front of a session of its own.
+/// An export that a relay can connect to: that of a lender by iSCSI is on this host, in front of a
+/// session of its own.
 fn reach(
     directory: &VmDirectory,
     lease: &Lease,

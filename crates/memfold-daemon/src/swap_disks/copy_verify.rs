@@ -1,6 +1,8 @@
-//! Whether a swap disk's copy on this host's disk is whole, after a time in which nobody would have heard that a write to it failed.
+//! Whether a swap disk's copy on this host's disk is whole, after a time in which nobody would have
+//! heard that a write to it failed.
 //!
-//! Its relay knows what was written ([`compare`](memfold_lend::relay::compare)). Until it has said so, a lender that dies may leave old bytes.
+//! Its relay knows what was written ([`compare`](memfold_lend::relay::compare)). Until it has said
+//! so, a lender that dies may leave old bytes.
 
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
@@ -24,7 +26,8 @@ pub(crate) struct Comparison {
     /// The monitor's connection then: failures have been heard ever since, if it is the same.
     heard_on: Option<u64>,
     tried: Option<Instant>,
-    /// Its relay is of a version that knows no questions: all is copied when it's given back, as before.
+    /// Its relay is of a version that knows no questions: all is copied when it's given back, as
+    /// before.
     is_old: bool,
 }
 

@@ -32,7 +32,8 @@ impl SwapDisks {
         let directory = swap_directory(&machine)?;
         let right = machine.swap_right();
         if for_good {
-            // First: whatever fails or is killed on the way, it isn't borrowed again against the operator's word.
+            // First: whatever fails or is killed on the way, it isn't borrowed again against the
+            // operator's word.
             forget_request(directory);
         }
         let guard = self.reconciled_guard(&machine, directory, &right)?;
@@ -140,7 +141,8 @@ impl SwapDisks {
     }
 }
 
-/// A number that no node of the swap disk has or had: what QEMU reports late of one that is gone is of no other.
+/// A number that no node of the swap disk has or had: what QEMU reports late of one that is gone is
+/// of no other.
 pub(super) fn new_generation(machine: &Machine) -> Result<u64, QmpError> {
     let free = graph::free_generation(&mut machine.monitor())?;
     Ok(machine.use_generation(free))

@@ -82,7 +82,8 @@ impl Guard {
         parts.map(|(part, _)| part).filter(has_ended).collect()
     }
 
-    /// Why all that is lent had better be moved to a disk, if it had: a lender's death, or the end of a lease, would lose bytes.
+    /// Why all that is lent had better be moved to a disk, if it had: a lender's death, or the end
+    /// of a lease, would lose bytes.
     pub fn is_in_danger(&self) -> Option<&'static str> {
         let state = self.state();
         let borrowing = &state.borrowing;

@@ -16,7 +16,8 @@ use crate::swap_disks::note::{swap_directory, write_note};
 use crate::swap_disks::relays::{hear_end_of, wait_longer};
 
 impl SwapDisks {
-    /// A part can't be reached any more: QEMU goes on without it already. Takes it out, and sees that there is a copy again.
+    /// A part can't be reached any more: QEMU goes on without it already. Takes it out, and sees
+    /// that there is a copy again.
     pub(super) fn heal(
         &self,
         machine: &Machine,

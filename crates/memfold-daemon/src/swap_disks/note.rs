@@ -1,5 +1,5 @@
-//! What is noted of a swap disk on lent RAM, in its VM's directory: `borrowed.json` names the leases, and is written before the first of them
-//! is used.
+//! What is noted of a swap disk on lent RAM, in its VM's directory: `borrowed.json` names the
+//! leases, and is written before the first of them is used.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! Whether a swap disk is lent, after QEMU has kept that from us: its answer to the end of a switch was lost, or came too late.
+//! Whether a swap disk is lent, after QEMU has kept that from us: its answer to the end of a switch
+//! was lost, or came too late.
 //!
 //! Until QEMU answers everything stays that the disk may use: relays, wires, leases, the note.
 
@@ -19,7 +20,8 @@ use crate::swap_disks::note::{is_swap_file, remove_note, swap_directory, write_n
 use crate::swap_disks::relays::let_go;
 
 impl SwapDisks {
-    /// Finds out whether a swap disk is lent, if QEMU has kept that from us: until it answers, everything stays.
+    /// Finds out whether a swap disk is lent, if QEMU has kept that from us: until it answers,
+    /// everything stays.
     pub(super) fn reconcile(
         &self,
         machine: &Machine,
@@ -98,7 +100,8 @@ impl SwapDisks {
         }
     }
 
-    /// Removes nodes and files of the swap disk that its device doesn't use: after a switch those of before, after a failure the new ones.
+    /// Removes nodes and files of the swap disk that its device doesn't use: after a switch those
+    /// of before, after a failure the new ones.
     pub(super) fn clean_up(machine: &Machine) {
         let tidied = (|| -> Result<(), DaemonError> {
             graph::cancel(&|| machine.monitor())?;

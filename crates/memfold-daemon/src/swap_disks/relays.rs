@@ -103,7 +103,8 @@ pub(crate) fn is_relay_stopped(guard: &Guard) -> bool {
     relays.any(Running::is_stopped)
 }
 
-/// What is lent is all there is: a guest that waits for a minute loses less than one whose swap disk is lost.
+/// What is lent is all there is: a guest that waits for a minute loses less than one whose swap
+/// disk is lost.
 pub(crate) fn wait_longer(guard: &Guard) {
     let patience = Ask::Patience(u64::try_from(LAST_PATIENCE.as_millis()).unwrap_or(u64::MAX));
     let borrowing = guard.borrowing();

@@ -1,4 +1,5 @@
-//! The thread that watches what a VM has borrowed: lenders that are lost, relays that stand still, leases, what QEMU reports.
+//! The thread that watches what a VM has borrowed: lenders that are lost, relays that stand still,
+//! leases, what QEMU reports.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -21,7 +22,8 @@ const WATCH: Duration = Duration::from_millis(100);
 /// After that a swap disk that couldn't be moved away from a single lender is tried again.
 const MOVE_AGAIN: Duration = Duration::from_secs(15);
 
-/// Looks in a row that find a relay standing still, until it is given up: one may catch a debugger's blink.
+/// Looks in a row that find a relay standing still, until it is given up: one may catch a
+/// debugger's blink.
 const STOPPED_LOOKS: u32 = 5;
 
 impl SwapDisks {
@@ -111,7 +113,8 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     }
 }
 
-/// Whether a relay stands still for longer than a blink. QEMU isn't asked anything meanwhile: its monitor may wait for that relay.
+/// Whether a relay stands still for longer than a blink. QEMU isn't asked anything meanwhile: its
+/// monitor may wait for that relay.
 fn stands_still(guard: &Guard) -> bool {
     (0..STOPPED_LOOKS).all(|look| {
         if look > 0 {

@@ -1,4 +1,5 @@
-//! What is known of one volume on lent RAM, while it is there: shared by its thread and by who asks.
+//! What is known of one volume on lent RAM, while it is there: shared by its thread and by who
+//! asks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -94,7 +95,8 @@ impl Keeper {
             || self.is_running_out()
     }
 
-    /// Whether half of its lease's time is over without its having been renewed, and its end would lose what lies there.
+    /// Whether half of its lease's time is over without its having been renewed, and its end would
+    /// lose what lies there.
     pub fn is_running_out(&self) -> bool {
         let durability = self.durability_now();
         let left = self.holds().saturating_duration_since(Instant::now());

@@ -21,7 +21,8 @@ pub(super) struct Fit {
     pub wanted: u64,
 }
 
-/// The states of a mirror's images, a letter each, this host's own first; `None` if it is none, or isn't said.
+/// The states of a mirror's images, a letter each, this host's own first; `None` if it is none, or
+/// isn't said.
 pub(super) fn images(loan: &Loan) -> Option<String> {
     if loan.durability == Durability::None {
         return None;
@@ -29,7 +30,8 @@ pub(super) fn images(loan: &Loan) -> Option<String> {
     tools::images(&loan.volume).ok()?
 }
 
-/// Why a lender that was there can't be used any more; `images`: their states, as far as they are known.
+/// Why a lender that was there can't be used any more; `images`: their states, as far as they are
+/// known.
 pub(super) fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
     let session = loan.target.as_ref().and_then(session::of);
     if !session.is_some_and(|session| session.is_up) {
@@ -145,7 +147,8 @@ pub(super) fn forgotten(volume: &Volume) -> Result<Option<String>, DaemonError> 
 pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
     let disks = tools::physical(&volume.group)?;
     let Some(disk) = disks.iter().find(|disk| disk.uuid == uuid) else {
-        // It wasn't put into the group yet; or was taken out as missing, and its image has none below it.
+        // It wasn't put into the group yet; or was taken out as missing, and its image has none
+        // below it.
         if let Some(device) = tools::orphan(uuid)? {
             tools::forget_disk(&device)?;
         }

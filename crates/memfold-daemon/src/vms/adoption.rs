@@ -24,8 +24,8 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_
 const LOOK: Duration = Duration::from_millis(100);
 
 impl Vms {
-    /// Begins to take over the VMs that run under the state directory, and those that the daemon before was attached to: each on a thread
-    /// of its own, again and again.
+    /// Begins to take over the VMs that run under the state directory, and those that the daemon
+    /// before was attached to: each on a thread of its own, again and again.
     pub(crate) fn begin_adoption(self: &Arc<Self>) -> io::Result<()> {
         for directory in VmDirectory::all(self.registry.state())? {
             // A directory without a description is of a start that was cut off.

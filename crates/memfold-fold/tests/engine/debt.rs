@@ -97,7 +97,8 @@ fn a_braked_engine_folds_nothing_more_keeps_what_is_folded_and_goes_on_when_it_m
             "what was folded stays"
         );
     }
-    // It still looks at the kernel's tables by itself: counters alone, without asking for a look, follow.
+    // It still looks at the kernel's tables by itself: counters alone, without asking for a look,
+    // follow.
     a.fill(0, 64, 73);
     engine.say(1, FromAgent::Gone(vec![]));
     wait_until("it looks by itself", Duration::from_secs(20), || {
@@ -126,7 +127,8 @@ fn unwritten_pages_of_a_snapshots_image_are_owed_and_holes_are_not() {
     engine.add(1, &domain, &a, true);
     engine.add(2, &domain, &b, true);
     assert_eq!(of(&owed(&engine, true, false), 1).snapshot_pages, 300);
-    // Fifty of the image's pages, and as many of its hole (where a memory file now holds pages of zeroes, which nobody asked for).
+    // Fifty of the image's pages, and as many of its hole (where a memory file now holds pages of
+    // zeroes, which nobody asked for).
     for at in (250..300).chain(2000..2050) {
         a.page(at).fill(9);
     }

@@ -1,4 +1,5 @@
-//! What a daemon knows of the VMs that are looked at, and nobody sees from outside: `GET /v1/estimate`.
+//! What a daemon knows of the VMs that are looked at, and nobody sees from outside:
+//! `GET /v1/estimate`.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

@@ -1,8 +1,11 @@
-//! What VMs hold, in a form that tells two hosts what their VMs have in common and nobody else what it is: `memfold estimate --fingerprint`.
+//! What VMs hold, in a form that tells two hosts what their VMs have in common and nobody else what
+//! it is: `memfold estimate --fingerprint`.
 //!
-//! After Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of a Bloom filter of all pages: of a content either all VMs that hold it have it in
-//! their fingerprints, or none, so what two have in common is counted, and multiplied by 2^level. Contents are hashed with a secret that the hosts share: a
-//! fingerprint by itself can't be searched for a page that somebody knows.
+//! After Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of a Bloom
+//! filter of all pages: of a content either all VMs that hold it have it in their fingerprints, or
+//! none, so what two have in common is counted, and multiplied by 2^level. Contents are hashed with
+//! a secret that the hosts share: a fingerprint by itself can't be searched for a page that
+//! somebody knows.
 //!
 //! ```text
 //!   a content, 64 bits:   6: how many zero bits its sampling hash begins with (more than so many count as so many)
@@ -27,7 +30,8 @@ use super::targets::Target;
 /// Of this form.
 pub const FORMAT: u32 = 1;
 
-/// Contents of a VM at most: what two have in common is right within about 1.5 % of either, at 95 %.
+/// Contents of a VM at most: what two have in common is right within about 1.5 % of either, at 95
+/// %.
 const MOST_CONTENTS: usize = 1 << 14;
 
 /// Greatest level that a content's 64 bits can say.

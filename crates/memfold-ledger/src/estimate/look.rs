@@ -1,13 +1,15 @@
 //! Two looks at the memory of VMs, from outside and within a CPU budget.
 //!
-//! 1. The page maps say what is there. Pages of files or shared memory, the kernel's zero page, swapped pages and holes are counted,
-//!    not read: they are shared already, or not in memory.
+//! 1. The page maps say what is there. Pages of files or shared memory, the kernel's zero page,
+//!    swapped pages and holes are counted, not read: they are shared already, or not in memory.
 //! 2. First look: every other page is read and hashed, in an order by chance.
-//! 3. Second look, a second or more later: of the sample, pages that have a twin, and an eighth of those that have none. KSM doesn't
-//!    merge what changes between two of its passes; nor is it counted here as what could be saved.
+//! 3. Second look, a second or more later: of the sample, pages that have a twin, and an eighth of
+//!    those that have none. KSM doesn't merge what changes between two of its passes; nor is it
+//!    counted here as what could be saved.
 //!
-//! Reading 64 bytes of each page instead of all costs three quarters as much (0.55 against 0.74 us a page): finding the page is the dear
-//! part. So pages are read whole, and chosen by all of their bytes.
+//! Reading 64 bytes of each page instead of all costs three quarters as much (0.55 against 0.74 us
+//! a page): finding the page is the dear part. So pages are read whole, and chosen by all of their
+//! bytes.
 
 use std::io;
 use std::ops::Range as Span;
@@ -148,8 +150,8 @@ pub fn look(
     Ok(looked)
 }
 
-/// Pages of the sample: a quarter of all, so that the second look costs little beside the first. Of a gigabyte that leaves an error
-/// bar of about one percent.
+/// Pages of the sample: a quarter of all, so that the second look costs little beside the first. Of
+/// a gigabyte that leaves an error bar of about one percent.
 fn room(vms: &[Pages], options: &Options) -> usize {
     let private: u64 = vms.iter().map(|pages| pages.private).sum();
     let quarter = usize::try_from(private / 4).unwrap_or(usize::MAX);
@@ -279,7 +281,8 @@ fn shuffle<T>(all: &mut [T], seed: u64) {
     }
 }
 
-/// Frame numbers of all pages of these pieces; 0 where there is none, or we may not know. One read where the pieces lie close together.
+/// Frame numbers of all pages of these pieces; 0 where there is none, or we may not know. One read
+/// where the pieces lie close together.
 fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
     let end = |piece: &Piece| piece.first + u64::from(piece.pages);
     let near = |from: &Piece, to: &Piece| end(to) - from.first <= 8 * BATCH as u64;
@@ -434,8 +437,9 @@ pub const fn loners() -> f64 {
     LONERS as f64
 }
 
-/// Marks which copies of a frequent content lie in a frame with others: KSM has merged them. Where the place of every copy is known,
-/// one of each frame isn't marked; where only some are, a frame that shows two of them holds many more.
+/// Marks which copies of a frequent content lie in a frame with others: KSM has merged them. Where
+/// the place of every copy is known, one of each frame isn't marked; where only some are, a frame
+/// that shows two of them holds many more.
 fn mark_merged(frequent: &mut Frequent) {
     let whole = frequent.is_whole();
     let mut first: HashMap<u64, usize> = HashMap::default();
@@ -469,7 +473,8 @@ impl Reader {
         }
     }
 
-    /// Tells `each` the place in `pages`, ascending, and the hash; `None` for one that isn't there any more.
+    /// Tells `each` the place in `pages`, ascending, and the hash; `None` for one that isn't there
+    /// any more.
     fn read(
         &mut self,
         target: &Target,

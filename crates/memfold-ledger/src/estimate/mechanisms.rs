@@ -1,7 +1,8 @@
 //! What each mechanism would bring, and what CPU it would take to get there.
 //!
-//! They overlap: most of what folding finds KSM would find too, and what lies in a segment is in no page cache that could be folded.
-//! CPU figures are those of the studies (`docs/results`, decision 21), on the machine that they were made on: an order of magnitude.
+//! They overlap: most of what folding finds KSM would find too, and what lies in a segment is in no
+//! page cache that could be folded. CPU figures are those of the studies (`docs/results`, decision
+//! 21), on the machine that they were made on: an order of magnitude.
 
 use memfold_fold::FileUse;
 use memfold_segment::rank;
@@ -15,7 +16,8 @@ use super::split::{DomainSplit, Split};
 use super::statistics::{Estimate, Sum};
 use super::targets::Target;
 
-/// ksmd's CPU for each merged page, its scanning included (`bench ksm`: steered, median of three rounds, two VMs of 1 GiB).
+/// ksmd's CPU for each merged page, its scanning included (`bench ksm`: steered, median of three
+/// rounds, two VMs of 1 GiB).
 const KSM_US: f64 = 10.3;
 
 /// CPU for folding a page, by the pages of its run (`bench fold`, median).
@@ -27,7 +29,8 @@ const FOLD_US: [(f64, f64); 5] = [
     (512.0, 0.77),
 ];
 
-/// The host's CPU for giving a page of 4 KiB back in a block of 2 MiB (`MADV_DONTNEED`, median of seven rounds; 0.01 in a huge page, decision 23).
+/// The host's CPU for giving a page of 4 KiB back in a block of 2 MiB (`MADV_DONTNEED`, median of
+/// seven rounds; 0.01 in a huge page, decision 23).
 const GIVE_BACK_US: f64 = 0.25;
 
 /// A way to save memory.
@@ -182,7 +185,8 @@ fn fold(looked: &Looked, split: &Split) -> Mechanism {
     }
 }
 
-/// CPU for a page in a run of `pages`, between two measured lengths as if it went down evenly with the logarithm of both.
+/// CPU for a page in a run of `pages`, between two measured lengths as if it went down evenly with
+/// the logarithm of both.
 fn fold_us(pages: f64) -> f64 {
     let last = FOLD_US[FOLD_US.len() - 1];
     if pages <= 1.0 {
@@ -261,7 +265,8 @@ fn free_page_reporting(looked: &Looked) -> Mechanism {
     }
 }
 
-/// Pages that the guest has free, less what isn't there anyhow: nothing else of its RAM can be missing.
+/// Pages that the guest has free, less what isn't there anyhow: nothing else of its RAM can be
+/// missing.
 fn free_and_backed(free: u64, pages: &Pages) -> u64 {
     let there = pages.private + pages.file + pages.swapped + pages.hugetlb;
     let missing = pages.memory.saturating_sub(there);

@@ -13,8 +13,9 @@
 //!   mechanisms   what of that segments, clones, folding, KSM and free page reporting would bring, at what CPU
 //!   report, table
 //! ```
-//! Nothing is written, no page is shared, no library or agent is needed. What a look costs the VMs: their pages count as used for
-//! the host's reclaim (`process_vm_readv(2)` touches them), and other processes' CPU caches.
+//! Nothing is written, no page is shared, no library or agent is needed. What a look costs the VMs:
+//! their pages count as used for the host's reclaim (`process_vm_readv(2)` touches them), and other
+//! processes' CPU caches.
 //!
 //! | | |
 //! |---|---|
@@ -49,7 +50,8 @@ pub use pace::{Pace, Told};
 pub use report::EstimateReport;
 pub use targets::{Domains, Range, Target};
 
-/// Looks at the memory of `targets` and says what could be saved. `files`: those that their runs speak of.
+/// Looks at the memory of `targets` and says what could be saved. `files`: those that their runs
+/// speak of.
 pub fn estimate(
     targets: Vec<Target>,
     files: &[KnownFile],

@@ -7,8 +7,8 @@ use memfold_sys::cpu::thread_cpu_ns;
 
 use super::error::EstimateError;
 
-/// Of the budget, the part that reading and hashing may use. The rest is for what comes after, which doesn't sleep: scanning page
-/// tables, and grouping the sample.
+/// Of the budget, the part that reading and hashing may use. The rest is for what comes after,
+/// which doesn't sleep: scanning page tables, and grouping the sample.
 const FOR_READING: f64 = 0.9;
 
 /// Debts shorter than this are not slept off: waking up costs some 10 us.
@@ -71,7 +71,8 @@ impl<'a> Pace<'a> {
             .saturating_sub(self.cpu())
     }
 
-    /// Sleeps off what was used beyond the budget, but not beyond `end` (since [`Pace::new`]). Whether there is time left.
+    /// Sleeps off what was used beyond the budget, but not beyond `end` (since [`Pace::new`]).
+    /// Whether there is time left.
     pub fn keep(&self, end: Option<Duration>) -> Result<bool, EstimateError> {
         let due = self.cpu().div_f64(self.share * FOR_READING);
         if due.saturating_sub(self.elapsed()) < LEAST_SLEEP {

@@ -1,4 +1,5 @@
-//! Which VMs to place together: from the fingerprints of hosts, moves that lower what all of them take.
+//! Which VMs to place together: from the fingerprints of hosts, moves that lower what all of them
+//! take.
 //!
 //! ```text
 //!   a host takes   others + sum over its VMs (RAM + beside) - contents that VMs of one trust domain hold more than once there
@@ -6,8 +7,8 @@
 //!   the best move of one VM, or exchange of two, again and again, as long as one saves enough; a host that has too little memory is
 //!   relieved first
 //! ```
-//! A model: it says what placing VMs together would let folding, KSM and clones save, not that they do. What VMs hold in common within
-//! themselves is left out: it moves with them.
+//! A model: it says what placing VMs together would let folding, KSM and clones save, not that they
+//! do. What VMs hold in common within themselves is left out: it moves with them.
 
 use std::collections::BTreeSet;
 
@@ -219,8 +220,9 @@ impl Model<'_> {
         steps
     }
 
-    /// The step that saves most of those that save enough; of equals the first, so that the same fingerprints give the same proposal. None leaves a
-    /// host with less than it has to keep, or with less still; to give one what it lacks is worth [`LACK`] times as much as to save.
+    /// The step that saves most of those that save enough; of equals the first, so that the same
+    /// fingerprints give the same proposal. None leaves a host with less than it has to keep, or
+    /// with less still; to give one what it lacks is worth [`LACK`] times as much as to save.
     fn best(&mut self, steps: Vec<Step>, least_bytes: u64) -> Option<Step> {
         let mut best: Option<(i128, Step)> = None;
         for step in steps {
@@ -294,7 +296,8 @@ impl Step {
     }
 }
 
-/// Proposes moves that save `least_bytes` each at least, and leave `reserve_percent` of each host's memory.
+/// Proposes moves that save `least_bytes` each at least, and leave `reserve_percent` of each host's
+/// memory.
 pub fn propose(
     prints: &[Fingerprint],
     least_bytes: u64,
@@ -393,7 +396,8 @@ fn check(prints: &[Fingerprint]) -> Result<(), PlaceError> {
 }
 
 fn model(prints: &[Fingerprint], reserve_percent: f64) -> Model<'_> {
-    // What is drawn on every host, and of many VMs no more than can be gone through for each pair of them.
+    // What is drawn on every host, and of many VMs no more than can be gone through for each pair
+    // of them.
     let mut level = prints.iter().map(|print| print.level).max().unwrap_or(0);
     let all = || {
         prints
@@ -448,7 +452,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A VM of so many MiB that holds contents of a kind: numbers from `kind * 1000` on, at level 0.
+    /// A VM of so many MiB that holds contents of a kind: numbers from `kind * 1000` on, at
+    /// level 0.
     fn vm(name: &str, domain: Option<&str>, kind: u64, mib: u64) -> VmPrint {
         VmPrint {
             name: name.into(),
@@ -502,7 +507,8 @@ mod tests {
             host("b", 8, vec![db("d2"), web("w3"), db("d3")]),
         ];
         let found = propose(&prints, MIB, 5.0).unwrap();
-        // All six on one host would save no more than each kind on its own; nobody moves for nothing.
+        // All six on one host would save no more than each kind on its own; nobody moves for
+        // nothing.
         assert_eq!(found.now_bytes - found.then_bytes, 2 * 50 * MIB);
         let all: i64 = found.moves.iter().map(|m| m.saves_bytes).sum();
         assert_eq!(all, 100 << 20);

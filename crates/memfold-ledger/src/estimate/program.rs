@@ -1,8 +1,9 @@
 //! How much of a running program several VMs could share, by mapping mode: study A's Table 4.
 //!
-//! The study takes what is mapped without `w` for shareable. That is too much where a page was written before it was protected
-//! (relocations: `r--p`, and a private copy), and too little where a page of a writable private mapping was never written. Both are
-//! told apart here by `Anonymous` of `/proc/PID/smaps`: what is resident and not anonymous is the file's own page.
+//! The study takes what is mapped without `w` for shareable. That is too much where a page was
+//! written before it was protected (relocations: `r--p`, and a private copy), and too little where
+//! a page of a writable private mapping was never written. Both are told apart here by `Anonymous`
+//! of `/proc/PID/smaps`: what is resident and not anonymous is the file's own page.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -80,7 +81,8 @@ fn kind(mapping: &Mapping) -> Kind {
     }
 }
 
-/// Processes of a program: the one of that number, or all of that name (`/proc/PID/comm`, which the kernel cuts at 15 bytes).
+/// Processes of a program: the one of that number, or all of that name (`/proc/PID/comm`, which the
+/// kernel cuts at 15 bytes).
 pub fn find(proc_root: &Path, program: &str) -> io::Result<Vec<i32>> {
     let number: Option<i32> = program.parse().ok();
     let name = &program.as_bytes()[..program.len().min(15)];

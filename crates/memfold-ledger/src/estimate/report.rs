@@ -106,7 +106,8 @@ pub struct How {
     pub cpu_limit_percent: f64,
     /// Read in the first look.
     pub read_bytes: u64,
-    /// Of the private memory, in percent. Below 100, copies in the rest weren't found: what is between and within is at least this.
+    /// Of the private memory, in percent. Below 100, copies in the rest weren't found: what is
+    /// between and within is at least this.
     pub read_percent: f64,
     /// Read a second time.
     pub read_again_bytes: u64,

@@ -1,16 +1,19 @@
 //! A sample by content: of a content either all copies are in it, or none.
 //!
-//! Pages drawn by their place would miss most twins: of a content with two copies, a tenth of all pages shows both with a chance of 1
-//! in 100. Drawn by the hash of their content (Gibbons, "Distinct Sampling for Highly-Accurate Answers to Distinct Values Queries and
-//! Event Reports", VLDB 2001), all copies come together, and whatever is summed over contents is right on average when it is
-//! multiplied by 2^level. So every page is read and hashed; what is bounded is what has to be remembered, and read a second time.
+//! Pages drawn by their place would miss most twins: of a content with two copies, a tenth of all
+//! pages shows both with a chance of 1 in 100. Drawn by the hash of their content (Gibbons,
+//! "Distinct Sampling for Highly-Accurate Answers to Distinct Values Queries and Event Reports",
+//! VLDB 2001), all copies come together, and whatever is summed over contents is right on average
+//! when it is multiplied by 2^level. So every page is read and hashed; what is bounded is what has
+//! to be remembered, and read a second time.
 //!
 //! ```text
 //!   level 0:  all contents        level 1: hash begins with 0        level 2: with 00        ...
 //!             room is used up -->           half of it is dropped -->
 //! ```
-//! Contents with very many copies would make the sum depend on whether they are drawn. They leave the sample before it is halved for
-//! the first time, and are counted apart from then on ([`Frequent`]); pages of zeroes always are.
+//! Contents with very many copies would make the sum depend on whether they are drawn. They leave
+//! the sample before it is halved for the first time, and are counted apart from then on
+//! ([`Frequent`]); pages of zeroes always are.
 
 use foldhash::HashMap;
 
@@ -65,7 +68,8 @@ impl Seen {
 /// A content with many copies: all are counted, of some the places are kept.
 #[derive(Clone, Debug, Default)]
 pub struct Frequent {
-    /// Contents that this one stands for: 1, unless it was drawn before it was found to be frequent.
+    /// Contents that this one stands for: 1, unless it was drawn before it was found to be
+    /// frequent.
     pub weight: f64,
     /// Pages of each VM.
     pub pages: Vec<u64>,
@@ -275,8 +279,8 @@ mod tests {
         assert!(sample.frequent.is_empty());
     }
 
-    /// Unbiased, and the interval holds the truth as often as it says: checks that a wrong weight, a lost copy or a content that is
-    /// drawn too often would fail.
+    /// Unbiased, and the interval holds the truth as often as it says: checks that a wrong weight,
+    /// a lost copy or a content that is drawn too often would fail.
     #[test]
     fn sums_are_right_on_average_and_error_bars_hold_what_they_say() {
         const SEEDS: u32 = 400;

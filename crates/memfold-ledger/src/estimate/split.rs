@@ -1,15 +1,15 @@
 //! What was seen, split into what could be saved and what couldn't.
 //!
-//! Of a content, let a VM have `f` page frames, a domain `F` (frames, not pages: what is shared already counts once). One copy for all
-//! would save `F - 1` of them:
+//! Of a content, let a VM have `f` page frames, a domain `F` (frames, not pages: what is shared
+//! already counts once). One copy for all would save `F - 1` of them:
 //!
 //! ```text
 //!   within    f - 1, added up over the domain's VMs            one VM alone could save it
 //!   between   VMs of the domain that have it, less 1           each of m VMs is credited with (m - 1) / m
 //!   across    domains that have it, less 1                     not allowed, and in no sum
 //! ```
-//! Pages of zeroes need no copy at all, and are a class of their own. A page that changed between the looks is volatile, whatever it was
-//! like before.
+//! Pages of zeroes need no copy at all, and are a class of their own. A page that changed between
+//! the looks is volatile, whatever it was like before.
 
 use foldhash::{HashMap, HashSet};
 use memfold_fold::HUGE_SPLIT_PAGES;
@@ -29,7 +29,8 @@ const WHOLE: u32 = 512;
 pub struct VmSplit {
     /// Of zeroes.
     pub zero: Sum,
-    /// Of these: what memfold's library gives back. Huge pages are left whole unless all of one is zero, or folding splits it.
+    /// Of these: what memfold's library gives back. Huge pages are left whole unless all of one is
+    /// zero, or folding splits it.
     pub zero_given_back: Sum,
     /// Copies within the VM beyond the first.
     pub within: Sum,
@@ -37,7 +38,8 @@ pub struct VmSplit {
     pub between: Sum,
     /// Changed between the looks.
     pub volatile: Sum,
-    /// Shared already with other pages that were looked at (KSM): of a frame that k pages lie in, (k - 1) / k for each.
+    /// Shared already with other pages that were looked at (KSM): of a frame that k pages lie in,
+    /// (k - 1) / k for each.
     pub merged: Sum,
     /// Huge pages that sharing would break.
     pub broken_huge_pages: Sum,
@@ -252,7 +254,8 @@ impl<'a> Splitter<'a> {
         }
     }
 
-    /// Frames that KSM frees of `frames` that `pages` pages of one content lie in: one frame for each `max_page_sharing` pages stays.
+    /// Frames that KSM frees of `frames` that `pages` pages of one content lie in: one frame for
+    /// each `max_page_sharing` pages stays.
     fn merged(&self, pages: f64, frames: f64) -> f64 {
         (frames - (pages / self.max_page_sharing).ceil()).max(0.0)
     }
@@ -477,7 +480,8 @@ mod tests {
         reads_files: false,
     };
 
-    /// Two VMs of a domain and one of another, all of whose memory is offered to KSM; nothing was seen yet.
+    /// Two VMs of a domain and one of another, all of whose memory is offered to KSM; nothing was
+    /// seen yet.
     fn looked() -> Looked {
         let target = |pid: i32, domain: &str| Target {
             pid,

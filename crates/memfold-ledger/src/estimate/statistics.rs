@@ -7,7 +7,8 @@ use utoipa::ToSchema;
 /// Standard deviations on each side that hold 95 % of a normal distribution.
 const CONFIDENCE: f64 = 1.96;
 
-/// A sum over a population of which each member was drawn with a known probability (Horvitz and Thompson 1952).
+/// A sum over a population of which each member was drawn with a known probability (Horvitz and
+/// Thompson 1952).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sum {
     total: f64,
@@ -15,8 +16,8 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// A member with value `x`, drawn with probability `1 / weight`. An estimate of its part of the variance is
-    /// `x^2 (1 - p) / p^2`.
+    /// A member with value `x`, drawn with probability `1 / weight`. An estimate of its part of the
+    /// variance is `x^2 (1 - p) / p^2`.
     pub fn add(&mut self, x: f64, weight: f64) {
         self.total += x * weight;
         self.variance += x * x * weight * (weight - 1.0);
@@ -28,14 +29,16 @@ impl Sum {
         self.variance += other.variance;
     }
 
-    /// So many members of a population were found to be of a kind, among `looked` that were drawn from `population`.
+    /// So many members of a population were found to be of a kind, among `looked` that were drawn
+    /// from `population`.
     #[must_use]
     pub fn of_share(found: u64, looked: u64, population: u64) -> Self {
         if looked == 0 {
             return Self::default();
         }
         let (found, looked, population) = (found as f64, looked as f64, population as f64);
-        // As if one more of each kind had been seen: what was never found in a small sample isn't certain not to be there.
+        // As if one more of each kind had been seen: what was never found in a small sample isn't
+        // certain not to be there.
         let likely = (found + 1.0) / (looked + 2.0);
         let rest = (1.0 - looked / population).max(0.0);
         Self {

@@ -110,7 +110,8 @@ fn row(vm: &VmEstimate, name: &str, pid: &str) -> [String; 13] {
     ]
 }
 
-/// Of the columns shown. Errors are added as if they were one: those of a content that several VMs have are.
+/// Of the columns shown. Errors are added as if they were one: those of a content that several VMs
+/// have are.
 fn sum(vms: &[VmEstimate]) -> VmEstimate {
     let mut sum = VmEstimate::default();
     for vm in vms {

@@ -1,4 +1,5 @@
-//! Whose memory is looked at: QEMUs of this host, where their RAM lies, and who may share with whom.
+//! Whose memory is looked at: QEMUs of this host, where their RAM lies, and who may share with
+//! whom.
 
 use std::path::Path;
 
@@ -90,7 +91,8 @@ impl Domains {
     }
 }
 
-/// Finds the QEMUs of this host; only those that `selected` names by name or process number, if it names any.
+/// Finds the QEMUs of this host; only those that `selected` names by name or process number, if it
+/// names any.
 pub fn find(
     proc_root: &Path,
     selected: &[String],

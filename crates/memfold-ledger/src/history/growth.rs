@@ -20,8 +20,9 @@ pub struct Growth {
     pub over_s: i64,
 }
 
-/// The trend of private and not folded memory in a VM's series: the median slope of all pairs of points (Theil and Sen), so that a peak
-/// doesn't count. Of the newest run of samples without a gap, less its first quarter, in which a guest boots. `None`: too few samples.
+/// The trend of private and not folded memory in a VM's series: the median slope of all pairs of
+/// points (Theil and Sen), so that a peak doesn't count. Of the newest run of samples without a
+/// gap, less its first quarter, in which a guest boots. `None`: too few samples.
 #[must_use]
 pub fn growth(series: &Series) -> Option<Growth> {
     let of = |name: &str| {

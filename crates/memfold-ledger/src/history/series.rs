@@ -5,8 +5,8 @@ use memfold_units::ByteSize;
 
 use crate::{Report, VmAccount};
 
-/// Figures of the host. The first five, with cache and free memory, are where every byte of `MemTotal` is. New ones come last: that is the order of the
-/// database's columns.
+/// Figures of the host. The first five, with cache and free memory, are where every byte of
+/// `MemTotal` is. New ones come last: that is the order of the database's columns.
 pub const HOST_SERIES: [&str; 20] = [
     "vms_bytes",
     "stores_bytes",

@@ -169,7 +169,8 @@ impl History {
         events: &[Event],
     ) -> Result<(), HistoryError> {
         let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
-        // First: it makes room. Of what a daemon before this one has left, too: none may live as long as a step.
+        // First: it makes room. Of what a daemon before this one has left, too: none may live as
+        // long as a step.
         let tidied = if self.gathering.replace(step) == Some(step) {
             Ok(())
         } else {
@@ -248,8 +249,9 @@ impl History {
         transaction.commit()
     }
 
-    /// Means of all whole steps before `now_step` that have none yet, and the end of what is too old. What a clock that was ahead has left
-    /// stays where it is until its time comes, and is in nobody's way.
+    /// Means of all whole steps before `now_step` that have none yet, and the end of what is too
+    /// old. What a clock that was ahead has left stays where it is until its time comes, and is in
+    /// nobody's way.
     fn make_coarse(&mut self, now_step: i64) -> rusqlite::Result<()> {
         let transaction = self.connection.transaction()?;
         let bucket = format!("t - t % {COARSE_STEP_S}");
@@ -296,7 +298,8 @@ impl History {
         transaction.commit()
     }
 
-    /// The host since `from`, in `points` points at most: fine where fine samples are kept that long, else coarse.
+    /// The host since `from`, in `points` points at most: fine where fine samples are kept that
+    /// long, else coarse.
     pub fn host(&self, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
         self.series("host", "", &[], &HOST_SERIES, (now, from), points)
             .map_err(|source| self.failed(source))
@@ -345,7 +348,8 @@ impl History {
         Ok(found)
     }
 
-    /// PSS of all VMs since `from`, in `points` points at most: all VMs have as many, from `from` to `now`.
+    /// PSS of all VMs since `from`, in `points` points at most: all VMs have as many, from `from`
+    /// to `now`.
     pub fn trends(&self, now: i64, from: i64, points: i64) -> Result<Trends, HistoryError> {
         // Samples have whole seconds.
         let points = points.min(now - from).max(1);

@@ -1,5 +1,6 @@
-//! The process beside a borrower's qemu-nbd, which is an iSCSI initiator (QEMU's `iscsi` driver) and serves its disk by NBD on a Unix
-//! socket to one client: it kills qemu-nbd with its first session.
+//! The process beside a borrower's qemu-nbd, which is an iSCSI initiator (QEMU's `iscsi` driver)
+//! and serves its disk by NBD on a Unix socket to one client: it kills qemu-nbd with its first
+//! session.
 //!
 //! It needs no daemon: a VM whose lender dies while its daemon is away goes on with its copy.
 
@@ -30,8 +31,8 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Bytes of its output that an error repeats.
 const LOG_TAIL: usize = 1024;
 
-/// Logs in to a lease, and gives the NBD export that it is on this host then, for one connection. Files are in `directory`. It ends by
-/// itself, with its session or its client.
+/// Logs in to a lease, and gives the NBD export that it is on this host then, for one connection.
+/// Files are in `directory`. It ends by itself, with its session or its client.
 pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Result<Endpoint> {
     let (Address::Tcp { ip, port }, Some(key)) = (&endpoint.address, &endpoint.key) else {
         return Err(io::Error::other("iSCSI needs an IP address and a key"));
@@ -173,8 +174,8 @@ impl Drop for Left {
     }
 }
 
-/// The lender lets nobody in any more once there is a session (`target`). A forwarder on the way may take a connection, and has nothing
-/// behind it then.
+/// The lender lets nobody in any more once there is a session (`target`). A forwarder on the way
+/// may take a connection, and has nothing behind it then.
 pub(crate) fn is_closed(portal: SocketAddr) -> io::Result<bool> {
     let Ok(mut stream) = TcpStream::connect_timeout(&portal, PROBE) else {
         return Ok(true);

@@ -1,4 +1,5 @@
-//! Lending by iSCSI: the transport of the study, for initiators that speak nothing else (`lend --transport iscsi`).
+//! Lending by iSCSI: the transport of the study, for initiators that speak nothing else
+//! (`lend --transport iscsi`).
 //!
 //! ```text
 //!   lender                                                   borrower
@@ -8,13 +9,15 @@
 //!                    tgtd, one a lease <------- iSCSI ------- qemu-nbd --NBD--> relay --NBD--> QEMU of the VM
 //! ```
 //! Both processes are this program (`memfold iscsi-process`). Why they are there:
-//! - tgtd serves files; `target` makes one without a name, whose pages are there and locked, and ends tgtd with its first session;
-//! - libiscsi connects again by itself for ever, and nothing that QEMU's monitor offers has it give up what waits: a VM would wait as long
-//!   as its lender is dead. So QEMU's `iscsi` driver runs in a process of its own, which `bridge` kills with its first session; the relay's
-//!   client then fails at once, as it does with a lender that exports by NBD.
+//! - tgtd serves files; `target` makes one without a name, whose pages are there and locked, and
+//!   ends tgtd with its first session;
+//! - libiscsi connects again by itself for ever, and nothing that QEMU's monitor offers has it give
+//!   up what waits: a VM would wait as long as its lender is dead. So QEMU's `iscsi` driver runs in
+//!   a process of its own, which `bridge` kills with its first session; the relay's client then
+//!   fails at once, as it does with a lender that exports by NBD.
 //!
-//! iSCSI proves by CHAP who connects and encrypts nothing: who is on the way reads what a guest has swapped out
-//! (what is changed there, the relay finds out).
+//! iSCSI proves by CHAP who connects and encrypts nothing: who is on the way reads what a guest has
+//! swapped out (what is changed there, the relay finds out).
 
 pub mod bridge;
 pub mod target;
@@ -29,7 +32,8 @@ use memfold_host::own_program;
 
 use super::endpoint::Key;
 
-/// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1): of a domain that is nobody's (RFC 2606).
+/// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1): of a domain that is
+/// nobody's (RFC 2606).
 const NAMES: &str = "iqn.2026-11.invalid.memfold";
 
 /// Number of the target that a tgtd has, and of the unit that holds the bytes.

@@ -1,5 +1,5 @@
-//! The process beside a lease's tgtd: makes the memory, starts tgtd on it, and ends both with the first session, with the daemon, or when
-//! tgtd stands still.
+//! The process beside a lease's tgtd: makes the memory, starts tgtd on it, and ends both with the
+//! first session, with the daemon, or when tgtd stands still.
 
 use std::fs::File;
 use std::io;
@@ -65,7 +65,8 @@ struct Ready {
     tgtd: Identity,
 }
 
-/// The process; its standard input is to be the end of a pipe that lives as long as the daemon does.
+/// The process; its standard input is to be the end of a pipe that lives as long as the daemon
+/// does.
 pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Command> {
     let mut command = process("target")?;
     command
@@ -124,7 +125,8 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
             "cannot lock {bytes} bytes: {available} are available on this host"
         )));
     }
-    // A host without memory ends what it lends, tgtd too, before its own VMs, and dumps nobody's bytes to its disk. It may be forbidden to say so.
+    // A host without memory ends what it lends, tgtd too, before its own VMs, and dumps nobody's
+    // bytes to its disk. It may be forbidden to say so.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let _ = std::fs::write("/proc/self/coredump_filter", "0");
     LockedFile::new("memfold-lent", bytes)
@@ -132,7 +134,8 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
 }
 
 fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Result<Child> {
-    // Without tgtd's own pings (nop_interval): under load it misses libiscsi's answers, and ends sessions that are well.
+    // Without tgtd's own pings (nop_interval): under load it misses libiscsi's answers, and ends
+    // sessions that are well.
     let options = format!("portal={portal}");
     ends_with_us("tgtd")
         .args(["--foreground", "--control-port", CONTROL])

@@ -1,5 +1,6 @@
-//! Orders to a tgtd over its Unix socket, as `tgtadm` gives them (tgt's `usr/tgtadm.h`, unchanged since 2012). `tgtadm` itself takes
-//! passwords on its command line, where all users of the host can read them.
+//! Orders to a tgtd over its Unix socket, as `tgtadm` gives them (tgt's `usr/tgtadm.h`, unchanged
+//! since 2012). `tgtadm` itself takes passwords on its command line, where all users of the host
+//! can read them.
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
@@ -59,8 +60,8 @@ impl Tgt {
         socket::connect(&self.socket, PATIENCE).is_ok()
     }
 
-    /// Makes the only target, of this file, for who knows the key and comes from `address` (`ALL`: from anywhere). `serial` is what
-    /// initiators tell disks apart by.
+    /// Makes the only target, of this file, for who knows the key and comes from `address` (`ALL`:
+    /// from anywhere). `serial` is what initiators tell disks apart by.
     pub fn set_up(&self, key: &Key, file: &Path, address: &str, serial: &str) -> io::Result<()> {
         let name = target_name(key);
         self.order(NEW, M_TARGET, 0, &format!("targetname={name}"))?;

@@ -29,7 +29,8 @@ pub fn is_lent(uuid: &str) -> bool {
     uuid.starts_with(OURS)
 }
 
-/// Bytes of a disk that has room for a volume and, with a mirror's image, for what LVM notes about that.
+/// Bytes of a disk that has room for a volume and, with a mirror's image, for what LVM notes about
+/// that.
 #[must_use]
 pub const fn disk_bytes(volume: u64, extent: u64, durability: Durability) -> u64 {
     let image_notes = match durability {

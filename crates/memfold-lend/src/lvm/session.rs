@@ -1,7 +1,8 @@
 //! The kernel's iSCSI initiator, by open-iscsi's `iscsiadm`: logged in to one lease, and out.
 //!
-//! Nothing is discovered: the target lets one session in, in its life, and that would be it. What is set for it has a lender that is gone, or
-//! says nothing, fail what waits for it within seconds: the export ends with its session, so there is nothing to wait for.
+//! Nothing is discovered: the target lets one session in, in its life, and that would be it. What
+//! is set for it has a lender that is gone, or says nothing, fail what waits for it within seconds:
+//! the export ends with its session, so there is nothing to wait for.
 
 use std::io;
 use std::net::SocketAddr;
@@ -44,8 +45,8 @@ struct Patience {
     command: u32,
 }
 
-/// Where a copy is on this host's disk: whoever waits for a page can have it there. Long enough for a link and a lender that are busy, 2 s are
-/// not: the lent image is dropped for nothing then.
+/// Where a copy is on this host's disk: whoever waits for a page can have it there. Long enough for
+/// a link and a lender that are busy, 2 s are not: the lent image is dropped for nothing then.
 const WITH_COPY: Patience = Patience {
     ask: 1,
     answer: 4,
@@ -130,9 +131,10 @@ pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<Path
 
 /// The disk of a session that was logged in to.
 ///
-/// Has the kernel look for it, again and again. iscsid is told not to (`node.session.scan`): what it asks of the kernel may not wait for memory
-/// (`PR_SET_IO_FLUSHER`), so that on a host that is short of it, as one that borrows is, Linux before 6.15 finds no disk ("Allocation failure
-/// during SCSI scanning").
+/// Has the kernel look for it, again and again. iscsid is told not to (`node.session.scan`): what
+/// it asks of the kernel may not wait for memory (`PR_SET_IO_FLUSHER`), so that on a host that is
+/// short of it, as one that borrows is, Linux before 6.15 finds no disk ("Allocation failure during
+/// SCSI scanning").
 fn scanned(target: &str, end: Instant) -> Result<PathBuf, String> {
     let mut next = Instant::now();
     loop {
@@ -187,8 +189,8 @@ fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
     Err(failed("iscsiadm", words, said(&output)))
 }
 
-/// Notes the target for open-iscsi. Its secret gets into open-iscsi's file of the target, which is root's alone, and not onto a command
-/// line, where all users of the host could read it.
+/// Notes the target for open-iscsi. Its secret gets into open-iscsi's file of the target, which is
+/// root's alone, and not onto a command line, where all users of the host could read it.
 fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError> {
     node(target, &["--op", "new"])?;
     let place = RECORDS

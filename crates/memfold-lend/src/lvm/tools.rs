@@ -102,7 +102,8 @@ pub fn orphan(uuid: &str) -> Result<Option<String>, LvmError> {
     Ok(orphan.and_then(|row| row.get("pv_name").cloned()))
 }
 
-/// Makes a disk a physical volume of a group. No metadata of the group are written to it: what a lender serves is not asked for them.
+/// Makes a disk a physical volume of a group. No metadata of the group are written to it: what a
+/// lender serves is not asked for them.
 pub fn add_disk(group: &str, device: &str, uuid: &str) -> Result<(), LvmError> {
     let start = format!("{DATA_START}b");
     lvm(&[
@@ -131,7 +132,8 @@ pub fn forget_disk(device: &str) -> Result<(), LvmError> {
     lvm(&["pvremove", "--yes", device]).map(drop)
 }
 
-/// Takes disks that are missing out of their group; `used`: also those that mirrors' images lie on, which have nothing below them then.
+/// Takes disks that are missing out of their group; `used`: also those that mirrors' images lie on,
+/// which have nothing below them then.
 pub fn remove_missing(group: &str, used: bool) -> Result<(), LvmError> {
     let mut words = vec!["vgreduce", "--yes", "--removemissing"];
     if used {
@@ -158,7 +160,8 @@ pub fn add_image(volume: &Volume, device: &str) -> Result<(), LvmError> {
     Ok(())
 }
 
-/// How fast images are made the same at least, also while the volume is used; the kernel's own least is 1 MB/s.
+/// How fast images are made the same at least, also while the volume is used; the kernel's own
+/// least is 1 MB/s.
 pub fn hurry(volume: &Volume) -> Result<(), LvmError> {
     let place = volume.to_string();
     lvm(&["lvchange", "--yes", "--minrecoveryrate", "16m", &place]).map(drop)
@@ -198,8 +201,8 @@ pub fn stop_move(device: &str) -> Result<(), LvmError> {
     lvm(&["pvmove", "--abort", device]).map(drop)
 }
 
-/// Images of a mirror in their order, as the kernel has them: `A` whole, `a` not yet the same, `D` failed
-/// (`Documentation/admin-guide/device-mapper/dm-raid.rst`); `None`: it is no mirror.
+/// Images of a mirror in their order, as the kernel has them: `A` whole, `a` not yet the same, `D`
+/// failed (`Documentation/admin-guide/device-mapper/dm-raid.rst`); `None`: it is no mirror.
 pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
     let device = volume.device();
     let said = said_by("dmsetup", &["status", &device])?;
@@ -212,8 +215,9 @@ pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
         .map(|images| (*images).to_owned()))
 }
 
-/// Has the kernel load what maps a device so (`raid`, `mirror`), if it isn't there. LVM would run modprobe, which a service may be forbidden
-/// (`ProtectKernelModules=`); the kernel's own request isn't.
+/// Has the kernel load what maps a device so (`raid`, `mirror`), if it isn't there. LVM would run
+/// modprobe, which a service may be forbidden (`ProtectKernelModules=`); the kernel's own request
+/// isn't.
 fn load(target: &str) -> Result<(), LvmError> {
     said_by("dmsetup", &["target-version", target]).map(drop)
 }
@@ -267,7 +271,8 @@ fn number<T: std::str::FromStr>(row: &Row, field: &str) -> Result<T, String> {
     text.parse().map_err(|_| format!("{field} is '{text}'"))
 }
 
-/// Fields that are a word or nothing, or 1 or 0 where `lvm.conf` says so (`report/binary_values_as_numeric`).
+/// Fields that are a word or nothing, or 1 or 0 where `lvm.conf` says so
+/// (`report/binary_values_as_numeric`).
 fn is_set(row: &Row, field: &str) -> Result<bool, String> {
     text(row, field).map(|text| !["", "0"].contains(&text))
 }

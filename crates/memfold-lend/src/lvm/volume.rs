@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::registry_error::MAX_NAME;
 
-/// Where the signature of swap space is (`include/linux/swap.h`, `union swap_header`), with pages of 4 KiB.
+/// Where the signature of swap space is (`include/linux/swap.h`, `union swap_header`), with pages
+/// of 4 KiB.
 const SWAP_SIGNATURE: (u64, &[u8; 10]) = (4096 - 10, b"SWAPSPACE2");
 
 /// Longest name of a group or volume (`lvm(8)`).

@@ -1,4 +1,5 @@
-//! What the daemon asks of a relay while it serves: on a socket beside that of its client, a line of JSON each way.
+//! What the daemon asks of a relay while it serves: on a socket beside that of its client, a line
+//! of JSON each way.
 //!
 //! Each question has a thread of its own: no request of the client waits for it.
 

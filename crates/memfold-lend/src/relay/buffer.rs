@@ -5,7 +5,8 @@ use std::io::{self, Read, Write};
 /// Bytes that are read at a time.
 pub(super) const READ: usize = 256 << 10;
 
-/// Most bytes that are read ahead of what is done with them: more than answers to all that is under way.
+/// Most bytes that are read ahead of what is done with them: more than answers to all that is under
+/// way.
 pub(super) const MOST: usize = 8 << 20;
 
 /// Bytes that come or go, in order.
@@ -53,7 +54,8 @@ impl Buffer {
                 Ok(0) => return Ok(true),
                 Ok(count) => {
                     self.bytes.extend_from_slice(&scratch[..count]);
-                    // More than that is told by the next look, unless it has left the socket already.
+                    // More than that is told by the next look, unless it has left the socket
+                    // already.
                     if !ahead && count < scratch.len() {
                         return Ok(false);
                     }

@@ -1,7 +1,8 @@
 //! Whether the copy on this host's disk holds what was written, while it is being written.
 //!
-//! QEMU writes to the lender and to that file at the same time, so that for a moment one of them may have what the other one lacks. A block
-//! that differs is looked at again until it doesn't, or has stayed as it was for far longer than a write takes.
+//! QEMU writes to the lender and to that file at the same time, so that for a moment one of them
+//! may have what the other one lacks. A block that differs is looked at again until it doesn't, or
+//! has stayed as it was for far longer than a write takes.
 
 use std::fs::File;
 use std::io;
@@ -25,8 +26,8 @@ const LOOK: Duration = Duration::from_millis(5);
 /// How long is waited for what.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Before the first look: a write that had failed by now may not have come to the sums yet. A lender that takes longer for an answer is
-    /// given up.
+    /// Before the first look: a write that had failed by now may not have come to the sums yet. A
+    /// lender that takes longer for an answer is given up.
     pub before: Duration,
     /// How long a block may differ that isn't written meanwhile.
     pub stays: Duration,
@@ -71,7 +72,8 @@ pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u6
     Ok(None)
 }
 
-/// Whether nothing was ever written to these blocks: they needn't be read, and take no page cache. The file was made with room for all.
+/// Whether nothing was ever written to these blocks: they needn't be read, and take no page cache.
+/// The file was made with room for all.
 fn is_hole(file: &File, block: u64, count: u64) -> bool {
     let [from, end] = [block, block + count].map(|block| block * u64::from(BLOCK));
     // Behind the last data there is `ENXIO`, also at the file's end (lseek(2)).

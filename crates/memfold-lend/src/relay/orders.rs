@@ -15,7 +15,8 @@ pub struct Orders {
     pub bytes: u64,
     /// Exports, in the order of their stripes.
     pub lenders: Vec<Endpoint>,
-    /// How long a lender may take for an answer, in milliseconds. 4 MiB may be asked before it: with 3 s a link needs 11 Mbit/s.
+    /// How long a lender may take for an answer, in milliseconds. 4 MiB may be asked before it:
+    /// with 3 s a link needs 11 Mbit/s.
     pub patience_ms: u64,
 }
 

@@ -107,7 +107,8 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
     io::stdin().read_to_end(&mut orders).map_err(own)?;
     let orders: Orders =
         serde_json::from_slice(&orders).map_err(|error| own(io::Error::other(error)))?;
-    // What isn't touched isn't locked, and needs no memory: sums of blocks that were never written, most of the program.
+    // What isn't touched isn't locked, and needs no memory: sums of blocks that were never written,
+    // most of the program.
     let locked = mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT);
     locked.map_err(|error| {
         own(io::Error::other(format!(

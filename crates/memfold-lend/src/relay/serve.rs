@@ -4,11 +4,13 @@
 //!   client's request -> is it valid, and free of others? -> a piece of it for each lender -> answers -> checked -> the client's answer
 //! ```
 //! Invariants:
-//! - No request that writes is under way together with another one that touches the same blocks: what a read is compared with is what was
-//!   written last, whatever order a lender works in. The client may not have more of an order either.
-//! - Not more than [`UNDER_WAY`] bytes are under way, so that memory is bounded, and so is the time that an answer may take.
-//! - The first lie, refusal, silence or end of any lender is the end of all: requests under way are answered with an error, and the client is
-//!   left. What it then has is its other copy.
+//! - No request that writes is under way together with another one that touches the same blocks:
+//!   what a read is compared with is what was written last, whatever order a lender works in. The
+//!   client may not have more of an order either.
+//! - Not more than [`UNDER_WAY`] bytes are under way, so that memory is bounded, and so is the time
+//!   that an answer may take.
+//! - The first lie, refusal, silence or end of any lender is the end of all: requests under way are
+//!   answered with an error, and the client is left. What it then has is its other copy.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
@@ -30,8 +32,9 @@ use super::sums::Sums;
 /// Most bytes of requests under way.
 const UNDER_WAY: u64 = 4 << 20;
 
-/// Shorter than that is a wait that isn't slept through if the last one was so, too: to be woken takes up to as long as a lender's answer. At
-/// most so much CPU is spent in vain for each request, and none while nothing is asked.
+/// Shorter than that is a wait that isn't slept through if the last one was so, too: to be woken
+/// takes up to as long as a lender's answer. At most so much CPU is spent in vain for each request,
+/// and none while nothing is asked.
 const SOON: Duration = Duration::from_micros(250);
 
 const BLOCK_BYTES: u64 = BLOCK as u64;
@@ -153,7 +156,8 @@ impl Relay {
     /// Serves until the client has gone.
     ///
     /// # Errors
-    /// A lender has failed: the client has heard of that, and is still connected until this is dropped.
+    /// A lender has failed: the client has heard of that, and is still connected until this is
+    /// dropped.
     pub fn serve(&mut self) -> Result<(), Ended> {
         let ended = self.work();
         match &ended {
@@ -520,7 +524,8 @@ impl Relay {
         Ok(())
     }
 
-    /// The client has gone: lenders are left as NBD wants it, so that they count no connection as broken.
+    /// The client has gone: lenders are left as NBD wants it, so that they count no connection as
+    /// broken.
     fn say_good_bye(&mut self) {
         for lender in &mut self.lenders {
             let leave = Request {

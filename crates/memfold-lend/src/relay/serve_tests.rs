@@ -346,7 +346,8 @@ fn random_work_over_any_number_of_lenders_reads_what_was_written() {
     }
 }
 
-/// Writes and reads of the same blocks under way at once: the lender may carry them out in any order, and is no liar.
+/// Writes and reads of the same blocks under way at once: the lender may carry them out in any
+/// order, and is no liar.
 #[test]
 fn requests_that_meet_wait_for_each_other() {
     let (mut served, _orders) = liars(2, 8 * MIB);

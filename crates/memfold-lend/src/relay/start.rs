@@ -18,7 +18,8 @@ use super::asks::{self, Answer, Ask};
 use super::ended::Ended;
 use super::orders::{Orders, Said};
 
-/// How long a relay may take to connect to all its lenders. Each may take 3 s for each of a few answers.
+/// How long a relay may take to connect to all its lenders. Each may take 3 s for each of a few
+/// answers.
 const READY: Duration = Duration::from_secs(10);
 
 /// Longest thing that it says.
@@ -61,7 +62,8 @@ pub enum RelayError {
     },
 }
 
-/// Starts a relay, which writes what it has to say to `log`; gives it once it is connected to all its lenders and listens.
+/// Starts a relay, which writes what it has to say to `log`; gives it once it is connected to all
+/// its lenders and listens.
 ///
 /// # Errors
 /// It can't be started, or a lender isn't what it should be.

@@ -1,7 +1,8 @@
 //! The connection to a lender: a Unix socket, or TCP with TLS by a key shared beforehand.
 //!
-//! TLS is OpenSSL's, in this process. Rustls knows no keys shared beforehand that no session of before left; a second nbdkit as a client would do
-//! it too (`nbdkit nbd`), with one more process and two more wake-ups for each request and lender.
+//! TLS is OpenSSL's, in this process. Rustls knows no keys shared beforehand that no session of
+//! before left; a second nbdkit as a client would do it too (`nbdkit nbd`), with one more process
+//! and two more wake-ups for each request and lender.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -39,7 +40,8 @@ impl std::fmt::Debug for Stream {
 }
 
 impl Stream {
-    /// Connects to an export that has `bytes` at least. Once connected, a host that isn't heard of is waited for with `patience`.
+    /// Connects to an export that has `bytes` at least. Once connected, a host that isn't heard of
+    /// is waited for with `patience`.
     ///
     /// # Errors
     /// Nobody is there, or it isn't what it should be.
@@ -91,14 +93,16 @@ impl Stream {
         }
     }
 
-    /// Whether it has read more from its socket than it has handed out, so that no look at that tells.
+    /// Whether it has read more from its socket than it has handed out, so that no look at that
+    /// tells.
     #[must_use]
     pub const fn reads_ahead(&self) -> bool {
         matches!(self, Self::Tls(_))
     }
 }
 
-/// TLS 1.3 by that key, and by nothing else: a server that shows a certificate instead is refused, since nobody is trusted to vouch for one.
+/// TLS 1.3 by that key, and by nothing else: a server that shows a certificate instead is refused,
+/// since nobody is trusted to vouch for one.
 fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
     let secret = unhex(&key.hex).ok_or_else(|| io::Error::other("the lease's key is not valid"))?;
     let identity = key.identity.clone();

@@ -5,15 +5,17 @@
 //!   lender 0  | unit 0 | unit 2 | unit 4 |
 //!   lender 1  | unit 1 | unit 3 |
 //! ```
-//! So whatever is in one piece on the disk is in one piece at each lender: a request becomes one request at most to each of them.
+//! So whatever is in one piece on the disk is in one piece at each lender: a request becomes one
+//! request at most to each of them.
 
 use serde::{Deserialize, Serialize};
 
 /// Bytes of the disk that one lender holds in a piece.
 ///
-/// What a guest swaps in at once (eight pages, by `vm.page-cluster`) and most of what it swaps out comes from one lender then, since a second
-/// one would cost a request more than it would save: 32 KiB take 0.26 ms on 1 Gbit/s. The 1 MiB at a time that is copied when the disk is
-/// switched is spread over up to 16.
+/// What a guest swaps in at once (eight pages, by `vm.page-cluster`) and most of what it swaps out
+/// comes from one lender then, since a second one would cost a request more than it would save: 32
+/// KiB take 0.26 ms on 1 Gbit/s. The 1 MiB at a time that is copied when the disk is switched is
+/// spread over up to 16.
 pub const UNIT: u64 = 64 << 10;
 
 /// Most lenders of one disk. With each more it's likelier that one of them is lost.

@@ -1,12 +1,16 @@
 //! What the borrower remembers of every block that a lender holds: 8 bytes for 4 KiB.
 //!
-//! A block's sum is the beginning of its keyed BLAKE3 hash, with a key that this process made and tells nobody. So a lender that changes
-//! a block, or answers with another one or with what it was before, has one guess in 2^64, and the first wrong one ends it. A CRC could be kept
-//! the same on purpose, and XXH3 promises nothing against who tries; that the lender sees no sum is no proof for either.
+//! A block's sum is the beginning of its keyed BLAKE3 hash, with a key that this process made and
+//! tells nobody. So a lender that changes a block, or answers with another one or with what it was
+//! before, has one guess in 2^64, and the first wrong one ends it. A CRC could be kept the same on
+//! purpose, and XXH3 promises nothing against who tries; that the lender sees no sum is no proof
+//! for either.
 //!
-//! A block that was never written, or that was zeroed or trimmed, has no sum: it reads as zeroes, and no lender is asked.
+//! A block that was never written, or that was zeroed or trimmed, has no sum: it reads as zeroes,
+//! and no lender is asked.
 //!
-//! One thread writes them; another one may look at the same time, without being waited for ([`compare`](super::compare)).
+//! One thread writes them; another one may look at the same time, without being waited for
+//! ([`compare`](super::compare)).
 
 use std::io::{self, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -83,7 +87,8 @@ impl Sums {
         u64::from_le_bytes(first).max(1)
     }
 
-    /// Remembers what is written from a block on. Whether any of it has to be kept elsewhere: not if all of it is zeroes.
+    /// Remembers what is written from a block on. Whether any of it has to be kept elsewhere: not
+    /// if all of it is zeroes.
     pub fn written(&self, block: u64, data: &[u8]) -> bool {
         let mut any = false;
         for (block, data) in (block..).zip(data.chunks_exact(BLOCK_BYTES)) {
@@ -105,7 +110,8 @@ impl Sums {
         (block..block + blocks).all(|block| self.at(block) == 0)
     }
 
-    /// Copies what a lender says is there from a block on, as far as it is true; where a block holds zeroes, `into` keeps what it has.
+    /// Copies what a lender says is there from a block on, as far as it is true; where a block
+    /// holds zeroes, `into` keeps what it has.
     ///
     /// # Errors
     /// The block that is another one than was written.

@@ -30,8 +30,8 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// `pages` pages of RAM known to `folder`, and an empty store with `number`. `None` (and a printed reason) where this machine
-    /// can't fold.
+    /// `pages` pages of RAM known to `folder`, and an empty store with `number`. `None` (and a
+    /// printed reason) where this machine can't fold.
     pub fn with(folder: &'static Folder, pages: u64, number: u32) -> Option<Self> {
         match folder.execute(&Order::Hello { version: VERSION }, None) {
             Reply::Hello { problem: None, .. } => {}

@@ -31,7 +31,8 @@ use super::unread::Unread;
 /// TCP connections at once; more are closed at once.
 const TCP_CONNECTIONS: usize = 256;
 
-/// Of them, of one address (IPv6: of one network of 64 bits), so that who has one can't take the places of other hosts.
+/// Of them, of one address (IPv6: of one network of 64 bits), so that who has one can't take the
+/// places of other hosts.
 const OF_ONE_ADDRESS: usize = 64;
 
 /// Unix connections at once of those who may operate; beyond, they are closed at once.

@@ -1,7 +1,8 @@
 //! The audit log: who did what, when, with which outcome.
 //!
-//! Lines of JSON in `audit.jsonl`, for root alone; when that file has [`FILE_LIMIT`] bytes it becomes `audit.old.jsonl`, which is removed then.
-//! What has been read by somebody is not noted, nor scripts and QEMU's arguments, which may hold secrets.
+//! Lines of JSON in `audit.jsonl`, for root alone; when that file has [`FILE_LIMIT`] bytes it
+//! becomes `audit.old.jsonl`, which is removed then. What has been read by somebody is not noted,
+//! nor scripts and QEMU's arguments, which may hold secrets.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
@@ -193,7 +194,8 @@ impl Audit {
         });
     }
 
-    /// Logs that a connection came to nothing before there was any request, unless there are too many of these.
+    /// Logs that a connection came to nothing before there was any request, unless there are too
+    /// many of these.
     pub(super) fn failed_hello(&self, from: std::net::IpAddr, why: &str) {
         if let Some(not_noted) = self.may_note() {
             warn!(%from, why, not_noted, "TLS connection refused; check the peer's scheme and certificate");
@@ -234,7 +236,8 @@ impl Audit {
     }
 
     fn write(&self, entry: &AuditEntry) {
-        // A disk may be slow; others' requests go on meanwhile, also beside those that wait to write.
+        // A disk may be slow; others' requests go on meanwhile, also beside those that wait to
+        // write.
         let appended = tokio::task::block_in_place(|| {
             let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
             self.append(entry)

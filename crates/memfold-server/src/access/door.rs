@@ -37,7 +37,8 @@ pub struct TcpDoor {
 }
 
 impl TcpDoor {
-    /// At `address`, for browsers that call it by `names` too, or find it behind a reverse proxy at one of `public`.
+    /// At `address`, for browsers that call it by `names` too, or find it behind a reverse proxy at
+    /// one of `public`.
     ///
     /// # Errors
     /// If it can be reached from other hosts and has no TLS, or a file of TLS can't be used.
@@ -84,7 +85,8 @@ impl TcpDoor {
             .collect()
     }
 
-    /// Cookies of one address are sent to all its ports, so the port is in the name. `__Host-` binds one to this very host, over TLS.
+    /// Cookies of one address are sent to all its ports, so the port is in the name. `__Host-`
+    /// binds one to this very host, over TLS.
     pub(super) fn cookie_name(&self) -> String {
         let prefix = if self.tls.is_some() { "__Host-" } else { "" };
         format!("{prefix}memfold-{}", self.address.port())

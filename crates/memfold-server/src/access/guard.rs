@@ -29,7 +29,8 @@ const MOST_OF_A_LOGIN: usize = 4 << 10;
 /// How long a request's body may take.
 const BODY_TIME: Duration = Duration::from_secs(30);
 
-/// Scripts, styles and data from here alone; no inline script, no frame around us, nothing sent elsewhere.
+/// Scripts, styles and data from here alone; no inline script, no frame around us, nothing sent
+/// elsewhere.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -114,7 +115,8 @@ async fn change(
         }
         let (audit, took) = (access.audit(), began.elapsed());
         if path == REGISTRY_PATH {
-            // Hosts ask it several times a second: what it did is told by `memfold leases`. Who speaks for another host is noted.
+            // Hosts ask it several times a second: what it did is told by `memfold leases`. Who
+            // speaks for another host is noted.
             if status == StatusCode::FORBIDDEN {
                 audit.refused(&who, &method, &path, response, took);
             }
@@ -158,7 +160,8 @@ async fn carry_out(
     .await
 }
 
-/// Goes on when the peer hangs up: what it has begun goes on, too, so it is noted and keeps its turn.
+/// Goes on when the peer hangs up: what it has begun goes on, too, so it is noted and keeps its
+/// turn.
 async fn to_the_end(work: impl Future<Output = Response> + Send + 'static) -> Response {
     tokio::spawn(work).await.unwrap_or_else(|_| {
         refusal(
@@ -218,7 +221,8 @@ fn admit(
                      'memfold serve'",
                 )));
             };
-            // No browser speaks to this socket: somebody has put a proxy before it, and any page could use that.
+            // No browser speaks to this socket: somebody has put a proxy before it, and any page
+            // could use that.
             let headers = request.headers();
             if headers.contains_key(axum::http::header::ORIGIN)
                 || headers.contains_key("sec-fetch-site")
@@ -357,7 +361,8 @@ fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {
         })
 }
 
-/// A turn among those who came by TCP or may only read; who operates over the Unix socket doesn't wait for them.
+/// A turn among those who came by TCP or may only read; who operates over the Unix socket doesn't
+/// wait for them.
 fn turn(
     access: &Access,
     peer: &Peer,
@@ -402,7 +407,8 @@ async fn whole(request: Request, most: usize) -> Result<(Request, Bytes), Box<Re
     let read = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, most)).await;
     match read {
         Ok(Ok(bytes)) => Ok((Request::from_parts(parts, Body::from(bytes.clone())), bytes)),
-        // Only the limit is left as a cause when nothing was declared; else the peer broke off, and hears nothing anyhow.
+        // Only the limit is left as a cause when nothing was declared; else the peer broke off, and
+        // hears nothing anyhow.
         Ok(Err(_)) => Err(too_long()),
         Err(_) => Err(Box::new(refusal(
             StatusCode::REQUEST_TIMEOUT,

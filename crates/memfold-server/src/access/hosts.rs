@@ -1,7 +1,7 @@
 //! Hosts that may ask the registry of leases: one token each.
 //!
-//! A token is shown once, when it is made; here lies its hash only (`hosts.json`, mode 0600). It outlives a reboot of this host, as others would
-//! have to be given new ones.
+//! A token is shown once, when it is made; here lies its hash only (`hosts.json`, mode 0600). It
+//! outlives a reboot of this host, as others would have to be given new ones.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Permissions};

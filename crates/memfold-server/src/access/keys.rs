@@ -1,7 +1,8 @@
 //! Tokens, codes for one login, and sessions.
 //!
-//! All three are 32 random bytes in hexadecimal. They are kept and compared as BLAKE3 hashes, whose comparison takes the same time whatever
-//! differs (`blake3::Hash`), and a table's order tells nothing of a secret either.
+//! All three are 32 random bytes in hexadecimal. They are kept and compared as BLAKE3 hashes, whose
+//! comparison takes the same time whatever differs (`blake3::Hash`), and a table's order tells
+//! nothing of a secret either.
 
 use std::fs::{File, Permissions};
 use std::io::{self, Read, Write};

@@ -5,9 +5,10 @@
 //!                                                                                    |--> role --> guard --> routes
 //!   TCP [TLS] ----- Host header --- session cookie, or token --- Origin, own header -'               `--> audit log
 //! ```
-//! There are two roles of people: `Role::Read` sees everything that memfold shows, `Role::Operate` may change it. Whoever operates is root
-//! in the guests and may start any QEMU as root on the host. Other hosts have the role `Role::Host`: each by a token of its own, with which
-//! it may ask the registry of leases, in its own name, and nothing else.
+//! There are two roles of people: `Role::Read` sees everything that memfold shows, `Role::Operate`
+//! may change it. Whoever operates is root in the guests and may start any QEMU as root on the
+//! host. Other hosts have the role `Role::Host`: each by a token of its own, with which it may ask
+//! the registry of leases, in its own name, and nothing else.
 
 mod accept;
 mod audit;

@@ -1,8 +1,9 @@
 //! Whether a browser's request comes from the dashboard itself.
 //!
-//! A page of another site that the operator has open may send requests here: by its own name that it points to this address (DNS rebinding),
-//! by forms and images (cross-site requests). Browsers say in `Host` by which name they came and in `Origin` from which page, and let no other
-//! site set a header of its own without asking first, which is never granted.
+//! A page of another site that the operator has open may send requests here: by its own name that
+//! it points to this address (DNS rebinding), by forms and images (cross-site requests). Browsers
+//! say in `Host` by which name they came and in `Origin` from which page, and let no other site set
+//! a header of its own without asking first, which is never granted.
 
 use std::net::IpAddr;
 
@@ -105,7 +106,8 @@ pub(super) fn is_public_https(headers: &HeaderMap, public: &[PublicUrl]) -> bool
     })
 }
 
-/// Whether the `Host` header may be answered: an address, which no name service can point elsewhere, `localhost`, or one of `names`.
+/// Whether the `Host` header may be answered: an address, which no name service can point
+/// elsewhere, `localhost`, or one of `names`.
 pub(super) fn host_is_ours(headers: &HeaderMap, names: &[String]) -> bool {
     let mut hosts = headers.get_all(HOST).iter();
     let (Some(host), None) = (hosts.next(), hosts.next()) else {
@@ -118,7 +120,8 @@ pub(super) fn host_is_ours(headers: &HeaderMap, names: &[String]) -> bool {
     })
 }
 
-/// Whether a change comes from our own page, or from no browser at all. `public`: where a reverse proxy shows our page.
+/// Whether a change comes from our own page, or from no browser at all. `public`: where a reverse
+/// proxy shows our page.
 pub(super) fn is_same_origin(headers: &HeaderMap, tls: bool, public: &[PublicUrl]) -> bool {
     // Browsers set it, and scripts can't (Fetch Metadata).
     if let Some(site) = headers.get("sec-fetch-site") {

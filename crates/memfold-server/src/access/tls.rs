@@ -1,4 +1,5 @@
-//! The certificate that the TCP door shows. It is read anew when its files have changed: those that expire are replaced while the daemon runs.
+//! The certificate that the TCP door shows. It is read anew when its files have changed: those that
+//! expire are replaced while the daemon runs.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -58,7 +59,8 @@ impl Tls {
         })
     }
 
-    /// For a connection that begins. Files that can't be used, as while they are being replaced, leave it as it was.
+    /// For a connection that begins. Files that can't be used, as while they are being replaced,
+    /// leave it as it was.
     pub fn config(&self) -> Arc<ServerConfig> {
         let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
         if shown.looked.elapsed() >= LOOK {

@@ -8,7 +8,8 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-/// A connection that fails when nothing of what it sends was taken for so long: else whoever reads nothing keeps what it has for ever.
+/// A connection that fails when nothing of what it sends was taken for so long: else whoever reads
+/// nothing keeps what it has for ever.
 pub(super) struct Unread<S> {
     pub(super) stream: S,
     pub(super) most: Duration,

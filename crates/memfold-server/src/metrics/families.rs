@@ -44,7 +44,8 @@ pub(super) struct Family {
     pub samples: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
 }
 
-/// A table of families, one a line: kind, unit, name, help, and where its samples come from: a function, and what it is to take there.
+/// A table of families, one a line: kind, unit, name, help, and where its samples come from: a
+/// function, and what it is to take there.
 macro_rules! families {
     ($($kind:ident $unit:ident $name:literal $help:literal $from:ident $figure:expr;)*) => {
         &[$($crate::metrics::families::Family {
@@ -128,8 +129,8 @@ impl Samples<'_> {
         value.map_or(Ok(()), |value| self.one(value))
     }
 
-    /// A sample among several. Values of labels are not escaped: they are words of this program, or names that
-    /// [`memfold_vm::check_name`] let pass.
+    /// A sample among several. Values of labels are not escaped: they are words of this program, or
+    /// names that [`memfold_vm::check_name`] let pass.
     pub(super) fn with(&mut self, labels: Labels<'_>, value: f64) -> fmt::Result {
         if self.kind == Kind::Info {
             return write(self.kind, &mut self.metric, labels, value);

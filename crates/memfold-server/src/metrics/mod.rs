@@ -3,8 +3,9 @@
 //! ```text
 //!   Reports::figures (kept) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for who doesn't know it
 //! ```
-//! A scrape costs little: the figures are taken anew at most each ten seconds, and say how old they are. Labels are names that the operator
-//! has given (VMs, trust domains) or words of this program; nothing that a guest says becomes a label.
+//! A scrape costs little: the figures are taken anew at most each ten seconds, and say how old they
+//! are. Labels are names that the operator has given (VMs, trust domains) or words of this program;
+//! nothing that a guest says becomes a label.
 
 mod families;
 mod host;
@@ -60,7 +61,8 @@ impl Scrape {
     }
 }
 
-/// The daemon's figures, in `OpenMetrics` or, for who doesn't ask for that, Prometheus' text format.
+/// The daemon's figures, in `OpenMetrics` or, for who doesn't ask for that, Prometheus' text
+/// format.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "text/plain")))]
 pub(super) async fn metrics(
     daemon: Served,

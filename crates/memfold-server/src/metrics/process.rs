@@ -2,7 +2,8 @@
 
 use procfs::process::Process as Proc;
 
-/// The daemon's process at this moment, by the names that Prometheus' clients agree on; what `/proc` doesn't say is left out.
+/// The daemon's process at this moment, by the names that Prometheus' clients agree on; what
+/// `/proc` doesn't say is left out.
 #[derive(Debug, Default)]
 pub(super) struct Process {
     pub cpu_s: Option<f64>,

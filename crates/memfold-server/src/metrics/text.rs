@@ -1,7 +1,7 @@
 //! `OpenMetrics` 1.0 as Prometheus' text format 0.0.4.
 //!
-//! The formats differ in what stands above samples: counters are introduced with their `_total`, there are no units, no `info`, no end.
-//! Samples are the same.
+//! The formats differ in what stands above samples: counters are introduced with their `_total`,
+//! there are no units, no `info`, no end. Samples are the same.
 
 /// `text`, which this program has written in `OpenMetrics`.
 pub(super) fn prometheus(text: &str) -> String {

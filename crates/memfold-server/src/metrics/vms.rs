@@ -1,6 +1,7 @@
 //! VMs: where their memory is, and what folding does with it.
 //!
-//! About fifty samples a VM. `vm` is its name; `domain` its trust domain, or `vm/NAME` for one that shares with nobody.
+//! About fifty samples a VM. `vm` is its name; `domain` its trust domain, or `vm/NAME` for one that
+//! shares with nobody.
 
 use std::fmt;
 

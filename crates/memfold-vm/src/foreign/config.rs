@@ -5,7 +5,8 @@
 //!     driver = "ich9-usb-ehci1"
 //!     addr = "1d.7"
 //! ```
-//! `qemu_config_parse` (`util/qemu-config.c`) reads them so; Proxmox VE has its devices of q35 there.
+//! `qemu_config_parse` (`util/qemu-config.c`) reads them so; Proxmox VE has its devices of q35
+//! there.
 
 use std::io;
 use std::path::Path;
@@ -16,7 +17,8 @@ use super::value::Value;
 /// No key: the word alone stays the first one.
 const IMPLIED: &str = "";
 
-/// Groups of such files that have another name on the command line (`qemu_find_opts`, `qemu_parse_config_group`).
+/// Groups of such files that have another name on the command line (`qemu_find_opts`,
+/// `qemu_parse_config_group`).
 const OTHER_NAMES: [(&str, &str); 4] = [
     ("memory", "m"),
     ("smp-opts", "smp"),
@@ -24,7 +26,8 @@ const OTHER_NAMES: [(&str, &str); 4] = [
     ("acpi", "acpitable"),
 ];
 
-/// The options with others in the place of such files and of `-set`. `read` gives what a file holds, with no more rights than its QEMU has.
+/// The options with others in the place of such files and of `-set`. `read` gives what a file
+/// holds, with no more rights than its QEMU has.
 pub(super) fn expand(
     options: Vec<Named>,
     read: impl Fn(&Path) -> io::Result<String>,

@@ -1,4 +1,5 @@
-//! The description of a QEMU that others have started, of its command line and of what it says of itself.
+//! The description of a QEMU that others have started, of its command line and of what it says of
+//! itself.
 
 use std::fs;
 use std::io;

@@ -1,7 +1,8 @@
 //! `-drive` and its short forms (`-hda`, `-cdrom`, `-fda`, a word alone ...): which drive is which.
 //!
-//! QEMU gives each drive an interface, a bus, a unit and a name, by its options and those of the drives before (`drive_new` in `blockdev.c`). Another QEMU is
-//! given the same by name, so that it makes the same devices of them, in the same order.
+//! QEMU gives each drive an interface, a bus, a unit and a name, by its options and those of the
+//! drives before (`drive_new` in `blockdev.c`). Another QEMU is given the same by name, so that it
+//! makes the same devices of them, in the same order.
 
 use super::options::Named;
 use super::value::{Value, parse};

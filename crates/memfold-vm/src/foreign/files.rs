@@ -1,5 +1,6 @@
-//! Files that a copied command line names: kernel, firmware, ROMs. A snapshot has copies of them, made with the rights of the QEMU's user, so that what
-//! is named is nothing that this user can't read, at that moment or later.
+//! Files that a copied command line names: kernel, firmware, ROMs. A snapshot has copies of them,
+//! made with the rights of the QEMU's user, so that what is named is nothing that this user can't
+//! read, at that moment or later.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -46,7 +47,8 @@ const KEYS: [(&str, &str); 11] = [
     ("smbios", "path"),
 ];
 
-/// Names files by their whole paths that an option names from QEMU's working directory. What isn't there QEMU finds among its own.
+/// Names files by their whole paths that an option names from QEMU's working directory. What isn't
+/// there QEMU finds among its own.
 pub(super) fn name_whole(option: &str, value: &str, view: &View) -> String {
     let whole = |word: &str| {
         let path = view.whole(word);

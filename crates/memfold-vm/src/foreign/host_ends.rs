@@ -91,7 +91,8 @@ pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
     Ok(found.into_iter().collect())
 }
 
-/// What an option says of how the host holds RAM, in words: a VM that runs from a snapshot maps it from there.
+/// What an option says of how the host holds RAM, in words: a VM that runs from a snapshot maps it
+/// from there.
 pub(super) fn of_ram(name: &str, text: &str) -> Result<Option<String>, String> {
     Ok(match name {
         "mem-prealloc" => Some("-mem-prealloc (RAM is not filled at the start)".to_owned()),
@@ -161,7 +162,8 @@ enum Change {
     Value(String),
 }
 
-/// What becomes of an option that takes what another process has; `None`: it takes nothing of the kind.
+/// What becomes of an option that takes what another process has; `None`: it takes nothing of the
+/// kind.
 fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Change> {
     let mut say = |words: Vec<String>| left.extend(words);
     match name {
@@ -226,7 +228,8 @@ fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Chang
     }
 }
 
-/// Whether a place that an option listens at is another's: `:1` (VNC), `unix:PATH,server`, `tcp:HOST:PORT,server`.
+/// Whether a place that an option listens at is another's: `:1` (VNC), `unix:PATH,server`,
+/// `tcp:HOST:PORT,server`.
 fn is_place_taken(name: &str, text: &str) -> bool {
     let text = text.strip_prefix("mon:").unwrap_or(text);
     let mut parts = text.split(',');
@@ -262,7 +265,8 @@ fn is_tcp_taken(host: &str, port: &str) -> bool {
     TcpListener::bind((host, port)).is_err_and(|error| error.kind() == ErrorKind::AddrInUse)
 }
 
-/// Whether a process of this network namespace has a tap of this name: the kernel says so of each open `/dev/net/tun` (`tun_chr_show_fdinfo`).
+/// Whether a process of this network namespace has a tap of this name: the kernel says so of each
+/// open `/dev/net/tun` (`tun_chr_show_fdinfo`).
 fn is_tap_taken(name: &str) -> bool {
     let network = |process: &Path| std::fs::read_link(process.join("ns/net")).ok();
     let own = network(Path::new("/proc/self"));

@@ -1,6 +1,7 @@
 //! Networks of another QEMU: the same for the guest's card, and nothing of the host's.
 //!
-//! What a card was told of its network is in its state: whether packets have headers of offloads (taps have), and how many queues there are.
+//! What a card was told of its network is in its state: whether packets have headers of offloads
+//! (taps have), and how many queues there are.
 
 use super::value::{Value, parse};
 

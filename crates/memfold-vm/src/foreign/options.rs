@@ -198,7 +198,8 @@ mod tests {
 
     const QEMU: &str = "qemu-system-x86_64";
 
-    /// Whether a value follows an option, as QEMU says; `None`: it has no such option. QEMU ends before it has made anything.
+    /// Whether a value follows an option, as QEMU says; `None`: it has no such option. QEMU ends
+    /// before it has made anything.
     fn has_value(name: &str) -> Option<bool> {
         let option = format!("-{name}");
         let line = [&option, "-kernel", "-no-such-option", "-kernel"];

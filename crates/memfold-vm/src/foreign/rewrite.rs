@@ -14,8 +14,9 @@
 //! | sound | goes nowhere |
 //! | monitors, displays, sandbox, files of its own | left out |
 //!
-//! An option that [`options`](super::options) doesn't know is refused: a device that isn't as it was would not take its state. What is left out and no second
-//! VM can have (ports, sockets, displays) is told.
+//! An option that [`options`](super::options) doesn't know is refused: a device that isn't as it
+//! was would not take its state. What is left out and no second VM can have (ports, sockets,
+//! displays) is told.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -97,7 +98,8 @@ const HOSTS: &[&str] = &[
     "virtio-9p",
     "xen-",
 ];
-/// Kinds of devices that draw with the host's OpenGL; QEMU can't save what they have drawn (`virgl is not yet migratable`).
+/// Kinds of devices that draw with the host's OpenGL; QEMU can't save what they have drawn
+/// (`virgl is not yet migratable`).
 const DRAWN_BY_HOST: [&str; 4] = [
     "virtio-gpu-gl",
     "virtio-vga-gl",
@@ -117,7 +119,8 @@ const OBJECTS: &[&str] = &[
     "acpi-generic-initiator",
     "acpi-generic-port",
 ];
-/// Objects that are left out: secrets of displays, monitors and disks, what they are checked by, and filters of networks.
+/// Objects that are left out: secrets of displays, monitors and disks, what they are checked by,
+/// and filters of networks.
 const OWN_OBJECTS: &[&str] = &[
     "secret",
     "tls-",
@@ -270,7 +273,8 @@ fn has_own_serial(options: &[Named]) -> Result<bool, String> {
     Ok(!kinds.any(|device| device.kind() == "isa-serial"))
 }
 
-/// Whether every medium has its device in the copy, and every device its medium: QEMU would not start otherwise.
+/// Whether every medium has its device in the copy, and every device its medium: QEMU would not
+/// start otherwise.
 fn check_media(copy: &Copy, drives: &[Drive]) -> Result<(), String> {
     let mut wanted = BTreeSet::new();
     let mut there: BTreeSet<String> = BTreeSet::new();
@@ -360,7 +364,8 @@ fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     Ok(())
 }
 
-/// Finds the console: the first serial port that leads anywhere. Options that need it may be before it.
+/// Finds the console: the first serial port that leads anywhere. Options that need it may be before
+/// it.
 fn look_at_chardevs(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     let mut ports = values(options, &["serial"]).filter(|port| !["none", "null"].contains(port));
     if let Some(port) = ports.next().filter(|_| copy.console.is_none()) {
@@ -515,7 +520,8 @@ impl Media {
         )))
     }
 
-    /// What is put in the place of a drive; `None`: its medium is added when the copy is started, or nothing uses it.
+    /// What is put in the place of a drive; `None`: its medium is added when the copy is started,
+    /// or nothing uses it.
     fn drive(drive: &Drive, facts: &Facts) -> Result<Option<String>, String> {
         let name = &drive.backend;
         let medium = facts.media.iter().find(|medium| medium.backend == *name);

@@ -25,7 +25,8 @@ pub struct Foreign {
     /// Whether another device uses the console's character device, too.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub console_shared: bool,
-    /// What the QEMU had of its host and no second one can have: forwarded ports, sockets, displays.
+    /// What the QEMU had of its host and no second one can have: forwarded ports, sockets,
+    /// displays.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
     /// Network cards.
@@ -58,7 +59,8 @@ impl Foreign {
         self.user_network().is_some()
     }
 
-    /// The first network in user mode that isn't cut off from the host, and which of the words it is.
+    /// The first network in user mode that isn't cut off from the host, and which of the words it
+    /// is.
     fn user_network(&self) -> Option<(usize, Value)> {
         let pairs = self.words.windows(2).enumerate();
         let mut networks = pairs.filter_map(|(at, pair)| {
@@ -81,7 +83,8 @@ pub struct ForeignDisk {
     pub node: String,
     /// What its device calls the node on the command line.
     pub drive: String,
-    /// What `-drive` is given besides its node, where that makes it: interface, bus, unit, name. `None`: `-blockdev` makes it.
+    /// What `-drive` is given besides its node, where that makes it: interface, bus, unit, name.
+    /// `None`: `-blockdev` makes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub option: Option<String>,
 }

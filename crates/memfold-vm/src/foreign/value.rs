@@ -1,4 +1,5 @@
-//! The value of one of QEMU's options: `kind,key=value,...` (a comma in a value is written twice), or JSON.
+//! The value of one of QEMU's options: `kind,key=value,...` (a comma in a value is written twice),
+//! or JSON.
 
 use serde_json::{Map, Value as Json};
 
@@ -50,7 +51,8 @@ impl Value {
         }
     }
 
-    /// All that a key says that may stand there several times. In JSON it is a list, of words or of `{"str": WORD}`.
+    /// All that a key says that may stand there several times. In JSON it is a list, of words or of
+    /// `{"str": WORD}`.
     pub(super) fn all(&self, key: &str) -> Vec<String> {
         let word = |value: &Json| Some(value.as_str().or(value["str"].as_str())?.to_owned());
         match self.pairs.get(key) {

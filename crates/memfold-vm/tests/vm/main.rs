@@ -1,4 +1,5 @@
-//! VMs on a real QEMU. Most are paused at start (`-S`): their RAM, monitor and process are as real, and they cost nothing.
+//! VMs on a real QEMU. Most are paused at start (`-S`): their RAM, monitor and process are as real,
+//! and they cost nothing.
 
 mod agent;
 
@@ -95,7 +96,8 @@ impl Drop for Foreign {
     }
 }
 
-/// Writes a pattern where the layout says that `gpa` is, and reads it back from QEMU by its guest-physical address.
+/// Writes a pattern where the layout says that `gpa` is, and reads it back from QEMU by its
+/// guest-physical address.
 fn prove(vm: &Vm, qmp: &mut Qmp, layout: &RamLayout, gpa: u64) {
     let hva = layout
         .hva_of_gpa(Gpa(gpa))

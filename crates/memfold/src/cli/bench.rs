@@ -1,4 +1,5 @@
-//! `memfold bench`, and how the program `memfold-bench` is found, which has the studies, the demo and the self-test.
+//! `memfold bench`, and how the program `memfold-bench` is found, which has the studies, the demo
+//! and the self-test.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;

@@ -1,5 +1,6 @@
-//! The configuration file of `memfold serve`: its keys are the names of that command's options, so there is nothing that one can say and
-//! the other can't. Options on the command line and in the environment win.
+//! The configuration file of `memfold serve`: its keys are the names of that command's options, so
+//! there is nothing that one can say and the other can't. Options on the command line and in the
+//! environment win.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -25,8 +26,8 @@ const LARGEST: u64 = 1 << 20;
 
 #[derive(clap::Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Check a configuration file of 'memfold serve', and the files and groups that it names; report each wrong field with
-    /// its line
+    /// Check a configuration file of 'memfold serve', and the files and groups that it names;
+    /// report each wrong field with its line
     Check(CheckArguments),
 }
 
@@ -240,7 +241,8 @@ fn read(file: &Path) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// The command line as it was typed, with what the configuration file adds to `serve`. Wrong usage ends the program, as clap does.
+/// The command line as it was typed, with what the configuration file adds to `serve`. Wrong usage
+/// ends the program, as clap does.
 pub(super) fn command_line<Cli: Parser>() -> anyhow::Result<Cli> {
     let typed = Cli::command().get_matches();
     let matches = match typed.subcommand() {

@@ -53,7 +53,8 @@ impl Context {
         Ok(())
     }
 
-    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file that was asked for.
+    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file
+    /// that was asked for.
     pub(super) fn print<T: serde::Serialize>(
         &self,
         value: &T,

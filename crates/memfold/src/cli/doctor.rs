@@ -26,7 +26,8 @@ pub(super) struct Arguments {
     /// Directory that caches slow checks
     #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
     state: PathBuf,
-    /// Also test folding: fold memory of this process and of two small guests while it is written to (one to four minutes)
+    /// Also test folding: fold memory of this process and of two small guests while it is written
+    /// to (one to four minutes)
     #[arg(long)]
     self_test: bool,
 }

@@ -32,13 +32,15 @@ const LONGEST_S: f64 = 86_400.0;
 
 /// What could be saved, before anything is changed.
 ///
-/// Looks at the memory of QEMU processes from outside: no VM needs memfold's library or agent, and nothing is written. Reads each
-/// private page, and a sample of them again a second later. Splits what could be saved into pages of zeroes, copies within a VM, copies
-/// between VMs of a trust domain, and, where agents in the guests say so, by file. Copies between trust domains are shown and never
-/// counted. Needs root.
+/// Looks at the memory of QEMU processes from outside: no VM needs memfold's library or agent, and
+/// nothing is written. Reads each private page, and a sample of them again a second later. Splits
+/// what could be saved into pages of zeroes, copies within a VM, copies between VMs of a trust
+/// domain, and, where agents in the guests say so, by file. Copies between trust domains are shown
+/// and never counted. Needs root.
 ///
-/// A memfold daemon tells names, trust domains and files. Without one, and for QEMUs that it doesn't know, each QEMU is its own trust
-/// domain unless --domain-of or --one-domain say otherwise.
+/// A memfold daemon tells names, trust domains and files. Without one, and for QEMUs that it
+/// doesn't know, each QEMU is its own trust domain unless --domain-of or --one-domain say
+/// otherwise.
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
     /// Look only at these VMs, by name or by QEMU's process number
@@ -47,7 +49,8 @@ pub(super) struct Arguments {
     /// CPU limit, in percent of one core
     #[arg(long, default_value_t = 10.0, value_name = "PERCENT", value_parser = percent)]
     cpu: f64,
-    /// Stop after this time and show what was found until then; by default all memory is read (0.2 to 0.3 GiB a second at 10 % of a core)
+    /// Stop after this time and show what was found until then; by default all memory is read (0.2
+    /// to 0.3 GiB a second at 10 % of a core)
     #[arg(long, value_name = "N", value_parser = seconds)]
     seconds: Option<Duration>,
     /// Trust domain of a QEMU (may be given several times)
@@ -56,14 +59,16 @@ pub(super) struct Arguments {
     /// Assume that all VMs are in one trust domain
     #[arg(long, conflicts_with = "domain_of")]
     one_domain: bool,
-    /// Instead: show how much of a running program VMs could share, by mapping mode (all processes of that name, or one)
+    /// Instead: show how much of a running program VMs could share, by mapping mode (all processes
+    /// of that name, or one)
     #[arg(long, value_name = "PID|NAME", conflicts_with_all = ["vms", "cpu", "seconds", "domain_of", "one_domain"])]
     program: Option<String>,
-    /// Instead: write what the VMs hold to FILE, for 'memfold plan --place', in a form that only hosts with the same key can compare, and that reveals
-    /// nothing without it
+    /// Instead: write what the VMs hold to FILE, for 'memfold plan --place', in a form that only
+    /// hosts with the same key can compare, and that reveals nothing without it
     #[arg(long, value_name = "FILE", requires = "key", conflicts_with_all = ["program", "vms", "seconds"])]
     fingerprint: Option<PathBuf>,
-    /// Key shared by the hosts to compare; created if FILE does not exist. Copy it to the other hosts
+    /// Key shared by the hosts to compare; created if FILE does not exist. Copy it to the other
+    /// hosts
     #[arg(long, value_name = "FILE", requires = "fingerprint")]
     key: Option<PathBuf>,
     /// This host's name in the fingerprint; by default the kernel's

@@ -1,4 +1,5 @@
-//! Errors as users see them, and their exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
+//! Errors as users see them, and their exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible
+//! on this host.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! `memfold generate`, for packages and docs: manual pages, completions of shells and the reference of the interface, from what the program says
-//! of itself.
+//! `memfold generate`, for packages and docs: manual pages, completions of shells and the reference
+//! of the interface, from what the program says of itself.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

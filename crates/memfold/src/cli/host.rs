@@ -10,7 +10,8 @@ use super::vm::segment as in_path;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Let a host use this daemon's registry over TCP: print a token for it once; the host's previous token becomes invalid
+    /// Let a host use this daemon's registry over TCP: print a token for it once; the host's
+    /// previous token becomes invalid
     Add(Name),
     /// List hosts that have a token
     List,

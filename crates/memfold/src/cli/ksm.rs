@@ -21,11 +21,14 @@ use super::failure::IMPOSSIBLE_HERE;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Show every control and counter of KSM, ksmd's CPU, and each VM's share; works without a daemon
+    /// Show every control and counter of KSM, ksmd's CPU, and each VM's share; works without a
+    /// daemon
     Status,
-    /// Have the daemon steer ksmd for the VMs of one trust domain: faster after a VM starts, slower while tasks wait or nothing merges
+    /// Have the daemon steer ksmd for the VMs of one trust domain: faster after a VM starts, slower
+    /// while tasks wait or nothing merges
     Start {
-        /// Trust domain whose VMs are merged (by default the only one whose VMs have mergeable memory)
+        /// Trust domain whose VMs are merged (by default the only one whose VMs have mergeable
+        /// memory)
         #[arg(long)]
         domain: Option<String>,
         /// CPU that ksmd may use, in percent of one core
@@ -40,7 +43,8 @@ pub(super) enum Arguments {
     },
     /// Stop steering KSM: its previous settings are restored, and merged pages stay merged
     Stop {
-        /// Give each merged page its own copy again, which takes as much memory at once as merging saves
+        /// Give each merged page its own copy again, which takes as much memory at once as merging
+        /// saves
         #[arg(long)]
         unmerge: bool,
     },

@@ -19,7 +19,8 @@ use super::vm::segment as name_of_vm;
 
 #[derive(Args, Debug)]
 pub(super) struct LendArguments {
-    /// Most of this host's RAM to lend; never more than the host can spare. Without --max: show what is lent now
+    /// Most of this host's RAM to lend; never more than the host can spare. Without --max: show
+    /// what is lent now
     #[arg(long, value_name = "SIZE", conflicts_with = "stop")]
     max: Option<ByteSize>,
     /// Export on this IP address, each lease on a port of its own, with TLS and a key of its own
@@ -34,7 +35,8 @@ pub(super) struct LendArguments {
     /// Export on Unix sockets, to borrowers on this host (the default)
     #[arg(long, requires = "max", conflicts_with = "listen")]
     unix: bool,
-    /// Protocol of exports: NBD, encrypted between hosts, or iSCSI, not encrypted. With iSCSI, exports listen on 127.0.0.1 unless --listen is given
+    /// Protocol of exports: NBD, encrypted between hosts, or iSCSI, not encrypted. With iSCSI,
+    /// exports listen on 127.0.0.1 unless --listen is given
     #[arg(
         long,
         value_enum,
@@ -58,11 +60,12 @@ pub(super) struct BorrowArguments {
     vm: Option<String>,
     /// Size to borrow: at least the swap disk's size, which is the default
     size: Option<ByteSize>,
-    /// Move a swap volume of this host's LVM to lent RAM, instead of a VM's swap disk; the lender must export by iSCSI
+    /// Move a swap volume of this host's LVM to lent RAM, instead of a VM's swap disk; the lender
+    /// must export by iSCSI
     #[arg(long, value_name = "VG/LV")]
     lvm: Option<Volume>,
-    /// Copy of the bytes in case the lender dies: on this host's disk, in another lender's RAM, or none (unsafe: programs of
-    /// the guest die with the lender)
+    /// Copy of the bytes in case the lender dies: on this host's disk, in another lender's RAM, or
+    /// none (unsafe: programs of the guest die with the lender)
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = Durability::Disk)]
     durability: Durability,
     /// Number of lenders to spread the disk over, 1 to 8; by default as few as have enough RAM
@@ -85,7 +88,8 @@ pub(super) struct ReturnArguments {
     /// Move a swap volume of this host's LVM back to this host's disk
     #[arg(long, value_name = "VG/LV", conflicts_with = "vm")]
     lvm: Option<Volume>,
-    /// Ask a borrower, on any host, for one lease of what this host lends; 'memfold leases' shows their numbers
+    /// Ask a borrower, on any host, for one lease of what this host lends; 'memfold leases' shows
+    /// their numbers
     #[arg(long, value_name = "NUMBER", conflicts_with_all = ["vm", "lvm"])]
     lease: Option<u64>,
 }

@@ -13,12 +13,14 @@ use super::vm::describe;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Make domains start with memfold: change <emulator> in their XML, add a channel for the agent and a mark with the trust domain
+    /// Make domains start with memfold: change <emulator> in their XML, add a channel for the agent
+    /// and a mark with the trust domain
     Enable {
         /// Domains of libvirt, by name
         #[arg(required = true, value_name = "DOMAIN")]
         names: Vec<String>,
-        /// Trust domain, whose VMs may share memory with each other. Without one, these VMs share with no other VM
+        /// Trust domain, whose VMs may share memory with each other. Without one, these VMs share
+        /// with no other VM
         #[arg(long)]
         domain: Option<String>,
     },

@@ -1,4 +1,5 @@
-//! The log: on standard error, as text or a JSON object a line, and by systemd's journal with its own levels.
+//! The log: on standard error, as text or a JSON object a line, and by systemd's journal with its
+//! own levels.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -31,7 +32,8 @@ pub(super) enum LogFormat {
     Json,
 }
 
-/// A filter as users write it: rooms are those of `memfold`, whichever crate they lie in (`info,memfold::fold=debug`).
+/// A filter as users write it: rooms are those of `memfold`, whichever crate they lie in
+/// (`info,memfold::fold=debug`).
 pub(super) fn filter(text: &str) -> Result<EnvFilter, ParseError> {
     let directives: Vec<String> = text.split(',').map(of_its_crate).collect();
     EnvFilter::try_new(directives.join(","))
@@ -95,13 +97,15 @@ struct Line(&'static [u8]);
 /// Events that the log did not take since it took the last one.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
-/// How long a log that took everything so far is waited for. One that has stopped taking anything is not waited for again.
+/// How long a log that took everything so far is waited for. One that has stopped taking anything
+/// is not waited for again.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// So much goes into a pipe at once that has room (`pipe(7)`, `PIPE_BUF`).
 const PIECE: usize = 4096;
 
-/// Writes an event. A log that cannot be written, or whose reader stands still, costs events and nothing else.
+/// Writes an event. A log that cannot be written, or whose reader stands still, costs events and
+/// nothing else.
 fn put(text: &[u8]) {
     let mut stderr = io::stderr().lock();
     let lost = LOST.load(Ordering::Relaxed);

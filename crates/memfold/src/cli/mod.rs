@@ -1,4 +1,5 @@
-//! The command line: one file a command, thin; what they show comes from the daemon or from [`memfold_host`].
+//! The command line: one file a command, thin; what they show comes from the daemon or from
+//! [`memfold_host`].
 
 mod bench;
 mod config;
@@ -74,9 +75,11 @@ enum Command {
     Report(report::Arguments),
     /// Show the ledger live
     Top(top::Arguments),
-    /// Estimate what could be saved, without changing anything: zero pages, copies within and between VMs, by file, by mechanism
+    /// Estimate what could be saved, without changing anything: zero pages, copies within and
+    /// between VMs, by file, by mechanism
     Estimate(estimate::Arguments),
-    /// Show what guests could claim by writing to shared memory, what is available for it, and the brake
+    /// Show what guests could claim by writing to shared memory, what is available for it, and the
+    /// brake
     Debt(debt::Arguments),
     /// Folding: state, pause, limits
     #[command(subcommand)]

@@ -18,7 +18,8 @@ use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Name a kind of similar VMs; several allowed. By default the VMs of each trust domain are one kind
+    /// Name a kind of similar VMs; several allowed. By default the VMs of each trust domain are one
+    /// kind
     #[arg(long = "kind", value_name = "KIND=VM[,VM...]", value_parser = parse_kind)]
     kinds: Vec<(String, Vec<String>)>,
     /// Total number of VMs of a kind to predict for; several allowed. By default as many as run now
@@ -30,7 +31,8 @@ pub(super) struct Arguments {
     /// Hours from now to plan for; VMs grow as they have lately
     #[arg(long, value_name = "HOURS", default_value = "0", value_parser = parse_hours)]
     ahead: f64,
-    /// Instead: propose which VMs to place together, from the fingerprints of two hosts or more ('memfold estimate --fingerprint')
+    /// Instead: propose which VMs to place together, from the fingerprints of two hosts or more
+    /// ('memfold estimate --fingerprint')
     #[arg(long, value_name = "FILE", num_args = 2.., conflicts_with_all = ["kinds", "vms", "memory", "ahead"])]
     place: Vec<PathBuf>,
     /// Least bytes that a move must save, with --place

@@ -29,10 +29,12 @@ pub(super) enum Arguments {
         /// Only attach the device; the guest mounts it itself
         #[arg(long)]
         no_lay: bool,
-        /// First compare all bytes with the guest's own files, not only sizes, times, owners and modes
+        /// First compare all bytes with the guest's own files, not only sizes, times, owners and
+        /// modes
         #[arg(long)]
         content: bool,
-        /// Let only this VM map the segment, to write files that 'segment build --from vm:VM' turns into the next generation
+        /// Let only this VM map the segment, to write files that 'segment build --from vm:VM' turns
+        /// into the next generation
         #[arg(long, conflicts_with = "no_lay")]
         writer: bool,
     },
@@ -70,8 +72,8 @@ pub(super) struct BuildArguments {
     /// Trust domain: only its VMs may map the segment
     #[arg(long)]
     domain: String,
-    /// A directory that stands for the guests' root, a disk image with an ext4 or EROFS file system, .deb files, package:NAME, or vm:NAME for the files that a
-    /// running VM sees
+    /// A directory that stands for the guests' root, a disk image with an ext4 or EROFS file
+    /// system, .deb files, package:NAME, or vm:NAME for the files that a running VM sees
     #[arg(long, required = true, num_args = 1.., value_name = "SOURCE")]
     from: Vec<String>,
     /// Include only paths that match; several allowed ('/usr/**' and '/opt/**' by default)

@@ -30,7 +30,8 @@ use super::{log, systemd};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Configuration file with these options by name; options of the command line win (/etc/memfold/memfold.toml, if it exists)
+    /// Configuration file with these options by name; options of the command line win
+    /// (/etc/memfold/memfold.toml, if it exists)
     #[arg(long, env = "MEMFOLD_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
     /// What to log: error, warn, info, debug or trace, also by room (`info,memfold::fold=debug`)
@@ -63,8 +64,8 @@ pub(super) struct Arguments {
     /// Memory that this host keeps for itself: a size, or percent of its RAM (6.25% by default)
     #[arg(long, value_name = "SIZE|PERCENT%")]
     reserve: Option<Reserve>,
-    /// Percent of shared memory that available memory must cover in case guests write to it: otherwise nothing more is shared and
-    /// no VM is started; 0 disables the brake
+    /// Percent of shared memory that available memory must cover in case guests write to it:
+    /// otherwise nothing more is shared and no VM is started; 0 disables the brake
     #[arg(long, value_name = "PERCENT", value_parser = cover)]
     cover: Option<f64>,
     /// Start with folding paused
@@ -76,11 +77,13 @@ pub(super) struct Arguments {
     /// Directory of segments
     #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = memfold_segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
-    /// Name of this host among those that lend and borrow memory (the kernel's host name by default)
+    /// Name of this host among those that lend and borrow memory (the kernel's host name by
+    /// default)
     #[arg(long, value_name = "NAME", help_heading = "Lending", value_parser = host_name)]
     host: Option<String>,
-    /// Registry of leases: the socket of another daemon on this host, https://HOST:PORT of a daemon on another host, or
-    /// etcd+https://HOST:PORT,... of an etcd; by default this daemon serves its own
+    /// Registry of leases: the socket of another daemon on this host, https://HOST:PORT of a daemon
+    /// on another host, or etcd+https://HOST:PORT,... of an etcd; by default this daemon serves its
+    /// own
     #[arg(long, value_name = "PATH|URL", help_heading = "Lending")]
     registry: Option<String>,
     /// Certificates (PEM) of the CA that signed that server's certificate
@@ -115,7 +118,8 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     registry_key: Option<PathBuf>,
-    /// Whether VMs with a swap disk borrow only on request, or also by themselves while they swap (with a copy on disk)
+    /// Whether VMs with a swap disk borrow only on request, or also by themselves while they swap
+    /// (with a copy on disk)
     #[arg(
         long,
         value_enum,
@@ -124,7 +128,8 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     borrow: BorrowWhen,
-    /// Most of this host's RAM to lend from the start, as 'memfold lend --max' does; that command overrides it until the next boot
+    /// Most of this host's RAM to lend from the start, as 'memfold lend --max' does; that command
+    /// overrides it until the next boot
     #[arg(long, value_name = "SIZE", help_heading = "Lending")]
     lend: Option<ByteSize>,
     /// Export on this IP address, with TLS; by default on Unix sockets
@@ -159,7 +164,8 @@ pub(super) struct Arguments {
     /// Accept that iSCSI sends guests' swapped memory in clear text
     #[arg(long, requires = "lend", help_heading = "Lending")]
     lend_cleartext: bool,
-    /// Also serve the dashboard and the API over TCP, to clients with a token or a login of 'memfold dashboard'
+    /// Also serve the dashboard and the API over TCP, to clients with a token or a login of
+    /// 'memfold dashboard'
     #[arg(long, value_name = "ADDRESS:PORT", help_heading = "Access")]
     listen: Option<SocketAddr>,
     /// Certificate for TLS (PEM); without it only this host is served
@@ -173,7 +179,8 @@ pub(super) struct Arguments {
         help_heading = "Access"
     )]
     tls_key: Option<PathBuf>,
-    /// Further name of this host for browsers, beside its addresses and 'localhost'; several allowed
+    /// Further name of this host for browsers, beside its addresses and 'localhost'; several
+    /// allowed
     #[arg(
         long,
         value_name = "NAME",
@@ -181,7 +188,8 @@ pub(super) struct Arguments {
         help_heading = "Access"
     )]
     allow_host: Vec<String>,
-    /// Address of the dashboard behind a reverse proxy that ends TLS, as browsers show it; several allowed
+    /// Address of the dashboard behind a reverse proxy that ends TLS, as browsers show it; several
+    /// allowed
     #[arg(long, value_name = "URL", requires = "listen", help_heading = "Access")]
     public_url: Vec<PublicUrl>,
     /// Group whose members may read over the socket ('memfold-read', if it exists)
@@ -190,11 +198,12 @@ pub(super) struct Arguments {
     /// Group whose members may do everything, which equals root ('memfold-operate', if it exists)
     #[arg(long, value_name = "GROUP", help_heading = "Access")]
     operate_group: Option<String>,
-    /// Directory where libvirt records its QEMUs; enabled domains are adopted (/run/libvirt/qemu; with another --state:
-    /// none)
+    /// Directory where libvirt records its QEMUs; enabled domains are adopted (/run/libvirt/qemu;
+    /// with another --state: none)
     #[arg(long, value_name = "DIR")]
     libvirt: Option<PathBuf>,
-    /// Directory of the history, the audit log and the tokens of --listen (/var/lib/memfold; with another --state: that directory)
+    /// Directory of the history, the audit log and the tokens of --listen (/var/lib/memfold; with
+    /// another --state: that directory)
     #[arg(long, value_name = "DIR")]
     records: Option<PathBuf>,
 }
@@ -273,8 +282,8 @@ impl Arguments {
         })
     }
 
-    /// Each field that names what this host doesn't have (a file, a group) or what can't be done here, with the reason. Nothing is changed or
-    /// asked of other hosts.
+    /// Each field that names what this host doesn't have (a file, a group) or what can't be done
+    /// here, with the reason. Nothing is changed or asked of other hosts.
     pub(super) fn unusable(&self) -> Vec<(&'static str, String)> {
         let (read, operate) = (self.read_group.as_deref(), self.operate_group.as_deref());
         let door = self.tcp_door().err().map(|error| {
@@ -425,7 +434,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             () = tokio::time::sleep(LENDING_LIMIT) => {}
         }
         hurry.store(true, Ordering::Relaxed);
-        // Whatever hangs from here on: the daemon may be killed at any instant, and VMs don't notice.
+        // Whatever hangs from here on: the daemon may be killed at any instant, and VMs don't
+        // notice.
         end_within(END_LIMIT, 0);
     }));
     if done.is_err() {
@@ -439,7 +449,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     Ok(ExitCode::SUCCESS)
 }
 
-/// How long borrowers may take to give back what this host lends, if it lends: the lender's own limit, and a little.
+/// How long borrowers may take to give back what this host lends, if it lends: the lender's own
+/// limit, and a little.
 const LENDING_LIMIT: Duration = Duration::from_secs(50);
 
 /// How long all else may take when the daemon ends.
@@ -462,8 +473,9 @@ fn end_within(limit: Duration, code: i32) {
     }
 }
 
-/// Has the process end when a thread of the daemon panics: without its engine, or without whoever watches a VM, it would be half a daemon.
-/// Its supervisor starts a whole one, and VMs don't notice. A request that panics fails alone: the server tells who asked.
+/// Has the process end when a thread of the daemon panics: without its engine, or without whoever
+/// watches a VM, it would be half a daemon. Its supervisor starts a whole one, and VMs don't
+/// notice. A request that panics fails alone: the server tells who asked.
 fn end_with_threads() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();

@@ -30,13 +30,16 @@ pub(super) enum Arguments {
         /// Let the VM run while its RAM is copied; the snapshot shows the instant before
         #[arg(long)]
         live: bool,
-        /// Compress the RAM image: smaller on disk, but decompressed into memory before the first VM runs from it
+        /// Compress the RAM image: smaller on disk, but decompressed into memory before the first
+        /// VM runs from it
         #[arg(long)]
         compress: bool,
-        /// Seconds that the guest may take to drop its caches (120 by default); caches not dropped by then are saved
+        /// Seconds that the guest may take to drop its caches (120 by default); caches not dropped
+        /// by then are saved
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
         drop_timeout: Option<u32>,
-        /// Leave the guest's clock behind by the pause; by default it is set to the host's clock after a long pause
+        /// Leave the guest's clock behind by the pause; by default it is set to the host's clock
+        /// after a long pause
         #[arg(long)]
         keep_clock: bool,
     },
@@ -47,22 +50,28 @@ pub(super) enum Arguments {
         /// Name of the VM; the saved one's by default
         #[arg(long = "as", value_name = "NAME")]
         vm: Option<String>,
-        /// Start the VM though another VM runs from the same memory and nothing would renew its identity
+        /// Start the VM though another VM runs from the same memory and nothing would renew its
+        /// identity
         #[arg(long)]
         force: bool,
-        /// Start the VM though the brake is on: guests could claim more memory than this host has available (see 'memfold debt')
+        /// Start the VM though the brake is on: guests could claim more memory than this host has
+        /// available (see 'memfold debt')
         #[arg(long)]
         despite_brake: bool,
-        /// Prefetch the pages that a VM of this snapshot used first before, instead of loading each page on demand
+        /// Prefetch the pages that a VM of this snapshot used first before, instead of loading each
+        /// page on demand
         #[arg(long)]
         prefetch: bool,
-        /// Leave the guest's clock at the time of the save; by default it is set to the host's clock when the agent answers
+        /// Leave the guest's clock at the time of the save; by default it is set to the host's
+        /// clock when the agent answers
         #[arg(long)]
         keep_clock: bool,
-        /// Create the VM's own disks in DIR, which stay when it ends; by default its writes are temporary
+        /// Create the VM's own disks in DIR, which stay when it ends; by default its writes are
+        /// temporary
         #[arg(long, value_name = "DIR")]
         disks: Option<PathBuf>,
-        /// Forward a port of this host (127.0.0.1 by default) to the guest, HOST-PORT 0 is a free port; by default the saved VM's ports that are free. Several
+        /// Forward a port of this host (127.0.0.1 by default) to the guest, HOST-PORT 0 is a free
+        /// port; by default the saved VM's ports that are free. Several
         #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
         forwards: Vec<Forward>,
     },
@@ -98,25 +107,31 @@ pub(super) struct CloneArguments {
     /// Prefix of the names, which end with a number; the snapshot's name by default
     #[arg(long)]
     prefix: Option<String>,
-    /// Give each clone its own host name, machine ID and SSH host keys; random numbers and MAC addresses are always renewed
+    /// Give each clone its own host name, machine ID and SSH host keys; random numbers and MAC
+    /// addresses are always renewed
     #[arg(long)]
     identity: bool,
     /// Do not wait until the clones' agents have renewed their identities
     #[arg(long)]
     no_wait: bool,
-    /// Prefetch the pages that a VM of this snapshot used first before, instead of loading each page on demand
+    /// Prefetch the pages that a VM of this snapshot used first before, instead of loading each
+    /// page on demand
     #[arg(long)]
     prefetch: bool,
-    /// Leave the guests' clocks at the time of the save; by default they are set to the host's clock when their agents answer
+    /// Leave the guests' clocks at the time of the save; by default they are set to the host's
+    /// clock when their agents answer
     #[arg(long)]
     keep_clock: bool,
-    /// Start the clones though nothing would renew their identities: without agent, and without a driver for VM generation IDs in the guest
+    /// Start the clones though nothing would renew their identities: without agent, and without a
+    /// driver for VM generation IDs in the guest
     #[arg(long)]
     force: bool,
-    /// Start the clones though the brake is on: guests could claim more memory than this host has available (see 'memfold debt')
+    /// Start the clones though the brake is on: guests could claim more memory than this host has
+    /// available (see 'memfold debt')
     #[arg(long)]
     despite_brake: bool,
-    /// Forward a port of this host (127.0.0.1 by default) to each guest; HOST-PORT 0 is a free port for each clone, which several clones need. Several
+    /// Forward a port of this host (127.0.0.1 by default) to each guest; HOST-PORT 0 is a free port
+    /// for each clone, which several clones need. Several
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
     forwards: Vec<Forward>,
 }

@@ -1,4 +1,5 @@
-//! What the daemon tells systemd, where that has started it (`sd_notify(3)`); elsewhere nothing happens.
+//! What the daemon tells systemd, where that has started it (`sd_notify(3)`); elsewhere nothing
+//! happens.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,8 @@ use tracing::warn;
 use memfold_daemon::Daemon;
 
 fn tell(states: &[NotifyState<'_>]) {
-    // The variables stay: unsetting them isn't safe while threads run. Programs that the daemon starts don't get them.
+    // The variables stay: unsetting them isn't safe while threads run. Programs that the daemon
+    // starts don't get them.
     if let Err(error) = sd_notify::notify(false, states) {
         warn!(%error, "cannot notify systemd; check systemd");
     }
@@ -30,8 +32,8 @@ pub(super) fn stopping() {
     ]);
 }
 
-/// Tells systemd's watchdog that the daemon works, as long as it does: that a request is carried out, and that the engine answers. Ends only
-/// where there is no watchdog.
+/// Tells systemd's watchdog that the daemon works, as long as it does: that a request is carried
+/// out, and that the engine answers. Ends only where there is no watchdog.
 pub(super) async fn watch(daemon: Arc<Daemon>) {
     let mut limit_us = 0;
     if !sd_notify::watchdog_enabled(false, &mut limit_us) {

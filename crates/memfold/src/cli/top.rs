@@ -84,7 +84,8 @@ fn in_pipe(
 /// What is to be fetched from now on: the map of this VM too, in so many cells.
 type Wish = Option<(String, u64)>;
 
-/// Fetches as often as is wished and every `interval`. A daemon that is slow or gone doesn't keep keys from working.
+/// Fetches as often as is wished and every `interval`. A daemon that is slow or gone doesn't keep
+/// keys from working.
 fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Sender<News>) {
     let mut wish = None;
     let tell = |answer: Result<News, memfold_api::ClientError>| {

@@ -44,7 +44,8 @@ pub(super) enum Arguments {
     Reboot {
         /// Name of the VM
         name: String,
-        /// Restore the boot snapshot instead of booting: all later writes to memory and disks are lost
+        /// Restore the boot snapshot instead of booting: all later writes to memory and disks are
+        /// lost
         #[arg(long)]
         from_boot_snapshot: bool,
         /// Seconds until the agent of a rebooted guest must answer again
@@ -90,10 +91,12 @@ pub(super) struct RunArguments {
     /// Virtual CPUs
     #[arg(long)]
     vcpus: Option<u32>,
-    /// CPU model that every host has that will restore the VM's snapshots, such as Skylake-Server-v5; by default this host's CPU
+    /// CPU model that every host has that will restore the VM's snapshots, such as
+    /// Skylake-Server-v5; by default this host's CPU
     #[arg(long, value_name = "MODEL")]
     cpu: Option<String>,
-    /// Trust domain, whose VMs may share memory with each other. Without one, the VM shares with no other VM
+    /// Trust domain, whose VMs may share memory with each other. Without one, the VM shares with no
+    /// other VM
     #[arg(long)]
     domain: Option<String>,
     /// Disk image; several in order. Without a format: qcow2 if the name ends so, else raw
@@ -111,7 +114,8 @@ pub(super) struct RunArguments {
     /// Its command line
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     cmdline: Option<String>,
-    /// User that QEMU switches to after it has opened its files, so that a QEMU under a hostile guest's control has few rights
+    /// User that QEMU switches to after it has opened its files, so that a QEMU under a hostile
+    /// guest's control has few rights
     #[arg(long)]
     user: Option<String>,
     /// Save the VM as NAME-boot as soon as it has booted, for 'vm reboot --from-boot-snapshot'
@@ -123,7 +127,8 @@ pub(super) struct RunArguments {
     /// Segment to map, and to overlay in the guest when it boots; several in order
     #[arg(long = "segment", value_name = "NAME[@GENERATION]")]
     segments: Vec<String>,
-    /// Segment to boot from as the root file system; writes go to the first disk that is not read-only, or to memory
+    /// Segment to boot from as the root file system; writes go to the first disk that is not
+    /// read-only, or to memory
     #[arg(long, value_name = "NAME[@GENERATION]", requires = "kernel")]
     root_segment: Option<String>,
     /// Slots for segments, those above included: the most that the VM can map while it runs
@@ -132,19 +137,23 @@ pub(super) struct RunArguments {
     /// Whether KSM may merge the VM's memory: if the VM has a trust domain (domain), or never
     #[arg(long, value_enum, value_name = "WHEN")]
     merge: Option<MergeChoice>,
-    /// Start the VM though the brake is on: guests could claim more memory than this host has available (see 'memfold debt')
+    /// Start the VM though the brake is on: guests could claim more memory than this host has
+    /// available (see 'memfold debt')
     #[arg(long)]
     despite_brake: bool,
-    /// Resume the VM by itself after a full disk stopped it, as soon as 16 MiB are free on that disk's file system
+    /// Resume the VM by itself after a full disk stopped it, as soon as 16 MiB are free on that
+    /// disk's file system
     #[arg(long)]
     resume_when_room: bool,
     /// Do not preload memfold's library: the VM's RAM is not folded
     #[arg(long)]
     no_fold: bool,
-    /// Forward a port of this host (127.0.0.1 by default) to the guest, through a network in user mode; HOST-PORT 0 is a free port. Several
+    /// Forward a port of this host (127.0.0.1 by default) to the guest, through a network in user
+    /// mode; HOST-PORT 0 is a free port. Several
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
     forwards: Vec<Forward>,
-    /// More arguments for QEMU, after --; relative paths in them are those of the directory where this is typed
+    /// More arguments for QEMU, after --; relative paths in them are those of the directory where
+    /// this is typed
     #[arg(last = true)]
     qemu_args: Vec<String>,
 }
@@ -341,7 +350,8 @@ fn how_it_stopped(report: &StopReport) -> String {
     }
 }
 
-/// All at once: a host that shuts down waits for the slowest, not for their sum. Those that were stopped, if none failed.
+/// All at once: a host that shuts down waits for the slowest, not for their sum. Those that were
+/// stopped, if none failed.
 fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> {
     let vms: Vec<VmInfo> = client.get("/v1/vms")?;
     let own = vms.into_iter().filter(|vm| vm.origin == "started");
@@ -366,7 +376,8 @@ fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> 
     bail!("{}", words.join("; "))
 }
 
-/// The shell text: one word is shell text already; several are a command and its arguments, each kept whole.
+/// The shell text: one word is shell text already; several are a command and its arguments, each
+/// kept whole.
 fn script(words: &[String]) -> String {
     match words {
         [text] => text.clone(),

@@ -1,4 +1,5 @@
-//! Who may ask the daemon for what: roles behind the Unix socket, and everything that the TCP door refuses.
+//! Who may ask the daemon for what: roles behind the Unix socket, and everything that the TCP door
+//! refuses.
 
 use std::fmt::Write as _;
 use std::fs::{Permissions, read_to_string, set_permissions};
@@ -558,7 +559,8 @@ fn over_tls_the_session_s_cookie_is_for_this_host_and_tls_alone() {
     let _ = plain.read_to_end(&mut bytes);
     assert!(!bytes.starts_with(b"HTTP/"));
 
-    // Another certificate takes its place while the daemon runs. Before its key is there, too, the old one is shown.
+    // Another certificate takes its place while the daemon runs. Before its key is there, too, the
+    // old one is shown.
     let [new, new_key] = [path("new.pem"), path("new-key.pem")];
     assert!(make(&new, &new_key).unwrap().status.success());
     let old = path("old.pem");
@@ -629,7 +631,8 @@ fn as_nobody(socket: &Path, group: &str, method: &str, path: &str) -> (u16, Stri
     (status.parse().unwrap(), body.to_owned())
 }
 
-/// Two hundred connections of user 65534 with this group, which say nothing, until the process's input ends.
+/// Two hundred connections of user 65534 with this group, which say nothing, until the process's
+/// input ends.
 fn hold_as_nobody(socket: &Path, group: &str) -> Child {
     let hold = "my @held = map { IO::Socket::UNIX->new(Peer => $ARGV[0]) } 1 .. 200; $| = 1; print \"held\\n\"; <STDIN>";
     let mut child = Command::new("setpriv")

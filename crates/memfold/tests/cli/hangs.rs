@@ -1,5 +1,6 @@
-//! Nothing waits for ever for another process: a QEMU that hangs while it starts, or stands still; a guest that doesn't shut down; a log
-//! that takes nothing. Real QEMUs; guests are a boot sector at most.
+//! Nothing waits for ever for another process: a QEMU that hangs while it starts, or stands still;
+//! a guest that doesn't shut down; a log that takes nothing. Real QEMUs; guests are a boot sector
+//! at most.
 
 use std::io::Read;
 use std::os::unix::net::UnixListener;
@@ -302,8 +303,9 @@ fn boot_disk(place: &Path, code: &[u8], bytes: u64) -> PathBuf {
     disk
 }
 
-/// A guest that hears nothing for so many ticks of the BIOS's clock (18 a second), as one that boots; then it enables the power button
-/// (ACPI's PM1 registers, which `SeaBIOS` puts at port 0x600 on q35) and shuts down once that was pressed.
+/// A guest that hears nothing for so many ticks of the BIOS's clock (18 a second), as one that
+/// boots; then it enables the power button (ACPI's PM1 registers, which `SeaBIOS` puts at port
+/// 0x600 on q35) and shuts down once that was pressed.
 fn slow_guest(ticks: u16) -> Vec<u8> {
     let [low, high] = ticks.to_le_bytes();
     vec![

@@ -1,4 +1,5 @@
-//! A daemon that lends by iSCSI and one that borrows, on one host: as in `lending`, with tgtd and qemu-nbd between.
+//! A daemon that lends by iSCSI and one that borrows, on one host: as in `lending`, with tgtd and
+//! qemu-nbd between.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,7 +16,8 @@ type Who = fn(&Daemon, &Swapping) -> Pid;
 
 const ISCSI: [&str; 2] = ["--transport", "iscsi"];
 
-/// Processes of this name that have `path` or something below it among their arguments or environment.
+/// Processes of this name that have `path` or something below it among their arguments or
+/// environment.
 fn processes(name: &str, path: &Path) -> Vec<Pid> {
     let path = path.to_str().unwrap();
     let read = |entry: &std::fs::DirEntry, file: &str| {

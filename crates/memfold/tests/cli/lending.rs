@@ -1,4 +1,5 @@
-//! Two daemons on one host, one lends and one borrows. The VMs are paused: QEMU's own `qemu-io` writes and reads their swap disks.
+//! Two daemons on one host, one lends and one borrows. The VMs are paused: QEMU's own `qemu-io`
+//! writes and reads their swap disks.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -20,7 +21,8 @@ pub fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
         return memfold_testkit::reports_skip(&err(&output));
     }
     assert_eq!(code(&output), 0, "{}", err(&output));
-    // A host whose tasks wait for memory at the moment lends nothing; other tests may be the reason.
+    // A host whose tasks wait for memory at the moment lends nothing; other tests may be the
+    // reason.
     let end = Instant::now() + patience(Duration::from_secs(120));
     while daemon.json(&["lend"])["offer_bytes"] != 256 * MIB {
         if Instant::now() > end {
@@ -59,7 +61,8 @@ impl<'a> Swapping<'a> {
         Qmp::connect(&self.directory().join("qmp.sock"), Duration::from_secs(20)).unwrap()
     }
 
-    /// Has QEMU do something with the swap disk, as its guest would. QEMU says how it went in its own output.
+    /// Has QEMU do something with the swap disk, as its guest would. QEMU says how it went in its
+    /// own output.
     #[track_caller]
     fn io(&self, what: &str) {
         let log = self.directory().join("qemu.log");
@@ -384,7 +387,8 @@ fn daemons_that_are_killed_cost_no_byte_and_leave_no_export() {
     assert_eq!(vm.place(), "lent");
     assert_eq!(export(&lender), exporting);
     vm.read(1, 0);
-    // The lender's: its exports end with it, and what it lent before is nobody's when it lends again.
+    // The lender's: its exports end with it, and what it lent before is nobody's when it lends
+    // again.
     let lending = std::mem::replace(
         &mut lender.child,
         std::process::Command::new("true").spawn().unwrap(),

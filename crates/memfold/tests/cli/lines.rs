@@ -1,4 +1,5 @@
-//! QEMUs that others have started, by all kinds of command lines: they are attached and saved, and VMs of their snapshots have the same devices.
+//! QEMUs that others have started, by all kinds of command lines: they are attached and saved, and
+//! VMs of their snapshots have the same devices.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,8 @@ struct Typed {
 }
 
 impl Typed {
-    /// Starts it in a directory of its own among the daemon's. Its words are those of `line`, where `@` stands for that directory.
+    /// Starts it in a directory of its own among the daemon's. Its words are those of `line`, where
+    /// `@` stands for that directory.
     fn start(daemon: &Daemon, name: &str, line: &str) -> Self {
         Self::start_by(daemon, name, line, Command::new("qemu-system-x86_64"))
     }
@@ -120,7 +122,8 @@ fn first_byte(image: &Value, at: &Path) -> String {
     byte.unwrap_or_else(|| panic!("{image}: {text}{}", err(&output)))
 }
 
-/// What a guest can tell a machine by: devices with their ids and addresses, and what each disk begins with, by the device's place.
+/// What a guest can tell a machine by: devices with their ids and addresses, and what each disk
+/// begins with, by the device's place.
 fn hardware(qmp: &mut Qmp, at: &Path) -> BTreeMap<String, String> {
     const TOLD: [&str; 7] = [
         "dev: ",

@@ -1,4 +1,5 @@
-//! The command line and the daemon's interface, from outside: words, exit codes, JSON. VMs here are paused from the start.
+//! The command line and the daemon's interface, from outside: words, exit codes, JSON. VMs here are
+//! paused from the start.
 
 mod access;
 mod bench;
@@ -29,7 +30,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
-/// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that are right).
+/// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that
+/// are right).
 const COMMANDS: [(&[&str], &[&str], bool); 52] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
@@ -627,7 +629,8 @@ fn a_vm_whose_library_did_not_answer_in_time_is_folded_again_when_it_does() {
     kill_process(pid, Signal::STOP).unwrap();
     let words = problem().to_string();
     assert!(words.contains("is stopped"), "{words}");
-    // Figures of before are shown while the engine waits for the library, and those of now once it has given that up.
+    // Figures of before are shown while the engine waits for the library, and those of now once it
+    // has given that up.
     support::wait("the engine waits", || status()["age_s"] != 0.0);
     support::wait("it waits no more", || status()["age_s"] == 0.0);
     kill_process(pid, Signal::CONT).unwrap();

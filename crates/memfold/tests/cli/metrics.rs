@@ -1,4 +1,5 @@
-//! `GET /metrics`: read by hand, linted by promtool, scraped by a real Prometheus that knows the alerts.
+//! `GET /metrics`: read by hand, linted by promtool, scraped by a real Prometheus that knows the
+//! alerts.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -55,7 +56,8 @@ fn a_scrape_is_what_report_says_in_either_format_and_is_kept_for_ten_seconds() {
     );
     assert!(value(&plain, "process_resident_memory_bytes") > 1e6);
 
-    // A VM that came meanwhile isn't seen before the figures are taken anew, and they say how old they are.
+    // A VM that came meanwhile isn't seen before the figures are taken anew, and they say how old
+    // they are.
     daemon.paused_vm("later", &[]);
     let (head, open) = daemon.get("/metrics", OPEN_METRICS);
     assert!(

@@ -1,4 +1,5 @@
-//! Paths and rights that the command line is given: what it makes of them, and how it names what is wrong.
+//! Paths and rights that the command line is given: what it makes of them, and how it names what is
+//! wrong.
 
 use std::path::Path;
 

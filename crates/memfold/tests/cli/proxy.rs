@@ -20,7 +20,8 @@ fn behind_a_proxy_that_ends_tls_one_logs_in_and_changes_things() {
     let said = door.daemon.run(&["dashboard"]);
     assert!(out(&said).contains(public), "{}", out(&said));
     let body = json!({ "secret": url.split_once("#login=").unwrap().1 }).to_string();
-    // As nginx sends it, which passes the browser's Host on if it is told to, and as Caddy does, which always does.
+    // As nginx sends it, which passes the browser's Host on if it is told to, and as Caddy does,
+    // which always does.
     let browser = [
         ("host", "vms.example"),
         ("origin", "https://vms.example"),
@@ -142,7 +143,8 @@ impl Proxy {
         proxy
     }
 
-    /// What curl, as a browser that shows `https://vms.example:PORT`, gets: the status, and what comes with it.
+    /// What curl, as a browser that shows `https://vms.example:PORT`, gets: the status, and what
+    /// comes with it.
     fn browse(&self, path: &str, more: &[&str]) -> (String, String) {
         let port = self.port;
         let place = self.directory.path();

@@ -1,4 +1,5 @@
-//! Lenders that lie, disks over several lenders, and relays that are killed. As in `lending`, QEMU's own `qemu-io` writes and reads.
+//! Lenders that lie, disks over several lenders, and relays that are killed. As in `lending`,
+//! QEMU's own `qemu-io` writes and reads.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

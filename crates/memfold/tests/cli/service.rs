@@ -1,4 +1,5 @@
-//! The daemon as a service: configuration file, what it tells systemd, its log, its unit, and the manual pages.
+//! The daemon as a service: configuration file, what it tells systemd, its log, its unit, and the
+//! manual pages.
 
 use std::collections::BTreeSet;
 use std::fs::Permissions;

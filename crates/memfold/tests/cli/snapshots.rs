@@ -78,7 +78,8 @@ fn variables_of_firmware_are_each_vms_own() {
         assert!(!said.as_str().unwrap().contains("error"), "{said}");
     };
     let byte = |path: &Path| std::fs::read(path).unwrap()[4096];
-    // Beside the first, whose file it could not have opened; and a VM of a snapshot of a VM of a snapshot.
+    // Beside the first, whose file it could not have opened; and a VM of a snapshot of a VM of a
+    // snapshot.
     daemon.json(&["snapshot", "restore", "one", "--as", "second", "--force"]);
     writes("second", "0x5a");
     let of_second = flash(&daemon, "second");

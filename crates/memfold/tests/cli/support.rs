@@ -23,8 +23,9 @@ pub fn program() -> Command {
     command
 }
 
-/// A server that tests start: `name`, which scripts/setup has put into `directory` of the cache, or which is in `PATH`; it ends well when it is
-/// asked for its `version`. `None`, with the reason, only where tests may be left out.
+/// A server that tests start: `name`, which scripts/setup has put into `directory` of the cache, or
+/// which is in `PATH`; it ends well when it is asked for its `version`. `None`, with the reason,
+/// only where tests may be left out.
 pub fn server(directory: &str, name: &str, version: &str) -> Option<PathBuf> {
     let cached = std::env::var_os("MEMFOLD_CACHE")
         .map(PathBuf::from)

@@ -1,6 +1,8 @@
-//! A real Chromium walks the dashboard of a daemon with real VMs: what it shows is what `memfold report --json` says.
+//! A real Chromium walks the dashboard of a daemon with real VMs: what it shows is what
+//! `memfold report --json` says.
 //!
-//! The walk itself is `web/test/walk.mjs`. Screenshots are left in `results/dashboard` of the repository.
+//! The walk itself is `web/test/walk.mjs`. Screenshots are left in `results/dashboard` of the
+//! repository.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -27,7 +29,8 @@ use super::support::{self, BOOT};
 /// As in the tests of snapshots, so that one boot is enough for both.
 const MEMORY: ByteSize = ByteSize::mib(384);
 pub const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
-/// Set to 1: what takes time is held to its limits, which wants a host that does nothing else. The walk reads it, too.
+/// Set to 1: what takes time is held to its limits, which wants a host that does nothing else. The
+/// walk reads it, too.
 const TIMES: &str = "MEMFOLD_DASHBOARD_TIMES";
 /// How long the daemon's CPU time is looked at then; the walk leaves the dashboard open as long.
 const HOLD: Duration = Duration::from_secs(20);
@@ -184,7 +187,8 @@ pub fn report(state: &Path) -> FullReport {
     serde_json::from_value(json(state, &["report"])).unwrap()
 }
 
-/// Fingerprints of two hosts, made up: two VMs that hold the same are not together. Contents have more digits than a script's numbers.
+/// Fingerprints of two hosts, made up: two VMs that hold the same are not together. Contents have
+/// more digits than a script's numbers.
 fn fingerprints(directory: &Path) -> [PathBuf; 2] {
     let host = |name: &str, vms: &[(&str, u64)]| {
         let vms = vms.iter().map(|(vm, first)| {
@@ -298,7 +302,8 @@ fn prepare(served: &Served<'_>, client: &Client, state: &Path) {
     std::thread::sleep(Duration::from_secs(2));
 }
 
-/// Waits until the brake has looked since the guests stand still: the borrower was started after that. Until then a page shows older figures.
+/// Waits until the brake has looked since the guests stand still: the borrower was started after
+/// that. Until then a page shows older figures.
 fn wait_looked(client: &Client) {
     wait_for("the brake has looked", Duration::from_secs(60), || {
         let debt: DebtReport = client.get("/v1/debt").unwrap();
@@ -437,7 +442,8 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
 
 #[test]
 fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
-    // It steers KSM, which stands still where mergeable VMs of others run: `make test` has none beside it.
+    // It steers KSM, which stands still where mergeable VMs of others run: `make test` has none
+    // beside it.
     let Some(_turn) = support::turn_beside() else {
         return;
     };

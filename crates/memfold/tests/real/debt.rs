@@ -1,7 +1,8 @@
-//! The storm: clones of one snapshot rewrite what they share, all at once, in a control group whose limit leaves little beyond the reserve.
+//! The storm: clones of one snapshot rewrite what they share, all at once, in a control group whose
+//! limit leaves little beyond the reserve.
 //!
-//! Where a control group can't be made, the reserve is set where the host would be short after a few hundred MiB instead: everything but the
-//! OOM killer is as on a host that has no more.
+//! Where a control group can't be made, the reserve is set where the host would be short after a
+//! few hundred MiB instead: everything but the OOM killer is as on a host that has no more.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -21,7 +22,8 @@ const MEMORY: ByteSize = ByteSize::mib(512);
 /// What each clone holds, and how fast it rewrites that, in MiB.
 const HELD: u64 = 200;
 const RATE: u64 = 20;
-/// What may be called in before the brake is to come. It is noise that others on this host must not make.
+/// What may be called in before the brake is to come. It is noise that others on this host must not
+/// make.
 const MARGIN: u64 = 160 << 20;
 
 /// Pages that each is to have folded.
@@ -268,7 +270,8 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
         assert!(said.starts_with("wrong 0 of "), "{name}: {said}");
     }
 
-    // Far less than the reserve is left, whatever others on this host do: each guest is asked to drop page cache.
+    // Far less than the reserve is left, whatever others on this host do: each guest is asked to
+    // drop page cache.
     let before = lab.daemon().brake().debt().unwrap();
     assert_eq!(before.level, Level::Braked);
     let taken = || {
@@ -318,8 +321,9 @@ fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
     assert_eq!(oom_kills(), killed, "the OOM killer came");
 }
 
-/// All that clones share is rewritten at once, as fast as they can, in a group that has just what they may call in beyond the reserve: who keeps
-/// all of the debt at hand (`--cover 100`) loses nothing.
+/// All that clones share is rewritten at once, as fast as they can, in a group that has just what
+/// they may call in beyond the reserve: who keeps all of the debt at hand (`--cover 100`) loses
+/// nothing.
 fn at_once(lab: &Lab, group: &Group) {
     let limit = Duration::from_secs(120);
     group.leave(16 << 30);

@@ -35,7 +35,8 @@ pub fn wanted_of_plan(all: &mut Figures, plan: &Value) {
     }
 }
 
-/// What the command line says now: `report`, `debt`, `plan`, `leases` and `vm list`; and the interface, of who shares with whom.
+/// What the command line says now: `report`, `debt`, `plan`, `leases` and `vm list`; and the
+/// interface, of who shares with whom.
 pub fn told(state: &Path, client: &Client) -> Figures {
     let mut all = wanted(&report(state));
     let sharing: Sharing = client.get("/v1/sharing").unwrap();
@@ -124,14 +125,15 @@ fn wanted(report: &FullReport) -> Figures {
     all
 }
 
-/// What stands still while VMs do. Other processes map QEMU's libraries, too, and the host has a life of its own.
+/// What stands still while VMs do. Other processes map QEMU's libraries, too, and the host has a
+/// life of its own.
 fn is_exact(figure: &str) -> bool {
     let of_vm = figure.starts_with("vm.") && !figure.ends_with("pss_bytes");
     of_vm || figure.starts_with("map.") || figure.starts_with("swap.")
 }
 
-/// How far khugepaged may move a figure meanwhile: it fills what is free around memory of two MiB, also of a VM that stands still. Clones
-/// map a file, which it leaves alone.
+/// How far khugepaged may move a figure meanwhile: it fills what is free around memory of two MiB,
+/// also of a VM that stands still. Clones map a file, which it leaves alone.
 fn by_khugepaged(figure: &str) -> i128 {
     let booted = figure
         .strip_prefix("vm.")
@@ -167,7 +169,8 @@ pub fn shown(said: &Value) -> Figures {
     all
 }
 
-/// Figures of a page against what the command line said before and after: each that has a name is there, and between them.
+/// Figures of a page against what the command line said before and after: each that has a name is
+/// there, and between them.
 pub fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -> (usize, usize) {
     let (mut compared, mut exact) = (0, 0);
     for (name, &value) in shown {
@@ -192,7 +195,8 @@ pub fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -
             // The host goes on: within what it moves in a walk.
             let least = match name.rsplit('.').next() {
                 Some(part) if part.starts_with("more_fit") => 4,
-                // All that is used of the host, whoever uses it: as much as what is available moves.
+                // All that is used of the host, whoever uses it: as much as what is available
+                // moves.
                 Some("used_bytes" | "predicted_bytes" | "others_bytes" | "kernel_bytes") => {
                     after["plan.memory_bytes"] / 20
                 }

@@ -1,4 +1,5 @@
-//! KSM steered by a daemon that is a process of its own, on two real guests that hold the same data.
+//! KSM steered by a daemon that is a process of its own, on two real guests that hold the same
+//! data.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -29,7 +30,8 @@ const MEMORY: ByteSize = ByteSize::mib(512);
 const NAMES: [&str; 2] = ["one", "two"];
 const DATA_MIB: u64 = 48;
 
-/// The same data in both guests, none of it twice in one. Anonymous memory: no page cache that folding would find.
+/// The same data in both guests, none of it twice in one. Anonymous memory: no page cache that
+/// folding would find.
 const HOLD: &str = r#"cat > /run/hold.py <<'END'
 import time
 held = b"".join(b"%015d\n" % page * 256 for page in range(48 << 8))
@@ -284,7 +286,8 @@ fn merges(client: &Client) {
         share * 100.0
     );
     assert!(share < 0.7, "{share} of a CPU, and 0.6 were allowed");
-    // What the guests have written since is in the kernel's count until ksmd passes again, and not in what smaps shows.
+    // What the guests have written since is in the kernel's count until ksmd passes again, and not
+    // in what smaps shows.
     wait("what is mapped is merged", || {
         let explained = explain(client, NAMES[0]);
         if explained.merged_bytes > DATA_MIB << 20 {
@@ -318,7 +321,8 @@ impl Drop for Busy {
     }
 }
 
-/// When passes bring nothing any more ksmd goes slowly, and when tasks wait for a core, more slowly.
+/// When passes bring nothing any more ksmd goes slowly, and when tasks wait for a core, more
+/// slowly.
 fn it_idles_and_makes_way(client: &Client) {
     let quick = KsmStartRequest {
         target_s: 5.0,
@@ -354,7 +358,8 @@ fn it_idles_and_makes_way(client: &Client) {
     start(client, None);
 }
 
-/// A VM of another domain is started without mergeable memory; that of a stranger stops KSM as long as it is there.
+/// A VM of another domain is started without mergeable memory; that of a stranger stops KSM as long
+/// as it is there.
 fn others_stay_out(client: &Client, served: &Served<'_>, state: &Path) {
     served.run(&paused("other", Some("other")));
     served.run(&paused("loner", None));
@@ -406,7 +411,8 @@ fn stands_still(client: &Client, why: &str) {
 
 fn runs(client: &Client) {
     wait("KSM goes on", || {
-        // A look that hung is over a moment after its process goes on; until then, who asks is told.
+        // A look that hung is over a moment after its process goes on; until then, who asks is
+        // told.
         let overview: Overview = client.get("/v1/ksm").map_err(|error| chain(&error))?;
         let steering = overview.steering.unwrap();
         let runs = settings().run == Some(1) && steering.held.is_none();
@@ -445,7 +451,8 @@ fn it_stands_still_while_the_brake_is_on(client: &Client) {
     runs(client);
 }
 
-/// A process that keeps its memory map locked: whoever asks what of it may merge waits, here for a pipe in the place of the kernel's file.
+/// A process that keeps its memory map locked: whoever asks what of it may merge waits, here for a
+/// pipe in the place of the kernel's file.
 struct Hung {
     child: Child,
     pipe: PathBuf,

@@ -1,7 +1,8 @@
-//! Every cause that `memfold ksm explain` names and that can be provoked: QEMUs that stand still, with options that make it so.
+//! Every cause that `memfold ksm explain` names and that can be provoked: QEMUs that stand still,
+//! with options that make it so.
 //!
-//! Another domain, no domain, KSM held still and folded memory need a daemon: see [`super::ksm`]. NUMA nodes need a machine with two: see
-//! [`super::beside::nodes`].
+//! Another domain, no domain, KSM held still and folded memory need a daemon: see [`super::ksm`].
+//! NUMA nodes need a machine with two: see [`super::beside::nodes`].
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -91,7 +92,8 @@ impl Drop for Still {
     }
 }
 
-/// KSM to oneself; `None` (and why) if that can't be. Its settings, and what was merged, are as before when it is dropped.
+/// KSM to oneself; `None` (and why) if that can't be. Its settings, and what was merged, are as
+/// before when it is dropped.
 pub fn take() -> Option<ksm::Guard> {
     let controls = Controls::default();
     let end = Instant::now() + Duration::from_secs(60);
@@ -237,7 +239,8 @@ fn pages_that_wait_for_ksmd_or_stay_unmerged_are_explained() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let controls = Controls::default();
-    // All pages alike. Not zeroes: these go to the zero page when a huge page is split, before KSM merges them.
+    // All pages alike. Not zeroes: these go to the zero page when a huge page is split, before KSM
+    // merges them.
     let directory = tempfile::tempdir().unwrap();
     let alike = directory.path().join("alike");
     std::fs::write(&alike, vec![0xaa; 32 << 20]).unwrap();

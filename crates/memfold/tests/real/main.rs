@@ -20,9 +20,10 @@
 //! | [`beside::libvirt`] | domains of a real libvirtd fold with a VM of memfold's; save, restore, reboot and shutdown go on |
 //! | [`soak`] | the second ring: the tutorial as it stands, churn, several hosts, LVM, iSCSI, migration, chaos, plans and estimates held against what is saved |
 //!
-//! Tests in [`beside`] may run two at a time; the others change what is the host's (KSM, swap, free memory), or measure CPU time, and run
-//! alone. Guests are restored from one boot of their shape ([`memfold_lab::Warm`]) where a test is not about booting. Without guest images or
-//! QEMU tests say so and pass, unless `MEMFOLD_REAL=1`.
+//! Tests in [`beside`] may run two at a time; the others change what is the host's (KSM, swap, free
+//! memory), or measure CPU time, and run alone. Guests are restored from one boot of their shape
+//! ([`memfold_lab::Warm`]) where a test is not about booting. Without guest images or QEMU tests
+//! say so and pass, unless `MEMFOLD_REAL=1`.
 
 // A test here is one story of VMs that are dear to boot, and it speaks of states, stats and status.
 #![allow(clippy::similar_names, clippy::too_many_lines)]

@@ -47,7 +47,8 @@ impl<'a> Served<'a> {
         self
     }
 
-    /// With a directory of its own for temporary overlays: other tests' come and go in the common one.
+    /// With a directory of its own for temporary overlays: other tests' come and go in the common
+    /// one.
     pub const fn temporary(mut self, directory: &'a Path) -> Self {
         self.temporary = Some(directory);
         self
@@ -166,7 +167,8 @@ fn run(socket: &Path, state: &Path, spec: &VmSpec) {
     assert!(done.success());
 }
 
-/// Has the daemon at a socket start a VM that stands where one like it stood right after its boot ([`Warm`]).
+/// Has the daemon at a socket start a VM that stands where one like it stood right after its boot
+/// ([`Warm`]).
 pub fn run_warm(socket: &Path, state: &Path, spec: &VmSpec) {
     let mut spec = spec.clone();
     let warm = Warm::prepare(&mut spec).unwrap();

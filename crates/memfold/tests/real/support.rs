@@ -18,8 +18,9 @@ use tempfile::TempDir;
 pub const BOOT: Duration = Duration::from_secs(180);
 pub const MEMORY: ByteSize = ByteSize::mib(512);
 
-/// The shell function `sums FILE`: checksums of files of `/usr` into a file. Of programs and libraries, 2,300 files of up to 1 MiB, 113 MB; with
-/// `MEMFOLD_SUMS=all` of all of `/usr`, 13,400 files, 99 of 100, with the compiler's of up to 34 MB, which takes an emulated guest half a
+/// The shell function `sums FILE`: checksums of files of `/usr` into a file. Of programs and
+/// libraries, 2,300 files of up to 1 MiB, 113 MB; with `MEMFOLD_SUMS=all` of all of `/usr`, 13,400
+/// files, 99 of 100, with the compiler's of up to 34 MB, which takes an emulated guest half a
 /// minute to read.
 pub fn sums() -> String {
     let places = match std::env::var("MEMFOLD_SUMS").as_deref() {
@@ -42,7 +43,8 @@ pub const PRESSURE: &str = include_str!("guest/pressure.py");
 /// Tests that may boot guests at once, each with a lock on a file; whoever runs alone has them all.
 const TURNS: u32 = 2;
 
-/// Nice value of who runs ahead: nine times the time of a core that others have (`kernel/sched/core.c`, `sched_prio_to_weight`).
+/// Nice value of who runs ahead: nine times the time of a core that others have
+/// (`kernel/sched/core.c`, `sched_prio_to_weight`).
 const AHEAD: i32 = -10;
 
 /// Who holds it may boot guests, in this process or another that asks for the same files.
@@ -55,7 +57,8 @@ impl Drop for Turn {
     fn drop(&mut self) {
         let thread = std::thread::current();
         let (name, took) = (thread.name().unwrap_or("?"), self.began.elapsed());
-        // Past what keeps the words of tests that pass back: who waits half an hour wants to know for what.
+        // Past what keeps the words of tests that pass back: who waits half an hour wants to know
+        // for what.
         let _ = writeln!(std::io::stderr(), "{:5.0} s  {name}", took.as_secs_f64());
     }
 }
@@ -80,7 +83,8 @@ pub fn turn_beside() -> Option<Turn> {
     })
 }
 
-/// The same, ahead of the other tests: for what measures how long a guest waits. Threads and processes that this thread starts from now on are.
+/// The same, ahead of the other tests: for what measures how long a guest waits. Threads and
+/// processes that this thread starts from now on are.
 pub fn turn_ahead() -> Option<Turn> {
     let turn = turn_beside()?;
     rustix::process::setpriority_process(None, AHEAD).unwrap();
@@ -116,7 +120,8 @@ fn take_turn(wait: impl FnOnce() -> Vec<File>) -> Option<Turn> {
         )
         .with_test_writer()
         .try_init();
-    // First come, first served: two beside each other in turn would keep out whoever wants to be alone.
+    // First come, first served: two beside each other in turn would keep out whoever wants to be
+    // alone.
     let door = locked(File::create(std::env::temp_dir().join("memfold-guests-door.lock")).unwrap());
     let host = wait();
     drop(door);
@@ -150,7 +155,8 @@ pub fn seconds(variable: &str, default: u64) -> Duration {
     Duration::from_secs(set.map_or(default, |text| text.parse().unwrap()))
 }
 
-/// How often, or how many, as a variable of the environment says, or `default`: what `make test` does is the least, scripts/soak.txt has more.
+/// How often, or how many, as a variable of the environment says, or `default`: what `make test`
+/// does is the least, scripts/soak.txt has more.
 pub fn dose(variable: &str, default: u64) -> u64 {
     let set = std::env::var(variable).ok();
     set.map_or(default, |text| text.parse().unwrap())

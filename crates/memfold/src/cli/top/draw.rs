@@ -24,7 +24,8 @@ const HISTORY: u16 = 24;
 /// Eighths of a line, from the ground.
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// How pages of each state of a memory map are shown, in the order of [`memfold_ledger::memory_map::STATES`]. Told apart without colours, too.
+/// How pages of each state of a memory map are shown, in the order of
+/// [`memfold_ledger::memory_map::STATES`]. Told apart without colours, too.
 const STATES: [(char, Color); 7] = [
     ('█', Color::Red),
     ('▓', Color::Yellow),

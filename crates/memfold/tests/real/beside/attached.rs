@@ -1,4 +1,5 @@
-//! A QEMU that somebody typed: saved, live too, while daemons die, and VMs with the same devices run from its snapshots.
+//! A QEMU that somebody typed: saved, live too, while daemons die, and VMs with the same devices
+//! run from its snapshots.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -33,7 +34,8 @@ struct Typed {
 }
 
 impl Typed {
-    /// As people type it: files by relative names, drives in three ways, a CD, a terminal that isn't there, a port forwarded.
+    /// As people type it: files by relative names, drives in three ways, a CD, a terminal that
+    /// isn't there, a port forwarded.
     fn start(place: &Path) -> Self {
         let images = guest_images().unwrap();
         let image = &images["trixie-a"];
@@ -143,7 +145,8 @@ fn stop(client: &Client, vm: &str) {
     client.post::<_, Value>(&path, &at_once).unwrap();
 }
 
-/// It runs, and nothing of a save's is left in it. A daemon that is there holds its only monitor, so there must be none.
+/// It runs, and nothing of a save's is left in it. A daemon that is there holds its only monitor,
+/// so there must be none.
 fn is_as_before(qmp: &Path) {
     let mut qmp = Qmp::connect(qmp, Duration::from_secs(60)).unwrap();
     assert_eq!(qmp.query("query-status").unwrap()["status"], "running");

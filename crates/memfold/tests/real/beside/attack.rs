@@ -1,4 +1,5 @@
-//! The interface is attacked over TCP while the daemon folds real guests: they and folding don't notice, and the daemon doesn't grow.
+//! The interface is attacked over TCP while the daemon folds real guests: they and folding don't
+//! notice, and the daemon doesn't grow.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -75,7 +76,8 @@ fn unread_streams(host: &str, state: &Path) -> Vec<TcpStream> {
     (0..12).map(open).collect()
 }
 
-/// What attackers send: strangers, readers who want to operate, another site's page, broken bodies, paths that climb.
+/// What attackers send: strangers, readers who want to operate, another site's page, broken bodies,
+/// paths that climb.
 fn requests(host: &str, state: &Path) -> [String; 5] {
     let token = |role: &str| {
         let file = state.join("access").join(format!("{role}.token"));

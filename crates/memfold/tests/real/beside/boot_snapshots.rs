@@ -88,7 +88,8 @@ fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
     refuses_what_a_snapshot_would_lack(&lab, "booted");
 }
 
-/// A VM that stands still, or that has more than its description says, is not saved, and is as before.
+/// A VM that stands still, or that has more than its description says, is not saved, and is as
+/// before.
 fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
     lab.wait_ready(vm, BOOT).unwrap();
     let mut qmp = support::qmp(lab.directory(), vm);

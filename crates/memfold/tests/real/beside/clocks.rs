@@ -1,4 +1,5 @@
-//! The wall clock of a guest that stood still: set to the host's, and left in the past only for who wants that.
+//! The wall clock of a guest that stood still: set to the host's, and left in the past only for who
+//! wants that.
 
 use std::time::{Duration, SystemTime};
 
@@ -52,7 +53,8 @@ fn clock(lab: &Lab, vm: &str) -> ClockStep {
     })
 }
 
-/// Stops the VM's QEMU for a moment as soon as its guest stands still, so that a save's pause is a long one on any machine.
+/// Stops the VM's QEMU for a moment as soon as its guest stands still, so that a save's pause is a
+/// long one on any machine.
 fn hold_when_it_stands_still(lab: &Lab, vm: &str) {
     let (pid, _) = support::ram(lab.directory(), vm);
     let pid = Pid::from_raw(pid).unwrap();
@@ -134,7 +136,8 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
     let [behind, ..] = times(&lab, "first");
     assert!(is_near(behind, 0.0));
 
-    // Stopped and let go on by somebody else; of two the one that keeps its clock first, so that its pause was heard before the other's.
+    // Stopped and let go on by somebody else; of two the one that keeps its clock first, so that
+    // its pause was heard before the other's.
     lab.exec("first", &back, LIMIT).unwrap();
     for vm in ["kept", "first"] {
         let mut other = support::qmp(lab.directory(), vm);

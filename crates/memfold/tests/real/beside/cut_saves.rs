@@ -1,4 +1,5 @@
-//! Daemons and VMs are killed while a snapshot is made: the VM goes on as it was, and nothing half made is listed.
+//! Daemons and VMs are killed while a snapshot is made: the VM goes on as it was, and nothing half
+//! made is listed.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
@@ -19,7 +20,8 @@ use crate::support;
 
 const VM: &str = "saved";
 
-/// As it is, or hot and compressed: then the image is worked on longer, and laid out before anything runs from it.
+/// As it is, or hot and compressed: then the image is worked on longer, and laid out before
+/// anything runs from it.
 fn save(client: &Client, name: &str, live: bool, hot: bool) -> Result<Manifest, String> {
     let request = SaveRequest {
         live,
@@ -173,7 +175,8 @@ fn daemons_and_qemus_that_die_in_a_restore_leave_a_right_vm_or_none() {
     });
 }
 
-/// Daemons are killed while they restore `copied`. Each next one finds a VM that is right, or nothing of it.
+/// Daemons are killed while they restore `copied`. Each next one finds a VM that is right, or
+/// nothing of it.
 fn restores_killed(story: &mut Story<'_>) {
     let Story {
         served,
@@ -228,7 +231,8 @@ fn restores_killed(story: &mut Story<'_>) {
     }
     println!("{midway} of {deaths} while there was a QEMU, {came} when it was done");
     assert!(midway > 0);
-    // QEMU itself dies while it is filled: the restore fails or the VM has just ended, and the snapshot is as good as before.
+    // QEMU itself dies while it is filled: the restore fails or the VM has just ended, and the
+    // snapshot is as good as before.
     let mut failed = 0;
     for death in 0..deaths {
         std::thread::scope(|scope| {
@@ -255,7 +259,8 @@ fn daemons_that_die_in_a_removal_leave_the_vm_its_disks() {
     story(removals_killed);
 }
 
-/// Daemons are killed while they remove snapshots of a VM that goes on. What lay there of its disk is its own again, or the snapshot's still.
+/// Daemons are killed while they remove snapshots of a VM that goes on. What lay there of its disk
+/// is its own again, or the snapshot's still.
 fn removals_killed(story: &mut Story<'_>) {
     let Story {
         served,

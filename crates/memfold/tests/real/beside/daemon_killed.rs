@@ -1,4 +1,5 @@
-//! Daemons are killed at random instants, while guests read and rewrite. VMs go on; the next daemon takes them over.
+//! Daemons are killed at random instants, while guests read and rewrite. VMs go on; the next daemon
+//! takes them over.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +14,8 @@ use crate::served::{Random, Served, exec};
 use crate::support::{self, BOOT, MEMORY};
 
 const NAMES: [&str; 2] = ["buffered", "direct"];
-/// A VM is stopped for milliseconds, by its own library; the rest is what a loaded machine adds, also to who looks.
+/// A VM is stopped for milliseconds, by its own library; the rest is what a loaded machine adds,
+/// also to who looks.
 const LONGEST_STOP: Duration = Duration::from_secs(3);
 
 /// Waits until the agents of both VMs have made their inventory.
@@ -40,7 +42,8 @@ fn wait_ready(client: &Client) {
     }
 }
 
-/// Watches that a VM runs, until `over`; its longest time in another state than running, and how often it was seen so.
+/// Watches that a VM runs, until `over`; its longest time in another state than running, and how
+/// often it was seen so.
 fn watch(state: &Path, name: &str, over: &AtomicBool) -> (Duration, u32) {
     let mut qmp = support::qmp(state, name);
     let (mut longest, mut times) = (Duration::ZERO, 0);
@@ -174,8 +177,9 @@ fn daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
     the_store_is_one(state, stats);
 }
 
-/// Both VMs map the store of the first daemon and no other, and share its frames. Pages that the sums have read in must be folded
-/// first, which a VM with direct I/O does pause by pause, and what the last daemons left over given back.
+/// Both VMs map the store of the first daemon and no other, and share its frames. Pages that the
+/// sums have read in must be folded first, which a VM with direct I/O does pause by pause, and what
+/// the last daemons left over given back.
 fn the_store_is_one(state: &Path, stats: impl FnMut() -> memfold_fold::EngineStats) {
     let in_use = |stats: &memfold_fold::EngineStats| -> (u64, u64) {
         let mapped = |vm: &memfold_fold::VmStats| vm.mapped_pages - vm.copied_pages;

@@ -1,4 +1,5 @@
-//! Disks that a VM writes in place, under snapshots: of one instant with its memory, and the VM's own all the time.
+//! Disks that a VM writes in place, under snapshots: of one instant with its memory, and the VM's
+//! own all the time.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -75,7 +76,8 @@ fn sum(disk: &Path, format: &str) -> String {
     String::from_utf8(sum).unwrap()[..32].to_owned()
 }
 
-/// Waits until a guest answers, and has what rewrites its memory and what writes to its disks check all they hold, both at once.
+/// Waits until a guest answers, and has what rewrites its memory and what writes to its disks check
+/// all they hold, both at once.
 pub fn verify(client: &Client, vm: &str) {
     wait_agent(client, vm);
     let script = format!(
@@ -122,7 +124,8 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
         };
         daemon.snapshots().save(&request)
     };
-    // More and more room, until there is enough for the memory and not for the disks: that is found out when the VM runs again.
+    // More and more room, until there is enough for the memory and not for the disks: that is found
+    // out when the VM runs again.
     let fill = "dd if=/dev/urandom of=/dev/vdb bs=1M seek=44 count=20 oflag=direct 2>&1";
     lab.exec("plain", fill, limit).unwrap();
     let shelf = place.join("snapshots");

@@ -8,7 +8,8 @@ use memfold_ledger::shared_frames;
 use super::integrity::VMS;
 use crate::support;
 
-/// The first two VMs are of one domain; the third is a copy of the first, with all the same files in memory, in another.
+/// The first two VMs are of one domain; the third is a copy of the first, with all the same files
+/// in memory, in another.
 pub fn nothing_is_shared_across_them(lab: &Lab) {
     // About 100 MB that stay in memory.
     let read = "find /usr/bin /usr/sbin -xdev -type f -print0 | xargs -0 cat | md5sum";
@@ -25,7 +26,8 @@ pub fn nothing_is_shared_across_them(lab: &Lab) {
             })
         },
     );
-    // What the engine does at the moment it ends with the answer; then no VM may move a page while two are compared.
+    // What the engine does at the moment it ends with the answer; then no VM may move a page while
+    // two are compared.
     lab.fold(false).unwrap();
     lab.stats().unwrap();
     // A folded page is in a VM's page tables from its next use on.

@@ -1,4 +1,5 @@
-//! A guest swaps, its swap disk goes to lent RAM and back, and lenders die under it: no byte is lost.
+//! A guest swaps, its swap disk goes to lent RAM and back, and lenders die under it: no byte is
+//! lost.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -307,7 +308,8 @@ fn a_copy_on_disk_that_lacks_a_write_is_never_read() {
     lack_writes(Transport::Nbd);
 }
 
-/// A write to the copy on disk fails, heard and unheard, and with the lender dead: what was there before that write is never read.
+/// A write to the copy on disk fails, heard and unheard, and with the lender dead: what was there
+/// before that write is never read.
 pub fn lack_writes(transport: Transport) {
     let Some(_turn) = support::turn_ahead() else {
         return;
@@ -323,7 +325,8 @@ pub fn lack_writes(transport: Transport) {
         ..BorrowRequest::default()
     };
     let place = || place_of(&lab);
-    // A write to the copy on disk fails, so that it lacks bytes: it must not be read when the lender dies.
+    // A write to the copy on disk fails, so that it lacks bytes: it must not be read when the
+    // lender dies.
     daemon.swap_disks().borrow_memory("v", &request).unwrap();
     let broken = break_copy(&lab);
     let begun = Instant::now();
@@ -353,8 +356,8 @@ pub fn lack_writes(transport: Transport) {
     lab.stop("v").unwrap();
 }
 
-/// Waits until the guest's program has checked all that it holds, with no word wrong and no I/O error in the kernel's log; what
-/// [`heard`] says then.
+/// Waits until the guest's program has checked all that it holds, with no word wrong and no I/O
+/// error in the kernel's log; what [`heard`] says then.
 fn all_checked(lab: &Lab) -> (u64, u64, f64) {
     let limit = Duration::from_secs(300);
     lab.exec("v", "touch /run/swapper.stop", limit).unwrap();
@@ -383,7 +386,8 @@ fn write_block(lab: &Lab, letter: &str) {
     lab.exec("v", &write, Duration::from_secs(300)).unwrap();
 }
 
-/// What reading that block brings: its first letter, or `EIO` if the disk reports an I/O error. Any other failure fails the test.
+/// What reading that block brings: its first letter, or `EIO` if the disk reports an I/O error. Any
+/// other failure fails the test.
 fn read_block(lab: &Lab) -> String {
     let read = "letter=$(dd if=$(cat /run/swap-disk) bs=4096 count=1 iflag=direct status=none 2> /run/dd.said | tr -d '\\0' | head -c 1)
         if [ ! -s /run/dd.said ]; then printf %s \"$letter\"
@@ -398,7 +402,8 @@ fn place_of(lab: &Lab) -> SwapPlace {
     of_it.map_or(SwapPlace::OnDisk, |b| b.place)
 }
 
-/// Nobody would have heard that a write to the copy failed: it's compared with what was written, and used no more if it lacks some.
+/// Nobody would have heard that a write to the copy failed: it's compared with what was written,
+/// and used no more if it lacks some.
 fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     let directory = VmDirectory::of(lab.directory(), "v");
     let note = || -> serde_json::Value {
@@ -447,7 +452,8 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     lender.wait_free(SWAP);
 }
 
-/// The copy lacks a write, and the lender dies at once: what was there before that write is never read.
+/// The copy lacks a write, and the lender dies at once: what was there before that write is never
+/// read.
 fn lose_copy_and_lender(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     lab.daemon()
         .swap_disks()

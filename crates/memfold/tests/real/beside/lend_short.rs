@@ -1,7 +1,10 @@
-//! A host lends nearly all that it can spare, and then a VM of its own needs that: it is back before the host has nothing left.
+//! A host lends nearly all that it can spare, and then a VM of its own needs that: it is back
+//! before the host has nothing left.
 //!
-//! To fill a real host's memory takes a minute and has everybody else on it wait. So the lender sees a host of 8 GiB on which nothing runs but what the
-//! test starts: its `/proc/meminfo` is a file that the test writes, as lxcfs does for containers, from what these processes have in memory.
+//! To fill a real host's memory takes a minute and has everybody else on it wait. So the lender
+//! sees a host of 8 GiB on which nothing runs but what the test starts: its `/proc/meminfo` is a
+//! file that the test writes, as lxcfs does for containers, from what these processes have in
+//! memory.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -34,8 +37,9 @@ const BORROWER: u64 = 300 << 20;
 /// So much less there would be than the VM takes, if nothing came back.
 const MISSING: u64 = 256 << 20;
 
-/// MiB that it takes in a second at most. First a quarter of the reserve: half a reserve is gone in two seconds then, which is less than it takes
-/// to have anything back. Then as much as it can (0): the kernel takes and zeroes it in one call.
+/// MiB that it takes in a second at most. First a quarter of the reserve: half a reserve is gone in
+/// two seconds then, which is less than it takes to have anything back. Then as much as it can (0):
+/// the kernel takes and zeroes it in one call.
 const PACES: [u64; 2] = [128, 0];
 
 /// What is available when next to nothing is left: less than an eighth of the reserve.
@@ -65,8 +69,9 @@ systemd-run -q --unit=grow python3 /opt/grow.py"#;
 const NAMESPACE: &str =
     r#"mount --bind "$1" /proc/meminfo && touch "$1.ready" && exec sleep infinity"#;
 
-/// Memory of this test's VMs and exports, in bytes: of processes that have the variable by which nextest names the test. Without nextest, all of
-/// this machine's, of which none may run but the test's own.
+/// Memory of this test's VMs and exports, in bytes: of processes that have the variable by which
+/// nextest names the test. Without nextest, all of this machine's, of which none may run but the
+/// test's own.
 fn taken() -> u64 {
     let test = std::env::var("NEXTEST_TEST_NAME").unwrap_or_default();
     let pages = |directory: &Path| {
@@ -134,7 +139,8 @@ impl SmallHost {
         }
     }
 
-    /// Writes what there is now, `most` at most, and says what is available. In one piece of one length, so that no reader sees half of it.
+    /// Writes what there is now, `most` at most, and says what is available. In one piece of one
+    /// length, so that no reader sees half of it.
     fn write(file: &File, most: u64) -> u64 {
         let available = FREE.saturating_sub(taken()).min(most);
         let text = format!(

@@ -145,7 +145,8 @@ const DISK_BYTES: usize = 64 << 20;
 const LATE: u64 = 8;
 const LATE_BYTES: u64 = 4 << 20;
 
-/// While the liar lies, honest guests write equal files, which must be folded within seconds as ever.
+/// While the liar lies, honest guests write equal files, which must be folded within seconds as
+/// ever.
 fn honest_work(lab: &Lab) {
     std::thread::sleep(Duration::from_secs(8));
     let before = lab.stats().unwrap();

@@ -1,8 +1,8 @@
-//! Domains of a real libvirtd: enabled with one command, folded with a VM that memfold runs, and saved, restored, rebooted, shut down and
-//! migrated by libvirt as ever.
+//! Domains of a real libvirtd: enabled with one command, folded with a VM that memfold runs, and
+//! saved, restored, rebooted, shut down and migrated by libvirt as ever.
 //!
-//! By this host's libvirt, and, as the line `libvirt-11` of scripts/soak.txt, by Debian 13's (11.3) with its QEMU. There is no libvirt 12 to be had: Debian's
-//! backports for 13 have none.
+//! By this host's libvirt, and, as the line `libvirt-11` of scripts/soak.txt, by Debian 13's (11.3)
+//! with its QEMU. There is no libvirt 12 to be had: Debian's backports for 13 have none.
 
 use std::path::Path;
 use std::process::Output;
@@ -184,7 +184,8 @@ fn added<'a>(before: &str, after: &'a str) -> Vec<&'a str> {
     after.lines().filter(|line| !known.contains(line)).collect()
 }
 
-/// A domain is saved by memfold, and stays libvirt's; what comes of it are VMs of memfold's beside it.
+/// A domain is saved by memfold, and stays libvirt's; what comes of it are VMs of memfold's beside
+/// it.
 fn saved_by_memfold(host: &Host, client: &Client, sum: &str, held: &str) {
     let disks = host.ask(&["domblklist", DOMAIN]);
     for (name, live) in [("still", false), ("live", true)] {

@@ -1,4 +1,5 @@
-//! `memfold libvirt enable` and `disable` on domains of a real libvirtd that are never started: what it says of them, and that all comes back.
+//! `memfold libvirt enable` and `disable` on domains of a real libvirtd that are never started:
+//! what it says of them, and that all comes back.
 
 use std::path::Path;
 
@@ -23,7 +24,8 @@ fn domain(place: &Path, name: &str, disks: usize, inside: &str) -> String {
     )
 }
 
-/// XML that libvirt has given, without the root port that it keeps free, and no slot of several functions if one port is left.
+/// XML that libvirt has given, without the root port that it keeps free, and no slot of several
+/// functions if one port is left.
 fn without_free_port(xml: &str) -> String {
     let port = "    <controller type='pci' index=";
     let end = "</controller>\n";

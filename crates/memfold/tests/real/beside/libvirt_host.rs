@@ -1,7 +1,9 @@
-//! A libvirt of a test's own: libvirtd in a mount namespace where it finds an empty host, and where all that it writes is gone with it.
+//! A libvirt of a test's own: libvirtd in a mount namespace where it finds an empty host, and where
+//! all that it writes is gone with it.
 //!
-//! With `MEMFOLD_LIBVIRT_SUITE` (scripts/soak.txt) the namespace has the file system of that suite of Debian, with its libvirt and its QEMU, from
-//! `scripts/libvirt-root`. What the test and memfold use of this host has the same paths there.
+//! With `MEMFOLD_LIBVIRT_SUITE` (scripts/soak.txt) the namespace has the file system of that suite
+//! of Debian, with its libvirt and its QEMU, from `scripts/libvirt-root`. What the test and memfold
+//! use of this host has the same paths there.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;
@@ -14,8 +16,9 @@ use std::time::{Duration, Instant};
 use memfold_host::{files, guest_images};
 use memfold_testkit::{report_skip, wait_until};
 
-/// Makes the namespace's directories and stands for it until it is killed. Images are read-only: libvirt changes the owner of what a domain may
-/// open. `/dev/kvm` may be used by a domain's user, or isn't there, as on any host: where only the probe of a QEMU may use it libvirt asks every
+/// Makes the namespace's directories and stands for it until it is killed. Images are read-only:
+/// libvirt changes the owner of what a domain may open. `/dev/kvm` may be used by a domain's user,
+/// or isn't there, as on any host: where only the probe of a QEMU may use it libvirt asks every
 /// QEMU anew at each look (nine minutes of this test, and once more than virsh's patience).
 const NAMESPACE: &str = r#"set -e
 own=$1
@@ -102,7 +105,8 @@ pub fn is_there() -> bool {
     false
 }
 
-/// What all hosts of a test see: a QEMU of the user's own, memfold's library, kernels and images of guests, disks.
+/// What all hosts of a test see: a QEMU of the user's own, memfold's library, kernels and images of
+/// guests, disks.
 pub fn prepare(place: &Path) {
     let open = |path: &Path| {
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
@@ -382,8 +386,8 @@ impl Drop for Host {
 /// Debian's libvirt-qemu.
 const USER: &str = "Uid:\t64055\t";
 
-/// Waits for QEMUs of libvirt that have ended. They have no parent, and where process 1 takes its time libvirt waits for half a minute until it
-/// believes that they are gone.
+/// Waits for QEMUs of libvirt that have ended. They have no parent, and where process 1 takes its
+/// time libvirt waits for half a minute until it believes that they are gone.
 fn reap(ended: Arc<AtomicBool>) {
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).unwrap();
     std::thread::spawn(move || {

@@ -1,5 +1,6 @@
-//! Tests that another may run beside: what they hold doesn't depend on how fast guests are, or they run ahead of the
-//! other ([`crate::support::turn_ahead`]), and they leave the host's settings alone.
+//! Tests that another may run beside: what they hold doesn't depend on how fast guests are, or they
+//! run ahead of the other ([`crate::support::turn_ahead`]), and they leave the host's settings
+//! alone.
 //!
 //! They begin before those that want the machine for themselves (.config/nextest.toml).
 

@@ -1,4 +1,5 @@
-//! Segments on real guests: what they see is what they had, what they write is theirs, and what they share is one copy.
+//! Segments on real guests: what they see is what they had, what they write is theirs, and what
+//! they share is one copy.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,10 +16,12 @@ use crate::support::{self, BOOT, MEMORY};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// What is laid over guests' own files: enough of them to matter, few enough to be compared within the test.
+/// What is laid over guests' own files: enough of them to matter, few enough to be compared within
+/// the test.
 const CHOSEN: [&str; 2] = ["/usr/bin/**", "/usr/lib/x86_64-linux-gnu/*.so*"];
 
-/// Sums of all files as the guest sees them, and of its own below the layers: the root file system again, without what is mounted on it.
+/// Sums of all files as the guest sees them, and of its own below the layers: the root file system
+/// again, without what is mounted on it.
 pub const BOTH_SUMS: &str = "set -e
 mkdir -p /mnt; mountpoint -q /mnt || mount --bind / /mnt
 sums() { (cd $1; find usr/bin usr/lib/x86_64-linux-gnu -maxdepth 1 -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum | md5sum); }
@@ -134,7 +137,8 @@ fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() 
         .unwrap();
     assert!(!again.is_new && again.segment == built.segment);
 
-    // A VM that maps it from the beginning lays it over its files by itself; another gets it while it runs.
+    // A VM that maps it from the beginning lays it over its files by itself; another gets it while
+    // it runs.
     lab.start(spec("early", &["system"], 1)).unwrap();
     lab.start_warm(spec("late", &[], 2)).unwrap();
     lab.wait_ready("early", BOOT).unwrap();
@@ -238,7 +242,8 @@ fn plugged_and_refused(lab: &Lab) {
     }
 }
 
-/// Takes the flag off that keeps an image from being changed: what an attacker on the host would have to do.
+/// Takes the flag off that keeps an image from being changed: what an attacker on the host would
+/// have to do.
 fn unlock(file: &Path) {
     let done = std::process::Command::new("chattr")
         .arg("-i")
@@ -299,8 +304,8 @@ fn attacked(lab: &Lab) {
     let write = format!("blockdev --setrw /dev/pmem0; {write}; blockdev --setro /dev/pmem0");
     let said = lab.exec("early", &write, LIMIT);
     println!("and makes it writable before: {said:?}");
-    // Guests' kernels have seen nothing that they didn't expect, but for what Linux 6.12 says once of any EROFS with DAX when it ages pages
-    // (`get_pte_pfn` of mm/vmscan.c), and then leaves out.
+    // Guests' kernels have seen nothing that they didn't expect, but for what Linux 6.12 says once
+    // of any EROFS with DAX when it ages pages (`get_pte_pfn` of mm/vmscan.c), and then leaves out.
     let trouble = "dmesg | grep -E 'BUG:|Oops|WARNING:' | grep -v get_pte_pfn; true";
     for vm in ["early", "late"] {
         assert_eq!(lab.exec(vm, trouble, LIMIT).unwrap(), "", "{vm}");
@@ -316,7 +321,8 @@ fn attacked(lab: &Lab) {
         std::fs::remove_file(&file).is_err()
             && std::fs::rename(&file, file.with_extension("x")).is_err()
     );
-    // Who takes the flag off can put another file there. VMs keep what they map; nobody new gets it.
+    // Who takes the flag off can put another file there. VMs keep what they map; nobody new gets
+    // it.
     unlock(&file);
     let kept = file.with_extension("kept");
     std::fs::rename(&file, &kept).unwrap();
@@ -352,7 +358,8 @@ fn blake(file: &Path) -> String {
     String::from_utf8(sum.stdout).unwrap()
 }
 
-/// What a guest writes goes to its own disk, stays when the segment is taken off, and nobody else sees it.
+/// What a guest writes goes to its own disk, stays when the segment is taken off, and nobody else
+/// sees it.
 fn written(lab: &Lab) {
     let write = "set -e
 echo mine > /usr/bin/own
@@ -393,7 +400,8 @@ sync";
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), wanted);
 }
 
-/// A VM with segments is saved and cloned: its clones map them too, and the segment stays as long as the snapshot needs it.
+/// A VM with segments is saved and cloned: its clones map them too, and the segment stays as long
+/// as the snapshot needs it.
 fn cloned(lab: &Lab) {
     let daemon = lab.daemon();
     let saved = daemon

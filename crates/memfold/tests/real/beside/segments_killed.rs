@@ -1,5 +1,5 @@
-//! Daemons are killed while they build, copy, attach and remove segments, and disks are full: what is listed is whole, nothing else is
-//! left, and the guest's files stay as they were.
+//! Daemons are killed while they build, copy, attach and remove segments, and disks are full: what
+//! is listed is whole, nothing else is left, and the guest's files stay as they were.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

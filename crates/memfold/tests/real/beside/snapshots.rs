@@ -34,7 +34,8 @@ while [ ! -s /run/now ]; do sleep 0.2; done
 head -c 32 /dev/urandom | sha256sum | cut -c1-32 | tee /run/nonce > /var/tmp/nonce
 echo before > /var/tmp/state; sync; cat /run/nonce"#;
 
-/// What a restored guest must show: the same memory, a process that goes on, the disk of that instant.
+/// What a restored guest must show: the same memory, a process that goes on, the disk of that
+/// instant.
 const CHECK: &str = r#"set -e
 one=$(cat /run/now); two=$one; left=100
 # A sum over all that it holds takes emulated guests on a busy machine seconds.
@@ -47,7 +48,8 @@ cat /var/tmp/state /run/nonce"#;
 /// Takes, writes, checks and frees memory.
 pub const REWRITER: &str = include_str!("../guest/rewriter.py");
 
-/// Starts the rewriter, with at most 10,000 pages, and at a pace that leaves the host's cores to others.
+/// Starts the rewriter, with at most 10,000 pages, and at a pace that leaves the host's cores to
+/// others.
 pub fn rewrite_memory() -> String {
     format!(
         "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
@@ -86,7 +88,8 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
              while [ ! -s /run/rewriter ]; do sleep 0.2; done\n\
              systemctl set-property --runtime memfold-agent.service CPUQuota=15%"
         );
-        // A slow agent: between its list and the stop, much of what was free is taken and written to.
+        // A slow agent: between its list and the stop, much of what was free is taken and written
+        // to.
         lab.exec("rewriting", &script, limit).unwrap();
         for round in first..rounds.min(first + SAVES) {
             // Nothing tells the two apart but the time.
@@ -136,7 +139,8 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
     assert!(free.iter().all(|&pages| pages > 0));
 }
 
-/// Adds a node to the VM's first disk as a save does, over a snapshot that never came to be; the file.
+/// Adds a node to the VM's first disk as a save does, over a snapshot that never came to be; the
+/// file.
 fn add_unused_overlay(state: &Path, vm: &str) -> PathBuf {
     let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos();
     let node = format!("disk0-{now:x}");
@@ -258,7 +262,8 @@ fn refuses_twins(lab: &Lab, name: &str) {
     std::fs::write(place.join("manifest.sum"), sum).unwrap();
 }
 
-/// Most of its RAM lies in the host's swap when it is saved, as `from-swap`; it and what is restored of it have every byte.
+/// Most of its RAM lies in the host's swap when it is saved, as `from-swap`; it and what is
+/// restored of it have every byte.
 fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
     let swap = match support::Swap::on(512) {
         Ok(swap) => swap,
@@ -305,7 +310,8 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
 /// How long a command in a guest may take.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// A VM `first` with memory that is nowhere else, a process that goes on, and a large file on its disk; with the nonce that it keeps in both.
+/// A VM `first` with memory that is nowhere else, a process that goes on, and a large file on its
+/// disk; with the nonce that it keeps in both.
 fn known_vm() -> Option<(support::Turn, Lab, String)> {
     let turn = support::turn_beside()?;
     let lab = Lab::new(EngineSettings::default()).unwrap();
@@ -384,7 +390,8 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     let who = lab.exec("first", WHO, LIMIT).unwrap();
     let mut known: HashSet<String> = who.lines().map(str::to_owned).collect();
     assert_eq!(known.len(), 3, "{who}");
-    // It may have been restored itself: what its kernel said of that is not what clones' kernels have to say.
+    // It may have been restored itself: what its kernel said of that is not what clones' kernels
+    // have to say.
     lab.exec("first", "systemctl start ssh; dmesg -C", LIMIT)
         .unwrap();
     known.insert(lab.exec("first", SSH_KEY, LIMIT).unwrap());
@@ -556,7 +563,8 @@ fn disks_of_removed_snapshots_are_the_vms_own_again() {
     }
     assert!(daemon.snapshots().list().unwrap().is_empty());
     assert_eq!(state(&lab, "first"), "running");
-    // What its disk is built on has gone, and is the VM's own from the next save on; also where that has a name that was there before.
+    // What its disk is built on has gone, and is the VM's own from the next save on; also where
+    // that has a name that was there before.
     for name in ["again", "warm", "again"] {
         save(&lab, name, Keep::All).unwrap();
         assert_eq!(disk_nodes(lab.directory(), "first").len(), 2);

@@ -1,7 +1,8 @@
 #!/bin/bash
-# Everything at once, for $1 seconds, with $2 MB of anonymous memory: files of /usr are hashed again and again, files are rewritten,
-# memory runs short, O_DIRECT reads are in flight, caches are dropped. Needs /run/sums.before, and looks at what it names. Prints a line a
-# part, each with "errors N", and ends with "all errors N".
+# Everything at once, for $1 seconds, with $2 MB of anonymous memory: files of /usr are hashed again
+# and again, files are rewritten, memory runs short, O_DIRECT reads are in flight, caches are
+# dropped. Needs /run/sums.before, and looks at what it names. Prints a line a part, each with
+# "errors N", and ends with "all errors N".
 cd /opt || exit 1
 end=$((SECONDS + $1))
 out=$(mktemp -d)

@@ -26,7 +26,8 @@ while time.monotonic() < end:
             time.sleep(0.2)
             continue
         at, last = 0, time.monotonic()
-        # Four seconds without progress: the host has closed its side, or won't read any more. Then the next lie.
+        # Four seconds without progress: the host has closed its side, or won't read any more. Then
+        # the next lie.
         while at < len(case) and time.monotonic() < last + 4:
             ready, room, _ = select.select([fd], [fd], [], 0.2)
             try:

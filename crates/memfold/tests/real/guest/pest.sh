@@ -1,6 +1,7 @@
 #!/bin/bash
-# Stops the agent and kills it, now and then, until there is a file STOP. Usage: pest.sh SEED STOP; prints a line each time. What it finds goes to
-# the console, too, where it can be read when no agent answers.
+# Stops the agent and kills it, now and then, until there is a file STOP. Usage: pest.sh SEED STOP;
+# prints a line each time. What it finds goes to the console, too, where it can be read when no
+# agent answers.
 RANDOM=$1
 tell() {
     echo "pest: $*" >/dev/console

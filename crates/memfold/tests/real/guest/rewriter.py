@@ -17,7 +17,8 @@ errors = rounds = held = 0
 
 
 def content(number, pages):
-    # The same in all pages of a block: as fast as memory goes, so that much is taken between any two moments.
+    # The same in all pages of a block: as fast as memory goes, so that much is taken between any
+    # two moments.
     return (b"%032d" % number) * (PAGE // 32) * pages
 
 

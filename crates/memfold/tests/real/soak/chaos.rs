@@ -1,5 +1,6 @@
-//! Everything is stopped, killed, filled and slowed at random, while clients call every command: every call returns within its deadline, the
-//! daemon ends when it is asked to, no guest byte is wrong, and nothing is left over.
+//! Everything is stopped, killed, filled and slowed at random, while clients call every command:
+//! every call returns within its deadline, the daemon ends when it is asked to, no guest byte is
+//! wrong, and nothing is left over.
 //!
 //! ```text
 //!   what is disturbed   disturb.rs     QEMUs, daemon, lender, nbdkit, relay, file systems; agents from within their guests (guest/pest.sh)
@@ -8,8 +9,9 @@
 //!   where               testbed.rs     file systems of its own, two daemons, and who starts them again
 //! ```
 //!
-//! `MEMFOLD_CHAOS_SEED` draws the same disturbances and calls again, in the same order, not at the same instants. `MEMFOLD_CHAOS_WITHOUT` leaves
-//! some out (names of the tables at the end, with commas), which tells who is to blame.
+//! `MEMFOLD_CHAOS_SEED` draws the same disturbances and calls again, in the same order, not at the
+//! same instants. `MEMFOLD_CHAOS_WITHOUT` leaves some out (names of the tables at the end, with
+//! commas), which tells who is to blame.
 //!
 //! Not disturbed: libvirtd, which is killed in [`crate::beside::libvirt`].
 
@@ -267,7 +269,8 @@ fn say(testbed: &Testbed, words: &[&str], codes: &[i32]) {
     }
 }
 
-/// Processes, mounts, loop devices, sockets, overlays: nothing of them is left when daemons and VMs have ended.
+/// Processes, mounts, loop devices, sockets, overlays: nothing of them is left when daemons and VMs
+/// have ended.
 fn left_over(testbed: &Testbed) {
     let faults = &testbed.faults;
     let end = Instant::now() + patience(Duration::from_secs(20));

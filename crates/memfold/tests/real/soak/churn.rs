@@ -1,4 +1,5 @@
-//! Page caches that turn over all the time: guests read files of three times their memory round and round.
+//! Page caches that turn over all the time: guests read files of three times their memory round and
+//! round.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,8 +21,9 @@ const TOLERANCE: f64 = 1.15;
 /// Mappings have a bound of their own: half of what the kernel allows a process, where the engine
 /// begins to ask for longer runs, and a little for what it counts too low until it looks again.
 const MOST_MAPPINGS: f64 = 0.55;
-/// From when on mappings are judged: a guest's page cache falls into shorter and shorter runs of its memory when it is read round and
-/// round, and each takes a mapping; more than that they may not grow.
+/// From when on mappings are judged: a guest's page cache falls into shorter and shorter runs of
+/// its memory when it is read round and round, and each takes a mapping; more than that they may
+/// not grow.
 const LONG: Duration = Duration::from_secs(300);
 const STEP: Duration = Duration::from_secs(10);
 
@@ -31,9 +33,10 @@ const VMS: [(&str, &str, DiskMode, f64); 2] = [
     ("none", "trixie-b", DiskMode::Direct, 60.0),
 ];
 
-/// What a guest runs: reads one file after the other, round and round, a file a step of the clock, and checks every byte. Both guests
-/// are at the same place then, so that nearly all of their page cache matches at any moment; left alone they drift apart, and the
-/// share that is folded would be that of pages which don't churn.
+/// What a guest runs: reads one file after the other, round and round, a file a step of the clock,
+/// and checks every byte. Both guests are at the same place then, so that nearly all of their page
+/// cache matches at any moment; left alone they drift apart, and the share that is folded would be
+/// that of pages which don't churn.
 fn reading(step: Duration) -> String {
     format!(
         "mount -o ro,noatime /dev/vdb /mnt || exit 1; cd /mnt; errors=0; reads=0; last=0; \
@@ -144,7 +147,8 @@ fn make_disk(directory: &Path, disk: &Path) {
     std::fs::remove_dir_all(root).unwrap();
 }
 
-/// ext4, whose page cache is of single pages before Linux 6.16; or EROFS, where it is of large folios: `MEMFOLD_CHURN_FS=erofs`.
+/// ext4, whose page cache is of single pages before Linux 6.16; or EROFS, where it is of large
+/// folios: `MEMFOLD_CHURN_FS=erofs`.
 fn make_file_system(disk: &Path) -> String {
     let disk = disk.display();
     if std::env::var("MEMFOLD_CHURN_FS").is_ok_and(|name| name == "erofs") {

@@ -1,4 +1,5 @@
-//! `memfold estimate` on real guests: what it promises is what KSM at full speed, and folding, then save.
+//! `memfold estimate` on real guests: what it promises is what KSM at full speed, and folding, then
+//! save.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -23,7 +24,8 @@ const MEMORY: ByteSize = ByteSize::mib(512);
 const NAMES: [&str; 4] = ["one", "two", "three", "four"];
 const IMAGES: [&str; 4] = ["trixie-a", "trixie-b", "trixie-a", "trixie-b"];
 
-/// Programs and libraries in page cache, some memory that is the same in all, and some that is twice in each.
+/// Programs and libraries in page cache, some memory that is the same in all, and some that is
+/// twice in each.
 const WORK: &str = r#"cat /usr/bin/* /usr/lib/*-linux-gnu/*.so* > /dev/null
 cat > /run/hold.py <<'END'
 import os, time
@@ -152,8 +154,9 @@ fn frames(pids: &[i32]) -> u64 {
     frames.len() as u64
 }
 
-/// KSM at full speed until it brings nothing any more; the page frames that it saved of these processes. Not `pages_sharing`: a huge
-/// page that ksmd splits gives its pages of zeroes back to the kernel's zero page at once (Linux 6.12), and these are counted nowhere.
+/// KSM at full speed until it brings nothing any more; the page frames that it saved of these
+/// processes. Not `pages_sharing`: a huge page that ksmd splits gives its pages of zeroes back to
+/// the kernel's zero page at once (Linux 6.12), and these are counted nowhere.
 fn converge(pids: &[i32]) -> u64 {
     let controls = Controls::default();
     let settings = Settings {

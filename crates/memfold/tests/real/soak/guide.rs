@@ -1,5 +1,6 @@
-//! The tutorial and the how-tos as they stand in the documents: each command of their `sh` blocks is run. `console` blocks are for hosts that
-//! a test can't have (packages to install, other hosts, desktops).
+//! The tutorial and the how-tos as they stand in the documents: each command of their `sh` blocks
+//! is run. `console` blocks are for hosts that a test can't have (packages to install, other hosts,
+//! desktops).
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -108,8 +109,8 @@ fn page(name: &str) -> String {
     std::fs::read_to_string(repository().join("docs").join(name)).unwrap()
 }
 
-/// Runs commands in a directory of their own, where they find the program, and `guest` and `scripts` as in a checkout. Should one fail, no VM and
-/// no daemon stays.
+/// Runs commands in a directory of their own, where they find the program, and `guest` and
+/// `scripts` as in a checkout. Should one fail, no VM and no daemon stays.
 fn run(place: &Path, script: &str) {
     for part in ["guest", "scripts"] {
         let part = repository().join(part);

@@ -1,5 +1,5 @@
-//! Several hosts on one: a network namespace each, joined by links that delay, lose and are cut. A guest of one swaps on RAM of another, and the
-//! registry is on the third.
+//! Several hosts on one: a network namespace each, joined by links that delay, lose and are cut. A
+//! guest of one swaps on RAM of another, and the registry is on the third.
 //!
 //! ```text
 //!   borrower (VM) 10.77.0.2 ---.
@@ -263,7 +263,8 @@ impl Host {
         }
     }
 
-    /// What the guest's program has said so far: pages checked, wrong words, longest access in seconds.
+    /// What the guest's program has said so far: pages checked, wrong words, longest access in
+    /// seconds.
     fn heard(&self) -> (u64, u64, f64) {
         let said = self.exec("cat /run/swapper").unwrap();
         let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
@@ -296,7 +297,8 @@ impl Drop for Host {
     }
 }
 
-/// A certificate for the registry's address, that vouches for itself, as docs/how-to/lending-between-hosts.md makes it.
+/// A certificate for the registry's address, that vouches for itself, as
+/// docs/how-to/lending-between-hosts.md makes it.
 fn certificate(directory: &Path, ip: &str) -> (PathBuf, PathBuf) {
     let (certificate, key) = (
         directory.join("registry.crt"),
@@ -450,7 +452,8 @@ fn a_guest_swaps_on_another_host_s_memory_and_links_are_cut() {
     let (_, _, longest) = borrower.heard();
     assert!(longest < LONGEST_STALL * slowness(), "{longest} s");
 
-    // Where the lent bytes are the only ones, a cut is waited out, and a registry that stays away has them moved to a disk in time.
+    // Where the lent bytes are the only ones, a cut is waited out, and a registry that stays away
+    // has them moved to a disk in time.
     let done = borrower.borrow(Durability::None);
     assert_eq!(
         (done.place, &*done.lenders),

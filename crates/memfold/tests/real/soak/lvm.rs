@@ -1,5 +1,5 @@
-//! A guest plays a host without VMs: its own swap, a volume of LVM's, goes to RAM that this host lends by iSCSI, and back; lenders die, hang and
-//! are cut off under it.
+//! A guest plays a host without VMs: its own swap, a volume of LVM's, goes to RAM that this host
+//! lends by iSCSI, and back; lenders die, hang and are cut off under it.
 //!
 //! ```text
 //!   this host: memfold serve (lends, has the registry), tgtd <--- QEMU's user-mode network ---  guest: memfold.service, iscsid, LVM,
@@ -39,13 +39,14 @@ const LENT: ByteSize = ByteSize::mib(144);
 /// Longest time that the guest may wait for one page when a lender dies, in seconds: the promise.
 const LONGEST_STALL: f64 = 10.0;
 
-/// The same while LVM's tools put the volume elsewhere. They suspend it several times; emulated, one of them takes seconds of CPU.
+/// The same while LVM's tools put the volume elsewhere. They suspend it several times; emulated,
+/// one of them takes seconds of CPU.
 const LONGEST_CHANGE: f64 = 30.0;
 
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Starts the daemon of the unit that packages install, but for the program's place. Without `Restart=`, a daemon that the test kills stays
-/// so until the test starts it.
+/// Starts the daemon of the unit that packages install, but for the program's place. Without
+/// `Restart=`, a daemon that the test kills stays so until the test starts it.
 const SET_UP: &str = r#"
 set -e
 mkdir -p /opt/payload && mount -o ro /dev/vdb /opt/payload
@@ -250,7 +251,8 @@ impl Guest<'_> {
         println!("{}", self.0.exec("h", log, LIMIT).unwrap_or_default());
     }
 
-    /// The next line of what its program says. Since `line` no access may have taken more than so many seconds.
+    /// The next line of what its program says. Since `line` no access may have taken more than so
+    /// many seconds.
     fn since(&self, line: usize, what: &str, most: f64) -> usize {
         let said = self.run("cut -d ' ' -f 4 /run/swapper");
         let all: Vec<f64> = said.lines().map(|us| us.parse().unwrap()).collect();
@@ -267,7 +269,8 @@ impl Guest<'_> {
         serde_json::from_str(&self.run(&format!("memfold --json {command}"))).unwrap()
     }
 
-    /// What it has borrowed. The registry may be away: cables are pulled here, and a guest's network takes its time to come back.
+    /// What it has borrowed. The registry may be away: cables are pulled here, and a guest's
+    /// network takes its time to come back.
     fn borrowed(&self) -> Vec<Value> {
         let said = self.run("memfold --json leases || [ $? = 1 ]");
         let mut report: Value = serde_json::from_str(&said).unwrap();

@@ -1,4 +1,5 @@
-//! KSM on a machine of two NUMA nodes: a guest that is one, with a process whose memory may merge in the place of a VM.
+//! KSM on a machine of two NUMA nodes: a guest that is one, with a process whose memory may merge
+//! in the place of a VM.
 
 use std::io::Write as _;
 use std::path::Path;

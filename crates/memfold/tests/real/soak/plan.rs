@@ -76,7 +76,8 @@ fn a_plan_made_of_two_guests_is_right_within_ten_percent_when_there_are_more() {
     lab.fold(true).unwrap();
     let first = start(&lab, &names[..MEASURED]);
     let taken = first.ledger.host.unreclaimable_bytes.0;
-    // One more at a time beyond the two, so that each number has its figure; the plan is always that of the two.
+    // One more at a time beyond the two, so that each number has its figure; the plan is always
+    // that of the two.
     for number in MEASURED + 1..=all {
         let order = Order {
             vms: vec![("lab".into(), number as u64)],
@@ -86,8 +87,8 @@ fn a_plan_made_of_two_guests_is_right_within_ten_percent_when_there_are_more() {
         let planned = order.plan(&first.ledger, &first.fold, &none).unwrap();
         assert_eq!(planned.kinds.len(), 1);
         let kind = &planned.kinds[0];
-        // What others on this host take meanwhile is no part of it: VMs, page stores and memfold, each page once (which is held against
-        // MemAvailable by the ledger's own tests).
+        // What others on this host take meanwhile is no part of it: VMs, page stores and memfold,
+        // each page once (which is held against MemAvailable by the ledger's own tests).
         let predicted = taken + planned.predicted_bytes - planned.used_bytes;
         let now = start(&lab, &names[number - 1..number]);
         let real = now.ledger.host.unreclaimable_bytes.0;
@@ -122,7 +123,8 @@ fn a_plan_made_of_two_guests_is_right_within_ten_percent_when_there_are_more() {
     grows(&lab, &names[0]);
 }
 
-/// A guest that takes 2 MiB more each second, with a sample each second: the trend that the history sees.
+/// A guest that takes 2 MiB more each second, with a sample each second: the trend that the history
+/// sees.
 fn grows(lab: &Lab, name: &str) {
     const RATE: f64 = (2 << 20) as f64 * 3600.0;
     let program = "import os, time\nheld = []\nwhile True:\n held.append(os.urandom(2 << 20))\n time.sleep(1)";
@@ -158,7 +160,8 @@ fn grows(lab: &Lab, name: &str) {
     assert!((stays / RATE).abs() < 0.2, "{stays}");
 }
 
-/// As if two of the VMs were on two hosts: their fingerprints tell that they belong together, and about how much that saves.
+/// As if two of the VMs were on two hosts: their fingerprints tell that they belong together, and
+/// about how much that saves.
 fn would_share(names: &[String], lab: &Lab) {
     let place = tempfile::tempdir().unwrap();
     let (key, _) = Key::open(&place.path().join("key")).unwrap();
@@ -203,7 +206,8 @@ fn would_share(names: &[String], lab: &Lab) {
         mib(folded)
     );
     assert_eq!(proposal.moves.len(), 1, "{proposal:?}");
-    // All that is folded is in both; kernels, zeroed structures and heaps have pages in common besides.
+    // All that is folded is in both; kernels, zeroed structures and heaps have pages in common
+    // besides.
     assert!(saves as f64 > folded as f64 * 0.85, "{saves} {folded}");
     assert!(saves < both.vms[0].ram_bytes, "{saves}");
 }

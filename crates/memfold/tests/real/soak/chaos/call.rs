@@ -24,8 +24,8 @@ const LEFT_OUT: [(&str, &str); 3] = [
     ),
 ];
 
-/// What a call may take longer than undisturbed: the daemon stands still for 25 s at most, its disk for as long, and runs a third of the time
-/// for 10 s.
+/// What a call may take longer than undisturbed: the daemon stands still for 25 s at most, its disk
+/// for as long, and runs a third of the time for 10 s.
 const SLACK: u64 = 90;
 
 /// How long a client waits that found no daemon.
@@ -34,7 +34,8 @@ const PAUSE: Duration = Duration::from_millis(300);
 /// Most throwaway VMs, snapshots and segments at a time.
 const MOST: usize = 4;
 
-/// A command, the seconds that it may take by what is documented (docs/operating/vm-states.md, its own timeouts), and its words.
+/// A command, the seconds that it may take by what is documented (docs/operating/vm-states.md, its
+/// own timeouts), and its words.
 type Called = (&'static str, u64, fn(&mut Chooser) -> Vec<String>);
 
 const CALLED: [Called; 49] = [
@@ -428,7 +429,8 @@ pub fn commands(testbed: &Testbed) -> BTreeSet<String> {
     leaves
 }
 
-/// Commands of the program that are neither called nor left out for a reason, and those that are called and don't exist.
+/// Commands of the program that are neither called nor left out for a reason, and those that are
+/// called and don't exist.
 pub fn forgotten(testbed: &Testbed) -> Vec<String> {
     let all = commands(testbed);
     let called = CALLED.iter().map(|called| called.0);

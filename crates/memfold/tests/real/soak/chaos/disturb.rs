@@ -51,7 +51,8 @@ pub const KEPT: [&str; 3] = ["writer", "swapper", "clone-1"];
 /// Only one file system is full at a time.
 static FULL: Mutex<()> = Mutex::new(());
 
-/// How long something stands still: mostly shorter than any deadline of the product, sometimes longer.
+/// How long something stands still: mostly shorter than any deadline of the product, sometimes
+/// longer.
 fn time(random: &mut Random) -> Duration {
     if random.below(6) == 0 {
         Duration::from_secs(12) + random.below_ms(13_000)
@@ -219,7 +220,8 @@ fn full(testbed: &Testbed, disk: &FileSystem, random: &mut Random) -> Option<Str
     std::thread::sleep(time);
     // It may be frozen as well; whoever froze it thaws it.
     let _ = std::fs::remove_file(filler);
-    // A daemon that began while the disk was full may end for that a moment later: it is not taken for one that died by itself.
+    // A daemon that began while the disk was full may end for that a moment later: it is not taken
+    // for one that died by itself.
     std::thread::sleep(FULL_IS_FELT);
     testbed.is_full.store(false, Ordering::Relaxed);
     Some(format!("{left} KiB left for {:.1} s", time.as_secs_f64()))

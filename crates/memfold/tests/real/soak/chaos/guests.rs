@@ -34,7 +34,8 @@ fn unit(name: &str, command: &str) -> String {
     )
 }
 
-/// Starts `writer`, `swapper`, and `clone-1`, a clone of the first that goes on with all that it did.
+/// Starts `writer`, `swapper`, and `clone-1`, a clone of the first that goes on with all that it
+/// did.
 pub fn begin(testbed: &Testbed, seed: u64) {
     let mut writer = Lab::spec("writer", "trixie-a", support::MEMORY, DiskMode::Buffered).unwrap();
     writer.segment_slots = 2;
@@ -138,7 +139,8 @@ fn console_end(testbed: &Testbed, name: &str) -> String {
     String::from_utf8_lossy(&said[said.len().saturating_sub(4000)..]).into_owned()
 }
 
-/// Waits until all VMs of the test's own run and their agents answer. One that stands still for a full disk is resumed.
+/// Waits until all VMs of the test's own run and their agents answer. One that stands still for a
+/// full disk is resumed.
 pub fn settle(testbed: &Testbed) {
     let client = testbed.client();
     wait_for(
@@ -225,7 +227,8 @@ pub fn check_so_far(testbed: &Testbed) {
     }
 }
 
-/// Writes the first byte of each folded page of a VM over itself while it stands still, so that the kernel copies them all; how many.
+/// Writes the first byte of each folded page of a VM over itself while it stands still, so that the
+/// kernel copies them all; how many.
 pub fn unfold(testbed: &Testbed, name: &str) -> u64 {
     let vm = Vm::find(testbed.state(), name).unwrap();
     let mut qmp = Qmp::connect(

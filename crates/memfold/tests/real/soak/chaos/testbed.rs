@@ -1,4 +1,5 @@
-//! Where it happens: file systems that can be filled and frozen, a daemon that serves, one that lends, and who starts them again.
+//! Where it happens: file systems that can be filled and frozen, a daemon that serves, one that
+//! lends, and who starts them again.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -211,7 +212,8 @@ impl Service {
         lock(&self.running).child.as_ref().map(Pid::from_child)
     }
 
-    /// Starts it if it does not run. That it has ended by itself is a fault, unless it never served for want of room.
+    /// Starts it if it does not run. That it has ended by itself is a fault, unless it never served
+    /// for want of room.
     pub fn look_after(&self, faults: &Faults, is_full: &AtomicBool) {
         let Ok(_hands) = self.hands.try_lock() else {
             return;
@@ -491,7 +493,8 @@ impl Testbed {
         command
     }
 
-    /// Processes that have a path of the test's own open or in their command line, but not this one.
+    /// Processes that have a path of the test's own open or in their command line, but not this
+    /// one.
     pub fn processes(&self) -> Vec<(Pid, String)> {
         let root = self.root.as_os_str().as_encoded_bytes();
         let mut found = Vec::new();
