@@ -1,12 +1,11 @@
-//! The main loop.
+//! Main loop of the agent: connects to the daemon, and turns kernel events into messages.
 //!
 //! ```text
 //!   no port --> host absent --> waiting (Hello sent) --> working (Welcome came)
 //!      ^             ^  ^______________________|____________________|   host side closed
 //!      |_____________|__________________________________________________ port gone
 //! ```
-//! Tracing is on only while working. Whatever the host does or leaves undone, nothing here waits
-//! for it without a limit.
+//! Tracing is on only in the state "working". Every wait for the host has a time limit.
 
 mod connection;
 mod state;
@@ -32,23 +31,26 @@ use crate::port::{self, Port};
 use crate::trace::{Round, Tracer};
 use crate::worker::{Finding, Job, Worker};
 
-/// From the first event to reading it and what follows it.
+/// Delay between the first trace event and the reading of the ring buffers, so that events gather.
 const GATHER: Duration = Duration::from_millis(100);
-/// The same when the last round was large, so that the ring buffer doesn't run over.
+/// The same delay when the last round was large. It is shorter, so that the ring buffer does not
+/// overflow.
 const GATHER_BUSY: Duration = Duration::from_millis(10);
-/// Events that make a round large: a quarter of a CPU's ring buffer.
+/// Number of events above which a round counts as large: a quarter of a CPU's ring buffer.
 const BUSY_ROUND: u64 = 5000;
-/// A signal of the port belongs to data that came at most so long ago.
+/// A `SIGIO` of the port that comes within this time after received data is taken to announce that
+/// data.
 const SIGNAL_SLACK: Duration = Duration::from_millis(200);
-/// From the last loss of events to the inventory that repairs it.
+/// Delay between the last loss of events and the inventory that repairs it.
 const REPAIR_DELAY: Duration = Duration::from_secs(2);
-/// Least time between two such inventories; doubles while events go on being lost, up to the
-/// second.
+/// Shortest interval between two repair inventories, and the longest. The interval doubles while
+/// events are still being lost.
 const REPAIR_INTERVAL: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(300));
-/// The same between walks for files without a path.
+/// Shortest and longest interval between two directory walks for files without a path.
 const FIND_INTERVAL: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(120));
 
-/// What has happened. Worker and commands are asked only when there is room for what they have.
+/// Result of one `poll`. Worker and commands are polled only while the send queue has space for
+/// their messages.
 struct Polled {
     port: Option<PollFlags>,
     mounts: PollFlags,
@@ -58,7 +60,9 @@ struct Polled {
 }
 
 impl Agent {
-    /// Sets up tracing and the threads. Without tracing it goes on, and says so in its Hello.
+    /// Sets up tracing and starts the threads. If tracing fails, the agent continues and reports
+    /// the problem in its Hello. `text`: print messages to standard output instead of using the
+    /// port.
     pub fn new(text: bool) -> io::Result<Self> {
         // Before any thread starts, as threads inherit the mask.
         let signals = guest::signal_descriptor(&[
@@ -105,7 +109,7 @@ impl Agent {
         Ok(agent)
     }
 
-    /// Works until a signal asks it to end.
+    /// Runs until `SIGTERM` or `SIGINT`.
     pub fn run(mut self) -> io::Result<()> {
         if matches!(self.sink, Sink::Text) {
             self.welcome(Rules::default());
@@ -123,7 +127,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Does what is due by the clock, and what could not be done for want of room before.
+    /// Does the work whose time has come, and the work that waited for space in the send queue.
     fn deadlines(&mut self) -> io::Result<()> {
         if let State::Absent(when) = self.state {
             if when <= Instant::now() {
@@ -153,7 +157,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Until something happens or is due. True when asked to end.
+    /// Waits until an event or a deadline. Returns true on a signal to end.
     fn wait(&mut self) -> io::Result<bool> {
         let polled = self.poll()?;
         let mut port_signal = false;
@@ -358,7 +362,7 @@ impl Agent {
         }
     }
 
-    /// False if a message was dropped.
+    /// Sends the batch. Returns false if a message was dropped.
     fn send_batch(&mut self) -> bool {
         let mut all = true;
         for message in self.cache.batch.take_ready() {
@@ -371,8 +375,11 @@ impl Agent {
     }
 }
 
-/// Opens the port, waiting until there is one. Ends with an error of kind `Interrupted` on a
-/// signal.
+/// Opens the port; waits until it exists.
+///
+/// # Errors
+///
+/// Kind `Interrupted` if a signal ended the wait.
 fn wait_for_port(signals: &OwnedFd) -> io::Result<Port> {
     let mut told = false;
     loop {

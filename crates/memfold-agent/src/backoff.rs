@@ -1,19 +1,19 @@
-//! When to do again what helps only now and then.
+//! Schedules repeated work whose interval doubles while the work is of no use.
 
 use std::time::{Duration, Instant};
 
-/// Work to be done again and again, the more rarely the less use it is.
+/// Schedule of work that is repeated more rarely the less useful it is.
 #[derive(Debug)]
 pub struct Backoff {
     bounds: (Duration, Duration),
     interval: Duration,
     not_before: Instant,
-    /// When it is to be done.
+    /// Time at which the work is due; `None` if nobody wants it.
     pub due: Option<Instant>,
 }
 
 impl Backoff {
-    /// Never done yet; `bounds` are the shortest and the longest interval.
+    /// Creates a schedule with `bounds`, the shortest and the longest interval.
     pub fn new(bounds: (Duration, Duration)) -> Self {
         Self {
             bounds,
@@ -23,18 +23,19 @@ impl Backoff {
         }
     }
 
-    /// Is wanted: no earlier than `delay` from now.
+    /// Requests the work, no earlier than `delay` from now and not before the current interval has
+    /// passed.
     pub fn want(&mut self, delay: Duration) {
         self.due = Some((Instant::now() + delay).max(self.not_before));
     }
 
-    /// It was of use: from now on as often as at the start.
+    /// Resets the interval to the shortest one, because the last run was useful.
     pub fn was_useful(&mut self) {
         self.interval = self.bounds.0;
         self.not_before = self.not_before.min(Instant::now() + self.interval);
     }
 
-    /// True once, when it is due; from then the interval counts.
+    /// Returns true once when the work is due, and starts the next interval.
     pub fn take(&mut self) -> bool {
         let now = Instant::now();
         if self.due.is_none_or(|due| due > now) {

@@ -1,8 +1,9 @@
-//! Makes few messages of many events.
+//! Combines many events into few messages.
 //!
-//! What comes between two flushes is sent as: files, gone, hints, dirty, clean, each sorted and
-//! joined into runs. Events are flushed early where this order would tell another story than
-//! theirs: a frame that goes after it was offered, a page dirtied after its file was cleaned.
+//! Everything between two flushes is sent in this order: files, gone, hints, dirty, clean. Each
+//! kind is sorted and joined into runs. The batch is flushed early where this order would
+//! contradict the order of the events: a frame that is freed after it was hinted, or a page dirtied
+//! after its file was cleaned.
 
 use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_RUN_PAGES, MAX_RUNS, PfnRun,
@@ -13,7 +14,7 @@ const MAX_PATHS: usize = 64 << 10;
 /// Bits in the filter of frames offered since the last flush.
 const FILTER_BITS: u64 = 1 << 16;
 
-/// Pages being told of, and messages ready to be sent.
+/// Reports that are not yet messages, and messages that are ready to be sent.
 #[derive(Debug)]
 pub struct Batch {
     files: Vec<FileFacts>,
@@ -22,7 +23,7 @@ pub struct Batch {
     hints: Vec<HintRun>,
     dirty: Vec<FileRange>,
     clean: Vec<FileRange>,
-    /// One bit a frame (modulo) that `hints` holds.
+    /// Filter with one bit for each hinted frame, by frame number modulo [`FILTER_BITS`].
     offered: Vec<u64>,
     ready: Vec<FromAgent>,
 }
@@ -43,7 +44,7 @@ impl Default for Batch {
 }
 
 impl Batch {
-    /// A file's facts; sent before what follows.
+    /// Adds a file's facts. They are sent before the hints that refer to the file.
     pub fn file(&mut self, facts: FileFacts) {
         if self.files.len() >= MAX_RUNS || self.path_bytes + facts.path.len() > MAX_PATHS {
             self.flush();
@@ -52,7 +53,7 @@ impl Batch {
         self.files.push(facts);
     }
 
-    /// Pages that are cached now.
+    /// Adds pages that are cached now.
     pub fn hint(&mut self, run: HintRun) {
         self.mark(run.pfn, run.pages);
         if let Some(last) = self.hints.last_mut() {
@@ -73,7 +74,7 @@ impl Batch {
         }
     }
 
-    /// Frames that cache nothing any more.
+    /// Adds frames that no longer cache a file page.
     pub fn gone(&mut self, run: PfnRun) {
         if !self.hints.is_empty()
             && bits(run.pfn, run.pages).any(|b| self.offered[b / 64] >> (b % 64) & 1 != 0)
@@ -91,7 +92,7 @@ impl Batch {
         self.gone.push(run);
     }
 
-    /// Pages written to.
+    /// Adds pages that were written to.
     pub fn dirty(&mut self, range: FileRange) {
         if !self.clean.is_empty() || self.dirty.len() >= MAX_RUNS {
             self.flush();
@@ -99,7 +100,7 @@ impl Batch {
         push_range(&mut self.dirty, range);
     }
 
-    /// Pages written back.
+    /// Adds pages that were written back to disk.
     pub fn clean(&mut self, range: FileRange) {
         if self.clean.len() >= MAX_RUNS {
             self.flush();
@@ -107,13 +108,13 @@ impl Batch {
         push_range(&mut self.clean, range);
     }
 
-    /// A message of another kind, after what came before it.
+    /// Adds a message of another kind, after everything added before.
     pub fn message(&mut self, message: FromAgent) {
         self.flush();
         self.ready.push(message);
     }
 
-    /// Makes messages of everything.
+    /// Turns everything that was added into messages.
     pub fn flush(&mut self) {
         self.path_bytes = 0;
         if !self.files.is_empty() {
@@ -145,7 +146,7 @@ impl Batch {
         }
     }
 
-    /// The messages made so far, in their order.
+    /// Takes the finished messages, in order.
     pub fn take_ready(&mut self) -> Vec<FromAgent> {
         std::mem::take(&mut self.ready)
     }
@@ -160,7 +161,7 @@ fn fits(a: u32, b: u32) -> bool {
     a.checked_add(b).is_some_and(|n| n <= MAX_RUN_PAGES)
 }
 
-/// Adds `next` to `last` if it continues it.
+/// Adds `next` to `last` if it continues that run. Returns whether it did.
 fn join_hint(last: &mut HintRun, next: &HintRun) -> bool {
     let n = u64::from(last.pages);
     let follows = next.file == last.file

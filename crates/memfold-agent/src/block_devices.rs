@@ -1,24 +1,25 @@
-//! Which disk a block device is part of: `/sys/dev/block`.
+//! Maps a block device to the disk that contains it: `/sys/dev/block`.
 //!
-//! Source: `Documentation/ABI/stable/sysfs-block`. A partition's directory lies in its disk's.
+//! Source: `Documentation/ABI/stable/sysfs-block`. The directory of a partition is inside the
+//! directory of its disk.
 
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Bytes of the sectors in which the kernel counts, whatever those of the disk are.
+/// Bytes of a sector in sysfs. It is 512 for every disk.
 const SECTOR: u64 = 512;
 
-/// Where a block device begins.
+/// Start of a block device on its disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Device number of the disk, as `major:minor`.
     pub disk: String,
-    /// The device's first byte on the disk.
+    /// Offset of the device's first byte on the disk, in bytes.
     pub start: u64,
 }
 
-/// Devices that were looked up.
+/// Cache of devices that were looked up.
 #[derive(Debug)]
 pub struct BlockDevices {
     sys: PathBuf,
@@ -26,7 +27,7 @@ pub struct BlockDevices {
 }
 
 impl BlockDevices {
-    /// None yet; `sys` is `/sys`.
+    /// Creates an empty cache. `sys` is `/sys`, another directory in tests.
     pub fn new(sys: &Path) -> Self {
         Self {
             sys: sys.to_owned(),
@@ -34,9 +35,9 @@ impl BlockDevices {
         }
     }
 
-    /// Where device `number` (`st_dev`) lies on a disk. `None` if it is no disk and no partition of
-    /// one: what is put together of others (device mapper, md, loop) is told by their having no
-    /// hardware behind them, and btrfs and overlays number their files by no device.
+    /// Returns where device `number` (`st_dev`) starts on its disk. `None` if the device is neither
+    /// a disk nor a partition of one. Devices made from others (device mapper, md, loop) have no
+    /// hardware directory in sysfs. btrfs and overlays use device numbers that belong to no device.
     pub fn place(&mut self, number: u64) -> Option<&Place> {
         let sys = &self.sys;
         let place = self

@@ -1,8 +1,8 @@
-//! Commands that the daemon asks for.
+//! Runs shell commands for the daemon.
 //!
-//! A thread each: it starts the shell in a process group of its own, at the ordinary priority (the
-//! agent's own is lower), and passes on what it says. The channel to the main thread is short; when
-//! the port is slow, the command's pipe fills up and the command waits.
+//! Each command has a thread, which starts the shell in its own process group and forwards its
+//! output. The shell runs at normal priority (the agent's is lower). The channel to the main thread
+//! is short: when the port is slow, the command's pipe fills up and the command waits.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,20 +18,20 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use crate::wake::Wake;
 
-/// Commands running at once.
+/// Largest number of commands that run at the same time.
 const MAX_COMMANDS: usize = 16;
-/// Bytes of output in one message.
+/// Most bytes of output in one message.
 const PIECE: usize = 16 << 10;
-/// What a pipe holds (1 MiB if the command made it larger); more than that after its end comes from
-/// children left behind.
+/// Reads after the shell has ended, until a full pipe is empty (1 MiB if the command enlarged it).
+/// Later output comes from children left running.
 const ROUNDS_AFTER_END: u32 = 64;
-/// Messages waiting for the main thread.
+/// Messages that the channel to the main thread holds.
 const MESSAGES: usize = 8;
 
-/// `None`: not started yet.
+/// Running commands by (epoch, number of the command). `None`: not started yet.
 type Running = Arc<Mutex<HashMap<(u32, u32), Option<Pid>>>>;
 
-/// The running commands.
+/// Commands that the agent runs for the daemon.
 #[derive(Debug)]
 pub struct Commands {
     running: Running,
@@ -42,7 +42,7 @@ pub struct Commands {
 }
 
 impl Commands {
-    /// None yet.
+    /// Creates an empty set of commands.
     pub fn new() -> io::Result<Self> {
         let (sender, receiver) = mpsc::sync_channel(MESSAGES);
         Ok(Self {
@@ -54,8 +54,8 @@ impl Commands {
         })
     }
 
-    /// Starts `/bin/sh -c script`. What keeps it from being started is reported as the command's
-    /// own failure.
+    /// Starts `/bin/sh -c script`. A failure to start is reported as exit code 127 with a message
+    /// on the command's standard error.
     pub fn run(&self, command: u32, script: String) {
         let key = (self.epoch, command);
         let mut task = Task {
@@ -97,12 +97,12 @@ impl Commands {
         }
     }
 
-    /// The connection is gone: commands run on, what they say is thrown away.
+    /// Forgets the commands of a lost connection: they keep running, and their output is dropped.
     pub fn forget(&mut self) {
         self.epoch = self.epoch.wrapping_add(1);
     }
 
-    /// Something to send, if there is.
+    /// Returns the next message to send, if there is one.
     pub fn next(&self) -> Option<FromAgent> {
         loop {
             let (epoch, message) = self.receiver.try_recv().ok()?;
@@ -112,12 +112,12 @@ impl Commands {
         }
     }
 
-    /// Readable when there may be something to send; [`Self::rest`] makes it quiet.
+    /// Descriptor that is readable when a message may be ready; [`Self::rest`] resets it.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// To be called before [`Self::next`].
+    /// Resets the descriptor. Call it before [`Self::next`].
     pub fn rest(&self) {
         self.wake.rest();
     }
@@ -198,8 +198,8 @@ impl Task {
         }
     }
 
-    /// Passes output on until the shell has ended and its pipes are empty. Its children that go on
-    /// and hold the pipes open are not waited for.
+    /// Forwards output until the shell has ended and its pipes are empty. Does not wait for
+    /// background children that hold the pipes open. Returns the exit code, or 128 plus the signal.
     fn follow(&self, child: &mut Child) -> i32 {
         let pid = Pid::from_child(child);
         lock(&self.running).insert(self.key, Some(pid));

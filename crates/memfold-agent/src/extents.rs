@@ -1,5 +1,5 @@
-//! Where on the guest's disks files lie, for a snapshot that refers to a disk for what the guest
-//! has cached of it.
+//! Finds where files are stored on the guest's disks. A hot snapshot uses this to refer to a disk
+//! instead of copying the guest's page cache.
 //!
 //! ```text
 //!   standard input    a path a line; any byte may be \ooo, its octal number, as in /proc/self/mountinfo
@@ -7,8 +7,8 @@
 //!   /sys/dev/block    that device -> disk, and where on it the device begins
 //!   standard output   a line a run: number of the path, first page of the file, pages, disk, first page on the disk
 //! ```
-//! Nothing is written back for it, no file's bytes are read, and what can't be told at once is left
-//! out: the host compares the bytes.
+//! Nothing is written back, no file content is read, and an answer that would need waiting is left
+//! out. The answer may be out of date: the host compares the bytes.
 
 use std::io::{self, BufRead, BufWriter, Read, Write};
 use std::os::fd::AsRawFd;
@@ -21,26 +21,26 @@ use rustix::fs::{FileType, Mode, OFlags};
 use crate::block_devices::{BlockDevices, Place};
 use crate::mounts::unescape;
 
-/// Bytes that are read at most.
+/// Most bytes of input that are read.
 const MAX_INPUT: u64 = 1 << 20;
 
-/// Files that are looked at.
+/// Most files that are looked at.
 const MAX_FILES: usize = 1 << 14;
 
-/// Runs that are told of one file, and of all.
+/// Most runs written for one file, and for all files together.
 const MAX_RUNS: (usize, usize) = (1 << 13, 1 << 15);
 
-/// Pages of a file that lie one behind the other on a disk.
+/// Pages of a file that are contiguous on a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Run {
-    /// The first, in the file.
+    /// First page, counted in the file.
     page: u64,
     pages: u64,
-    /// The first, on the disk.
+    /// First page, counted on the disk.
     block: u64,
 }
 
-/// Reads paths and writes where their files lie.
+/// Reads paths, one a line, and writes the locations of their files.
 pub fn write(input: &mut impl BufRead, output: &mut impl Write) -> io::Result<()> {
     write_below(Path::new("/sys"), input, output)
 }
@@ -71,7 +71,7 @@ fn write_below(sys: &Path, input: &mut impl BufRead, output: &mut impl Write) ->
     output.flush()
 }
 
-/// Where a regular file lies, if it lies on a disk.
+/// Returns where a regular file is stored; `None` if it is not on a disk.
 fn look<'a>(
     path: &[u8],
     devices: &'a mut BlockDevices,
@@ -112,7 +112,8 @@ fn look<'a>(
     Ok(Some((place, runs)))
 }
 
-/// Adds the whole pages of an extent of a file on a device that begins at byte `start` of its disk.
+/// Adds the whole pages of an extent. `start` is the byte of the disk at which the file's device
+/// begins.
 fn add(runs: &mut Vec<Run>, start: u64, extent: &Extent) {
     let Some(byte) = start.checked_add(extent.physical) else {
         return;

@@ -1,27 +1,27 @@
-//! The file numbers of a connection.
+//! Table of the files that the agent has reported in this connection, and of their numbers.
 
 use std::collections::HashMap;
 
-/// Most files remembered; about 5 MB. When it is full, the half not used for longest is forgotten
-/// (and gets new numbers).
+/// Most files in the table (about 5 MB). When it is full, the least recently used half is
+/// forgotten; those files get new numbers later.
 pub const MAX_FILES: usize = 40_000;
-/// Most dirty ranges of a file that are kept apart; then the nearest two become one.
+/// Most dirty ranges kept for one file. Beyond it, the two nearest ranges are joined.
 const MAX_RANGES: usize = 16;
 
-/// An inode: device and number.
+/// Inode: device number and inode number.
 pub type Inode = (u32, u64);
 
-/// What is remembered of a file.
+/// What the agent knows of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileEntry {
     pub number: u32,
-    /// Hash of the path that was sent, 0 for none.
+    /// Hash of the path that was sent; 0 if none was.
     pub path_hash: u64,
-    /// Size that was sent.
+    /// Size that was sent, in bytes.
     pub size: u64,
-    /// Hints of it are wanted.
+    /// Whether the rules allow hints of this file.
     pub allowed: bool,
-    /// Walks that may still look for its path: none for a file that has one, or no name.
+    /// Directory walks that may still look for its path: 0 for a file that has a path, or no name.
     pub walks: u8,
     /// log2 of the largest folio seen, in pages.
     pub order: u8,
@@ -60,13 +60,13 @@ impl FileEntry {
         std::mem::take(&mut self.dirty)
     }
 
-    /// Has it dirty pages?
+    /// Returns whether the file has dirty pages.
     pub fn is_dirty(&self) -> bool {
         !self.dirty.is_empty()
     }
 }
 
-/// The table.
+/// Table of files by inode.
 #[derive(Debug, Default)]
 pub struct Files {
     map: HashMap<Inode, FileEntry>,
@@ -75,7 +75,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Forgets everything: a new connection. Memory goes back to the system.
+    /// Forgets everything for a new connection, and frees the memory.
     pub fn reset(&mut self) {
         *self = Self::default();
     }
@@ -85,7 +85,7 @@ impl Files {
         self.map = HashMap::new();
     }
 
-    /// Time passes, for choosing what to forget.
+    /// Advances the clock that decides which files were used last.
     pub const fn tick(&mut self) {
         self.now = self.now.wrapping_add(1);
     }
@@ -121,7 +121,7 @@ impl Files {
         self.map.get_mut(&inode)
     }
 
-    /// Forgets those older than the median (all, if they are of one age).
+    /// Forgets the entries older than the median age (all, if they have one age).
     fn forget_half(&mut self) {
         let now = self.now;
         let mut ages: Vec<u32> = self

@@ -1,7 +1,7 @@
-//! Where the fields of a trace event lie: `events/SYSTEM/EVENT/format` of tracefs.
+//! Offsets of the fields of trace events: `events/SYSTEM/EVENT/format` of tracefs.
 //!
-//! Layouts differ between kernels (6.1's page-cache events have no `order`, 6.18's have), so
-//! nothing is assumed.
+//! The layout is read at run time, because it differs between kernels: page-cache events have a
+//! field `order` in 6.18, and none in 6.1.
 
 /// One field of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,12 +84,12 @@ fn field(line: &str) -> Option<(String, Field)> {
     Some((name.to_owned(), Field { offset, size }))
 }
 
-/// What `events/header_page` says of a ring-buffer page.
+/// Layout of a ring-buffer page, from `events/header_page`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFormat {
     /// The commit word: bytes of data that follow, and flags.
     pub commit: Field,
-    /// Where data begins.
+    /// Offset of the data, in bytes.
     pub data: usize,
 }
 
@@ -107,7 +107,7 @@ impl PageFormat {
 }
 
 impl Default for PageFormat {
-    /// As on every 64-bit kernel so far.
+    /// The layout of every 64-bit kernel so far.
     fn default() -> Self {
         Self {
             commit: Field { offset: 8, size: 8 },

@@ -1,32 +1,37 @@
-//! Which page frames the guest's kernel has free, for a snapshot that leaves them out.
+//! Lists the page frames that are free in the guest's kernel, so that a snapshot can leave them
+//! out.
 //!
 //! Source: `/proc/kpageflags`, `Documentation/admin-guide/mm/pagemap.rst`. The host tracks writes
-//! from before this list is made, so a page that is used later is seen by what is written to it.
+//! from before this list is made, so it notices every frame that is used afterwards.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// `KPF_BUDDY`: the page lies in a free block of the page allocator. The kernel finds that without
-/// a lock, and could see a page that is part of a block taken at this moment; what is in use in any
-/// other way has another flag, or neighbours that are not free.
+/// `KPF_BUDDY`: the page is in a free block of the page allocator. The kernel reads this flag
+/// without a lock, so it may be stale while a block is being allocated. Pages in any other use have
+/// another flag, or neighbours that are not free.
 const FREE: u64 = 1 << 10;
 
-/// Frames that are told only together, all free: larger than what the kernel takes in one piece
-/// without marking each page of it.
+/// Size of a group in frames. A group is listed only if all its frames are free. It is larger than
+/// any block that the kernel allocates without marking each page.
 const TOGETHER: usize = 16;
 
-/// Frames read at once.
+/// Frames whose flags are read in one call.
 const CHUNK: u64 = 64 << 10;
 
 /// Bytes of a flag word in `/proc/kpageflags`.
 const WORD: usize = 8;
 
-/// Conditions of the kernel's command line under which free pages must keep their bytes.
+/// Options of the kernel's command line under which free pages must keep their bytes.
 const CHECKED: [&str; 3] = ["page_poison", "debug_pagealloc", "slub_debug"];
 
-/// Writes all of them.
+/// Writes all free runs, one a line: first frame and number of frames.
+///
+/// # Errors
+///
+/// If the kernel checks the bytes of free pages, or if `/proc/kpageflags` cannot be read.
 pub fn write(out: &mut impl Write) -> io::Result<()> {
     let line = std::fs::read_to_string("/proc/cmdline")?;
     if let Some(option) = checks_free_pages(&line) {
@@ -63,7 +68,7 @@ fn put(out: &mut impl Write, run: Option<Range<u64>>) -> io::Result<()> {
     })
 }
 
-/// The flag words of these frames, as they lie in the file.
+/// Reads the flag words of these frames, as bytes of the file.
 fn read(flags: &File, frames: Range<u64>) -> io::Result<Vec<u8>> {
     let count = usize::try_from(frames.end - frames.start).unwrap_or(0);
     let mut words = vec![0; count * WORD];
@@ -71,8 +76,8 @@ fn read(flags: &File, frames: Range<u64>) -> io::Result<Vec<u8>> {
     Ok(words)
 }
 
-/// Runs of whole groups that are free, of the frames from `first` on, which is a multiple of
-/// [`TOGETHER`].
+/// Returns the runs of free groups in `words`, the flags of the frames from `first` on. `first` is
+/// a multiple of [`TOGETHER`].
 fn free_runs(first: u64, words: &[u8]) -> Vec<Range<u64>> {
     let mut free_group = [0; TOGETHER * WORD];
     for word in free_group.chunks_exact_mut(WORD) {
@@ -94,7 +99,7 @@ fn free_runs(first: u64, words: &[u8]) -> Vec<Range<u64>> {
     runs
 }
 
-/// The frames of the lines "System RAM" of `/proc/iomem`, to whole groups.
+/// Returns the frames of the lines "System RAM" of `/proc/iomem`, rounded inwards to groups.
 fn ram(iomem: &str) -> Vec<Range<u64>> {
     const FRAMES: u64 = TOGETHER as u64;
     const GROUP: u64 = FRAMES * 4096;
@@ -109,7 +114,7 @@ fn ram(iomem: &str) -> Vec<Range<u64>> {
     iomem.lines().filter_map(range).collect()
 }
 
-/// The option of the kernel's command line that makes it check free pages.
+/// Returns the option of the kernel's command line that makes it check free pages.
 fn checks_free_pages(line: &str) -> Option<&str> {
     line.split_ascii_whitespace().find(|option| {
         let name = option.split('=').next().unwrap_or_default();

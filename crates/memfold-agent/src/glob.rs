@@ -1,10 +1,11 @@
-//! Which paths to report: shell globs on bytes.
+//! Matches paths against shell globs, on bytes. The daemon's rules use them to include and exclude
+//! files.
 //!
-//! `?` and `*` match within a path component, `**` across components, `[a-z]` and `[!a-z]` one byte
-//! of a set. A pattern without a slash is tried on the file's name alone, wherever it is; any other
-//! on the whole path.
+//! `?` and `*` match within a path component, `**` across components. `[a-z]` matches one byte of a
+//! set, `[!a-z]` one byte outside it. A pattern without a slash is matched with the file name, any
+//! other pattern with the whole path.
 
-/// Does `pattern` match the whole of `path`?
+/// Returns whether `pattern` matches the whole of `path`.
 pub fn matches(pattern: &[u8], path: &[u8]) -> bool {
     let text = if pattern.contains(&b'/') {
         path
@@ -14,8 +15,9 @@ pub fn matches(pattern: &[u8], path: &[u8]) -> bool {
     whole(pattern, text)
 }
 
-/// Iterative, with one point to go back to for each kind of star: time at most the product of the
-/// lengths (squared when both kinds occur), no recursion that a hostile pattern could deepen.
+/// Matches without recursion, which a hostile pattern could deepen. It keeps one position to return
+/// to for each kind of star. The time is at most the product of the lengths (squared when both
+/// kinds occur).
 fn whole(pattern: &[u8], text: &[u8]) -> bool {
     let (mut p, mut t) = (0, 0);
     // After a star: (pattern after it, text where it could go on); of a double one also whether

@@ -1,4 +1,5 @@
-//! memfold's agent in the guest.
+//! memfold's agent in the guest: reports to the daemon which file pages the guest's page cache
+//! holds, and in which page frames.
 //!
 //! ```text
 //!   kernel events --> trace (ring, format) --+--> page_cache (files, resolve) --> batch --+
@@ -6,19 +7,19 @@
 //!   shells ---------> commands -----------------------------------------------------------+
 //! ```
 //!
-//! | module | what it is about |
+//! | module | purpose |
 //! |---|---|
 //! | [`agent`] | the main loop: connection, deadlines, messages |
-//! | `page_cache` | from events and findings to hints |
+//! | `page_cache` | turns events and findings into hints |
 //! | [`trace`], `ring`, [`format`](mod@format) | the kernel's events |
-//! | `worker`, `walk`, `residency`, `throttle` | inventories, in the background |
+//! | `worker`, `walk`, `residency`, `throttle` | inventories of the page cache, in the background |
 //! | `files`, `resolve`, [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
-//! | `batch`, `port` | messages, and the way out |
-//! | `commands` | commands for the daemon |
-//! | [`free_pages`] | what a snapshot can leave out |
-//! | [`extents`], `block_devices` | which disk holds what a snapshot could copy |
-//! | [`segment`] | read-only images shared with other VMs, laid over the guest's own directories; not part of the main loop |
-//! | `wake`, `backoff` | waking the main loop, and what it does rarely |
+//! | `batch`, `port` | messages and their sending |
+//! | `commands` | shell commands that the daemon runs |
+//! | [`free_pages`] | free page frames, which a snapshot can leave out |
+//! | [`extents`], `block_devices` | where files are stored on the guest's disks |
+//! | [`segment`] | read-only images shared with other VMs, mounted over the guest's own directories; not part of the main loop |
+//! | `wake`, `backoff` | waking the main loop; schedule of its rare work |
 
 /// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be
 /// written.

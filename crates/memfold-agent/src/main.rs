@@ -1,4 +1,4 @@
-//! The agent's program; see the library for everything.
+//! Program `memfold-agent`: parses options and calls the library.
 
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -1,58 +1,58 @@
-//! The mounted file systems whose page cache is worth a hint: `/proc/self/mountinfo`.
+//! Mounted disk file systems, whose page cache can be hinted: `/proc/self/mountinfo`.
 
 use std::fs;
 use std::io;
 
-/// Device number of an overlay's files as hints see it: their cache belongs to a file system that
-/// may not be mounted anywhere else, so all of those share this number. No real one is that high
-/// (20 bits of minor, 12 of major).
+/// Device number that stands for files of overlays in hints. Their page cache belongs to a file
+/// system that may be mounted nowhere else, so all overlays share this number. No real device
+/// number is that high (20 bits of minor, 12 of major).
 pub const OVERLAY_DEVICE: u32 = u32::MAX;
 
-/// How the source of an overlay that lays a segment begins.
+/// Prefix of the mount source of an overlay that lays a segment over a directory.
 pub(crate) const LAID_SOURCE: &str = "memfold:";
 
-/// What sort of file system, as far as finding files by inode number goes.
+/// Kind of file system, by how a file is found from its inode number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// ext4, ext3, ext2, f2fs: handles of inode number and generation 0.
+    /// ext4, ext3, ext2, f2fs: a file handle is the inode number and generation 0.
     Plain,
-    /// XFS: no handle without a generation.
+    /// XFS: a file handle needs the generation.
     Xfs,
-    /// btrfs: handles need the subvolume.
+    /// btrfs: a file handle needs the subvolume.
     Btrfs,
-    /// EROFS, squashfs: inode numbers in directories are not `st_ino`.
+    /// EROFS, squashfs: inode numbers in directories differ from `st_ino`.
     Packed,
-    /// An overlay of others.
+    /// overlayfs.
     Overlay,
 }
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Mount id, as `statx` says it too.
+    /// Mount ID, as in `statx`.
     pub id: u64,
-    /// Device number as the kernel has it inside (`major << 20 | minor`), which is what trace
-    /// events hold.
+    /// Device number in the kernel's internal form (`major << 20 | minor`), as in trace events.
     pub device: u32,
-    /// Directory of the file system that is mounted.
+    /// Directory of the file system that is mounted (`/` for the whole file system).
     pub root: Vec<u8>,
-    /// Where.
+    /// Mount point.
     pub point: Vec<u8>,
-    /// File system.
+    /// Kind of the file system.
     pub kind: Kind,
     /// `subvolid=` of a btrfs mount.
     pub subvolume: Option<u64>,
-    /// A segment, whose files are no page cache, or an overlay that lays one over a directory. A
-    /// walk finds the files of the overlay's other layers where they lie. In the overlay it would
-    /// have the kernel look up every name of every merged directory: 15 MiB of slab in an idle
-    /// guest.
+    /// Whether this is a mounted segment image, whose files need no page cache, or an overlay that
+    /// lays a segment over a directory. Walks leave both out. The files of the overlay's other
+    /// layers are found on their own mounts. A walk of the overlay would make the kernel look up
+    /// every name of every merged directory: 15 MiB of slab in an idle guest.
     pub laid: bool,
-    /// A segment is laid over a directory of it: what programs read there lies below the overlay.
+    /// Whether a segment is laid over a directory of this mount. Programs then read the files
+    /// through the overlay.
     pub is_laid_over: bool,
 }
 
 impl Mount {
-    /// The device that this mount's files are known under in hints.
+    /// Returns the device number that hints use for files of this mount.
     pub fn hint_device(&self) -> u32 {
         match self.kind {
             Kind::Overlay => OVERLAY_DEVICE,
@@ -61,10 +61,10 @@ impl Mount {
     }
 }
 
-/// All mounts of file systems that we know, in order of mounting.
+/// Mounts of known disk file systems, in mount order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mounts {
-    /// The mounts.
+    /// Mounts, in mount order.
     pub list: Vec<Mount>,
 }
 
@@ -74,8 +74,7 @@ impl Mounts {
         Ok(Self::parse(&fs::read("/proc/self/mountinfo")?))
     }
 
-    /// Reads the text of a `mountinfo` file; lines of other shapes or other file systems are passed
-    /// over.
+    /// Parses the text of a `mountinfo` file. Malformed lines and other file systems are skipped.
     pub fn parse(text: &[u8]) -> Self {
         let mut list: Vec<Mount> = text.split(|b| *b == b'\n').filter_map(line).collect();
         let laid: Vec<Vec<u8>> = list
@@ -89,8 +88,8 @@ impl Mounts {
         Self { list }
     }
 
-    /// Device that hints of an event's device go under: `None` for those that are no disk file
-    /// system's (tmpfs, proc, block devices).
+    /// Returns the device number that hints use for the device of an event. `None` for devices
+    /// without a disk file system (tmpfs, proc, block devices).
     pub fn hint_device(&self, event_device: u32) -> Option<u32> {
         if self
             .list
@@ -105,7 +104,8 @@ impl Mounts {
         (overlay && event_device >> 20 != 0).then_some(OVERLAY_DEVICE)
     }
 
-    /// The mounts to walk: each part of a file system once, by its widest mount, and no segments.
+    /// Returns the mounts to walk: each part of a file system once, through its widest mount,
+    /// without segments.
     pub fn to_walk(&self) -> Vec<&Mount> {
         let mut chosen: Vec<&Mount> = Vec::new();
         let mut sorted: Vec<&Mount> = self.list.iter().filter(|m| !m.laid).collect();
@@ -119,7 +119,8 @@ impl Mounts {
         chosen
     }
 
-    /// Mounts through which files of `device` can be opened by handle, the widest first.
+    /// Returns the mounts through which files of `device` can be opened by handle, the widest
+    /// first.
     pub fn by_device(&self, device: u32) -> Vec<&Mount> {
         let mut found: Vec<_> = self.list.iter().filter(|m| m.device == device).collect();
         found.sort_by_key(|m| (m.root.len(), m.point.len()));
@@ -182,7 +183,7 @@ fn number(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// Space, tab, newline and backslash come as three octal digits.
+/// Decodes `\ooo`: mountinfo writes space, tab, newline and backslash as three octal digits.
 pub(crate) fn unescape(text: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len());
     let mut rest = text;

@@ -1,4 +1,5 @@
-//! From events and findings to messages: knows the files, their numbers and what was said of them.
+//! Turns trace events and the worker's findings into messages. Keeps the files, their numbers, and
+//! the facts that were sent.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -17,21 +18,22 @@ use crate::resolve::{Found, Resolver};
 use crate::trace::{Event, UNNAMED_DISK, What};
 use crate::worker::{Finding, overlay_inode};
 
-/// Files waiting for a walk to find their paths.
+/// Most files that wait for a walk to find their paths.
 const MAX_WANTED: usize = 4096;
 
-/// Files looked at again in a round because they have grown.
+/// Most files looked at again in one round because they have grown.
 const MAX_GROWN: usize = 64;
 
-/// Walks that look for a file in vain before it is given up.
+/// Walks that look for a file before the agent stops searching for its path.
 const WALKS: u8 = 4;
 
-/// The state of one connection.
+/// Page cache as reported in one connection.
 #[derive(Debug, Default)]
 pub struct PageCache {
-    /// Messages.
+    /// Messages of this connection that are being built.
     pub batch: Batch,
-    /// Totals; the fields that other parts fill are zero here.
+    /// Totals of this agent. The fields `cpu_us` and `rss_bytes` are zero here; they are filled in
+    /// when the counters are sent.
     pub counters: AgentCounters,
     files: Files,
     mounts: Mounts,
@@ -39,26 +41,26 @@ pub struct PageCache {
     disks: HashMap<u32, Vec<u32>>,
     rules: Rules,
     wanted: HashSet<Inode>,
-    /// Files with pages behind the end that was told.
+    /// Files with cached pages beyond the size that was reported.
     grown: HashSet<Inode>,
     resolver: Resolver,
     last: Option<Last>,
     last_device: Option<(u32, Option<u32>)>,
 }
 
-/// The file of the last event: events come in long rows of one file.
+/// File of the last event. Kept because consecutive events mostly concern one file.
 #[derive(Clone, Copy, Debug)]
 struct Last {
     inode: Inode,
     number: u32,
     allowed: bool,
     order: u8,
-    /// Pages up to the end that was told.
+    /// Length of the file in pages, by the size that was reported.
     known_pages: u64,
 }
 
 impl PageCache {
-    /// A new connection.
+    /// Starts a new connection.
     pub fn reset(&mut self, rules: Rules) {
         self.batch = Batch::default();
         self.files.reset();
@@ -68,7 +70,7 @@ impl PageCache {
         self.last = None;
     }
 
-    /// The mounts have changed.
+    /// Replaces the table of mounts after a change.
     pub fn set_mounts(&mut self, mounts: Mounts) {
         self.disks.clear();
         for mount in &mounts.list {
@@ -86,27 +88,27 @@ impl PageCache {
         self.last_device = None;
     }
 
-    /// The mounts as last told.
+    /// Returns the current mounts.
     pub const fn mounts(&self) -> &Mounts {
         &self.mounts
     }
 
-    /// The rules as last told.
+    /// Returns the current rules.
     pub const fn rules(&self) -> &Rules {
         &self.rules
     }
 
-    /// Files to be found by a walk, if there are any; they are not asked for again.
+    /// Takes the files that a walk has to find; `None` if there are none.
     pub fn take_wanted(&mut self) -> Option<HashSet<Inode>> {
         (!self.wanted.is_empty()).then(|| std::mem::take(&mut self.wanted))
     }
 
-    /// Are there files to be found by a walk?
+    /// Returns whether a walk has files to find.
     pub fn wants(&self) -> bool {
         !self.wanted.is_empty()
     }
 
-    /// Handles one round of events.
+    /// Handles the events of one round.
     pub fn events(&mut self, events: &[Event]) {
         self.files.tick();
         for event in events {
@@ -126,13 +128,15 @@ impl PageCache {
         }
     }
 
-    /// A message was dropped, perhaps one that introduced files: introduce all anew.
+    /// Forgets which files were introduced, because a dropped message may have introduced some.
+    /// They are introduced anew.
     pub fn forget_files(&mut self) {
         self.files.forget_all();
         self.last = None;
     }
 
-    /// To be called after the events of a round: keeps no file system busy.
+    /// Ends a round: looks again at files that have grown, and closes all mount points so that they
+    /// can be unmounted.
     pub fn end_round(&mut self) {
         // Files that were looked at while they were being written, and whose writeback did not show
         // them whole. Once a round: one that grows now has a page behind its known end with every
@@ -218,7 +222,7 @@ impl PageCache {
         }
     }
 
-    /// Tells a file's path and size, whatever was told before.
+    /// Reports a file's path and size, whatever was reported before.
     fn introduce(&mut self, inode: Inode, found: Found) {
         let (path, size) = match found {
             Found::Path(path, size) if path.len() <= MAX_PATH => (path, size),
@@ -309,7 +313,7 @@ impl PageCache {
         }
     }
 
-    /// Tells path and size of a known file if either has changed.
+    /// Reports path and size of a known file if either has changed.
     fn news(&mut self, inode: Inode, found: Found) {
         let Found::Path(path, size) = &found else {
             return;
@@ -324,7 +328,7 @@ impl PageCache {
         }
     }
 
-    /// Handles what the worker found, but for the ends of its jobs.
+    /// Handles a finding of the worker. The main loop handles the ends of jobs.
     pub fn finding(&mut self, finding: Finding) {
         match finding {
             Finding::Cached {
@@ -359,7 +363,7 @@ impl PageCache {
     }
 }
 
-/// The disk of a partition, else the device itself.
+/// Returns the disk of a partition; for other devices, the device itself.
 fn disk_of(device: u32) -> u32 {
     let (major, minor) = (device >> 20, device & ((1 << 20) - 1));
     let link = format!("/sys/dev/block/{major}:{minor}");

@@ -1,4 +1,4 @@
-//! The virtio-serial port, and what waits to be written to it.
+//! The virtio-serial port to the daemon, and its send queue.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -10,14 +10,15 @@ use memfold_wire::{Decoder, FrameError, encode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
-/// Bytes that may wait; beyond it nothing is added.
+/// Size of the send queue in bytes. Beyond it, no message is added.
 const LIMIT: usize = 1 << 20;
-/// With this much waiting, events' messages are dropped.
+/// Bytes in the send queue above which messages about events are dropped.
 const EVENTS_LIMIT: usize = LIMIT / 2;
-/// With this much waiting, nothing that can wait itself (inventory, commands' output) is taken on.
+/// Bytes in the send queue above which deferrable messages (inventory, output of commands) are not
+/// fetched.
 const QUIET_LIMIT: usize = 128 << 10;
 
-/// The device of our port: by its udev link, else by the names in sysfs.
+/// Finds the device of the agent's port, by its udev link or by the port names in sysfs.
 pub fn find() -> Option<PathBuf> {
     find_under(Path::new("/"))
 }
@@ -36,7 +37,7 @@ fn find_under(root: &Path) -> Option<PathBuf> {
         .map(|e| root.join("dev").join(e.file_name()))
 }
 
-/// An open port.
+/// An open port with its send queue.
 #[derive(Debug)]
 pub struct Port {
     file: File,
@@ -46,7 +47,11 @@ pub struct Port {
 }
 
 impl Port {
-    /// Opens the device. `EBUSY`: another process has it.
+    /// Opens the device.
+    ///
+    /// # Errors
+    ///
+    /// `EBUSY` if another process has opened the port.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
@@ -60,7 +65,7 @@ impl Port {
         })
     }
 
-    /// Is the host side open?
+    /// Returns whether the host side is open.
     pub fn host_is_there(&self) -> bool {
         let mut set = [PollFd::new(&self.file, PollFlags::IN | PollFlags::OUT)];
         let now = Timespec {
@@ -71,7 +76,7 @@ impl Port {
             && !set[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// Is there something to read?
+    /// Returns whether data can be read.
     pub fn has_input(&self) -> bool {
         let mut set = [PollFd::new(&self.file, PollFlags::IN)];
         let now = Timespec {
@@ -81,8 +86,7 @@ impl Port {
         poll(&mut set, Some(&now)).is_ok() && set[0].revents().contains(PollFlags::IN)
     }
 
-    /// Forgets everything of an earlier connection, what the earlier host side had written
-    /// included.
+    /// Drops all data of an earlier connection, in the send queue and in the port.
     pub fn begin(&mut self) {
         self.decoder = Decoder::new();
         self.waiting = Vec::new();
@@ -91,7 +95,7 @@ impl Port {
         while self.file.read(&mut scrap).is_ok_and(|n| n > 0) {}
     }
 
-    /// Takes what came from the host; how many bytes that was.
+    /// Reads from the host. Returns the number of bytes; 0 if there was nothing.
     pub fn receive(&mut self) -> io::Result<usize> {
         let mut buffer = [0; 4096];
         match self.file.read(&mut buffer) {
@@ -111,12 +115,12 @@ impl Port {
         }
     }
 
-    /// The next message of the host.
+    /// Returns the host's next complete message.
     pub fn order(&mut self) -> Result<Option<ToAgent>, FrameError> {
         self.decoder.next()
     }
 
-    /// Adds a message; false if it found no room.
+    /// Adds a message to the send queue. Returns false if the queue has no space for it.
     pub fn push(&mut self, message: &FromAgent) -> bool {
         let event = matches!(
             message,
@@ -137,22 +141,22 @@ impl Port {
         true
     }
 
-    /// Bytes that wait.
+    /// Returns the number of bytes in the send queue.
     pub fn backlog(&self) -> usize {
         self.waiting.len() - self.sent
     }
 
-    /// Is there so little waiting that more may be made?
+    /// Returns whether the send queue has space for deferrable messages.
     pub fn has_room(&self) -> bool {
         self.backlog() < QUIET_LIMIT
     }
 
-    /// Is so much waiting that events' messages are dropped?
+    /// Returns whether the send queue is so long that messages about events are dropped.
     pub fn is_full(&self) -> bool {
         self.backlog() > EVENTS_LIMIT
     }
 
-    /// Writes as much as the port takes now.
+    /// Writes as much of the send queue as the port accepts without blocking.
     pub fn send(&mut self) -> io::Result<()> {
         while self.backlog() > 0 {
             match self.file.write(&self.waiting[self.sent..]) {
@@ -169,7 +173,7 @@ impl Port {
         Ok(())
     }
 
-    /// To poll: for input always, for output when something waits.
+    /// Returns the entry for `poll`: always for input, for output if the send queue is not empty.
     pub fn poll_fd(&self) -> PollFd<'_> {
         let out = if self.backlog() > 0 {
             PollFlags::OUT

@@ -1,15 +1,16 @@
-//! New random numbers for a guest that was restored: others may run from the same memory.
+//! Reseeds the kernel's random number generator. A restored guest needs it, because other VMs may
+//! run from the same snapshot with the same generator state.
 //!
-//! Source: `random(4)`. What is written to `/dev/urandom` is mixed into the pool, which stays
-//! secret; it only has to differ.
+//! Source: `random(4)`. Bytes written to `/dev/urandom` are mixed into the kernel's pool. They need
+//! not be secret, only different for each VM.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
 
-/// Bytes that are mixed in at most.
+/// Most bytes that are mixed in.
 const MOST: u64 = 4096;
 
-/// Mixes `seed` in, and begins the kernel's random numbers anew.
+/// Mixes `seed` into the pool and reseeds the kernel's random number generator.
 pub fn reseed(seed: &mut impl Read) -> io::Result<()> {
     let mut bytes = Vec::new();
     seed.take(MOST).read_to_end(&mut bytes)?;

@@ -1,4 +1,4 @@
-//! Which pages of a file are cached, and in which page frames.
+//! Finds the cached pages of a file and their page frames.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -6,23 +6,25 @@ use std::os::fd::AsFd;
 use memfold_sys::guest::{self, FileView};
 use memfold_sys::pagemap::Pagemap;
 
-/// Pages looked at together; mapped pages count in our resident set, so this bounds it (4 MiB).
+/// Pages looked at in one step (4 MiB). It bounds the agent's resident set, because mapped pages
+/// count in it.
 const WINDOW: u64 = 1024;
 
-/// Cached pages consecutive in the file and in memory: page, frame, count.
+/// Cached pages that are consecutive in the file and in memory: first page in the file, first
+/// frame, number of pages.
 pub type Run = (u64, u64, u32);
 
-/// Looks at files' cached pages.
+/// Reader of the residency of files.
 #[derive(Debug)]
 pub struct Residency {
     pagemap: Pagemap,
-    /// False once the kernel said that it has no `cachestat`.
+    /// False after the kernel has reported that it has no `cachestat`.
     has_cachestat: bool,
     states: Vec<u8>,
 }
 
 impl Residency {
-    /// Needs root, for frame numbers.
+    /// Opens `/proc/self/pagemap`. Only root reads frame numbers from it.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             pagemap: Pagemap::open(rustix::process::getpid())?,
@@ -31,8 +33,8 @@ impl Residency {
         })
     }
 
-    /// Number of cached pages from `cachestat`, `None` where it can't say. Not for files on an
-    /// overlay: it would look at the overlay's own empty mapping.
+    /// Returns the number of cached pages by `cachestat`; `None` if the call fails. Not for files
+    /// on an overlay, where `cachestat` would look at the overlay's own empty mapping.
     pub fn quick(&mut self, file: impl AsFd) -> Option<u64> {
         if !self.has_cachestat {
             return None;
@@ -47,8 +49,8 @@ impl Residency {
         }
     }
 
-    /// Calls `run` for every run of cached pages of a file of `pages` pages; `pause` is called
-    /// between windows and may sleep. Ends when `run` returns false.
+    /// Calls `run` for every run of cached pages of a file of `pages` pages, until it returns
+    /// false. Calls `pause` between windows of 1024 pages; `pause` may sleep.
     pub fn runs(
         &mut self,
         file: impl AsFd,

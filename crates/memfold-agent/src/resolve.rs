@@ -1,4 +1,4 @@
-//! From inode number to path, by file handle: no directory is read.
+//! Finds the path of an inode by file handle, without reading directories.
 //!
 //! A file whose pages are being cached has its inode and, as a rule, its directory entry in memory,
 //! so `open_by_handle_at` costs no disk access. Where a file system needs more than the inode
@@ -27,31 +27,31 @@ const BTRFS: i32 = 0x4d;
 /// btrfs's top-level subvolume (`BTRFS_FS_TREE_OBJECTID`).
 const BTRFS_TOP: u64 = 5;
 
-/// What became of a look-up.
+/// Result of a look-up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
     /// The file's path and size in bytes.
     Path(Vec<u8>, u64),
-    /// It has no name any more, or is no regular file.
+    /// The inode has no name any more, or is no regular file.
     Nameless,
-    /// Not to be found this way.
+    /// The path cannot be found by file handle; a walk may find it.
     Unknown,
 }
 
-/// Looks for paths of inodes. Keeps mount points open between two calls of [`Resolver::close`]: an
-/// open one can't be unmounted.
+/// Finds paths of inodes. It keeps mount points open until [`Resolver::close`]; an open mount
+/// cannot be unmounted.
 #[derive(Debug, Default)]
 pub struct Resolver {
     open: HashMap<u64, File>,
 }
 
 impl Resolver {
-    /// Lets go of all mount points.
+    /// Closes all mount points.
     pub fn close(&mut self) {
         self.open.clear();
     }
 
-    /// Looks for the path of an inode.
+    /// Finds the path of inode number `inode` on `device` (`major << 20 | minor`).
     pub fn by_handle(&mut self, mounts: &Mounts, device: u32, inode: u64) -> Found {
         for mount in mounts.by_device(device) {
             let found = self.on_mount(mount, inode).unwrap_or(Found::Unknown);

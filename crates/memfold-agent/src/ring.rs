@@ -1,4 +1,4 @@
-//! Pages of the kernel's trace ring buffer, as `trace_pipe_raw` gives them.
+//! Decodes pages of the kernel's trace ring buffer, as read from `trace_pipe_raw`.
 //!
 //! ```text
 //!   +-----------+--------------+---------+--------------------+---------+-----
@@ -7,14 +7,14 @@
 //!   +-----------+--------------+---------+--------------------+---------+-----
 //! ```
 //! Sources: `Documentation/trace/ring-buffer-design.rst`, `kernel/trace/ring_buffer.c`,
-//! `include/linux/ring_buffer.h`. What it yields is untrusted all the same: any bytes give records
-//! or an early end, never a panic.
+//! `include/linux/ring_buffer.h`. The decoder does not trust its input: malformed bytes give wrong
+//! records or an early end, never a panic.
 
 use crate::format::PageFormat;
 
 /// Events were lost before this page (`RB_MISSED_EVENTS`).
 const MISSED_EVENTS: u64 = 1 << 31;
-/// How many is stored after the page's data (`RB_MISSED_STORED`).
+/// The number of lost events is stored after the page's data (`RB_MISSED_STORED`).
 const MISSED_STORED: u64 = 1 << 30;
 /// The rest of the commit word's low half is the length of the data (`RB_MISSED_MASK`).
 const LENGTH_MASK: u64 = (1 << 20) - 1;
@@ -22,10 +22,10 @@ const LENGTH_MASK: u64 = (1 << 20) - 1;
 const PADDING: u32 = 29;
 const TIME_EXTEND: u32 = 30;
 const TIME_STAMP: u32 = 31;
-/// Bits of a time in an event's header.
+/// Bits of the time difference in an event's header.
 const TIME_BITS: u32 = 27;
 
-/// One page's records.
+/// One page of the ring buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct RingPage<'a> {
     timestamp: u64,
@@ -35,7 +35,7 @@ pub struct RingPage<'a> {
 }
 
 impl<'a> RingPage<'a> {
-    /// Reads the header of a page; `None` if `bytes` is too short for one.
+    /// Parses the header of a page; `None` if `bytes` is too short for one.
     pub fn parse(bytes: &'a [u8], format: &PageFormat) -> Option<Self> {
         let timestamp = u64_at(bytes, 0)?;
         let commit = format.commit.number(bytes)?;
@@ -55,7 +55,7 @@ impl<'a> RingPage<'a> {
         })
     }
 
-    /// The records of the page, oldest first.
+    /// Returns the records of the page, oldest first.
     pub const fn records(&self) -> Records<'a> {
         Records {
             time: self.timestamp,
@@ -69,7 +69,7 @@ fn u64_at(bytes: &[u8], offset: usize) -> Option<u64> {
     Some(u64::from_ne_bytes(*bytes))
 }
 
-/// Iterator over a page's records: time in the trace clock's unit (ns) and bytes.
+/// Iterator over a page's records: time in the unit of the trace clock (ns), and bytes.
 #[derive(Clone, Debug)]
 pub struct Records<'a> {
     time: u64,

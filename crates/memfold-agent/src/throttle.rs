@@ -1,14 +1,14 @@
-//! Keeps a background thread from being felt.
+//! Limits the CPU use of a background thread, so that the guest's programs are not slowed down.
 
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Work between two pauses.
+/// CPU time of work between two pauses.
 const SLICE: Duration = Duration::from_millis(5);
 
-/// Gives the CPU back after every few ms of work: four times as long as it worked when others want
-/// it, half as long when the guest is mostly idle.
+/// Makes the calling thread sleep after every 5 ms of work: four times as long as it worked, or
+/// half as long if the guest is mostly idle.
 #[derive(Debug)]
 pub struct Throttle {
     slice_start: Duration,
@@ -22,13 +22,13 @@ fn cpu(clock: ClockId) -> Duration {
     Duration::try_from(clock_gettime(clock)).unwrap_or_default()
 }
 
-/// CPU time of the whole process.
+/// Returns the CPU time of the whole process.
 pub fn process_cpu() -> Duration {
     cpu(ClockId::ProcessCPUTime)
 }
 
 impl Throttle {
-    /// For the calling thread, which also becomes the nicest one there is.
+    /// Creates a throttle for the calling thread, and sets that thread to nice value 19.
     pub fn of_this_thread() -> Self {
         // On Linux this sets one thread, whatever POSIX says (setpriority(2), "C library/kernel
         // differences").
@@ -42,7 +42,7 @@ impl Throttle {
         }
     }
 
-    /// To be called at every small step; sleeps when it is time to.
+    /// Sleeps if a pause is due. Call it after every small step.
     pub fn step(&mut self) {
         self.calls += 1;
         if self.calls % 8 != 0 {
@@ -68,8 +68,8 @@ impl Throttle {
     }
 }
 
-/// Idle (and waiting for disks) and all time of all CPUs, in clock ticks, from /proc/stat. Our own
-/// share of niced time counts as idle, or an idle guest would look busy while we work.
+/// Returns idle time (waiting for disks included) and total time of all CPUs, in clock ticks, from
+/// `/proc/stat`. Niced time counts as idle, or an idle guest would look busy while the agent works.
 fn idle_and_total() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
     parse_stat(&text)

@@ -1,9 +1,9 @@
-//! The kernel's page-cache and writeback events, from a tracing instance of our own.
+//! Reads the kernel's page-cache and writeback events from a tracing instance of its own.
 //!
-//! | event | what it tells |
+//! | event | meaning |
 //! |---|---|
-//! | `filemap:mm_filemap_add_to_page_cache` | a folio now caches a place of a file (not filled yet) |
-//! | `filemap:mm_filemap_delete_from_page_cache` | it no longer does |
+//! | `filemap:mm_filemap_add_to_page_cache` | a folio is added to a file's page cache (its bytes are not read yet) |
+//! | `filemap:mm_filemap_delete_from_page_cache` | a folio is removed from a file's page cache |
 //! | `writeback:writeback_dirty_folio` | a clean folio became dirty (once, until it is cleaned) |
 //! | `writeback:writeback_single_inode` | the flusher wrote an inode's dirty pages |
 //!
@@ -19,12 +19,12 @@ use rustix::fs::{Mode, OFlags};
 use crate::format::{EventFormat, Field, PageFormat};
 use crate::ring::RingPage;
 
-/// Where tracefs belongs.
+/// Mount point of tracefs.
 const TRACEFS: &str = "/sys/kernel/tracing";
 /// Ring buffer of each CPU in KiB: some 23,000 page-cache events.
 const BUFFER_KIB: u32 = 1024;
-/// Ring-buffer pages read before their events are handled; bounds our memory (about 90 events a
-/// page, 48 bytes each).
+/// Ring-buffer pages read in one round. It bounds the agent's memory (about 90 events a page, 48
+/// bytes each).
 const PAGES_A_ROUND: usize = 128;
 
 const ADD: &str = "filemap/mm_filemap_add_to_page_cache";
@@ -35,13 +35,13 @@ const WRITTEN: &str = "writeback/writeback_single_inode";
 /// Disk number of a backing device that is no block device (btrfs has one of its own).
 pub const UNNAMED_DISK: u32 = u32::MAX;
 
-/// What happened.
+/// Kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// `pages` page frames from `pfn` cache the file from page `page`. `device` is the file
     /// system's.
     Add,
-    /// They no longer do.
+    /// These page frames no longer cache the file.
     Delete,
     /// The folio at `page` was written to. `device` is the disk's (not the partition's), or
     /// [`UNNAMED_DISK`].
@@ -50,10 +50,10 @@ pub enum What {
     Written,
 }
 
-/// One event.
+/// One decoded trace event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Trace clock, ns.
+    /// Time by the trace clock, in ns.
     pub time: u64,
     /// Inode number.
     pub inode: u64,
@@ -63,9 +63,9 @@ pub struct Event {
     pub pfn: u64,
     /// Device, `major << 20 | minor`.
     pub device: u32,
-    /// log2 of the pages.
+    /// log2 of the number of pages.
     pub order: u8,
-    /// Kind.
+    /// Kind of the event.
     pub what: What,
 }
 
@@ -97,7 +97,7 @@ struct WrittenFields {
     wrote: Field,
 }
 
-/// Turns records into events, by the formats of the running kernel.
+/// Decodes records into events, by the event formats of the running kernel.
 #[derive(Clone, Debug)]
 pub struct EventDecoder {
     add: CacheFields,
@@ -107,8 +107,8 @@ pub struct EventDecoder {
 }
 
 impl EventDecoder {
-    /// `format` gives the text of an event's format file by `system/event`. `None` if the
-    /// page-cache events are not there; the writeback ones may be missing.
+    /// Creates a decoder. `format` returns the text of an event's format file by `system/event`.
+    /// `None` if the kernel has no page-cache events; the writeback events may be missing.
     pub fn new(format: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let parse = |name| EventFormat::parse(&format(name)?);
         let cache = |name| {
@@ -149,7 +149,7 @@ impl EventDecoder {
         })
     }
 
-    /// The event of a record; `None` for records of other events and malformed ones.
+    /// Decodes a record; `None` for malformed records and those of other events.
     pub fn decode(&self, time: u64, record: &[u8]) -> Option<Event> {
         let id = u16::from_ne_bytes(*record.first_chunk()?);
         let cache = |f: &CacheFields, what| {
@@ -201,7 +201,7 @@ impl EventDecoder {
     }
 }
 
-/// `254:0`, the name of a backing device, as a device number.
+/// Parses the name of a backing device, such as `254:0`, into a device number.
 fn disk(name: &[u8]) -> u32 {
     let parse = || {
         let (major, minor) = std::str::from_utf8(name).ok()?.split_once(':')?;
@@ -211,20 +211,20 @@ fn disk(name: &[u8]) -> u32 {
     parse().unwrap_or(UNNAMED_DISK)
 }
 
-/// Events of one round.
+/// Events read in one round.
 #[derive(Debug, Default)]
 pub struct Round {
     /// Events in order of time.
     pub events: Vec<Event>,
     /// Records read, of any event.
     pub records: u64,
-    /// Events that the kernel overwrote before we came; 1 where it doesn't say how many.
+    /// Events that the kernel overwrote before they were read; 1 if their number is unknown.
     pub lost: u64,
-    /// There may be more to read at once.
+    /// Whether more events may be waiting.
     pub more: bool,
 }
 
-/// The tracing instance `memfold`.
+/// Tracing instance `memfold` in tracefs.
 #[derive(Debug)]
 pub struct Tracer {
     instance: PathBuf,
@@ -235,8 +235,8 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// Makes the instance (mounting tracefs if need be) or takes over the one that a predecessor
-    /// left. No event is on yet.
+    /// Creates the instance (mounting tracefs if needed), or takes over the instance of an earlier
+    /// agent. No event is enabled yet.
     pub fn new() -> io::Result<Self> {
         let tracefs = Path::new(TRACEFS);
         if !tracefs.join("events").exists() {
@@ -286,8 +286,8 @@ impl Tracer {
         fs::write(file, if on { "1" } else { "0" })
     }
 
-    /// Empties the buffers and turns the events on. Without the writeback events it works, and
-    /// returns in words what is missing.
+    /// Empties the buffers and enables the events. If the writeback events are missing, returns a
+    /// message about it.
     pub fn start(&mut self) -> io::Result<Option<String>> {
         self.stop();
         self.set("trace", "\n")?;

@@ -1,16 +1,16 @@
-//! Waking the main loop from another thread.
+//! Wakes the main loop from another thread.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-/// An eventfd: readable after [`Wake::up`], until [`Wake::rest`].
+/// An eventfd that is readable from [`Wake::up`] until [`Wake::rest`].
 #[derive(Debug)]
 pub struct Wake(OwnedFd);
 
 impl Wake {
-    /// A quiet one.
+    /// Creates an eventfd that is not readable.
     pub fn new() -> io::Result<Self> {
         Ok(Self(eventfd(
             0,
@@ -18,13 +18,13 @@ impl Wake {
         )?))
     }
 
-    /// Makes it readable.
+    /// Makes the descriptor readable.
     pub fn up(&self) {
         // It can only fail when it is readable 2^64 times already.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Makes it quiet.
+    /// Makes the descriptor unreadable until the next [`Wake::up`].
     pub fn rest(&self) {
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }

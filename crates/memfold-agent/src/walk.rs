@@ -2,9 +2,9 @@
 //!
 //! A cached page belongs to an inode in memory, and that inode was opened through a dentry. So it
 //! is enough to look at cached dentries: `openat2` with `RESOLVE_CACHED` (Linux >= 5.12) opens a
-//! file only if no disk and no new inode is needed for it. The walk costs a read of the cached
-//! directories' blocks, and nothing for the hundred thousands of files nobody used. It misses files
-//! whose dentry was reclaimed before their pages.
+//! file only if that needs no disk access and no new inode. The walk reads the blocks of cached
+//! directories only; files that nobody used cost nothing. It misses files whose dentry was
+//! reclaimed before their pages.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -18,30 +18,30 @@ use rustix::mount::OpenTreeFlags;
 
 use crate::mounts::Mount;
 
-/// Deeper trees are not walked further; a bound on the memory of a path.
+/// Depth limit of the walk, in directories. It bounds the memory for a path.
 const MAX_DEPTH: usize = 64;
 
-/// One regular file that the walk came by.
+/// A regular file that the walk found.
 pub struct Entry<'a> {
     pub directory: BorrowedFd<'a>,
-    /// Name in it.
+    /// Name in the directory.
     pub name: &'a CStr,
-    /// Inode number as the directory says (`d_ino`).
+    /// Inode number by the directory entry (`d_ino`).
     pub inode: u64,
     /// Path of the directory below the mount, without slashes at its ends.
     pub parent: &'a [u8],
-    /// What keeps an open of it on its mount.
+    /// Flags for `openat2` that keep the open on this mount.
     stay: ResolveFlags,
 }
 
 impl Entry<'_> {
-    /// Opens the file for reading, `None` if its inode or dentry is not in memory or it may not be
-    /// opened.
+    /// Opens the file for reading. `None` if its inode or dentry is not in memory, or if the open
+    /// is not permitted.
     pub fn open(&self) -> Option<OwnedFd> {
         open(self.directory, self.name, OFlags::RDONLY, self.stay)
     }
 
-    /// Its path in the guest's root.
+    /// Returns the file's absolute path in the guest.
     pub fn path(&self, mount: &Mount) -> Vec<u8> {
         let mut path = mount.point.clone();
         for part in [self.parent, self.name.to_bytes()] {

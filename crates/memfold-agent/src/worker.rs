@@ -1,4 +1,4 @@
-//! The background thread: inventories, and looking for files whose path no handle gives.
+//! Background thread for inventories of the page cache, and for walks that find paths of files.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -18,23 +18,23 @@ use crate::throttle::Throttle;
 use crate::wake::Wake;
 use crate::walk;
 
-/// Runs in one finding.
+/// Most runs in one finding.
 const RUNS_A_FINDING: usize = 1024;
-/// Runs (a file counts as eight) that are handed over together.
+/// Weight at which findings are handed over. A run weighs 1, a file 8.
 const WEIGHT: usize = 1024;
-/// Hand-overs waiting for the main thread before this one waits for it.
+/// Hand-overs that wait for the main thread before this thread blocks.
 const FINDINGS: usize = 4;
 
-/// What to do.
+/// Job of the worker.
 #[derive(Debug)]
 pub enum Job {
-    /// Everything that is cached.
+    /// Reports everything that is cached on these mounts and allowed by the rules.
     Inventory(Mounts, Rules),
-    /// Paths of these inodes.
+    /// Finds the paths of these inodes.
     Find(Mounts, HashSet<Inode>),
 }
 
-/// What was found.
+/// Result of a job, or a part of one.
 #[derive(Debug)]
 pub enum Finding {
     /// Cached pages of a file, by an inventory. A file with many runs comes several times.
@@ -45,10 +45,10 @@ pub enum Finding {
         path: Vec<u8>,
         /// Size in bytes.
         size: u64,
-        /// The pages.
+        /// Cached pages.
         runs: Vec<Run>,
     },
-    /// Pages left out by the rules.
+    /// Number of cached pages that the rules exclude.
     Excluded(u64),
     /// An inventory is complete.
     InventoryDone {
@@ -66,7 +66,7 @@ pub enum Finding {
     },
 }
 
-/// The thread and its channels.
+/// Handle of the thread, with its channels.
 #[derive(Debug)]
 pub struct Worker {
     jobs: Sender<(u32, Job)>,
@@ -101,18 +101,18 @@ impl Worker {
         })
     }
 
-    /// Hands it a job, to be done after those it has.
+    /// Queues a job after those that were submitted before.
     pub fn submit(&self, job: Job) {
         let _ = self.jobs.send((self.epoch.load(Ordering::Relaxed), job));
     }
 
-    /// Drops all jobs and findings: the connection they were for is gone.
+    /// Drops all jobs and findings, because their connection is gone.
     pub fn cancel(&self) {
         self.epoch.fetch_add(1, Ordering::Relaxed);
         while self.findings.try_recv().is_ok() {}
     }
 
-    /// The next findings, if there are any.
+    /// Returns the next findings, if there are any.
     pub fn next(&self) -> Option<Vec<Finding>> {
         loop {
             match self.findings.try_recv() {
@@ -125,12 +125,12 @@ impl Worker {
         }
     }
 
-    /// Readable when there may be findings; [`Self::rest`] makes it quiet again.
+    /// Descriptor that is readable when findings may be ready; [`Self::rest`] resets it.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// To be called before taking findings.
+    /// Resets the descriptor. Call it before [`Self::next`].
     pub fn rest(&self) {
         self.wake.rest();
     }
@@ -164,8 +164,8 @@ impl Thread {
         self.now == self.epoch.load(Ordering::Relaxed)
     }
 
-    /// False when nobody wants it any more. Several findings go together: waking the main thread
-    /// for each would cost more than making it.
+    /// Queues a finding. Returns false if the job was cancelled. Findings are handed over in
+    /// groups, because waking the main thread for each would cost more than making it.
     fn send(&self, finding: Finding) -> bool {
         let (weight, last) = match &finding {
             Finding::Cached { runs, .. } => (8 + runs.len(), false),
@@ -310,7 +310,7 @@ impl Thread {
     }
 }
 
-/// What an inventory needs for each file.
+/// Arguments of [`Thread::offer`] that stay the same for all files of a mount.
 struct Offer<'a> {
     mount: &'a Mount,
     rules: &'a Rules,
@@ -320,8 +320,8 @@ struct Offer<'a> {
     pages: &'a mut u64,
 }
 
-/// With `xino` an overlay puts the number of the layer's file system into the highest bits
-/// (Documentation/filesystems/overlayfs.rst).
+/// Returns the inode number without the highest bits on an overlay. With `xino` overlayfs puts the
+/// number of the layer's file system there (Documentation/filesystems/overlayfs.rst).
 pub fn overlay_inode(overlay: bool, inode: u64) -> u64 {
     if overlay { inode & 0xffff_ffff } else { inode }
 }

@@ -1,4 +1,4 @@
-//! The host side: it comes, says what it wants, and goes.
+//! Connection to the host side of the port: waiting for it, handshake, orders, and loss.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use super::state::{Agent, Sink, State};
 use crate::glob::Rules;
 use crate::trace::Round;
 
-/// Between looking for the host side: first and longest.
+/// Shortest and longest interval between two checks for the host side.
 pub(super) const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
 
 impl Agent {
@@ -45,7 +45,7 @@ impl Agent {
         self.say(&hello);
     }
 
-    /// The host side closed: forget the connection.
+    /// Resets all state of the connection after the host side has closed.
     pub(super) fn lost_host(&mut self) {
         if let Some(tracer) = &mut self.tracer {
             tracer.stop();

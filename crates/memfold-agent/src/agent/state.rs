@@ -1,4 +1,4 @@
-//! What the agent knows, and how it says something.
+//! State of the agent, and sending of its messages.
 
 use std::fs::{self, File};
 use std::os::fd::OwnedFd;
@@ -14,10 +14,10 @@ use crate::throttle::process_cpu;
 use crate::trace::{Round, Tracer};
 use crate::worker::Worker;
 
-/// Between counters.
+/// Shortest interval between two unasked counter messages.
 const COUNTERS: Duration = Duration::from_secs(1);
 
-/// Where messages go.
+/// Destination of messages.
 pub(super) enum Sink {
     /// A virtio-serial port, which the daemon reads from.
     Port(Port),
@@ -27,13 +27,13 @@ pub(super) enum Sink {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
-    /// The host side of the port is closed; look again then.
+    /// The host side of the port is closed. The next check is due at this time.
     Absent(Instant),
-    /// Hello was sent.
+    /// Hello was sent; the daemon's answer is awaited.
     Waiting,
-    /// The daemon doesn't want us: until it closes its side.
+    /// The daemon refused this agent. The agent is silent until the daemon closes its side.
     Refused,
-    /// Welcome came.
+    /// Welcome was received; events are reported.
     Working,
 }
 
@@ -47,12 +47,12 @@ pub struct Agent {
     pub(super) sink: Sink,
     pub(super) state: State,
     pub(super) retry: Duration,
-    /// When the host last sent something.
+    /// Time of the last data from the host.
     pub(super) heard: Instant,
     pub(super) tracer: Option<Tracer>,
     pub(super) problems: Vec<String>,
     pub(super) round: Round,
-    /// Events wait to be read then.
+    /// Time at which the waiting trace events are to be read.
     pub(super) gather: Option<Instant>,
     pub(super) busy: bool,
     pub(super) cache: PageCache,
@@ -106,7 +106,7 @@ impl Agent {
     }
 }
 
-/// One line a message, with paths as text.
+/// Prints a message as one line, with paths as text.
 fn print(message: &FromAgent) {
     match message {
         FromAgent::Files(files) => {
