@@ -1,8 +1,9 @@
-//! Which files of a segment are the guest's own, bit for bit, as far as their facts tell.
+//! Finds the files of a segment that equal the guest's own, by their metadata.
 //!
-//! Same type, mode, owner, group, extended attributes; regular files: size and modification time,
-//! with `content` also their bytes; symbolic links: the target; devices: the number. Whatever
-//! differs gets hidden, so a wrong "different" costs memory only.
+//! Equal means: same type, mode, owner, group and extended attributes. Regular files also have the
+//! same size and modification time, and with `content` the same bytes. Symbolic links have the same
+//! target, and devices the same number. A file that differs is hidden, so a wrong "different" costs
+//! only memory.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
@@ -14,66 +15,67 @@ use rustix::fs::{Advice, FileType, OFlags, Statx, StatxAttributes};
 use super::error::{During, Error, Result, shown};
 use super::tree;
 
-/// Deeper trees are refused: levels.
+/// Depth limit of a tree, in levels. Deeper trees are refused.
 const MAX_DEPTH: usize = 200;
-/// Of the differing paths that a report names.
+/// Number of differing paths that a report names.
 const MAX_NAMED: usize = 10;
-/// Bytes compared at once.
+/// Bytes compared in one step.
 const PIECE: usize = 128 << 10;
 
 /// How an entry of the segment is hidden.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    /// By a hard link to the guest's own file.
+    /// Hidden by a hard link to the guest's own file.
     Link,
-    /// The guest has no such name: by a whiteout.
+    /// Hidden by a whiteout, because the guest has no such name.
     Whiteout,
 }
 
-/// An entry to hide.
+/// An entry of the segment to hide.
 #[derive(Debug)]
 pub struct Hidden {
-    /// Below the laid directory.
+    /// Path, relative to the laid directory.
     pub path: Vec<u8>,
-    /// How.
+    /// Way in which it is hidden.
     pub how: How,
-    /// The own file's facts, if there is one.
+    /// Facts of the guest's own file, if there is one.
     pub own: Option<Facts>,
 }
 
-/// An entry that the segment may stand for.
+/// An entry of the segment that may replace the guest's own.
 #[derive(Debug)]
 pub struct Same {
-    /// Below the laid directory.
+    /// Path, relative to the laid directory.
     pub path: Vec<u8>,
-    /// The guest's own.
+    /// Facts of the guest's own file.
     pub own: Facts,
 }
 
-/// What there is to do before a segment's directory can be laid over the guest's.
+/// Result of a comparison: the entries of a segment's directory to show and to hide.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// Files in the segment's directory (all that is no directory).
+    /// Number of files in the segment's directory (everything but directories).
     pub files: u64,
-    /// Bytes of its regular files.
+    /// Total size of its regular files, in bytes.
     pub bytes: u64,
-    /// Files that differ, or that the guest lacks.
+    /// Number of files that differ, or that the guest lacks.
     pub differing: u64,
-    /// Regular files that the kernel would map with DAX.
+    /// Number of regular files that the kernel would map with DAX.
     pub dax_files: u64,
-    /// Regular files.
+    /// Number of regular files.
     pub regular_files: u64,
-    /// The first of the differing, and why.
+    /// First differing paths, each with the reason.
     pub first_differing: Vec<(Vec<u8>, &'static str)>,
-    /// What the segment may not show.
+    /// Entries to hide.
     pub hidden: Vec<Hidden>,
-    /// Directories whose facts are taken from the guest's own.
+    /// Directories whose facts (owner, mode, times) are taken from the guest's own.
     pub masked: Vec<Vec<u8>>,
-    /// What it may show, directories included.
+    /// Entries to show, directories included.
     pub same: Vec<Same>,
 }
 
-/// The facts of a file that programs can see, and those that tell whether it changed.
+/// Metadata of a file: the part that programs can see, and the part that tells whether the file
+/// changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// Type and permissions.
@@ -82,7 +84,7 @@ pub struct Facts {
     pub uid: u32,
     /// Group.
     pub gid: u32,
-    /// Bytes; 0 for directories, whose size is the file system's matter.
+    /// Size in bytes; 0 for directories, whose size depends on the file system.
     pub size: u64,
     /// Modification time: seconds, nanoseconds.
     pub mtime: (i64, u32),
@@ -95,7 +97,7 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Of a file.
+    /// Extracts the facts from the result of `statx`.
     pub fn of(stat: &Statx) -> Self {
         let directory = tree::kind(stat) == FileType::Directory;
         Self {
@@ -110,18 +112,18 @@ impl Facts {
         }
     }
 
-    /// Type.
+    /// Returns the type of the file.
     pub const fn kind(&self) -> FileType {
         FileType::from_raw_mode(self.mode as u32)
     }
 
-    /// Equal to a program that looks, change time and inode number apart.
+    /// Returns whether both look equal to a program: all facts but change time and inode number.
     pub fn looks_like(&self, other: &Self) -> bool {
         self.why_different(other, false).is_none()
     }
 
-    /// Image builders that keep whole seconds only are common: nanoseconds count when both have
-    /// them, or when `strict`.
+    /// Compares modification times. Many image builders keep whole seconds only, so nanoseconds
+    /// count only if both sides have them, or if `strict`.
     fn why_different(&self, other: &Self, strict: bool) -> Option<&'static str> {
         let nanoseconds = strict || (self.mtime.1 != 0 && other.mtime.1 != 0);
         if self.kind() != other.kind() {
@@ -175,11 +177,11 @@ struct Walk<'a> {
     content: bool,
     hide: &'a BTreeSet<Vec<u8>>,
     plan: Plan,
-    /// Path, depth, whether the guest has this directory, too.
+    /// Path, depth, and whether the guest has this directory too.
     pending: Vec<(Vec<u8>, usize, bool)>,
 }
 
-/// The two directories that an entry is in.
+/// The directories of the segment and of the guest that contain an entry.
 struct Pair {
     segment: OwnedFd,
     own: OwnedFd,
@@ -237,7 +239,8 @@ impl Walk<'_> {
         }
     }
 
-    /// One entry of a directory that both have. True for a directory that the guest has, too.
+    /// Compares one entry of a directory that both sides have. Returns true for a directory that
+    /// the guest has too.
     fn entry(&mut self, pair: &Pair, entry: &Entry) -> Result<bool> {
         let path = &entry.path[..];
         let theirs = Facts::of(&entry.theirs);
@@ -298,7 +301,7 @@ impl Walk<'_> {
         });
     }
 
-    /// For two entries of which neither is a directory, or that have different types.
+    /// Compares two entries of which neither is a directory, or that have different types.
     fn why_different(
         &self,
         pair: &Pair,
@@ -329,10 +332,10 @@ impl Walk<'_> {
     }
 }
 
-/// One name of a segment's directory.
+/// One entry of a segment's directory.
 struct Entry {
     name: CString,
-    /// Below the laid directory.
+    /// Path, relative to the laid directory.
     path: Vec<u8>,
     theirs: Statx,
     own: Option<Statx>,
@@ -340,7 +343,7 @@ struct Entry {
     same_xattrs: bool,
 }
 
-/// What a segment's directory holds, with what the guest has under the same names.
+/// Lists a segment's directory, with the guest's entries of the same names.
 fn entries(segment: &OwnedFd, pair: Option<&Pair>, path: &[u8]) -> Result<Vec<Entry>> {
     let names = tree::names(segment).during(|| format!("reading the segment's {}", shown(path)))?;
     let mut entries = Vec::with_capacity(names.len());
@@ -375,8 +378,8 @@ fn entries(segment: &OwnedFd, pair: Option<&Pair>, path: &[u8]) -> Result<Vec<En
     Ok(entries)
 }
 
-/// Overlayfs' own attributes are refused in a segment: one could make a directory hide the guest's,
-/// or a file borrow another's bytes.
+/// Refuses overlayfs' own attributes in a segment: such an attribute could make a directory hide
+/// the guest's, or a file borrow another file's bytes.
 fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
     let of = |directory: &OwnedFd| {
         tree::xattrs_of(directory, names.iter().copied())
@@ -402,8 +405,8 @@ fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
         .collect())
 }
 
-/// Reads both files. The guest's own leaves the page cache again: from now on the segment stands
-/// for it.
+/// Compares the bytes of both files. Drops the guest's own file from the page cache, because the
+/// segment replaces it from now on.
 fn same_bytes(pair: &Pair, name: &CStr) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME;
     let own = tree::open_below(&pair.own, name.to_bytes(), flags)?;
@@ -443,7 +446,7 @@ fn dup(file: &OwnedFd) -> Result<OwnedFd> {
         .during(|| "duplicating a descriptor".into())
 }
 
-/// `directory/name`, without a slash at its beginning.
+/// Joins `directory/name`, without a leading slash.
 pub fn join(directory: &[u8], name: &CStr) -> Vec<u8> {
     let mut path = directory.to_vec();
     if !path.is_empty() {
@@ -453,7 +456,7 @@ pub fn join(directory: &[u8], name: &CStr) -> Vec<u8> {
     path
 }
 
-/// `a/b/c` as `a/b` and `c`.
+/// Splits `a/b/c` into `a/b` and `c`.
 pub fn split(path: &[u8]) -> (&[u8], CString) {
     let (parent, name) = match path.iter().rposition(|b| *b == b'/') {
         Some(at) => (&path[..at], &path[at + 1..]),

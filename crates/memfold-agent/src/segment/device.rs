@@ -1,4 +1,4 @@
-//! The images: virtio-pmem devices with an EROFS file system and a manifest in it.
+//! Segment images: virtio-pmem devices that contain an EROFS file system with a manifest.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -27,37 +27,37 @@ const MAGIC: u32 = 0xe0f5_e1e2;
 const MAGIC_AT: u64 = 1024;
 /// `VIRTIO_ID_PMEM` (`include/uapi/linux/virtio_ids.h`) as sysfs writes it.
 const VIRTIO_PMEM: &str = "0x001b";
-/// A device that was just plugged in appears within this time.
+/// Longest wait for the device file of a hot-plugged device.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Regular files that are asked whether DAX is on.
+/// Number of regular files that are checked for DAX.
 const DAX_SAMPLES: u32 = 64;
 
-/// An image, mounted nowhere yet.
+/// A mount of an image that is attached to no directory yet.
 pub struct Image {
-    /// The root of the file system. The mount ends with it, unless it was attached.
+    /// Root of the file system. Closing it ends the mount, unless the mount was attached.
     pub root: OwnedFd,
-    /// Why the kernel would not mount it with DAX.
+    /// Reason why the kernel refused to mount it with DAX.
     pub no_dax: Option<String>,
 }
 
-/// A segment, mounted in its place.
+/// A segment that is mounted at its path in `/run/memfold/segments`.
 #[derive(Debug)]
 pub struct Segment {
-    /// What it says of itself.
+    /// Manifest of the image.
     pub manifest: Manifest,
-    /// Where it is mounted.
+    /// Mount point.
     pub mounted: PathBuf,
-    /// Its device, as the mount table names it.
+    /// Device, as named in the mount table.
     pub device: PathBuf,
-    /// Are its files mapped with DAX? `None` if it has no file to tell by.
+    /// Whether its files are mapped with DAX; `None` if the image has no file to check.
     pub dax: Option<bool>,
-    /// Why not, as far as the kernel says.
+    /// Reason why not, by the kernel's messages.
     pub dax_reason: Option<String>,
-    /// It was not mounted before.
+    /// Whether this run has mounted it.
     pub is_new: bool,
 }
 
-/// Number of virtio-pmem devices that the machine has.
+/// Returns the number of the machine's virtio-pmem devices.
 fn pmem_devices() -> usize {
     let Ok(entries) = fs::read_dir("/sys/bus/virtio/devices") else {
         return 0;
@@ -70,8 +70,9 @@ fn pmem_devices() -> usize {
         .count()
 }
 
-/// Loads the drivers if the machine has such a device, and waits for its name in /dev. Built-in
-/// drivers and systems without modprobe are no error: what is missing shows when it is used.
+/// Loads the drivers if the machine has a virtio-pmem device, and waits up to 2 s for its device
+/// file. Errors are ignored, because drivers may be built in: a missing driver shows when the
+/// device is used.
 pub fn load_modules(places: &Places) {
     if pmem_devices() == 0 {
         return;
@@ -93,7 +94,7 @@ pub fn load_modules(places: &Places) {
     }
 }
 
-/// All `/dev/pmemN`.
+/// Returns all `/dev/pmemN`, by number.
 pub fn devices(places: &Places) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(&places.dev) else {
         return Vec::new();
@@ -115,9 +116,9 @@ pub fn devices(places: &Places) -> Vec<PathBuf> {
     found
 }
 
-/// Makes a device with an image read-only for everybody in this guest: the host maps it so, and
-/// what a guest wrote would be lost without a word. Best effort, as the file system is mounted
-/// read-only in any case. False: it holds no image.
+/// Makes a device with an image read-only for the whole guest, because the host maps the image
+/// read-only and a guest's writes would be lost silently. Best effort: the file system is mounted
+/// read-only in any case. Returns false if the device holds no image.
 pub fn protect(device: &Path) -> io::Result<bool> {
     let mut magic = [0; 4];
     let file = File::open(device)?;
@@ -148,9 +149,9 @@ pub fn open(device: &Path) -> Result<(Image, Manifest)> {
     Ok((image, manifest))
 }
 
-/// A mount that has no place yet: so the name can be read before a place is chosen, and nothing is
-/// left behind if it is not wanted. No `nosuid`: the files stand for the guest's own, setuid
-/// programs among them.
+/// Mounts an image without attaching it to a directory. So the manifest can be read before the
+/// mount point is chosen, and an unwanted mount disappears by itself. There is no `nosuid`: the
+/// files replace the guest's own, setuid programs included.
 fn mount_image(device: &Path, dax: bool) -> io::Result<Image> {
     let context = fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     let done = (|| {
@@ -182,7 +183,7 @@ fn mount_image(device: &Path, dax: bool) -> io::Result<Image> {
     }
 }
 
-/// A file system's context keeps the kernel's messages: one a read, "e text" or "w text".
+/// Reads the kernel's messages from a file system context: one for each read, "e text" or "w text".
 fn said_by_kernel(context: &OwnedFd) -> Option<String> {
     let mut said: Vec<String> = Vec::new();
     let mut buffer = [0_u8; 512];
@@ -221,7 +222,7 @@ fn read_manifest(root: &OwnedFd) -> Result<Manifest> {
 }
 
 impl Segment {
-    /// The segment `name@generation`, mounted now if it was not.
+    /// Returns the segment `name@generation`; mounts it if needed.
     pub fn mount(places: &Places, name: &str, generation: u64) -> Result<Self> {
         let mounted = places.mounted(name, generation);
         if let Some(mount) = MountTable::read()?.at(&mounted) {
@@ -324,14 +325,14 @@ impl Segment {
         })
     }
 
-    /// Unmounts it.
+    /// Unmounts the segment. Returns true if it is still in use.
     pub fn unmount(&self) -> Result<bool> {
         unmount_at(&self.mounted)
     }
 }
 
-/// Unmounts an image and removes its place. True if it is still in use, by programs that run from
-/// it or by an overlay that they keep: then it is only out of sight, and the device must stay.
+/// Unmounts an image and removes its mount point. Returns true if the image is still in use, by
+/// running programs or by an overlay. Then the mount is only detached, and the device must stay.
 pub fn unmount_at(mounted: &Path) -> Result<bool> {
     let what = || format!("unmounting {}", mounted.display());
     let table = MountTable::read()?;
@@ -350,8 +351,8 @@ pub fn unmount_at(mounted: &Path) -> Result<bool> {
     Ok(busy || device.is_some_and(|d| is_claimed(&d)))
 }
 
-/// A mounted file system holds its device for itself: opening it so, too, is refused, `open(2)`,
-/// `O_EXCL` without `O_CREAT`.
+/// Returns whether a mounted file system holds the device: an exclusive open is refused then
+/// (`open(2)`, `O_EXCL` without `O_CREAT`).
 fn is_claimed(device: &Path) -> bool {
     let flags = i32::try_from((OFlags::EXCL | OFlags::NONBLOCK).bits()).unwrap_or(0);
     let opened = fs::OpenOptions::new()
@@ -362,8 +363,8 @@ fn is_claimed(device: &Path) -> bool {
         && opened.is_err_and(|e| e.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()))
 }
 
-/// Looks at some regular files that are not empty. One with an inlined tail has no DAX whatever the
-/// mount says, so one file with it is enough.
+/// Returns whether files are mapped with DAX, by a look at some non-empty regular files. One file
+/// with DAX is enough: a file with an inlined tail never has DAX.
 fn dax(root: &OwnedFd) -> Option<bool> {
     let mut looked = 0;
     let mut pending = vec![Vec::new()];

@@ -1,26 +1,26 @@
-//! What can go wrong, in words that name the condition and what would change it.
+//! Errors of segment operations. Each names the failed condition and what would change it.
 
 use std::io;
 
 use super::json::escaped;
 
-/// Why something was not done.
+/// Reason why a segment operation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was being done, with the path.
+        /// Operation that failed, with the path.
         what: String,
-        /// The kernel's answer.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// A condition does not hold.
+    /// A condition for the operation does not hold.
     #[error("{why} (hint: {hint})")]
     Refused {
-        /// The condition, with the path.
+        /// Failed condition, with the path.
         why: String,
-        /// What would change it.
+        /// Advice that would change it.
         hint: String,
     },
     /// The command line is wrong.
@@ -28,11 +28,11 @@ pub enum Error {
     Usage(String),
 }
 
-/// Of this module's functions.
+/// Result of segment operations.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// A refusal.
+    /// Creates a refusal from the failed condition and the advice.
     pub fn refused(why: impl Into<String>, hint: impl Into<String>) -> Self {
         Self::Refused {
             why: why.into(),
@@ -40,7 +40,7 @@ impl Error {
         }
     }
 
-    /// The program's exit code.
+    /// Returns the program's exit code.
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
@@ -49,9 +49,9 @@ impl Error {
     }
 }
 
-/// Says what was being done when a system call failed.
+/// Adds the name of the operation to errors of system calls.
 pub trait During<T> {
-    /// Wraps the error.
+    /// Wraps an error with the operation `what`.
     fn during(self, what: impl FnOnce() -> String) -> Result<T>;
 }
 
@@ -64,7 +64,7 @@ impl<T, E: Into<io::Error>> During<T> for std::result::Result<T, E> {
     }
 }
 
-/// A path for messages: UTF-8 as it is, other bytes as `\xNN`.
+/// Formats a path for messages: UTF-8 as it is, other bytes as `\xNN`.
 pub fn shown(path: &[u8]) -> String {
     escaped(path)
 }

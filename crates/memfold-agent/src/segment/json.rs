@@ -1,12 +1,12 @@
-//! JSON, as little of it as the reports need.
+//! Writes the JSON of the reports.
 //!
-//! A JSON string is Unicode and a path is bytes: a byte that is no UTF-8 is written as the four
-//! characters `\xNN` (so `\\xNN` in the JSON text). That is for people; no program gets a path back
-//! from a report to act on it.
+//! A JSON string is Unicode, and a path is bytes. A byte outside of UTF-8 is written as the four
+//! characters `\xNN` (so `\\xNN` in the JSON text). That form is for people; no program reads a
+//! path back from a report.
 
 use std::fmt::Write;
 
-/// An object under construction.
+/// A JSON object that is being built.
 #[derive(Debug)]
 pub struct Object(String);
 
@@ -17,12 +17,12 @@ impl Default for Object {
 }
 
 impl Object {
-    /// An empty one.
+    /// Creates an empty object.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A member that is JSON already.
+    /// Adds a member whose value is JSON text.
     #[must_use]
     pub fn raw(mut self, key: &str, value: &str) -> Self {
         if self.0.len() > 1 {
@@ -32,13 +32,13 @@ impl Object {
         self
     }
 
-    /// A string.
+    /// Adds a string.
     #[must_use]
     pub fn text(self, key: &str, value: impl AsRef<[u8]>) -> Self {
         self.raw(key, &string(value.as_ref()))
     }
 
-    /// A string or null.
+    /// Adds a string, or null.
     #[must_use]
     pub fn maybe(self, key: &str, value: Option<impl AsRef<[u8]>>) -> Self {
         match value {
@@ -47,39 +47,39 @@ impl Object {
         }
     }
 
-    /// A number.
+    /// Adds a number.
     #[must_use]
     pub fn number(self, key: &str, value: u64) -> Self {
         self.raw(key, &value.to_string())
     }
 
-    /// True or false.
+    /// Adds true or false.
     #[must_use]
     pub fn flag(self, key: &str, value: bool) -> Self {
         self.raw(key, if value { "true" } else { "false" })
     }
 
-    /// A list of what is JSON already.
+    /// Adds a list whose items are JSON texts.
     #[must_use]
     pub fn list(self, key: &str, items: impl IntoIterator<Item = String>) -> Self {
         let text = array(items);
         self.raw(key, &text)
     }
 
-    /// The text.
+    /// Returns the text of the object.
     pub fn end(mut self) -> String {
         self.0.push('}');
         self.0
     }
 }
 
-/// A list of what is JSON already.
+/// Writes a list whose items are JSON texts.
 pub fn array(items: impl IntoIterator<Item = String>) -> String {
     let items: Vec<String> = items.into_iter().collect();
     format!("[{}]", items.join(","))
 }
 
-/// A JSON string.
+/// Writes a JSON string.
 pub fn string(bytes: &[u8]) -> String {
     let mut out = String::from('"');
     for c in escaped(bytes).chars() {
@@ -96,7 +96,7 @@ pub fn string(bytes: &[u8]) -> String {
     out
 }
 
-/// Text with bytes that are no UTF-8 as `\xNN`.
+/// Converts bytes to text; bytes outside of UTF-8 become `\xNN`.
 pub fn escaped(bytes: &[u8]) -> String {
     let mut out = String::new();
     for chunk in bytes.utf8_chunks() {

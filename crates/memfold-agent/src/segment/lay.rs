@@ -15,26 +15,27 @@ use super::state::{Places, Record};
 use super::tree;
 use super::verify::Verdict;
 
-/// A directory is compared so often while it changes under us.
+/// Attempts to compare a directory that changes meanwhile.
 const ATTEMPTS: u32 = 3;
 
-/// What is asked for.
+/// Parameters of `--segment-lay`.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Name of the segment, without its generation.
     pub name: String,
-    /// Which edition.
+    /// Generation of the segment.
     pub generation: u64,
-    /// Compare bytes, too.
+    /// Whether the bytes of files are compared too.
     pub content: bool,
-    /// These directories in place of those that the image names.
+    /// Directories to lay; empty for those that the image names.
     pub only: Vec<Vec<u8>>,
-    /// More differing files than this is a refusal: percent of the segment's.
+    /// Percent of the segment's files that may differ; more is a refusal.
     pub max_differing: u8,
 }
 
 impl Request {
-    /// With the defaults.
+    /// Creates a request with the defaults: the image's directories, no comparison of bytes, 25
+    /// percent.
     pub fn new(name: impl Into<String>, generation: u64) -> Self {
         Self {
             name: name.into(),
@@ -46,20 +47,20 @@ impl Request {
     }
 }
 
-/// One laid directory, for the report.
+/// A directory that this run has laid.
 struct Done {
     directory: Vec<u8>,
     plan: Plan,
     took_ms: u64,
 }
 
-/// Lays it, and returns the report. Whatever fails leaves the guest as it was.
+/// Lays the segment's directories and returns the report. On failure, the guest is left as it was.
 pub fn lay(places: &Places, request: &Request) -> Result<String> {
     let _lock = places.lock()?;
     lay_locked(places, request)
 }
 
-/// The same for who has the lock.
+/// Does the work of [`lay`]. The caller holds the lock.
 pub fn lay_locked(places: &Places, request: &Request) -> Result<String> {
     let start = Instant::now();
     for directory in &request.only {
@@ -82,7 +83,8 @@ pub fn lay_locked(places: &Places, request: &Request) -> Result<String> {
     }
 }
 
-/// One generation at a time: the layers on disk have no number.
+/// Refuses if another generation of the segment is laid: the layers on disk have no generation
+/// number.
 fn refuse_other_generation(name: &str, generation: u64) -> Result<()> {
     let table = MountTable::read()?;
     let mut laid = table.0.iter().filter_map(|m| layers::generation(m, name));
@@ -193,7 +195,7 @@ impl Run<'_> {
         ))
     }
 
-    /// Files that turn out to be open for writing are hidden in the next attempt.
+    /// Lays one directory. Files that are found open for writing are hidden in the next attempt.
     fn lay_one(
         &self,
         directory: &[u8],
@@ -263,7 +265,7 @@ impl Run<'_> {
         self.places.write_record(&self.request.name, &record)
     }
 
-    /// Takes off what this run laid.
+    /// Takes off the directories that this run laid.
     fn undo(&self, error: Error) -> Error {
         let mut error = error;
         for done in &self.done {
@@ -335,7 +337,7 @@ impl Run<'_> {
     }
 }
 
-/// Takes a layer off again, and adds to the error if that fails, too.
+/// Takes a layer off again; adds to the error if that fails too.
 fn undone(layer: &Layer<'_>, error: Error) -> Error {
     match layer.take_off() {
         Ok(_) => error,
@@ -350,7 +352,7 @@ fn also(error: &Error, second: &Error) -> Error {
     )
 }
 
-/// Milliseconds since.
+/// Returns the milliseconds since `start`.
 pub fn millis(start: Instant) -> u64 {
     u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,4 +1,5 @@
-//! One laid directory: its preparation, the overlay on it, and taking it off again.
+//! One directory with a segment laid over it: preparing and mounting the overlay, and taking it
+//! off.
 
 use std::ffi::CString;
 use std::fs::{self, DirBuilder};
@@ -23,26 +24,26 @@ use crate::mounts::LAID_SOURCE;
 
 /// `OVERLAYFS_SUPER_MAGIC` (include/uapi/linux/magic.h).
 const OVERLAY_MAGIC: u32 = 0x794c_7630;
-/// Fixed, whatever the kernel's defaults: a directory's files are found by its path only, and a
-/// file of the upper layer is whole. That is what merging relies on.
+/// Overlay options, set explicitly because the kernel's defaults vary. A directory's files are
+/// found by its path only, and a file of the upper layer is complete; merging relies on both.
 const OPTIONS: &str = "redirect_dir=nofollow,metacopy=off,index=off,xino=auto";
 /// `mount(2)` takes one page of options.
 const MAX_OPTIONS: usize = 4095;
 
-/// A directory of the guest, in its relation to a segment.
+/// A directory of the guest, and the layers of a segment for it.
 pub struct Layer<'a> {
     places: &'a Places,
     name: &'a str,
-    /// As the guest knows it.
+    /// Path in the guest.
     pub directory: &'a [u8],
-    /// Where it is.
+    /// Path of the directory; differs from `directory` only in tests.
     pub point: PathBuf,
-    /// mask, upper and work.
+    /// Directory that contains `mask`, `upper` and `work`.
     disk: PathBuf,
 }
 
 impl<'a> Layer<'a> {
-    /// Nothing is touched.
+    /// Creates the value; changes nothing on disk.
     pub fn new(places: &'a Places, name: &'a str, directory: &'a [u8]) -> Self {
         Self {
             places,
@@ -53,12 +54,12 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// The generation of this segment whose overlay is the topmost mount on the directory.
+    /// Returns the generation of this segment whose overlay is the topmost mount on the directory.
     pub fn laid(&self, table: &MountTable) -> Option<u64> {
         generation(table.at(&self.point)?, self.name)
     }
 
-    /// Opens the guest's own directory. `None`: there is none.
+    /// Opens the guest's own directory; `None` if it does not exist.
     pub fn open_own(&self) -> Result<Option<OwnedFd>> {
         let root = tree::open(&self.places.root).during(|| "opening the guest's root".into())?;
         let inner = self.directory.strip_prefix(b"/").unwrap_or(self.directory);
@@ -75,8 +76,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Makes the directories, and checks that writes can be brought back by renaming: the layers
-    /// and the guest's tree on one mount.
+    /// Makes the layer's directory, and checks that writes can be merged back by renaming: layers
+    /// and guest's tree must be on one mount.
     pub fn prepare(&self, own: &OwnedFd, table: &MountTable) -> Result<()> {
         let what = || format!("making {}", self.disk.display());
         self.places.steps.step().during(what)?;
@@ -129,8 +130,8 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Makes the three directories of the layer; the upper one appears last and with the own
-    /// directory's facts, so that it is right to merge it whenever it is there.
+    /// Makes the three directories of the layer. The upper one appears last, with the facts of the
+    /// guest's own directory, so that merging is correct whenever it exists.
     pub fn build(&self, plan: &Plan, own: &OwnedFd) -> Result<()> {
         let make = |name: &str, mode: u32| {
             let path = self.disk.join(name);
@@ -208,7 +209,8 @@ impl<'a> Layer<'a> {
         mount(source, &self.point, "overlay", flags, &*data).during(what)
     }
 
-    /// Through the mount: does the guest see what it saw before? And is what was compared still so?
+    /// Checks through the mount that the guest sees the same files as before, and that the compared
+    /// files have not changed.
     pub fn verify(&self, plan: &Plan, own: &OwnedFd) -> Result<verify::Verdict> {
         let what = || format!("checking {}", self.point.display());
         self.places.steps.step().during(what)?;
@@ -217,7 +219,7 @@ impl<'a> Layer<'a> {
         verify::unchanged(plan, own)
     }
 
-    /// Could it be taken off now?
+    /// Checks that the overlay can be taken off now.
     pub fn check_take_off(&self, table: &MountTable) -> Result<()> {
         if self.laid(table).is_none() {
             let covered = |m: &Mount| {
@@ -244,7 +246,7 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Takes the overlay off if it is on, merges what was written, and removes the layer.
+    /// Unmounts the overlay if it is mounted, merges the written files, and removes the layer.
     pub fn take_off(&self) -> Result<Merged> {
         loop {
             let table = MountTable::read()?;
@@ -258,7 +260,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Merges what a layer that is not mounted holds, and removes it. Nothing there is no error.
+    /// Merges the written files of a layer that is not mounted, and removes the layer. A layer that
+    /// does not exist is no error.
     pub fn settle(&self) -> Result<Merged> {
         let upper = self.disk.join("upper");
         let mut merged = Merged::default();
@@ -332,14 +335,14 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Bytes on disk of what was written.
+    /// Returns the bytes on disk of the files written since the directory was laid.
     pub fn upper_bytes(&self) -> u64 {
         tree::open(&self.disk.join("upper")).map_or(0, |upper| tree::bytes_below(&upper))
     }
 }
 
-/// The generation of the segment `name` that an overlay of ours shows: its source in the mount
-/// table is `memfold:NAME@GENERATION`.
+/// Returns the generation of the segment `name` that a memfold overlay shows: its source in the
+/// mount table is `memfold:NAME@GENERATION`.
 pub fn generation(mount: &Mount, name: &str) -> Option<u64> {
     let source = std::str::from_utf8(&mount.source).ok()?;
     let (of, generation) = source.strip_prefix(LAID_SOURCE)?.split_once('@')?;

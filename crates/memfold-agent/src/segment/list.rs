@@ -1,4 +1,4 @@
-//! `--segment-list`: what segments the guest has, and where they lie.
+//! `--segment-list`: lists the guest's segments, their devices, mount points and layers.
 
 use std::collections::BTreeMap;
 
@@ -9,8 +9,8 @@ use super::layers::Layer;
 use super::settle::mounted;
 use super::state::Places;
 
-/// One line of the list. Several of these may be the same segment: a device of it, its mount, what
-/// it left on disk.
+/// One item of the list. It collects what is known of a segment: its device, its mount, its layers
+/// on disk.
 #[derive(Default)]
 struct Entry {
     device: Option<String>,
@@ -18,7 +18,7 @@ struct Entry {
     problem: Option<String>,
 }
 
-/// The list, sorted by name.
+/// Returns the list as JSON, sorted by name.
 pub fn list(places: &Places) -> Result<String> {
     let _lock = places.lock()?;
     let mut entries: BTreeMap<(String, Option<u64>), Entry> = BTreeMap::new();

@@ -1,5 +1,5 @@
-//! `/.memfold-segment`: what an image says of itself. Whoever built the image wrote it, so it is
-//! parsed as hostile text.
+//! `/.memfold-segment`: the manifest of an image. It is parsed as hostile text, because the builder
+//! of the image wrote it.
 //!
 //! ```text
 //!   format 1
@@ -10,33 +10,35 @@
 
 use super::error::{Error, Result, shown};
 
-/// Its place in the image's root.
+/// Name of the manifest in the image's root.
 pub const FILE: &str = ".memfold-segment";
-/// A larger file is no manifest: bytes.
+/// Largest manifest, in bytes.
 pub const MAX_BYTES: usize = 64 << 10;
-/// Directories that an image may want to be laid.
+/// Most directories that an image may name to be laid.
 const MAX_LAY: usize = 64;
-/// Longest path of such a directory; its escaped form, at most three times as long, has to be a
-/// file name. Bytes.
+/// Longest path of such a directory, in bytes. Its escaped form, at most three times as long, must
+/// fit into a file name.
 const MAX_DIRECTORY: usize = 85;
-/// Nothing is laid on these or below them: they are the kernel's, or hold what changes, or us.
+/// Directories on and below which nothing is laid: they belong to the kernel, hold changing state,
+/// or hold memfold's own files.
 const NEVER: [&[u8]; 7] = [
     b"/proc", b"/sys", b"/dev", b"/run", b"/tmp", b"/boot", b"/var",
 ];
 
-/// What the image says.
+/// Content of the manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// The segment's name.
+    /// Name of the segment.
     pub name: String,
-    /// Which edition of it.
+    /// Generation of the segment.
     pub generation: u64,
-    /// Top directories meant to be laid over the guest's own.
+    /// Directories to lay over the guest's own.
     pub lay: Vec<Vec<u8>>,
 }
 
 impl Manifest {
-    /// Reads the text. Keys that this version doesn't know are an error: they might be conditions.
+    /// Parses the text. Unknown keys are an error, because a newer memfold may use them for
+    /// conditions.
     pub fn parse(text: &[u8]) -> Result<Self> {
         if text.len() > MAX_BYTES {
             return Err(bad("the file is longer than 64 KiB"));
@@ -72,7 +74,7 @@ impl Manifest {
     }
 }
 
-/// 1 to 64 of `a-z 0-9 . _ -`, beginning with a letter or digit.
+/// Checks a segment name: 1 to 64 characters of `a-z 0-9 . _ -`, beginning with a letter or digit.
 pub fn check_name(name: &[u8]) -> Result<String> {
     let allowed = |b: &u8| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'.' | b'_' | b'-');
     let starts = name.first().is_some_and(u8::is_ascii_alphanumeric);
@@ -85,8 +87,8 @@ pub fn check_name(name: &[u8]) -> Result<String> {
     Ok(String::from_utf8_lossy(name).into_owned())
 }
 
-/// Absolute, normalised, outside of what is never laid, and without the characters that separate
-/// overlayfs' options.
+/// Checks a directory to be laid: an absolute, normalised path outside of the directories that are
+/// never laid, without characters that separate overlayfs' options.
 pub fn check_directory(path: &[u8]) -> Result<()> {
     let refuse = |why: &str, hint: &str| {
         let why = format!("cannot lay {:?}: {why}", shown(path));
@@ -120,7 +122,7 @@ pub fn check_directory(path: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// One inside of another would be laid twice.
+/// Refuses directories of which one is inside another, because it would be laid twice.
 pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
     for (i, a) in lay.iter().enumerate() {
         if let Some(b) = lay.iter().skip(i + 1).find(|b| is_in(a, b) || is_in(b, a)) {
@@ -133,7 +135,7 @@ pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
     Ok(())
 }
 
-/// Is `path` the directory `top`, or below it?
+/// Returns whether `path` is the directory `top` or below it.
 pub fn is_in(path: &[u8], top: &[u8]) -> bool {
     path.strip_prefix(top)
         .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
@@ -146,7 +148,7 @@ fn once<T>(slot: &mut Option<T>, value: T) -> Result<()> {
     }
 }
 
-/// Digits only: `u64::from_str` would take a sign.
+/// Parses a number of digits only; `u64::from_str` would accept a sign.
 fn number(text: &[u8]) -> Result<u64> {
     std::str::from_utf8(text)
         .ok()

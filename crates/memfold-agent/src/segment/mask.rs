@@ -1,7 +1,8 @@
-//! The topmost lower layer: it hides what the segment may not show.
+//! Builds the mask: the topmost lower layer, which hides files of the segment that differ from the
+//! guest's.
 //!
-//! It lies on the guest's own file system, so the guest's own file is there as a hard link: what
-//! was open before goes on writing to the file that everyone sees.
+//! The mask is on the guest's own file system, so it shows the guest's file by a hard link. A
+//! program that had the file open before continues to write to the file that all programs see.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -14,7 +15,8 @@ use super::error::{During, Result, shown};
 use super::state::Steps;
 use super::tree;
 
-/// The directories that the mask needs. Sorted, so a directory comes before what is in it.
+/// Returns the directories that the mask needs, sorted, so that a directory comes before its
+/// entries.
 fn directories(plan: &Plan) -> BTreeSet<&[u8]> {
     let mut found = BTreeSet::new();
     let hidden = plan.hidden.iter().filter_map(|h| parent(&h.path));

@@ -1,4 +1,4 @@
-//! Brings what was written while a directory was laid back into the guest's own tree.
+//! Merges the files that were written while a directory was laid into the guest's own tree.
 //!
 //! ```text
 //!   upper (what was written)              own (what was there)
@@ -7,10 +7,9 @@
 //!   directory                --merge--->  entry by entry, then its owner, mode, times, attributes
 //!   opaque directory         --rename-->  replaces the directory as a whole
 //! ```
-//! Each step is one atomic change, and the upper layer only shrinks: whatever is left of it after a
-//! crash is still exactly what has to be merged, so the same run again ends it. Files are renamed
-//! and not copied: whoever has one open for writing goes on writing to the file that is in the tree
-//! now.
+//! Each step is one atomic change, and the upper layer only shrinks. After a crash, the rest of it
+//! is exactly what must still be merged, so the next run continues. Files are renamed, not copied:
+//! a program that has one open for writing continues to write to the file in the tree.
 
 use std::ffi::CStr;
 use std::io;
@@ -22,20 +21,20 @@ use rustix::io::Errno;
 use super::state::Steps;
 use super::tree;
 
-/// A process whose working directory lies in the detached overlay may add files while we empty a
-/// directory; so often we look again.
+/// Number of times that a directory is emptied. A process whose working directory is in the
+/// detached overlay may add files meanwhile.
 const ROUNDS: u32 = 100;
 
-/// What a merge did.
+/// Counts of a merge.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Merged {
-    /// Names put into the own tree; a directory renamed as a whole is one.
+    /// Names moved into the guest's own tree; a directory renamed as a whole counts once.
     pub moved: u64,
-    /// Names removed from it.
+    /// Names removed from that tree.
     pub removed: u64,
 }
 
-/// Merges the directory `upper` into `own`; afterwards it is empty.
+/// Merges the directory `upper` into `own`; `upper` is empty afterwards.
 pub fn merge(upper: &OwnedFd, own: &OwnedFd, steps: &Steps) -> io::Result<Merged> {
     let mut merge = Merge {
         steps,
@@ -90,7 +89,7 @@ impl Merge<'_> {
         self.file(upper, own, name, &stat, there.as_ref())
     }
 
-    /// A directory that both have.
+    /// Merges a directory that both sides have.
     fn both(
         &mut self,
         upper: &OwnedFd,
@@ -111,8 +110,8 @@ impl Merge<'_> {
         Err(io::Error::other("files keep being added to the directory"))
     }
 
-    /// A directory that replaces what is there. Its mark of being opaque goes after that: else a
-    /// crash between would merge it.
+    /// Moves a directory that replaces the existing one. Its opaque mark is removed after the move;
+    /// else a crash between the two steps would merge it.
     fn whole(
         &mut self,
         upper: &OwnedFd,
@@ -166,8 +165,9 @@ impl Merge<'_> {
     }
 }
 
-/// Takes overlayfs' own marks off everything in a directory that is to be renamed as a whole. What
-/// can't be reached by a path is left as it is: the marks mean nothing outside of an upper layer.
+/// Removes overlayfs' marks from everything in a directory that is to be renamed as a whole.
+/// Entries that cannot be reached by a path are left as they are: the marks mean nothing outside of
+/// an upper layer.
 fn clean(directory: &OwnedFd) -> io::Result<()> {
     let times = tree::times_of(&tree::stat_of(directory)?);
     let mut removed = false;
@@ -191,7 +191,7 @@ fn clean(directory: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// The name in front of the reason, so a deep failure says its path.
+/// Puts the name in front of the error text, so that the error of a deep entry shows its path.
 fn named(name: &CStr, error: &io::Error) -> io::Error {
     let name = super::error::shown(name.to_bytes());
     let text = error.to_string();
@@ -203,5 +203,5 @@ fn named(name: &CStr, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), text)
 }
 
-/// Begins the text of an error that has a path already.
+/// Start of the text of an error that has a path already.
 const MARK: &str = "at ";

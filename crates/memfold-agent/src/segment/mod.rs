@@ -1,5 +1,5 @@
-//! Segments in the guest: read-only images whose files stand for the guest's own, so that they need
-//! none of its memory.
+//! Segments in the guest: read-only images with files that equal the guest's own. They are mounted
+//! over the guest's directories, so that these files need no guest memory.
 //!
 //! ```text
 //!   what programs see: D                          what is where
@@ -11,28 +11,28 @@
 //!   +---------------------------------------+
 //! ```
 //!
-//! **Invariant: OWN with UPPER merged into it is the guest's truth.** SEGMENT shows nothing that
-//! OWN doesn't hold, and MASK is made from OWN, so both can be left out at any time: D is the same
-//! without them. From this follows all else:
+//! **Invariant: OWN with UPPER merged into it is the guest's true state.** SEGMENT shows nothing
+//! that OWN does not hold, and MASK is made from OWN. Both can be removed at any time without a
+//! change of D. The rest follows from that:
 //!
-//! * an entry of SEGMENT is shown only if OWN has its equal ([`compare`]); else MASK hides it
-//!   ([`mask`]), OWN's file by a hard link, a missing one by a whiteout. The overlay is checked
-//!   after mounting, and so is OWN: nothing changed while it was compared, nothing is open for
-//!   writing ([`verify`]);
-//! * nothing reaches OWN by a path while D is laid, so UPPER is all there is to bring back, by
-//!   renaming ([`merge`]). UPPER and OWN are on one mount for that reason;
-//! * UPPER only shrinks while it is merged, so after a crash the same merge ends it: at boot,
-//!   before ordinary services ([`settle`](mod@settle));
-//! * a segment that is gone, of another guest, or broken costs memory and nothing else.
+//! * an entry of SEGMENT is shown only if it equals the entry of OWN ([`compare`]). Otherwise MASK
+//!   hides it ([`mask`]): by a hard link to OWN's file, or by a whiteout if OWN has no such name.
+//!   After mounting, the overlay is checked, and so is OWN: nothing changed during the comparison,
+//!   and no compared file is open for writing ([`verify`]);
+//! * while D is laid, no path leads to OWN. So UPPER holds all that must be merged back, by
+//!   renaming ([`merge`]). That is why UPPER and OWN are on one mount;
+//! * UPPER only shrinks during a merge, so the same merge continues after a crash: at boot, before
+//!   ordinary services ([`settle`](mod@settle));
+//! * a segment that is missing, broken or made from another guest costs memory and nothing else.
 //!
-//! | module | what it is about |
+//! | module | purpose |
 //! |---|---|
-//! | [`command`] | the agent's options for all this |
+//! | [`command`] | the agent's options for segments |
 //! | [`list`](mod@list), [`lay`](mod@lay), [`take_off`](mod@take_off), [`settle`](mod@settle) | one option each |
-//! | [`device`], [`manifest`] | images and what they say of themselves (hostile) |
+//! | [`device`], [`manifest`] | images and their manifests (untrusted) |
 //! | [`compare`], [`mask`], [`layers`], [`verify`] | laying one directory |
-//! | [`merge`] | bringing back what was written |
-//! | [`state`], [`mount_table`], [`tree`], [`json`], [`error`] | what lies where, mounts, directories by descriptor, reports, refusals |
+//! | [`merge`] | merging the written files back |
+//! | [`state`], [`mount_table`], [`tree`], [`json`], [`error`] | paths and lock, mounts, access to directories by descriptor, reports, errors |
 
 pub mod command;
 pub mod compare;
@@ -54,7 +54,7 @@ pub mod verify;
 
 use error::{Error, Result};
 
-/// `NAME@GENERATION`.
+/// Parses a reference to a segment, `NAME@GENERATION`.
 pub fn parse_reference(text: &str) -> Result<(String, u64)> {
     let (name, generation) = text
         .split_once('@')

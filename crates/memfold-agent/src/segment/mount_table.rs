@@ -1,5 +1,5 @@
-//! What is mounted where: `/proc/thread-self/mountinfo`, all file systems (the hints' table,
-//! [`crate::mounts`], knows only disks).
+//! Table of all mounts, from `/proc/thread-self/mountinfo`. (The table for hints,
+//! [`crate::mounts`], has only disk file systems.)
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -11,11 +11,11 @@ use crate::mounts::unescape;
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Where.
+    /// Mount point.
     pub point: Vec<u8>,
     /// File system type.
     pub kind: Vec<u8>,
-    /// Device, or what was given in its place.
+    /// Device, or the source given in its place.
     pub source: Vec<u8>,
 }
 
@@ -24,7 +24,7 @@ pub struct Mount {
 pub struct MountTable(pub Vec<Mount>);
 
 impl MountTable {
-    /// The table of this thread's mount namespace.
+    /// Reads the table of this thread's mount namespace.
     pub fn read() -> Result<Self> {
         let path = "/proc/thread-self/mountinfo";
         Ok(Self::parse(
@@ -36,13 +36,13 @@ impl MountTable {
         Self(text.split(|b| *b == b'\n').filter_map(line).collect())
     }
 
-    /// The topmost mount at exactly this path.
+    /// Returns the topmost mount at exactly this path.
     pub fn at(&self, path: &Path) -> Option<&Mount> {
         let path = path.as_os_str().as_bytes();
         self.0.iter().rev().find(|m| m.point == path)
     }
 
-    /// A mount below this path (not at it).
+    /// Returns a mount below this path (not at it).
     pub fn below(&self, path: &Path) -> Option<&Mount> {
         let mut prefix = path.as_os_str().as_bytes().to_vec();
         prefix.push(b'/');
@@ -50,7 +50,7 @@ impl MountTable {
     }
 }
 
-/// See `proc_pid_mountinfo(5)`.
+/// Parses one line (`proc_pid_mountinfo(5)`).
 fn line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|b| *b == b' ');
     let point = unescape(fields.nth(4)?);

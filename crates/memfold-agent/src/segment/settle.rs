@@ -1,8 +1,8 @@
-//! `--segment-settle`: what has to happen when the guest boots.
+//! `--segment-settle`: merges and lays segments when the guest boots.
 //!
-//! First what was written while a segment was laid, and was not brought back before the guest went
-//! down, is merged: until then the own tree is old. Then what was laid is laid again. Nothing here
-//! may keep a guest from booting: what fails is said and passed over.
+//! First, files that were written while a segment was laid, and not merged before the guest went
+//! down, are merged: until then the guest's own tree is old. Then the recorded segments are laid
+//! again. A failure must not keep the guest from booting: it is reported and skipped.
 
 use std::collections::HashSet;
 use std::fs;
@@ -18,19 +18,19 @@ use super::mount_table::MountTable;
 use super::state::Places;
 use super::take_off::in_short;
 
-/// What was done.
+/// Result of settling.
 #[derive(Debug, Default)]
 pub struct Settled {
-    /// Names that were put into the own tree or removed from it.
+    /// Names that were moved into the guest's own tree or removed from it.
     pub merged: u64,
-    /// Reports of what was laid.
+    /// Reports of the laid segments.
     pub laid: Vec<String>,
-    /// What failed.
+    /// Errors.
     pub problems: Vec<String>,
 }
 
 impl Settled {
-    /// The report.
+    /// Returns the report as JSON.
     pub fn report(self) -> String {
         Object::new()
             .number("merged", self.merged)
@@ -43,7 +43,7 @@ impl Settled {
     }
 }
 
-/// Settles. `command_line` is the kernel's.
+/// Merges and lays segments. `command_line` is the kernel's.
 pub fn settle(places: &Places, command_line: &str) -> Settled {
     let mut settled = Settled::default();
     if let Err(e) = try_settle(places, command_line, &mut settled) {
@@ -120,7 +120,7 @@ fn merge_left_over(places: &Places, name: &str, settled: &mut Settled) -> Result
     Ok(())
 }
 
-/// The segments that are there: mounted ones, then those of devices, the newest generation first.
+/// Returns the segments that the guest has, on mounts and on devices, the newest generation first.
 fn images(places: &Places, problems: &mut Vec<String>) -> Vec<Manifest> {
     let mut found: Vec<Manifest> = mounted(places).into_iter().map(|s| s.manifest).collect();
     load_modules(places);
@@ -135,7 +135,7 @@ fn images(places: &Places, problems: &mut Vec<String>) -> Vec<Manifest> {
     found
 }
 
-/// The segments that are mounted in their places.
+/// Returns the segments that are mounted in `/run/memfold/segments`.
 pub fn mounted(places: &Places) -> Vec<Segment> {
     let entries = fs::read_dir(places.segments());
     let names = entries.into_iter().flatten().flatten();
@@ -174,9 +174,9 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Has systemd look at its units again, and start what only now has one: it read them before the
-/// merge. Both calls only queue jobs, so a unit that runs before ordinary services may make them.
-/// Not if the command line chose what to boot into: a rescue shell stays one.
+/// Makes systemd reload its units and start those that the merge has added. Both calls only queue
+/// jobs, so a unit that runs before ordinary services may make them. Does nothing if the command
+/// line names a boot target: a rescue shell stays one.
 pub fn tell_systemd(command_line: &str) {
     let chosen = |word: &str| {
         word.starts_with("systemd.unit=")

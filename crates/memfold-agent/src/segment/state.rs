@@ -1,4 +1,4 @@
-//! What lies where in the guest, and the lock.
+//! Paths of segment files in the guest, and the lock.
 //!
 //! ```text
 //!   /run/memfold/segments.lock              held by whoever changes anything here
@@ -20,10 +20,10 @@ use rustix::fs::{FlockOperation, flock};
 use super::error::{During, Error, Result};
 use super::manifest::{check_directory, check_name};
 
-/// Another run may be laying; after that long it hangs.
+/// Longest wait for the lock, which another run may hold.
 const LOCK_PATIENCE: Duration = Duration::from_secs(120);
 
-/// The directories; other ones in tests.
+/// Directories that segment operations use; tests use others.
 #[derive(Clone, Debug)]
 pub struct Places {
     /// The guest's root.
@@ -34,7 +34,7 @@ pub struct Places {
     pub state: PathBuf,
     /// `/dev`.
     pub dev: PathBuf,
-    /// Counts what changes a disk, and stops a test there.
+    /// Counter of changes on disk; tests use it to fail at one of them.
     pub steps: Steps,
 }
 
@@ -50,17 +50,17 @@ impl Default for Places {
     }
 }
 
-/// Fails once after a number of steps, as a power cut would end them; never outside of tests.
+/// Fails once after a number of steps, to simulate a power cut. It never fails outside of tests.
 #[derive(Clone, Debug, Default)]
 pub struct Steps(Cell<Option<u64>>);
 
 impl Steps {
-    /// Fails in place of step `number` (from 0).
+    /// Creates a counter that fails at step `number` (from 0).
     pub const fn ending_at(number: u64) -> Self {
         Self(Cell::new(Some(number)))
     }
 
-    /// Before each change.
+    /// Counts a step. Call it before each change on disk.
     pub fn step(&self) -> io::Result<()> {
         match self.0.get() {
             None => Ok(()),
@@ -77,35 +77,35 @@ impl Steps {
 }
 
 impl Places {
-    /// Where a directory of the guest is.
+    /// Returns the path of a guest directory.
     pub fn own(&self, directory: &[u8]) -> PathBuf {
         let inner = directory.strip_prefix(b"/").unwrap_or(directory);
         self.root
             .join(Path::new(std::ffi::OsStr::from_bytes(inner)))
     }
 
-    /// Where the images are mounted.
+    /// Returns the directory that contains the mount points of images.
     pub fn segments(&self) -> PathBuf {
         self.run.join("segments")
     }
 
-    /// Where this one is mounted.
+    /// Returns the mount point of an image.
     pub fn mounted(&self, name: &str, generation: u64) -> PathBuf {
         self.segments().join(format!("{name}@{generation}"))
     }
 
-    /// All layers of a segment.
+    /// Returns the directory that contains all layers of a segment.
     pub fn layers(&self, name: &str) -> PathBuf {
         self.state.join(name).join("layers")
     }
 
-    /// The layer of one directory.
+    /// Returns the layer of one guest directory.
     pub fn layer(&self, name: &str, directory: &[u8]) -> PathBuf {
         let escaped = std::ffi::OsString::from_vec(escape(directory));
         self.layers(name).join(escaped)
     }
 
-    /// Directories that have a layer on disk, laid or left over.
+    /// Returns the guest directories that have a layer on disk, laid or left over, sorted.
     pub fn layer_directories(&self, name: &str) -> Result<Vec<Vec<u8>>> {
         let mut found: Vec<Vec<u8>> = file_names(&self.layers(name))?
             .iter()
@@ -116,7 +116,7 @@ impl Places {
         Ok(found)
     }
 
-    /// Segments with anything on disk.
+    /// Returns the names of segments with files on disk, sorted.
     pub fn known(&self) -> Result<Vec<String>> {
         let mut names: Vec<String> = file_names(&self.state)?
             .iter()
@@ -126,7 +126,8 @@ impl Places {
         Ok(names)
     }
 
-    /// Makes the directories and takes the lock. It ends with the value.
+    /// Makes the directories and takes the lock, which is released when the returned file is
+    /// dropped. Waits up to two minutes.
     pub fn lock(&self) -> Result<File> {
         let make = |path: &Path, mode| {
             DirBuilder::new()
@@ -156,7 +157,7 @@ impl Places {
         Ok(file)
     }
 
-    /// Notes that this is to be laid again after a reboot.
+    /// Records that a segment is to be laid again after a reboot.
     pub fn write_record(&self, name: &str, record: &Record) -> Result<()> {
         let path = self.state.join(name).join("laid");
         let what = || format!("writing {}", path.display());
@@ -180,7 +181,7 @@ impl Places {
         fs::rename(&temporary, &path).during(what)
     }
 
-    /// What was noted.
+    /// Returns the record of a segment; `None` if there is none or it is malformed.
     pub fn record(&self, name: &str) -> Option<Record> {
         let text = fs::read(self.state.join(name).join("laid")).ok()?;
         let mut record = Record::default();
@@ -200,7 +201,7 @@ impl Places {
         (!record.lay.is_empty()).then_some(record)
     }
 
-    /// Removes the note.
+    /// Removes the record of a segment.
     pub fn remove_record(&self, name: &str) -> Result<()> {
         let path = self.state.join(name).join("laid");
         self.steps
@@ -221,16 +222,16 @@ impl Places {
     }
 }
 
-/// The file `laid`.
+/// Content of the file `laid`: how to lay a segment again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Record {
-    /// Which generation was laid.
+    /// Generation that was laid.
     pub generation: u64,
-    /// Bytes were compared.
+    /// Whether bytes were compared.
     pub content: bool,
     /// Percent of the segment's files that may differ.
     pub max_differing: u8,
-    /// Over which directories.
+    /// Directories over which it was laid.
     pub lay: Vec<Vec<u8>>,
 }
 
@@ -245,8 +246,8 @@ fn file_names(directory: &Path) -> Result<Vec<Vec<u8>>> {
     }
 }
 
-/// `/usr/my-lib` as `usr-my%2dlib`: a file name without `:` and `,`, which separate overlayfs'
-/// options.
+/// Escapes `/usr/my-lib` as `usr-my%2dlib`: a file name without `:` and `,`, which separate
+/// overlayfs' options.
 fn escape(directory: &[u8]) -> Vec<u8> {
     let inner = directory.strip_prefix(b"/").unwrap_or(directory);
     let mut out = Vec::new();

@@ -1,4 +1,4 @@
-//! `--segment-take-off`: takes a segment's layers off, and brings back what was written meanwhile.
+//! `--segment-take-off`: unmounts a segment's overlays and merges the files written meanwhile.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -13,24 +13,24 @@ use super::layers::Layer;
 use super::mount_table::MountTable;
 use super::state::Places;
 
-/// Is it to come back at the next boot?
+/// Whether the segment is to be laid again at the next boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Record {
-    /// No.
+    /// Do not lay it again.
     Remove,
-    /// Yes: the guest goes down.
+    /// Lay it again: the guest is going down.
     Keep,
 }
 
-/// Takes it off, and returns the report. What is not laid is no error. A directory that fails keeps
-/// what was written to it on disk, and the next run or boot goes on with it.
+/// Takes a segment off and returns the report. A segment that is not laid is no error. If a
+/// directory fails, its written files stay on disk, and the next run or boot continues with it.
 pub fn take_off(places: &Places, name: &str) -> Result<String> {
     let _lock = places.lock()?;
     take_off_locked(places, name, Record::Remove)
 }
 
-/// Everything, before the guest goes down: what was written is in its place when the next boot
-/// begins.
+/// Takes all segments off before the guest goes down, so that all written files are merged when it
+/// boots again.
 pub fn take_off_all(places: &Places) -> Result<String> {
     let _lock = places.lock()?;
     let (mut reports, mut first) = (Vec::new(), None);
@@ -91,7 +91,7 @@ fn take_off_locked(places: &Places, name: &str, record: Record) -> Result<String
         .end())
 }
 
-/// Where generations of it are mounted.
+/// Returns the mount points of all generations of a segment.
 fn mounted(places: &Places, name: &str) -> Result<Vec<Vec<u8>>> {
     let prefix = places.segments().join(format!("{name}@"));
     let prefix = prefix.as_os_str().as_bytes().to_vec();
@@ -106,7 +106,7 @@ fn mounted(places: &Places, name: &str) -> Result<Vec<Vec<u8>>> {
     Ok(points)
 }
 
-/// For messages of a boot: one line.
+/// Formats an error as one line, for boot messages.
 pub fn in_short(error: &Error) -> String {
     error.to_string().replace('\n', " ")
 }

@@ -1,5 +1,5 @@
-//! Directories by descriptor, so that no name in a path can be exchanged for a symbolic link
-//! between looking and acting: a laid directory may hold directories of ordinary users.
+//! Access to directory trees by descriptor, so that no part of a path can be replaced by a symbolic
+//! link between check and use. A laid directory may contain directories of ordinary users.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -15,11 +15,11 @@ use rustix::io::Errno;
 /// Extended attributes by name.
 pub type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
 
-/// Attributes of overlayfs itself: they are about a layer, not about the file.
+/// Prefix of overlayfs' own attributes. They describe a layer, not the file.
 pub const OVERLAY_XATTRS: &[u8] = b"trusted.overlay.";
-/// A directory of the upper layer that hides what lies below it.
+/// Attribute of a directory of the upper layer that hides the lower layers' entries.
 pub const OPAQUE: &CStr = c"trusted.overlay.opaque";
-/// Mode bits of permission, with setuid, setgid and sticky.
+/// Permission bits of a mode, with setuid, setgid and sticky.
 const PERMISSIONS: u32 = 0o7777;
 
 /// Opens a directory by path.
@@ -38,7 +38,7 @@ pub fn open_in(directory: impl AsFd, name: &CStr) -> io::Result<OwnedFd> {
     directory_below(directory, name.to_bytes())
 }
 
-/// Opens what lies at the relative path `path` (empty: `top` itself) on the same mount, through
+/// Opens the entry at the relative path `path` (empty: `top` itself) on the same mount, through
 /// directories only.
 pub fn open_below(top: impl AsFd, path: &[u8], flags: OFlags) -> io::Result<OwnedFd> {
     let path = if path.is_empty() { b"." } else { path };
@@ -68,12 +68,12 @@ pub fn directory_on_any_mount(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd
     )?)
 }
 
-/// Opens the directory at a relative path.
+/// Opens the directory at a relative path on the same mount.
 pub fn directory_below(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd> {
     open_below(top, path, DIRECTORY)
 }
 
-/// The names in a directory, without `.` and `..`.
+/// Returns the names in a directory, without `.` and `..`.
 pub fn names(directory: impl AsFd) -> io::Result<Vec<CString>> {
     let mut names = Vec::new();
     for entry in rustix::fs::Dir::read_from(directory)? {
@@ -85,13 +85,13 @@ pub fn names(directory: impl AsFd) -> io::Result<Vec<CString>> {
     Ok(names)
 }
 
-/// What `statx` says of a name, not following a symbolic link.
+/// Returns the `statx` of a name, without following a symbolic link.
 pub fn stat(directory: impl AsFd, name: &CStr) -> io::Result<Statx> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     Ok(rustix::fs::statx(directory, name, flags, STAT)?)
 }
 
-/// The same of a descriptor.
+/// Returns the `statx` of an open file.
 pub fn stat_of(file: impl AsFd) -> io::Result<Statx> {
     Ok(rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, STAT)?)
 }
@@ -99,7 +99,7 @@ pub fn stat_of(file: impl AsFd) -> io::Result<Statx> {
 /// `STATX_MNT_ID` (include/uapi/linux/stat.h).
 const STAT: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::from_bits_retain(0x1000));
 
-/// The same, `None` if there is no such name.
+/// Returns the `statx` of a name; `None` if it does not exist.
 pub fn find(directory: impl AsFd, name: &CStr) -> io::Result<Option<Statx>> {
     match stat(directory, name) {
         Ok(stat) => Ok(Some(stat)),
@@ -108,20 +108,21 @@ pub fn find(directory: impl AsFd, name: &CStr) -> io::Result<Option<Statx>> {
     }
 }
 
-/// Which sort of file.
+/// Returns the type of a file.
 pub fn kind(stat: &Statx) -> FileType {
     FileType::from_raw_mode(stat.stx_mode.into())
 }
 
-/// What overlayfs leaves where a name of a lower layer is hidden: a character device 0/0.
+/// Returns whether this is a whiteout, by which overlayfs hides a name of a lower layer: a
+/// character device 0/0.
 pub fn is_whiteout(stat: &Statx) -> bool {
     kind(stat) == FileType::CharacterDevice && stat.stx_rdev_major == 0 && stat.stx_rdev_minor == 0
 }
 
-/// Calls with `directory` as the working directory, so that `l...xattr` reaches a name in it: there
-/// are no such calls for a directory's descriptor before Linux 6.13, and a path through
-/// `/proc/self/fd` costs several times the call itself. The working directory is the process's: the
-/// agent's options for segments run in a process with one thread.
+/// Runs `call` with `directory` as the working directory, so that `l...xattr` calls reach a name in
+/// it. Calls relative to a descriptor exist only since Linux 6.13, and a path through
+/// `/proc/self/fd` costs several times the call itself. The working directory belongs to the
+/// process: the agent's options for segments run in a process with one thread.
 fn inside<T>(directory: BorrowedFd<'_>, call: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     rustix::process::fchdir(directory)?;
     let result = call();
@@ -130,12 +131,12 @@ fn inside<T>(directory: BorrowedFd<'_>, call: impl FnOnce() -> io::Result<T>) ->
     result
 }
 
-/// All extended attributes of a name.
+/// Returns all extended attributes of a name.
 pub fn xattrs(directory: impl AsFd, name: &CStr) -> io::Result<Xattrs> {
     inside(directory.as_fd(), || xattrs_here(name))
 }
 
-/// Those of several names.
+/// Returns the extended attributes of several names.
 pub fn xattrs_of<'a>(
     directory: impl AsFd,
     names: impl Iterator<Item = &'a CStr>,
@@ -156,7 +157,8 @@ fn xattrs_here(name: &CStr) -> io::Result<Xattrs> {
     Ok(found)
 }
 
-/// Calls until the buffer is large enough. File systems without extended attributes have none.
+/// Repeats `call` until the buffer is large enough. File systems without extended attributes give
+/// an empty result.
 fn all(call: impl Fn(&mut [u8]) -> rustix::io::Result<usize>) -> io::Result<Vec<u8>> {
     let mut buffer = vec![0; 256];
     loop {
@@ -173,13 +175,14 @@ fn all(call: impl Fn(&mut [u8]) -> rustix::io::Result<usize>) -> io::Result<Vec<
     }
 }
 
-/// Without those of overlayfs.
+/// Removes the attributes of overlayfs and of memfold from the set.
 pub fn without_overlay(mut xattrs: Xattrs) -> Xattrs {
     xattrs.retain(|key, _| !key.starts_with(OVERLAY_XATTRS) && key != TIMES.to_bytes());
     xattrs
 }
 
-/// Removes overlayfs' own attributes (and ours) from a name. They would mislead a later overlay.
+/// Removes the attributes of overlayfs and of memfold from a file. They would mislead a later
+/// overlay.
 pub fn strip(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     inside(directory.as_fd(), || {
         let list = all(|buffer| rustix::fs::llistxattr(name, buffer))?;
@@ -195,8 +198,8 @@ pub fn strip(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     })
 }
 
-/// Gives the directory `to` the owner, attributes, mode and times of `from`; `times` if they are
-/// not to be those of `from`.
+/// Gives the directory `to` the owner, attributes, mode and times of `from`; `times` replaces the
+/// times of `from`.
 pub fn copy_directory_facts(
     from: &OwnedFd,
     to: &OwnedFd,
@@ -227,7 +230,7 @@ pub fn copy_directory_facts(
     Ok(rustix::fs::futimens(to, &times)?)
 }
 
-/// The modification time, with the access time left as it is.
+/// Returns the modification time, and "leave as it is" for the access time.
 pub fn times_of(stat: &Statx) -> Timestamps {
     Timestamps {
         last_access: Timespec {
@@ -241,12 +244,12 @@ pub fn times_of(stat: &Statx) -> Timestamps {
     }
 }
 
-/// Holds the modification time that a directory of the upper layer had before we began to empty it:
-/// seconds and nanoseconds in decimal, with a dot between.
+/// Attribute with the modification time that a directory of the upper layer had before the merge
+/// began to empty it: seconds and nanoseconds in decimal, separated by a dot.
 const TIMES: &CStr = c"trusted.memfold.mtime";
 
-/// Notes a directory's modification time on it, unless one is there already from a run that did not
-/// end.
+/// Records a directory's modification time in an attribute. A record of an interrupted run stays.
+/// Returns the recorded time.
 pub fn note_times(directory: &OwnedFd) -> io::Result<Timestamps> {
     let mut buffer = [0_u8; 64];
     if let Ok(n) = rustix::fs::fgetxattr(directory, TIMES, &mut buffer[..]) {
@@ -267,13 +270,13 @@ pub fn note_times(directory: &OwnedFd) -> io::Result<Timestamps> {
     Ok(times)
 }
 
-/// Is this directory of the upper layer opaque?
+/// Returns whether this directory of the upper layer is opaque.
 pub fn is_opaque(directory: &OwnedFd) -> bool {
     let mut buffer = [0_u8; 8];
     rustix::fs::fgetxattr(directory, OPAQUE, &mut buffer[..]).is_ok_and(|n| &buffer[..n] == b"y")
 }
 
-/// Removes a name and all below it, on one file system. Nothing there is no error.
+/// Removes a name and everything below it, on one file system. A missing name is no error.
 pub fn remove(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     let directory = directory.as_fd();
     match rustix::fs::unlinkat(directory, name, AtFlags::empty()) {

@@ -1,8 +1,8 @@
-//! After mounting: looks through the overlay, and once more at what was compared.
+//! Checks an overlay after mounting: the view through it, and once more the compared files.
 //!
-//! From the mount on, every path leads to the overlay. What can still change the own tree is what
-//! was open before: so a file that is open for writing, and anything that changed since it was
-//! compared, is found now and for good.
+//! From the mount on, every path leads to the overlay. Only a file that was opened before can still
+//! change the guest's own tree. So a file that is open for writing, and every change since the
+//! comparison, is found now for good.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -15,21 +15,21 @@ use super::compare::{Facts, How, Plan, split};
 use super::error::{During, Error, Result, shown};
 use super::tree;
 
-/// Paths looked at through the overlay, of each sort.
+/// Number of paths of each kind that are checked through the overlay.
 const SAMPLES: usize = 64;
 
-/// Is what was compared still so?
+/// Result of the second look at the compared files.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Yes.
+    /// Nothing changed.
     Unchanged,
     /// These files are open for writing.
     Writers(Vec<Vec<u8>>),
-    /// No: this one.
+    /// This file changed.
     Changed(Vec<u8>),
 }
 
-/// Looks at some of the files through the overlay. The first difference is an error.
+/// Checks a sample of the files through the overlay. The first difference is an error.
 pub fn merged(plan: &Plan, merged: &OwnedFd, own: &OwnedFd) -> Result<()> {
     let top = [(&[][..], Facts::of(&stat(own, b"")?))];
     let same = sampled(&plan.same).map(|s| (&s.path[..], s.own));
@@ -48,7 +48,7 @@ pub fn merged(plan: &Plan, merged: &OwnedFd, own: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
-/// Spread evenly.
+/// Returns up to 64 items, spread evenly.
 fn sampled<T>(list: &[T]) -> impl Iterator<Item = &T> {
     list.iter().step_by(list.len().div_ceil(SAMPLES).max(1))
 }
@@ -60,8 +60,8 @@ fn wrong(path: &[u8]) -> Error {
     )
 }
 
-/// Compares the own tree's facts with those that the plan was made by, change times and inode
-/// numbers included.
+/// Compares the guest's own tree with the facts in the plan, change times and inode numbers
+/// included.
 pub fn unchanged(plan: &Plan, own: &OwnedFd) -> Result<Verdict> {
     // Somebody who wants to write while we hold a lease for a moment has SIGIO sent to us.
     let _signal = guest::signal_descriptor(&[signal::IO]).during(|| "blocking SIGIO".into())?;
