@@ -1,4 +1,5 @@
-//! One batch: from the newest hints to orders and their outcomes.
+//! Processes one batch: takes the newest hints, fills the store, sends orders to the libraries and
+//! books the outcomes.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -18,17 +19,17 @@ use super::task::{BATCH_PAGES, Task};
 use super::vm_table::{Index, PIECE, Piece};
 use super::{budget, huge};
 
-/// Pages in one order, so that the library answers within about a millisecond.
+/// Most pages in one order, so that the library answers within about a millisecond.
 const ORDER_PAGES: u32 = 2048;
 
-/// Where a member has the pages of a piece.
+/// Guest pages of one member of a content that cache the pages of a piece.
 struct Holder {
     member: Member,
     pages: Piece,
 }
 
 impl Engine {
-    /// The newest settled hints, VM by VM in turn, until they make a batch.
+    /// Takes the newest settled hints of one VM after another, until they fill a batch.
     pub(super) fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
         let allowed = self
             .rate
@@ -91,8 +92,8 @@ impl Engine {
         tasks
     }
 
-    /// Brings ranges of contents into order: fills the store where two VMs have pages that it
-    /// lacks, and folds every cached page of them that isn't folded.
+    /// Folds ranges of contents: fills the store where two VMs cache pages that it lacks, and folds
+    /// every cached page of them that is not folded.
     pub(super) fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
         for vm in self
@@ -138,9 +139,9 @@ impl Engine {
             .place(task.hint.file, task.hint.page)
     }
 
-    /// Where the members of a task's content have a piece of it: those whose VMs can be folded,
-    /// whose file isn't given up, and pages that no huge page keeps. The VM of the hint goes first:
-    /// its page was read last.
+    /// Returns the members of a task's content that have pages of a piece. Leaves out VMs that
+    /// cannot be folded, files that were given up, and pages that stay in a huge page. The VM of
+    /// the hint comes first, because its page was read last.
     fn holders(&mut self, task: &Task, piece: u32, range: &Range<usize>) -> Vec<Holder> {
         let now = Instant::now();
         let Some(content) = self
@@ -192,7 +193,7 @@ impl Engine {
         holders
     }
 
-    /// Copies into the stores what [`Engine::fill`] has reserved.
+    /// Copies pages into the store pages that [`Engine::fill`] has reserved.
     fn fill_reserved(&mut self) {
         for (name, domain) in &mut self.domains {
             let Some((first, sources)) = domain.reserved.take() else {
@@ -216,7 +217,8 @@ impl Engine {
         }
     }
 
-    /// Reserves store pages for what at least two guest pages cache and it lacks.
+    /// Reserves store pages for file pages that at least two guest pages cache and that the store
+    /// lacks.
     fn fill(&mut self, task: &Task, piece: u32, range: &Range<usize>, holders: &[Holder]) {
         let Some(domain) = self.domains.get_mut(&task.domain) else {
             return;
@@ -289,7 +291,7 @@ impl Engine {
         }
     }
 
-    /// Finds the runs of every holder that are to be folded.
+    /// Collects the runs of every holder that are to be folded.
     fn collect(
         &mut self,
         task: &Task,
@@ -393,8 +395,8 @@ impl Engine {
         }
     }
 
-    /// Takes groups for one order of at most `most_pages` off the queue, leaving out those that are
-    /// not worth a mapping any more. `None` when nothing is left.
+    /// Takes groups for one order of at most `most_pages` from the queue, without those that are no
+    /// longer worth a mapping. `None` when the queue is empty.
     pub(super) fn next_order(
         &mut self,
         id: VmId,
@@ -434,8 +436,8 @@ impl Engine {
         (!order.is_empty()).then_some(order)
     }
 
-    /// Sends one order and books its outcomes. What is left of groups that stopped in the middle
-    /// goes back to the queue.
+    /// Sends one order and books its outcomes. The rest of groups that stopped in the middle goes
+    /// back to the queue.
     pub(super) fn execute(
         &mut self,
         id: VmId,
@@ -497,8 +499,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Goes through all contents for what is matched and not folded: hints that were dropped, pages
-    /// that were refused by a budget, VMs that came late.
+    /// Searches all contents for pages that are matched and not folded: pages of dropped hints,
+    /// pages that a budget refused, and VMs that were added late.
     pub(super) fn sweep(&mut self) {
         self.sweep_wanted = false;
         self.last_sweep = Instant::now();
@@ -533,9 +535,9 @@ impl Engine {
     }
 }
 
-/// A store page that a holder of page `at` of the piece maps unchanged and that no index entry
-/// leads to: left by a former daemon, or by a content that ended. It holds what the guest page
-/// holds, so it can be offered again.
+/// Returns a store page without an index entry that a holder of page `at` of the piece maps
+/// unchanged. Such a page was left by an earlier daemon or by a content that ended. It has the same
+/// bytes as the guest page, so it can be used again.
 fn adoptable(
     vms: &BTreeMap<VmId, VmState>,
     domain: &Domain,

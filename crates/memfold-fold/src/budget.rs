@@ -1,10 +1,10 @@
-//! Budgets: CPU time and pages per second, as token buckets; mappings, as the shortest run still
-//! worth one.
+//! Budgets of folding: token buckets for CPU time and pages per second, and the shortest run that
+//! is worth a mapping.
 
 use std::time::{Duration, Instant};
 
-/// A token bucket: `rate` tokens flow in every second, up to `burst`; spending may overdraw, and
-/// then one waits.
+/// A token bucket: `rate` tokens are added every second, up to `burst`. Spending may overdraw the
+/// bucket; the next spender then waits.
 #[derive(Clone, Debug)]
 pub struct TokenBucket {
     rate: f64,
@@ -14,7 +14,7 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// A full bucket.
+    /// Creates a full bucket.
     #[must_use]
     pub fn new(rate: f64, burst: f64, now: Instant) -> Self {
         Self {
@@ -31,13 +31,13 @@ impl TokenBucket {
         self.last = now;
     }
 
-    /// Takes `amount` tokens, whether they are there or not.
+    /// Takes `amount` tokens, even if the bucket has fewer.
     pub fn spend(&mut self, amount: f64, now: Instant) {
         self.refill(now);
         self.tokens -= amount;
     }
 
-    /// How long until there is something to spend; `None` if there is now.
+    /// Returns the time until the bucket has tokens; `None` if it has some now. At most one hour.
     pub fn wait(&mut self, now: Instant) -> Option<Duration> {
         self.refill(now);
         if self.tokens > 0.0 {
@@ -51,7 +51,7 @@ impl TokenBucket {
         ))
     }
 
-    /// Whole tokens that are there now.
+    /// Returns the number of whole tokens in the bucket.
     pub fn available(&mut self, now: Instant) -> u64 {
         self.refill(now);
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // clamped to be positive
@@ -60,10 +60,12 @@ impl TokenBucket {
     }
 }
 
-/// The shortest run, in pages, that is worth a mapping to a VM that has `used` of `limit` mappings.
+/// Returns the shortest run, in pages, that is worth a mapping to a VM that has `used` of `limit`
+/// mappings.
 ///
-/// A fold cuts a mapping in up to three. While there is room, every run is welcome; the nearer the
-/// limit, the longer a run must be; above 90 % none is, so that QEMU itself never meets `ENOMEM`.
+/// A fold splits a mapping into up to three. Below half of the limit every run is folded; nearer to
+/// the limit, a run must be longer. Above 90 % nothing is folded, so that QEMU's own calls do not
+/// fail with `ENOMEM`.
 #[must_use]
 pub fn shortest_run(used: usize, limit: usize) -> Option<u32> {
     match used * 100 / limit.max(1) {

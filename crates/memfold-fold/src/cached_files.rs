@@ -1,15 +1,16 @@
-//! Which files VMs cache, and where.
+//! Types of reports about the files that VMs cache, and their places in memory.
 
 use memfold_units::Hva;
 
-/// What one VM caches of a file.
+/// Pages of one file in the page cache of one VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileUse {
-    /// The VM's name.
+    /// Name of the VM.
     pub vm: String,
-    /// Its trust domain, or `vm/NAME` of one that has none.
+    /// Trust domain of the VM, or `vm/NAME` for a VM without one.
     pub domain: String,
-    /// Absolute path in the guest; where files of several paths have the same bytes, one of these.
+    /// Absolute path in the guest. If files of several paths have the same bytes, one of these
+    /// paths.
     pub path: Vec<u8>,
     /// Length of the file in bytes.
     pub file_bytes: u64,
@@ -20,21 +21,22 @@ pub struct FileUse {
 /// Pages that follow one another in QEMU's memory and in the file that they cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CachedRun {
-    /// Address of the first in QEMU.
+    /// Address of the first page in QEMU.
     pub hva: Hva,
-    /// How many.
+    /// Number of pages.
     pub pages: u32,
-    /// The file: its place in [`CachedFiles::files`].
+    /// Index of the file in [`CachedFiles::files`].
     pub file: u32,
-    /// The first one's number in the file.
+    /// Number of the first page in the file.
     pub page: u32,
 }
 
-/// Which files lie where in the memory of VMs whose agents say so.
+/// Cached files and their places in memory, of all VMs whose agents have completed an inventory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CachedFiles {
-    /// Path and length in bytes. Files of a domain that are thought to hold the same bytes are one.
+    /// Path and length in bytes of each file. Files of a domain that probably have the same bytes
+    /// are one entry.
     pub files: Vec<(Vec<u8>, u64)>,
-    /// By VM name.
+    /// Name and runs of each VM.
     pub vms: Vec<(String, Vec<CachedRun>)>,
 }

@@ -1,5 +1,4 @@
-//! What each page of one VM caches, as of one moment, for whoever looks at it on a thread of its
-//! own.
+//! Snapshot of the table of cached pages of one VM, for use on another thread.
 
 use std::sync::Arc;
 
@@ -9,10 +8,10 @@ use memfold_wire::agent::FileNumber;
 use super::numbering::{Index, Numbering};
 use super::sparse::{PIECE_ENTRIES, Sparse};
 
-/// What a guest page caches.
+/// File page that a guest page caches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cached {
-    /// The agent's file number plus one; 0 for nothing.
+    /// File number of the agent, plus one; 0 for none.
     pub file: u32,
     pub page: u32,
 }
@@ -20,18 +19,18 @@ pub(super) struct Cached {
 /// Pages that follow one another in QEMU's memory and in the file that they cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRun {
-    /// Address of the first in QEMU.
+    /// Address of the first page in QEMU.
     pub hva: Hva,
-    /// How many.
+    /// Number of pages.
     pub pages: u32,
-    /// The file, by its agent's number.
+    /// File, by its number from the agent.
     pub file: FileNumber,
-    /// The first one's number in the file.
+    /// Number of the first page in the file.
     pub page: u32,
 }
 
-/// A copy of the table of what one VM's pages cache, by its agent's word. It shares the engine's
-/// memory until the engine's changes.
+/// Copy of the table of cached pages of one VM, as its agent reported them. It shares memory with
+/// the engine's table until that changes.
 #[derive(Clone, Debug)]
 pub struct CachedPages {
     pub(super) numbering: Arc<Numbering>,
@@ -39,7 +38,7 @@ pub struct CachedPages {
 }
 
 impl CachedPages {
-    /// All runs, in the order of the guest's page frames. Each page is in one.
+    /// Returns all runs, in order of guest page frames. Each cached page is in exactly one.
     pub fn runs(&self) -> impl Iterator<Item = PageRun> + '_ {
         let mut next = 0;
         std::iter::from_fn(move || {
@@ -49,7 +48,7 @@ impl CachedPages {
         })
     }
 
-    /// The first run that begins at `at` or behind it, and its first page.
+    /// Returns the first run that begins at `at` or later, and the index of its first page.
     fn run_from(&self, mut at: Index) -> Option<(Index, PageRun)> {
         let pages = self.numbering.pages();
         let (file, page) = loop {

@@ -1,24 +1,24 @@
-//! Pairs of files of the same name and size that wait to be compared.
+//! Queue of pairs of files with the same name and size that wait to be compared.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::content::ContentId;
 
-/// Most pairs that wait to be sampled in one domain.
+/// Most pairs that wait in one domain.
 const MAX_CANDIDATES: usize = 4096;
 
-/// How often a pair is looked at before both have a page in memory that can be compared.
+/// Attempts to compare a pair while they have no page in memory in common.
 const MAX_TRIES: u8 = 5;
 
-/// Two contents whose names and sizes are equal, to be sampled.
+/// Two contents with the same name and size, to be compared by samples.
 pub(super) struct Candidate {
     pub content: ContentId,
     pub other: ContentId,
     tries: u8,
 }
 
-/// Pairs by when they are due.
+/// Waiting pairs, by the time at which they are due.
 #[derive(Default)]
 pub(super) struct Candidates {
     waiting: BTreeMap<(Instant, u64), Candidate>,
@@ -26,7 +26,7 @@ pub(super) struct Candidates {
 }
 
 impl Candidates {
-    /// A new pair.
+    /// Adds a pair that is due at `due`.
     pub fn add(&mut self, content: ContentId, other: ContentId, due: Instant) {
         let new = Candidate {
             content,
@@ -43,7 +43,7 @@ impl Candidates {
         }
     }
 
-    /// When the first is due.
+    /// Returns the time at which the first pair is due.
     pub fn due(&self) -> Option<Instant> {
         self.waiting.first_key_value().map(|(key, _)| key.0)
     }
@@ -53,7 +53,7 @@ impl Candidates {
         self.waiting.pop_first().map(|(_, candidate)| candidate)
     }
 
-    /// Later again, unless it has been tried often.
+    /// Queues a pair again with a longer delay, unless it was tried often.
     pub fn put_back(&mut self, mut candidate: Candidate, now: Instant) {
         if candidate.tries < MAX_TRIES {
             candidate.tries += 1;

@@ -1,4 +1,4 @@
-//! What the engine is told and asked.
+//! Commands from the daemon to the engine's thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::SyncSender;
@@ -13,105 +13,109 @@ use super::guest::{Guest, VmId};
 use super::owed::Owed;
 use super::stats::EngineStats;
 
-/// What the engine is told and asked.
+/// Command to the engine. Commands with a sender are answered through it.
 pub enum Command {
-    /// A VM to fold.
+    /// Adds a VM.
     Add {
-        /// Number that its hints and commands name it by, for as long as this engine runs.
+        /// Number of the VM in hints and commands, for as long as this engine runs.
         id: VmId,
-        /// Name that its figures and log lines carry.
+        /// Name of the VM in statistics and log lines.
         name: String,
-        /// Its trust domain; `None` shares with nobody.
+        /// Trust domain; a VM without one (`None`) shares with no other VM.
         domain: Option<String>,
-        /// Its RAM.
+        /// Layout of the VM's RAM.
         layout: RamLayout,
-        /// Advice of each RAM block, in the order of `layout.blocks`.
+        /// `madvise` advice of each RAM block, in the order of `layout.blocks`.
         advice: Vec<Advice>,
-        /// The VM itself.
+        /// Interface to the VM.
         guest: Box<dyn Guest>,
-        /// Why it must not be folded, if so; it is still listed.
+        /// Reason why it must not be folded, if there is one. The VM is listed all the same.
         problem: Option<String>,
     },
-    /// The VM's RAM is laid out otherwise now: its firmware has run, or memory was plugged.
+    /// Replaces the layout of the VM's RAM, after its firmware has run or memory was plugged.
     Layout {
-        /// Number that its hints and commands name it by, for as long as this engine runs.
+        /// Number of the VM in hints and commands, for as long as this engine runs.
         id: VmId,
-        /// Its RAM.
+        /// New layout of the VM's RAM.
         layout: RamLayout,
-        /// Advice of each RAM block, in the order of `layout.blocks`.
+        /// `madvise` advice of each RAM block, in the order of `layout.blocks`.
         advice: Vec<Advice>,
     },
-    /// The VM is gone.
+    /// Removes a VM that has ended.
     Remove(VmId),
-    /// Conditions have changed: why the VM must not be folded now, if so.
+    /// Sets or clears the reason why a VM must not be folded.
     Problem(VmId, Option<String>),
-    /// A new connection to the library of a VM whose old one failed.
+    /// Replaces the failed connection to a VM's library.
     Reached {
-        /// Number that its hints and commands name it by, for as long as this engine runs.
+        /// Number of the VM in hints and commands, for as long as this engine runs.
         id: VmId,
-        /// The VM by the new connection.
+        /// Interface to the VM through the new connection.
         guest: Box<dyn Guest>,
-        /// Why it must not be folded, if so.
+        /// Reason why it must not be folded, if there is one.
         problem: Option<String>,
     },
-    /// The agent of a VM begins a session: its file numbers and hints start anew.
+    /// Starts a new session of a VM's agent: file numbers and hints start anew.
     AgentSession(VmId),
-    /// The agent of a VM says something.
+    /// A message of a VM's agent.
     Agent(VmId, FromAgent),
     /// The agent's connection ended.
     AgentGone(VmId),
-    /// Have a VM's writes tracked before it is stopped for a snapshot; it is not folded until
+    /// Tracks a VM's writes before it is stopped for a snapshot. The VM is not folded until
     /// [`Command::Release`].
     Track(VmId, SyncSender<Result<(), String>>),
-    /// Keep what ranges of a stopped VM's memory hold, in this file ([`Order::KeepPast`]).
+    /// Saves the present bytes of ranges of a stopped VM's memory in this file, before the VM
+    /// overwrites them ([`Order::KeepPast`]).
     KeepPast(VmId, Vec<Range>, OwnedFd, SyncSender<Result<(), String>>),
-    /// Track a held VM's writes no more.
+    /// Ends the tracking of a held VM's writes.
     Untrack(VmId, SyncSender<Result<(), String>>),
-    /// Let a VM go on that was stopped, still held for the rest of its snapshot.
+    /// Resumes a stopped VM, which is still held for the rest of its snapshot.
     GoOn(VmId, SyncSender<Result<(), String>>),
-    /// Do nothing with a VM, which others stop for a snapshot, until [`Command::Release`].
+    /// Leaves a VM alone until [`Command::Release`], while another component stops it for a
+    /// snapshot.
     LeaveAlone(VmId, SyncSender<Result<(), String>>),
-    /// Stop a VM for a snapshot; nothing else is done with it until [`Command::Release`]. It also
-    /// goes on when this daemon dies.
+    /// Stops a VM for a snapshot. The engine leaves it alone until [`Command::Release`]. The VM
+    /// also resumes if this daemon dies.
     Hold(VmId, SyncSender<Result<(), String>>),
-    /// The snapshot needs the VM no longer.
+    /// Ends the holding of a VM after its snapshot.
     Release(VmId),
-    /// Stop or go on folding; what is folded stays.
+    /// Pauses or resumes folding; folded pages stay folded.
     SetPaused(bool),
-    /// Why nothing more may be shared from now on; `None`: it may again. What is folded stays.
+    /// Stops all new sharing for this reason, or allows it again (`None`). Folded pages stay
+    /// folded.
     SetBraked(Option<String>),
-    /// How much guests could call in, as of the last looks at the kernel's tables.
+    /// Asks how much memory guests could reclaim by writes, as of the last sync with the kernel's
+    /// tables.
     Owed {
-        /// Look at them first.
+        /// Sync with the kernel's tables first.
         look: bool,
-        /// And give back store pages that no VM needs any more.
+        /// Also give back store pages that no VM needs any more.
         give_back: bool,
-        /// For the answer.
+        /// Sender for the answer.
         answer: SyncSender<Owed>,
     },
-    /// New budgets.
+    /// Sets the budgets.
     SetBudget {
-        /// Share of one core.
+        /// Share of one core, 0 to 1.
         cpu_share: f64,
         /// Pages per second.
         pages_per_second: Option<u64>,
     },
-    /// Answer at once with the CPU time of [`Command::Stats`] so far, in nanoseconds; also for who
-    /// wants to know that commands are carried out.
+    /// Answers at once with the CPU time of [`Command::Stats`] so far, in nanoseconds. Also used to
+    /// wait until earlier commands are carried out.
     ReportsCpu(SyncSender<u64>),
-    /// Look at the kernel's tables and answer with figures, and with what guests could call in as
-    /// of that look.
+    /// Syncs with the kernel's tables. Answers with the statistics, and with the memory that guests
+    /// could reclaim.
     Stats(SyncSender<(EngineStats, Owed)>),
-    /// Which files VMs cache.
+    /// Asks for the files that VMs cache.
     FileUses(SyncSender<Vec<FileUse>>),
-    /// Where they lie in their memory.
+    /// Asks for the places of cached files in the VMs' memory.
     CachedFiles(SyncSender<CachedFiles>),
-    /// What each page of a VM caches; `None` before its agent's first inventory. Costs the engine
-    /// no more than references to its table.
+    /// Asks for the cached pages of a VM; `None` before its agent's first inventory. The answer
+    /// shares the engine's table, so it is cheap.
     CachedPages(VmId, SyncSender<Option<CachedPages>>),
-    /// Paths of files of a VM, by its agent's numbers; empty where none is known. Costs a search
-    /// for each.
+    /// Asks for paths of files of a VM, by its agent's numbers; empty where none is known. Costs a
+    /// look-up for each.
     FilePaths(VmId, Vec<FileNumber>, SyncSender<Vec<Vec<u8>>>),
-    /// End the thread.
+    /// Ends the thread.
     Stop,
 }

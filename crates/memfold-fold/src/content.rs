@@ -1,10 +1,11 @@
-//! Which files of which VMs are thought to hold the same bytes, and which store pages hold them.
+//! Index of contents: which files of which VMs probably have the same bytes, and which store pages
+//! hold these bytes.
 //!
-//! A [`Content`] stands for the bytes of one file, wherever it lies. VM files join it by path and
-//! size (study C's attribute); files of the same name and size under another path join it after
-//! samples of their bytes were equal; a VM whose bytes keep differing leaves it for a variant of
-//! its own, so that VMs with the same other version share with each other. All of it is guesswork
-//! that the compare at folding judges.
+//! A [`Content`] represents the bytes of one file, wherever copies of it are. A VM's file joins a
+//! content by path and size. A file of the same name and size under another path joins after a
+//! comparison of samples. A VM whose bytes keep differing moves to a variant of its own, so that
+//! VMs with the same other version share with each other. All this is a guess, which the comparison
+//! at folding checks.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,33 +17,33 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 use super::guest::VmId;
 use super::vm_table::{PIECE, Piece};
 
-/// Number of a content in its domain; never used twice.
+/// Number of a content in its domain; never reused.
 pub type ContentId = u32;
 
-/// Most variants of one path and size: versions of a file that VMs of one domain may have side by
-/// side.
+/// Most variants of one path and size, that is, versions of a file that VMs of one domain have at
+/// the same time.
 const MAX_VARIANTS: usize = 4;
 
-/// Contents of the same name and size that a new one is compared with.
+/// Most contents of the same name and size that a new content is compared with.
 const MAX_CANDIDATES: usize = 4;
 
-/// Contents of the same name and size that are remembered as such.
+/// Most contents that are remembered for one name and size.
 const MAX_NAMESAKES: usize = 64;
 
 /// A file of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Member {
     pub vm: VmId,
-    /// The file, by its agent's number.
+    /// File, by its number from the agent.
     pub file: FileNumber,
 }
 
-/// Bytes that several files are thought to share.
+/// Bytes that several files probably share.
 #[derive(Debug)]
 pub struct Content {
     /// Path of the first member.
     pub path: Box<[u8]>,
-    /// Files that have it.
+    /// Files with these bytes.
     pub members: Vec<Member>,
     /// Whether members have different paths.
     pub aliased: bool,
@@ -51,7 +52,7 @@ pub struct Content {
 }
 
 impl Content {
-    /// Length of these files in bytes.
+    /// Returns the length of these files in bytes.
     #[must_use]
     pub const fn size(&self) -> u64 {
         self.key.size
@@ -63,7 +64,7 @@ impl Content {
         self.store.get(&(page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
     }
 
-    /// Store pages (plus one) that hold the pages of a piece.
+    /// Returns the store pages (plus one) that hold the pages of a piece; 0 for none.
     #[must_use]
     pub fn store_pages(&self, piece: u32) -> Piece {
         self.store.get(&piece).map_or([0; PIECE as usize], |p| **p)
@@ -103,14 +104,14 @@ struct NameKey {
     size: u64,
 }
 
-/// What is known of one store page.
+/// State of one store page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StorePageFacts {
-    /// VM pages that map it.
+    /// Number of VM pages that map it.
     pub references: u32,
-    /// The file page it holds, if an index entry leads here.
+    /// File page that it holds, if an index entry refers to this store page.
     pub holds: Option<(ContentId, u32)>,
-    /// Whether it was punched out (pages that map it hold private copies).
+    /// Whether it was punched out. Pages that map it hold private copies.
     pub punched: bool,
 }
 
@@ -129,13 +130,13 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// The content of a VM's file.
+    /// Returns the content of a VM's file.
     #[must_use]
     pub fn of(&self, member: Member) -> Option<ContentId> {
         self.of.get(&member).copied()
     }
 
-    /// The path that a VM has this file by.
+    /// Returns the path of the file in the VM.
     #[must_use]
     pub fn path(&self, member: Member) -> Option<&[u8]> {
         if let Some(path) = self.own_paths.get(&member) {
@@ -149,7 +150,7 @@ impl Contents {
         self.all.get(&id)
     }
 
-    /// Every content with at least two members.
+    /// Returns every content with at least two members.
     pub fn shared(&self) -> impl Iterator<Item = (ContentId, &Content)> {
         self.all
             .iter()
@@ -157,9 +158,9 @@ impl Contents {
             .map(|(&id, c)| (id, c))
     }
 
-    /// A VM has a file at `path` of `size` bytes: joins the content of that path and size, or
-    /// begins one. Returns other contents of the same file name and size under other paths:
-    /// candidates for [`Contents::alias`].
+    /// Adds a VM's file at `path` of `size` bytes: it joins the content of that path and size, or
+    /// starts one. Returns other contents of the same file name and size: candidates for
+    /// [`Contents::alias`].
     pub fn join(&mut self, member: Member, path: &[u8], size: u64) -> Vec<ContentId> {
         let key = PathKey {
             path: xxh3_128(path),
@@ -212,8 +213,8 @@ impl Contents {
         }
     }
 
-    /// A VM's file is gone (or is another file now). A content without members ends; its store
-    /// pages lose their index.
+    /// Removes a VM's file. A content without members ends, and its store pages lose their index
+    /// entries.
     pub fn leave(&mut self, member: Member) {
         self.own_paths.remove(&member);
         self.leave_content(member);
@@ -257,7 +258,7 @@ impl Contents {
         }
     }
 
-    /// Every file of a VM is gone.
+    /// Removes all files of a VM.
     pub fn leave_all(&mut self, vm: VmId) {
         let members: Vec<Member> = self.of.keys().filter(|m| m.vm == vm).copied().collect();
         for member in members {
@@ -265,7 +266,7 @@ impl Contents {
         }
     }
 
-    /// Samples of two contents were equal: the members of `other` join `id`.
+    /// Joins two contents whose samples were equal: the members of `other` join `id`.
     pub fn alias(&mut self, id: ContentId, other: ContentId) {
         if id == other || !self.all.contains_key(&id) {
             return;
@@ -285,8 +286,8 @@ impl Contents {
         }
     }
 
-    /// The bytes of `member` keep differing: it joins the next variant of its path and size.
-    /// `false` when no variant is left to try.
+    /// Moves a member whose bytes keep differing to the next variant of its path and size. Returns
+    /// `false` if there is no other variant to try.
     pub fn try_variant(&mut self, member: Member) -> bool {
         let Some(id) = self.of(member) else {
             return false;
@@ -317,7 +318,7 @@ impl Contents {
         true
     }
 
-    /// What is known of a store page.
+    /// Returns the state of a store page.
     #[must_use]
     pub fn facts(&self, store_page: u32) -> StorePageFacts {
         self.pages
@@ -344,7 +345,7 @@ impl Contents {
         }
     }
 
-    /// One more VM page maps each of these store pages.
+    /// Counts one more VM page for each of these store pages.
     pub fn add_references(&mut self, mut first: u32, mut pages: u32) {
         while pages > 0 {
             let within = first % PIECE;
@@ -360,7 +361,7 @@ impl Contents {
         }
     }
 
-    /// One more or one fewer VM page maps a store page.
+    /// Counts one more or one fewer VM page that maps a store page.
     pub fn count_reference(&mut self, store_page: u32, more: bool) {
         let facts = self.facts_mut(store_page);
         facts.references = if more {
@@ -373,8 +374,8 @@ impl Contents {
         }
     }
 
-    /// From now on `store_page` is where page `page` of `content` is to be found. An earlier one
-    /// loses its index.
+    /// Sets `store_page` as the store page of page `page` of `content`. An earlier store page loses
+    /// its index entry.
     pub fn index(&mut self, content: ContentId, page: u32, store_page: u32) {
         self.unindex(content, page);
         if let Some(entry) = self.all.get_mut(&content) {
@@ -396,21 +397,21 @@ impl Contents {
         self.release_facts(stored);
     }
 
-    /// Drops the index entry that leads to a store page.
+    /// Removes the index entry that refers to a store page.
     pub fn unindex_store_page(&mut self, store_page: u32) {
         if let Some((content, page)) = self.facts(store_page).holds {
             self.unindex(content, page);
         }
     }
 
-    /// The page was punched out of the store: it can never be offered again.
+    /// Notes that the page was punched out of the store. It can never be offered again.
     pub fn set_punched(&mut self, store_page: u32) {
         self.facts_mut(store_page).punched = true;
         self.release_facts(store_page);
     }
 
-    /// Forgets a page that nothing maps and no index entry leads to. If it still lies in the store,
-    /// it is an orphan.
+    /// Forgets a page that no VM maps and no index entry refers to. If the store still holds it, it
+    /// becomes an orphan.
     fn release_facts(&mut self, store_page: u32) {
         let facts = self.facts_mut(store_page);
         if facts.references > 0 || facts.holds.is_some() {
@@ -424,7 +425,7 @@ impl Contents {
         }
     }
 
-    /// These store pages hold bytes, and nothing here leads to them.
+    /// Adds orphans: store pages with bytes that no table here refers to.
     pub fn add_orphans(&mut self, pages: Range<u32>) {
         match self
             .orphans
@@ -436,15 +437,16 @@ impl Contents {
         }
     }
 
-    /// Store pages that became orphans since the last call and are not mapped or indexed again:
-    /// nobody else will think of them.
+    /// Takes the store pages that became orphans since the last call and are not mapped or indexed
+    /// again. The caller has to give them back; nothing else refers to them.
     pub fn take_orphans(&mut self) -> Vec<u32> {
         let orphans = std::mem::take(&mut self.orphans);
         let unknown = |&page: &u32| self.facts(page) == StorePageFacts::default();
         orphans.into_iter().flatten().filter(unknown).collect()
     }
 
-    /// Store pages that an index entry leads to or a VM maps, ascending by piece.
+    /// Returns the store pages that an index entry refers to or a VM maps, ascending within a
+    /// piece.
     pub fn known_store_pages(&self) -> impl Iterator<Item = (u32, StorePageFacts)> + '_ {
         self.pages.iter().flat_map(|(&piece, facts)| {
             facts.iter().enumerate().map(move |(i, &f)| {
@@ -455,7 +457,7 @@ impl Contents {
         })
     }
 
-    /// Memory that these tables take, in bytes, roughly.
+    /// Returns the approximate memory of these tables, in bytes.
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
         let pieces: usize = self

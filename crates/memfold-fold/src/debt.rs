@@ -1,5 +1,5 @@
-//! What guests could call in: pages that are in memory once for several, or not at all, and that a
-//! write gives a copy each.
+//! Computes the memory that guests could reclaim by writes: pages that several VMs share or that
+//! are not in memory. A write gives the guest a private copy of such a page.
 
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use super::owed::{Owed, VmOwed};
 use super::state::Engine;
 
 impl Engine {
-    /// Shares nothing more from now on, with the reason, or may again.
+    /// Stops all new sharing for a reason, or allows it again (`None`).
     pub(super) fn set_braked(&mut self, why: Option<String>) {
         if self.braked.is_some() && why.is_none() {
             self.resumed = Instant::now();
@@ -29,9 +29,9 @@ impl Engine {
         self.charged_ns = thread_cpu_ns() + self.library_cpu_ns;
     }
 
-    /// What guests could call in now. Without `look` that is a sum of counters, as of the last
-    /// looks at the kernel's tables: pages that were written since count still, so that it is
-    /// rather too much than too little.
+    /// Returns the memory that guests could reclaim. Without `look`, it is a sum of counters as of
+    /// the last sync with the kernel's tables. Pages written since then are still counted, so the
+    /// figure is rather too high than too low.
     pub(super) fn owed(&mut self, look: bool, give_back: bool) -> Owed {
         let punched = |engine: &Self| engine.domains.values().map(|d| d.punched).sum::<u64>();
         let before = punched(self);
@@ -61,7 +61,7 @@ impl Engine {
         }
     }
 
-    /// When the kernel's tables are to be looked at again, while nothing else is done.
+    /// Returns when the next sync with the kernel's tables is due while sharing is stopped.
     pub(super) fn look_again_due(&mut self, now: Instant) -> Option<Instant> {
         let interval = self.settings.sync_interval;
         let foldable = self.vms.values().filter(|vm| vm.stats.problem.is_none());

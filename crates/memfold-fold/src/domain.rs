@@ -1,4 +1,4 @@
-//! A trust domain: its page store, and what its VMs are thought to share.
+//! A trust domain: its page store, and the index of the contents that its VMs share.
 
 use std::time::Instant;
 
@@ -15,27 +15,28 @@ pub(super) struct Domain {
     pub contents: Contents,
     pub candidates: Candidates,
     pub full: bool,
-    /// Processes that mapped the store when it was taken over from a former daemon. Nothing is
-    /// punched while one of them lives that this engine doesn't know.
+    /// Processes that mapped the store when this daemon adopted it. Nothing is punched while one of
+    /// them lives that this engine does not know.
     pub guardians: Vec<rustix::process::Pid>,
     pub appended: u64,
     pub punched: u64,
     pub last_reclaim: Instant,
-    /// Pages reserved in the store from the first on, to be filled before anything is folded.
+    /// First reserved page of the store, and the sources to copy into the reserved pages before
+    /// anything is folded.
     pub reserved: Option<(StorePage, Vec<Source>)>,
-    /// When its holes may be searched again for room.
+    /// Time of the next search for reusable holes.
     pub next_search: Option<Instant>,
 }
 
 impl Domain {
-    /// Number that fold orders name the store by.
+    /// Returns the store's number in fold orders.
     pub fn store_number(&self) -> u32 {
         let identity = self.store.identity();
         file_number(identity.dev, identity.ino)
     }
 }
 
-/// Logs a store failure once a state change, not once a page.
+/// Logs a store failure once for each change of state, not once for each page.
 pub(super) fn note_store_error(domain_name: &str, domain: &mut Domain, error: &StoreError) {
     if !domain.full {
         warn!(domain = domain_name, error = %error, "page store takes no new content; raise --store-cap or free memory");

@@ -1,4 +1,4 @@
-//! The engine: its state, its messages, its loop.
+//! Main loop of the engine: handles commands, and does the work that is due.
 
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -13,16 +13,16 @@ use super::state::{Engine, VmState};
 use super::stats::EngineStats;
 use super::task::BATCH_PAGES;
 
-/// Shortest time between two batches of hints that are not many: pages that are read one after the
-/// other become one run, and an order costs about as much as ten pages.
+/// Shortest time between two small batches of hints. Pages that are read one after another become
+/// one run, and an order costs about as much as ten pages.
 const GATHER: Duration = Duration::from_millis(500);
 
-/// Time between two sweeps over everything that is matched and not folded.
+/// Time between two sweeps, which search for pages that are matched and not folded.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Engine {
     /// Serves commands until [`Command::Stop`] or until every sender is gone. Waits without a
-    /// timeout when nothing is to be done.
+    /// timeout when there is nothing to do.
     pub fn run(mut self, commands: &Receiver<Command>) {
         loop {
             let now = Instant::now();
@@ -53,7 +53,7 @@ impl Engine {
         }
     }
 
-    /// Does the most useful thing that is due, once.
+    /// Does the most useful due work, once.
     fn turn(&mut self, now: Instant) {
         if self.braked.is_some() {
             self.sync_due(now);
@@ -79,7 +79,7 @@ impl Engine {
         self.fold_back_due(now);
     }
 
-    /// Takes the CPU used since the last call from the budget.
+    /// Charges the budget for the CPU time used since the last call.
     fn charge(&mut self, now: Instant) {
         let used = thread_cpu_ns() + self.library_cpu_ns;
         self.cpu
@@ -87,7 +87,7 @@ impl Engine {
         self.charged_ns = used;
     }
 
-    /// When there will be something to do.
+    /// Returns when the next work is due; `None` if there is none.
     fn next_due(&mut self, now: Instant) -> Option<Instant> {
         if self.paused {
             return None;
@@ -122,8 +122,8 @@ impl Engine {
         Some(due.max(now + budget.unwrap_or_default()))
     }
 
-    /// When hints of a VM are to be worked on: gathered for a while, unless they are enough for a
-    /// batch.
+    /// Returns when hints of a VM are to be processed. They are gathered for a while, unless they
+    /// suffice for a batch.
     fn hints_due(&self, vm: &VmState, now: Instant) -> Option<Instant> {
         let due = vm.stack.due(now)?;
         let enough = vm.stack.pages() >= u64::from(BATCH_PAGES);

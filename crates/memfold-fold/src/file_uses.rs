@@ -1,6 +1,5 @@
-//! Which files VMs cache, by what their agents say: for whoever chooses files
-//! (`memfold segment rank`), and where they lie in memory (`memfold estimate`), or on the guest's
-//! disks (hot snapshots).
+//! Reports the files that VMs cache, as their agents say: which files (`memfold segment rank`),
+//! where in memory (`memfold estimate`), and by path (hot snapshots).
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_wire::agent::FileNumber;
@@ -12,7 +11,7 @@ use super::guest::VmId;
 use super::state::Engine;
 
 impl Engine {
-    /// Where every VM caches which file. Files whose path isn't known are left out.
+    /// Returns the places of cached files in every VM. Files without a known path are left out.
     pub(super) fn cached_files(&self) -> CachedFiles {
         let mut all = CachedFiles::default();
         let mut numbers: HashMap<(&str, ContentId), u32> = HashMap::new();
@@ -46,13 +45,13 @@ impl Engine {
         all
     }
 
-    /// What each page of one VM caches, if its agent has said so.
+    /// Returns the cached pages of one VM; `None` before its agent's first inventory.
     pub(super) fn cached_pages(&self, id: VmId) -> Option<CachedPages> {
         let vm = self.vms.get(&id).filter(|vm| vm.stats.agent_ready)?;
         Some(vm.table.copy_cached())
     }
 
-    /// Paths of files of one VM; empty where none is known.
+    /// Returns paths of files of one VM; empty where none is known.
     pub(super) fn file_paths(&self, id: VmId, files: &[FileNumber]) -> Vec<Vec<u8>> {
         let vm = self.vms.get(&id);
         let contents = vm.and_then(|vm| Some(&self.domains.get(&vm.domain)?.contents));
@@ -61,7 +60,8 @@ impl Engine {
         paths.map(<[u8]>::to_vec).collect()
     }
 
-    /// What every VM caches, by file. A file whose path isn't known is left out.
+    /// Returns the number of cached pages of each VM and file. Files without a known path are left
+    /// out.
     pub(super) fn file_uses(&self) -> Vec<FileUse> {
         let mut uses = Vec::new();
         for (&id, vm) in &self.vms {

@@ -1,8 +1,9 @@
-//! Folding back: VMs that run from a snapshot map its image privately; pages that they have
-//! written, and that hold again what the image holds, are given back to it.
+//! Folds pages back to a snapshot's image. VMs that run from a snapshot map its image privately. A
+//! page that the guest wrote and that again equals the image can drop its private copy.
 //!
-//! A pass compares from outside, so that a page that differs costs the guest nothing; the library
-//! compares again, with the page frozen, and drops the private copy. The mapping stays as it is.
+//! A pass first compares from the daemon, so that a page that differs costs the guest nothing. Then
+//! the library freezes the page, compares again, and drops the private copy. The mapping stays as
+//! it is.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -20,23 +21,24 @@ use super::image::{Image, Part};
 use super::state::{Engine, VmState};
 use super::vm_table::{Index, VmTable};
 
-/// Pages compared in one step, each of which may be a run of its own: some milliseconds.
+/// Pages compared in one step (some milliseconds). Each may be a run of its own.
 const STEP_PAGES: u64 = MAX_RUNS as u64;
 
-/// Pages read at once.
+/// Pages read in one call.
 const READ_PAGES: u64 = 64;
 
-/// When a step is tried again that could not be done.
+/// Delay before a failed step is tried again.
 const LATER: Duration = Duration::from_secs(1);
 
 impl VmState {
-    /// When the next step of a pass is due; never for a VM that runs from no snapshot.
+    /// Returns when the next step of a pass is due; `None` for a VM that does not run from a
+    /// snapshot, or whose pages can be frozen neither by write protection nor by a stop.
     pub(super) fn back_due(&self) -> Option<Instant> {
         let image = self.back.image.as_ref()?;
         (image.protectable || self.guest.can_stop()).then_some(self.back.due)
     }
 
-    /// Whether page `at`, where a file is mapped, may be frozen by write protection, as of this
+    /// Returns whether page `at`, which maps a file, may be frozen by write protection, as of this
     /// batch.
     pub(super) fn may_refold_live(&self, at: Index) -> bool {
         let protectable = || self.back.image.as_ref().is_some_and(|i| i.protectable);
@@ -44,9 +46,9 @@ impl VmState {
     }
 }
 
-/// Takes in which mappings of files other than the page store a VM has. Those in its RAM are views
-/// of one image, and of files of disks that hold the rest of it: memfold folds no RAM that QEMU
-/// itself has made of a file.
+/// Notes a VM's mappings of files other than the page store. Those in its RAM are views of one
+/// image, and of disk files that hold the rest of it. RAM that QEMU itself has mapped from a file
+/// is never folded.
 pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
     let in_ram: Vec<(&FileMapping, Vec<(Index, Part)>)> = mappings
         .iter()
@@ -80,8 +82,8 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
     }));
 }
 
-/// Notes which pages of RAM the image holds something for. A file system's image is mapped whole,
-/// holes too; of a disk's file, what is mapped is memory.
+/// Notes the pages of RAM for which the image holds data. An image in a file system is mapped
+/// whole, holes included; every mapped page of a disk file counts as data.
 fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>)]) {
     let Some(image) = &vm.back.image else {
         return vm.table.set_image_data(std::iter::empty());
@@ -115,8 +117,8 @@ fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>
     vm.table.set_image_data(filled.into_iter());
 }
 
-/// Parts of a mapping that are guest RAM, with the number of their first page. Between a guest's
-/// slots, a block may have pages that are none of its RAM.
+/// Returns the parts of a mapping that are guest RAM, each with the index of its first page.
+/// Between a guest's slots, a block may have pages that are no RAM.
 fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
     let end = mapping.hva.add_pages(mapping.pages);
     let slots = table.layout().slots.iter();
@@ -135,8 +137,8 @@ fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
     part.collect()
 }
 
-/// Pages in views that may be folded although the guest has not written them: those that it has
-/// touched, if the image is in memory for it alone. A bit a page.
+/// Marks pages in views that may be folded although the guest has not written them: touched pages
+/// of an image that only this VM has in memory. One bit a page.
 pub(super) fn touched(vm: &VmState, bits: &mut [u64]) -> std::io::Result<()> {
     let filter = Filter {
         all_of: category::PRESENT | category::FILE,
@@ -158,7 +160,7 @@ pub(super) fn touched(vm: &VmState, bits: &mut [u64]) -> std::io::Result<()> {
 }
 
 impl Engine {
-    /// Finds out whether VM `id` is the only one that runs from its image.
+    /// Notes whether VM `id` is the only one that runs from its image.
     pub(super) fn note_company(&mut self, id: VmId) {
         let image = |vm: &VmState| vm.back.image.as_ref().map(|i| (i.identity, i.in_memory));
         let Some(mine) = self.vms.get(&id).and_then(image) else {
@@ -254,8 +256,8 @@ impl Engine {
     }
 }
 
-/// Takes the next parts of a pass, and finds the runs in them that hold what the image holds; also
-/// how many pages were looked at.
+/// Takes the next parts of a pass and finds the runs in them that equal the image. Returns the runs
+/// and the number of pages compared.
 fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
     let (mut runs, mut looked) = (Vec::new(), 0);
     let (Some(image), Some(map)) = (&vm.back.image, &vm.pagemap) else {
@@ -286,8 +288,8 @@ fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
 }
 
 impl VmState {
-    /// Counts what an order has given back; runs that it had no time for are tried again. Returns
-    /// what it cost the library.
+    /// Counts the pages that an order has folded back. Runs for which the time did not suffice are
+    /// queued again. Returns the CPU time of the library, in nanoseconds.
     fn book_back(&mut self, order: &Order, reply: &Reply) -> u64 {
         let (
             Order::Fold { runs, .. },
@@ -320,7 +322,7 @@ impl VmState {
         *cpu_ns
     }
 
-    /// Counts a pause of so many nanoseconds, if it was one.
+    /// Counts a pause of `stopped_ns` nanoseconds; 0 means that the VM was not stopped.
     pub(super) fn note_pause(&mut self, stopped_ns: u64) {
         if stopped_ns > 0 {
             self.stats.pauses += 1;
@@ -329,7 +331,7 @@ impl VmState {
     }
 }
 
-/// Private copies in the views of a VM's image.
+/// Returns the private copies in the views of a VM's image.
 fn written(vm: &VmState) -> Vec<Part> {
     let Some(map) = &vm.pagemap else {
         return Vec::new();
@@ -348,7 +350,7 @@ fn written(vm: &VmState) -> Vec<Part> {
     parts
 }
 
-/// Finds the runs of `part`, at most [`READ_PAGES`] long, that hold what the image holds.
+/// Finds the runs of `part`, which has at most [`READ_PAGES`] pages, that equal the image.
 fn equal_runs(vm: &VmState, image: &Image, part: Part, runs: &mut Vec<FoldRun>) {
     let length = usize::try_from(part.pages * PAGE_SIZE).unwrap_or(0);
     let (mut ours, mut theirs) = (vec![0; length], vec![0; length]);

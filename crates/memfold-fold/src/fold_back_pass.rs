@@ -1,23 +1,23 @@
-//! Where a VM's pass over its views of an image stands, and when the next one is due.
+//! State of a VM's fold-back pass over its views of an image, and the time of the next pass.
 
 use std::time::{Duration, Instant};
 
 use super::image::{Image, Part};
 
-/// A pass that finds less than one page in so many to give back makes the time until the next one
-/// longer.
+/// A pass that finds less than one page in [`WORTH`] to fold back doubles the time until the next
+/// pass.
 const WORTH: u64 = 50;
 
-/// Longest time between two passes, in the shortest.
+/// Longest time between two passes, as a multiple of the shortest.
 const LONGEST: u32 = 16;
 
-/// Where a VM's pass stands.
+/// State of a VM's fold-back pass.
 #[derive(Debug)]
 pub(super) struct BackPass {
     pub image: Option<Image>,
     pub views: Vec<Part>,
-    /// Whether no other VM runs from the image, which lies in a file system: what it holds in
-    /// memory for this VM, it holds for one VM alone, and the host can drop it.
+    /// Whether no other VM runs from the image, and the image is in a file system. Its pages in
+    /// memory then serve this VM alone, and the host can drop them.
     pub alone: bool,
     pub due: Instant,
     shortest: Duration,
@@ -30,7 +30,7 @@ pub(super) struct BackPass {
 }
 
 impl BackPass {
-    /// The first pass comes due `interval` after `now`.
+    /// Creates the state before the first pass, which is due `interval` after `now`.
     pub fn new(now: Instant, interval: Duration) -> Self {
         Self {
             image: None,
@@ -46,14 +46,14 @@ impl BackPass {
         }
     }
 
-    /// What was known is not so any more.
+    /// Forgets image, views and the rest of the pass.
     pub fn forget(&mut self) {
         self.rest.clear();
         self.views.clear();
         self.image = None;
     }
 
-    /// Ends a pass. Passes may take a tenth of the CPU budget.
+    /// Ends a pass and sets the time of the next. Passes may use a tenth of the CPU budget.
     pub fn end(&mut self, now: Instant, cpu_share: f64) {
         self.rest.clear();
         self.interval = if self.found * WORTH >= self.looked.max(1) {

@@ -1,4 +1,4 @@
-//! What the engine needs of a VM.
+//! Interface of the engine to a VM.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -6,33 +6,31 @@ use std::os::fd::BorrowedFd;
 use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 
-/// The daemon's number for a VM; never used twice while a daemon lives.
+/// Number of a VM in the daemon; never reused while the daemon lives.
 pub type VmId = u32;
 
-/// Why a VM did not do what was asked. The engine drops the VM from folding when its library is
-/// gone.
+/// Reason why a VM did not carry out an order. The engine stops folding a VM whose library is gone.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {
-    /// The library's socket failed or timed out, or its answer made no sense.
+    /// The library's socket failed or timed out, or its reply was malformed.
     #[error("memfold's library in this VM's QEMU does not answer")]
     Library(#[source] io::Error),
 }
 
-/// How a VM's folded ranges may be folded again.
+/// Way in which folded ranges of a VM may be folded again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refold {
     /// While the VM runs, frozen by write protection: no block node uses direct I/O.
     Live,
-    /// While the VM is stopped for a moment.
+    /// While the VM is stopped for a moment, because it uses direct I/O.
     Stopped,
-    /// Not now: QEMU's monitor is busy and can't be asked.
+    /// Unknown at the moment: QEMU's monitor is busy.
     Unknown,
 }
 
-/// A VM as the engine sees it. Real ones are QEMU processes; in tests the engine folds its own
-/// process's memory.
+/// A VM. Real VMs are QEMU processes; tests use memory of their own process.
 pub trait Guest: Send {
-    /// The process whose memory holds guest RAM.
+    /// Returns the process whose memory holds guest RAM.
     fn pid(&self) -> Pid;
 
     /// Sends an order to the library and waits for its reply.
@@ -42,9 +40,10 @@ pub trait Guest: Send {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, GuestError>;
 
-    /// How folded ranges may be folded again. Asked once a batch.
+    /// Returns how folded ranges may be folded again. Called once a batch.
     fn refold(&mut self) -> Refold;
 
-    /// Whether orders may stop the VM for a moment ([`memfold_wire::library::Freeze::Stopped`]).
+    /// Returns whether orders may stop the VM for a moment
+    /// ([`memfold_wire::library::Freeze::Stopped`]).
     fn can_stop(&self) -> bool;
 }

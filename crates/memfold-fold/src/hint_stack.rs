@@ -1,10 +1,10 @@
-//! The bounded newest-first hint stack of study C, one for each VM, behind a queue in which hints
-//! settle.
+//! Bounded stack of hints of one VM, newest first, with a queue in front of it where new hints
+//! wait.
 //!
-//! A hint comes when a page enters the page cache, before its bytes are read from disk, so it waits
-//! for the settling time first. Then the newest goes first: old hints are the likeliest to be out
-//! of date. When the stack is full its oldest hint is dropped; the tables still hold the pages, and
-//! a sweep finds them later.
+//! A hint arrives when a page enters the page cache, before its bytes are read from disk. So it
+//! first waits for the settling time. Then the newest hint goes first, because old hints are most
+//! likely out of date. When the stack is full, its oldest hint is dropped; the tables keep the
+//! pages, and a sweep finds them later.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -16,20 +16,20 @@ use super::vm_table::PIECE;
 /// A run of file pages that a VM has put into its page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hint {
-    /// File, by the agent's number.
+    /// File, by its number from the agent.
     pub file: FileNumber,
     /// First page in the file.
     pub page: u32,
     /// Length in pages.
     pub pages: u32,
-    /// When the daemon got it.
+    /// Time at which the daemon received it.
     pub at: Instant,
-    /// How often it has been put back because pages were busy.
+    /// Number of times that it was queued again because pages were busy.
     pub tries: u8,
 }
 
 impl Hint {
-    /// All pages of a piece of a file, not tried yet.
+    /// Creates a hint for all pages of a piece of a file, not tried yet.
     #[must_use]
     pub const fn of_piece(file: FileNumber, piece: u32, at: Instant) -> Self {
         Self {
@@ -54,7 +54,7 @@ pub struct HintStack {
 }
 
 impl HintStack {
-    /// An empty stack of at most `limit` hints, each of which settles for `settle` first.
+    /// Creates an empty stack of at most `limit` hints, each of which first waits for `settle`.
     #[must_use]
     pub const fn new(limit: usize, settle: Duration) -> Self {
         Self {
@@ -67,8 +67,8 @@ impl HintStack {
         }
     }
 
-    /// Adds a new hint. Joins it to the one before where it continues it, so that a file read page
-    /// by page is one run.
+    /// Adds a hint, or extends the last hint that it continues, so that a file read page by page is
+    /// one run.
     pub fn push(&mut self, hint: Hint) {
         self.pages += u64::from(hint.pages);
         if let Some(last) = self.settling.back_mut() {
@@ -89,7 +89,7 @@ impl HintStack {
         self.settling.push_back(hint);
     }
 
-    /// The newest hint that has settled.
+    /// Takes the newest hint that has settled.
     pub fn pop(&mut self, now: Instant) -> Option<Hint> {
         while let Some(&hint) = self.settling.front() {
             if now.saturating_duration_since(hint.at) < self.settle {
@@ -112,13 +112,13 @@ impl HintStack {
         self.dropped += 1;
     }
 
-    /// Pages of all hints waiting or settling.
+    /// Returns the number of pages of all hints, settled or not.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// When the next hint will have settled; `now` if one has; `None` if there is none at all.
+    /// Returns when the next hint will have settled; `now` if one has; `None` if there is none.
     #[must_use]
     pub fn due(&self, now: Instant) -> Option<Instant> {
         if self.ready.is_empty() {
@@ -128,19 +128,19 @@ impl HintStack {
         }
     }
 
-    /// Hints waiting or settling.
+    /// Returns the number of hints, settled or not.
     #[must_use]
     pub fn len(&self) -> usize {
         self.settling.len() + self.ready.len()
     }
 
-    /// Hints dropped since the beginning because the stack was full.
+    /// Returns the number of hints dropped since the start because the stack was full.
     #[must_use]
     pub const fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Forgets every hint (the agent begins anew).
+    /// Forgets every hint, because the agent starts a new session.
     pub fn clear(&mut self) {
         self.settling.clear();
         self.ready.clear();

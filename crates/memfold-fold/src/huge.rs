@@ -1,4 +1,4 @@
-//! Transparent huge pages of guest RAM: split only where enough is gained.
+//! Decides which transparent huge pages of guest RAM are split for folding.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,28 +9,28 @@ use super::hint_stack::Hint;
 use super::vm_table::{Index, VmTable};
 
 /// Fewest pages of a huge page that must cache files before it is split: 1/8 of it. Below that, the
-/// TLB reach that the guest loses is dearer than the memory gained.
+/// loss of TLB reach costs the guest more than the memory gained.
 pub const HUGE_SPLIT_PAGES: u16 = 64;
 
-/// A region of 2 MiB of QEMU's memory, by its number.
+/// Number of a 2 MiB region of QEMU's memory: its address divided by 2 MiB.
 type Region = u64;
 
-/// What is known of a VM's huge pages.
+/// State of a VM's huge pages.
 #[derive(Debug, Default)]
 pub struct HugePages {
-    /// Regions that are no huge page, or are worth splitting. A folded one never becomes huge
-    /// again: its mappings differ.
+    /// Regions that are no huge page, or are worth splitting. A folded region never becomes huge
+    /// again, because its mappings differ.
     split: HashSet<Region>,
-    /// Regions that were left whole, and are looked at again when more of them caches files.
+    /// Regions that were left whole. They are looked at again when more of their pages cache files.
     kept: HashSet<Region>,
-    /// Huge pages left whole in this batch, and pages that were left with them.
+    /// Huge pages left whole in this batch, each with the number of pages not folded because of it.
     batch: HashMap<Region, u64>,
 }
 
 impl HugePages {
-    /// Whether page `at`, which is not folded, stays as it is because it lies in a huge page that
-    /// caches too little. `is_huge` tells whether the 2 MiB at an address are mapped by one huge
-    /// page now; asked once a region and batch.
+    /// Returns whether page `at`, which is not folded, stays as it is because it is in a huge page
+    /// with too few cached pages. `is_huge` tells whether one huge page maps the 2 MiB at an
+    /// address now. It is called once for each region and batch.
     pub fn spares(
         &mut self,
         table: &VmTable,
@@ -58,12 +58,13 @@ impl HugePages {
         true
     }
 
-    /// Ends a batch; how many pages were left because of huge pages.
+    /// Ends a batch. Returns the number of pages not folded because of huge pages.
     pub fn end_batch(&mut self) -> u64 {
         self.batch.drain().map(|(_, left)| left).sum()
     }
 
-    /// Hints for what lies in huge pages that were left whole, and cache enough by now.
+    /// Returns hints for the pages of huge pages that were left whole and have enough cached pages
+    /// now.
     pub fn worth_it_now(&mut self, table: &VmTable, hint: impl Fn(u32, u32) -> Hint) -> Vec<Hint> {
         let mut hints = Vec::new();
         let worth = |region: &Region| {
@@ -84,13 +85,13 @@ impl HugePages {
         hints
     }
 
-    /// RAM is laid out anew.
+    /// Forgets everything, because the layout of RAM has changed.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
 }
 
-/// Pages of the region that cache files.
+/// Returns the number of pages of the region that cache files.
 fn cached_in(table: &VmTable, start: Hva) -> u16 {
     (0..HUGE_PAGE_PAGES)
         .filter_map(|step| table.index_at(start.add_pages(step)))
@@ -98,7 +99,7 @@ fn cached_in(table: &VmTable, start: Hva) -> u16 {
         .sum()
 }
 
-/// Whether the 2 MiB at `hva` of a process are mapped by one huge page.
+/// Returns whether one huge page maps the 2 MiB at `hva` of a process.
 pub fn is_huge(map: &Pagemap, hva: Hva) -> bool {
     let filter = Filter {
         all_of: category::HUGE,

@@ -1,4 +1,4 @@
-//! The image of the snapshot that a VM runs from.
+//! Image of the snapshot that a VM runs from.
 
 use std::fs::File;
 use std::io::IoSliceMut;
@@ -14,7 +14,7 @@ use rustix::process::Pid;
 /// `TMPFS_MAGIC` of `linux/magic.h`, also of memfds.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// Pages of a view.
+/// Pages of a view: address in QEMU, length, and first page in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     pub hva: Hva,
@@ -22,19 +22,19 @@ pub(super) struct Part {
     pub file_page: u64,
 }
 
-/// The image that a VM runs from.
+/// Image that a VM runs from.
 #[derive(Debug)]
 pub(super) struct Image {
-    /// As `/proc/PID/maps` names it.
+    /// Device (major, minor) and inode, as in `/proc/PID/maps`.
     pub identity: (u32, u32, u64),
     pub file: File,
-    /// Number that fold orders name it by.
+    /// Number of the file in fold orders.
     pub number: u32,
     pub pages: u64,
-    /// Whether it lies in memory, not in a file system.
+    /// Whether it is in memory (tmpfs or memfd), not on a disk.
     pub in_memory: bool,
-    /// Whether the kernel can protect private views of it against writes: it lies in memory, and
-    /// nothing else is mapped for the VM's RAM.
+    /// Whether the kernel can write-protect private views of it: it is in memory, and no other file
+    /// is mapped for the VM's RAM.
     pub protectable: bool,
 }
 
@@ -59,7 +59,7 @@ impl Image {
         })
     }
 
-    /// Pages that hold something, ascending.
+    /// Returns the pages that hold data, ascending.
     pub fn data(&self) -> std::io::Result<Vec<Range<u64>>> {
         let seek = |to| match rustix::fs::seek(&self.file, to) {
             Ok(offset) => Ok(Some(offset)),
@@ -75,8 +75,8 @@ impl Image {
         Ok(data)
     }
 
-    /// Reads pages that are in memory. `None`: some are not, and reading them from a disk would
-    /// cost more than they give.
+    /// Reads pages that are in memory. `None` if some are not: reading them from disk would cost
+    /// more than folding gains.
     pub fn read(&self, page: u64, buffer: &mut [u8]) -> Option<()> {
         let offset = page * PAGE_SIZE;
         let parts = &mut [IoSliceMut::new(buffer)];
@@ -91,7 +91,7 @@ impl Image {
 }
 
 impl Part {
-    /// What is left behind the first `pages` pages, if anything is.
+    /// Returns the rest after the first `pages` pages, if there is one.
     pub fn after(self, pages: u64) -> Option<Self> {
         (pages < self.pages).then(|| Self {
             hva: self.hva.add_pages(pages),
@@ -101,8 +101,9 @@ impl Part {
     }
 }
 
-/// Number that fold orders name a file by: the same for every daemon. Files in a tmpfs of their own
-/// all have the same inode number and differ in the device; memfds the other way round.
+/// Returns the number of a file in fold orders; every daemon computes the same. Files in tmpfs
+/// mounts of their own have the same inode number and differ in the device; memfds have the same
+/// device and differ in the inode number.
 pub(super) fn file_number(dev: u64, inode: u64) -> u32 {
     #[allow(clippy::cast_possible_truncation)]
     // Should two numbers meet, the library refuses the second file.

@@ -1,4 +1,6 @@
-//! Folding: from what guests say of their page caches to orders for the libraries in their QEMUs.
+//! Folding replaces equal file pages of several VMs by one shared copy in a page store. Guest
+//! agents send hints: which file page each guest page caches. This crate finds pages that several
+//! VMs cache, fills the store with a copy, and orders the library in each QEMU to map the copy.
 //!
 //! ```text
 //!   agents         +----------+  settle   +------------+  newest   +---------+  longest  +-----------+
@@ -12,13 +14,13 @@
 //!        +---------------------------------------------------------------- reclaim: punch what no VM can need
 //! ```
 //!
-//! One thread ([`Engine`]) owns all of it, so nothing here is locked. It spends CPU only from a
-//! budget, counts the library threads' CPU as its own, and waits without a timeout when there is
-//! nothing to do.
+//! One thread ([`Engine`]) owns all tables, so there are no locks. It uses CPU time only from a
+//! budget, counts the CPU time of the library threads as its own, and waits without a timeout when
+//! there is nothing to do.
 //!
-//! What makes it right is elsewhere: the library compares frozen bytes (DESIGN rule 1), and the
-//! store never changes a page (rule 2). Everything here may be wrong about a guest and costs only
-//! time.
+//! Correctness does not depend on this crate: the library compares frozen bytes before it maps a
+//! copy (DESIGN rule 1), and a store page never changes (rule 2). A wrong belief about a guest
+//! costs only time.
 
 mod alias;
 mod batch;

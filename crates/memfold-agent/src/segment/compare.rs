@@ -122,8 +122,8 @@ impl Facts {
         self.why_different(other, false).is_none()
     }
 
-    /// Compares modification times. Many image builders keep whole seconds only, so nanoseconds
-    /// count only if both sides have them, or if `strict`.
+    /// Returns the first difference, if there is one. Many image builders keep whole seconds only,
+    /// so nanoseconds of a modification time count only if both sides have them, or if `strict`.
     fn why_different(&self, other: &Self, strict: bool) -> Option<&'static str> {
         let nanoseconds = strict || (self.mtime.1 != 0 && other.mtime.1 != 0);
         if self.kind() != other.kind() {

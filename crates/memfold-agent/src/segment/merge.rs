@@ -21,8 +21,8 @@ use rustix::io::Errno;
 use super::state::Steps;
 use super::tree;
 
-/// Number of times that a directory is emptied. A process whose working directory is in the
-/// detached overlay may add files meanwhile.
+/// Most attempts to empty a directory. A process whose working directory is in the detached overlay
+/// may add files meanwhile.
 const ROUNDS: u32 = 100;
 
 /// Counts of a merge.
