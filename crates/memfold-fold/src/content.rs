@@ -58,7 +58,7 @@ impl Content {
         self.key.size
     }
 
-    /// The store page that holds page `page` of the file.
+    /// Returns the store page that holds page `page` of the file.
     #[must_use]
     pub fn store_page(&self, page: u32) -> Option<u32> {
         self.store.get(&(page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
@@ -384,7 +384,7 @@ impl Contents {
         }
     }
 
-    /// The store page that holds this file page is no longer to be offered.
+    /// Removes the index entry of a file page, so that its store page is no longer offered.
     pub fn unindex(&mut self, content: ContentId, page: u32) {
         let Some(entry) = self.all.get_mut(&content) else {
             return;

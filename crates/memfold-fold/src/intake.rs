@@ -1,5 +1,6 @@
-//! What agents say, taken into the tables. All of it is untrusted: places outside RAM and files
-//! never introduced are counted and dropped, and every table has a limit that the VM's RAM sets.
+//! Handles messages of agents and updates the tables. All of them are untrusted: pages outside RAM
+//! and files that were never introduced are counted and dropped, and the VM's RAM limits the size
+//! of every table.
 
 use std::time::{Duration, Instant};
 
@@ -16,20 +17,21 @@ use super::state::{Engine, FileState, VmState};
 use super::stats::VmStats;
 use super::vm_table::PIECE;
 
-/// Files that any VM may introduce; larger ones one more for each page of RAM.
+/// Files that every VM may introduce. One more is allowed for each page of RAM.
 const MIN_FILES: usize = 1 << 16;
 
-/// Bytes of paths of one VM's files, for each file that it may introduce.
+/// Bytes of paths that a VM's agent may send, for each file that it may introduce.
 const PATH_BYTES: usize = 256;
 
-/// Pages in one hint at most, so that one VM's hint is not the work of many turns.
+/// Most pages in one hint, so that a hint of one VM does not fill many batches.
 const HINT_PAGES: u32 = 2048;
 
-/// Pages that a VM's agent may speak of in a second, over time (256 MiB/s of page cache). Beyond,
+/// Pages that a VM's agent may report per second on average (256 MiB/s of page cache). Further
 /// hints are dropped.
 const PAGES_PER_SECOND: f64 = 65_536.0;
 
-/// What an agent may say: two inventories of all RAM at once, and [`PAGES_PER_SECOND`].
+/// Creates the limit for an agent's reports: two inventories of all RAM at once, and
+/// [`PAGES_PER_SECOND`].
 pub(super) fn allowance(ram_pages: u32, now: Instant) -> TokenBucket {
     TokenBucket::new(
         PAGES_PER_SECOND,
@@ -184,7 +186,7 @@ fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
     offer(vm, run.file, page, taken, now);
 }
 
-/// Puts file pages on the stack, in hints of bounded length.
+/// Puts file pages on the stack, in hints of limited length.
 fn offer(vm: &mut VmState, file: FileNumber, page: u32, pages: u32, at: Instant) {
     let mut done = 0;
     while done < pages {
@@ -200,7 +202,7 @@ fn offer(vm: &mut VmState, file: FileNumber, page: u32, pages: u32, at: Instant)
     }
 }
 
-/// A file range has been written back: what is cached of it may be folded again.
+/// Offers the cached pages of a file range again after the guest has written it back to disk.
 fn offer_again(vm: &mut VmState, range: FileRange, now: Instant) {
     let Some((page, pages)) = file_pages(range.page, range.pages) else {
         return;
@@ -213,7 +215,7 @@ fn offer_again(vm: &mut VmState, range: FileRange, now: Instant) {
     }
 }
 
-/// Whether the VM's agent may speak of so many pages more now.
+/// Returns whether the VM's agent may report so many pages more now.
 fn allow(vm: &mut VmState, pages: u32) -> bool {
     let now = Instant::now();
     if vm.allowance.wait(now).is_some() {
@@ -224,7 +226,7 @@ fn allow(vm: &mut VmState, pages: u32) -> bool {
     true
 }
 
-/// A file range in 32-bit page numbers (files up to 16 TiB).
+/// Converts a file range to 32-bit page numbers (files up to 16 TiB).
 fn file_pages(page: u64, pages: u32) -> Option<(u32, u32)> {
     let first = u32::try_from(page).ok()?;
     first.checked_add(pages)?;

@@ -1,12 +1,12 @@
-//! Guest pages numbered through the slots of a VM's RAM, so that tables have no hole.
+//! Numbers the pages of guest RAM without gaps, slot by slot, for use as table indexes.
 
 use memfold_units::{Hva, Pfn};
 use memfold_vm::RamLayout;
 
-/// Number of a page of guest RAM, counted through the slots.
+/// Number of a page of guest RAM, counted through all slots.
 pub type Index = u32;
 
-/// Numbers of one VM's pages (at most 16 TiB).
+/// Numbering of one VM's pages (at most 16 TiB).
 #[derive(Debug)]
 pub(super) struct Numbering {
     pub(super) layout: RamLayout,
@@ -25,12 +25,12 @@ impl Numbering {
         Self { layout, starts }
     }
 
-    /// Guest RAM in pages.
+    /// Returns the size of guest RAM, in pages.
     pub fn pages(&self) -> u32 {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// The number of page frame `pfn`; `None` outside RAM.
+    /// Returns the number of page frame `pfn`; `None` outside RAM.
     pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
         let at = self
             .layout
@@ -42,7 +42,7 @@ impl Numbering {
             .then(|| u32::try_from(inside).ok().map(|i| self.starts[at] + i))?
     }
 
-    /// Address of a page in QEMU.
+    /// Returns the address of a page in QEMU.
     pub fn hva(&self, at: Index) -> Option<Hva> {
         let slot = self.starts.partition_point(|&s| s <= at).checked_sub(1)?;
         Some(
@@ -54,7 +54,8 @@ impl Numbering {
         )
     }
 
-    /// Whether `next` follows `at` in one slot, so that both are neighbours in QEMU's memory too.
+    /// Returns whether `next` follows `at` in one slot, so that both are neighbours in QEMU's
+    /// memory too.
     pub fn adjacent(&self, at: Index, next: Index) -> bool {
         at.checked_add(1) == Some(next) && !self.starts.contains(&next)
     }

@@ -1,4 +1,4 @@
-//! What came of orders: booked run by run, judged file by file.
+//! Books the outcomes of orders, run by run, and decides which files are given up.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,19 +13,18 @@ use super::runs::{Group, Run, length};
 use super::state::Engine;
 use super::vm_table::{Mapped, PIECE};
 
-/// Differing pages after which a file is judged.
+/// Number of differing pages after which a file is judged.
 const JUDGE_AFTER: u32 = 4;
 
-/// How long a file is left alone the first time that it is given up; doubles each time, up to an
-/// hour.
+/// Time for which a file is skipped after it was first given up; doubles each time, up to an hour.
 const GIVE_UP: Duration = Duration::from_secs(30);
 
-/// How often a busy page is tried again.
+/// Number of times that a busy page is tried again.
 const MAX_TRIES: u8 = 4;
 
 impl Engine {
-    /// Books the outcome of a group, run by run: those before the stop are done, one is stopped in,
-    /// the rest is tried anew.
+    /// Books the outcome of a group. Runs before the stop are done; the run in which the order
+    /// stopped gets the outcome; later runs are queued again.
     pub(super) fn book_group(
         &mut self,
         id: VmId,
@@ -118,7 +117,7 @@ impl Engine {
         }
     }
 
-    /// The first `done` pages of a run are folded.
+    /// Books the first `done` pages of a run as folded.
     fn book_done(&mut self, id: VmId, run: &Run, done: u32) {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;
@@ -168,8 +167,8 @@ impl Engine {
         }
     }
 
-    /// The page `offset` pages into `run` is not what the store holds. Returns whether the rest of
-    /// the run is worth trying.
+    /// Books that page `offset` of `run` differs from the store. Returns whether the rest of the
+    /// run is worth trying.
     fn differs(&mut self, id: VmId, run: &Run, offset: u32) -> bool {
         let Some(vm) = self.vms.get_mut(&id) else {
             return false;
@@ -224,7 +223,7 @@ impl Engine {
     }
 }
 
-/// The same outcome, `folded` pages into a run.
+/// Returns the same outcome with `folded` pages done.
 fn stopped_at(outcome: Outcome, folded: u32) -> Outcome {
     match outcome {
         Outcome::Done | Outcome::Refused | Outcome::Late => outcome,

@@ -1,27 +1,27 @@
-//! What guests could call in, in figures.
+//! Figures of the memory that guests could reclaim by writes.
 
-/// What one VM could call in, in pages, each counted in one place.
+/// Pages that one VM could reclaim by writes. Each page is counted once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmOwed {
-    /// The VM's name.
+    /// Name of the VM.
     pub name: String,
-    /// Mapped to the page store and not written since.
+    /// Pages that map the page store and were not written since.
     pub folded_pages: u64,
-    /// Views of the image that it runs from, where that holds something and the VM hasn't written.
+    /// Pages of views of the snapshot's image that hold data there and that the VM has not written.
     pub snapshot_pages: u64,
-    /// Given back because they held only zeroes, and not written since.
+    /// Pages that were given back because they held only zeroes, and were not written since.
     pub zero_pages: u64,
-    /// Of its page cache, what its agent has told of.
+    /// Pages of its page cache, as its agent reports them.
     pub cached_pages: u64,
 }
 
-/// What all VMs could call in.
+/// Memory that all VMs could reclaim by writes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Owed {
-    /// VM by VM.
+    /// Figures of each VM.
     pub vms: Vec<VmOwed>,
-    /// Memory of page stores, which comes back when everything folded has been written.
+    /// Memory of page stores in bytes. It becomes free when everything folded has been written.
     pub store_bytes: u64,
-    /// Pages of stores that were given back for this answer.
+    /// Store pages that were given back for this answer.
     pub given_back_pages: u64,
 }

@@ -1,5 +1,5 @@
-//! Folding again in a VM with direct I/O: the library stops it for one order, and vCPUs and I/O are
-//! at rest.
+//! Folds pages again in a VM with direct I/O. The library stops the VM for one order, so that vCPUs
+//! and I/O are at rest.
 
 use std::collections::HashSet;
 use std::time::Instant;
@@ -12,7 +12,8 @@ use super::state::{Engine, VmState, usable};
 use super::vm_table::Index;
 
 impl Engine {
-    /// Folds again in a VM with direct I/O, while it is stopped. Returns whether it was due.
+    /// Folds pages again in a VM with direct I/O, while it is stopped. Returns whether such work
+    /// was due.
     pub(super) fn pause_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.pause_interval;
         let due = |vm: &VmState| {

@@ -1,9 +1,10 @@
-//! The kernel's truth: what is mapped, what was copied since; and punching out what no VM can need.
+//! Synchronizes the tables with the kernel's page tables, and punches store pages that no VM can
+//! need.
 //!
 //! A store page may be punched when no VM maps it, or when every VM page that maps it holds a
-//! private copy *in memory*: then no access can reach the store any more (a discard puts anonymous
-//! memory in place, in the library). A copy that was swapped out does not count: `PAGEMAP_SCAN`
-//! shows the markers of write protection as swapped, and those pages are still the store's.
+//! private copy *in memory*. Then no access can reach the store page any more (after a discard, the
+//! library maps anonymous memory). A copy that was swapped out does not count: `PAGEMAP_SCAN` also
+//! shows the markers of write protection as swapped, and those pages still use the store.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -27,11 +28,10 @@ use super::vm_table::{Mapped, PIECE, VmTable};
 /// Time between two reclaims of a domain.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
 
-/// Time between two looks at a VM of which nothing is heard. Guests write to folded pages without
-/// telling.
+/// Time between two syncs of a silent VM. Guests write to folded pages without a message.
 const QUIET_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Longest time without reading a VM's mappings anew, as a check on our own tables.
+/// Longest time between two reads of a VM's mappings. They check the engine's own tables.
 const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Engine {
@@ -86,13 +86,12 @@ impl Engine {
         }
     }
 
-    /// Brings our view of one VM in step with the kernel's tables. Returns whether it could be
-    /// read.
+    /// Updates the tables of one VM from the kernel's. Returns whether they could be read.
     ///
-    /// Where the store is mapped changes by our orders and by discards, which the library counts;
-    /// so `/proc/PID/maps`, which is dear with thousands of mappings, is read only after discards,
-    /// and otherwise once in [`FULL_SYNC_INTERVAL`]. Our table names at least what is mapped: a
-    /// discard only takes away.
+    /// The mappings of the store change by the engine's orders and by discards, which the library
+    /// counts. `/proc/PID/maps` is expensive with thousands of mappings, so it is read only after
+    /// discards, and otherwise once in [`FULL_SYNC_INTERVAL`]. The engine's table names at least
+    /// the existing mappings: a discard only removes some.
     pub(super) fn sync(&mut self, id: VmId) -> bool {
         let began = thread_cpu_ns();
         if let Err(error) = self.read_library_stats(id) {
@@ -144,7 +143,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Punches out of a domain's store what no VM can need.
+    /// Punches the pages of a domain's store that no VM can need.
     pub(super) fn reclaim(&mut self, name: &str) {
         // Every VM of the domain must have been read just now; if one can't be, nothing is punched.
         let members = self.vms.iter().filter(|(_, vm)| vm.domain == name);
@@ -187,8 +186,8 @@ impl Engine {
         }
     }
 
-    /// Whether a process lives that mapped the store when it was taken over, and that this engine
-    /// doesn't know.
+    /// Returns whether a process lives that mapped the store when this daemon adopted it, and that
+    /// this engine does not know.
     fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
         let known: Vec<_> = ids
             .iter()
@@ -214,8 +213,8 @@ impl Engine {
         !domain.guardians.is_empty()
     }
 
-    /// Whether a store page is filled and not yet mapped, while two VMs still cache what it holds:
-    /// about to be folded.
+    /// Returns whether a store page is about to be folded: filled and not mapped yet, while two VMs
+    /// still cache its content.
     fn is_wanted(&self, domain: &Domain, facts: StorePageFacts) -> bool {
         let Some((content, page)) = facts.holds.filter(|_| facts.references == 0) else {
             return false;
@@ -236,8 +235,8 @@ impl Engine {
 }
 
 impl VmState {
-    /// When the kernel's tables are to be looked at again; never for a VM that maps nothing and is
-    /// silent.
+    /// Returns when the next sync of this VM is due; `None` for a silent VM that maps no store
+    /// page.
     pub(super) fn look_due(&self, interval: Duration) -> Option<Instant> {
         let interval = if self.active {
             interval
@@ -250,7 +249,8 @@ impl VmState {
     }
 }
 
-/// Store pages that a VM page maps and holds no copy of, as a bit each in words of [`PIECE`] pages.
+/// Returns the store pages that a VM page maps without a private copy, as one bit each in words of
+/// [`PIECE`] pages.
 fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64> {
     let mut needed: HashMap<u32, u64> = HashMap::new();
     for vm in vms {
@@ -264,7 +264,7 @@ fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64>
     needed
 }
 
-/// Gives pages back, ascending.
+/// Punches store pages, given in ascending order.
 fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
     for run in garbage.chunk_by(|a, b| a + 1 == *b) {
         for &page in run {
@@ -293,8 +293,8 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
     }
 }
 
-/// Reads the kernel's tables into ours: where the store is mapped (if `full`), and which pages were
-/// copied since. Returns whether page cache may be folded now that might not before.
+/// Reads the kernel's tables: where the store is mapped (if `full`), and which pages have private
+/// copies. Returns whether cached pages may be folded now that could not be before.
 fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bool> {
     let pid = vm.guest.pid();
     let pages = vm.table.pages();

@@ -1,4 +1,4 @@
-//! The engine's figures of a moment.
+//! Computes the engine's statistics.
 
 use memfold_sys::cpu::thread_cpu_ns;
 
@@ -8,7 +8,7 @@ use super::state::Engine;
 use super::stats::{DomainStats, EngineStats, VmStats};
 
 impl Engine {
-    /// Figures of this moment. Call after [`Engine::sync_all`].
+    /// Returns the present statistics. Call it after [`Engine::sync_all`].
     pub(super) fn report(&mut self) -> EngineStats {
         let ids: Vec<VmId> = self.vms.keys().copied().collect();
         let vms = ids.iter().filter_map(|id| self.vm_report(*id)).collect();

@@ -1,7 +1,8 @@
-//! A store at the end of its file (16 TiB of pages were appended in its life): room in its holes.
+//! Reuses holes of a page store whose file has reached its last page number (16 TiB of pages were
+//! appended in its life).
 //!
-//! A hole is used again only when no process maps it and no table here knows it: then it is like
-//! room that was never used.
+//! A hole is reused only if no process maps it and no table here refers to it. Then it is like
+//! space that was never used.
 
 use std::collections::HashSet;
 use std::io;
@@ -18,14 +19,14 @@ use super::domain::Domain;
 use super::state::Engine;
 use super::task::BATCH_PAGES;
 
-/// What a batch may take, begun at a huge page.
+/// Most pages that a batch appends, including the alignment to a huge page.
 const ROOM: u64 = BATCH_PAGES as u64 + HUGE_PAGE_PAGES;
 
 /// Time between two searches that found nothing.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(60);
 
 impl Engine {
-    /// Sees to it that every store has room for a batch, if there is any.
+    /// Gives every store space for a batch, if it has holes.
     pub(super) fn make_room(&mut self) {
         let now = Instant::now();
         for (name, domain) in &mut self.domains {
@@ -56,7 +57,7 @@ impl Engine {
     }
 }
 
-/// Holes of a store that may be filled.
+/// Returns the holes of a store that may be filled again.
 fn gaps(domain: &Domain, vms: impl Iterator<Item = Pid>) -> io::Result<Vec<Range<StorePage>>> {
     let huge = |page: u64| page / HUGE_PAGE_PAGES;
     let store = domain.store.identity();

@@ -1,4 +1,4 @@
-//! Runs to fold, and which of them are worth it.
+//! Runs of pages to fold, and groups of runs for one order.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -9,7 +9,7 @@ use memfold_wire::library::MAX_RUN_PAGES;
 use super::content::ContentId;
 use super::vm_table::{Index, VmTable};
 
-/// Pages of one VM, consecutive in guest memory, in the file and in the store.
+/// Pages of one VM that are consecutive in guest memory, in the file and in the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// First guest page.
@@ -18,22 +18,22 @@ pub struct Run {
     pub pages: u32,
     /// First store page.
     pub store_page: u32,
-    /// The file, by the agent's number.
+    /// File, by its number from the agent.
     pub file: FileNumber,
     /// First page in the file.
     pub page: u32,
-    /// What it is thought to hold.
+    /// Content that the pages probably hold.
     pub content: ContentId,
-    /// The hint that led here; `None` for a sweep.
+    /// Time of the hint for these pages; `None` for pages found by a sweep.
     pub at: Option<Instant>,
-    /// How often it has been tried.
+    /// Number of earlier attempts.
     pub tries: u8,
-    /// Whether the store is mapped there already (to be folded again).
+    /// Whether a file (store or image) is mapped there already, so that the pages are folded again.
     pub again: bool,
 }
 
 impl Run {
-    /// Whether `index` and `store_page` continue the run.
+    /// Returns whether `index` and `store_page` continue the run.
     #[must_use]
     pub fn continues(&self, table: &VmTable, index: Index, store_page: u32, again: bool) -> bool {
         self.pages < MAX_RUN_PAGES
@@ -42,7 +42,7 @@ impl Run {
             && self.store_page + self.pages == store_page
     }
 
-    /// What is left behind the first `pages` pages; `None` if nothing is.
+    /// Returns the run after its first `pages` pages; `None` if nothing is left.
     #[must_use]
     pub fn rest(&self, pages: u32) -> Option<Self> {
         (pages < self.pages).then(|| Self {
@@ -55,16 +55,17 @@ impl Run {
     }
 }
 
-/// Runs that follow each other in guest memory and in the store: one run for the library, whatever
-/// files they are of.
+/// Runs that are consecutive in guest memory and in the store: one run for the library, even if
+/// they belong to several files.
 pub type Group = Vec<Run>;
 
-/// Pages in a group.
+/// Returns the number of pages in a group.
 pub fn length(group: &[Run]) -> u32 {
     group.iter().map(|run| run.pages).sum()
 }
 
-/// Joins runs to groups of at most [`MAX_RUN_PAGES`] pages, the longest first.
+/// Joins runs into groups of at most [`MAX_RUN_PAGES`] pages, and sorts them by length, the longest
+/// first.
 pub fn group(mut runs: Vec<Run>, table: &VmTable) -> VecDeque<Group> {
     runs.sort_by_key(|run| run.index);
     let mut groups: Vec<Group> = Vec::new();

@@ -1,40 +1,40 @@
-//! What an operator may set.
+//! Settings of the engine that an operator may change.
 
 use std::time::Duration;
 
 use memfold_units::ByteSize;
 use memfold_wire::library::{Freeze, MAX_STOP_US};
 
-/// What an operator may set.
+/// Settings of the engine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineSettings {
     /// Share of one core that folding may use over time, 0 to 1.
     pub cpu_share: f64,
-    /// Most pages looked at in a second; `None` for no limit.
+    /// Most pages processed per second; `None` for no limit.
     pub pages_per_second: Option<u64>,
-    /// How long a hint waits for its page to be read from disk.
+    /// Time for which a hint waits, so that its page is read from disk first.
     pub settle: Duration,
-    /// Bytes that each domain's page store may hold.
+    /// Most bytes that each domain's page store may hold.
     pub store_cap: ByteSize,
-    /// Hints that wait for one VM at most.
+    /// Most hints that wait for one VM.
     pub stack_limit: usize,
     /// Shortest time between two pauses of a VM with direct I/O.
     pub pause_interval: Duration,
-    /// Longest time that such a pause may last by plan.
+    /// Longest planned time of such a pause.
     pub pause_length: Duration,
-    /// Time between two looks at the kernel's tables while something happens.
+    /// Time between two syncs of a VM with the kernel's tables while it is active.
     pub sync_interval: Duration,
-    /// `vm.max_map_count`.
+    /// The sysctl `vm.max_map_count`, which limits the mappings of a process.
     pub max_mappings: usize,
-    /// Whether pages of zeroes are given back to the host.
+    /// Whether pages that hold only zeroes are given back to the host.
     pub drop_zero: bool,
-    /// Shortest time between two passes that look for pages that are again as in the snapshot that
-    /// their VM runs from.
+    /// Shortest time between two fold-back passes, which search for pages that again equal the
+    /// image of the VM's snapshot.
     pub fold_back_interval: Duration,
 }
 
 impl EngineSettings {
-    /// A fold order's way to stop a VM with direct I/O.
+    /// Returns the freeze mode of orders that stop a VM with direct I/O.
     pub(super) fn pause(&self) -> Freeze {
         let limit = self.pause_length.as_micros();
         Freeze::Stopped {

@@ -1,4 +1,4 @@
-//! The engine's tables: VMs, domains, budgets.
+//! State of the engine: VMs, domains, budgets.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -21,24 +21,24 @@ use super::task::Task;
 use super::vm_table::{Index, VmTable};
 use super::zero_pass::ZeroPass;
 
-/// What is remembered of a VM's file.
+/// State of a VM's file.
 #[derive(Debug, Default)]
 pub(super) struct FileState {
-    /// Whether its path is another than its content's.
+    /// Whether its path differs from its content's path.
     pub alias: bool,
-    /// Pages that were equal.
+    /// Number of compared pages that were equal.
     pub equal: u32,
-    /// Pages that differed.
+    /// Number of compared pages that differed.
     pub differing: u32,
-    /// How often it was given up.
+    /// Number of times that it was given up since pages of it were last folded.
     pub given_up: u32,
-    /// Not to be tried before.
+    /// Time before which it is skipped.
     pub skip_until: Option<Instant>,
 }
 
-/// A VM that is held for a snapshot.
+/// State of a VM that is held for a snapshot.
 pub(super) struct Held {
-    /// The problem that it has afterwards.
+    /// Problem of the VM after the hold ends.
     pub after: Option<String>,
 }
 
@@ -46,30 +46,30 @@ pub(super) struct Held {
 pub(super) struct VmState {
     pub domain: String,
     pub guest: Box<dyn Guest>,
-    /// How folded ranges may be folded again, as of this batch.
+    /// Way in which folded ranges may be folded again, as of this batch.
     pub refold: Refold,
     pub table: VmTable,
     pub huge: HugePages,
-    /// Its process's page tables; `None` if they can't be read.
+    /// Page map of its process; `None` if it cannot be read.
     pub pagemap: Option<Pagemap>,
-    /// Pages that QEMU has discarded, as the library counts.
+    /// Folded pages that QEMU has discarded, by the library's count.
     pub discarded: u64,
-    /// Whether our table of mappings may name too much.
+    /// Whether the table of mappings may name mappings that no longer exist.
     pub maps_stale: bool,
     pub last_full_sync: Instant,
-    /// Shortest time between two looks at the kernel's tables, from what the last one cost.
+    /// Shortest time between two syncs, by the cost of the last one.
     pub sync_cost: Duration,
     pub stack: HintStack,
     pub files: HashMap<FileNumber, FileState>,
-    /// Bytes of paths that the agent has told in this session.
+    /// Bytes of paths that the agent has sent in this session.
     pub path_bytes: usize,
-    /// Pages that the agent may speak of.
+    /// Limit on the pages that the agent may report.
     pub allowance: TokenBucket,
-    /// Whether the library knows RAM and store.
+    /// Whether the library was told of RAM and store.
     pub introduced: bool,
-    /// Advice of the RAM blocks.
+    /// `madvise` advice of each RAM block.
     pub advice: Vec<Advice>,
-    /// Blocks that are gone and of which the library was not told yet.
+    /// Addresses of removed blocks that the library was not told of yet.
     pub gone_blocks: Vec<Hva>,
     pub active: bool,
     pub last_sync: Instant,
@@ -78,13 +78,13 @@ pub(super) struct VmState {
     pub zero: ZeroPass,
     pub back: BackPass,
     pub mappings: usize,
-    /// While a snapshot is made of it.
+    /// Set while a snapshot is made of the VM.
     pub held: Option<Held>,
     pub stats: VmStats,
 }
 
 impl VmState {
-    /// Puts every page of a file that the VM caches on the stack.
+    /// Puts every cached page of a file on the stack.
     pub fn offer_file(&mut self, file: FileNumber, at: Instant) {
         for piece in self.table.pieces(file).collect::<Vec<_>>() {
             self.stack.push(Hint::of_piece(file, piece, at));
@@ -92,7 +92,7 @@ impl VmState {
     }
 }
 
-/// Owns every table of folding. Runs on its own thread by [`Engine::run`].
+/// The fold engine. It owns every table of folding, and runs on its own thread by [`Engine::run`].
 pub struct Engine {
     pub(super) settings: EngineSettings,
     pub(super) vms: BTreeMap<VmId, VmState>,
@@ -103,23 +103,23 @@ pub struct Engine {
     pub(super) cpu: TokenBucket,
     pub(super) rate: Option<TokenBucket>,
     pub(super) paused: bool,
-    /// Why nothing more may be shared, while that is so.
+    /// Reason why nothing more may be shared; `None` if sharing is allowed.
     pub(super) braked: Option<String>,
-    /// When folding went on after the last pause by the operator.
+    /// Time at which folding last resumed after a pause or a stop of sharing.
     pub(super) resumed: Instant,
     pub(super) sweep_wanted: bool,
     pub(super) last_sweep: Instant,
-    /// What a sweep has found and no batch has taken yet.
+    /// Tasks that a sweep has found and no batch has taken yet.
     pub(super) swept: VecDeque<Task>,
     pub(super) last_turn: VmId,
-    /// When hints were last worked on.
+    /// Time of the last batch of hints.
     pub(super) last_batch: Instant,
     pub(super) charged_ns: u64,
     pub(super) reports_ns: u64,
 }
 
 impl Engine {
-    /// An engine without VMs.
+    /// Creates an engine without VMs.
     #[must_use]
     pub fn new(settings: EngineSettings) -> Self {
         let now = Instant::now();
@@ -167,7 +167,7 @@ impl std::fmt::Debug for Engine {
     }
 }
 
-/// The guest page that caches a file page, unless it is being written or was found to differ.
+/// Returns the guest page that caches a file page, unless it is dirty or was found to differ.
 pub(super) fn usable(vm: &VmState, file: u32, page: u32) -> Option<Index> {
     vm.table
         .place(file, page)

@@ -1,10 +1,10 @@
-//! What the engine has done, in figures that the report and the studies show.
+//! Statistics of the engine, for reports and studies.
 
 use memfold_store::StoreIdentity;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Times from hint to fold, in 100 ms steps up to 60 s.
+/// Histogram of the times from hint to fold, in steps of 100 ms up to 60 s.
 #[derive(Clone, Debug)]
 pub struct Latencies {
     steps: Vec<u64>,
@@ -27,8 +27,8 @@ impl Latencies {
         self.steps[step] += pages;
     }
 
-    /// The time within which `percent` of the pages were folded, in seconds; `None` before the
-    /// first.
+    /// Latency percentile: `percent` of the folded pages took at most this many seconds from hint
+    /// to fold. `None` until a page has been folded.
     #[must_use]
     pub fn percentile_s(&self, percent: u64) -> Option<f64> {
         let total: u64 = self.steps.iter().sum();
@@ -47,106 +47,105 @@ impl Latencies {
     }
 }
 
-/// Totals since the engine took the VM on.
+/// Statistics of one VM. Counters start when the engine adds the VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmStats {
-    /// The VM's name.
+    /// Name of the VM.
     pub name: String,
-    /// Its trust domain.
+    /// Trust domain of the VM.
     pub domain: String,
-    /// Why the VM is not folded, if it isn't.
+    /// Reason why the VM is not folded, if there is one.
     pub problem: Option<String>,
     /// Whether the guest's agent is connected and its first inventory complete.
     pub agent_ready: bool,
-    /// Runs that the agent offered.
+    /// Runs of pages in the agent's hints.
     pub hint_runs: u64,
-    /// Pages in them.
+    /// Pages in the agent's hints.
     pub hint_pages: u64,
-    /// Pages offered that lie outside the VM's RAM, or of files never introduced: the agent is
-    /// wrong or lies.
+    /// Hinted pages that are outside the VM's RAM, or of files that were never introduced: the
+    /// agent is wrong or lies.
     pub bogus_pages: u64,
-    /// Pages not taken on because the tables reached the limit for this VM.
+    /// Reported pages that were dropped because of the limits for this VM.
     pub over_limit_pages: u64,
     /// Hints dropped because the stack was full.
     pub hints_dropped: u64,
-    /// Ring-buffer events that the guest lost.
+    /// Trace events that the guest's kernel overwrote before the agent read them.
     pub events_lost: u64,
-    /// CPU time of the guest's agent in microseconds, as it says.
+    /// CPU time of the guest's agent in microseconds, as the agent reports it.
     pub agent_cpu_us: u64,
-    /// Resident set of the guest's agent in bytes, as it says.
+    /// Resident set of the guest's agent in bytes, as the agent reports it.
     pub agent_rss_bytes: u64,
-    /// Pages whose file is known now.
+    /// Pages known to cache a file page now.
     pub cached_pages: u64,
-    /// Runs of them that are consecutive in guest memory and in their file. To fold all of them
-    /// takes about as many mappings.
+    /// Runs of cached pages that are consecutive in guest memory and in their file. Folding all of
+    /// them takes about as many mappings.
     pub cached_runs: u64,
-    /// Of the cached, pages that another VM of the domain caches too, or that the store holds.
+    /// Cached pages that another VM of the domain caches too, or that the store holds.
     pub matched_pages: u64,
-    /// Of the matched, pages that are folded and not copied since, or a snapshot's, as of the last
-    /// look at the kernel's tables.
+    /// Matched pages that are folded and not copied since, or shared with the snapshot's image, as
+    /// of the last sync with the kernel's tables.
     pub matched_folded_pages: u64,
-    /// Pages where the page store is mapped.
+    /// Pages that map the page store.
     pub mapped_pages: u64,
-    /// Of these, pages that the guest wrote since (private copies).
+    /// Pages that map the page store and that the guest has written since (private copies).
     pub copied_pages: u64,
     /// Pages folded from anonymous memory.
     pub folded_pages: u64,
-    /// Pages folded again.
+    /// Pages folded again after the guest had written them.
     pub refolded_pages: u64,
-    /// Pages whose bytes differed.
+    /// Pages that were not folded because their bytes differed from the store.
     pub differing_pages: u64,
-    /// Pages that were busy (DMA).
+    /// Attempts to fold that failed because a page was busy (DMA).
     pub busy_pages: u64,
-    /// Pages of zeroes given back to the host.
+    /// Pages that held only zeroes and were given back to the host.
     pub zero_pages: u64,
-    /// Of these, pages that the guest has not written since, as of the last look at the kernel's
-    /// tables.
+    /// Pages given back as zeroes that the guest has not written since, as of the last sync with
+    /// the kernel's tables.
     pub zero_saved_pages: u64,
-    /// Pages that lie in views of the image of the snapshot that the VM runs from.
+    /// Pages in views of the image of the snapshot that the VM runs from.
     pub template_pages: u64,
-    /// Of these, pages that the guest wrote since (private copies).
+    /// Pages in views of the image that the guest has written since (private copies).
     pub template_copied_pages: u64,
-    /// Pages in such views that hold something in the image and that the guest has not written
-    /// since.
+    /// Pages in views of the image that hold data there and that the guest has not written since.
     #[serde(default)]
     pub template_shared_pages: u64,
-    /// Private copies that held again what the image holds, and were given back.
+    /// Private copies that equalled the image again and were dropped.
     pub folded_back_pages: u64,
-    /// Mappings of the QEMU process at the last look.
+    /// Mappings of the QEMU process at the last full sync.
     pub mappings: u64,
-    /// Pauses made to fold again in a VM with direct I/O.
+    /// Pauses of the VM for folding again in a VM with direct I/O.
     pub pauses: u64,
-    /// Longest of them in milliseconds.
+    /// Longest of these pauses, in milliseconds.
     pub pause_max_ms: u64,
-    /// Longest time that a run was frozen, in nanoseconds.
+    /// Longest time for which a run was frozen, in nanoseconds.
     pub freeze_max_ns: u64,
     /// Freeze times: bucket i counts runs frozen for 2^i to 2^(i+1) ns.
     pub freeze_histogram: Vec<u64>,
 }
 
-/// One trust domain.
+/// Statistics of one trust domain.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DomainStats {
-    /// Its name.
+    /// Name of the domain.
     pub domain: String,
     /// Device of the store's file.
     pub store_dev: u64,
     /// Inode of the store's file.
     pub store_ino: u64,
-    /// Bytes that the page store holds.
+    /// Bytes in the page store, in memory or swap.
     pub store_bytes: u64,
-    /// Its cap.
+    /// Most bytes that the page store may hold.
     pub store_cap_bytes: u64,
-    /// Whether the cap keeps new content out.
+    /// Whether the store accepts no new content, because of its cap or an error.
     pub store_full: bool,
-    /// Pages appended since the daemon began.
+    /// Pages appended to the store since the daemon began.
     pub appended_pages: u64,
-    /// Pages punched out since the daemon began.
+    /// Pages punched out of the store since the daemon began.
     pub punched_pages: u64,
 }
 
 impl DomainStats {
-    /// The file of its store.
+    /// Returns the identity of the store's file.
     #[must_use]
     pub const fn store(&self) -> StoreIdentity {
         StoreIdentity {
@@ -156,55 +155,54 @@ impl DomainStats {
     }
 }
 
-/// The engine as a whole. `case_*`: the four cases of study C, in pages judged.
+/// Statistics of the whole engine. `case_*` count compared pages by path and content.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EngineStats {
     /// Whether folding is paused by the operator.
     pub paused: bool,
-    /// Why the daemon keeps the engine from sharing more, while it does.
+    /// Reason why the daemon keeps the engine from sharing more, while it does.
     #[serde(default)]
     pub braked: Option<String>,
-    /// CPU time of the engine's thread, in seconds, without that of reports like this.
+    /// CPU time of the engine's thread in seconds, without the time for reports.
     pub engine_cpu_s: f64,
     /// CPU time of the engine's thread for reports, in seconds.
     pub report_cpu_s: f64,
-    /// CPU time of the library threads for our orders, in seconds.
+    /// CPU time of the library threads for the engine's orders, in seconds.
     pub library_cpu_s: f64,
     /// CPU budget as a share of one core, 0 to 1.
     pub cpu_share: f64,
-    /// Limit of pages looked at in a second, if one is set.
+    /// Limit of pages processed per second, if one is set.
     pub pages_per_second: Option<u64>,
-    /// Of the pages hinted while folding was on, half were folded within this many seconds of their
-    /// hint.
+    /// Median time from hint to fold, in seconds, of pages hinted while folding was on.
     pub hint_to_fold_p50_s: Option<f64>,
-    /// Of the pages hinted while folding was on, 95 % were folded within this many seconds of their
-    /// hint.
+    /// 95th percentile of the time from hint to fold, in seconds, of pages hinted while folding was
+    /// on.
     pub hint_to_fold_p95_s: Option<f64>,
-    /// Same path, same bytes.
+    /// Pages with the same path and the same bytes.
     pub case_same_path_same_content: u64,
-    /// Same path, other bytes.
+    /// Pages with the same path and other bytes.
     pub case_same_path_different_content: u64,
-    /// Another path (same name and size), same bytes.
+    /// Pages with another path (same name and size) and the same bytes.
     pub case_different_path_same_content: u64,
-    /// Another path (same name and size), other bytes.
+    /// Pages with another path (same name and size) and other bytes.
     pub case_different_path_different_content: u64,
-    /// Files given up for a while because their bytes keep differing.
+    /// Times that a file was given up for a while because its bytes kept differing.
     pub files_given_up: u64,
-    /// Pages left in huge pages because too few of their neighbours could be folded.
+    /// Pages not folded, because too few pages of their huge page cache files.
     pub huge_kept_pages: u64,
-    /// Runs left because the VM has nearly as many mappings as the kernel allows.
+    /// Runs not folded, because the VM has nearly as many mappings as the kernel allows.
     pub mapping_budget_runs: u64,
-    /// Hints waiting.
+    /// Hints that wait to be processed, of all VMs.
     pub hints_waiting: u64,
     /// Memory of the engine's tables, in bytes.
     pub own_bytes: u64,
-    /// Seconds since these figures were taken: 0, unless the engine waits for a VM that does not
+    /// Age of these statistics in seconds: 0, unless the engine waits for a VM that does not
     /// answer.
     #[serde(default)]
     pub age_s: f64,
-    /// Per VM.
+    /// Statistics of each VM.
     pub vms: Vec<VmStats>,
-    /// Per domain.
+    /// Statistics of each trust domain.
     pub domains: Vec<DomainStats>,
 }
 

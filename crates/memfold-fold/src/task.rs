@@ -1,13 +1,13 @@
-//! What one batch works on.
+//! Task of a batch.
 
 use super::content::ContentId;
 use super::guest::VmId;
 use super::hint_stack::Hint;
 
-/// Pages taken from the stacks for one batch.
+/// Most pages taken from the stacks for one batch.
 pub(super) const BATCH_PAGES: u32 = 2048;
 
-/// A range of one content to bring into order in all VMs.
+/// A range of one content to be folded in all VMs.
 pub(super) struct Task {
     pub domain: String,
     pub content: ContentId,

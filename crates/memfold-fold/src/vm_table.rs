@@ -1,9 +1,9 @@
-//! What the daemon believes of one VM's memory: which file page each guest page caches, and where
-//! the store is mapped.
+//! Tables of one VM's memory: which file page each guest page caches, and where the store is
+//! mapped. They follow the agent's messages and may be wrong.
 //!
-//! Tables are cut into pieces that exist only where something is known: about 10 bytes for each
-//! cached page. A guest that lies about places can make at most one piece a hint, and
-//! [`VmTable::cache`] refuses beyond a limit that its RAM size sets.
+//! Tables are cut into pieces that use memory only where entries were set: about 10 bytes for each
+//! cached page. A hint with false page numbers can create at most one piece, and [`VmTable::cache`]
+//! refuses pieces beyond a limit set by the VM's RAM.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -47,12 +47,12 @@ impl Bits {
     }
 }
 
-/// Where the store is mapped in a VM.
+/// State of a guest page that maps the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapped {
-    /// The store page.
+    /// Store page that it maps.
     pub store_page: u32,
-    /// Whether the guest has not written since, as far as we know.
+    /// Whether the guest has not written it since, as of the last sync.
     pub shared: bool,
 }
 
@@ -69,20 +69,20 @@ pub struct VmTable {
     dirty: Bits,
     refused: Bits,
     planned: Bits,
-    /// Pages of zeroes that were given back and are not there since.
+    /// Pages that were given back as zeroes and are not in memory since.
     zero: Bits,
-    /// Pages that lie in a view of a snapshot's image.
+    /// Pages in a view of a snapshot's image.
     view: Bits,
-    /// Pages where the image holds something; its holes are nobody's memory yet.
+    /// Pages for which the image holds data; its holes use no memory yet.
     image_data: Bits,
-    /// Pages that need not be left to the image: the guest has written them since, or nobody else
-    /// has the image in memory.
+    /// Pages that may be folded although they are in a view: the guest has written them since, or
+    /// no other VM has the image in memory.
     foldable: Bits,
     seen: Option<Bits>,
 }
 
 impl VmTable {
-    /// Empty tables for a VM with this RAM (at most 16 TiB).
+    /// Creates empty tables for a VM with this RAM (at most 16 TiB).
     #[must_use]
     pub fn new(layout: RamLayout) -> Self {
         let numbering = Numbering::new(layout);
@@ -105,43 +105,44 @@ impl VmTable {
         }
     }
 
-    /// The VM's RAM.
+    /// Returns the layout of the VM's RAM.
     #[must_use]
     pub fn layout(&self) -> &RamLayout {
         &self.numbering.layout
     }
 
-    /// Guest RAM in pages.
+    /// Returns the size of guest RAM, in pages.
     #[must_use]
     pub fn pages(&self) -> u32 {
         self.numbering.pages()
     }
 
-    /// The number of page frame `pfn`; `None` outside RAM.
+    /// Returns the number of page frame `pfn`; `None` outside RAM.
     #[must_use]
     pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
         self.numbering.index_of(pfn)
     }
 
-    /// The number of the page at `hva`; `None` outside RAM.
+    /// Returns the number of the page at `hva`; `None` outside RAM.
     #[must_use]
     pub fn index_at(&self, hva: Hva) -> Option<Index> {
         self.index_of(self.layout().pfn_of(hva)?)
     }
 
-    /// Address of a page in QEMU.
+    /// Returns the address of a page in QEMU.
     #[must_use]
     pub fn hva(&self, at: Index) -> Option<Hva> {
         self.numbering.hva(at)
     }
 
-    /// Whether `next` follows `at` in one slot, so that both are neighbours in QEMU's memory too.
+    /// Returns whether `next` follows `at` in one slot, so that both are neighbours in QEMU's
+    /// memory too.
     #[must_use]
     pub fn adjacent(&self, at: Index, next: Index) -> bool {
         self.numbering.adjacent(at, next)
     }
 
-    /// What every page caches, as of now. Costs a reference for each 512 pages.
+    /// Copies the table of cached pages. Costs one reference for each 512 pages.
     #[must_use]
     pub fn copy_cached(&self) -> CachedPages {
         CachedPages {
@@ -150,8 +151,8 @@ impl VmTable {
         }
     }
 
-    /// Page frame `at` caches page `page` of `file`, from now on. `false` if that is one piece too
-    /// many for this VM.
+    /// Notes that page `at` caches page `page` of `file` from now on. `false` if the VM has too
+    /// many pieces.
     pub fn cache(&mut self, at: Index, file: FileNumber, page: u32) -> bool {
         let key = (file, page / PIECE);
         if !self.places.contains_key(&key)
@@ -190,7 +191,7 @@ impl VmTable {
         true
     }
 
-    /// Page frame `at` caches nothing any more.
+    /// Notes that page `at` no longer caches a file page.
     pub fn uncache(&mut self, at: Index) {
         let Cached { file, page } = self.cached.get(at);
         let Some(file) = file.checked_sub(1) else {
@@ -210,14 +211,14 @@ impl VmTable {
         }
     }
 
-    /// The guest page that caches page `page` of `file`.
+    /// Returns the guest page that caches page `page` of `file`.
     #[must_use]
     pub fn place(&self, file: FileNumber, page: u32) -> Option<Index> {
         self.places.get(&(file, page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
     }
 
-    /// Guest pages (plus one) that cache pages `range` of a piece of `file`, without those that are
-    /// being written or were found to differ. `None` if there is none.
+    /// Returns the guest pages (plus one) that cache pages `range` of a piece of `file`, without
+    /// dirty pages and those found to differ. `None` if there is none.
     #[must_use]
     pub fn usable(&self, file: FileNumber, piece: u32, range: &Range<usize>) -> Option<Piece> {
         let places = self.places.get(&(file, piece))?;
@@ -232,34 +233,34 @@ impl VmTable {
         (any != 0).then_some(usable)
     }
 
-    /// Whether any of the 64 pages of a piece of `file` is cached.
+    /// Returns whether any of the 64 pages of a piece of `file` is cached.
     #[must_use]
     pub fn has_piece(&self, file: FileNumber, piece: u32) -> bool {
         self.places.contains_key(&(file, piece))
     }
 
-    /// Pieces of `file` with cached pages, ascending.
+    /// Returns the pieces of `file` with cached pages, ascending.
     pub fn pieces(&self, file: FileNumber) -> impl Iterator<Item = u32> + '_ {
         self.places
             .range((file, 0)..=(file, u32::MAX))
             .map(|(&(_, piece), _)| piece)
     }
 
-    /// Pages of which we know what they cache.
+    /// Returns the number of pages known to cache a file page.
     #[must_use]
     pub const fn cached_pages(&self) -> u64 {
         self.cached_pages
     }
 
-    /// What the page caches, for tests and reports.
+    /// Returns the file page that a guest page caches.
     #[must_use]
     pub fn cached(&self, at: Index) -> Option<(FileNumber, u32)> {
         let Cached { file, page } = self.cached.get(at);
         Some((file.checked_sub(1)?, page))
     }
 
-    /// Marks the cached pages of a file range dirty or clean. Costs what is cached of it, however
-    /// long it is.
+    /// Marks the cached pages of a file range dirty or clean. The cost depends on the cached pages
+    /// only, not on the length of the range.
     pub fn set_dirty(&mut self, file: FileNumber, pages: Range<u32>, dirty: bool) {
         for piece in self.pieces_in(file, pages.clone()) {
             let first = piece * PIECE;
@@ -276,7 +277,7 @@ impl VmTable {
         }
     }
 
-    /// Pieces of a file range with cached pages, ascending.
+    /// Returns the pieces of a file range with cached pages, ascending.
     #[must_use]
     pub fn pieces_in(&self, file: FileNumber, pages: Range<u32>) -> Vec<u32> {
         if pages.is_empty() {
@@ -288,18 +289,18 @@ impl VmTable {
             .collect()
     }
 
-    /// Whether the page is being written.
+    /// Returns whether the page is dirty: written by the guest, and not yet written back to disk.
     #[must_use]
     pub fn is_dirty(&self, at: Index) -> bool {
         self.dirty.has(at)
     }
 
-    /// Remembers that the page's bytes are not those of the store, until a new hint comes for it.
+    /// Notes that the page's bytes differ from the store, until a new hint comes for it.
     pub fn refuse(&mut self, at: Index) {
         self.refused.set(at, true);
     }
 
-    /// Cached pages of a file range have settled since they were refused: they may be tried again.
+    /// Allows refused pages of a file range to be tried again, because they have settled since.
     pub fn settle(&mut self, file: FileNumber, pages: Range<u32>) {
         for piece in self.pieces_in(file, pages.clone()) {
             let first = piece * PIECE;
@@ -311,25 +312,25 @@ impl VmTable {
         }
     }
 
-    /// Marks a page as being in a batch. `false` if it was already.
+    /// Marks a page as part of a batch. `false` if it is in one already.
     pub fn plan(&mut self, at: Index) -> bool {
         let new = !self.planned.has(at);
         self.planned.set(at, true);
         new
     }
 
-    /// The page is in no batch any more.
+    /// Notes that the page is no longer part of a batch.
     pub fn unplan(&mut self, at: Index) {
         self.planned.set(at, false);
     }
 
-    /// Whether the page was found to differ.
+    /// Returns whether the page was found to differ.
     #[must_use]
     pub fn is_refused(&self, at: Index) -> bool {
         self.refused.has(at)
     }
 
-    /// Where the store is mapped at this page.
+    /// Returns the store page that this page maps.
     #[must_use]
     pub fn mapped(&self, at: Index) -> Option<Mapped> {
         let store_page = self.mapped.get(at).checked_sub(1)?;
@@ -339,7 +340,7 @@ impl VmTable {
         })
     }
 
-    /// Sets or clears where the store is mapped.
+    /// Sets or clears the store page that this page maps.
     pub fn set_mapped(&mut self, at: Index, mapped: Option<Mapped>) {
         self.mapped.set(at, mapped.map_or(0, |m| m.store_page + 1));
         self.shared.set(at, mapped.is_some_and(|m| m.shared));
@@ -348,7 +349,7 @@ impl VmTable {
         }
     }
 
-    /// Where an image of a snapshot is mapped, from now on.
+    /// Sets the pages that are views of a snapshot's image.
     pub fn set_views(&mut self, views: impl Iterator<Item = Range<Index>>) {
         self.view = Bits::new(self.pages());
         for at in views.flatten() {
@@ -356,7 +357,7 @@ impl VmTable {
         }
     }
 
-    /// Where the image holds something, from now on.
+    /// Sets the pages for which the image holds data.
     pub fn set_image_data(&mut self, data: impl Iterator<Item = Range<Index>>) {
         self.image_data = Bits::new(self.pages());
         for at in data.flatten() {
@@ -364,8 +365,8 @@ impl VmTable {
         }
     }
 
-    /// How many pages are still the image's, and hold something there: not among `own` (a bit a
-    /// page).
+    /// Returns the number of pages that still show the image and have data there: those without a
+    /// private copy. `own`: one bit a page, set for private copies.
     #[must_use]
     pub fn count_shared_views(&self, own: &[u64]) -> u64 {
         let views = self.view.0.iter().zip(&self.image_data.0);
@@ -375,8 +376,8 @@ impl VmTable {
             .sum()
     }
 
-    /// Sets which pages may be folded (a bit a page). Returns whether one that caches a file and
-    /// lies in a view may be now, and might not before.
+    /// Sets which pages may be folded (one bit a page). Returns whether a cached page in a view may
+    /// be folded now that could not be before.
     pub fn set_foldable(&mut self, bits: &[u64]) -> bool {
         let mut any = false;
         for (number, &now) in (0..).step_by(64).zip(bits) {
@@ -391,7 +392,8 @@ impl VmTable {
         any
     }
 
-    /// How many pages lie in views, and how many of them are among `own` (a bit a page).
+    /// Returns the number of pages in views, and how many of them have private copies (`own`: one
+    /// bit a page).
     #[must_use]
     pub fn count_views(&self, own: &[u64]) -> (u64, u64) {
         let words = own.iter().zip(&self.view.0);
@@ -401,26 +403,27 @@ impl VmTable {
         })
     }
 
-    /// Whether the page lies in a view of a snapshot's image: it can be frozen by write protection
-    /// or a pause alone.
+    /// Returns whether the page is in a view of a snapshot's image. Such a page can be frozen only
+    /// by write protection or by a stop of the VM.
     #[must_use]
     pub fn is_in_view(&self, at: Index) -> bool {
         self.view.has(at)
     }
 
-    /// Whether the page is the snapshot's: in memory once for all VMs that run from it, or not at
-    /// all.
+    /// Returns whether the page belongs to the snapshot's image: it is in memory once for all VMs
+    /// that run from it, or not at all.
     #[must_use]
     pub fn is_template(&self, at: Index) -> bool {
         self.view.has(at) && !self.foldable.has(at)
     }
 
-    /// The page was given back because it held only zeroes.
+    /// Notes that the page was given back because it held only zeroes.
     pub fn set_zero(&mut self, at: Index) {
         self.zero.set(at, true);
     }
 
-    /// Forgets the zero pages that are there again (`own`: a bit a page); how many are left.
+    /// Forgets the zero pages that are in memory again (`own`: one bit a page). Returns how many
+    /// are left.
     pub fn keep_zero(&mut self, own: &[u64]) -> u64 {
         let mut left = 0;
         for (zero, own) in self.zero.0.iter_mut().zip(own) {
@@ -430,12 +433,12 @@ impl VmTable {
         left
     }
 
-    /// An inventory begins: what it doesn't repeat will be forgotten at its end.
+    /// Begins an inventory. Cached pages that it does not repeat are forgotten at its end.
     pub fn inventory_begin(&mut self) {
         self.seen = Some(Bits::new(self.pages()));
     }
 
-    /// The inventory is complete.
+    /// Ends an inventory.
     pub fn inventory_end(&mut self) {
         let Some(seen) = self.seen.take() else { return };
         for at in 0..self.pages() {
@@ -445,8 +448,7 @@ impl VmTable {
         }
     }
 
-    /// Forgets what every page caches (a new agent session numbers its files anew). What is mapped
-    /// stays.
+    /// Forgets all cached pages, because a new agent session numbers its files anew. Mappings stay.
     pub fn forget_cached(&mut self) {
         let total = self.pages();
         self.cached = Sparse::new(total);
@@ -457,7 +459,7 @@ impl VmTable {
         self.seen = None;
     }
 
-    /// Memory that these tables take, in bytes.
+    /// Returns the memory of these tables, in bytes.
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
         let bits = self.shared.0.len() * 8 * 8;

@@ -1,4 +1,4 @@
-//! VMs as they come, change, are held for a snapshot, are lost and go.
+//! Lifecycle of VMs in the engine: adding, changing, holding for a snapshot, losing, removing.
 
 use std::os::fd::BorrowedFd;
 use std::sync::mpsc::SyncSender;
@@ -24,7 +24,7 @@ use super::stats::VmStats;
 use super::vm_table::VmTable;
 use super::zero_pass::ZeroPass;
 
-/// Why a VM is not folded while a snapshot is made of it.
+/// Reason why a VM is not folded while a snapshot is made of it.
 const HELD: &str = "a snapshot of this VM is being made";
 
 const ENDED: &str = "the VM has ended";
@@ -92,7 +92,8 @@ impl Engine {
         }
     }
 
-    /// Tells the library of a new VM where RAM and store are. The error is for the operator.
+    /// Tells the library of a new VM the addresses of RAM and the page store; creates or adopts the
+    /// store of its domain if needed. The error text is for the operator.
     fn introduce(
         &mut self,
         domain: &str,
@@ -179,8 +180,8 @@ impl Engine {
         }
     }
 
-    /// The library of this VM no longer answers: it is not folded until [`Command::Reached`].
-    /// Mostly because the VM is ending, which whoever watches its process tells.
+    /// Handles a library that no longer answers: the VM is not folded until [`Command::Reached`].
+    /// Usually the VM is ending; the watcher of its process reports that.
     pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
         if let Some(vm) = self.vms.get_mut(&id) {
             info!(
@@ -195,7 +196,8 @@ impl Engine {
         }
     }
 
-    /// Tracks or stops a VM, or keeps its past, and leaves it alone until [`Engine::release`].
+    /// Sends an order for a snapshot (track writes, stop, continue, save old bytes), and leaves the
+    /// VM alone until [`Engine::release`].
     pub(super) fn hold(
         &mut self,
         id: VmId,
@@ -235,8 +237,7 @@ impl Engine {
         self.tell_held(id, answer, held);
     }
 
-    /// Says what became of it. Who asked may have gone away meanwhile: then nobody would let the VM
-    /// go on.
+    /// Sends the answer. If nobody receives it, releases the VM at once, because nobody else would.
     fn tell_held(
         &mut self,
         id: VmId,
@@ -262,7 +263,8 @@ impl Engine {
         }
     }
 
-    /// An order that is in vain where there is nothing to undo. Whether the VM answers.
+    /// Sends an order that undoes something; a refusal means that there was nothing to undo.
+    /// Returns whether the library answered.
     fn tell(&mut self, id: VmId, order: &Order) -> bool {
         let Some(vm) = self.vms.get_mut(&id) else {
             return false;
@@ -347,7 +349,7 @@ impl Engine {
 }
 
 impl VmState {
-    /// Its table ends: store pages that it maps are mapped once less.
+    /// Reduces the reference counts of the store pages that the VM maps, before its table ends.
     fn drop_references(&self, domain: &mut Domain) {
         for mapped in (0..self.table.pages()).filter_map(|at| self.table.mapped(at)) {
             domain.contents.count_reference(mapped.store_page, false);
@@ -359,7 +361,8 @@ impl VmState {
         self.held.get_or_insert(Held { after: before });
     }
 
-    /// Has the library forget blocks that are gone, before something else lies there.
+    /// Makes the library forget removed RAM blocks, before other memory is mapped at their
+    /// addresses.
     fn forget_blocks(&mut self) -> Result<(), GuestError> {
         while let Some(hva) = self.gone_blocks.last() {
             let order = Order::RemoveRam { hva: hva.0 };
@@ -371,7 +374,7 @@ impl VmState {
         Ok(())
     }
 
-    /// Tells the library which blocks are gone and which are new.
+    /// Tells the library of removed and new RAM blocks.
     fn tell_layout(&mut self, layout: &RamLayout, known: &[RamBlock]) -> Result<(), GuestError> {
         self.forget_blocks()?;
         let new = layout.blocks.iter().zip(&self.advice);

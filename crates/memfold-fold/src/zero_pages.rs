@@ -1,6 +1,6 @@
-//! Pages of zeroes, given back to the host.
+//! Gives pages that hold only zeroes back to the host.
 //!
-//! The library looks, freezes, verifies and drops; [`super::zero_pass`] says when.
+//! The library finds, freezes, verifies and drops them; [`super::zero_pass`] decides when.
 
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ use super::guest::VmId;
 use super::state::{Engine, VmState};
 use super::zero_pass::resident_pages;
 
-/// Pages that one order looks at (64 MiB): a few milliseconds of the library's thread.
+/// Most pages that one order examines (64 MiB): a few milliseconds of the library's thread.
 const ORDER_PAGES: u64 = 16_384;
 
 impl Engine {
@@ -69,7 +69,7 @@ impl Engine {
     }
 }
 
-/// Marks the pages of ranges that are there no more.
+/// Marks the pages of ranges that are no longer in memory as zero pages.
 fn mark_gone(vm: &mut VmState, ranges: &[Range]) {
     let filter = Filter {
         all_of: category::PRESENT,
@@ -93,7 +93,7 @@ fn mark_gone(vm: &mut VmState, ranges: &[Range]) {
     }
 }
 
-/// Anonymous pages that are in memory, in ranges of at most [`ORDER_PAGES`].
+/// Returns the anonymous pages in memory, in ranges of at most [`ORDER_PAGES`].
 fn candidates(vm: &VmState) -> Vec<Range> {
     let Some(map) = &vm.pagemap else {
         return Vec::new();

@@ -1,24 +1,24 @@
-//! When a VM's memory is searched for pages of zeroes: once after the VM has come up, and again
-//! whenever its memory has grown by [`GROWTH_PAGES`] since.
+//! Schedules the search of a VM's memory for pages of zeroes: once after the VM has booted, and
+//! again whenever its memory has grown by [`GROWTH_PAGES`].
 
 use std::time::{Duration, Instant};
 
 use memfold_wire::library::Range;
 use rustix::process::Pid;
 
-/// Time between the VM's coming and the first pass: it is to have booted.
+/// Time between adding the VM and its first pass, so that it has booted.
 const FIRST: Duration = Duration::from_secs(30);
 
 /// Shortest time between two passes.
 const INTERVAL: Duration = Duration::from_secs(60);
 
-/// Growth in pages that makes another pass worth it (16 MiB).
+/// Growth in pages after which another pass is worthwhile (16 MiB).
 const GROWTH_PAGES: u64 = 4096;
 
-/// Where a VM's pass stands.
+/// State of a VM's pass.
 #[derive(Debug)]
 pub(super) struct ZeroPass {
-    /// When the next order is to be sent.
+    /// Time at which the next order is due.
     pub due: Option<Instant>,
     pub rest: Vec<Range>,
     pub resident_pages: u64,
@@ -27,7 +27,8 @@ pub(super) struct ZeroPass {
 }
 
 impl ZeroPass {
-    /// The first pass comes due some time after `added`; none ever if that is `None`.
+    /// Creates the state before the first pass, which is due 30 s after `added`; `None` disables
+    /// all passes.
     pub fn new(added: Option<Instant>) -> Self {
         let now = added.unwrap_or_else(Instant::now);
         Self {
@@ -50,7 +51,8 @@ impl ZeroPass {
     }
 }
 
-/// `RssAnon`-like figure that is cheap to read: resident pages of `/proc/PID/statm`.
+/// Returns the resident pages of a process from `/proc/PID/statm`: a cheap approximation of
+/// `RssAnon`.
 pub(super) fn resident_pages(pid: Pid) -> u64 {
     std::fs::read_to_string(format!("/proc/{}/statm", pid.as_raw_nonzero()))
         .ok()
