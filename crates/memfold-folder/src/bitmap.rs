@@ -1,7 +1,6 @@
-//! One bit for each page of a RAM block.
+//! Bitmap with one bit for each page of a RAM block.
 
-/// A fixed number of bits, all clear at first. Indexes beyond the end read as clear and can't be
-/// set.
+/// A fixed number of bits, all clear at first. Bits beyond the end read as clear and cannot be set.
 #[derive(Debug, Clone)]
 pub struct Bitmap {
     words: Vec<u64>,
@@ -10,7 +9,7 @@ pub struct Bitmap {
 }
 
 impl Bitmap {
-    /// `len` clear bits.
+    /// Creates `len` clear bits.
     #[must_use]
     pub fn new(len: u64) -> Self {
         let words = usize::try_from(len.div_ceil(64)).unwrap_or(0);
@@ -21,13 +20,13 @@ impl Bitmap {
         }
     }
 
-    /// Number of bits set.
+    /// Returns the number of set bits.
     #[must_use]
     pub const fn count(&self) -> u64 {
         self.set
     }
 
-    /// Whether bit `index` is set.
+    /// Returns whether bit `index` is set.
     #[must_use]
     pub fn get(&self, index: u64) -> bool {
         self.word(index / 64) >> (index % 64) & 1 == 1
@@ -41,7 +40,7 @@ impl Bitmap {
             .unwrap_or(0)
     }
 
-    /// Gives the bits from `first` on, `count` of them, the value `value`.
+    /// Sets `count` bits from `first` on to `value`.
     pub fn fill(&mut self, first: u64, count: u64, value: bool) {
         let end = first.saturating_add(count).min(self.len);
         let mut at = first;
@@ -60,7 +59,8 @@ impl Bitmap {
         }
     }
 
-    /// The first index in `from..to` whose bit has the value `value`; `to` if there is none.
+    /// Returns the first index in `from..to` whose bit has the value `value`; `to` if there is
+    /// none.
     #[must_use]
     pub fn find(&self, value: bool, from: u64, to: u64) -> u64 {
         let mut at = from;

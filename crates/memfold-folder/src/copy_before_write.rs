@@ -1,5 +1,5 @@
-//! Keeping what memory holds now, while the VM goes on: each page's bytes are copied before the VM
-//! writes to it.
+//! Copy before write: saves the bytes that memory has now while the VM runs on. Each page is copied
+//! before the VM writes to it.
 //!
 //! ```text
 //!   vCPU, device --write--> protected page: sleeps
@@ -7,9 +7,9 @@
 //!   this thread             page -> slot, entry = slot, protection lifted, writer goes on
 //!   daemon                  reads all pages at leisure, marks each done (memfold_wire::past)
 //! ```
-//! Of ours the thread takes no lock but that of copying, so that nobody who holds another one can
-//! keep a writer waiting. If a page can't be kept, nothing is any more: the VM goes on, and the
-//! daemon finds the reason.
+//! The thread takes only the lock of copying, so that no holder of another lock can keep a writer
+//! waiting. If one page cannot be saved, the whole copy fails: the VM runs on, and the daemon reads
+//! the reason from the file.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,10 +28,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-/// Pages whose protection is lifted at once.
+/// Pages whose protection is lifted in one call.
 const LIFT_PAGES: usize = 4096;
 
-/// Memory whose past is kept, until [`Past::end`].
+/// A copy before write that is under way, until [`Past::end`].
 #[derive(Debug)]
 pub(crate) struct Past {
     keeper: Arc<Keeper>,
@@ -47,16 +47,16 @@ struct Keeper {
     words: SharedWords,
     pagemap: Arc<Pagemap>,
     layout: Layout,
-    /// Ascending, each with the index of its first page.
+    /// Ranges in ascending order, each with the index of its first page.
     ranges: Vec<(Area, u64)>,
-    /// One page is copied at a time.
+    /// Lock that lets one page be copied at a time.
     copying: Mutex<()>,
-    /// What is registered: QEMU may have a userfaultfd of its own elsewhere.
+    /// Areas registered here. QEMU may have a userfaultfd of its own elsewhere.
     registered: Mutex<Vec<Area>>,
 }
 
 impl Past {
-    /// Keeps the past of `ranges` (ascending), which lie in `blocks`, in `file`.
+    /// Starts to save the old bytes of `ranges` (ascending), which are inside `blocks`, in `file`.
     pub(crate) fn start(
         uffd: &Arc<Userfaultfd>,
         blocks: &[Area],
@@ -125,7 +125,7 @@ impl Past {
         self.keeper.problem().map_or(Ok(()), Err)
     }
 
-    /// Keeps what lies between two addresses, which is about to be given away.
+    /// Saves the pages between two addresses, which are about to be discarded.
     pub(crate) fn keep(&self, start: u64, end: u64) {
         for &(area, first) in &self.keeper.ranges {
             let from = start.max(area.start().0);
@@ -140,7 +140,7 @@ impl Past {
         }
     }
 
-    /// Lifts all protection.
+    /// Ends the copy and lifts all protection.
     pub(crate) fn end(self) {
         // A daemon that isn't done must not believe what it reads from now on.
         self.keeper.note(Errno::CANCELED);
@@ -185,7 +185,7 @@ impl Keeper {
         })
     }
 
-    /// Serves who waits, until the other end of `ended` is closed.
+    /// Serves waiting writers, until the other end of `ended` is closed.
     fn watch(&self, ended: &OwnedFd) {
         loop {
             let mut ready = [
@@ -209,7 +209,7 @@ impl Keeper {
         }
     }
 
-    /// Keeps a page that somebody wants to write to, and lets them.
+    /// Saves a page that a thread waits to write to, and lets the thread continue.
     fn serve(&self, page: Hva) {
         let at = self.ranges.partition_point(|(area, _)| area.end() <= page);
         let found = self.ranges.get(at).filter(|(area, _)| area.start() <= page);
@@ -232,8 +232,8 @@ impl Keeper {
         self.lift(area.part(from, to - from), area.part(at, 1));
     }
 
-    /// Lifts the protection of `area`, at least that of `page` in it, and wakes who waits for that
-    /// one.
+    /// Lifts the protection of `area`, or at least that of `page` in it, and wakes the threads that
+    /// wait for `page`.
     fn lift(&self, area: Area, page: Area) {
         for area in [area, page] {
             loop {
@@ -255,7 +255,7 @@ impl Keeper {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lifts all protection.
+    /// Lifts all protection and unregisters all areas.
     fn release(&self) {
         // Piece by piece first, under the lock that faults share: unregistering takes the whole
         // address space.
@@ -271,13 +271,13 @@ impl Keeper {
         }
     }
 
-    /// Why nothing is kept any more.
+    /// Returns the reason why the copy has failed, if it has.
     fn problem(&self) -> Option<Errno> {
         let number = self.words.get(ERRNO_WORD)?.load(Ordering::Acquire);
         (number != 0).then(|| Errno::from_raw_os_error(i32::try_from(number).unwrap_or(libc::EIO)))
     }
 
-    /// Copies a page that lies at index `index`, unless that was done or nobody needs it.
+    /// Saves the page with index `index`, unless it was saved already or nobody needs it.
     fn keep(&self, page: Area, index: u64) {
         let _one = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
         let word = |at| self.words.get(at);
@@ -311,7 +311,7 @@ impl Keeper {
         }
     }
 
-    /// Notes the first reason why nothing is kept any more.
+    /// Writes the reason of a failure to the file, unless it has one already.
     fn note(&self, errno: Errno) {
         if let Some(word) = self.words.get(ERRNO_WORD) {
             let number = u32::try_from(errno.raw_os_error()).unwrap_or(1);
@@ -319,7 +319,7 @@ impl Keeper {
         }
     }
 
-    /// Keeps nothing any more, and says why.
+    /// Marks the copy as failed, and lifts all protection.
     fn fail(&self, errno: Errno) {
         self.note(errno);
         self.release();

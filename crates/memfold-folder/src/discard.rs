@@ -1,4 +1,4 @@
-//! What QEMU discards.
+//! Handles QEMU's discards (`MADV_DONTNEED`, `MADV_FREE`) of guest RAM.
 
 use memfold_sys::region;
 use memfold_units::PAGE_SIZE;
@@ -8,8 +8,9 @@ use crate::ram::Kind;
 use crate::state::State;
 
 impl State {
-    /// Under one hold of the lock: a run folded between the exchange and the system call would fall
-    /// back to the store.
+    /// Discards a range: replaces folded pages by fresh anonymous memory, then makes the system
+    /// call. Both happen under one hold of the lock; else a run folded in between would show the
+    /// store's bytes again. `None` if the range is outside RAM.
     pub(crate) fn discard(&mut self, start: u64, end: u64) -> Option<Result<(), Errno>> {
         if let Some(past) = &self.past {
             past.keep(start, end);

@@ -1,4 +1,4 @@
-//! Folding one run: freeze, compare, exchange the mapping, thaw.
+//! Folds one run: freeze, compare, exchange the mapping, thaw.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 use crate::stores::Store;
 
-/// Why folding a run stopped before its end.
+/// Reason why folding a run stopped before its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stop {
     Differs,
@@ -42,7 +42,8 @@ impl Stop {
     }
 }
 
-/// What one step did: pages folded from the start, why no more, and how long the pages were frozen.
+/// Result of one step: pages folded from the start, why it stopped, and how long the pages were
+/// frozen.
 struct Step {
     folded: u64,
     stop: Option<Stop>,
@@ -60,7 +61,7 @@ impl Step {
 }
 
 impl State {
-    /// Folds one run, part by part where its pages are of different kinds.
+    /// Folds one run, part by part if its pages are of different kinds.
     pub(crate) fn fold(
         &mut self,
         uffd: Option<&Userfaultfd>,
@@ -137,7 +138,8 @@ fn record(stats: &mut Stats, kind: Kind, step: &Step) {
     }
 }
 
-/// Steps 1 to 5 of the fold protocol.
+/// Folds anonymous pages: freezes them by a move to staging, compares them, maps the store and
+/// thaws.
 fn by_move(
     uffd: &Userfaultfd,
     staging: &mut Staging,
@@ -177,7 +179,7 @@ fn by_move(
     }
 }
 
-/// Folding again over a mapping of a file, with writes stopped.
+/// Folds pages that map a file, with writes stopped by write protection.
 fn by_write_protection(
     uffd: &Userfaultfd,
     run: Area,
@@ -199,8 +201,8 @@ fn by_write_protection(
     step
 }
 
-/// Compares and exchanges pages that nobody writes. `back`: the run is a view of these very pages
-/// of the file, so dropping the guest's private copies is enough and keeps the mapping whole.
+/// Compares and exchanges pages that nobody writes. `back`: the run is a view of the same pages of
+/// the file. Then dropping the guest's private copies is enough, and the mapping stays whole.
 fn at_rest(run: Area, bytes: Area, store: &Store, first: u64, back: bool) -> Step {
     let equal = run.equal_pages(bytes);
     let same = run.part(0, equal);

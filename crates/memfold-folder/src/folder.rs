@@ -1,4 +1,4 @@
-//! Carries out orders.
+//! Carries out the daemon's orders.
 
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -24,41 +24,42 @@ use crate::state::State;
 use crate::stores::identity;
 use crate::zero::CHUNK_PAGES;
 
-/// Why something could not be opened.
+/// Reasons why the userfaultfds could not be opened.
 #[derive(Debug, Default)]
 struct Missing {
     uffd: Option<String>,
     tracker: Option<String>,
 }
 
-/// The library's whole state in one process.
+/// State of the library in one process.
 #[derive(Debug)]
 pub struct Folder {
     uffd: OnceLock<Arc<Userfaultfd>>,
-    /// For [`Order::TrackWrites`].
+    /// Userfaultfd for [`Order::TrackWrites`].
     tracker: OnceLock<Userfaultfd>,
-    /// Why there was none of them, or no staging area, at the start.
+    /// Reasons why a userfaultfd or the staging area was missing at the start.
     missing: Missing,
-    /// Opened at the start: a QEMU that has given its privileges up (`-run-with user=`) may not any
-    /// more.
+    /// Page map of this process. It is opened at the start, because a QEMU that has given up its
+    /// privileges (`-run-with user=`) may not open it later.
     pagemap: Result<Arc<Pagemap>, String>,
     state: Mutex<State>,
-    /// Held while an order stops the VM; never together with `state`'s lock for more than a run,
-    /// because QEMU's main loop may want that one to stop.
+    /// Held while an order stops the VM. It is held together with the lock of `state` for one run
+    /// at most, because QEMU's main loop may need that lock before it can stop.
     monitor: Mutex<Option<Monitor>>,
     can_stop: bool,
-    /// Threads that want the lock for a discard. The order's thread lets them go first: QEMU's main
-    /// loop may be among them.
+    /// Number of threads that wait for the lock to discard. The order's thread lets them go first:
+    /// QEMU's main loop may be among them.
     waiting: AtomicUsize,
-    /// Lowest RAM address and end of the highest, so that other memory's `madvise` needs no lock.
+    /// Lowest RAM address. With `high`, the end of the highest block, it lets `madvise` of other
+    /// memory pass without the lock.
     low: AtomicU64,
     high: AtomicU64,
 }
 
 impl Folder {
-    /// Opens a userfaultfd (`device`: an open `/dev/userfaultfd` that was passed in). Without one
-    /// the folder answers, and says in `Hello` what is missing. `monitor`: for orders that stop the
-    /// VM.
+    /// Opens a userfaultfd (`device`: an open `/dev/userfaultfd` that was passed in). Without a
+    /// userfaultfd the folder answers orders, and its reply to `Hello` says what is missing.
+    /// `monitor`: for orders that stop the VM.
     #[must_use]
     pub fn new(device: Option<RawFd>, monitor: Option<Monitor>) -> Self {
         let mut folder = Self {
@@ -79,7 +80,7 @@ impl Folder {
         folder
     }
 
-    /// Opens what isn't open yet.
+    /// Opens the userfaultfds that are not open yet.
     fn open(&self, device: Option<RawFd>) -> Missing {
         Missing {
             uffd: self.open_uffd(device).err(),
@@ -118,14 +119,14 @@ impl Folder {
         Ok(())
     }
 
-    /// The lock, also after a panic under it: guards have put every page back, and the records are
-    /// only ever changed by whole steps.
+    /// Takes the lock, even after a panic under it: guards have put every page back, and the
+    /// records change only in whole steps.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lock, after those who wait for it to discard. Taken for each run, so that nobody waits
-    /// longer than one takes.
+    /// Takes the lock after the threads that wait to discard. It is taken anew for each run, so
+    /// that nobody waits longer than one run takes.
     fn lock_in_turn(&self) -> MutexGuard<'_, State> {
         for _ in 0..10_000 {
             if self.waiting.load(Ordering::Acquire) == 0 {
@@ -222,7 +223,7 @@ impl Folder {
         reply
     }
 
-    /// Does `work` for each run or range, while the VM stands still if `freeze` says so.
+    /// Does `work` for each run or range, while the VM is stopped if `freeze` says so.
     fn each<T>(
         &self,
         freeze: Freeze,
@@ -344,7 +345,8 @@ impl Folder {
         }
     }
 
-    /// The daemon's connection has ended: nobody may be left standing still, nor slowed down.
+    /// Handles the end of the daemon's connection: resumes the VM and ends all tracking and
+    /// copying.
     pub fn disconnected(&self) {
         self.untrack_writes();
         self.forget_past();
@@ -354,9 +356,9 @@ impl Folder {
         }
     }
 
-    /// What `madvise(MADV_DONTNEED or MADV_FREE)` has to do on RAM: folded pages become fresh
-    /// anonymous memory, because falling back to the store's bytes would show a guest what it gave
-    /// away (and one with `init_on_free` relies on zeroes). `None`: nothing here is folded or RAM;
+    /// Handles `madvise(MADV_DONTNEED or MADV_FREE)` on RAM: folded pages become fresh anonymous
+    /// memory. Otherwise they would show the store's bytes again, which the guest gave away (a
+    /// guest with `init_on_free` relies on zeroes). `None`: nothing in the range is folded RAM, and
     /// the caller makes the plain system call.
     pub fn discard(&self, address: usize, length: usize) -> Option<Result<(), Errno>> {
         let start = address as u64;

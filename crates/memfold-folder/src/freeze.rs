@@ -1,4 +1,4 @@
-//! Freezing pages of a running guest, and the guards that thaw them.
+//! Freezes pages of a running guest. Guards thaw them when they are dropped.
 //!
 //! ```text
 //!   guest RAM   | run: MISSING-registered, empty |  <- who touches it sleeps
@@ -7,9 +7,9 @@
 //!   staging     | the run's pages      |            <- compared here, nobody else knows them
 //! ```
 //!
-//! Between the first ioctl and the guard's `drop` nothing may allocate (another thread may hold the
-//! allocator's lock and wait for one of these pages), and this thread may not touch the frozen
-//! range: it would wait for itself.
+//! Between the first ioctl and the guard's `drop`, nothing may allocate: another thread may hold
+//! the allocator's lock and wait for one of these pages. This thread must not touch the frozen
+//! range, because it would wait for itself.
 
 use std::time::{Duration, Instant};
 
@@ -19,15 +19,15 @@ use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-/// Pages that staging has room for: four of the longest runs. Duplicates stay until it is full or
-/// the order ends, because one `madvise` (and one flush of the TLB) for many runs is cheaper than
-/// one for each.
+/// Size of the staging area in pages: four of the longest runs. Pages equal to the store stay there
+/// until it is full or the order ends, because one `madvise` (and one TLB flush) for many runs is
+/// cheaper than one for each.
 const STAGING_PAGES: u64 = 2048;
 
-/// Tries of an operation that the kernel asks to repeat, before a page counts as busy.
+/// Attempts of an operation that fails with `EAGAIN`, before a page counts as busy.
 const PATIENCE: u32 = 64;
 
-/// Where frozen pages wait.
+/// Staging area, which holds the frozen pages.
 #[derive(Debug)]
 pub struct Staging {
     mapping: Mapping,
@@ -36,7 +36,7 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Makes and registers the area.
+    /// Maps and registers the area.
     pub fn new(uffd: &Userfaultfd) -> Result<Self, Errno> {
         let mapping = Mapping::anonymous(STAGING_PAGES, true)?;
         let area = mapping.area();
@@ -63,8 +63,8 @@ impl Staging {
         })
     }
 
-    /// An empty place for `run`. Aligned like the run where that is a whole huge page, which then
-    /// moves in one piece.
+    /// Returns an empty place for `run`. A whole huge page gets an aligned place, so that it moves
+    /// in one piece.
     pub fn slot(&mut self, run: Area) -> Area {
         const HUGE: u64 = memfold_units::HUGE_PAGE_PAGES;
         let whole_huge =
@@ -82,12 +82,12 @@ impl Staging {
         self.mapping.area().part(first, run.pages())
     }
 
-    /// This process's page map.
+    /// Returns this process's page map.
     pub(crate) const fn pagemap(&self) -> &Pagemap {
         &self.pagemap
     }
 
-    /// Frees the duplicates.
+    /// Frees the pages that were replaced by store pages.
     pub fn free(&mut self) {
         if self.used > 0 {
             // Fails only on locked memory, which `AddRam` refused; then the duplicates stay and
@@ -102,8 +102,8 @@ impl Staging {
     }
 }
 
-/// Pages moved out of a run into staging. Dropping it puts back what [`Staged::finish`] was not
-/// told to be replaced.
+/// Pages moved out of a run into staging. Dropping the guard puts back all pages that
+/// [`Staged::finish`] did not report as replaced.
 #[derive(Debug)]
 pub struct Staged<'a> {
     uffd: &'a Userfaultfd,
@@ -111,16 +111,20 @@ pub struct Staged<'a> {
     run: Area,
     slot: Area,
     pages: u64,
-    /// Pages from the start that need not come back.
+    /// Number of pages from the start that need not come back.
     gone: u64,
-    /// Pages from the start whose mapping is new, hence not registered.
+    /// Number of pages from the start with a new mapping, which is not registered.
     replaced: u64,
     began: Instant,
 }
 
 impl<'a> Staged<'a> {
-    /// Freezes as much of `run` as can be moved to `slot`, from the start; and why not all of it.
-    /// An error: nothing is frozen.
+    /// Freezes as much of `run` as can be moved to `slot`, from the start. Also returns why the
+    /// move stopped early.
+    ///
+    /// # Errors
+    ///
+    /// The registration failed; nothing is frozen.
     pub fn freeze(
         uffd: &'a Userfaultfd,
         pagemap: &'a Pagemap,
@@ -144,14 +148,14 @@ impl<'a> Staged<'a> {
         Ok((staged, stop))
     }
 
-    /// The frozen pages, where they can be read.
+    /// Returns the frozen pages, at their place in staging.
     #[must_use]
     pub fn contents(&self) -> Area {
         self.slot.part(0, self.pages)
     }
 
-    /// Thaws. The first `gone` pages don't come back; `mapped` says that a new mapping is in their
-    /// place (else they become empty anonymous memory). Gives the time of the freeze.
+    /// Thaws the run. The first `gone` pages do not come back. `mapped`: a new mapping replaces
+    /// them; else they become empty anonymous memory. Returns how long the run was frozen.
     pub fn finish(mut self, gone: u64, mapped: bool) -> Duration {
         self.gone = gone.min(self.pages);
         self.replaced = if mapped { self.gone } else { 0 };
@@ -173,7 +177,7 @@ impl Drop for Staged<'_> {
     }
 }
 
-/// A run protected against writes. Dropping it lifts the protection.
+/// A run that is protected against writes. Dropping the guard lifts the protection.
 #[derive(Debug)]
 pub struct Protected<'a> {
     uffd: &'a Userfaultfd,
@@ -183,7 +187,7 @@ pub struct Protected<'a> {
 }
 
 impl<'a> Protected<'a> {
-    /// Protects all of `run`.
+    /// Protects all of `run` against writes.
     pub fn freeze(uffd: &'a Userfaultfd, run: Area) -> Result<Self, Errno> {
         let began = Instant::now();
         uffd.register(run, Mode::WriteProtect)?;
@@ -203,8 +207,8 @@ impl<'a> Protected<'a> {
         Err(Errno::AGAIN)
     }
 
-    /// Thaws; new mappings are in place of the first `replaced` pages. Gives the time of the
-    /// freeze.
+    /// Thaws the run. New mappings have replaced the first `replaced` pages. Returns how long the
+    /// run was frozen.
     pub fn finish(mut self, replaced: u64) -> Duration {
         self.replaced = replaced;
         let began = self.began;
@@ -219,11 +223,11 @@ impl Drop for Protected<'_> {
     }
 }
 
-/// Moves pages until one can't be moved; how many, and why it stopped.
+/// Moves pages until one cannot be moved. Returns how many were moved, and why the move stopped.
 ///
-/// The kernel's own count can be too small: Linux 6.18 moves several pages in one step, and when a
-/// page migrates meanwhile (compaction), it says EAGAIN without those that it has moved already. A
-/// page that is taken for not moved would be lost in staging.
+/// The kernel's own count can be too small. Linux 6.18 moves several pages in one step; if a page
+/// migrates meanwhile (compaction), it returns `EAGAIN` without counting the pages moved already. A
+/// page that wrongly counts as not moved would be lost in staging.
 fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64, Option<Errno>) {
     let mut done = 0;
     let mut chunk = from.pages();
@@ -259,16 +263,16 @@ fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64
     (done, None)
 }
 
-/// Whether a page is at its target and no more where it came from.
+/// Returns whether a page is at its target and no longer at its source.
 fn is_moved(pagemap: &Pagemap, from: Area, to: Area) -> bool {
     let is_there = |page: Area| pagemap.all_pass(page.start(), page.end(), Filter::THERE);
     // A page map that can't be read tells nothing: then the page counts as not moved.
     !from.is_empty() && matches!((is_there(from), is_there(to)), (Ok(false), Ok(true)))
 }
 
-/// Moves pages back. It must succeed, and nothing stands against it: the target is empty and
-/// registered (nobody can fill it), its page tables exist, and no one else knows the staged pages.
-/// A reclaimer or migration that holds one lets it go.
+/// Moves pages back. It repeats until it succeeds, and nothing prevents success: the target is
+/// empty and registered (nobody can fill it), its page tables exist, and no other thread knows the
+/// staged pages. Reclaim or migration holds a page only for a short time.
 fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
     let mut done = 0;
     let mut tries = 0u32;
@@ -294,11 +298,12 @@ fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
     }
 }
 
-/// Unregisters what was not replaced, and wakes everybody.
+/// Unregisters the pages that were not replaced, and wakes all waiting threads.
 ///
-/// The range is one that was registered as it is, so no mapping must be split, and ENOMEM can only
-/// pass. Waking is by itself: the kernel's unregister wakes only who waits for a missing page, not
-/// who waits for write protection to end (`userfaultfd_unregister` in `fs/userfaultfd.c`).
+/// Exactly this range was registered, so no mapping must be split, and `ENOMEM` can only be
+/// temporary. Waking is a separate call: the kernel's unregister wakes threads that wait for a
+/// missing page, but not those that wait for the end of write protection (`userfaultfd_unregister`
+/// in `fs/userfaultfd.c`).
 fn thaw(uffd: &Userfaultfd, run: Area, replaced: u64) {
     let rest = run.after(replaced);
     if !rest.is_empty() {

@@ -1,5 +1,5 @@
-//! What folds: carries out orders on the RAM of its own process. `memfold-qemu` has it work inside
-//! QEMU.
+//! Carries out the daemon's orders on the RAM of its own process: folds, releases, drops zeroes,
+//! maps files. `memfold-qemu` runs it inside QEMU.
 //!
 //! ```text
 //!   daemon                      QEMU process
@@ -14,24 +14,24 @@
 //!                             +------------------------------------------------------------+
 //! ```
 //!
-//! Invariants, each held by the module named:
+//! Invariants, each kept by the module named:
 //! 1. At no instant does a guest read zeroes or old bytes: pages are frozen while their mapping is
 //!    exchanged (`freeze`).
-//! 2. Whatever happens while pages are frozen (an error, a panic, the daemon's death), they go
-//!    back: a guard's `drop` (`freeze`).
-//! 3. Between freeze and thaw there is no allocation, no lock, no socket and no panic path (`fold`,
-//!    `release`, `zero`).
-//! 4. No page is replaced before its frozen bytes were compared with the store, within the store's
-//!    size (`fold`, `stores`).
-//! 5. What QEMU discards reads as zeroes afterwards, folded or not (`discard`).
-//! 6. What is kept of the past is copied before the write that waits for it goes on, or nothing is
-//!    kept any more (`copy_before_write`).
+//! 2. Frozen pages always go back, even after an error, a panic or the daemon's death: a guard's
+//!    `drop` does it (`freeze`).
+//! 3. Between freeze and thaw there is no allocation, no lock, no socket access and no possible
+//!    panic (`fold`, `release`, `zero`).
+//! 4. No page is replaced before its frozen bytes were compared with the store, within the size of
+//!    the store's file (`fold`, `stores`).
+//! 5. Memory that QEMU discards reads as zeroes afterwards, folded or not (`discard`).
+//! 6. Old bytes for a snapshot are copied before the write to their page continues. If one copy
+//!    fails, the whole copy is marked as failed (`copy_before_write`).
 //!
-//! The same [`Folder`] works in any process on memory of its own: the stress tests and
+//! The same [`Folder`] works in any process, on memory of that process: the stress tests and
 //! `memfold bench fold` use it so.
 
-/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be
-/// written.
+/// Writes a line to standard error, which goes to a log. Unlike `eprintln!`, it does not panic if
+/// the log cannot be written.
 #[macro_export]
 macro_rules! say {
     ($($words:tt)*) => {{

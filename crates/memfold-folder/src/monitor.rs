@@ -1,7 +1,7 @@
-//! Stopping the VM for a moment, by a QMP connection of the library's own.
+//! Stops the VM for a moment, through the library's own QMP connection.
 //!
-//! The library does it itself because it lives and dies with its VM: whatever becomes of the daemon
-//! meanwhile, the VM goes on.
+//! The library does this itself because it lives exactly as long as its VM: the VM resumes even if
+//! the daemon dies.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -10,23 +10,23 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// Longest wait for one answer; less than the daemon waits for a reply. `stop` drains I/O first, so
-/// a slow disk makes it slow.
+/// Longest wait for one answer, shorter than the daemon's wait for a reply. `stop` drains I/O
+/// first, so a slow disk delays it.
 const PATIENCE: Duration = Duration::from_secs(4);
 
-/// QEMU's monitor.
+/// QEMU's monitor (QMP).
 #[derive(Debug)]
 pub struct Monitor {
-    /// Where to connect, when it is first needed and after an error. None: there is this one
-    /// connection, for good.
+    /// Path of the socket, for the first connection and after an error. `None`: the given
+    /// connection is the only one.
     path: Option<PathBuf>,
     link: Option<Link>,
-    /// Whether the VM stands still because of [`Monitor::hold`].
+    /// Whether [`Monitor::hold`] has stopped the VM.
     held: bool,
 }
 
 impl Monitor {
-    /// The QMP socket at `path`, which nobody else may use.
+    /// Creates a monitor that connects to the QMP socket at `path`, which no other client may use.
     #[must_use]
     pub const fn new(path: PathBuf) -> Self {
         Self {
@@ -36,8 +36,8 @@ impl Monitor {
         }
     }
 
-    /// A connection that QEMU serves already. It needs no rights, which QEMU may have given up by
-    /// then.
+    /// Creates a monitor from a connection that QEMU serves already. It works even after QEMU has
+    /// given up its privileges.
     pub fn connected(stream: UnixStream) -> io::Result<Self> {
         Ok(Self {
             path: None,
@@ -46,8 +46,8 @@ impl Monitor {
         })
     }
 
-    /// Stops vCPUs and drains I/O. `None` if the VM was not running; then it is not ours to let go
-    /// on.
+    /// Stops vCPUs and drains I/O. `None` if the VM was not running; then the library must not
+    /// resume it.
     pub fn stop(&mut self) -> io::Result<Option<Stopped<'_>>> {
         let status = self.ask("query-status")?;
         if status["status"] != "running" {
@@ -72,7 +72,7 @@ impl Monitor {
         Ok(stopped)
     }
 
-    /// Lets the VM go on if [`Monitor::hold`] has stopped it; whether it had.
+    /// Resumes the VM if [`Monitor::hold`] has stopped it. Returns whether it had.
     pub fn release(&mut self) -> bool {
         let held = std::mem::take(&mut self.held);
         if held {
@@ -95,7 +95,8 @@ impl Monitor {
         }
     }
 
-    /// Runs a command without arguments. After an error the next one connects anew, if it can.
+    /// Runs a command without arguments. After an error, the next command connects anew, if there
+    /// is a path.
     fn ask(&mut self, command: &str) -> io::Result<Value> {
         let mut link = match (self.link.take(), &self.path) {
             (Some(link), _) => link,
@@ -110,7 +111,7 @@ impl Monitor {
     }
 }
 
-/// A VM that stands still until this is dropped.
+/// A stopped VM, which resumes when this value is dropped.
 #[derive(Debug)]
 pub struct Stopped<'a> {
     monitor: &'a mut Monitor,
@@ -119,13 +120,13 @@ pub struct Stopped<'a> {
 }
 
 impl Stopped<'_> {
-    /// How long it has stood still.
+    /// Returns how long the VM has been stopped.
     #[must_use]
     pub fn since(&self) -> Duration {
         self.at_rest.elapsed()
     }
 
-    /// Lets the VM go on, and says how long that took from the asking.
+    /// Resumes the VM. Returns the time since the stop was requested.
     pub fn go_on(self) -> Duration {
         let began = self.began;
         drop(self);
@@ -139,12 +140,12 @@ impl Drop for Stopped<'_> {
     }
 }
 
-/// One connection. An answer that did not come in time is told by its number from that of a later
-/// question.
+/// One connection. Every command has a number, so a late answer is not taken for the answer to the
+/// next command.
 #[derive(Debug)]
 struct Link {
     stream: BufReader<UnixStream>,
-    /// What has come of a line.
+    /// Bytes received of an incomplete line.
     line: Vec<u8>,
     is_greeted: bool,
     last_id: u64,

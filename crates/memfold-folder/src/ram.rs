@@ -1,4 +1,4 @@
-//! The VM's RAM blocks: where they are, and what of them is folded.
+//! RAM blocks of the VM: their addresses, and which of their pages are folded.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,7 +11,7 @@ use rustix::mm::Advice as Madvise;
 
 use crate::bitmap::Bitmap;
 
-/// What maps a page.
+/// Kind of mapping of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Anonymous memory, as QEMU made it.
@@ -25,15 +25,15 @@ pub enum Kind {
 /// A file mapped over part of a block: page 0 of `area` shows page `file_page` of the file.
 #[derive(Clone, Copy, Debug)]
 pub struct TemplateMap {
-    /// Where.
+    /// Part of the block.
     pub area: Area,
-    /// Device and inode.
+    /// Device and inode number of the file.
     pub file: (u64, u64),
     /// First page in the file.
     pub file_page: u64,
 }
 
-/// Areas that are nearer to each other than this many pages share a call of `madvise`.
+/// Distance in pages below which two areas share a call of `madvise`.
 const ADVISE_GAP_PAGES: u64 = 128;
 
 /// One RAM block.
@@ -43,20 +43,20 @@ pub struct Block {
     advice: Advice,
     folded: Bitmap,
     template: Bitmap,
-    /// By first address; none overlaps.
+    /// Mapped files of a template by first address; they do not overlap.
     templates: BTreeMap<Hva, TemplateMap>,
-    /// First page and end of what was folded and not advised yet.
+    /// First page and end of areas that were folded and did not get their advice yet.
     unadvised: Vec<(u64, u64)>,
 }
 
 impl Block {
-    /// Where it is.
+    /// Returns the block's address range.
     #[must_use]
     pub const fn area(&self) -> Area {
         self.area
     }
 
-    /// Whether every page of it is anonymous.
+    /// Returns whether every page of the block is anonymous.
     #[must_use]
     pub const fn is_untouched(&self) -> bool {
         self.folded.count() == 0 && self.template.count() == 0
@@ -66,8 +66,7 @@ impl Block {
         at.pages_since(self.area.start())
     }
 
-    /// The kind of the first page of `area` and the part of it, from the start, that is of this
-    /// kind.
+    /// Returns the kind of the first page of `area`, and the leading part of `area` with this kind.
     #[must_use]
     pub fn first_kind(&self, area: Area) -> (Kind, Area) {
         let from = self.index(area.start());
@@ -85,7 +84,7 @@ impl Block {
         (kind, area.part(0, end - from))
     }
 
-    /// Notes that `area` is of `kind` now.
+    /// Sets the kind of all pages of `area`.
     pub fn set(&mut self, area: Area, kind: Kind) {
         let first = self.index(area.start());
         self.folded.fill(first, area.pages(), kind == Kind::Folded);
@@ -93,8 +92,8 @@ impl Block {
             .fill(first, area.pages(), kind == Kind::Template);
     }
 
-    /// Notes a template's file over `map.area`. Of files that were mapped there before, the rest
-    /// stays.
+    /// Notes that a template's file is mapped over `map.area`. Files mapped there before keep the
+    /// part outside of it.
     pub fn add_template(&mut self, map: TemplateMap) {
         let (start, end) = (map.area.start(), map.area.end());
         let below = self.templates.range(..end).rev();
@@ -121,7 +120,7 @@ impl Block {
         self.set(map.area, Kind::Template);
     }
 
-    /// Whether the template pages of `area` are those of `file` from page `page` on.
+    /// Returns whether the template pages of `area` show `file` from page `page` on.
     #[must_use]
     pub fn shows(&self, area: Area, file: (u64, u64), page: u64) -> bool {
         let below = self.templates.range(..=area.start()).next_back();
@@ -132,9 +131,9 @@ impl Block {
         })
     }
 
-    /// Repeats the block's advice on anonymous memory that was put there, so that it merges with
-    /// its neighbours again. Errors are left aside: advice is a wish (a kernel without KSM or huge
-    /// pages refuses it, as it did QEMU).
+    /// Repeats the block's advice on new anonymous memory, so that its mapping merges with its
+    /// neighbours. Errors are ignored: advice is optional, and a kernel without KSM or huge pages
+    /// refuses it, as it refused QEMU's.
     pub fn advise_anonymous(&self, area: Area) {
         let wishes = [
             (self.advice.mergeable, Madvise::LinuxMergeable),
@@ -149,8 +148,8 @@ impl Block {
         self.advise_file(area);
     }
 
-    /// Repeats what matters on a file mapping. Huge-page advice isn't: it would let khugepaged
-    /// rearrange the page store.
+    /// Repeats the advice that matters on a file mapping. Huge-page advice is left out: it would
+    /// let khugepaged rearrange the page store.
     pub fn advise_file(&self, area: Area) {
         if self.advice.dontfork {
             let _ = area.advise(Madvise::LinuxDontFork);
@@ -160,15 +159,15 @@ impl Block {
         }
     }
 
-    /// Notes that `area` is to get the advice for files with [`Self::advise_now`].
+    /// Notes that [`Self::advise_now`] is to give `area` the advice for files.
     pub fn advise_later(&mut self, area: Area) {
         let first = self.index(area.start());
         self.unadvised.push((first, first + area.pages()));
     }
 
-    /// Gives the advice to all that was folded since the last time. Areas near each other share a
-    /// call: what lies between has the same advice already. One call for all of them would walk
-    /// thousands of mappings for a few far apart.
+    /// Gives the advice to all areas folded since the last call. Areas near each other share a
+    /// call; the pages between them have the same advice already. A single call for all of them
+    /// would walk thousands of mappings.
     pub fn advise_now(&mut self) {
         let mut areas = std::mem::take(&mut self.unadvised);
         areas.sort_unstable();
@@ -189,7 +188,7 @@ impl Block {
         self.unadvised = areas;
     }
 
-    /// Puts fresh anonymous memory (zeroes) over `area`.
+    /// Maps fresh anonymous memory (zeroes) over `area`.
     pub fn refresh(&mut self, area: Area) -> Result<(), Errno> {
         area.map_anonymous(self.advice.noreserve)?;
         self.advise_anonymous(area);
@@ -197,21 +196,21 @@ impl Block {
         Ok(())
     }
 
-    /// Whether fresh memory is to be unreserved.
+    /// Returns whether new memory is mapped with `MAP_NORESERVE`.
     #[must_use]
     pub const fn noreserve(&self) -> bool {
         self.advice.noreserve
     }
 }
 
-/// All blocks.
+/// All RAM blocks of the VM.
 #[derive(Debug, Default)]
 pub struct Ram {
     blocks: Vec<Block>,
 }
 
 impl Ram {
-    /// Adds a block, or gives a known one new advice.
+    /// Adds a block, or sets the advice of a known one.
     pub fn add(&mut self, hva: u64, pages: u64, advice: Advice) -> Result<(), String> {
         // SAFETY: the daemon, whose socket only this user can open, vouches that the range is guest
         // RAM: memory that QEMU made with mmap and that no Rust code knows. That it is private and
@@ -265,7 +264,7 @@ impl Ram {
         Ok(())
     }
 
-    /// The block that holds all of `pages` pages at `hva`, and that range.
+    /// Returns the block that contains `pages` pages at `hva`, and that range.
     pub fn find(&mut self, hva: u64, pages: u64) -> Option<(&mut Block, Area)> {
         let start = Hva(hva);
         let end = hva.checked_add(pages.checked_mul(PAGE_SIZE)?)?;
@@ -282,12 +281,12 @@ impl Ram {
         Some((block, area))
     }
 
-    /// All blocks.
+    /// Returns all blocks.
     pub fn blocks(&mut self) -> &mut [Block] {
         &mut self.blocks
     }
 
-    /// The lowest address and the end of the highest.
+    /// Returns the lowest address and the end of the highest block.
     #[must_use]
     pub fn span(&self) -> (u64, u64) {
         let low = self.blocks.iter().map(|b| b.area.start().0).min();
@@ -296,8 +295,8 @@ impl Ram {
     }
 }
 
-/// Looks in `/proc/self/smaps` whether all of `area` is private writable memory of a kind that can
-/// be folded; the parts of it that are views of files.
+/// Checks in `/proc/self/smaps` that all of `area` is private writable memory of a kind that can be
+/// folded. Returns its parts that are views of files.
 fn file_mappings(area: Area) -> Result<Vec<Area>, String> {
     let text = fs::read_to_string("/proc/self/smaps")
         .map_err(|error| format!("cannot read /proc/self/smaps: {error}"))?;
@@ -351,7 +350,7 @@ fn file_mappings(area: Area) -> Result<Vec<Area>, String> {
     Ok(files)
 }
 
-/// First address, end, permissions and inode (`start-end perms offset dev inode path`,
+/// Parses first address, end, permissions and inode (`start-end perms offset dev inode path`,
 /// `proc_pid_maps(5)`).
 fn mapping_line(line: &str) -> Option<(u64, u64, &str, &str)> {
     let mut fields = line.split_ascii_whitespace();

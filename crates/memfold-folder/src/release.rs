@@ -1,4 +1,4 @@
-//! Putting anonymous memory with the same bytes in place of folded pages.
+//! Releases folded pages: replaces them by anonymous memory with the same bytes.
 
 use memfold_sys::region::Mapping;
 use memfold_sys::userfaultfd::Userfaultfd;
@@ -10,7 +10,7 @@ use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 
 impl State {
-    /// Releases one range. Parts of it that are anonymous already are left as they are.
+    /// Releases one range. Parts that are anonymous already stay as they are.
     pub(crate) fn release(
         &mut self,
         uffd: Option<&Userfaultfd>,

@@ -1,4 +1,4 @@
-//! The socket: one daemon at a time, for ever.
+//! Serves the library's socket: one daemon at a time, until the process ends.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,7 +15,7 @@ use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use crate::Folder;
 
-/// Listens at `path`, replacing a stale socket. Only the owner may connect.
+/// Listens at `path`, and replaces a stale socket. Only the owner may connect.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -35,7 +35,7 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(UnixListener::from(socket))
 }
 
-/// Serves connections one after the other, for ever. Nothing that a peer does ends it.
+/// Serves connections one after another, without end. No action of a peer ends the loop.
 pub fn serve(listener: &UnixListener, folder: &Folder) -> ! {
     loop {
         match listener.accept() {

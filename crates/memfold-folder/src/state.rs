@@ -1,4 +1,4 @@
-//! What orders and discards change.
+//! State that orders and discards change.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::freeze::Staging;
 use crate::ram::Ram;
 use crate::stores::Stores;
 
-/// Everything that orders and discards change; one lock.
+/// State that orders and discards change, under one lock.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) ram: Ram,
@@ -22,7 +22,7 @@ pub(crate) struct State {
     pub(crate) past: Option<Past>,
 }
 
-/// Notes how long a run was frozen.
+/// Records in the statistics how long a run was frozen.
 pub(crate) fn record_freeze(stats: &mut Stats, frozen: Duration) {
     let ns = u64::try_from(frozen.as_nanos()).unwrap_or(u64::MAX).max(1);
     let bucket = usize::try_from(ns.ilog2())

@@ -1,4 +1,4 @@
-//! Page stores: read-only descriptors, and windows to compare with.
+//! Page stores of this VM: read-only descriptors, and mapped windows for comparison.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -17,25 +17,25 @@ pub struct Store {
     descriptor: OwnedFd,
     identity: (u64, u64),
     window: Mapping,
-    /// Pages that the file has, as of the last [`Stores::refresh`]. A page store never shrinks.
+    /// Pages of the file, as of the last [`Stores::refresh`]. A page store never shrinks.
     pages: u64,
 }
 
 impl Store {
-    /// The descriptor to map from.
+    /// Returns the descriptor to map from.
     #[must_use]
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
 
-    /// Device and inode.
+    /// Returns device and inode number of the file.
     #[must_use]
     pub const fn identity(&self) -> (u64, u64) {
         self.identity
     }
 
-    /// The window on `pages` pages from `first`, if the file has them all: touching a page beyond
-    /// the end of a file is a SIGBUS.
+    /// Returns the window on `pages` pages from `first`; `None` if the file is shorter. Touching a
+    /// page beyond the end of a file causes `SIGBUS`.
     #[must_use]
     pub fn window(&self, first: u64, pages: u64) -> Option<Area> {
         let end = first.checked_add(pages)?;
@@ -44,12 +44,12 @@ impl Store {
     }
 }
 
-/// All page stores.
+/// All page stores of this VM.
 #[derive(Debug, Default)]
 pub struct Stores(Vec<Store>);
 
 impl Stores {
-    /// Adds a store. A number that is in use keeps its window unless that has become too small.
+    /// Adds a store. A number in use keeps its window unless that is too small.
     pub fn add(&mut self, number: u32, max_pages: u64, descriptor: OwnedFd) -> Result<(), String> {
         if max_pages == 0 || max_pages > MAX_STORE_PAGES {
             return Err(format!(
@@ -101,21 +101,21 @@ impl Stores {
         Ok(())
     }
 
-    /// Asks the kernel how long store `number` is now.
+    /// Updates the size of store `number` from the kernel.
     pub fn refresh(&mut self, number: u32) {
         if let Some(store) = self.0.iter_mut().find(|store| store.number == number) {
             store.pages = identity(&store.descriptor).map_or(0, |(_, pages)| pages);
         }
     }
 
-    /// The store with this number.
+    /// Returns the store with this number.
     #[must_use]
     pub fn get(&self, number: u32) -> Option<&Store> {
         self.0.iter().find(|store| store.number == number)
     }
 }
 
-/// Device, inode and whole pages of a file.
+/// Returns device, inode number and number of whole pages of a file.
 pub fn identity(descriptor: &OwnedFd) -> Result<((u64, u64), u64), String> {
     let stat = rustix::fs::fstat(descriptor).map_err(|errno| {
         format!("cannot read the size of the file that came with the order: {errno}")

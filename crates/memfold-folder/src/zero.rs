@@ -1,8 +1,8 @@
-//! Giving back anonymous pages that hold only zeroes.
+//! Gives back anonymous pages that hold only zeroes.
 //!
-//! The page map says which pages are in memory and anonymous; only those are looked at, so nothing
-//! is swapped in and no hole is filled by looking. A run that looks like zeroes is frozen, looked
-//! at again, and dropped: the guest then has empty memory there, which reads as zeroes.
+//! Only pages that the page map shows as anonymous and in memory are examined, so that nothing is
+//! swapped in and no hole is filled. A run that looks like zeroes is frozen, checked again, and
+//! dropped. The guest then has empty memory there, which reads as zeroes.
 
 use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
 use memfold_sys::region::Area;
@@ -14,12 +14,12 @@ use crate::freeze::Staged;
 use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 
-/// Pages looked at under one hold of the lock: the longest run.
+/// Pages examined under one hold of the lock: the longest run.
 pub(crate) const CHUNK_PAGES: u64 = MAX_RUN_PAGES as u64;
 
 impl State {
-    /// Looks at one chunk (at most [`CHUNK_PAGES`]); pages looked at and pages given back. `None`:
-    /// not RAM.
+    /// Examines one chunk (at most [`CHUNK_PAGES`]). Returns the number of pages examined and of
+    /// pages given back; `None` if the chunk is not RAM.
     pub(crate) fn drop_zero(
         &mut self,
         uffd: &Userfaultfd,
@@ -70,7 +70,7 @@ impl State {
         dropped
     }
 
-    /// Drops the leading zero pages of a run that looked like zeroes.
+    /// Drops the leading zero pages of a run that looked like zeroes. Returns how many.
     fn drop_run(&mut self, uffd: &Userfaultfd, run: Area) -> u64 {
         let Some(staging) = self.staging.as_mut() else {
             return 0;
