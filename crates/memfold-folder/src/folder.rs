@@ -503,7 +503,7 @@ impl Folder {
         })
     }
 
-    /// The work that is cheaper once for many runs.
+    /// Does the work that is cheaper once for many runs: frees staging and repeats advice.
     fn settle(&self) {
         let mut state = self.lock();
         if let Some(staging) = state.staging.as_mut() {
@@ -523,7 +523,7 @@ fn outside(hva: u64, pages: u64) -> String {
     format!("{pages} pages at {hva:#x} are not inside one RAM block")
 }
 
-/// Does `work` for each item; those that `limit` is over for are late.
+/// Does `work` for each item; items after `limit` get the outcome `Late`.
 fn in_time<T>(limit: Duration, items: &[T], work: impl Fn(&T) -> Outcome) -> Vec<Outcome> {
     let began = Instant::now();
     let in_time = |item| {
@@ -536,7 +536,7 @@ fn in_time<T>(limit: Duration, items: &[T], work: impl Fn(&T) -> Outcome) -> Vec
     items.iter().map(in_time).collect()
 }
 
-/// Whether an order may put another mapping in the place of guest memory.
+/// Returns whether an order may replace mappings of guest memory.
 const fn changes_mappings(order: &Order) -> bool {
     matches!(
         order,

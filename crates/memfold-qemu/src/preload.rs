@@ -1,5 +1,5 @@
-//! What makes the library start and see QEMU's discards: the constructor and the interposed
-//! `madvise`.
+//! Entry points of the preloaded library: the constructor, which starts its thread, and the
+//! interposed `madvise`, which sees QEMU's discards.
 
 use std::env;
 use std::ffi::{CString, OsStr, OsString, c_int, c_void};
@@ -21,7 +21,7 @@ use memfold_folder::{Folder, Monitor, say, serve};
 /// it itself.
 pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";
 
-/// What the constructor found in the environment.
+/// Settings that the constructor found in the environment.
 struct Start {
     socket: OsString,
     monitor: Option<OsString>,
@@ -30,10 +30,10 @@ struct Start {
 
 static START: OnceLock<Start> = OnceLock::new();
 
-/// The folder that `madvise` asks; null until there is one. Never freed.
+/// Folder that `madvise` calls; null until it exists. It is never freed.
 static FOLDER: AtomicPtr<Folder> = AtomicPtr::new(std::ptr::null_mut());
 
-/// The process in which the thread runs. Another one after `fork(2)` has no such thread.
+/// Process in which the thread runs. A process made by `fork(2)` has no such thread.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 #[used]
@@ -69,8 +69,8 @@ extern "C" fn constructor() {
     });
 }
 
-/// Whether this program is QEMU's system emulator: by name, or by a function that it exports to its
-/// modules.
+/// Returns whether this program is QEMU's system emulator: by its name, or by a function that QEMU
+/// exports to its modules.
 fn is_qemu() -> bool {
     let named = env::current_exe().is_ok_and(|path| {
         let name = path
@@ -83,7 +83,7 @@ fn is_qemu() -> bool {
     named || unsafe { !libc::dlsym(libc::RTLD_DEFAULT, c"qemu_ram_mmap".as_ptr()).is_null() }
 }
 
-/// The monitor that the variable names: by the number of a connected socket, or by a path.
+/// Returns the monitor that the variable names: by the number of a connected socket, or by a path.
 fn monitor(value: &OsStr) -> Option<Monitor> {
     let Some(number) = value.to_str().and_then(|text| text.parse::<RawFd>().ok()) else {
         return Some(Monitor::new(value.into()));
@@ -133,14 +133,13 @@ fn start_thread() {
     }
 }
 
-/// Makes `folder` the one that `madvise` asks. Tests do this in their own process.
+/// Sets the folder that `madvise` calls. Tests do this in their own process.
 pub fn install(folder: &'static Folder) {
     FOLDER.store(std::ptr::from_ref(folder).cast_mut(), Ordering::Release);
 }
 
-/// QEMU's way to tell the kernel about its memory. Discards of folded pages are handled by the
-/// folder, everything else goes straight to the kernel. Safe at any time, also before the
-/// constructor.
+/// Interposes `madvise(2)`. The folder handles discards of folded pages; everything else goes
+/// straight to the kernel. Safe at any time, even before the constructor.
 ///
 /// # Safety
 /// As for `madvise(2)`.

@@ -17,10 +17,10 @@ use rustix::mount::{
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-/// Pages of the longest store file: page numbers fit in 32 bits (16 TiB).
+/// Most pages of a store file, so that page numbers fit into 32 bits (16 TiB).
 pub const MAX_PAGES: u64 = u32::MAX as u64 - 1;
 
-/// Which file a store is, as `/proc/PID/maps` shows it.
+/// Identity of a store's file, as `/proc/PID/maps` shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StoreIdentity {
     /// Device number, `st_dev`.
@@ -30,7 +30,7 @@ pub struct StoreIdentity {
 }
 
 impl StoreIdentity {
-    /// Of an open file.
+    /// Returns the identity of an open file.
     pub fn of(file: impl AsFd) -> std::io::Result<Self> {
         let stat = rustix::fs::fstat(file)?;
         Ok(Self {
@@ -40,7 +40,7 @@ impl StoreIdentity {
     }
 }
 
-/// Why the store could not do what was asked.
+/// Reason why an operation on the store failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The cap on bytes held is reached.
@@ -50,7 +50,7 @@ pub enum StoreError {
     Full {
         /// Bytes in the store now.
         held: ByteSize,
-        /// The cap.
+        /// Most bytes that the store may hold.
         cap: ByteSize,
     },
     /// No page numbers are left, and no hole is large enough.
@@ -61,9 +61,9 @@ pub enum StoreError {
     /// Creating, growing, filling or punching failed.
     #[error("page store: {what}")]
     Io {
-        /// What was being done.
+        /// Operation that failed.
         what: &'static str,
-        /// The kernel's answer.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
@@ -73,23 +73,23 @@ fn io_error(what: &'static str) -> impl Fn(io::Error) -> StoreError {
     move |source| StoreError::Io { what, source }
 }
 
-/// Pages of a process to be copied into the store. A process's memory may end before them.
+/// Pages of a process to be copied into the store. The process's memory may end before the last of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// The process.
+    /// Process to copy from.
     pub pid: Pid,
-    /// First page.
+    /// Address of the first page.
     pub from: Hva,
-    /// How many.
+    /// Number of pages.
     pub pages: u64,
 }
 
-/// What a [`Store::fill`] has left out.
+/// Result of [`Store::fill`]: the pages that were not copied.
 #[derive(Debug, Default)]
 pub struct Filled {
     /// Pages that could not be read or written. They read as zeroes.
     pub missing: Vec<Range<StorePage>>,
-    /// Why nothing could be written from some page on.
+    /// Error that stopped the writing at some page.
     pub error: Option<StoreError>,
 }
 
@@ -100,20 +100,20 @@ pub struct Store {
     read_only: OwnedFd,
     identity: StoreIdentity,
     frontier: StorePage,
-    /// Where the room behind the frontier ends.
+    /// End of the space after the frontier.
     limit: StorePage,
-    /// Room to go on in then, the nearest last.
+    /// Further gaps to use after that, the nearest last.
     gaps: Vec<Range<StorePage>>,
     file_bytes: u64,
     held_pages: u64,
-    /// Of these, reserved ones without bytes yet.
+    /// Number of these pages that are reserved and not filled yet.
     unfilled_pages: u64,
     cap: ByteSize,
     buffer: Vec<u8>,
 }
 
 impl Store {
-    /// A new, empty store for `domain` that will hold at most `cap` bytes.
+    /// Creates an empty store for `domain` that holds at most `cap` bytes.
     pub fn create(domain: &str, cap: ByteSize) -> Result<Self, StoreError> {
         let file = huge_file(domain).or_else(|error| {
             tracing::info!(
@@ -128,8 +128,8 @@ impl Store {
         Self::from_file(file, cap)
     }
 
-    /// Takes over the store of `domain` that the QEMU process `pid` has open (a former daemon gave
-    /// it the descriptor), or `None` if it has none.
+    /// Adopts the store of `domain` that the QEMU process `pid` has open (an earlier daemon gave it
+    /// the descriptor); `None` if it has none.
     pub fn adopt(pid: Pid, domain: &str, cap: ByteSize) -> Result<Option<Self>, StoreError> {
         let directory = format!("/proc/{}/fd", pid.as_raw_nonzero());
         let name = file_name(domain);
@@ -178,43 +178,44 @@ impl Store {
         })
     }
 
-    /// Which file it is.
+    /// Returns the identity of the file.
     #[must_use]
     pub const fn identity(&self) -> StoreIdentity {
         self.identity
     }
 
-    /// The descriptor for VMs: it can't be written through.
+    /// Returns the read-only descriptor for VMs.
     #[must_use]
     pub fn read_only(&self) -> BorrowedFd<'_> {
         self.read_only.as_fd()
     }
 
-    /// The page that the next append will get.
+    /// Returns the page that the next append will get.
     #[must_use]
     pub const fn frontier(&self) -> StorePage {
         self.frontier
     }
 
-    /// Bytes the store holds in memory or swap, by the kernel's count.
+    /// Returns the bytes that the store holds in memory or swap, by the kernel's count.
     pub fn held(&self) -> Result<ByteSize, StoreError> {
         let facts = self.file.metadata().map_err(io_error("fstat"))?;
         Ok(ByteSize(facts.blocks() * 512))
     }
 
-    /// Changes the cap. What is held stays, even above it.
+    /// Changes the cap. The store keeps its pages, even above the cap.
     pub const fn set_cap(&mut self, cap: ByteSize) {
         self.cap = cap;
     }
 
-    /// The cap on bytes held.
+    /// Returns the most bytes that the store may hold.
     #[must_use]
     pub const fn cap(&self) -> ByteSize {
         self.cap
     }
 
-    /// Appends a copy of `pages` pages at `from` in process `pid`; the first new page. The copy may
-    /// catch a page between two of the guest's writes; the compare at folding decides.
+    /// Appends a copy of `pages` pages at `from` in process `pid`. Returns the first new page and
+    /// the number of pages copied. A copy may catch a page between two of the guest's writes; the
+    /// comparison at folding detects that.
     pub fn append(
         &mut self,
         pid: Pid,
@@ -230,8 +231,8 @@ impl Store {
         Ok((first, PageCount(pages - missing)))
     }
 
-    /// Gives the next `pages` page numbers away, to be filled by [`Store::fill`]. They read as
-    /// zeroes until then.
+    /// Reserves the next `pages` page numbers, to be filled by [`Store::fill`]. They read as zeroes
+    /// until then.
     pub fn reserve(&mut self, pages: u64) -> Result<StorePage, StoreError> {
         if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
             let held = self.held()?;
@@ -254,20 +255,20 @@ impl Store {
         Ok(first)
     }
 
-    /// Lets the next reserved page begin a huge page: worth it where much is reserved before the
-    /// next fill. Skipped pages stay holes, which cost nothing.
+    /// Aligns the next reserved page to a huge page. This is worthwhile if many pages are reserved
+    /// before the next fill. Skipped pages stay holes, which cost nothing.
     pub const fn align(&mut self) {
         self.frontier = StorePage(self.frontier.0.next_multiple_of(HUGE_PAGE_PAGES));
     }
 
-    /// Pages that can be reserved one behind the other.
+    /// Returns the number of consecutive pages that can be reserved.
     #[must_use]
     pub const fn room(&self) -> u64 {
         self.limit.0.saturating_sub(self.frontier.0)
     }
 
-    /// Goes on in the next gap that [`Store::reuse`] was given, if there is one. Only while nothing
-    /// is reserved and not filled.
+    /// Continues in the next gap given to [`Store::reuse`], if there is one. Call it only while no
+    /// page is reserved and not filled.
     pub fn next_gap(&mut self) -> bool {
         let Some(gap) = self.gaps.pop().filter(|_| self.unfilled_pages == 0) else {
             return false;
@@ -276,8 +277,7 @@ impl Store {
         true
     }
 
-    /// Holes of whole huge pages, ascending. Other pages of the file are gone for good with what is
-    /// beside them.
+    /// Returns the holes of whole huge pages, ascending. Smaller holes are not reused.
     pub fn holes(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
         let mut holes = Vec::new();
         let mut from = StorePage(0);
@@ -293,16 +293,17 @@ impl Store {
         Ok(holes)
     }
 
-    /// Gaps to go on in when there is no more room: holes that no process maps, ascending.
+    /// Sets the gaps to use when the space after the frontier is used up: holes that no process
+    /// maps, ascending.
     pub fn reuse(&mut self, mut gaps: Vec<Range<StorePage>>) {
         gaps.reverse();
         self.gaps = gaps;
     }
 
-    /// Copies sources, one after the other, to the reserved pages from `first` on. Gathered so, a
-    /// batch takes few system calls, and what makes whole huge pages is written as such; anything
-    /// less gets ordinary pages, because the kernel would clear a huge page before it is written in
-    /// part, which costs several times the copy.
+    /// Copies sources, one after another, to the reserved pages from `first` on. A batch then takes
+    /// few system calls. Whole huge pages are written as such. Anything less gets ordinary pages,
+    /// because the kernel would clear a huge page before a partial write, which costs several times
+    /// the copy.
     pub fn fill(&mut self, first: StorePage, sources: &[Source]) -> Filled {
         let mut filled = Filled::default();
         let mut at = first;
@@ -363,7 +364,8 @@ impl Store {
             .map_err(io_error("writing"))
     }
 
-    /// Punches pages out. Only for pages that no VM can need (see [`memfold_fold`]'s reclaim).
+    /// Punches pages out of the file. Only for pages that no VM can need (see [`memfold_fold`]'s
+    /// reclaim).
     pub fn punch(&mut self, first: StorePage, pages: u64) -> Result<(), StoreError> {
         rustix::fs::fallocate(
             &self.file,
@@ -377,7 +379,7 @@ impl Store {
         Ok(())
     }
 
-    /// Pages that hold bytes, ascending.
+    /// Returns the pages that hold data, ascending.
     pub fn filled(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
         let seek = |to: SeekFrom| match rustix::fs::seek(&self.file, to) {
             Ok(offset) => Ok(Some(offset)),
@@ -394,19 +396,19 @@ impl Store {
         Ok(filled)
     }
 
-    /// Copies one page out, for samples and tests.
+    /// Copies one page to `buffer`, for samples and tests.
     pub fn read_page(&self, page: StorePage, buffer: &mut [u8; PAGE_BYTES]) -> io::Result<()> {
         self.file.read_exact_at(buffer, page.offset())
     }
 }
 
-/// Bytes of at most a huge page's pages.
+/// Converts at most a huge page's pages to bytes.
 fn bytes_of(pages: u64) -> usize {
     usize::try_from(pages).unwrap_or(0) * PAGE_BYTES
 }
 
-/// Reads sources, which lie at `at` in the store, one after the other into `buffer`; what can't be
-/// read is zeroes there, and noted in `missing`.
+/// Reads sources one after another into `buffer`. They will be at `at` in the store. Unreadable
+/// pages become zeroes in `buffer` and are added to `missing`.
 fn read_chunk(
     sources: &[Source],
     at: StorePage,
@@ -449,16 +451,17 @@ fn read_chunk(
     }
 }
 
-/// The name that `/proc/PID/fd` and `/proc/PID/maps` show, by which a new daemon finds the store.
+/// Returns the name that `/proc/PID/fd` and `/proc/PID/maps` show. A new daemon finds the store by
+/// this name.
 fn file_name(domain: &str) -> String {
     format!("memfold:{domain}")
 }
 
-/// A file without a name in a tmpfs of its own, which allocates huge pages where the file's size
-/// covers them, and is mounted nowhere: it ends with the last descriptor and mapping of the file.
-/// Huge pages cost a quarter of a memfd's time to fill and half to compare. Needs `CAP_SYS_ADMIN`.
-/// tmpfs can't seal its files against shrinking (`memfd_file_seals_ptr` in `mm/memfd.c`); VMs can't
-/// anyhow with their descriptor.
+/// Creates an unlinked file in a tmpfs of its own, which is mounted nowhere and allocates huge
+/// pages within the file's size. It ends with the last descriptor and mapping of the file. Compared
+/// with a memfd, huge pages take a quarter of the time to fill and half the time to compare. Needs
+/// `CAP_SYS_ADMIN`. tmpfs cannot seal its files against shrinking (`memfd_file_seals_ptr` in
+/// `mm/memfd.c`), but the VMs' read-only descriptor cannot shrink it.
 fn huge_file(domain: &str) -> io::Result<File> {
     let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     // `size`: without a limit, as a memfd; the cap is ours to hold.
@@ -477,7 +480,7 @@ fn huge_file(domain: &str) -> io::Result<File> {
     Ok(file.into())
 }
 
-/// Where no tmpfs can be mounted.
+/// Creates a memfd, for hosts where no tmpfs can be mounted.
 fn memfd(domain: &str) -> Result<File, StoreError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create(file_name(domain), flags)

@@ -1,4 +1,4 @@
-//! The page store: immutable pages that many VMs of one trust domain map.
+//! Page store: a file of immutable pages that many VMs of one trust domain map.
 //!
 //! ```text
 //!   file "memfold:DOMAIN"       grows at its end; at 16 TiB it goes on in holes that no process maps
@@ -12,13 +12,14 @@
 //!
 //! Invariants:
 //! 1. A page that any process maps is never written again. It can only be punched out, when no
-//!    mapping can need it.
-//! 2. The file never shrinks, so a mapping of pages below the frontier can't fault with `SIGBUS`:
-//!    the daemon alone has it writable, and a memfd (where no tmpfs can be mounted) is sealed
-//!    besides.
-//! 3. The file's size is in the kernel, so a new daemon that adopts the store goes on behind it.
-//! 4. The file has no name and lives as long as a VM or the daemon has it open: nothing is left
-//!    over.
+//!    mapping can need it any more.
+//! 2. The file never shrinks, so a mapping of pages below the frontier cannot fault with `SIGBUS`.
+//!    Only the daemon can write to it, and a memfd (where no tmpfs can be mounted) is also sealed
+//!    against shrinking.
+//! 3. The kernel knows the file's size, so a new daemon that adopts the store appends after its
+//!    last page.
+//! 4. The file has no name and lives as long as a VM or the daemon has it open: it leaves nothing
+//!    behind.
 
 mod file;
 pub mod mapped;

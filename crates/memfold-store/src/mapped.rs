@@ -1,5 +1,5 @@
-//! Which parts of a process map a page store, from `/proc/PID/maps`: the kernel's truth, which
-//! outlives every daemon.
+//! Finds the mappings of a page store in `/proc/PID/maps`. The kernel keeps this state even when
+//! the daemon restarts.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +12,7 @@ use super::StoreIdentity;
 /// A private mapping of consecutive store pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreMapping {
-    /// Where it starts in the process.
+    /// Address of the first page in the process.
     pub hva: Hva,
     /// Length in pages.
     pub pages: u64,
@@ -25,19 +25,19 @@ pub struct StoreMapping {
 pub struct FileMapping {
     /// Device and inode of the file, as `/proc/PID/maps` shows them.
     pub file: (u32, u32, u64),
-    /// Where it starts in the process.
+    /// Address of the first page in the process.
     pub hva: Hva,
     /// Length in pages.
     pub pages: u64,
     /// First page in the file.
     pub file_page: u64,
-    /// Whether the file is called as the RAM image of a snapshot is.
+    /// Whether the file has the name of a snapshot's RAM image.
     pub is_image: bool,
 }
 
 impl FileMapping {
-    /// Its file, for reading, whether or not it has a name any more. Needs `CAP_CHECKPOINT_RESTORE`
-    /// (root).
+    /// Opens the mapped file for reading, even if it has no name any more. Needs
+    /// `CAP_CHECKPOINT_RESTORE` (root).
     pub fn open(&self, pid: Pid) -> io::Result<File> {
         let (start, end) = (self.hva.0, self.hva.add_pages(self.pages).0);
         File::open(format!(
@@ -47,11 +47,11 @@ impl FileMapping {
     }
 }
 
-/// What a process maps.
+/// Mappings of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mappings {
-    /// Private mappings of the store, in order of address. Shared (read-only) windows that only
-    /// compare are not in it.
+    /// Private mappings of the store, in order of address. Shared read-only windows, used for
+    /// comparison, are not included.
     pub store: Vec<StoreMapping>,
     /// Private mappings of other files, in order of address.
     pub others: Vec<FileMapping>,
@@ -59,21 +59,21 @@ pub struct Mappings {
     pub total: usize,
 }
 
-/// Reads `/proc/PID/maps`.
+/// Reads `/proc/PID/maps` and separates the mappings of `store` from those of other files.
 pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
     let text = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
     Ok(parse(&text, store))
 }
 
-/// Every process but this one that maps any part of the store, in whatever way.
+/// Returns every process but this one that maps any part of the store, in whatever way.
 pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
     let found = processes_with(&[vec![identity_text(store)]])?;
     Ok(found.into_iter().flatten().collect())
 }
 
-/// For each group of texts, every process but this one with a mapping whose line in `maps` holds
-/// one of them. Each process is read once, which takes milliseconds of one with thousands of
-/// mappings.
+/// Returns, for each group of texts, every process but this one that has a mapping whose line in
+/// `maps` contains one of them. Each process is read once; a process with thousands of mappings
+/// takes milliseconds.
 pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
     let mut found = vec![Vec::new(); groups.len()];
     for entry in std::fs::read_dir("/proc")?.flatten() {
@@ -120,14 +120,14 @@ fn parse(text: &str, store: StoreIdentity) -> Mappings {
     mappings
 }
 
-/// How a line of `maps` names a file.
+/// Returns the text by which a line of `maps` names a file.
 #[must_use]
 pub fn identity_text(file: StoreIdentity) -> String {
     let (major, minor) = (rustix::fs::major(file.dev), rustix::fs::minor(file.dev));
     format!(" {major:02x}:{minor:02x} {} ", file.ino)
 }
 
-/// `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
+/// Parses a line `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
 fn private_mapping(line: &str) -> Option<FileMapping> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;

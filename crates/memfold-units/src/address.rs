@@ -1,4 +1,4 @@
-//! Places: guest-physical, host-virtual and page-store addresses.
+//! Address types: guest-physical, host-virtual and page-store.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ macro_rules! address {
         pub struct $name(pub u64);
 
         impl $name {
-            /// The place `pages` further on; `None` on overflow.
+            /// Returns the address `pages` pages further; `None` on overflow.
             #[must_use]
             pub const fn checked_add_pages(self, pages: PageCount) -> Option<Self> {
                 let Some(step) = pages.0.checked_mul($unit) else { return None };
@@ -24,13 +24,14 @@ macro_rules! address {
                 }
             }
 
-            /// The place `pages` further on, saturating at the end of the space.
+            /// Returns the address `pages` pages further, at most the end of the space.
             #[must_use]
             pub const fn add_pages(self, pages: u64) -> Self {
                 Self(self.0.saturating_add(pages.saturating_mul($unit)))
             }
 
-            /// Pages from `start` to here, rounded down; zero if this place is before `start`.
+            /// Returns the number of whole pages from `start` to this address; zero if it is before
+            /// `start`.
             #[must_use]
             pub const fn pages_since(self, start: Self) -> u64 {
                 self.0.saturating_sub(start.0) / $unit
@@ -64,7 +65,7 @@ address! {
 }
 
 impl Gpa {
-    /// The page frame this address lies in.
+    /// Returns the page frame that contains this address.
     #[must_use]
     pub const fn pfn(self) -> Pfn {
         Pfn(self.0 / PAGE_SIZE)
@@ -72,7 +73,7 @@ impl Gpa {
 }
 
 impl Pfn {
-    /// The first address of the page frame, or `None` beyond the 64-bit space.
+    /// Returns the first address of the page frame; `None` beyond the 64-bit space.
     #[must_use]
     pub const fn gpa(self) -> Option<Gpa> {
         match self.0.checked_mul(PAGE_SIZE) {
@@ -83,7 +84,7 @@ impl Pfn {
 }
 
 impl StorePage {
-    /// The byte offset in the store file.
+    /// Returns the byte offset in the store file.
     #[must_use]
     pub const fn offset(self) -> u64 {
         self.0 * PAGE_SIZE
@@ -91,7 +92,7 @@ impl StorePage {
 }
 
 impl Hva {
-    /// Whether the address is the start of a page.
+    /// Returns whether the address is the start of a page.
     #[must_use]
     pub const fn is_page_aligned(self) -> bool {
         self.0 % PAGE_SIZE == 0

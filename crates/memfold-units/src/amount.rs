@@ -1,4 +1,4 @@
-//! Amounts of memory.
+//! Types for amounts of memory, in pages or bytes.
 
 use std::fmt;
 use std::iter::Sum;
@@ -43,7 +43,7 @@ macro_rules! amount {
 }
 
 amount! {
-    /// A number of base pages.
+    /// A number of base pages of 4 KiB.
     PageCount
 }
 amount! {
@@ -52,7 +52,7 @@ amount! {
 }
 
 impl PageCount {
-    /// The same amount in bytes.
+    /// Returns the same amount in bytes.
     #[must_use]
     pub const fn bytes(self) -> ByteSize {
         ByteSize(self.0 * PAGE_SIZE)
@@ -60,25 +60,25 @@ impl PageCount {
 }
 
 impl ByteSize {
-    /// `n` KiB.
+    /// Creates an amount of `n` KiB.
     #[must_use]
     pub const fn kib(n: u64) -> Self {
         Self(n << 10)
     }
 
-    /// `n` MiB.
+    /// Creates an amount of `n` MiB.
     #[must_use]
     pub const fn mib(n: u64) -> Self {
         Self(n << 20)
     }
 
-    /// Whole pages in this amount, rounded down.
+    /// Returns the number of whole pages in this amount.
     #[must_use]
     pub const fn pages(self) -> PageCount {
         PageCount(self.0 / PAGE_SIZE)
     }
 
-    /// The amount in MiB.
+    /// Returns the amount in MiB.
     #[must_use]
     pub fn as_mib(self) -> f64 {
         self.0 as f64 / f64::from(1 << 20)
@@ -86,7 +86,7 @@ impl ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// Three significant digits with a binary unit: `37.5 MiB`. Honours width and alignment.
+    /// Writes three significant digits and a binary unit: `37.5 MiB`. Honours width and alignment.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
         let mut value = self.0 as f64;
@@ -105,7 +105,7 @@ impl fmt::Display for ByteSize {
     }
 }
 
-/// Why a size could not be read.
+/// Error of parsing a size; contains the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParseByteSizeError(String);
 
@@ -124,7 +124,7 @@ impl std::error::Error for ParseByteSizeError {}
 impl FromStr for ByteSize {
     type Err = ParseByteSizeError;
 
-    /// Reads `4096`, `512M`, `2G`, `512MiB`. All units are binary, as in QEMU's `-m`.
+    /// Parses `4096`, `512M`, `2G`, `512MiB`. All units are binary, as in QEMU's `-m`.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let bad = || ParseByteSizeError(text.to_owned());
         let trimmed = text.trim();

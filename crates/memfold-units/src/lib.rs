@@ -1,12 +1,12 @@
-//! Page and address newtypes, so that guest-physical, host-virtual and page-store places can't be
-//! mixed up.
+//! Newtypes for pages and addresses, so that guest-physical, host-virtual and page-store addresses
+//! cannot be confused.
 //!
 //! No I/O, no state. A bare `u64` address exists only at a system call or on the wire.
 //!
-//! | type | what it counts | space |
+//! | type | unit | space |
 //! |---|---|---|
 //! | [`Gpa`] | bytes | guest-physical addresses of one VM |
-//! | [`Pfn`] | pages | the same, in pages |
+//! | [`Pfn`] | pages | page frames of one VM |
 //! | [`Hva`] | bytes | virtual addresses of one process (QEMU) |
 //! | [`StorePage`] | pages | offset in one page-store file |
 //! | [`PageCount`], [`ByteSize`] | pages, bytes | amounts |
@@ -20,7 +20,7 @@ pub use amount::{ByteSize, PageCount, ParseByteSizeError};
 /// Size of a base page in bytes. memfold runs on `x86_64`, where it is always 4096.
 pub const PAGE_SIZE: u64 = 4096;
 
-/// [`PAGE_SIZE`] for buffer arithmetic.
+/// [`PAGE_SIZE`] as `usize`, for buffer sizes.
 pub const PAGE_BYTES: usize = 4096;
 
 /// Number of base pages in a transparent huge page (2 MiB on `x86_64`).

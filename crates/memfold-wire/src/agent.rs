@@ -1,22 +1,23 @@
-//! Daemon and guest agent.
+//! Protocol between the daemon and the guest agent.
 //!
 //! The agent speaks first, with [`FromAgent::Hello`], whenever the host side of its port opens.
-//! Every Hello begins anew and forgets what was said before; the daemon answers
+//! Every Hello starts a new session and discards everything sent before. The daemon answers
 //! [`ToAgent::Welcome`] and asks for an inventory. From then on the agent reports changes of its
-//! page cache as they happen. An agent notices a host side that closes and opens again quickly late
-//! or, rarely, not at all, and may be in the middle of a frame then: a daemon that gets anything
-//! but a Hello first closes its side, waits a while and opens it again. Everything in [`FromAgent`]
-//! is untrusted: the daemon checks it against the VM's RAM layout and budget, and the bytes
-//! themselves are compared before any page is shared.
+//! page cache as they happen. If the host side closes and quickly opens again, the agent notices
+//! late or, rarely, never, and may be in the middle of a frame. So a daemon that first receives
+//! anything but a Hello closes its side, waits, and opens it again. Everything in [`FromAgent`] is
+//! untrusted: the daemon checks it against the VM's RAM layout and budget, and the bytes themselves
+//! are compared before any page is shared.
 //!
-//! File numbers ([`FileNumber`]) are the agent's own and live as long as the connection: it
-//! introduces each with [`FromAgent::Files`] before it uses it in a hint.
+//! The agent chooses file numbers ([`FileNumber`]), which are valid for one connection. It
+//! introduces each with [`FromAgent::Files`] before a hint uses it.
 
 use serde::{Deserialize, Serialize};
 
 use crate::frame::{FrameError, Validate};
 
-/// Version of this protocol. Both sides must say the same; the older one is to be updated.
+/// Version of this protocol. Both sides must have the same version; otherwise the older side needs
+/// an update.
 pub const VERSION: u16 = 1;
 
 /// Name of the virtio-serial port (`/dev/virtio-ports/<name>` in the guest).
@@ -28,7 +29,7 @@ pub const MAX_RUNS: usize = 4096;
 /// Most bytes of a path (Linux `PATH_MAX`).
 pub const MAX_PATH: usize = 4096;
 
-/// Most bytes of other texts and of one piece of command output.
+/// Most bytes of any other text, and of one message of command output.
 pub const MAX_TEXT: usize = 64 << 10;
 
 /// Longest run in pages: 1 GiB, the largest folio there is.
@@ -40,7 +41,7 @@ pub type FileNumber = u32;
 /// Cached pages that are consecutive in the file and in guest-physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HintRun {
-    /// The file they cache.
+    /// File whose pages they cache.
     pub file: FileNumber,
     /// Index of the first page in the file, in pages.
     pub page: u64,
@@ -62,7 +63,7 @@ pub struct PfnRun {
 /// Consecutive pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRange {
-    /// The file.
+    /// File that contains the pages.
     pub file: FileNumber,
     /// Index of the first page in the file.
     pub page: u64,
@@ -78,11 +79,11 @@ pub struct FileFacts {
     /// Absolute path in the guest's root, not necessarily UTF-8; empty when it could not be found
     /// (file deleted, hidden by another mount).
     pub path: Vec<u8>,
-    /// `st_size` in bytes when it was looked at; 0 with an empty path.
+    /// `st_size` in bytes at the time of the look-up; 0 with an empty path.
     pub size_bytes: u64,
 }
 
-/// What the agent has counted since it started. Totals, never reset while it lives.
+/// Counters of the agent since its start. They are never reset while it lives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentCounters {
     /// Ring-buffer events read.
@@ -93,7 +94,7 @@ pub struct AgentCounters {
     pub inventories: u64,
     /// Files whose path was found.
     pub files_resolved: u64,
-    /// Inodes given up on without a path.
+    /// Inodes whose path was not found.
     pub files_unresolved: u64,
     /// Pages left out by an include or exclude rule.
     pub pages_excluded: u64,
@@ -103,7 +104,7 @@ pub struct AgentCounters {
     pub rss_bytes: u64,
 }
 
-/// Which of a command's streams some output came from.
+/// Stream of a command's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OutputStream {
     /// Standard output.
@@ -112,10 +113,10 @@ pub enum OutputStream {
     Stderr,
 }
 
-/// What the agent sends.
+/// Messages from the agent to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromAgent {
-    /// First message on every connection.
+    /// First message of every session.
     Hello {
         /// [`VERSION`] of the agent.
         version: u16,
@@ -127,56 +128,55 @@ pub enum FromAgent {
         boot_id: String,
         /// Host name.
         host_name: String,
-        /// Conditions that keep the agent from doing parts of its work, in words; empty when all is
-        /// well.
+        /// Conditions that keep the agent from parts of its work, as text; empty if there are none.
         problems: Vec<String>,
     },
-    /// Files that later messages refer to. A number may be sent again with a new path or size
-    /// (renamed, grown).
+    /// Introduces files that later messages refer to. A number may be sent again with a new path or
+    /// size, when the file was renamed or has grown.
     Files(Vec<FileFacts>),
-    /// These pages are in the page cache now.
+    /// Pages that are in the page cache now.
     Hints(Vec<HintRun>),
-    /// These page frames no longer cache anything.
+    /// Page frames that no longer cache a file page.
     Gone(Vec<PfnRun>),
-    /// These cached pages were written to: don't fold them until they are offered again.
+    /// Cached pages that were written to. They must not be folded until they are offered again.
     Dirty(Vec<FileRange>),
-    /// These cached pages were written back to disk and may be folded again.
+    /// Cached pages that were written back to disk and may be folded again.
     Clean(Vec<FileRange>),
-    /// An inventory begins: forget every earlier hint of this VM that it doesn't repeat before its
-    /// end.
+    /// Begin of an inventory. Earlier hints of this VM that are not repeated before its end are
+    /// obsolete.
     InventoryBegin,
-    /// The inventory is complete.
+    /// End of an inventory.
     InventoryEnd {
         /// Files looked at.
         files: u64,
-        /// Cached pages offered.
+        /// Cached pages that were hinted.
         pages: u64,
     },
-    /// Counters, at most once a second and only when something happened; and in answer to a ping.
+    /// Counters, at most once a second and only after a change, and as the answer to a ping.
     Counters(AgentCounters),
     /// Output of a command.
     Output {
-        /// The command's number.
+        /// Number of the command.
         command: u32,
-        /// Which stream.
+        /// Stream of the output.
         stream: OutputStream,
-        /// The bytes, at most [`MAX_TEXT`].
+        /// Output, at most [`MAX_TEXT`] bytes.
         bytes: Vec<u8>,
     },
-    /// A command ended.
+    /// End of a command.
     Exited {
-        /// The command's number.
+        /// Number of the command.
         command: u32,
-        /// Exit code; 128 + signal number if it was killed; 127 with a text on stderr if it could
+        /// Exit code; 128 + signal number if it was killed; 127, with a text on stderr, if it could
         /// not be started.
         code: i32,
     },
 }
 
-/// What the daemon sends.
+/// Messages from the daemon to the agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToAgent {
-    /// Answer to Hello: the agent may begin.
+    /// Answer to Hello: the agent may start to report.
     Welcome {
         /// [`VERSION`] of the daemon.
         version: u16,
@@ -185,25 +185,25 @@ pub enum ToAgent {
         /// Globs of paths to leave out, stronger than `include`.
         exclude: Vec<String>,
     },
-    /// The versions don't match; the agent waits until the port is opened anew.
+    /// Refusal because the versions differ. The agent waits until the port is opened anew.
     Refused {
-        /// Why, for the guest's log.
+        /// Reason, for the guest's log.
         reason: String,
     },
-    /// Make an inventory of what is cached now.
+    /// Asks for an inventory of everything that is cached now.
     Inventory,
-    /// Answer with `Counters`.
+    /// Asks for `Counters`.
     Ping,
-    /// Run `/bin/sh -c script`, with nothing on standard input.
+    /// Runs `/bin/sh -c script`, with empty standard input.
     Run {
-        /// Number for its output, chosen by the daemon.
+        /// Number of the command, chosen by the daemon.
         command: u32,
-        /// The shell text.
+        /// Text for the shell.
         script: String,
     },
-    /// Kill a running command and its children.
+    /// Kills a running command and its children.
     Kill {
-        /// The command's number.
+        /// Number of the command.
         command: u32,
     },
 }

@@ -1,4 +1,4 @@
-//! Framing: `u32` little-endian body length, then the body.
+//! Framing of both protocols: a little-endian `u32` body length, then the body.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -6,19 +6,19 @@ use serde::de::DeserializeOwned;
 /// Largest body of a frame in bytes, in both protocols and directions.
 pub const MAX_BODY: usize = 256 << 10;
 
-/// Bytes before the body.
+/// Bytes of the header before the body.
 pub const HEADER: usize = 4;
 
-/// Why a frame could not be made or read.
+/// Reason why a frame could not be encoded or decoded.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
-    /// The peer announced (or we made) a body beyond [`MAX_BODY`].
+    /// The body is longer than [`MAX_BODY`].
     #[error("frame of {0} bytes; at most {MAX_BODY} are allowed")]
     TooLong(usize),
     /// The body is not a message of the expected kind.
     #[error("frame body is not a valid message")]
     Malformed(#[source] postcard::Error),
-    /// The message decodes, and yet breaks a limit of its protocol.
+    /// The message was decoded, but exceeds a limit of its protocol.
     #[error("message breaks a limit: {0}")]
     Limit(&'static str),
 }
@@ -29,7 +29,7 @@ pub trait Validate {
     fn validate(&self) -> Result<(), FrameError>;
 }
 
-/// The whole frame of `message`, header included.
+/// Encodes `message` as a frame, header included.
 pub fn encode<M: Serialize>(message: &M) -> Result<Vec<u8>, FrameError> {
     let frame = postcard::to_extend(message, vec![0; HEADER]).map_err(FrameError::Malformed)?;
     seal(frame)
@@ -45,8 +45,8 @@ fn seal(mut frame: Vec<u8>) -> Result<Vec<u8>, FrameError> {
     Ok(frame)
 }
 
-/// Collects bytes as they come and yields whole messages. Holds at most one frame and one read's
-/// worth of bytes.
+/// Collects received bytes and returns whole messages. Holds at most one frame and the bytes of one
+/// read.
 #[derive(Debug, Default)]
 pub struct Decoder {
     bytes: Vec<u8>,
@@ -54,13 +54,13 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// An empty decoder.
+    /// Creates an empty decoder.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds bytes that were read.
+    /// Adds received bytes.
     pub fn push(&mut self, bytes: &[u8]) {
         if self.start > 0 {
             self.bytes.drain(..self.start);
@@ -69,8 +69,11 @@ impl Decoder {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next whole message, `None` while its frame is incomplete. After an error the stream is
-    /// out of step for good: drop the connection.
+    /// Returns the next whole message; `None` while its frame is incomplete.
+    ///
+    /// # Errors
+    ///
+    /// The stream cannot be decoded any further: drop the connection.
     #[allow(clippy::should_implement_trait)] // generic in the message, so it can't be an iterator
     pub fn next<M: DeserializeOwned + Validate>(&mut self) -> Result<Option<M>, FrameError> {
         let rest = &self.bytes[self.start..];

@@ -1,10 +1,10 @@
-//! Daemon and in-QEMU library.
+//! Protocol between the daemon and the library in QEMU.
 //!
 //! The library listens on a Unix stream socket and serves one daemon at a time; a second connection
 //! waits until the first ends. The daemon sends one [`Order`] at a time and reads one [`Reply`].
-//! File descriptors go with the order that names them, by `SCM_RIGHTS`. The library keeps no
-//! decision of its own: what is mapped where is in the kernel (`/proc/PID/maps`), so a new daemon
-//! reads it there.
+//! File descriptors come with the order that names them, by `SCM_RIGHTS`. The library decides
+//! nothing by itself. The kernel knows all mappings (`/proc/PID/maps`), so a new daemon reads them
+//! there.
 
 use std::time::Duration;
 
@@ -15,12 +15,13 @@ use crate::frame::{FrameError, Validate};
 /// Version of this protocol.
 pub const VERSION: u16 = 4;
 
-/// Environment variable of QEMU that names the socket's path. The library does nothing without it.
+/// Environment variable of QEMU with the path of the library's socket. Without it the library does
+/// nothing.
 pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
 
-/// Environment variable of QEMU with a QMP connection of its own for the library, by which it stops
-/// the VM for [`Freeze::Stopped`]: a socket's path, or the number of a socket whose other end QEMU
-/// has for a monitor. Without it such orders are refused.
+/// Environment variable of QEMU that gives the library a QMP connection of its own, by which it
+/// stops the VM for [`Freeze::Stopped`]: a socket's path, or the number of a socket whose other end
+/// is a QEMU monitor. Without it such orders are refused.
 pub const MONITOR_VARIABLE: &str = "MEMFOLD_QEMU_MONITOR";
 
 /// Most runs in one order.
@@ -29,21 +30,21 @@ pub const MAX_RUNS: usize = 1024;
 /// Longest run in pages. Bounds the time that a vCPU may wait for a frozen page.
 pub const MAX_RUN_PAGES: u32 = 512;
 
-/// Most RAM blocks a VM may have: 256 slots of memory, and devices that bring their own.
+/// Most RAM blocks of a VM: 256 slots of memory, and devices with memory of their own.
 pub const MAX_BLOCKS: usize = 512;
 
-/// Most page stores a VM may have.
+/// Most page stores of a VM.
 pub const MAX_STORES: usize = 64;
 
-/// Longest time that an order may hold the VM, in microseconds.
+/// Longest time for which an order may stop the VM, in microseconds.
 pub const MAX_STOP_US: u32 = 1_000_000;
 
-/// Time after which the library begins no further run of an order: on a host without a core to
-/// spare a run takes milliseconds, and the daemon waits only so long for a reply.
+/// Time after which the library starts no further run of an order. On a host without a free core a
+/// run takes milliseconds, and the daemon's wait for a reply is limited.
 pub const ORDER_TIME: Duration = Duration::from_secs(1);
 
-/// `madvise` advice that QEMU gave a RAM block and that a mapping put in its place must have too
-/// (from `VmFlags` in `/proc/PID/smaps`).
+/// `madvise` advice that QEMU gave a RAM block. A mapping that replaces part of it needs the same
+/// advice (from `VmFlags` in `/proc/PID/smaps`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)]
 pub struct Advice {
@@ -61,21 +62,20 @@ pub struct Advice {
     pub noreserve: bool,
 }
 
-/// How the library freezes a run while it compares.
+/// Way in which the library freezes a run while it compares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Freeze {
-    /// `UFFDIO_MOVE` to a staging area. For anonymous memory. Safe with DMA: pinned pages are
-    /// refused by the kernel.
+    /// `UFFDIO_MOVE` to a staging area, for anonymous memory. Safe with DMA: the kernel refuses
+    /// pinned pages.
     Move,
-    /// `UFFDIO_WRITEPROTECT`. For ranges folded before. Only when no block node of the VM uses
-    /// direct I/O.
+    /// `UFFDIO_WRITEPROTECT`, for ranges folded before. Only if no block node of the VM uses direct
+    /// I/O.
     WriteProtect,
     /// No freeze: the library stops the VM for this order, by QMP, so that vCPUs and I/O are at
-    /// rest, and lets it go on whatever becomes of the daemon. A VM that does not run is left
-    /// alone.
+    /// rest. It resumes the VM even if the daemon dies. A VM that does not run is left alone.
     Stopped {
-        /// When to begin no further run, in microseconds from the stop, at most [`MAX_STOP_US`].
-        /// QEMU's own time for stopping (it drains I/O) and going on comes on top.
+        /// Time after the stop at which no further run is started, in microseconds, at most
+        /// [`MAX_STOP_US`]. The time in which QEMU stops (it drains I/O) and resumes comes on top.
         limit_us: u32,
     },
 }
@@ -119,7 +119,7 @@ pub struct MapRun {
     pub file_page: u64,
 }
 
-/// What the daemon asks for.
+/// Orders from the daemon to the library.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
     /// First order on a connection.
@@ -127,102 +127,102 @@ pub enum Order {
         /// [`VERSION`] of the daemon.
         version: u16,
     },
-    /// This range is guest RAM and may be folded, from now on.
+    /// Adds a range of guest RAM, which may be folded from now on.
     AddRam {
         /// Start of the block.
         hva: u64,
         /// Length in pages.
         pages: u64,
-        /// Advice to repeat on what replaces parts of it.
+        /// Advice to repeat on mappings that replace parts of it.
         advice: Advice,
     },
-    /// A page store, with its read-only descriptor. Sending a number again replaces the descriptor
-    /// only if it is the same file (device and inode).
+    /// Adds a page store, with its read-only descriptor. A number that is in use gets a new
+    /// descriptor only if it is the same file (device and inode).
     AddStore {
-        /// Number that fold runs use.
+        /// Number of the store in fold runs.
         store: u32,
-        /// Pages that may ever be in it; runs beyond are refused.
+        /// Most pages that the store may ever have; runs beyond are refused.
         max_pages: u64,
     },
-    /// Fold these runs, in this order.
+    /// Folds these runs, in this order.
     Fold {
-        /// How to freeze them.
+        /// Way to freeze them.
         freeze: Freeze,
         /// The runs, at most [`MAX_RUNS`].
         runs: Vec<FoldRun>,
     },
-    /// Put anonymous memory with the same bytes in place of folded ranges.
+    /// Replaces folded ranges by anonymous memory with the same bytes.
     Release {
-        /// How to freeze them (not `Move`).
+        /// Way to freeze them (not `Move`).
         freeze: Freeze,
         /// The ranges, at most [`MAX_RUNS`], each at most [`MAX_RUN_PAGES`] pages.
         ranges: Vec<Range>,
     },
-    /// Give back anonymous pages that hold only zeroes, for [`ORDER_TIME`] at most. At most
+    /// Gives back anonymous pages that hold only zeroes, for [`ORDER_TIME`] at most. At most
     /// [`MAX_RUNS`] ranges of at most 2^18 pages each.
     DropZero {
-        /// Where to look.
+        /// Ranges to search.
         ranges: Vec<Range>,
     },
-    /// Map a private view of the file that comes with the order over a range, whatever is there (a
-    /// template's RAM). Only before the VM runs, or where the file has the bytes that are there and
-    /// nobody writes (QEMU's copy of a kernel).
+    /// Maps a private view of the file that comes with the order over a range (a template's RAM),
+    /// and replaces any mapping there. Only before the VM runs, or if the file has the same bytes
+    /// as the range and nobody writes to it (QEMU's copy of a kernel).
     Map {
-        /// Where.
+        /// Address of the range; page-aligned, inside one RAM block.
         hva: u64,
-        /// How much.
+        /// Length in pages.
         pages: u64,
         /// First page in the file.
         file_page: u64,
     },
-    /// Counters since the library was loaded.
+    /// Asks for the counters since the library was loaded.
     Stats,
-    /// The RAM block at this address is gone (unplugged), or may no longer be folded. What is
-    /// folded of it stays so.
+    /// Removes the RAM block at this address, because it was unplugged or may no longer be folded.
+    /// Its folded pages stay folded.
     RemoveRam {
         /// Start of the block, as it was added.
         hva: u64,
     },
-    /// This store is needed no more; the library closes it. What is folded onto it stays so.
+    /// Removes a store; the library closes it. Pages folded onto it stay folded.
     RemoveStore {
         /// Number of the store.
         store: u32,
     },
-    /// Stop the VM until [`Order::Continue`], or until this connection ends: whatever becomes of
-    /// the daemon, the VM goes on. Refused if it does not run.
+    /// Stops the VM until [`Order::Continue`], or until this connection ends, so that it also
+    /// resumes if the daemon dies. Refused if the VM does not run.
     Stop,
-    /// Let the VM go on that [`Order::Stop`] has stopped.
+    /// Resumes the VM that [`Order::Stop`] has stopped.
     Continue,
-    /// From now on `PAGEMAP_SCAN` tells which pages of RAM are written to, until
-    /// [`Order::UntrackWrites`], or until this connection ends. Nothing is folded meanwhile.
-    /// Refused before Linux 6.7.
+    /// Starts write tracking: `PAGEMAP_SCAN` shows which pages of RAM are written to, until
+    /// [`Order::UntrackWrites`] or the end of this connection. Nothing is folded meanwhile. Refused
+    /// before Linux 6.7.
     TrackWrites,
-    /// The end of [`Order::TrackWrites`].
+    /// Ends [`Order::TrackWrites`].
     UntrackWrites,
-    /// From now on, before the VM writes to a page of these ranges or gives it away, its bytes are
-    /// copied into the file that comes with the order ([`crate::past`]), until
-    /// [`Order::ForgetPast`], or until this connection ends. Writes are tracked no more; nothing is
-    /// folded meanwhile. What holds now is kept whether the VM runs or not; it is of one moment
-    /// only if it stands still.
+    /// Starts a copy before write: before the VM writes to a page of these ranges or discards it,
+    /// its bytes are copied into the file that comes with the order ([`crate::past`]). It ends with
+    /// [`Order::ForgetPast`] or this connection. Write tracking ends; nothing is folded meanwhile.
+    /// The order works whether the VM runs or not, but the saved bytes are of one moment only if
+    /// the VM is stopped when it starts.
     KeepPast {
-        /// The ranges, 1 to [`MAX_RUNS`], ascending.
+        /// Ranges, 1 to [`MAX_RUNS`], ascending.
         ranges: Vec<Range>,
     },
-    /// The end of [`Order::KeepPast`].
+    /// Ends [`Order::KeepPast`].
     ForgetPast,
     /// [`Order::Map`] of many ranges, all of them views of the file that comes with the order. If
-    /// one can't be mapped, those before it are. A library of before this order ends the
-    /// connection: it is for VMs that are being started.
+    /// one cannot be mapped, those before it are. A library that does not know this order ends the
+    /// connection, so it is only for VMs that are being started.
     MapRuns {
-        /// Where and what, 1 to [`MAX_RUNS`].
+        /// Views to map, 1 to [`MAX_RUNS`].
         runs: Vec<MapRun>,
     },
 }
 
-/// What became of one run or range.
+/// Outcome of one run or range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// All of it.
+    /// All of it was done.
     Done,
     /// Bytes differ from the store at the page with this index in the run; the pages before it are
     /// folded.
@@ -236,21 +236,21 @@ pub enum Outcome {
         /// Pages folded, from the start of the run.
         folded: u32,
     },
-    /// Part of the run is not there (a hole: balloon, never touched), or is no longer anonymous.
-    /// Pages before it may be folded.
+    /// Part of the run is not in memory (a hole: balloon, never touched), or is no longer
+    /// anonymous. Pages before it may be folded.
     Hole {
         /// Pages folded, from the start of the run.
         folded: u32,
     },
-    /// Not begun: the time of [`Freeze::Stopped`] or [`ORDER_TIME`] was over, or the VM did not
+    /// Not started: the time of [`Freeze::Stopped`] or [`ORDER_TIME`] was over, or the VM did not
     /// run.
     Late,
-    /// The order itself is wrong (outside RAM, unaligned, unknown store, beyond the store's end,
-    /// wrong freeze for the kind of mapping). Nothing was touched.
+    /// The run is invalid (outside RAM, unaligned, unknown store, beyond the store's end, wrong
+    /// freeze for the kind of mapping). Nothing was changed.
     Refused,
-    /// A system call failed; the run was left as it was.
+    /// A system call failed. Pages after the first `folded` were left as they were.
     Failed {
-        /// `errno`.
+        /// `errno` of the system call.
         errno: i32,
         /// Pages folded, from the start of the run.
         folded: u32,
@@ -258,7 +258,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// Pages done, of a run that asked for `asked`.
+    /// Returns the number of pages done, of a run of `asked` pages.
     #[must_use]
     pub fn pages_done(self, asked: u32) -> u32 {
         match self {
@@ -275,25 +275,25 @@ impl Outcome {
 /// Number of buckets of [`Stats::freeze_histogram`].
 pub const HISTOGRAM_BUCKETS: usize = 24;
 
-/// The library's own counters. Totals since it was loaded.
+/// Counters of the library since it was loaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stats {
     /// Pages folded from anonymous memory.
     pub folded_pages: u64,
-    /// Pages folded again over a folded range.
+    /// Pages folded again that mapped a file already.
     pub refolded_pages: u64,
     /// Pages given back because they held only zeroes.
     pub zero_pages: u64,
-    /// Pages put back into anonymous memory.
+    /// Pages released: replaced by anonymous memory with the same bytes.
     pub released_pages: u64,
-    /// Pages whose bytes differed.
+    /// Runs that ended at a page whose bytes differed from the store.
     pub differing_pages: u64,
     /// Runs refused because a page was busy (DMA).
     pub busy_runs: u64,
     /// Discards by QEMU (balloon, free page reporting) that met folded pages, in pages.
     pub discarded_pages: u64,
-    /// How long runs stayed frozen: bucket i counts times of at least 2^i and less than 2^(i+1)
-    /// nanoseconds; the last also those above.
+    /// Histogram of the time for which runs were frozen: bucket i counts times of at least 2^i and
+    /// less than 2^(i+1) nanoseconds; the last bucket also longer ones.
     pub freeze_histogram: [u64; HISTOGRAM_BUCKETS],
     /// Longest freeze in nanoseconds.
     pub freeze_max_ns: u64,
@@ -301,50 +301,51 @@ pub struct Stats {
     pub thread_cpu_ns: u64,
 }
 
-/// What the library answers.
+/// Replies from the library to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// To `Hello`.
+    /// Reply to `Hello`.
     Hello {
         /// [`VERSION`] of the library.
         version: u16,
         /// The library's package version.
         library: String,
-        /// Whether `Move` works here (Linux >= 6.8 and the right to catch kernel-mode faults).
+        /// Whether `Move` works on this host (Linux >= 6.8 and the right to catch kernel-mode
+        /// faults).
         can_move: bool,
-        /// Whether `WriteProtect` works here.
+        /// Whether `WriteProtect` works on this host.
         can_write_protect: bool,
-        /// Whether `Stopped` works here: the library has a QMP socket of its own.
+        /// Whether `Stopped` works: the library has a QMP connection of its own.
         can_stop: bool,
-        /// Why folding can't work, if it can't: the condition and what would change it.
+        /// Reason why folding cannot work, if it cannot: the condition and what would change it.
         problem: Option<String>,
     },
-    /// To `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `MapRuns`, `Stop`, `Continue`,
-    /// `TrackWrites`, `UntrackWrites`, `KeepPast`, `ForgetPast`.
+    /// Reply to `AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`, `Map`, `MapRuns`, `Stop`,
+    /// `Continue`, `TrackWrites`, `UntrackWrites`, `KeepPast`, `ForgetPast`: done.
     Ok,
-    /// To `Fold`, `Release`: an outcome for each run, in order.
+    /// Reply to `Fold` and `Release`: an outcome for each run, in order.
     Outcomes {
-        /// One for each run.
+        /// Outcomes, one for each run.
         outcomes: Vec<Outcome>,
         /// CPU time of the library's thread for this order, in nanoseconds.
         cpu_ns: u64,
-        /// How long the VM stood still for this order, in nanoseconds; 0 if it was not stopped.
+        /// Time for which the VM was stopped for this order, in nanoseconds; 0 if it was not.
         stopped_ns: u64,
     },
-    /// To `DropZero`.
+    /// Reply to `DropZero`.
     Zero {
-        /// Pages looked at.
+        /// Pages examined.
         scanned: u64,
         /// Pages given back.
         dropped: u64,
         /// CPU time of the library's thread for this order, in nanoseconds.
         cpu_ns: u64,
     },
-    /// To `Stats`.
+    /// Reply to `Stats`.
     Stats(Box<Stats>),
-    /// The order was refused as a whole; nothing changed.
+    /// The whole order was refused.
     Error {
-        /// The condition that failed.
+        /// Condition that failed.
         reason: String,
     },
 }
