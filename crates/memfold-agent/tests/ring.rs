@@ -1,4 +1,4 @@
-//! The decoders on raw ring-buffer pages of real kernels.
+//! Tests of the decoders on raw ring-buffer pages of real kernels.
 //!
 //! `fixtures/KERNEL/` was recorded in Debian guests by `guest.rs` (`MEMFOLD_FIXTURES`): event
 //! formats, and two pages that hold the events of a file of 40 pages being written, synced and

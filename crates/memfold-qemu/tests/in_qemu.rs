@@ -1,5 +1,5 @@
-//! The preloaded library in a real QEMU: a boot-sector guest counts in 64 pages that are folded
-//! under it.
+//! The preloaded library in a real QEMU: a boot-sector guest counts in 64 pages while they are
+//! folded.
 
 mod support;
 
@@ -37,7 +37,7 @@ impl Drop for Vm {
     }
 }
 
-/// The cdylib of this build: it lies beside the test programs' folder.
+/// Returns the path of the cdylib of this build, next to the directory of test programs.
 fn library() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let release = program.parent().and_then(Path::parent).unwrap();
@@ -86,7 +86,7 @@ fn boot_sector(folder: &Path) -> PathBuf {
 }
 
 impl Vm {
-    /// `None`, and a printed reason, where such a QEMU can't run here.
+    /// Starts a guest. `None`, with the reason printed, if such a QEMU cannot run here.
     fn start(accel: &str, extra: &[&str]) -> Option<Self> {
         if let Err(error) = Command::new("qemu-system-x86_64").arg("-version").output() {
             return memfold_testkit::reports_skip(&format!("no qemu-system-x86_64: {error}"));
@@ -114,7 +114,7 @@ impl Vm {
         vm
     }
 
-    /// `None` where QEMU ends, or the guest does not count within a minute.
+    /// Boots the guest. `None` if QEMU ends, or if the guest does not count within a minute.
     fn boot(accel: &str, extra: &[&str], preloaded: bool) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let image = boot_sector(folder.path());

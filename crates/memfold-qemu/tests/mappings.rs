@@ -1,4 +1,5 @@
-//! Too many mappings (`vm.max_map_count`). In a program of its own: it leaves none to others.
+//! Folding with too many mappings (`vm.max_map_count`). In a program of its own, because it uses up
+//! all mappings of the process.
 
 mod support;
 

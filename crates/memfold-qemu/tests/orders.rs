@@ -1,4 +1,4 @@
-//! What each order does, and what it refuses.
+//! Effects and refusals of each order.
 
 #[path = "../src/preload.rs"]
 mod preload;
@@ -203,7 +203,7 @@ fn pages_folded_before_their_block_was_added_count_as_folded() {
     assert_eq!(bench.stats().released_pages, 64);
 }
 
-/// Mappings that lie in `area`.
+/// Returns the number of mappings in `area`.
 fn mappings_in(area: Area) -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     maps.lines()
@@ -486,7 +486,7 @@ fn freezes() -> impl Strategy<Value = Freeze> {
     ]
 }
 
-/// Orders of every shape, near the RAM's edges and far from them: no crash, and never a wrong byte.
+/// Sends random orders, near the RAM's edges and far from them: no crash, and never a wrong byte.
 #[test]
 fn no_order_changes_a_byte() {
     let bench = |qemu: &FakeQemu| {

@@ -1,4 +1,4 @@
-//! Orders that stop the VM: it goes on, whatever happens.
+//! Orders that stop the VM. It must resume in every case.
 
 mod support;
 
@@ -12,7 +12,7 @@ const STOPPED: Freeze = Freeze::Stopped {
     limit_us: 1_000_000,
 };
 
-/// RAM with 64 pages folded and then written over with what lies at the page given.
+/// Creates RAM with 64 folded pages, then written again with the bytes of the page given.
 fn bench(monitor: Option<Monitor>) -> Option<(Bench, u64)> {
     let mut bench = Bench::with(Box::leak(Box::new(Folder::new(None, monitor))), 64, 1)?;
     bench.fill(1);

@@ -1,5 +1,5 @@
-//! Folding, folding again, releasing, dropping zeroes and discarding, while other threads use the
-//! memory as guests do. Lasts 15 s (the other test 10 s), or `MEMFOLD_STRESS_SECONDS`.
+//! Folds, folds again, releases, drops zeroes and discards, while other threads use the memory as
+//! guests do. Lasts 15 s (the other test 10 s), or `MEMFOLD_STRESS_SECONDS`.
 
 #[path = "../src/preload.rs"]
 mod preload;
@@ -17,7 +17,7 @@ use support::{Bench, Random, stress_time};
 const COUNTERS: u64 = 256;
 const DISCARDED: u64 = 64;
 
-/// The bench's memory as threads share it.
+/// The bench's memory, shared by threads.
 #[derive(Clone, Copy)]
 struct Guest(*mut u64);
 // SAFETY: every word is used by one thread, volatile; the folder exchanges pages under all of them,
@@ -41,8 +41,7 @@ impl Guest {
     }
 }
 
-/// Counts in two words of random pages, in turn with pauses in which a page can be folded
-/// unchanged.
+/// Counts in two words of random pages, with pauses in which a page can be folded unchanged.
 fn count(guest: Guest, thread: u64, stop: &AtomicBool) -> Vec<u64> {
     let mut shadow = vec![0; usize::try_from(COUNTERS).unwrap()];
     let mut random = Random(thread * 7919 + 88_172_645_463_325_252);
@@ -59,7 +58,7 @@ fn count(guest: Guest, thread: u64, stop: &AtomicBool) -> Vec<u64> {
     shadow
 }
 
-/// As [`count`], but by system calls: the kernel writes to the pages and reads from them.
+/// Counts like [`count`], but by system calls: the kernel writes to the pages and reads them.
 fn count_in_kernel_mode(guest: Guest, stop: &AtomicBool) -> Vec<u64> {
     const WORD: u64 = 100;
     let mut shadow = vec![0; usize::try_from(COUNTERS).unwrap()];
@@ -82,8 +81,8 @@ fn count_in_kernel_mode(guest: Guest, stop: &AtomicBool) -> Vec<u64> {
     shadow
 }
 
-/// Gives pages back and takes them again, as a balloon does: they must be zero then, and hold what
-/// is written later.
+/// Discards pages and uses them again, like a balloon: they must be zero then, and keep later
+/// writes.
 fn discard(guest: Guest, stop: &AtomicBool) -> u64 {
     let mut random = Random(99);
     let mut rounds = 0;
@@ -117,7 +116,7 @@ fn discard(guest: Guest, stop: &AtomicBool) -> u64 {
     rounds
 }
 
-/// Has the kernel move page frames about, as it does by itself when memory gets scarce.
+/// Makes the kernel move page frames (compaction), as it does when memory is scarce.
 fn compact(stop: &AtomicBool) {
     while !stop.load(Ordering::Relaxed) {
         // Only root may.

@@ -73,7 +73,8 @@ fn io_error(what: &'static str) -> impl Fn(io::Error) -> StoreError {
     move |source| StoreError::Io { what, source }
 }
 
-/// Pages of a process to be copied into the store. The process's memory may end before the last of them.
+/// Pages of a process to be copied into the store. The process's memory may end before the last of
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
     /// Process to copy from.

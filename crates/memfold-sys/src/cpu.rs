@@ -1,8 +1,8 @@
-//! CPU time of threads.
+//! Reads the CPU time of threads, `clock_gettime(2)`.
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// CPU time of the calling thread in nanoseconds.
+/// Returns the CPU time of the calling thread in nanoseconds.
 #[must_use]
 pub fn thread_cpu_ns() -> u64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);

@@ -1,4 +1,4 @@
-//! Bytes with file descriptors over a Unix stream socket.
+//! Sends and receives bytes with file descriptors over a Unix stream socket (`SCM_RIGHTS`).
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -10,7 +10,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-/// Writes all of `bytes`, with `descriptor` beside their first byte.
+/// Writes all of `bytes`; `descriptor` comes with the first byte.
 pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Result<()> {
     let fds = [descriptor.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -29,8 +29,8 @@ pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Res
     io::Write::write_all(&mut &*socket, &bytes[sent..])
 }
 
-/// Reads up to `buffer.len()` bytes, and the descriptor that came with them, if one did. 0 bytes:
-/// the peer closed.
+/// Reads up to `buffer.len()` bytes, and the descriptor that came with them, if there is one. 0
+/// bytes mean that the peer has closed.
 pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

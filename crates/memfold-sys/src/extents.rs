@@ -1,18 +1,18 @@
-//! Where on the device of its file system a file lies: `FS_IOC_FIEMAP`.
+//! Finds the extents of a file on the device of its file system: `FS_IOC_FIEMAP`.
 //!
 //! Sources: `Documentation/filesystems/fiemap.rst`, `include/uapi/linux/fiemap.h`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// `_IOWR('f', 11, struct fiemap)`: the extents behind the structure don't count.
+/// `_IOWR('f', 11, struct fiemap)`; the extents after the structure do not count in its size.
 const FS_IOC_FIEMAP: libc::c_ulong = 0xC020_660B;
 const _: () = assert!(size_of::<Header>() == 0x20);
 
-/// Most extents of one call.
+/// Most extents returned by one call.
 pub const AT_ONCE: u32 = 256;
 
-/// Consecutive bytes of a file that lie together (`struct fiemap_extent`).
+/// Bytes that are consecutive in the file and on the device (`struct fiemap_extent`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
@@ -22,18 +22,18 @@ pub struct Extent {
     pub physical: u64,
     /// Length in bytes.
     pub length: u64,
-    /// For kernels to come.
+    /// Reserved by the kernel.
     pub reserved64: [u64; 2],
     /// `FIEMAP_EXTENT_*` bits.
     pub flags: u32,
-    /// For kernels to come.
+    /// Reserved by the kernel.
     pub reserved: [u32; 3],
 }
 const _: () = assert!(size_of::<Extent>() == 56);
 
 impl Extent {
-    /// Whether the device holds the file's bytes as they are, and at this place. Flags that are not
-    /// known here say that it is not so.
+    /// Returns whether the device holds the file's bytes unchanged at this place. Unknown flags
+    /// count as no.
     #[must_use]
     pub const fn is_plain(&self) -> bool {
         // FIEMAP_EXTENT_LAST, _MERGED, _SHARED. Others are for extents without a place, or whose
@@ -42,7 +42,7 @@ impl Extent {
         self.flags & !HARMLESS == 0
     }
 
-    /// Whether the file has no extent behind this one.
+    /// Returns whether this is the last extent of the file.
     #[must_use]
     pub const fn is_last(&self) -> bool {
         self.flags & 0x1 != 0
@@ -67,9 +67,12 @@ struct Request {
 }
 const _: () = assert!(std::mem::offset_of!(Request, extents) == 0x20);
 
-/// The extents of a file that end behind byte `start`, ascending, at most [`AT_ONCE`]. What is not
-/// written back yet is not written for this: such extents have no place. `EOPNOTSUPP` on file
-/// systems that don't know the call; `EBADF` for an `O_PATH` descriptor.
+/// Returns the extents of a file that end after byte `start`, ascending, at most [`AT_ONCE`]. Dirty
+/// pages are not written back for this call; their extents may have no place yet.
+///
+/// # Errors
+///
+/// `EOPNOTSUPP` on file systems without this call; `EBADF` for an `O_PATH` descriptor.
 pub fn extents(file: impl AsFd, start: u64) -> io::Result<Vec<Extent>> {
     let mut request = Request {
         header: Header {

@@ -1,5 +1,5 @@
-//! What the guest agent needs: file handles, page-cache residency, signals as a descriptor, new
-//! random numbers, read-only devices.
+//! Kernel interfaces for the guest agent: file handles, page-cache residency, signals as a
+//! descriptor, new random numbers, read-only devices.
 //!
 //! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`,
 //! `fcntl(2)`, `random(4)`.
@@ -12,7 +12,7 @@ use memfold_units::{Hva, PAGE_SIZE};
 /// Most bytes of a file handle (`MAX_HANDLE_SZ`).
 pub const MAX_HANDLE: usize = 128;
 
-/// `struct file_handle` with room for the largest handle.
+/// `struct file_handle` with space for the largest handle.
 #[repr(C)]
 struct FileHandle {
     handle_bytes: u32,
@@ -21,9 +21,12 @@ struct FileHandle {
 }
 const _: () = assert!(std::mem::offset_of!(FileHandle, f_handle) == 8);
 
-/// Opens the file with this handle, as an `O_PATH` descriptor, on the file system that `mount` is
-/// on. Needs `CAP_DAC_READ_SEARCH`. `ESTALE` means that there is no such file or that the file
-/// system doesn't know the handle's type.
+/// Opens the file with this handle, as an `O_PATH` descriptor, on the file system of `mount`. Needs
+/// `CAP_DAC_READ_SEARCH`.
+///
+/// # Errors
+///
+/// `ESTALE` if there is no such file, or if the file system does not know the type of the handle.
 pub fn open_by_handle(mount: impl AsFd, handle_type: i32, bytes: &[u8]) -> io::Result<OwnedFd> {
     let mut handle = FileHandle {
         handle_bytes: 0,
@@ -58,8 +61,8 @@ fn descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
     }
 }
 
-/// Has the kernel's generator of random numbers begin anew from its pool (`RNDRESEEDCRNG`,
-/// `random(4)`). Needs `CAP_SYS_ADMIN`.
+/// Reseeds the kernel's random number generator from its pool (`RNDRESEEDCRNG`, `random(4)`). Needs
+/// `CAP_SYS_ADMIN`.
 pub fn reseed_random(urandom: impl AsFd) -> io::Result<()> {
     const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
     // SAFETY: this request has no argument.
@@ -71,8 +74,8 @@ pub fn reseed_random(urandom: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Makes a block device read-only for everybody (`BLKROSET`, `include/uapi/linux/fs.h`), as
-/// `blockdev --setro` does. Needs `CAP_SYS_ADMIN`.
+/// Makes a block device read-only for all processes (`BLKROSET`, `include/uapi/linux/fs.h`), like
+/// `blockdev --setro`. Needs `CAP_SYS_ADMIN`.
 pub fn set_read_only(device: impl AsFd) -> io::Result<()> {
     const BLKROSET: libc::Ioctl = 0x125d;
     let yes: libc::c_int = 1;
@@ -85,10 +88,10 @@ pub fn set_read_only(device: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Has anybody this regular file open for writing, or mapped so? A read lease is refused then
-/// (`F_SETLEASE`, `fcntl(2)`); it ends with `file`, at once. SIGIO has to be blocked: who opens the
-/// file in that moment has it sent to us. Needs `CAP_LEASE` for other users' files, and `file` open
-/// for reading only.
+/// Returns whether any process has this regular file open for writing, or mapped so: the kernel
+/// then refuses a read lease (`F_SETLEASE`, `fcntl(2)`). The lease ends at once, with `file`.
+/// `SIGIO` must be blocked, because the kernel sends it to this process if another one opens the
+/// file in that moment. Needs `CAP_LEASE` for other users' files, and `file` open for reading only.
 pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
     // SAFETY: the argument of this request is a number.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) };
@@ -107,13 +110,13 @@ pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
 pub struct CacheStat {
     /// Cached pages.
     pub nr_cache: u64,
-    /// Dirty ones.
+    /// Dirty pages.
     pub nr_dirty: u64,
     /// Pages being written back.
     pub nr_writeback: u64,
-    /// Evicted pages, as far as the cache remembers them.
+    /// Evicted pages that the cache still remembers.
     pub nr_evicted: u64,
-    /// Pages evicted so recently that reading them again shows memory pressure.
+    /// Pages evicted recently, which shows memory pressure if they are read again.
     pub nr_recently_evicted: u64,
 }
 
@@ -124,12 +127,11 @@ struct CacheStatRange {
     length: u64,
 }
 
-/// How much of a file is cached (Linux >= 6.5, else `ENOSYS`). Of a file that is read in place
-/// (DAX), nothing.
+/// Returns how much of a file is cached (Linux >= 6.5, else `ENOSYS`). For a file that is read in
+/// place (DAX): nothing.
 ///
-/// Such a file is never given to the kernel: it takes the entries of DAX in the file's table for
-/// those of evicted pages, and dereferences a null pointer (`filemap_cachestat`, seen in Linux
-/// 6.12.117).
+/// A DAX file is never passed to the kernel, which would take its DAX entries for those of evicted
+/// pages and dereference a null pointer (`filemap_cachestat`, seen in Linux 6.12.117).
 pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
     /// The same number on every architecture (added after the tables were unified); libc doesn't
     /// name it everywhere.
@@ -168,11 +170,11 @@ pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
     }
 }
 
-/// A file mapped to look at its cached pages, never at their bytes: this is why truncation under it
-/// does no harm.
+/// A mapping of a file for checking which pages are cached. Its bytes are never read, so truncation
+/// of the file does no harm.
 ///
-/// `MADV_RANDOM` keeps a touch from starting readahead and, since Linux 6.3, from counting as a use
-/// of the page.
+/// With `MADV_RANDOM`, a touch of a page starts no readahead and, since Linux 6.3, does not count
+/// as a use of the page.
 #[derive(Debug)]
 pub struct FileView {
     address: *mut libc::c_void,
@@ -230,7 +232,7 @@ impl FileView {
         }
     }
 
-    /// Sets bit 0 of one byte a page, from page `first`, where the page is cached.
+    /// Sets bit 0 of one byte for each page, from page `first`, if the page is cached.
     pub fn resident(&self, first: u64, states: &mut [u8]) -> io::Result<()> {
         let (address, length) = self.place(first, states.len() as u64)?;
         // SAFETY: the kernel writes one byte a page of the range into `states`.
@@ -241,19 +243,19 @@ impl FileView {
         }
     }
 
-    /// Enters pages into the page tables so that `/proc/self/pagemap` shows their frames
+    /// Maps pages into the page tables, so that `/proc/self/pagemap` shows their frames
     /// (`MADV_POPULATE_READ`, Linux >= 5.14). Pages that are not cached would be read from disk:
-    /// ask [`Self::resident`] first.
+    /// check [`Self::resident`] first.
     pub fn populate(&self, first: u64, count: u64) -> io::Result<()> {
         self.advise(first, count, libc::MADV_POPULATE_READ)
     }
 
-    /// Takes pages out of the page tables (and out of our resident set) again.
+    /// Removes pages from the page tables, and from this process's resident set.
     pub fn release(&self, first: u64, count: u64) -> io::Result<()> {
         self.advise(first, count, libc::MADV_DONTNEED)
     }
 
-    /// Where page `page` is mapped, for [`crate::pagemap::Pagemap`].
+    /// Returns the address at which page `page` is mapped, for [`crate::pagemap::Pagemap`].
     pub fn hva(&self, page: u64) -> Hva {
         Hva(self.address.expose_provenance() as u64).add_pages(page)
     }
@@ -268,8 +270,8 @@ impl Drop for FileView {
     }
 }
 
-/// Blocks `signals` in this thread (and in those it starts later) and returns a descriptor that
-/// becomes readable when one of them comes.
+/// Blocks `signals` in this thread (and in threads that it starts later). Returns a descriptor that
+/// becomes readable when one of them arrives.
 pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     // SAFETY: a zeroed sigset_t is valid, and sigemptyset makes it a proper empty set.
     let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
@@ -289,8 +291,8 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     }
 }
 
-/// The number of one signal that `descriptor` (of [`signal_descriptor`]) holds, `None` when there
-/// is none.
+/// Returns the number of one signal that `descriptor` (of [`signal_descriptor`]) holds; `None` if
+/// there is none.
 pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
     /// `sizeof(struct signalfd_siginfo)`; its first field is the signal's number.
     const SIZE: usize = 128;
@@ -305,18 +307,18 @@ pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
     }
 }
 
-/// The signals that the agent waits for.
+/// Signals that the agent waits for.
 pub mod signal {
-    /// Something happened on a descriptor of [`signal_changes`](super::signal_changes).
+    /// An event on a descriptor of [`signal_changes`](super::signal_changes).
     pub const IO: i32 = libc::SIGIO;
-    /// Please end.
+    /// Request to end.
     pub const TERM: i32 = libc::SIGTERM;
     /// Interrupt from a terminal.
     pub const INT: i32 = libc::SIGINT;
 }
 
-/// Asks for `SIGIO` when something happens on `file` (`F_SETOWN`, `O_ASYNC`). A virtio port sends
-/// it when its host side opens or closes and when data comes (`send_sigio_to_port` in
+/// Requests `SIGIO` when something happens on `file` (`F_SETOWN`, `O_ASYNC`). A virtio port sends
+/// it when its host side opens or closes, and when data arrives (`send_sigio_to_port` in
 /// `drivers/char/virtio_console.c`).
 pub fn signal_changes(file: impl AsFd) -> io::Result<()> {
     let fd = file.as_fd().as_raw_fd();

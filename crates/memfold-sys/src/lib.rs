@@ -1,5 +1,5 @@
-//! What memfold needs of the kernel and no well-kept safe library offers. The only crate with
-//! `unsafe` code.
+//! Kernel interfaces that no well-maintained safe library offers. The only crate with `unsafe`
+//! code.
 //!
 //! | module | kernel interface |
 //! |---|---|
@@ -7,16 +7,16 @@
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
 //! | [`extents`] | where on a device a file lies, `FS_IOC_FIEMAP` |
-//! | [`session`] | children that outlive us, `setsid(2)` |
-//! | [`guest`] | what the guest agent needs: file handles, residency of files, signals |
+//! | [`session`] | child processes that outlive their parent, `setsid(2)` |
+//! | [`guest`] | interfaces for the guest agent: file handles, residency of files, signals |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
-//! | [`peer`] | who is at the other end of a socket, `SO_PEERGROUPS` |
-//! | [`region`] | ranges of our own address space whose mappings are exchanged |
+//! | [`peer`] | groups of a socket's peer, `SO_PEERGROUPS`; numbers and names of users and groups |
+//! | [`region`] | ranges of this process's address space whose mappings are exchanged |
 //! | [`userfaultfd`] | catching faults, moving pages, `userfaultfd(2)` |
-//! | [`locked`] | files without a name whose pages stay in RAM |
-//! | [`shared`] | words of a file that several processes change |
+//! | [`locked`] | memfds whose pages stay in RAM, `mlock(2)` |
+//! | [`shared`] | words of a file that several processes change at the same time |
 //! | [`signals`] | signal masks of threads |
-//! | [`writeback`] | a file's way to its disk, `sync_file_range(2)` |
+//! | [`writeback`] | start of writing a file to its disk, `sync_file_range(2)` |
 
 pub mod cpu;
 pub mod descriptor;

@@ -1,5 +1,4 @@
-//! Memory without a name that is in RAM as long as it is held, for another process to read and
-//! write as a file.
+//! Locked memory that another process can read and write as a file without a name.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -9,9 +8,9 @@ use rustix::io::Errno;
 
 use crate::region::Mapping;
 
-/// A memfd, all of whose pages are there and locked (`mlock(2)`). Whoever has the file may write to
-/// it, and punch holes, but not change its length. The pages are free when this is dropped and
-/// nobody has the file open.
+/// A memfd whose pages are all allocated and locked (`mlock(2)`). A process that has the file may
+/// write to it and punch holes, but not change its length. The pages become free when this value is
+/// dropped and no process has the file open.
 #[derive(Debug)]
 pub struct LockedFile {
     file: OwnedFd,
@@ -21,8 +20,11 @@ pub struct LockedFile {
 
 impl LockedFile {
     /// Allocates, clears and locks `bytes`, rounded up to pages. Takes some 0.3 s for each GiB.
-    /// `ENOMEM`: there is no room, or the limit on locked memory (`RLIMIT_MEMLOCK`) is lower and
-    /// this process isn't root's.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM` if there is not enough memory, or if the limit on locked memory (`RLIMIT_MEMLOCK`)
+    /// is lower and this process is not privileged.
     pub fn new(name: &str, bytes: u64) -> Result<Self, Errno> {
         let pages = bytes.div_ceil(PAGE_SIZE);
         let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;

@@ -1,24 +1,24 @@
-//! Reading another process's memory with `process_vm_readv(2)`.
+//! Reads and writes another process's memory with `process_vm_readv(2)` and `process_vm_writev(2)`.
 
 use std::io;
 
 use memfold_units::Hva;
 use rustix::process::Pid;
 
-/// Copies `buffer.len()` bytes at `from` in process `pid` into `buffer`; the number of bytes
-/// copied, which is less when a later page is not mapped. Needs the right to trace the process
+/// Copies `buffer.len()` bytes at `from` in process `pid` into `buffer`. Returns the number of
+/// bytes copied, which is less if a later page is not mapped. Needs the right to trace the process
 /// (root).
 ///
-/// Pages that were swapped out are read back in. Holes in anonymous memory read as zeroes and
-/// become backed by the zero page.
+/// Swapped pages are read back in. Holes in anonymous memory read as zeroes and become backed by
+/// the zero page.
 pub fn read(pid: Pid, from: Hva, buffer: &mut [u8]) -> io::Result<usize> {
     let length = buffer.len();
     read_many(pid, &[(from, length)], buffer)
 }
 
-/// Copies ranges of a process's memory, each given by address and length in bytes, one after the
-/// other into `buffer`, which is at least as long as all of them; the number of bytes copied. It
-/// ends within the first range that can't be read whole. At most 1,024 ranges (`IOV_MAX`).
+/// Copies ranges of a process's memory, each given by address and length in bytes, one after
+/// another into `buffer`, which must be long enough for all. Returns the number of bytes copied. It
+/// stops in the first range that cannot be read whole. At most 1,024 ranges (`IOV_MAX`).
 pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Result<usize> {
     let local = libc::iovec {
         iov_base: buffer.as_mut_ptr().cast(),
@@ -49,9 +49,9 @@ pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Re
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
 }
 
-/// Copies several ranges of a process's memory, each to a place of its own, with one system call;
-/// the number of bytes copied. It ends within the first range that can't be read whole. At most
-/// 1,024 ranges (`IOV_MAX`).
+/// Copies several ranges of a process's memory, each to a buffer of its own, with one system call.
+/// Returns the number of bytes copied. It stops in the first range that cannot be read whole. At
+/// most 1,024 ranges (`IOV_MAX`).
 pub fn read_parts(pid: Pid, parts: &mut [(Hva, &mut [u8])]) -> io::Result<usize> {
     let mut local = Vec::with_capacity(parts.len());
     let mut remote = Vec::with_capacity(parts.len());
@@ -82,8 +82,8 @@ pub fn read_parts(pid: Pid, parts: &mut [(Hva, &mut [u8])]) -> io::Result<usize>
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
 }
 
-/// Writes `bytes` at `to` in process `pid`; the number of bytes written, which is less when a later
-/// page is not mapped or not writable.
+/// Writes `bytes` at `to` in process `pid`. Returns the number of bytes written, which is less if a
+/// later page is not mapped or not writable.
 pub fn write(pid: Pid, to: Hva, bytes: &[u8]) -> io::Result<usize> {
     let local = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),

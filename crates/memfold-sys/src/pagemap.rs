@@ -1,4 +1,4 @@
-//! What backs each page of a process: the `PAGEMAP_SCAN` ioctl (Linux >= 6.7) and plain
+//! Finds what backs each page of a process: the `PAGEMAP_SCAN` ioctl (Linux >= 6.7) and plain
 //! `/proc/PID/pagemap`.
 //!
 //! Sources: `Documentation/admin-guide/mm/pagemap.rst`, `include/uapi/linux/fs.h`.
@@ -35,24 +35,24 @@ const _: () = assert!(size_of::<ScanArgument>() == 0x60);
 
 /// Categories of pages, as bits (`PAGE_IS_*`).
 pub mod category {
-    /// Lies where writes are told (`Userfaultfd::open_async`).
+    /// In a range whose writes are tracked (`Userfaultfd::open_async`).
     pub const WRITES_TOLD: u64 = 1 << 0;
-    /// Not protected by a userfaultfd; where [`WRITES_TOLD`] holds: written to since it was.
+    /// Not protected by a userfaultfd. With [`WRITES_TOLD`]: written to since it was protected.
     pub const WRITTEN: u64 = 1 << 1;
-    /// In memory, and mapped from a file or shared memory: for a private file mapping, a page not
-    /// copied yet.
+    /// In memory, and mapped from a file or shared memory. In a private file mapping: a page
+    /// without a private copy.
     pub const FILE: u64 = 1 << 2;
     /// In memory.
     pub const PRESENT: u64 = 1 << 3;
     /// Swapped out.
     pub const SWAPPED: u64 = 1 << 4;
-    /// The shared zero page.
+    /// The kernel's shared page of zeroes.
     pub const ZERO: u64 = 1 << 5;
-    /// Part of a mapping by a huge page.
+    /// Mapped by a huge page.
     pub const HUGE: u64 = 1 << 6;
 }
 
-/// Consecutive pages of one set of categories.
+/// Consecutive pages with the same categories.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Region {
@@ -60,14 +60,13 @@ pub struct Region {
     pub start: Hva,
     /// Byte after the last.
     pub end: Hva,
-    /// [`category`] bits, of those asked for.
+    /// [`category`] bits, among those that the scan returns.
     pub categories: u64,
 }
 const _: () = assert!(size_of::<Region>() == 24);
 
 impl Filter {
-    /// Pages that were protected by a userfaultfd and still are: in memory, in swap, or only
-    /// marked.
+    /// Pages that a userfaultfd protects: in memory, in swap, or only marked.
     pub const PROTECTED: Self = Self {
         all_of: 0,
         any_of: category::PRESENT | category::SWAPPED,
@@ -81,14 +80,14 @@ impl Filter {
         none_of: 0,
     };
 
-    /// Pages in memory, without the kernel's page of zeroes: what `Rss` counts.
+    /// Pages in memory, without the kernel's page of zeroes; `Rss` counts these.
     pub const RESIDENT: Self = Self {
         all_of: category::PRESENT,
         any_of: 0,
         none_of: category::ZERO,
     };
 
-    /// Pages that a process has copies of: resident, and of no file.
+    /// Private pages of a process: in memory, and not of a file.
     pub const COPIES: Self = Self {
         all_of: category::PRESENT,
         any_of: 0,
@@ -103,19 +102,19 @@ impl Region {
         (self.end.0 - self.start.0) / PAGE_SIZE
     }
 
-    /// Whether every bit of `mask` is set.
+    /// Returns whether every bit of `mask` is set.
     #[must_use]
     pub const fn is(&self, mask: u64) -> bool {
         self.categories & mask == mask
     }
 }
 
-/// Which pages a scan returns.
+/// Condition for the pages that a scan returns.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Filter {
     /// Categories that must be set.
     pub all_of: u64,
-    /// Categories of which one must be set; 0 asks nothing.
+    /// Categories of which at least one must be set; 0 for no such condition.
     pub any_of: u64,
     /// Categories that must not be set.
     pub none_of: u64,
@@ -131,8 +130,8 @@ impl Pagemap {
         File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).map(Self)
     }
 
-    /// All regions in `[start, end)` that pass `filter`, in order of address, with every category
-    /// that this module names.
+    /// Returns all regions in `[start, end)` that pass `filter`, in order of address, with the
+    /// categories `FILE`, `PRESENT`, `SWAPPED`, `ZERO` and `HUGE`.
     pub fn scan(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<Vec<Region>> {
         let mut found = Vec::new();
         let mut buffer = [Region::default(); 512];
@@ -145,7 +144,7 @@ impl Pagemap {
         Ok(found)
     }
 
-    /// Whether all of `[start, end)` passes `filter`. Allocates nothing.
+    /// Returns whether all of `[start, end)` passes `filter`. Allocates nothing.
     pub fn all_pass(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<bool> {
         let mut next = start;
         while next < end {
@@ -159,7 +158,8 @@ impl Pagemap {
         Ok(true)
     }
 
-    /// Fills `found` from `start`; how many, and how far it has looked.
+    /// Fills `found` from `start`. Returns the number of regions, and the address at which the scan
+    /// ended.
     fn scan_into(
         &self,
         start: Hva,
@@ -193,8 +193,8 @@ impl Pagemap {
         Ok((n, Hva(argument.walk_end)))
     }
 
-    /// Raw entries of `count` pages from `start` (`pagemap.rst`: bits 0-54 frame number, 61 file,
-    /// 62 swapped, 63 present).
+    /// Returns the raw entries of `count` pages from `start` (`pagemap.rst`: bits 0-54 frame
+    /// number, 61 file, 62 swapped, 63 present).
     pub fn entries(&self, start: Hva, count: usize) -> io::Result<Vec<u64>> {
         let mut bytes = vec![0; count * 8];
         self.0.read_exact_at(&mut bytes, start.0 / PAGE_SIZE * 8)?;
@@ -204,8 +204,8 @@ impl Pagemap {
             .collect())
     }
 
-    /// Host frame numbers of `count` pages from `start`; `None` where nothing is in memory or we
-    /// may not know.
+    /// Returns the frame numbers of `count` pages from `start`; `None` for pages that are not in
+    /// memory, or if this process may not see frame numbers.
     pub fn frames(&self, start: Hva, count: usize) -> io::Result<Vec<Option<u64>>> {
         const PRESENT: u64 = 1 << 63;
         const FRAME: u64 = (1 << 55) - 1;

@@ -1,5 +1,4 @@
-//! Who is at the other end of a Unix socket, which groups that are, and the numbers of users and
-//! groups.
+//! Looks up the groups of a Unix socket's peer, and the numbers and names of users and groups.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -9,12 +8,12 @@ use std::os::fd::{AsFd, AsRawFd};
 /// Most groups that the kernel gives a process (`NGROUPS_MAX`, limits.h).
 const MOST_GROUPS: usize = 65_536;
 
-/// Largest entry of the databases of users and groups that is read, in bytes.
+/// Largest entry of the user and group databases that is read, in bytes.
 const MOST_BYTES: usize = 1 << 20;
 
-/// Supplementary groups that the peer of a Unix stream socket had when it connected
-/// (`SO_PEERGROUPS`, Linux >= 4.13). Unlike those in `/proc/PID/status` they can't be another
-/// process's that got the number since.
+/// Returns the supplementary groups that the peer of a Unix stream socket had when it connected
+/// (`SO_PEERGROUPS`, Linux >= 4.13). Unlike the groups in `/proc/PID/status`, they cannot belong to
+/// a later process with the same number.
 pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
     let fd = socket.as_fd().as_raw_fd();
     let mut groups = vec![0u32; 64];
@@ -51,8 +50,8 @@ fn socklen(bytes: usize) -> io::Result<libc::socklen_t> {
     libc::socklen_t::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput.into())
 }
 
-/// The number of the group of this name, from whatever the host asks for groups (`getgrnam_r(3)`);
-/// `None`: there is no such group.
+/// Returns the number of the group `name`, from the host's group databases (`getgrnam_r(3)`);
+/// `None` if there is no such group.
 pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     let name = CString::new(name)?;
     look_up(|buffer| {
@@ -74,7 +73,8 @@ pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     })
 }
 
-/// The numbers of the user of this name and of its group, as [`group_id`] (`getpwnam_r(3)`).
+/// Returns the numbers of the user `name` and of its primary group, from the host's databases
+/// (`getpwnam_r(3)`); `None` if there is no such user.
 pub fn user_ids(name: &str) -> io::Result<Option<(u32, u32)>> {
     let name = CString::new(name)?;
     look_up(|buffer| {
@@ -96,7 +96,8 @@ pub fn user_ids(name: &str) -> io::Result<Option<(u32, u32)>> {
     })
 }
 
-/// The name of the user of this number, as [`group_id`] (`getpwuid_r(3)`).
+/// Returns the name of the user with this number (`getpwuid_r(3)`); `None` if there is no such
+/// user.
 pub fn user_name(uid: u32) -> io::Result<Option<String>> {
     look_up(|buffer| {
         let mut entry = MaybeUninit::<libc::passwd>::uninit();
@@ -118,8 +119,8 @@ pub fn user_name(uid: u32) -> io::Result<Option<String>> {
     })
 }
 
-/// Asks with as much room as the answer takes. `ask` gives an error number, 0 for none, and what it
-/// found.
+/// Repeats `ask` with a larger buffer until the answer fits. `ask` returns an error number, 0 for
+/// none, and the entry found.
 fn look_up<T>(mut ask: impl FnMut(&mut [u8]) -> (i32, Option<T>)) -> io::Result<Option<T>> {
     let mut buffer = vec![0u8; 4096];
     loop {

@@ -1,10 +1,10 @@
-//! Ranges of this process's own address space whose *mappings* are exchanged: `mmap`, `mremap`,
+//! Ranges of this process's address space whose *mappings* are exchanged: `mmap`, `mremap`,
 //! `madvise`.
 //!
-//! An [`Area`] is a claim, made once in `unsafe`: nobody holds a Rust reference into the range, and
-//! its owner agrees that mappings and pages in it are replaced. What is done with it later needs no
-//! further promise. Every system call here goes past the C library: `memfold-qemu` interposes the
-//! library's `madvise`.
+//! An [`Area`] is a promise, made once in `unsafe`: no Rust reference points into the range, and
+//! its owner agrees that mappings and pages in it are replaced. Its methods need no further
+//! promise. System calls do not go through the C library's `madvise`, because `memfold-qemu`
+//! interposes that function.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr;
@@ -26,8 +26,8 @@ pub struct Area {
 }
 
 impl Area {
-    /// The range of `pages` pages at `start`; `None` if it is empty, not page-aligned or not in the
-    /// user's address space.
+    /// Creates the range of `pages` pages at `start`; `None` if it is empty, not page-aligned or
+    /// not in the user's address space.
     ///
     /// # Safety
     /// While this area or a part of it is used, no Rust reference points into the range, and
@@ -73,14 +73,14 @@ impl Area {
         self.pages * PAGE_SIZE
     }
 
-    /// Whether nothing is in it. Operations on such an area do nothing.
+    /// Returns whether the area has no pages. Operations on such an area do nothing.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.pages == 0
     }
 
-    /// `pages` pages from page `first`, cut at the end of this area. Never fails: it is used where
-    /// a panic would leave a guest without its memory.
+    /// Returns `pages` pages from page `first`, cut at the end of this area. Never fails: it is
+    /// used where a panic would leave a guest without its memory.
     #[must_use]
     pub fn part(self, first: u64, pages: u64) -> Self {
         let first = first.min(self.pages);
@@ -90,7 +90,7 @@ impl Area {
         }
     }
 
-    /// What follows the first `pages` pages.
+    /// Returns the part after the first `pages` pages.
     #[must_use]
     pub fn after(self, pages: u64) -> Self {
         self.part(pages, self.pages)
@@ -104,7 +104,8 @@ impl Area {
         usize::try_from(self.bytes()).unwrap_or(0)
     }
 
-    /// Puts a private, writable view of `file` from page `first` there, whatever is there now.
+    /// Maps a private, writable view of `file` from page `first` over the area, and replaces any
+    /// mapping there.
     pub fn map_file(self, file: BorrowedFd<'_>, first: u64) -> Result<(), Errno> {
         if self.is_empty() {
             return Ok(());
@@ -123,7 +124,7 @@ impl Area {
         .map(drop)
     }
 
-    /// Puts fresh anonymous memory there, whatever is there now.
+    /// Maps fresh anonymous memory over the area, and replaces any mapping there.
     pub fn map_anonymous(self, noreserve: bool) -> Result<(), Errno> {
         if self.is_empty() {
             return Ok(());
@@ -144,7 +145,7 @@ impl Area {
         .map(drop)
     }
 
-    /// `madvise(2)`.
+    /// Calls `madvise(2)` for the area.
     pub fn advise(self, advice: Advice) -> Result<(), Errno> {
         if self.is_empty() {
             return Ok(());
@@ -153,8 +154,8 @@ impl Area {
         unsafe { rustix::mm::madvise(self.pointer(), self.length(), advice) }
     }
 
-    /// Bytes equal to those of `other`, as a number of whole pages from the start. Neither may
-    /// change meanwhile if the answer is to mean anything.
+    /// Returns the number of whole pages from the start that equal those of `other`. The result is
+    /// reliable only if neither area changes meanwhile.
     #[must_use]
     pub fn equal_pages(self, other: Self) -> u64 {
         let pages = self.pages.min(other.pages);
@@ -167,8 +168,8 @@ impl Area {
             .unwrap_or(pages)
     }
 
-    /// Number of pages from the start that hold only zeroes. On memory that others write, only a
-    /// guess.
+    /// Returns the number of pages from the start that hold only zeroes. If other threads write to
+    /// the memory, it is only a guess.
     #[must_use]
     pub fn zero_pages(self) -> u64 {
         (0..self.pages)
@@ -176,7 +177,7 @@ impl Area {
             .unwrap_or(self.pages)
     }
 
-    /// Whether the first page holds only zeroes. Looks at its first word before the rest.
+    /// Returns whether the first page holds only zeroes. Checks its first word before the rest.
     #[must_use]
     pub fn is_zero(self) -> bool {
         if self.is_empty() {
@@ -209,8 +210,8 @@ impl Area {
         }
     }
 
-    /// Writes the area's bytes to `file` from byte `offset`. They are those of one moment only if
-    /// nobody writes them meanwhile.
+    /// Writes the area's bytes to `file` from byte `offset`. They are of one moment only if no
+    /// thread writes to the area meanwhile.
     pub fn save(self, file: impl AsFd, offset: u64) -> Result<(), Errno> {
         let mut done = 0;
         while done < self.length() {
@@ -237,7 +238,7 @@ impl Area {
         Ok(())
     }
 
-    /// Copies `words` into the area from its start. For tests and measurements on memory of their
+    /// Copies `words` into the area from its start, for tests and measurements on memory of their
     /// own.
     pub fn write(self, words: &[u64]) {
         let count = words.len().min(self.length() / 8);
@@ -251,7 +252,7 @@ fn equal(a: Area, b: Area) -> bool {
     unsafe { libc::memcmp(a.pointer(), b.pointer(), a.length()) == 0 }
 }
 
-/// `madvise(2)` with C's arguments, for the interposed function: any address, any advice.
+/// Calls `madvise(2)` with C's arguments, for the interposed function: any address, any advice.
 ///
 /// # Safety
 /// As for `madvise(2)`: the caller owns the range.
@@ -265,7 +266,7 @@ pub unsafe fn madvise(address: usize, length: usize, advice: i32) -> Result<(), 
     }
 }
 
-/// A mapping of our own at a place that the kernel chose, unmapped on drop.
+/// A mapping at an address that the kernel chose, unmapped on drop.
 #[derive(Debug)]
 pub struct Mapping {
     whole: Area,
@@ -273,7 +274,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Anonymous private memory, unreserved, aligned to a huge page if it is at least that long.
+    /// Maps anonymous private memory, aligned to a huge page if it is at least that long;
+    /// `noreserve`: with `MAP_NORESERVE`.
     pub fn anonymous(pages: u64, noreserve: bool) -> Result<Self, Errno> {
         let slack = if pages >= HUGE_PAGE_PAGES {
             HUGE_PAGE_PAGES
@@ -307,8 +309,8 @@ impl Mapping {
         })
     }
 
-    /// A read-only shared view of the first `pages` pages of `file`. The file may be shorter: touch
-    /// only what it has.
+    /// Maps a read-only shared view of the first `pages` pages of `file`. The file may be shorter;
+    /// pages beyond its end must not be touched.
     pub fn window(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
         let start = unsafe {
@@ -325,7 +327,8 @@ impl Mapping {
         Ok(Self { whole: area, area })
     }
 
-    /// A shared, writable view of the first `pages` pages of `file`, all of which are read in now.
+    /// Maps a shared, writable view of the first `pages` pages of `file`, all of which are
+    /// allocated now.
     pub(crate) fn shared(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
         let start = unsafe {
@@ -342,14 +345,14 @@ impl Mapping {
         Ok(Self { whole: area, area })
     }
 
-    /// Where it is.
+    /// Returns the address range of the mapping.
     #[must_use]
     pub const fn area(&self) -> Area {
         self.area
     }
 
-    /// Moves the first pages, as many as `target` has, over `target`, replacing what is there in
-    /// one step (`mremap(2)`).
+    /// Moves the first pages, as many as `target` has, over `target`, and replaces the mapping
+    /// there in one step (`mremap(2)`).
     pub fn move_over(self, target: Area) -> Result<(), Errno> {
         let from = self.area.part(0, target.pages);
         // SAFETY: the mapping is ours and is given up here; the maker of `target` agreed to its

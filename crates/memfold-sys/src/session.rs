@@ -1,11 +1,11 @@
-//! Child processes that outlive us.
+//! Starts child processes that outlive their parent.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Makes the child the leader of its own session (`setsid(2)`): no terminal's hang-up or Ctrl-C
-/// reaches it.
+/// Makes the child the leader of its own session (`setsid(2)`), so that no terminal's hang-up or
+/// Ctrl-C reaches it.
 pub fn detach(command: &mut Command) -> &mut Command {
     // SAFETY: between fork and exec only setsid(2) is called, which is async-signal-safe and takes
     // no lock.
@@ -17,8 +17,8 @@ pub fn detach(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Hands a descriptor to the child, under the same number, and to no other process that is started
-/// meanwhile.
+/// Passes a descriptor to the child under the same number, and to no other process that is started
+/// meanwhile. Returns the number.
 pub fn pass(command: &mut Command, descriptor: OwnedFd) -> RawFd {
     let number = descriptor.as_raw_fd();
     // SAFETY: between fork and exec only fcntl(2) is called, which is async-signal-safe and takes

@@ -1,4 +1,4 @@
-//! Words of a file that several processes map and change at the same time.
+//! Shares 32-bit words of a file that several processes map and change at the same time.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU32;
@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use crate::region::Mapping;
 
-/// The first pages of a memfd as words.
+/// The first pages of a memfd as 32-bit words.
 #[derive(Debug)]
 pub struct SharedWords {
     mapping: Mapping,
@@ -17,8 +17,12 @@ pub struct SharedWords {
 }
 
 impl SharedWords {
-    /// Maps the first `pages` pages of `file`. `EINVAL`: it is shorter, or no memfd that is sealed
-    /// against shrinking; touching what is gone from a file kills the process.
+    /// Maps the first `pages` pages of `file`.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` if the file is shorter, or is no memfd sealed against shrinking. (Access beyond the
+    /// end of a file kills the process.)
     pub fn map(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         let length = u64::try_from(rustix::fs::fstat(&file)?.st_size).map_err(|_| Errno::INVAL)?;
         let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
@@ -31,7 +35,7 @@ impl SharedWords {
         })
     }
 
-    /// Word `index`; `None` behind the last.
+    /// Returns word `index`; `None` beyond the last.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<&AtomicU32> {
         if index >= self.words {

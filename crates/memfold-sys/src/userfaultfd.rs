@@ -1,11 +1,11 @@
-//! `userfaultfd(2)`: catching page faults, taking pages out of a range and putting them back.
+//! `userfaultfd(2)`: catches page faults, and moves pages out of a range and back.
 //!
 //! Sources: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`,
 //! `mm/userfaultfd.c`.
 //!
-//! While pages are frozen for folding, nobody reads events from the descriptor: who touches one
-//! sleeps in the kernel until [`Userfaultfd::wake`], and then faults again. Only who keeps memory's
-//! past reads them ([`Userfaultfd::next_fault`]).
+//! While pages are frozen for folding, nobody reads events from the descriptor. A thread that
+//! touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`], and then faults again.
+//! Only the thread of copy before write reads events ([`Userfaultfd::next_fault`]).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -97,10 +97,10 @@ const FEATURE_MOVE: u64 = 1 << 16;
 const FEATURES_WP: u64 =
     FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED;
 
-/// Which faults a range reports.
+/// Kind of faults that a range reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Faults on pages that are not there (`UFFDIO_REGISTER_MODE_MISSING`).
+    /// Faults on missing pages (`UFFDIO_REGISTER_MODE_MISSING`).
     Missing,
     /// Writes to pages that [`Userfaultfd::write_protect`] protects (`UFFDIO_REGISTER_MODE_WP`).
     WriteProtect,
@@ -118,8 +118,12 @@ pub struct Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// Opens one for this process, trying in turn `device` (an open `/dev/userfaultfd` that was
-    /// passed in), the system call and `/dev/userfaultfd`. The error is that of the system call.
+    /// Opens a userfaultfd for this process: tries `device` (an open `/dev/userfaultfd` that was
+    /// passed in), then the system call, then `/dev/userfaultfd`.
+    ///
+    /// # Errors
+    ///
+    /// The error of the system call, if all three fail.
     pub fn open(device: Option<RawFd>) -> io::Result<Self> {
         // The kernel refuses the handshake as a whole when it lacks one feature, and then allows
         // another try.
@@ -129,9 +133,9 @@ impl Userfaultfd {
         )
     }
 
-    /// Opens one whose write protection stops nobody: the kernel lifts it from a page that is
-    /// written to, and `PAGEMAP_SCAN` tells which those are (Linux >= 6.7). Everything else is as
-    /// in [`Self::open`].
+    /// Opens a userfaultfd for write tracking. Its write protection stops no thread: the kernel
+    /// lifts the protection of a page that is written to, and `PAGEMAP_SCAN` shows these pages
+    /// (Linux >= 6.7). Everything else is as in [`Self::open`].
     pub fn open_async(device: Option<RawFd>) -> io::Result<Self> {
         Self::open_with(device, &[FEATURES_WP | FEATURE_WP_ASYNC])
     }
@@ -181,28 +185,33 @@ impl Userfaultfd {
         Err(last.into())
     }
 
-    /// Whether [`Self::move_pages`] works (Linux >= 6.8).
+    /// Returns whether [`Self::move_pages`] works (Linux >= 6.8).
     #[must_use]
     pub const fn can_move(&self) -> bool {
         self.features & FEATURE_MOVE != 0
     }
 
-    /// Whether [`Self::write_protect`] works on anonymous and shmem mappings (Linux >= 6.4).
+    /// Returns whether [`Self::write_protect`] works on anonymous and shmem mappings (Linux >=
+    /// 6.4).
     #[must_use]
     pub const fn can_write_protect(&self) -> bool {
         self.features & FEATURES_WP == FEATURES_WP
     }
 
-    /// Whether it works, and lasts where nobody asks for merging: KSM puts an unprotected page in
-    /// the place of a protected one (`replace_page` in `mm/ksm.c`), and in some processes it may do
-    /// so anywhere.
+    /// Returns whether write protection works and is reliable in memory that is not
+    /// `MADV_MERGEABLE`. KSM replaces a protected page by an unprotected one (`replace_page` in
+    /// `mm/ksm.c`); in some processes it may do so in all memory.
     #[must_use]
     pub const fn protection_lasts(&self) -> bool {
         self.can_write_protect() && !self.merged
     }
 
-    /// Starts to catch faults of `mode` in `area`. `EBUSY`: another userfaultfd is there. `EINVAL`:
-    /// a mapping that can't be caught (a file other than shmem). `ENOMEM`: too many mappings
+    /// Starts to catch faults of `mode` in `area`.
+    ///
+    /// # Errors
+    ///
+    /// `EBUSY` if another userfaultfd is registered there, `EINVAL` if faults of a mapping cannot
+    /// be caught (a file other than shmem), `ENOMEM` if there are too many mappings
     /// (`vm.max_map_count`).
     pub fn register(&self, area: Area, mode: Mode) -> Result<(), Errno> {
         let mut register = Register {
@@ -216,26 +225,28 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_REGISTER, &mut register)
     }
 
-    /// Stops to catch faults in `area` and lifts write protection there. Wakes who waits for
-    /// missing pages; who waits for write protection to end needs [`Self::wake`].
+    /// Stops catching faults in `area` and lifts write protection there. Wakes threads that wait
+    /// for missing pages; threads that wait for the end of write protection need [`Self::wake`].
     pub fn unregister(&self, area: Area) -> Result<(), Errno> {
         ioctl(self.fd.as_fd(), UFFDIO_UNREGISTER, &mut range(area))
     }
 
-    /// Lets who waits for a page of `area` fault again. Works on any range, registered or not.
+    /// Wakes the threads that wait for a page of `area`, so that they fault again. Works on any
+    /// range, registered or not.
     pub fn wake(&self, area: Area) -> Result<(), Errno> {
         ioctl(self.fd.as_fd(), UFFDIO_WAKE, &mut range(area))
     }
 
     /// Moves the pages of `from` to the same places in `to`, which must be as long, empty and
-    /// registered here. Pages leave and arrive atomically; swapped pages move as such. Nobody is
+    /// registered here. Pages leave and arrive atomically; swapped pages move as such. No thread is
     /// woken.
     ///
-    /// Gives the number of pages moved, from the start, and why it stopped before the end: `ENOENT`
-    /// a hole, `EBUSY` a page that is pinned (DMA), shared after `fork(2)` or merged by KSM,
-    /// `EAGAIN` try again (also after *any* stop behind the first page: the next call then tells
-    /// why), `EINVAL` not one anonymous mapping each. In Linux 6.18 the number may be too small:
-    /// pages that the next call finds at their target (`EEXIST`) may have been moved by this one.
+    /// Returns the number of pages moved, from the start, and why the move stopped early: `ENOENT`
+    /// a hole; `EBUSY` a page that is pinned (DMA), shared after `fork(2)` or merged by KSM;
+    /// `EAGAIN` try again (also after *any* stop after the first page: the next call then gives the
+    /// reason); `EINVAL` a range that is not one anonymous mapping. In Linux 6.18 the number may be
+    /// too small: pages that the next call finds at their target (`EEXIST`) may have been moved by
+    /// this one.
     pub fn move_pages(&self, from: Area, to: Area) -> (u64, Option<Errno>) {
         /// `UFFDIO_MOVE_MODE_DONTWAKE`
         const DONTWAKE: u64 = 1;
@@ -269,7 +280,7 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_COPY, &mut argument)
     }
 
-    /// Lifts the protection of `area` and wakes who waits for that.
+    /// Lifts the write protection of `area` and wakes the threads that wait for it.
     pub fn lift(&self, area: Area) -> Result<(), Errno> {
         let mut argument = WriteProtect {
             range: range(area),
@@ -278,8 +289,8 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut argument)
     }
 
-    /// The page that somebody touched and waits for, of those that were not told yet; `None` if
-    /// nobody waits.
+    /// Returns the page of the next unread fault, for which a thread waits; `None` if there is
+    /// none.
     pub fn next_fault(&self) -> Result<Option<Hva>, Errno> {
         let mut message = Message::default();
         // SAFETY: the kernel writes at most the message's own size to it.
@@ -300,8 +311,8 @@ impl Userfaultfd {
         Ok((message.event == EVENT_PAGEFAULT).then_some(Hva(page)))
     }
 
-    /// Protects every page of `area` (registered for [`Mode::WriteProtect`]) against writes, pages
-    /// not there yet included.
+    /// Protects every page of `area` (registered for [`Mode::WriteProtect`]) against writes,
+    /// missing pages included.
     pub fn write_protect(&self, area: Area) -> Result<(), Errno> {
         let mut argument = WriteProtect {
             range: range(area),
@@ -317,8 +328,8 @@ impl AsFd for Userfaultfd {
     }
 }
 
-/// Whether KSM may merge all memory of this process. A kernel that doesn't know of that (before
-/// 6.4) doesn't do it.
+/// Returns whether KSM may merge all memory of this process. Kernels without this setting (before
+/// 6.4) never do.
 fn is_merged() -> bool {
     // SAFETY: takes no pointer.
     unsafe { libc::prctl(libc::PR_GET_MEMORY_MERGE, 0, 0, 0, 0) == 1 }

@@ -1,12 +1,13 @@
-//! A file's way from the page cache to its disk.
+//! Starts writing a file's dirty pages from the page cache to its disk.
 
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Has the kernel begin to write what is dirty in these bytes of a file to its disk
-/// (`sync_file_range(2)`, `SYNC_FILE_RANGE_WRITE`). It waits for no write to end, but for a place
-/// in the disk's queue. It says nothing of writes that fail: `fsync(2)` does, later.
+/// Makes the kernel start writing the dirty pages in these bytes of a file to its disk
+/// (`sync_file_range(2)`, `SYNC_FILE_RANGE_WRITE`). It does not wait for the writes to end, but may
+/// wait for space in the disk's queue. Failed writes are not reported here, but by a later
+/// `fsync(2)`.
 pub fn begin(file: impl AsFd, bytes: Range<u64>) -> io::Result<()> {
     let offset = libc::off64_t::try_from(bytes.start).map_err(io::Error::other)?;
     let length = bytes.end.saturating_sub(bytes.start);

@@ -1,4 +1,5 @@
-//! A process of its own: what it asks of the kernel holds for all of its memory.
+//! Write protection in a process whose memory KSM may merge. In a program of its own, because the
+//! setting holds for all memory of the process.
 
 use memfold_sys::userfaultfd::Userfaultfd;
 

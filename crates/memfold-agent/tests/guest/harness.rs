@@ -1,4 +1,4 @@
-//! A guest with an agent, and what the agent says of it.
+//! A guest with an agent, and the state that the agent reports.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
@@ -45,7 +45,7 @@ pub struct Guest {
     pub console: Arc<Mutex<Vec<u8>>>,
     /// File number to path and size.
     pub files: HashMap<u32, (Vec<u8>, u64)>,
-    /// Page frame to file and page, as the hints say at this moment.
+    /// Page frame to file and page, as hinted up to now.
     pub frames: HashMap<u64, (u32, u64)>,
     pub dirty: BTreeSet<(u32, u64)>,
     pub ever_dirty: BTreeSet<(u32, u64)>,
@@ -175,7 +175,7 @@ impl Guest {
         self.stream.write_all(&encode(message).unwrap()).unwrap();
     }
 
-    /// Takes messages until `done` says so of one, or the time is over (then false).
+    /// Receives messages until `done` returns true, or the time is over (then false).
     pub fn until(&mut self, seconds: u64, mut done: impl FnMut(&FromAgent) -> bool) -> bool {
         let end = Instant::now() + Duration::from_secs(seconds);
         let mut buffer = vec![0; 64 << 10];
@@ -198,7 +198,7 @@ impl Guest {
         false
     }
 
-    /// Frames and file pages of the files of this path and size.
+    /// Returns frames and file pages of the files with this path and size.
     pub fn pages_of(&self, path: &[u8], size: usize) -> Vec<(u64, u64)> {
         let named = |file: &u32| {
             let facts = self.files.get(file);
@@ -208,8 +208,8 @@ impl Guest {
         frames.map(|(&frame, page)| (frame, page.1)).collect()
     }
 
-    /// Prints the files whose path is not known, or begins so, with how many pages are known of
-    /// each.
+    /// Prints the files whose path is unknown or starts with `begin`, each with its number of known
+    /// pages.
     pub fn print_files(&self, begin: &[u8]) {
         for (number, (path, size)) in &self.files {
             if path.is_empty() || path.starts_with(begin) {
@@ -325,7 +325,8 @@ impl Guest {
         );
     }
 
-    /// Takes messages until `done`; fails with all that is known of the agent.
+    /// Receives messages until `done` returns true; on failure prints all that is known of the
+    /// agent.
     pub fn expect(&mut self, seconds: u64, what: &str, done: impl FnMut(&FromAgent) -> bool) {
         if !self.until(seconds, done) {
             self.type_line("cd /proc/$(pidof memfold-agent); for t in task/*; do cat $t/comm $t/wchan $t/syscall $t/stack; done");
@@ -356,7 +357,7 @@ impl Guest {
         );
     }
 
-    /// Writes what `tests/ring.rs` reads: event formats and raw pages of this kernel.
+    /// Writes the fixtures of `tests/ring.rs`: event formats and raw pages of this kernel.
     pub fn record_fixtures(&mut self, directory: &Path) {
         let events = "filemap/mm_filemap_add_to_page_cache filemap/mm_filemap_delete_from_page_cache writeback/writeback_dirty_folio writeback/writeback_single_inode";
         let kernel = self.run("uname -r | cut -d. -f 1,2", 20);
@@ -382,7 +383,8 @@ impl Guest {
         fs::write(directory.join("pages.base64"), self.run(&script, 60)).unwrap();
     }
 
-    /// (right, all) pages of /usr whose bytes in the guest's RAM are those of the file on the disk.
+    /// Returns (right, all) pages of /usr: right are those whose bytes in the guest's RAM equal the
+    /// file on the disk.
     pub fn check(&self, disk: &Path) -> (u64, u64) {
         let mut of_file: HashMap<u32, Vec<(u64, u64)>> = HashMap::new();
         for (pfn, (file, page)) in &self.frames {
@@ -408,7 +410,7 @@ impl Guest {
         (right, all)
     }
 
-    /// Writes files of a disk to files of ours, by number.
+    /// Copies files of a disk image to files named by number.
     fn dump(&self, disk: &Path, files: impl Iterator<Item = (u32, String)>) {
         let mut script = Vec::new();
         for (number, path) in files {
@@ -435,8 +437,8 @@ impl Guest {
         bytes
     }
 
-    /// (right, all) pages of files that the agent says the disk has at some place, and that are
-    /// there.
+    /// Returns (right, all) pages of files: all that the agent reports at some place on the disk,
+    /// and those that are there.
     pub fn check_extents(&mut self, disk: &Path) -> (u64, u64) {
         let list = self.run(
             "find /usr/lib -type f -size +100k | sort | head -n 200",
@@ -474,7 +476,7 @@ impl Guest {
         (right, all)
     }
 
-    /// How many of the pages (frame, page in the file) are equal to those of `bytes`.
+    /// Returns how many of the pages (frame, page in the file) equal those of `bytes`.
     pub fn equal_pages(&self, pages: &[(u64, u64)], bytes: &[u8]) -> u64 {
         let maps = fs::read_to_string(format!("/proc/{}/maps", self.qemu.id())).unwrap();
         let ram = maps.lines().find_map(|l| {

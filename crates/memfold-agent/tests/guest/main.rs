@@ -1,4 +1,4 @@
-//! The agent in a real guest, held against the guest's memory and disk.
+//! Tests of the agent in a real guest, compared with the guest's memory and disk.
 //!
 //! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the
 //! static agent at `MEMFOLD_AGENT`; says so and does nothing without them. `MEMFOLD_IMAGE` chooses
@@ -18,10 +18,10 @@ use harness::{Guest, image};
 use memfold_wire::Decoder;
 use memfold_wire::agent::{FromAgent, ToAgent};
 
-/// Guests are slow enough one at a time.
+/// Lock that lets one guest run at a time, because guests are slow.
 static ONE_GUEST: Mutex<()> = Mutex::new(());
 
-/// Hears the agent out until something is so, or three minutes are over.
+/// Receives messages until `ready` returns true or three minutes have passed.
 fn hear_until(guest: &mut Guest, ready: impl Fn(&Guest) -> bool) {
     // What comes late may change it again.
     guest.until(2, |_| false);

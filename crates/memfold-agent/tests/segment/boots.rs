@@ -1,4 +1,4 @@
-//! Failures, crashes and boots.
+//! Tests of segments: failures, crashes and boots.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -73,7 +73,7 @@ fn a_crash_while_laying_is_settled() {
     }
 }
 
-/// Something of every sort.
+/// Makes a change of every kind.
 fn write_to(opt: &Path) {
     fs::write(opt.join("a"), "rewritten").unwrap();
     fs::remove_file(opt.join("b")).unwrap();

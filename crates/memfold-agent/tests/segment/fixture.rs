@@ -1,5 +1,5 @@
-//! A guest's tree in a directory, with a segment that is a read-only bind mount, in a mount
-//! namespace of the test's own.
+//! Test fixture: a guest's tree in a directory, with a segment that is a read-only bind mount, in a
+//! mount namespace of the test's own.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -25,7 +25,7 @@ pub struct Guest {
     _directory: tempfile::TempDir,
 }
 
-/// Gives this thread mounts of its own. False, with the reason printed, where that can't be done.
+/// Gives this thread a mount namespace of its own. False, with the reason printed, if that fails.
 pub fn private_mounts() -> bool {
     if !rustix::process::geteuid().is_root() {
         memfold_testkit::report_skip("needs root");
@@ -49,8 +49,8 @@ pub fn private_mounts() -> bool {
 }
 
 impl Guest {
-    /// `fill` makes the own /usr and /opt; the segment begins as a copy of both, and `change` makes
-    /// it different.
+    /// Creates a guest: `fill` makes its /usr and /opt, the segment starts as a copy of both, and
+    /// `change` makes it different.
     pub fn new(fill: impl FnOnce(&Path), change: impl FnOnce(&Path)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let top = directory.path().canonicalize().unwrap();
@@ -84,7 +84,7 @@ impl Guest {
         guest
     }
 
-    /// The image, mounted in its place.
+    /// Mounts the image at its mount point.
     pub fn plug_in(&self) {
         let point = self.places.mounted("web", 3);
         fs::create_dir_all(&point).unwrap();
@@ -117,7 +117,7 @@ impl Guest {
         take_off(&self.places, "web").map(|text| serde_json::from_str(&text).unwrap())
     }
 
-    /// Every mount of this guest, topmost first.
+    /// Returns every mount of this guest, topmost first.
     pub fn mounts(&self) -> Vec<PathBuf> {
         let prefix = self.places.root.parent().unwrap().as_os_str().as_bytes();
         let table = MountTable::read().unwrap();
@@ -134,14 +134,14 @@ impl Guest {
             .any(|m| m.starts_with(&self.places.root))
     }
 
-    /// Mounts end with the power.
+    /// Simulates a power cut: ends all mounts.
     pub fn cut_power(&self) {
         for point in self.mounts() {
             let _ = rustix::mount::unmount(&point, UnmountFlags::DETACH);
         }
     }
 
-    /// Nothing of ours is on disk any more.
+    /// Returns whether no file of memfold is left on disk.
     pub fn is_clean(&self) -> bool {
         fs::read_dir(&self.places.state).unwrap().next().is_none()
     }
@@ -153,14 +153,14 @@ impl Drop for Guest {
     }
 }
 
-/// With the modification times of directories or without.
+/// Whether the modification times of directories count.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Times {
     All,
     NotOfDirectories,
 }
 
-/// All that a program can see of a tree: a line for each path.
+/// Returns everything that a program can see of a tree, one line for each path.
 pub fn picture(top: &Path, times: Times) -> BTreeMap<PathBuf, String> {
     let mut lines = BTreeMap::new();
     look(top, Path::new(""), times, &mut lines);

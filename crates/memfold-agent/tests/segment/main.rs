@@ -1,5 +1,5 @@
-//! Segments laid over a tree, written to, and taken off: with the kernel's overlayfs, as root, in a
-//! private mount namespace.
+//! Tests of segments: laid over a tree, written to, and taken off, with the kernel's overlayfs, as
+//! root, in a private mount namespace.
 
 mod boots;
 mod fixture;
@@ -26,8 +26,8 @@ fn usual() -> Guest {
     )
 }
 
-/// Equal in size and time, so the segment is taken to hold the same: its bytes tell where a file
-/// comes from.
+/// Creates a guest whose segment has files of equal size and time but other bytes, so that the
+/// bytes show where a file comes from.
 fn marked() -> Guest {
     Guest::new(
         |root| {
@@ -317,8 +317,8 @@ fn a_running_program_keeps_its_files() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 200, ..ProptestConfig::default() })]
 
-    /// The same operations on a laid tree and on a plain one end in the same tree, seen through the
-    /// overlay and after taking it off.
+    /// The same operations on a laid tree and on a plain one give the same tree, through the
+    /// overlay and after it is taken off.
     #[test]
     fn a_laid_tree_is_like_any_other(
         operations in proptest::collection::vec(operations::operation(), 1..40),

@@ -1,4 +1,4 @@
-//! What programs do to a tree, to be done to two trees alike.
+//! Operations of programs on a tree, applied to two trees alike.
 
 use std::fs;
 use std::io::{self, Write};
@@ -48,7 +48,7 @@ pub fn operation() -> impl Strategy<Value = Operation> {
 }
 
 impl Operation {
-    /// Does it, and sets the modification time of the file that changed.
+    /// Runs the operation, and sets the modification time of the changed file.
     pub fn run(&self, top: &Path, time: i64) -> io::Result<()> {
         use Operation::*;
         let at = |path: usize| top.join(PATHS[path]);
@@ -111,7 +111,7 @@ fn refuse_symlink(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The tree that they begin with.
+/// Creates the tree at the start.
 pub fn fill(top: &Path) {
     for (i, path) in ["a", "b", "d/a", "d/b", "d/e/a", "f/a", "f/g/a", "only-own"]
         .iter()
@@ -127,7 +127,7 @@ pub fn fill(top: &Path) {
     }
 }
 
-/// What the segment has else: one file newer, one that the guest lacks, one missing, one directory
+/// Makes the segment differ: one file newer, one that the guest lacks, one missing, one directory
 /// of another mode.
 pub fn change(top: &Path) {
     file(&top.join("d/b"), "other d/b", 3_000_000);

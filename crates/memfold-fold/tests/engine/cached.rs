@@ -1,4 +1,4 @@
-//! What one VM's pages cache, asked for.
+//! Requests for the cached pages of one VM.
 
 use std::sync::mpsc::{SyncSender, sync_channel};
 

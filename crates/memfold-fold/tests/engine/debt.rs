@@ -1,4 +1,4 @@
-//! What guests could call in, and an engine that may share nothing more.
+//! Memory that guests could reclaim by writes, and an engine that must not share any more.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! VMs that are buffers of this process, and an engine for them.
+//! Test harness: VMs that are buffers of this process, and an engine for them.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -82,14 +82,14 @@ impl Guest for InProcess {
     }
 }
 
-/// A buffer that plays a VM's RAM, page-aligned. Never freed: folding exchanges its mappings, and
-/// the allocator would give memory with pieces of a page store in it to the next test.
+/// A page-aligned buffer in the role of a VM's RAM. Never freed: folding exchanges its mappings,
+/// and the allocator would give memory with pages of a store to the next test.
 pub struct Ram {
     buffer: &'static mut [u8],
     skip: usize,
     pub folder: Arc<Folder>,
     pub pauses: Arc<AtomicU32>,
-    /// Whether its monitor is.
+    /// Whether its monitor is busy.
     pub busy: Arc<AtomicBool>,
     /// Whether its library's connection is broken.
     pub lost: Arc<AtomicBool>,
@@ -124,7 +124,7 @@ impl Ram {
         }
     }
 
-    /// RAM that is a private view of `image`, as that of a VM which runs from a snapshot.
+    /// Creates RAM that is a private view of `image`, like a VM that runs from a snapshot.
     pub fn of_image(image: &File) -> Self {
         let ram = Self::new();
         let (hva, pages) = (ram.hva().0, RAM_PAGES as u64);
@@ -144,7 +144,7 @@ impl Ram {
         ram
     }
 
-    /// Maps pages of a disk's file over the image, as of a VM whose snapshot refers to the disk.
+    /// Maps pages of a disk file over the image, like a VM whose snapshot refers to the disk.
     pub fn map_disk(&self, pages: std::ops::Range<u64>, disk: &File) {
         let run = MapRun {
             hva: self.hva().add_pages(pages.start).0,
@@ -171,7 +171,7 @@ impl Ram {
         }
     }
 
-    /// Page `at` as the image of `seed` has it.
+    /// Fills page `at` with the bytes of the image of `seed`.
     pub fn fill_page(&mut self, at: usize, seed: u64) {
         let bytes = pattern(seed, at);
         self.page(at).copy_from_slice(&bytes);
@@ -204,7 +204,7 @@ impl Ram {
     }
 }
 
-/// Bytes of page `page` of the file `seed`: no two pages of any two files are equal.
+/// Returns the bytes of page `page` of the file `seed`. No two pages of any two files are equal.
 pub fn pattern(seed: u64, page: usize) -> Vec<u8> {
     let mut state = (seed << 32 | page as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..PAGE / 8)
@@ -271,7 +271,7 @@ impl Running {
         self.commands.send(Command::Agent(id, message)).unwrap();
     }
 
-    /// The guest has read a file of `pages` pages to page frame `pfn`.
+    /// Reports that the guest has read a file of `pages` pages to page frame `pfn`.
     pub fn cached(&self, id: VmId, file: u32, path: &str, pfn: usize, pages: usize) {
         let facts = FileFacts {
             file,
@@ -328,13 +328,14 @@ pub fn vm(stats: &EngineStats, id: VmId) -> &VmStats {
         .unwrap()
 }
 
-/// Whether all of these VMs have `pages` pages folded.
+/// Returns whether all of these VMs have `pages` pages folded.
 pub fn folded(stats: &EngineStats, ids: &[VmId], pages: u64) -> bool {
     ids.iter()
         .all(|&id| vm(stats, id).matched_folded_pages == pages)
 }
 
-/// A domain of its own for each test: adoption looks for stores by name in this very process.
+/// Returns a domain name of its own for each test: adoption searches this process for stores by
+/// name.
 pub fn domain(test: &str) -> String {
     format!("{test}-{}", std::process::id())
 }

@@ -1,5 +1,5 @@
-//! The fold engine on this process's own memory: each "VM" is a buffer, and the real library's code
-//! folds it.
+//! Tests of the fold engine on this process's own memory: each "VM" is a buffer, and the real
+//! library's code folds it.
 
 mod cached;
 mod debt;

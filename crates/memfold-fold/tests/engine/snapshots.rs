@@ -1,4 +1,4 @@
-//! VMs that run from a snapshot's image: what they share by it, and what returns to it.
+//! VMs that run from a snapshot's image: which pages they share, and which are folded back.
 
 use std::fs::File;
 use std::io::Write;
@@ -9,7 +9,7 @@ use memfold_wire::agent::FromAgent;
 
 use super::harness::{RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
 
-/// An image in memory whose page n holds page n of file `seed`.
+/// Creates an image in memory whose page n has the bytes of page n of file `seed`.
 fn image(seed: u64) -> File {
     named("image", seed)
 }

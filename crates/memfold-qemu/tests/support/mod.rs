@@ -1,4 +1,4 @@
-//! Memory and a page store of a test's own.
+//! Memory and page store of a test, and a fake QEMU monitor.
 #![allow(dead_code)]
 
 use std::fs::File;
@@ -20,7 +20,7 @@ use memfold_wire::library::{
 
 pub const PAGE: usize = 4096;
 
-/// Anonymous memory that plays guest RAM, and a memfd that plays a page store.
+/// Anonymous memory in the role of guest RAM, and a memfd in the role of a page store.
 pub struct Bench {
     pub folder: &'static Folder,
     pub ram: Mapping,
@@ -30,8 +30,8 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// `pages` pages of RAM known to `folder`, and an empty store with `number`. `None` (and a
-    /// printed reason) where this machine can't fold.
+    /// Creates `pages` pages of RAM known to `folder`, and an empty store with `number`. `None`,
+    /// with the reason printed, if this machine cannot fold.
     pub fn with(folder: &'static Folder, pages: u64, number: u32) -> Option<Self> {
         match folder.execute(&Order::Hello { version: VERSION }, None) {
             Reply::Hello { problem: None, .. } => {}
@@ -78,7 +78,7 @@ impl Bench {
         self.ok(&order, Some(File::open(path).unwrap().into()));
     }
 
-    /// Goes on with an empty store: the old one lives only as long as something of it is mapped.
+    /// Replaces the store by an empty one; the old one lives only while some of it is mapped.
     pub fn renew_store(&mut self) {
         self.ok(&Order::RemoveStore { store: self.number }, None);
         self.store = new_store();
@@ -95,7 +95,7 @@ impl Bench {
         self.ram.area().start().0 + page * PAGE_SIZE
     }
 
-    /// Pages of RAM as words, for tests that read and write as a guest does.
+    /// Returns RAM as words, for tests that read and write like a guest.
     pub fn words(&self) -> *mut u64 {
         std::ptr::with_exposed_provenance_mut(usize::try_from(self.hva(0)).unwrap())
     }
@@ -108,7 +108,7 @@ impl Bench {
         );
     }
 
-    /// Copies pages of RAM, as they are now, to a new place in the store; the place.
+    /// Copies pages of RAM, as they are now, to a new place in the store. Returns the place.
     pub fn publish(&mut self, page: u64, count: u64) -> u64 {
         let mut bytes = vec![0; usize::try_from(count).unwrap() * PAGE];
         memfold_sys::memory::read(
@@ -188,7 +188,7 @@ impl Bench {
         }
     }
 
-    /// Pages that don't hold what [`Self::fill`] wrote.
+    /// Returns the pages that do not have the bytes written by [`Self::fill`].
     pub fn wrong(&self, seed: u64, first: u64, count: u64) -> Vec<u64> {
         let expected = Mapping::anonymous(1, true).unwrap();
         (first..first + count)
@@ -216,12 +216,12 @@ fn new_store() -> File {
     store
 }
 
-/// A QMP server that plays a VM: what it was told, and whether it runs.
+/// A QMP server in the role of a VM. It records commands, and whether the VM runs.
 pub struct FakeQemu {
     pub path: PathBuf,
     pub commands: Arc<Mutex<Vec<String>>>,
     pub running: Arc<AtomicBool>,
-    /// Connections that end instead of answering the next `cont`.
+    /// Number of connections that end instead of answering the next `cont`.
     pub hang_ups: Arc<AtomicU32>,
     _directory: tempfile::TempDir,
 }
@@ -280,7 +280,7 @@ pub fn pattern(seed: u64, page: u64) -> Vec<u64> {
         .collect()
 }
 
-/// How long a stress lasts: `MEMFOLD_STRESS_SECONDS`, or so many seconds.
+/// Returns the duration of a stress test: `MEMFOLD_STRESS_SECONDS`, or `default` seconds.
 pub fn stress_time(default: u64) -> Duration {
     let seconds = std::env::var("MEMFOLD_STRESS_SECONDS")
         .ok()
