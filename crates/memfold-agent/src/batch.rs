@@ -9,7 +9,7 @@ use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_RUN_PAGES, MAX_RUNS, PfnRun,
 };
 
-/// Bytes of paths in one message, well below the longest frame.
+/// Most bytes of paths in one message, well below the longest frame.
 const MAX_PATHS: usize = 64 << 10;
 /// Bits in the filter of frames offered since the last flush.
 const FILTER_BITS: u64 = 1 << 16;

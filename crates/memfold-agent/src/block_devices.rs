@@ -74,7 +74,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    /// A disk with a partition, a disk of device mapper with another, as the kernel shows them.
+    /// Creates a `/sys` with a disk that has a partition, and a device-mapper disk with another.
     fn sys() -> tempfile::TempDir {
         let sys = tempfile::tempdir().unwrap();
         let root = sys.path();

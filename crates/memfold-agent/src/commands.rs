@@ -272,7 +272,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(20);
 
-    /// What commands said on standard output and on standard error, and their exit codes.
+    /// Output and exit codes of commands in a test.
     #[derive(Default)]
     struct Heard {
         out: Vec<u8>,
@@ -308,7 +308,7 @@ mod tests {
         }
     }
 
-    /// Whether a process is there, and not only for its parent to learn of its end.
+    /// Returns whether a process runs: it exists and is no zombie.
     fn is_running(pid: &str) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
         stat.is_ok_and(|stat| !stat.contains(") Z "))

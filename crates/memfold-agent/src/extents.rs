@@ -151,7 +151,8 @@ mod tests {
         String::from_utf8(output).unwrap()
     }
 
-    /// `/sys` as if the device of `directory` were a partition, from sector 2048 on.
+    /// Creates a `/sys` in which the device of `directory` is a partition that starts at
+    /// sector 2048.
     fn sys(directory: &Path) -> tempfile::TempDir {
         let sys = tempfile::tempdir().unwrap();
         let number = fs::metadata(directory).unwrap().dev();

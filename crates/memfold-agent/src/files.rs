@@ -23,7 +23,7 @@ pub struct FileEntry {
     pub allowed: bool,
     /// Directory walks that may still look for its path: 0 for a file that has a path, or no name.
     pub walks: u8,
-    /// log2 of the largest folio seen, in pages.
+    /// log2 of the size of the largest folio seen, in pages.
     pub order: u8,
     used: u32,
     dirty: Vec<(u64, u64)>,
@@ -55,7 +55,7 @@ impl FileEntry {
         true
     }
 
-    /// The dirty ranges; they are clean from now on.
+    /// Takes the dirty ranges; they count as clean from now on.
     pub fn take_dirty(&mut self) -> Vec<(u64, u64)> {
         std::mem::take(&mut self.dirty)
     }
@@ -90,7 +90,7 @@ impl Files {
         self.now = self.now.wrapping_add(1);
     }
 
-    /// The entry of an inode, and whether it is new.
+    /// Returns the entry of an inode, and whether it is new.
     pub fn entry(&mut self, inode: Inode) -> (&mut FileEntry, bool) {
         if self.map.len() >= MAX_FILES && !self.map.contains_key(&inode) {
             self.forget_half();
@@ -116,7 +116,7 @@ impl Files {
         (entry, new)
     }
 
-    /// The entry of an inode that is known.
+    /// Returns the entry of an inode if it is known.
     pub fn get(&mut self, inode: Inode) -> Option<&mut FileEntry> {
         self.map.get_mut(&inode)
     }

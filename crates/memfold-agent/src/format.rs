@@ -13,13 +13,13 @@ pub struct Field {
 }
 
 impl Field {
-    /// The field's bytes in `record`; `None` if the record is too short.
+    /// Returns the field's bytes in `record`; `None` if the record is too short.
     pub fn bytes<'a>(&self, record: &'a [u8]) -> Option<&'a [u8]> {
         record.get(self.offset..self.offset.checked_add(self.size)?)
     }
 
-    /// The field as an unsigned number of this machine's byte order; `None` if the record is too
-    /// short or the field is no number of 1, 2, 4 or 8 bytes.
+    /// Returns the field as an unsigned number in native byte order; `None` if the record is too
+    /// short or the field does not have 1, 2, 4 or 8 bytes.
     #[inline]
     pub fn number(&self, record: &[u8]) -> Option<u64> {
         let bytes = self.bytes(record)?;
@@ -31,23 +31,22 @@ impl Field {
         })
     }
 
-    /// The field as text up to its first NUL byte.
+    /// Returns the field as text up to its first NUL byte.
     pub fn text<'a>(&self, record: &'a [u8]) -> Option<&'a [u8]> {
         self.bytes(record)?.split(|b| *b == 0).next()
     }
 }
 
-/// A `format` file.
+/// Layout of an event's records, from its `format` file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EventFormat {
-    /// Value of `common_type` in records of this event.
+    /// Value of the field `common_type` in records of this event.
     pub id: u16,
     fields: Vec<(String, Field)>,
 }
 
 impl EventFormat {
-    /// Reads the text of a `format` file; `None` if it has no `ID:` line. Lines of other shapes are
-    /// passed over.
+    /// Parses the text of a `format` file; `None` if it has no `ID:` line. Other lines are skipped.
     pub fn parse(text: &str) -> Option<Self> {
         let id = text
             .lines()
@@ -61,7 +60,7 @@ impl EventFormat {
         })
     }
 
-    /// The field of this name.
+    /// Returns the field of this name.
     pub fn field(&self, name: &str) -> Option<Field> {
         self.fields.iter().find(|(n, _)| n == name).map(|(_, f)| *f)
     }
@@ -94,7 +93,7 @@ pub struct PageFormat {
 }
 
 impl PageFormat {
-    /// Reads the text of `events/header_page`.
+    /// Parses the text of `events/header_page`.
     pub fn parse(text: &str) -> Option<Self> {
         // The type comes as `field: u64 timestamp`: the same shape but for a space.
         let fields: Vec<_> = text.lines().filter_map(field).collect();

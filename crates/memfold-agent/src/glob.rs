@@ -68,7 +68,7 @@ fn whole(pattern: &[u8], text: &[u8]) -> bool {
     }
 }
 
-/// Length of the pattern's first element if it matches `byte`.
+/// Returns the length of the pattern's first element if it matches `byte`.
 fn one(pattern: &[u8], byte: u8) -> Option<usize> {
     match *pattern.first()? {
         b'?' => (byte != b'/').then_some(1),
@@ -106,7 +106,7 @@ fn in_set(mut set: &[u8], byte: u8) -> bool {
     false
 }
 
-/// The rules of a `Welcome`.
+/// Include and exclude globs that the daemon sends in `Welcome`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules {
     include: Vec<String>,
@@ -114,13 +114,13 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// An empty `include` means every path; `exclude` is stronger.
+    /// Creates rules. An empty `include` allows every path; `exclude` takes precedence.
     pub const fn new(include: Vec<String>, exclude: Vec<String>) -> Self {
         Self { include, exclude }
     }
 
-    /// Is a file of this path to be reported? One without a path is, unless only some paths are
-    /// wanted.
+    /// Returns whether a file of this path is reported. A file without a path is, unless `include`
+    /// names paths.
     pub fn allow(&self, path: &[u8]) -> bool {
         let any = |list: &[String]| list.iter().any(|p| matches(p.as_bytes(), path));
         if path.is_empty() {

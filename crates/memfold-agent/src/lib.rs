@@ -21,8 +21,8 @@
 //! | [`segment`] | read-only images shared with other VMs, mounted over the guest's own directories; not part of the main loop |
 //! | `wake`, `backoff` | waking the main loop; schedule of its rare work |
 
-/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be
-/// written.
+/// Writes a line to standard error, which goes to a log. Unlike `eprintln!`, it does not panic if
+/// the log cannot be written.
 macro_rules! say {
     ($($words:tt)*) => {{
         // Nobody could be told.

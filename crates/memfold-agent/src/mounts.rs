@@ -26,7 +26,7 @@ pub enum Kind {
     Overlay,
 }
 
-/// One mount.
+/// A mounted disk file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
     /// Mount ID, as in `statx`.

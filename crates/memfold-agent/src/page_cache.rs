@@ -37,7 +37,7 @@ pub struct PageCache {
     pub counters: AgentCounters,
     files: Files,
     mounts: Mounts,
-    /// File systems of each disk.
+    /// Device numbers of the file systems on each disk. Writeback events name only the disk.
     disks: HashMap<u32, Vec<u32>>,
     rules: Rules,
     wanted: HashSet<Inode>,
@@ -214,7 +214,7 @@ impl PageCache {
         }
     }
 
-    /// Lets the next walk look for a file that has `walks` left.
+    /// Queues a file for the next walk, if there is space. `walks`: walks that the file has left.
     fn want(&mut self, inode: Inode, walks: u8) {
         if self.wanted.len() < MAX_WANTED && self.wanted.insert(inode) {
             let (entry, _) = self.files.entry(inode);

@@ -104,7 +104,7 @@ fn open_directory(point: &[u8]) -> io::Result<File> {
     Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
 }
 
-/// The path of an open file.
+/// Returns the path of an open file, as the kernel reports it.
 fn name(file: &OwnedFd) -> io::Result<Vec<u8>> {
     let link = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(std::fs::read_link(link)?.into_os_string().into_vec())

@@ -21,7 +21,7 @@ use crate::ring::RingPage;
 
 /// Mount point of tracefs.
 const TRACEFS: &str = "/sys/kernel/tracing";
-/// Ring buffer of each CPU in KiB: some 23,000 page-cache events.
+/// Size of each CPU's ring buffer in KiB: some 23,000 page-cache events.
 const BUFFER_KIB: u32 = 1024;
 /// Ring-buffer pages read in one round. It bounds the agent's memory (about 90 events a page, 48
 /// bytes each).
@@ -32,21 +32,22 @@ const DELETE: &str = "filemap/mm_filemap_delete_from_page_cache";
 const DIRTY: &str = "writeback/writeback_dirty_folio";
 const WRITTEN: &str = "writeback/writeback_single_inode";
 
-/// Disk number of a backing device that is no block device (btrfs has one of its own).
+/// Disk number that stands for every backing device that is no block device (btrfs has one of its
+/// own).
 pub const UNNAMED_DISK: u32 = u32::MAX;
 
 /// Kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// `pages` page frames from `pfn` cache the file from page `page`. `device` is the file
+    /// 2^`order` page frames from `pfn` cache the file from page `page`. `device` is the file
     /// system's.
     Add,
     /// These page frames no longer cache the file.
     Delete,
-    /// The folio at `page` was written to. `device` is the disk's (not the partition's), or
+    /// A program wrote to the folio at `page`. `device` is the disk's (not the partition's), or
     /// [`UNNAMED_DISK`].
     Dirty,
-    /// All dirty pages of the inode were written. `device` as for `Dirty`.
+    /// All dirty pages of the inode were written back to disk. `device` as for `Dirty`.
     Written,
 }
 
@@ -312,7 +313,7 @@ impl Tracer {
         Ok(problem)
     }
 
-    /// Turns the events off: without a daemon, tracing costs the guest nothing.
+    /// Disables the events, so that tracing costs the guest nothing without a daemon.
     pub fn stop(&mut self) {
         for event in [ADD, DELETE, DIRTY, WRITTEN] {
             // Missing events are reported by `start`; there is nothing to do about the others.
@@ -321,24 +322,24 @@ impl Tracer {
         self.pipes.clear();
     }
 
-    /// Removes the instance: its memory goes back to the guest.
+    /// Removes the instance, which returns its memory to the guest.
     pub fn remove(mut self) {
         self.stop();
         let _ = fs::remove_dir(&self.instance);
     }
 
-    /// The descriptors to poll for events.
+    /// Returns the descriptors to poll for events.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.pipes.iter().map(AsFd::as_fd)
     }
 
-    /// Reads what is there, at most a bounded round of it. `round` is emptied first; its memory is
-    /// used again.
+    /// Reads the waiting events into `round`, at most some 128 ring-buffer pages of them. Earlier
+    /// contents of `round` are replaced.
     pub fn read(&mut self, round: &mut Round) -> io::Result<()> {
         self.read_pages(round, |_| {})
     }
 
-    /// As [`Self::read`], and shows each raw page to `page` (for fixtures and tests).
+    /// Reads like [`Self::read`], and passes each raw page to `page` (for fixtures and tests).
     pub fn read_pages(&mut self, round: &mut Round, mut page: impl FnMut(&[u8])) -> io::Result<()> {
         round.events.clear();
         (round.records, round.lost, round.more) = (0, 0, false);

@@ -81,7 +81,8 @@ fn open(
 }
 
 /// Calls `visit` for every regular file of `mount` in a cached directory, until it returns false.
-/// Files on mounts below it are not visited; what these hide is where a segment is laid over it.
+/// Files on other mounts below it are not visited. Files hidden by such mounts are visited only if
+/// a segment is laid over a directory of `mount`.
 pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) -> io::Result<()> {
     let point = std::path::Path::new(std::ffi::OsStr::from_bytes(&mount.point));
     let top: OwnedFd = File::open(point)?.into();
@@ -159,7 +160,7 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
     Ok(())
 }
 
-/// Ask for, and having, `stx_mnt_id` (include/uapi/linux/stat.h).
+/// Bit that requests `stx_mnt_id`, and shows that it is valid (include/uapi/linux/stat.h).
 const STATX_MNT_ID: u32 = 0x1000;
 
 #[cfg(test)]

@@ -37,7 +37,8 @@ pub enum Job {
 /// Result of a job, or a part of one.
 #[derive(Debug)]
 pub enum Finding {
-    /// Cached pages of a file, by an inventory. A file with many runs comes several times.
+    /// Cached pages of a file, found by an inventory. A file with many runs is reported in several
+    /// parts.
     Cached {
         /// Device and inode number.
         inode: Inode,
@@ -50,7 +51,7 @@ pub enum Finding {
     },
     /// Number of cached pages that the rules exclude.
     Excluded(u64),
-    /// An inventory is complete.
+    /// End of an inventory.
     InventoryDone {
         /// Files looked at.
         files: u64,
@@ -59,7 +60,7 @@ pub enum Finding {
     },
     /// A wanted file's path and size.
     Path(Inode, Vec<u8>, u64),
-    /// The search is complete.
+    /// End of a search for paths.
     FindDone {
         /// Files not found.
         missing: u64,
@@ -76,7 +77,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread.
+    /// Starts the thread, which runs until the worker is dropped.
     pub fn start() -> io::Result<Self> {
         let (jobs, to_do) = mpsc::channel();
         let (found, findings) = mpsc::sync_channel(FINDINGS);

@@ -371,7 +371,7 @@ impl Engine {
         }
     }
 
-    /// Folds runs of one VM, the longest first, and deals with what comes of them.
+    /// Folds runs of one VM, the longest first, and handles their outcomes.
     fn fold_vm(&mut self, id: VmId, runs: Vec<Run>) {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;

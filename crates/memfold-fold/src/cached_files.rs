@@ -18,7 +18,7 @@ pub struct FileUse {
     pub cached_pages: u64,
 }
 
-/// Pages that follow one another in QEMU's memory and in the file that they cache.
+/// Pages that are consecutive in QEMU's memory and in the file that they cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CachedRun {
     /// Address of the first page in QEMU.

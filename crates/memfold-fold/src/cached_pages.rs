@@ -16,7 +16,7 @@ pub(super) struct Cached {
     pub page: u32,
 }
 
-/// Pages that follow one another in QEMU's memory and in the file that they cache.
+/// Pages that are consecutive in QEMU's memory and in the file that they cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRun {
     /// Address of the first page in QEMU.

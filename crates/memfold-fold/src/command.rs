@@ -97,7 +97,7 @@ pub enum Command {
     SetBudget {
         /// Share of one core, 0 to 1.
         cpu_share: f64,
-        /// Pages per second.
+        /// Most pages processed per second; `None` for no limit.
         pages_per_second: Option<u64>,
     },
     /// Answers at once with the CPU time of [`Command::Stats`] so far, in nanoseconds. Also used to

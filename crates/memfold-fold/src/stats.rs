@@ -119,7 +119,7 @@ pub struct VmStats {
     pub pause_max_ms: u64,
     /// Longest time for which a run was frozen, in nanoseconds.
     pub freeze_max_ns: u64,
-    /// Freeze times: bucket i counts runs frozen for 2^i to 2^(i+1) ns.
+    /// Histogram of freeze times: bucket i counts runs frozen for 2^i to 2^(i+1) ns.
     pub freeze_histogram: Vec<u64>,
 }
 

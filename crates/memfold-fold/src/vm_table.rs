@@ -61,7 +61,7 @@ pub struct Mapped {
 pub struct VmTable {
     numbering: Arc<Numbering>,
     cached: Sparse<Cached>,
-    /// (file, piece) -> guest page plus one for each page.
+    /// (file, piece) -> guest page plus one, for each page of the piece; 0 for none.
     places: BTreeMap<(FileNumber, u32), Box<Piece>>,
     cached_pages: u64,
     mapped: Sparse<u32>,

@@ -15,8 +15,8 @@
 //! ```
 //!
 //! Invariants, each kept by the module named:
-//! 1. At no instant does a guest read zeroes or old bytes: pages are frozen while their mapping is
-//!    exchanged (`freeze`).
+//! 1. A guest never reads zeroes or old bytes in the meantime: pages are frozen while their mapping
+//!    is exchanged (`freeze`).
 //! 2. Frozen pages always go back, even after an error, a panic or the daemon's death: a guard's
 //!    `drop` does it (`freeze`).
 //! 3. Between freeze and thaw there is no allocation, no lock, no socket access and no possible

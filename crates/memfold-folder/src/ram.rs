@@ -16,9 +16,9 @@ use crate::bitmap::Bitmap;
 pub enum Kind {
     /// Anonymous memory, as QEMU made it.
     Anonymous,
-    /// A private view of a page store.
+    /// A private mapping of a page store.
     Folded,
-    /// A private view of a template's file.
+    /// A private mapping of a template's file (a snapshot's image).
     Template,
 }
 

@@ -1,4 +1,4 @@
-//! One page-store file.
+//! Page store of one trust domain: creating, adopting, appending, punching.
 
 use std::fs::File;
 use std::io;
@@ -493,7 +493,7 @@ fn memfd(domain: &str) -> Result<File, StoreError> {
 
 #[cfg(test)]
 impl Store {
-    /// As if so many pages more had been used.
+    /// Skips page numbers, as if `pages` more pages had been used.
     pub fn skip(&mut self, pages: u64) {
         self.frontier = self.frontier.add_pages(pages);
     }
@@ -516,7 +516,7 @@ mod tests {
         bytes.take(pages * PAGE_BYTES).collect()
     }
 
-    /// A store of each kind that this process can make, for domains `NAME0` and so on.
+    /// Creates a store of each kind that this process can make, for domains `NAME0` and so on.
     fn stores(name: &str, cap: ByteSize) -> Vec<Store> {
         let mut files = Vec::new();
         match huge_file(&format!("{name}0")) {

@@ -49,25 +49,25 @@ impl Area {
         })
     }
 
-    /// First address.
+    /// Returns the first address.
     #[must_use]
     pub const fn start(self) -> Hva {
         Hva(self.start)
     }
 
-    /// Address after the last.
+    /// Returns the address after the last byte.
     #[must_use]
     pub const fn end(self) -> Hva {
         Hva(self.start + self.bytes())
     }
 
-    /// Length in pages.
+    /// Returns the length in pages.
     #[must_use]
     pub const fn pages(self) -> u64 {
         self.pages
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub const fn bytes(self) -> u64 {
         self.pages * PAGE_SIZE
@@ -192,7 +192,7 @@ impl Area {
             && unsafe { libc::memcmp(self.pointer(), ZERO_PAGE.as_ptr().cast(), PAGE_BYTES) == 0 }
     }
 
-    /// Copies the pages that are not all zero to the same places in `target`.
+    /// Copies the pages that are not all zeroes to the same places in `target`.
     pub fn copy_nonzero(self, target: Self) {
         for page in 0..self.pages.min(target.pages) {
             let from = self.part(page, 1);

@@ -1,4 +1,4 @@
-//! Signal masks of threads, `pthread_sigmask(3)`.
+//! Blocks signals in threads, `pthread_sigmask(3)`.
 
 use std::mem::MaybeUninit;
 

@@ -35,7 +35,7 @@ pub const MAX_TEXT: usize = 64 << 10;
 /// Longest run in pages: 1 GiB, the largest folio there is.
 pub const MAX_RUN_PAGES: u32 = 1 << 18;
 
-/// The agent's number for a file, valid within one connection.
+/// Number of a file, chosen by the agent and valid within one connection.
 pub type FileNumber = u32;
 
 /// Cached pages that are consecutive in the file and in guest-physical memory.
@@ -71,7 +71,7 @@ pub struct FileRange {
     pub pages: u32,
 }
 
-/// A file as the guest names it.
+/// Path and size of a file in the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileFacts {
     /// Number that later hints use.

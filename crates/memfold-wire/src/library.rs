@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::{FrameError, Validate};
 
-/// Version of this protocol.
+/// Version of this protocol. The library refuses other versions.
 pub const VERSION: u16 = 4;
 
 /// Environment variable of QEMU with the path of the library's socket. Without it the library does
@@ -224,8 +224,7 @@ pub enum Order {
 pub enum Outcome {
     /// All of it was done.
     Done,
-    /// Bytes differ from the store at the page with this index in the run; the pages before it are
-    /// folded.
+    /// The bytes of page `folded` of the run differ from the store; the pages before it are folded.
     Differs {
         /// Pages folded, from the start of the run.
         folded: u32,

@@ -37,8 +37,7 @@ pub(super) enum State {
     Working,
 }
 
-/// What the agent's main loop works on: its connection, and what it knows of the guest's page
-/// cache.
+/// State of the agent's main loop: its connection, and its knowledge of the guest's page cache.
 // The flags are independent of each other: any combination occurs.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Agent {

@@ -22,7 +22,7 @@ const MAX_NAMED: usize = 10;
 /// Bytes compared in one step.
 const PIECE: usize = 128 << 10;
 
-/// How an entry of the segment is hidden.
+/// Way in which an entry of the segment is hidden.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// Hidden by a hard link to the guest's own file.
@@ -80,15 +80,15 @@ pub struct Plan {
 pub struct Facts {
     /// Type and permissions.
     pub mode: u16,
-    /// Owner.
+    /// User ID of the owner.
     pub uid: u32,
-    /// Group.
+    /// Group ID.
     pub gid: u32,
     /// Size in bytes; 0 for directories, whose size depends on the file system.
     pub size: u64,
     /// Modification time: seconds, nanoseconds.
     pub mtime: (i64, u32),
-    /// Device number.
+    /// Device number (major, minor) of a device file.
     pub rdev: (u32, u32),
     /// Change time: seconds, nanoseconds.
     pub ctime: (i64, u32),
@@ -339,7 +339,7 @@ struct Entry {
     path: Vec<u8>,
     theirs: Statx,
     own: Option<Statx>,
-    /// Asked only if both are of one type.
+    /// Whether the extended attributes are equal; determined only if both files are of one type.
     same_xattrs: bool,
 }
 

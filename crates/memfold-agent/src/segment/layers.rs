@@ -27,7 +27,7 @@ const OVERLAY_MAGIC: u32 = 0x794c_7630;
 /// Overlay options, set explicitly because the kernel's defaults vary. A directory's files are
 /// found by its path only, and a file of the upper layer is complete; merging relies on both.
 const OPTIONS: &str = "redirect_dir=nofollow,metacopy=off,index=off,xino=auto";
-/// `mount(2)` takes one page of options.
+/// Most bytes of options: `mount(2)` takes one page.
 const MAX_OPTIONS: usize = 4095;
 
 /// A directory of the guest, and the layers of a segment for it.

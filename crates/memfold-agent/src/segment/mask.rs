@@ -34,7 +34,7 @@ fn parent(path: &[u8]) -> Option<&[u8]> {
     Some(&path[..at])
 }
 
-/// Fills the empty directory `mask` by the plan.
+/// Fills the empty directory `mask` as `plan` says.
 pub fn build(plan: &Plan, own: &OwnedFd, mask: &Path, steps: &Steps) -> Result<()> {
     let mask = tree::open(mask).during(|| format!("opening {}", mask.display()))?;
     let directories = directories(plan);

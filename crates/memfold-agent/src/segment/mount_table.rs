@@ -8,7 +8,7 @@ use std::path::Path;
 use super::error::{During, Result};
 use crate::mounts::unescape;
 
-/// One mount.
+/// One line of the mount table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
     /// Mount point.

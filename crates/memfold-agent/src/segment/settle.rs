@@ -150,7 +150,8 @@ pub fn mounted(places: &Places) -> Vec<Segment> {
         .collect()
 }
 
-/// `memfold.lay=web,db` or `memfold.lay=*` of the kernel's command line.
+/// Names of the segments to lay, from `memfold.lay=web,db` or `memfold.lay=*` on the kernel's
+/// command line.
 struct Wanted<'a>(Vec<&'a str>);
 
 impl<'a> Wanted<'a> {

@@ -22,7 +22,7 @@ pub const OPAQUE: &CStr = c"trusted.overlay.opaque";
 /// Permission bits of a mode, with setuid, setgid and sticky.
 const PERMISSIONS: u32 = 0o7777;
 
-/// Opens a directory by path.
+/// Opens a directory by path; its last part must be no symbolic link.
 pub fn open(path: &std::path::Path) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, DIRECTORY, Mode::empty())?)
 }
@@ -299,7 +299,7 @@ pub fn remove(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     }
 }
 
-/// Bytes on disk of all regular files below a directory; what can't be read counts nothing.
+/// Returns the bytes on disk of all regular files below a directory; unreadable files count as 0.
 pub fn bytes_below(directory: &OwnedFd) -> u64 {
     let mut bytes = 0;
     for name in names(directory).unwrap_or_default() {
@@ -317,7 +317,7 @@ pub fn bytes_below(directory: &OwnedFd) -> u64 {
     bytes
 }
 
-/// The letters `a` and `i` of a file whose append-only and immutable flags overlayfs keeps in an
+/// Returns the letters `a` (append-only) and `i` (immutable) that overlayfs keeps for a file in an
 /// attribute of its upper layer (`ovl_set_protattr` in fs/overlayfs/inode.c).
 pub fn protection(directory: impl AsFd, name: &CStr, stat: &Statx) -> IFlags {
     let mut flags = IFlags::empty();
@@ -348,7 +348,7 @@ pub fn protect(directory: impl AsFd, name: &CStr, flags: IFlags) -> io::Result<(
     Ok(rustix::fs::ioctl_setflags(&file, now | flags)?)
 }
 
-/// Takes the immutable and append-only flags off a regular file. True if there were any.
+/// Clears the immutable and append-only flags of a regular file. Returns true if there were any.
 pub fn unprotect(directory: impl AsFd, name: &CStr) -> bool {
     let directory = directory.as_fd();
     let regular = stat(directory, name).is_ok_and(|s| kind(&s) == FileType::RegularFile);

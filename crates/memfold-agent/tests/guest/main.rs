@@ -1,8 +1,8 @@
 //! Tests of the agent in a real guest, compared with the guest's memory and disk.
 //!
 //! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the
-//! static agent at `MEMFOLD_AGENT`; says so and does nothing without them. `MEMFOLD_IMAGE` chooses
-//! the image, `trixie-a` if not set.
+//! static agent at `MEMFOLD_AGENT`; without them it prints that and does nothing. `MEMFOLD_IMAGE`
+//! chooses the image, by default `trixie-a`.
 
 mod harness;
 
