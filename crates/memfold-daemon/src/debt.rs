@@ -1,7 +1,7 @@
-//! The copy-on-write debt: what guests could call in by writing, what there is for it, and who may
-//! be started while it is so.
+//! The copy-on-write debt: memory that guests can claim by writing to shared pages. Compares the
+//! debt with the available memory, and decides whether a VM may be started.
 //!
-//! The [brake](brake) keeps this up to date.
+//! The [brake](brake) keeps these figures up to date.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::Receiver;
@@ -18,58 +18,63 @@ use crate::error::DaemonError;
 
 pub(crate) mod brake;
 
-/// Longest time without a look at the kernel's tables; and while a level is reached.
+/// Longest time between two reads of the kernel's page tables at level `ok`, and below, at higher
+/// levels.
 const LONGEST: Duration = Duration::from_secs(30);
 const LONGEST_IN_NEED: Duration = Duration::from_secs(5);
 
-/// `MemAvailable` fell by so much: somebody may call debt in.
+/// A fall of `MemAvailable` by this many bytes causes a read of the page tables: guests may be
+/// claiming debt.
 const FELL: u64 = 32 << 20;
 
-/// A look at the kernel's tables may take one part in so many of the time.
+/// Reading the page tables may take at most one part in this many of the time.
 const LOOK_SHARE: u32 = 20;
 
-/// How long an image counts for a VM that has just been started, if no look finds it.
+/// Time for which a snapshot's image counts as debt of a VM that was just started, if the page
+/// tables do not show it.
 const STARTING: Duration = Duration::from_secs(30);
 
-/// What is remembered of what was done.
+/// Number of the brake's events that are kept.
 const EVENTS: usize = 32;
 
-/// What the daemon knows of its debt.
+/// State of the copy-on-write debt, shared by the brake and by those that start VMs.
 #[derive(Debug)]
 pub(crate) struct DebtWatch(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
     policy: BrakePolicy,
-    /// Whose limits bind all VMs.
+    /// Control groups whose memory limits bind all VMs.
     groups: Vec<Group>,
     brake: Brake,
-    /// Folding and KSM make no more debt: from `Braked` until `Ok`. At `Warning` already, what they
-    /// share would soon be too much again.
+    /// Whether folding and KSM are stopped: from level `Braked` until level `Ok`. They stay stopped
+    /// at `Warning`, because their sharing would soon exceed the limit again.
     held: bool,
     began: Instant,
     owed: Owed,
     ksm_pages: u64,
     given_back_pages: u64,
-    /// When the engine looked last, how long that took, how much was available and which VMs ran
-    /// then.
+    /// The last read of the page tables: when it ended, how long it took, how much memory was
+    /// available, and which VMs ran.
     looked: Option<(Instant, Duration, u64, Vec<String>)>,
-    /// What the engine was asked and has not answered yet.
+    /// A question to the engine that is not answered yet.
     pending: Option<Question>,
-    /// VMs that are being started, the images that they will run from, and since when they run.
+    /// By name, VMs that are being started: bytes of the snapshot image that they run from, and
+    /// since when they run.
     starting: BTreeMap<String, (u64, Option<Instant>)>,
-    /// When guests were asked to drop page cache.
+    /// When each guest was last asked to drop page cache.
     asked: BTreeMap<String, Instant>,
     relieving: bool,
     events: VecDeque<BrakeEvent>,
 }
 
-/// What the engine was asked.
+/// A question to the engine.
 #[derive(Debug)]
 struct Question {
     answered: Receiver<Owed>,
     asked: Instant,
-    /// If it looks: what was available and which VMs ran when it was asked.
+    /// If page tables are read for it: the available memory and the VMs at the time of the
+    /// question.
     looks: Option<(u64, Vec<String>)>,
 }
 
@@ -97,9 +102,13 @@ impl DebtWatch {
         self.0.lock()
     }
 
-    /// Refuses to start a VM while the brake is on, or if what it would share from the start,
-    /// `brings` bytes, would put it on; unless it is to be started `despite` that. What it brings
-    /// is owed from now on.
+    /// Admits the start of a VM whose snapshot image adds `brings` bytes of debt. From then on
+    /// these bytes count as debt.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Braked`] if the brake is on or these bytes would put it on, unless `despite`
+    /// is set.
     pub fn admit(&self, vm: &str, brings: u64, despite: bool) -> Result<Admitted<'_>, DaemonError> {
         let memory = self.memory()?;
         let mut state = self.lock();
@@ -110,7 +119,7 @@ impl DebtWatch {
         if despite || report.level < Level::Braked && strain <= 1.0 {
             let noted = (brings > 0).then(|| vm.to_owned());
             if let Some(vm) = &noted {
-                // A restore may take minutes: its time begins with its end.
+                // A restore may take minutes, so the time runs from its end.
                 state.starting.insert(vm.clone(), (brings, None));
             }
             return Ok(Admitted { debt: self, noted });
@@ -126,37 +135,37 @@ impl DebtWatch {
         })
     }
 
-    /// Why nothing more may be shared now, if so.
+    /// The reason why nothing more may be shared now; `None` if it may.
     pub fn braked(&self) -> Result<Option<String>, DaemonError> {
         let memory = self.memory()?;
         Ok(why(&self.lock().report(memory)))
     }
 
-    /// What there is for the VMs.
+    /// The memory that is available to the VMs.
     fn memory(&self) -> Result<Memory, ReadError> {
         let groups = self.lock().groups.clone();
         Memory::now(&groups)
     }
 
-    /// VMs come and go: finds the groups whose limits bind all of them.
+    /// Finds the control groups whose limits bind all VMs. Called when VMs come and go.
     fn find_groups(&self, pids: Vec<i32>) {
         let groups = Group::of_vms(pids);
         self.lock().groups = groups;
     }
 }
 
-/// What there is, as far as it matters here.
+/// Memory of the host or of the narrowest control group, in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Memory {
     total: u64,
     available: u64,
     swap_free: u64,
-    /// Which group says so.
+    /// Index of the control group that limits `available`; `None`: the host does.
     limited_by: Option<usize>,
 }
 
 impl Memory {
-    /// `/proc/meminfo`, and the narrowest limit of a group.
+    /// Reads `/proc/meminfo` and applies the narrowest limit of `groups`.
     fn now(groups: &[Group]) -> Result<Self, ReadError> {
         let info = Proc::default().meminfo()?;
         let field = |name: &str| info.get(name).map_or(0, |bytes| bytes.0);
@@ -179,7 +188,7 @@ impl Memory {
 }
 
 impl State {
-    /// Whether the engine should look at the kernel's tables before it answers.
+    /// Whether the engine should read the kernel's page tables before it answers.
     fn look_due(&self, available: u64, vms: &[String]) -> bool {
         let Some((at, cost, then, of)) = &self.looked else {
             return true;
@@ -193,7 +202,7 @@ impl State {
         wanted && at.elapsed() >= *cost * LOOK_SHARE
     }
 
-    /// The debt and what there is for it.
+    /// The debt, the available memory and the level.
     fn report(&self, memory: Memory) -> DebtReport {
         let bytes = |pages: u64| PageCount(pages).bytes().0;
         let vms: Vec<VmDebt> = self
@@ -251,7 +260,8 @@ impl State {
         }
     }
 
-    /// Forgets of VMs that were being started what a look has found, or should have.
+    /// Removes VMs from `starting` whose image the page tables now show, or which started over
+    /// [`STARTING`] ago.
     fn keep_starting(&mut self, owed: &Owed) {
         self.starting.retain(|name, (_, since)| {
             let seen = |vm: &VmOwed| vm.name == *name && vm.snapshot_pages > 0;
@@ -274,7 +284,8 @@ impl State {
     }
 }
 
-/// A VM that may be started. If it isn't, nothing is owed for it.
+/// Permission to start a VM. If it is dropped before [`Admitted::started`], the VM's debt is
+/// removed.
 #[must_use]
 pub(crate) struct Admitted<'a> {
     debt: &'a DebtWatch,
@@ -282,7 +293,7 @@ pub(crate) struct Admitted<'a> {
 }
 
 impl Admitted<'_> {
-    /// It runs: what it brings is owed until a look finds it.
+    /// The VM runs: its image counts as debt until the page tables show it, or for [`STARTING`].
     pub fn started(mut self) {
         if let Some(vm) = self.noted.take() {
             if let Some((_, since)) = self.debt.lock().starting.get_mut(&vm) {
@@ -300,7 +311,7 @@ impl Drop for Admitted<'_> {
     }
 }
 
-/// The figures that decide.
+/// The figures that determine the level, as text.
 fn words(report: &DebtReport) -> String {
     let group = report.limited_by.as_ref();
     let group = group.map_or_else(String::new, |path| format!(" in control group {path}"));
@@ -315,7 +326,7 @@ fn words(report: &DebtReport) -> String {
     )
 }
 
-/// Why nothing more may be shared, if so.
+/// The reason why nothing more may be shared; `None` if it may.
 fn why(report: &DebtReport) -> Option<String> {
     report.sharing_held.then(|| report.why.clone())
 }

@@ -1,4 +1,4 @@
-//! What the daemon refuses, and why.
+//! Errors of the daemon's requests.
 
 use std::io;
 use std::path::PathBuf;
@@ -14,128 +14,128 @@ use memfold_segment::SegmentError;
 use memfold_snapshot::SnapshotError;
 use memfold_vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
 
-/// Why the daemon did not do what was asked.
+/// The reason why the daemon refused a request or could not carry it out.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// No VM of this name.
+    /// No VM has this name.
     #[error("no VM named '{0}'; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
-    /// No such path of the interface.
+    /// The HTTP API has no such path.
     #[error("no such path; GET /openapi.json lists all paths")]
     NoSuchPath,
-    /// A VM of this name runs.
+    /// A VM of this name is running or being started.
     #[error("a VM named '{0}' is running")]
     NameTaken(String),
-    /// The request makes no sense.
+    /// The request is invalid, or not possible in the present state.
     #[error("{0}")]
     BadRequest(String),
-    /// This host can't do it.
+    /// This host lacks something that the request needs.
     #[error("{0}")]
     ImpossibleHere(String),
-    /// The state directory can't be used.
+    /// The state directory cannot be used.
     #[error("cannot use state directory {path}")]
     State {
-        /// The directory.
+        /// Path of the state directory.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         #[source]
         source: io::Error,
     },
     /// Another daemon uses the state directory.
     #[error("another memfold daemon uses state directory {0}; stop it, or choose another --state")]
     StateTaken(PathBuf),
-    /// QEMU did not start.
+    /// QEMU could not be started.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// The VM can't be used.
+    /// The VM's process or its files cannot be used.
     #[error(transparent)]
     Machine(#[from] MachineError),
-    /// QEMU's monitor failed.
+    /// A command of QEMU's monitor (QMP) failed.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The VM's RAM layout can't be read.
+    /// The layout of the VM's RAM cannot be read.
     #[error("cannot read the VM's RAM layout from QEMU")]
     Ram(#[from] RamError),
-    /// The agent failed.
+    /// The guest's agent failed or did not answer.
     #[error(transparent)]
     Agent(#[from] AgentError),
-    /// A snapshot can't be saved or used.
+    /// A snapshot cannot be saved or used.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
-    /// A segment can't be built or used.
+    /// A segment cannot be built or used.
     #[error(transparent)]
     Segment(#[from] SegmentError),
-    /// The ledger can't be read.
+    /// The ledger's figures cannot be read from the kernel.
     #[error("cannot read the ledger's figures from the kernel")]
     Ledger(#[from] ReadError),
-    /// KSM can't be read or set.
+    /// KSM's files cannot be read or written.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// KSM may not be steered now.
+    /// KSM cannot be steered now.
     #[error("cannot steer KSM: {why}")]
     Merging {
-        /// The condition.
+        /// The condition that failed.
         why: String,
-        /// What would change it.
+        /// The action that would change the condition.
         fix: String,
     },
-    /// Guests could call in more than the host could give.
+    /// The brake is on: guests can claim more memory than is available.
     #[error("{what}: the brake is on: {why}")]
     Braked {
-        /// What was refused.
+        /// The action that was refused.
         what: String,
-        /// The figures.
+        /// The figures of the debt.
         why: String,
     },
-    /// The registry of leases refused, or can't be used.
+    /// The lease registry refused the request, or cannot be used.
     #[error(transparent)]
     Registry(#[from] RegistryError),
-    /// A swap disk can't be switched.
+    /// A swap disk's block nodes cannot be changed in QEMU.
     #[error(transparent)]
     Graph(#[from] GraphError),
-    /// A volume can't be put on lent RAM, or taken off.
+    /// An LVM volume cannot be put on lent RAM, or taken off.
     #[error(transparent)]
     Lvm(#[from] LvmError),
-    /// Memory can't be lent, borrowed or given back now.
+    /// Memory cannot be lent, borrowed or given back now.
     #[error("{why}")]
     Lending {
-        /// The condition.
+        /// The condition that failed.
         why: String,
-        /// What would change it.
+        /// The action that would change the condition.
         fix: String,
     },
-    /// Something of which there is one at a time is under way.
+    /// Another operation is in progress, and only one at a time is possible.
     #[error("{why}")]
     Busy {
-        /// What.
+        /// The operation in progress.
         why: String,
-        /// What would change it.
+        /// The action that would change the condition.
         fix: String,
     },
-    /// The VM stands still.
+    /// The VM is not running.
     #[error("{why}")]
     StandsStill {
-        /// The VM, what was not done, its state and the cause, in words.
+        /// The VM, the refused action, the VM's state and the cause, as text.
         why: String,
-        /// What would have it run.
+        /// The action that would make the VM run.
         fix: String,
     },
     /// The daemon keeps no history.
     #[error("this daemon keeps no history; its log says why")]
     NoHistory,
-    /// The history failed.
+    /// The history cannot be read or written.
     #[error(transparent)]
     History(#[from] HistoryError),
-    /// An estimate failed.
+    /// An estimate of savings failed.
     #[error(transparent)]
     Estimate(#[from] EstimateError),
-    /// A part of the daemon failed.
+    /// A thread of the daemon has ended or could not be started.
     #[error("{0}")]
     Internal(&'static str),
 }
 
 impl DaemonError {
-    /// Whether it is this host that lacks something; `memfold doctor` tells what.
+    /// Whether the cause is something that this host lacks, as shown by `memfold doctor`.
     #[must_use]
     pub const fn impossible_here(&self) -> bool {
         matches!(
@@ -152,7 +152,7 @@ impl DaemonError {
         )
     }
 
-    /// What would change it, where the message itself doesn't say.
+    /// The action that would resolve the error, unless the message says so itself.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
@@ -185,7 +185,7 @@ impl DaemonError {
     }
 }
 
-/// Why memory is not lent, borrowed or given back, and what would change that.
+/// Makes a [`DaemonError::Lending`] of a condition and the action that would change it.
 pub(crate) fn lending(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
     DaemonError::Lending {
         why: why.into(),

@@ -1,4 +1,5 @@
-//! The copy-on-write debt, watched: what guests could call in, what there is for it, and the brake.
+//! The brake: measures the copy-on-write debt each second and limits it. The debt is the memory
+//! that guests can claim at any time by writing to shared pages.
 //!
 //! ```text
 //!   each second:  MemAvailable (or what a control group of all VMs leaves), counters of engine and KSM  ->  level
@@ -7,7 +8,7 @@
 //!     braked:   no VM is started, and until the level is ok again folding and KSM make no more debt (what is shared stays shared)
 //!     braked, and less than the reserve is left: guests are asked to drop clean page cache, one after the other, until it is there again
 //! ```
-//! No page map is walked for the look of each second.
+//! The measurement of each second does not walk page maps.
 
 use std::io;
 use std::path::Path;
@@ -30,26 +31,26 @@ use crate::ksm_steering::KsmSteering;
 use crate::machine::Machine;
 use crate::vm_registry::VmRegistry;
 
-/// Time between two looks at counters.
+/// Time between two measurements.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// How long the engine may take to answer: it may wait for a library that doesn't.
+/// Time limit for the engine's answer. The engine may wait for a VM's fold library.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// The same while a VM does not answer.
+/// Time limit for the engine's answer while a VM does not answer.
 const LATE_ANSWER: Duration = Duration::from_millis(100);
 
-/// Has a guest drop page cache that it can read again. Dirty pages stay, and so do inodes and
-/// directories (`Documentation/admin-guide/sysctl/vm.rst`).
+/// Command that has a guest drop its clean page cache. Dirty pages, inodes and directory entries
+/// stay (`Documentation/admin-guide/sysctl/vm.rst`).
 const DROP_CLEAN: &str = "echo 1 > /proc/sys/vm/drop_caches";
 
-/// How long a guest may take for that, how long it takes until its free pages have been reported,
-/// and when it may be asked again.
+/// Time limit of [`DROP_CLEAN`]. The two below: time until the freed pages have been reported to
+/// the host, and shortest time between two requests to one guest.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 const REPORTED: Duration = Duration::from_secs(4);
 const ASK_AGAIN: Duration = Duration::from_secs(60);
 
-/// The brake: watches the debt, and does what follows.
+/// Measures the copy-on-write debt and applies the brake.
 #[derive(Debug)]
 pub struct DebtBrake {
     registry: Arc<VmRegistry>,
@@ -60,7 +61,8 @@ pub struct DebtBrake {
 }
 
 impl DebtBrake {
-    /// `needed` is kept up to date: what is to be there for the debt, in bytes, which is not lent.
+    /// Creates the brake. It keeps `needed` up to date: bytes that must stay available for the
+    /// debt, and are therefore not lent.
     pub(crate) const fn new(
         registry: Arc<VmRegistry>,
         folding: Arc<Folding>,
@@ -77,22 +79,22 @@ impl DebtBrake {
         }
     }
 
-    /// Looks each second from now on.
+    /// Starts the thread that measures each second.
     pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
         let brake = Arc::downgrade(self);
         let thread = std::thread::Builder::new().name("debt".into());
         thread.spawn(move || watch(&brake)).map(drop)
     }
 
-    /// What guests could call in, what there is for it, and what the brake does.
+    /// Measures now: the debt, the memory available for it, and the level of the brake.
     pub fn debt(self: &Arc<Self>) -> Result<DebtReport, DaemonError> {
         let vms = self.registry.names();
         self.ask_owed(false, false, (0, vms))?;
         self.judge(self.debt.memory()?)
     }
 
-    /// The same from what the engine has just said beside other figures; `None`: it waits, and what
-    /// it said before holds.
+    /// Makes the same report from `owed`, which the engine has just returned with other figures.
+    /// `None`: the engine waits for a VM, and its last answer is used.
     pub(crate) fn debt_of(self: &Arc<Self>, owed: Option<Owed>) -> Result<DebtReport, DaemonError> {
         if let Some(owed) = owed {
             self.note_owed(owed);
@@ -100,7 +102,7 @@ impl DebtBrake {
         self.judge(self.debt.memory()?)
     }
 
-    /// Changes reserve and cover, until this daemon ends.
+    /// Changes reserve and cover until this daemon ends.
     pub fn set_debt(self: &Arc<Self>, request: &DebtRequest) -> Result<DebtReport, DaemonError> {
         let reserve = request.reserve.as_deref().map(str::parse).transpose();
         let reserve = reserve.map_err(|why| DaemonError::BadRequest(format!("reserve: {why}")))?;
@@ -135,7 +137,7 @@ impl DebtBrake {
         let ksm_pages = ksm_pages(look, before);
         self.debt.lock().ksm_pages = ksm_pages;
         let report = self.judge(self.debt.memory()?)?;
-        // Each time: steering may have begun meanwhile.
+        // Repeated each time, because steering may have begun since.
         self.ksm.brake(why(&report));
         if report.level == Level::Braked && report.mem_available_bytes < report.reserve_bytes {
             self.relieve();
@@ -143,8 +145,8 @@ impl DebtBrake {
         Ok(())
     }
 
-    /// Has the engine say what guests could call in, and waits for it for a while. One question at
-    /// a time: a look that takes long is waited for at the next turn, not asked for again.
+    /// Asks the engine for the debt of each VM, and waits a short time for the answer. One question
+    /// is open at a time: a late answer is collected at the next call.
     fn ask_owed(
         &self,
         look: bool,
@@ -200,7 +202,7 @@ impl DebtBrake {
         state.owed = owed;
     }
 
-    /// Finds the level, and does what follows when it is another.
+    /// Determines the level, and applies its consequences when it has changed.
     fn judge(self: &Arc<Self>, memory: Memory) -> Result<DebtReport, DaemonError> {
         let mut state = self.debt.lock();
         let before = state.brake.level();
@@ -234,14 +236,15 @@ impl DebtBrake {
         state.note(&report, what);
         let report = state.report(memory);
         if state.held != was_held {
-            // Still locked, so that two changes reach the engine in their order; it doesn't ask for
-            // this lock.
+            // The lock is still held, so that two changes reach the engine in order. The engine
+            // never takes this lock.
             self.folding.tell(Command::SetBraked(why(&report)))?;
         }
         Ok(report)
     }
 
-    /// Asks guests for clean page cache, beside everything else, until the reserve is whole again.
+    /// Asks guests to drop clean page cache, on a thread of its own, until the reserve is available
+    /// again.
     fn relieve(self: &Arc<Self>) {
         {
             let mut state = self.debt.lock();
@@ -282,12 +285,12 @@ impl DebtBrake {
             let Ok(machine) = self.registry.machine(&vm.name) else {
                 continue;
             };
-            // Without free page reporting the host would not get it.
+            // Without free page reporting, the host would not get the freed pages.
             let reports = machine.vm().spec().is_some_and(|spec| spec.balloon);
             if !reports || asked.is_some_and(|at| at.elapsed() < ASK_AGAIN) {
                 continue;
             }
-            // Not while it is being saved, with its cache.
+            // A VM that is being saved keeps its cache, which is part of the snapshot.
             let Some(_saving) = machine.try_save() else {
                 continue;
             };
@@ -318,9 +321,9 @@ impl DebtBrake {
     }
 }
 
-/// Pages that KSM saves: those that would each need a place of their own. While it stands still,
-/// its counter keeps what ended processes had merged, so that processes are asked; only with
-/// `look`.
+/// Pages that KSM saves: each would need its own frame if it was written to. While KSM is stopped,
+/// its counters still contain pages of ended processes. With `look`, processes are then read
+/// instead; without it, `before` is the upper bound.
 fn ksm_pages(look: bool, before: u64) -> u64 {
     let controls = ksm::Controls::default();
     let number = |name| controls.number(name).ok().flatten().unwrap_or(0);
@@ -335,9 +338,9 @@ fn ksm_pages(look: bool, before: u64) -> u64 {
     sharing.min(merging.unwrap_or(sharing)) + zero
 }
 
-/// Looks each second, as long as the daemon lives.
+/// Measures each second, as long as the daemon lives.
 fn watch(brake: &Weak<DebtBrake>) {
-    // Told when it begins, not each second.
+    // A failure is logged when it begins, not each second.
     let mut told = false;
     while let Some(brake) = brake.upgrade() {
         let looked = brake.look_at_debt();
