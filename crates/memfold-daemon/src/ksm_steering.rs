@@ -1,5 +1,5 @@
-//! KSM, steered by the daemon: for the VMs of one trust domain, within a CPU budget, and put back
-//! as it was.
+//! Steers KSM for the VMs of one trust domain, within a CPU budget. The kernel's settings are
+//! restored afterwards.
 //!
 //! ```text
 //!   start --- refused while memory of others may merge --- settings noted, ksmd runs
@@ -9,8 +9,8 @@
 //!                  else: pages_to_scan, sleep_millisecs by the controller (`ksm::steer`)
 //!   stop, the daemon's end, the next daemon after a kill: the settings as they were; what is merged stays merged
 //! ```
-//! `run` = 0 keeps what is merged; only `run` = 2 takes it apart, and needs as much memory at once
-//! as merging has saved. So nothing here writes 2 but a stop that asks for it.
+//! `run` = 0 keeps merged pages merged. `run` = 2 unmerges them, and needs as much memory at once
+//! as merging has saved. So 2 is written only for a stop request that asks for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -37,28 +37,28 @@ use crate::vm_registry::{StartRight, VmRegistry};
 
 mod steered;
 
-/// How long another daemon may keep KSM still for a live save of its own.
+/// Longest time to wait until another daemon's live save no longer stops KSM.
 const MERGING_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Time between two looks.
+/// Time between two measurements.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// KSM, steered by the daemon or left alone.
+/// KSM steering of this daemon: off until it is started.
 #[derive(Debug)]
 pub struct KsmSteering {
     registry: Arc<VmRegistry>,
     debt: Arc<DebtWatch>,
-    /// Held while KSM stands still for a live save, and while steering it begins or ends.
+    /// Held while KSM is stopped for a live save, and while steering begins or ends.
     merging: Mutex<()>,
-    /// KSM, while the daemon steers it.
+    /// Present while the daemon steers KSM.
     steered: Mutex<Option<SteeredKsm>>,
 }
 
-/// KSM stands still, until this is dropped.
+/// KSM is stopped until this is dropped.
 enum Still<'a> {
-    /// It was not steered.
+    /// KSM was not steered by this daemon.
     Paused(#[expect(dead_code, reason = "held, not used")] Box<Paused>),
-    /// It was; steering goes on then.
+    /// KSM was steered; steering resumes when this is dropped.
     Steered(&'a KsmSteering),
 }
 
@@ -73,15 +73,15 @@ impl Drop for Still<'_> {
     }
 }
 
-/// KSM stands still.
+/// Keeps KSM stopped for a live save.
 pub(crate) struct MergingStops<'a> {
     _still: Still<'a>,
-    /// One live save at a time: the first to end would let KSM run under the others.
+    /// Allows one live save at a time: the end of one would resume KSM during the others.
     _alone: MutexGuard<'a, ()>,
     _rank: Ranked,
 }
 
-/// Puts back what a daemon that died had set.
+/// Restores KSM's settings that a daemon which died had changed.
 pub(crate) fn restore() {
     match ksm::restore_leftover(NOTES.as_ref()) {
         Ok(false) => {}
@@ -128,7 +128,11 @@ impl KsmSteering {
         }
     }
 
-    /// The right to begin, end or interrupt merging.
+    /// Takes the right to begin, end or interrupt merging.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Merging`] while a VM is saved live.
     fn alone(&self) -> Result<(MutexGuard<'_, ()>, Ranked), DaemonError> {
         let rank = Ranked::begin(Rank::Merging);
         let alone = self.merging.try_lock().ok_or_else(|| {
@@ -140,7 +144,7 @@ impl KsmSteering {
         Ok((alone, rank))
     }
 
-    /// KSM on this host, and how it is steered.
+    /// State of KSM on this host, and of its steering.
     pub fn overview(&self) -> Result<Overview, DaemonError> {
         let names: Names = self
             .registry
@@ -156,11 +160,16 @@ impl KsmSteering {
         Ok(overview)
     }
 
-    /// Steers KSM from now on, or in another way.
+    /// Starts steering, or changes its goal.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Merging`] if a VM is being started or saved live, or if memory outside one
+    /// trust domain is mergeable; [`DaemonError::Braked`] while the brake is on.
     pub fn start(self: &Arc<Self>, request: &KsmStartRequest) -> Result<Overview, DaemonError> {
         let goal = goal(request)?;
         let _alone = self.alone()?;
-        // Nobody starts a VM between the look at whose memory may merge, and ksmd's start.
+        // No VM may start between this check of mergeable memory and ksmd's start.
         let _none_starts = self.registry.none_starts().ok_or_else(|| {
             refused(
                 "a VM is being started, and whether its memory may merge is not known yet",
@@ -190,7 +199,7 @@ impl KsmSteering {
                 ));
             }
         }
-        // Its settings first, so that they are what is put back in the end.
+        // The old settings are restored first, so that the new guard records them.
         let mut kept_out = BTreeSet::new();
         if let Some(old) = steered.take() {
             old.guard.restore()?;
@@ -215,7 +224,11 @@ impl KsmSteering {
         self.overview()
     }
 
-    /// The domain whose memory KSM is to merge; refused if memory of others may merge.
+    /// The trust domain that KSM is to serve.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Merging`] if memory outside this domain is mergeable.
     fn only_domain(&self, asked: Option<&str>) -> Result<String, DaemonError> {
         let mergeable = processes::mergeable(Path::new("/proc"))?;
         let machines = self.registry.machines();
@@ -275,7 +288,7 @@ impl KsmSteering {
         Ok(wanted.to_owned())
     }
 
-    /// Steers no more.
+    /// Ends steering, and unmerges all pages if asked to.
     pub fn stop(&self, request: &KsmStopRequest) -> Result<Overview, DaemonError> {
         let _alone = self.alone()?;
         let Some(old) = self.steered().take() else {
@@ -292,7 +305,7 @@ impl KsmSteering {
         self.overview()
     }
 
-    /// The daemon ends.
+    /// Ends steering because the daemon ends, and restores KSM's settings.
     pub(crate) fn end(&self) {
         if let Some(old) = self.steered().take() {
             match old.guard.restore() {
@@ -305,12 +318,12 @@ impl KsmSteering {
         }
     }
 
-    /// Whether this daemon steers it.
+    /// Whether this daemon steers KSM.
     pub(crate) fn is_steered(&self) -> bool {
         self.steered().is_some()
     }
 
-    /// Why a VM's memory merges, or doesn't.
+    /// Explains why a VM's memory merges, or why it does not.
     pub(crate) fn explain(&self, name: &str) -> Result<Explanation, DaemonError> {
         let machine = self.registry.machine(name)?;
         let blocks = machine.layout().blocks;
@@ -337,8 +350,8 @@ impl KsmSteering {
         Ok(ksm::weigh(&facts))
     }
 
-    /// Has a VM that is to be started not offer its memory while KSM runs for another trust domain.
-    /// Steering does not begin meanwhile.
+    /// Has a VM that is about to be started not offer its memory to KSM while KSM is steered for
+    /// another trust domain. The right `StartRight` keeps steering from beginning at the same time.
     pub(crate) fn keep_from_merging(&self, spec: &mut VmSpec, _: &StartRight<'_>) {
         let mut steered = self.steered();
         let Some(steered) = &mut *steered else { return };
@@ -353,18 +366,23 @@ impl KsmSteering {
         }
     }
 
-    /// Has KSM merge nothing more, with the reason, or go on.
+    /// Stops merging for the given reason, or resumes it (`None`).
     pub(crate) fn brake(&self, why: Option<String>) {
         if let Some(steered) = &mut *self.steered() {
-            // With the figures of when it came: each second's would be said anew.
+            // The reason keeps the figures from when the brake came on: new figures each second
+            // would each be logged.
             if steered.braked.is_some() != why.is_some() {
                 steered.braked = why;
             }
         }
     }
 
-    /// Has KSM stand still, as long as this is kept: a page that it merges is not protected any
-    /// more (`snapshot::past`).
+    /// Stops KSM as long as the result exists: pages that KSM merges lose the write protection of a
+    /// live save.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::Impossible`] if KSM cannot be stopped within 60 s.
     pub(crate) fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
         let rank = Ranked::begin(Rank::Merging);
         let alone = self.merging.lock();
@@ -378,7 +396,7 @@ impl KsmSteering {
                         _rank: rank,
                     });
                 }
-                // Another daemon may be saving a VM live, which is soon over.
+                // Another daemon may be saving a VM live, which soon ends.
                 Err(KsmError::Busy(_)) if Instant::now() < end => {
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -410,7 +428,7 @@ impl KsmSteering {
     }
 }
 
-/// Looks each second, until steering that began at `began` has ended.
+/// Measures each second until the steering that began at `began` has ended.
 fn keep_steering(steering: &Weak<KsmSteering>, began: Instant) {
     loop {
         std::thread::sleep(INTERVAL);

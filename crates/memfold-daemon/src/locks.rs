@@ -1,6 +1,6 @@
-//! The order of locks.
+//! The order in which locks are taken.
 //!
-//! Whoever holds a lock takes only such as stand below it here:
+//! A thread that holds a lock takes only locks that stand below it here:
 //!
 //! ```text
 //!   one answer for all who ask    Reports (joint, figures), Views (maps, sharing, doctor, explaining, estimating)
@@ -10,7 +10,7 @@
 //!   the registry                  Arrivals, then VmRegistry (vms)
 //!   states of one thing           Guard, Keeper, Machine's fields, SnapshotLocks, Leases (heard, distrust), Folding (last), Samples
 //! ```
-//! Debug builds check the rights. Two of one rank are never held at once by a thread.
+//! Debug builds check the order of the rights. A thread never holds two rights of one rank.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -18,37 +18,39 @@ use std::marker::PhantomData;
 /// Rights that are held for long, in the order in which they are taken.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Rank {
-    /// To save a VM, or to change what it maps.
+    /// The right to save a VM, or to change its memory mappings.
     Save,
-    /// To change what a VM's swap disk uses.
+    /// The right to change the nodes of a VM's swap disk.
     Swap,
-    /// To restore a VM that nothing sets apart from others.
+    /// The right to restore a VM without a new identity.
     Twins,
-    /// To change something in a volume group.
+    /// The right to change a volume group.
     VolumeGroup,
-    /// To begin, end or interrupt merging.
+    /// The right to begin, end or interrupt KSM's merging.
     Merging,
-    /// To start VMs, or to keep them from being started.
+    /// The right to start VMs, or to keep them from being started.
     Starts,
-    /// To look segments up, or to remove them.
+    /// The right to look up segments, or to remove them.
     Segments,
 }
 
 thread_local! {
-    /// A bit for each rank that this thread holds.
+    /// One bit for each rank that this thread holds.
     static HELD: Cell<u8> = const { Cell::new(0) };
 }
 
-/// Notes that this thread holds a right, as long as this is kept: beside the lock itself.
+/// Records that this thread holds a right, as long as this exists. The lock itself is kept
+/// separately.
 #[derive(Debug)]
 pub(crate) struct Ranked {
     rank: Rank,
-    /// It is this thread's.
+    /// Makes the type `!Send`: the rank is recorded for this thread.
     _thread: PhantomData<*const ()>,
 }
 
 impl Ranked {
-    /// Before the lock is taken.
+    /// Records the rank. Call this before the lock is taken. Debug builds panic if the order is
+    /// violated.
     pub fn begin(rank: Rank) -> Self {
         let held = HELD.get();
         debug_assert!(

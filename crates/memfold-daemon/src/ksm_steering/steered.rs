@@ -1,4 +1,5 @@
-//! One look at KSM while it is steered: what is the case, and what follows.
+//! KSM while the daemon steers it: the measurement of each second, and the settings that follow
+//! from it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -10,19 +11,19 @@ use memfold_ksm::steer::{Decision, Goal, Sample, Steer};
 use memfold_ksm::{Controls, Guard, KsmError, Ksmd, Merged, NOTES, Settings, Status, Steering};
 use tracing::{info, warn};
 
-/// Longest target, in seconds: the advisor's knob takes no more (`mm/ksm.c`).
+/// Longest target time of a full scan, in seconds: the limit of the kernel's advisor (`mm/ksm.c`).
 pub(crate) const LONGEST_TARGET_S: f64 = 86_400.0;
 
-/// Why KSM stands still though it is steered.
+/// The reason why KSM is stopped although it is steered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum HoldReason {
-    /// Memory of others may merge.
+    /// A process outside the trust domain has mergeable memory.
     Others(String),
-    /// Somebody else wrote `run`.
+    /// Another program wrote this value to `run`.
     Overruled(u64),
-    /// The brake is on.
+    /// The brake is on, for this reason.
     Braked(String),
-    /// Whose memory may merge can't be found out.
+    /// Processes with mergeable memory cannot be determined.
     Blind(String),
 }
 
@@ -60,34 +61,34 @@ pub(crate) struct SteeredKsm {
     ksmd: Ksmd,
     steer: Steer,
     pub began: Instant,
-    /// ksmd's CPU time and `full_scans` when it began.
+    /// ksmd's CPU time and `full_scans` when steering began.
     at_start: (Duration, u64),
-    /// ksmd's CPU time now.
+    /// ksmd's CPU time at the last measurement.
     cpu: Duration,
     full_scans: u64,
-    /// The domain's VMs, and how many have come.
+    /// PIDs of the domain's VMs; below, the number of VMs that have joined since the start.
     members: BTreeSet<i32>,
     arrivals: u64,
     held: Option<HoldReason>,
-    /// Why nothing more may be shared, while that is so.
+    /// The reason of the brake, while it is on.
     pub braked: Option<String>,
-    /// A VM is being saved live.
+    /// Whether a VM is being saved live.
     pub saving: bool,
-    /// `run` is 0 because this wrote it.
+    /// Whether `run` is 0 because this daemon wrote it.
     stopped: bool,
     decision: Option<Decision>,
-    /// What was written last, by the control's name.
+    /// Values that were written last, by control.
     written: BTreeMap<&'static str, u64>,
-    /// Controls that others have written meanwhile.
+    /// Controls that another program has written since steering began.
     contested: BTreeSet<&'static str>,
     pub kept_out: BTreeSet<String>,
 }
 
-/// Processes of this daemon's VMs.
+/// PIDs of this daemon's VMs.
 pub(crate) struct Ours {
-    /// Of the domain that KSM is steered for.
+    /// VMs of the domain that KSM is steered for.
     pub members: BTreeSet<i32>,
-    /// Of another domain, or of none.
+    /// VMs of another domain, or of none.
     pub strangers: BTreeSet<i32>,
 }
 
@@ -128,7 +129,7 @@ impl SteeredKsm {
             kept_out: BTreeSet::new(),
             controls: controls.clone(),
         };
-        // From here on the guard puts back what was changed, whatever fails.
+        // From here on the guard restores the settings, whatever fails.
         controls.apply(&Settings {
             sleep_millisecs: advisor.then_some(20),
             advisor_mode: now.advisor_mode.map(|_| advisor_mode.to_owned()),
@@ -140,7 +141,7 @@ impl SteeredKsm {
         Ok(steered)
     }
 
-    /// One look: what is the case, and what follows.
+    /// Measures once, and stops, resumes or adjusts KSM. A failure is logged.
     pub fn look(&mut self, ours: &Ours) {
         if let Err(error) = self.try_look(ours) {
             warn!(%error, "cannot steer KSM; retrying");
@@ -167,8 +168,8 @@ impl SteeredKsm {
             }
             processes => processes?,
         };
-        // VMs that are being started are children of this daemon, and no VMs yet: of this domain,
-        // or without mergeable memory.
+        // VMs that are being started are children of this daemon and not in its table yet. They
+        // belong to this domain or have no mergeable memory.
         let starting = |pid: &i32| !ours.strangers.contains(pid) && is_own_child(*pid);
         let mut known = members.clone();
         known.extend(processes.iter().map(|p| p.pid).filter(starting));
@@ -197,8 +198,8 @@ impl SteeredKsm {
         Ok(())
     }
 
-    /// Returns when ksmd is not at work any more (`run_store` in `mm/ksm.c` waits for it). What is
-    /// merged stays merged.
+    /// Stops KSM. Returns after ksmd has stopped working (`run_store` in `mm/ksm.c` waits for it).
+    /// Merged pages stay merged.
     pub fn stop(&mut self) -> Result<(), KsmError> {
         self.controls.write("run", &0)?;
         self.stopped = true;
@@ -213,7 +214,7 @@ impl SteeredKsm {
         self.steer.interrupted();
     }
 
-    /// Why KSM stands still, in words.
+    /// The reason why KSM is stopped, as text; `None` if it is not.
     pub fn still(&self) -> Option<String> {
         if self.saving {
             return Some("a VM is being saved live".to_owned());
@@ -221,13 +222,13 @@ impl SteeredKsm {
         self.held.as_ref().map(ToString::to_string)
     }
 
-    /// Measures, and sets the speed until the next look.
+    /// Measures, and sets the scan speed until the next measurement.
     fn scan(&mut self, processes: &[Process]) -> Result<(), KsmError> {
         let status = Status::read(&self.controls)?;
         self.cpu = self.ksmd.cpu_time()?;
         let full_scans = status.full_scans.unwrap_or(0);
         if full_scans < self.full_scans {
-            // Somebody took everything apart: the kernel counts from 0 again.
+            // Another program unmerged all pages: the kernel counts from 0 again.
             self.at_start.1 = 0;
         }
         self.full_scans = full_scans;
@@ -253,8 +254,8 @@ impl SteeredKsm {
         Ok(())
     }
 
-    /// Tells the kernel's advisor what was decided. It computes `pages_to_scan` at the end of each
-    /// full scan.
+    /// Passes the decision to the kernel's advisor, which computes `pages_to_scan` at the end of
+    /// each full scan.
     // Within what is asked for, see `start_ksm`.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     fn advise(&mut self, decision: &Decision, mergeable_pages: u64) -> Result<(), KsmError> {
@@ -271,7 +272,7 @@ impl SteeredKsm {
             if found != Some(written) {
                 self.contest(name, found.unwrap_or(0));
             } else if written.abs_diff(value) * 20 <= written {
-                // A change of a twentieth, which measurement alone makes.
+                // A change of up to a twentieth is noise of the measurement.
                 return Ok(());
             }
         }
@@ -280,7 +281,8 @@ impl SteeredKsm {
         Ok(())
     }
 
-    /// The kernel's advisor sets `pages_to_scan`, and refuses that others do (`mm/ksm.c`).
+    /// Keeps the advisor's mode. While the advisor is on, it sets `pages_to_scan`, and the kernel
+    /// refuses other writes to it (`mm/ksm.c`).
     fn keep_advisor(&mut self) -> Result<(), KsmError> {
         let Some(found) = self.controls.settings()?.advisor_mode else {
             return Ok(());
@@ -289,14 +291,14 @@ impl SteeredKsm {
         if found != wanted {
             self.contest("advisor_mode", &found);
             self.controls.write("advisor_mode", &wanted)?;
-            // The kernel has changed these with it.
+            // The kernel has changed these controls with the mode.
             self.written.clear();
         }
         Ok(())
     }
 
-    /// Somebody else has written a control: the budget is a promise, so what steering wants is
-    /// written again.
+    /// Logs, once for each control, that another program wrote it. The steering value is written
+    /// again, because the CPU budget is a promise.
     fn contest(&mut self, name: &'static str, found: impl std::fmt::Display) {
         if self.contested.insert(name) {
             warn!(
@@ -305,7 +307,7 @@ impl SteeredKsm {
         }
     }
 
-    /// What `memfold ksm status` shows.
+    /// Steering as `memfold ksm status` shows it.
     pub fn view(&self) -> Steering {
         let decision = self.decision.as_ref();
         let number = |name| self.controls.number(name).ok().flatten().unwrap_or(0);
@@ -332,7 +334,7 @@ impl SteeredKsm {
         }
     }
 
-    /// Who writes the same controls, in words.
+    /// The controls that another program writes, as text.
     fn contests(&self) -> String {
         if self.contested.is_empty() {
             return String::new();
@@ -349,8 +351,8 @@ impl SteeredKsm {
     }
 }
 
-/// Whether a process was started by this one (field 4 of `proc_pid_stat(5)`, behind the name, which
-/// may hold anything).
+/// Whether a process is a child of this one (field 4 of `proc_pid_stat(5)`, after the name in
+/// parentheses, which may contain any character).
 fn is_own_child(pid: i32) -> bool {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -362,7 +364,7 @@ fn is_own_child(pid: i32) -> bool {
     parent.and_then(|parent| parent.parse().ok()) == Some(own)
 }
 
-/// Whose memory may merge beside the members', in words.
+/// Processes with mergeable memory outside `members`, as text.
 fn others(processes: &[Process], members: &BTreeSet<i32>) -> Option<String> {
     let others: Vec<String> = processes
         .iter()
