@@ -1,28 +1,28 @@
-//! How long leases hold, and when they are renewed.
+//! Durations of leases, and the time between renewals.
 
 use std::time::{Duration, Instant};
 
 use memfold_lend::Durability;
 use memfold_lend::registry::MAX_TTL;
 
-/// How long a lease holds without being renewed: so long may a borrower's daemon be away.
+/// Time for which a lease holds without renewal: a borrower's daemon may be away this long.
 const LEASE_TTL: Duration = Duration::from_secs(60);
 
-/// How long a daemon that goes on with leases of the one before looks for the registry, before it
-/// moves what only they hold to a disk.
+/// Time for which a daemon that resumes an earlier daemon's leases tries to reach the registry.
+/// After that, it moves data that only the lenders hold to a disk.
 pub(crate) const RESUMED: Duration = Duration::from_secs(10);
 
 /// Time between two renewals.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
 
-/// [`LEASE_TTL`], and where the lent bytes are the only ones twice the time that it takes to copy
-/// them: they are moved to a disk when half of it is over.
+/// Duration of a lease: [`LEASE_TTL`], plus the time to copy twice `bytes` where the lender holds
+/// the only copy. The data is moved to a disk when half of the duration has passed.
 pub(crate) fn lease_ttl(durability: Durability, bytes: u64) -> Duration {
     let copying = durability.time_to_copy(bytes.saturating_mul(2));
     LEASE_TTL.saturating_add(copying).min(MAX_TTL)
 }
 
-/// Milliseconds since then.
+/// Milliseconds since `since`.
 pub(crate) fn ms(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
 }

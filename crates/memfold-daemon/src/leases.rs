@@ -1,6 +1,6 @@
-//! Leases: the registry of who lends what to whom, and what this host's VMs and volumes borrow by
-//! it. Leases are of how many lenders are needed, taken all or none, renewed, released; a lender
-//! that has lied is not asked again.
+//! Leases: records of which host lends memory to which VM or volume, kept in a registry. This host
+//! takes as many leases as a disk needs (all or none), renews and releases them, and does not ask
+//! lenders that have served wrong bytes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,14 +23,15 @@ use crate::error::{DaemonError, lending};
 use crate::lease_times::lease_ttl;
 use crate::options::DaemonOptions;
 
-/// A registry that wasn't asked for so long may have been away.
+/// Time without a call after which the registry counts as interrupted.
 const GAP: Duration = Duration::from_secs(3);
 
-/// How long a lender may take to export: at least, and for each GiB that it has to allocate.
+/// Time limit for a lender to export a lease: the minimum, and below, the time for each GiB.
 const EXPORT_LEAST: Duration = Duration::from_secs(10);
 const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
 
-/// Fewest lenders that have room for a disk between them, each the same; `free`: what each has.
+/// Fewest lenders over which a disk of `bytes` can be striped in equal parts. `free`: free bytes of
+/// each lender.
 fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
     free.sort_unstable_by(|a, b| b.cmp(a));
     let counts = (1..).zip(free).take_while(|(count, _)| *count <= MOST);
@@ -44,18 +45,18 @@ fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
     counts.into_iter().find(fits).map(|(count, _)| count)
 }
 
-/// The registry of leases, as this host uses it.
+/// The lease registry as this host uses it.
 #[derive(Debug)]
 pub struct Leases {
     host: String,
     registry: Arc<dyn Registry>,
-    /// Where that is, in words.
+    /// Address or path of the registry, as text.
     place: String,
-    /// Whether this daemon serves it.
+    /// Whether this daemon serves the registry itself.
     own: bool,
-    /// Whether hosts that this one knows nothing of write there.
+    /// Whether other hosts write to the registry.
     elsewhere: bool,
-    /// When the registry began to answer without a gap, and when it did last.
+    /// When the registry began to answer without interruption, and when it last answered.
     heard: Mutex<Option<(Instant, Instant)>>,
     distrust: Mutex<Distrust>,
 }
@@ -64,8 +65,8 @@ impl Leases {
     pub(crate) fn open(options: &DaemonOptions) -> Result<Self, DaemonError> {
         let host = match &options.host {
             Some(host) => host.clone(),
-            // Names that the kernel takes and we don't are for --host to change, once somebody
-            // lends or borrows.
+            // The kernel may have a host name that memfold does not accept. That is reported when
+            // this host first lends or borrows, and --host changes it.
             None => std::fs::read_to_string("/proc/sys/kernel/hostname")
                 .map(|name| name.trim().to_owned())
                 .unwrap_or_default(),
@@ -78,7 +79,7 @@ impl Leases {
         } else {
             let path = options.state.join("registry.db");
             let place = path.display().to_string();
-            // VMs have to be served whatever this file holds.
+            // VMs must be served even if this file cannot be used.
             let registry: Arc<dyn Registry> = match SqliteRegistry::open(&path) {
                 Ok(registry) => Arc::new(registry),
                 Err(error) => {
@@ -96,7 +97,8 @@ impl Leases {
             registry,
             place,
             own: options.registry.is_none(),
-            // The daemon behind a socket is of this host, and takes no sockets of others.
+            // A daemon behind a Unix socket runs on this host, and does not accept sockets of other
+            // hosts.
             elsewhere: matches!(
                 options.registry,
                 Some(RegistryAt::Daemon { .. } | RegistryAt::Etcd { .. })
@@ -106,17 +108,21 @@ impl Leases {
         })
     }
 
-    /// Name of this host among those that lend and borrow.
+    /// Name of this host among lenders and borrowers.
     pub(crate) fn host(&self) -> &str {
         &self.host
     }
 
-    /// Refuses a name that cannot be this host's.
+    /// Checks the host's name.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::BadRequest`] if it cannot be used in the registry.
     pub(crate) fn check_host(&self) -> Result<(), DaemonError> {
         check_host(&self.host)
     }
 
-    /// Where the registry is, in words.
+    /// Address or path of the registry, as text.
     pub(crate) fn place(&self) -> &str {
         &self.place
     }
@@ -125,17 +131,17 @@ impl Leases {
         &self.registry
     }
 
-    /// Who lends what to whom.
+    /// All lenders and leases in the registry.
     pub(crate) fn picture(&self) -> Result<Picture, RegistryError> {
         self.registry.picture()
     }
 
-    /// Takes one lease.
+    /// Takes one lease from the registry for the time `ttl`.
     pub(crate) fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
         self.registry.take(want, ttl)
     }
 
-    /// Who lends what to whom, and for how long the registry has answered; `None`: it doesn't.
+    /// All lenders and leases, and for how long the registry has answered; `None` if it does not.
     fn heard(&self) -> Option<(Picture, Duration)> {
         let picture = self.registry.picture();
         let mut heard = self.heard.lock();
@@ -154,13 +160,13 @@ impl Leases {
         self.distrust.lock()
     }
 
-    /// Names of lenders that aren't believed.
+    /// Names of lenders that have served wrong bytes and are not used.
     pub(crate) fn distrusted(&self) -> Vec<String> {
         let now = self.distrust().now();
         now.into_iter().map(|one| one.lender).collect()
     }
 
-    /// Asks for one lease of this host back; gives it as it was.
+    /// Recalls one lease of this host as a lender. Returns the lease as it was before.
     pub fn recall(&self, id: LeaseId) -> Result<Lease, DaemonError> {
         let host = &self.host;
         let leases = self.registry.picture()?.leases;
@@ -176,18 +182,24 @@ impl Leases {
         Ok(lease)
     }
 
-    /// Believes a lender again that has served wrong bytes; whether it wasn't believed.
+    /// Trusts a lender again that has served wrong bytes. Returns whether the lender was
+    /// distrusted.
     pub fn trust(&self, lender: &str) -> bool {
         self.distrust().trust(lender)
     }
 
-    /// Lenders that aren't believed now, and how often one has lied since this daemon began.
+    /// Lenders that are distrusted now, and how often lenders served wrong bytes since the daemon's
+    /// start.
     pub fn lies(&self) -> (Vec<Distrusted>, u64) {
         let mut distrust = self.distrust();
         (distrust.now(), distrust.lies())
     }
 
-    /// Carries out what another daemon asks of the registry that this one serves.
+    /// Executes another daemon's call to the registry that this daemon serves.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::BadRequest`] if this daemon serves no registry.
     pub fn call(&self, call: &Call) -> Result<Answer, DaemonError> {
         if !self.own {
             return Err(DaemonError::BadRequest(format!(
@@ -198,8 +210,8 @@ impl Leases {
         Ok(answer(&*self.registry, call))
     }
 
-    /// Takes leases for a disk of `bytes`, into `taken`: first all stripes of one copy, then those
-    /// of the next. Gives how many stripes these are.
+    /// Takes leases for a disk of `bytes` and adds them to `taken`: first all stripes of the first
+    /// copy, then those of the second. Returns the number of stripes of a copy.
     pub(crate) fn take_leases(
         &self,
         vm: &str,
@@ -240,7 +252,7 @@ impl Leases {
         Ok(count)
     }
 
-    /// Over how many lenders a disk is to be laid out.
+    /// The number of lenders over which a disk is striped.
     fn stripes(&self, bytes: u64, request: &BorrowRequest) -> Result<u8, DaemonError> {
         if let Some(count) = request.stripes {
             if !(1..=MOST).contains(&u64::from(count)) {
@@ -255,7 +267,7 @@ impl Leases {
             }
             return Ok(count);
         }
-        // More lenders, more that can fail: only where the disk has all bytes anyway.
+        // Each further lender can fail: several are used only where the disk has all bytes anyway.
         if request.durability != Durability::Disk {
             return Ok(1);
         }
@@ -267,12 +279,12 @@ impl Leases {
         });
         let free = others.map(|lender| lender.offered_bytes.saturating_sub(lender.lent_bytes));
         let fewest = fewest(bytes, free.collect());
-        // If there is nobody, the registry says it in better words.
+        // If there is no lender, the registry's error explains it better.
         Ok(fewest.and_then(|n| u8::try_from(n).ok()).unwrap_or(1))
     }
 
-    /// Asks for more time for a lease. `alone`: the lent bytes are the only ones, whatever was said
-    /// when it was taken; its lender is to know before it needs them.
+    /// Renews a lease. With `alone`, the registry also records that the lender holds the only copy,
+    /// so that the lender knows this before it recalls the memory.
     pub(crate) fn renew_lease(
         &self,
         id: LeaseId,
@@ -285,14 +297,14 @@ impl Leases {
             return Ok(lease);
         }
         registry.sole_copy(id, host).or_else(|error| {
-            // Said again with the next.
+            // Repeated at the next renewal.
             warn!(lease = id.0, %error, "cannot tell the registry that the lender holds the only copy; retrying at the next renewal");
             Ok(lease)
         })
     }
 
-    /// Renews leases while something is done that takes long; why it had better be given up, if it
-    /// had.
+    /// Renews leases during a long operation. Returns the reason why the operation should be
+    /// abandoned, if a lender recalls its memory.
     pub(crate) fn keep(
         &self,
         leases: impl Iterator<Item = LeaseId>,
@@ -308,7 +320,7 @@ impl Leases {
                         lease.lender.host
                     ));
                 }
-                // Passing, or seen by the connection.
+                // A failure is temporary, or is noticed by the connection.
                 Ok(_) | Err(_) => {}
             }
         }
@@ -356,11 +368,11 @@ impl Leases {
         }
     }
 
-    /// A part whose lender isn't heard of any more.
+    /// Index of a part of `borrowing` whose lender has been silent for too long.
     pub(crate) fn silent_part(&self, borrowing: &Borrowing) -> Option<usize> {
-        // Unknown isn't silent; and after an outage of the registry all lenders were silent there.
+        // The registry's absence does not make lenders silent; after it all lenders look silent.
         let (picture, heard) = self.heard()?;
-        // It may stand still, and the VM waits for it.
+        // The lender may have stopped, and the VM waits for its answers.
         let patience = patience(borrowing.durability_now());
         if heard <= patience {
             return None;

@@ -1,4 +1,4 @@
-//! Memory that this host lends.
+//! Lending of this host's free memory to other hosts.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -19,37 +19,42 @@ use crate::error::DaemonError;
 use crate::json_file::write_json;
 use crate::leases::Leases;
 
-/// Least amount that is worth lending.
+/// Smallest amount that can be lent, in bytes.
 const LEAST: u64 = 16 << 20;
 
-/// How long a program may take to say what it can do.
+/// Time limit for a program's answer to a question about its features.
 const LOOK_LIMIT: Duration = Duration::from_secs(10);
 
-/// What this host lends.
+/// The lender of this host, and its settings.
 #[derive(Debug)]
 pub struct Lending {
     leases: Arc<Leases>,
     directory: PathBuf,
-    /// What somebody said by hand ([`ByHand`]).
+    /// File of the last request by hand ([`ByHand`]).
     note: PathBuf,
-    /// What the configuration says.
+    /// The request of the configuration file.
     configured: Option<LendRequest>,
-    /// What this host's VMs may call in at once, in bytes: the brake says so, and it is not lent.
+    /// Bytes that must stay available for the copy-on-write debt. The brake sets them, and they are
+    /// not lent.
     needed: Arc<AtomicU64>,
-    /// How many of its guests lack memory themselves.
+    /// Number of this host's guests that are short of memory.
     short_guests: Arc<AtomicU32>,
     lender: Mutex<Option<Lender>>,
 }
 
-/// What somebody said by hand, which counts until the next boot.
+/// The last request by hand. Until the next boot, it takes precedence over the configuration.
 #[derive(Debug, Serialize, Deserialize)]
 struct ByHand {
     boot: String,
-    /// Nothing, if unset.
+    /// `None`: lending was stopped.
     lend: Option<LendRequest>,
 }
 
-/// Whether nbdkit is there, and can lock what it lends.
+/// Checks that nbdkit is installed and can lock memory.
+///
+/// # Errors
+///
+/// [`DaemonError::ImpossibleHere`] otherwise.
 fn check_nbdkit() -> Result<(), DaemonError> {
     let lacks = |why: String| {
         DaemonError::ImpossibleHere(format!(
@@ -69,7 +74,7 @@ fn check_nbdkit() -> Result<(), DaemonError> {
     ))
 }
 
-/// Whether what exports is there.
+/// Checks that the program which exports memory over `transport` is installed.
 fn check_server(transport: Transport) -> Result<(), DaemonError> {
     match transport {
         Transport::Nbd => check_nbdkit(),
@@ -77,7 +82,7 @@ fn check_server(transport: Transport) -> Result<(), DaemonError> {
     }
 }
 
-/// Whether tgt is there.
+/// Checks that `tgtd` is installed.
 fn check_tgt() -> Result<(), DaemonError> {
     let mut command = Command::new("tgtd");
     let said = helper::output(command.arg("--version").stdin(Stdio::null()), LOOK_LIMIT);
@@ -90,7 +95,8 @@ fn check_tgt() -> Result<(), DaemonError> {
 }
 
 impl Lending {
-    /// `needed`: what this host's VMs may call in at once, in bytes, which is not lent.
+    /// Creates the service; it lends nothing yet. `needed`: bytes that must stay available for this
+    /// host's VMs.
     pub(crate) fn new(
         leases: Arc<Leases>,
         state: &Path,
@@ -112,23 +118,24 @@ impl Lending {
         self.lender.lock()
     }
 
-    /// How many of this host's guests lack memory themselves.
+    /// Sets the number of this host's guests that are short of memory.
     pub(crate) fn set_short_guests(&self, count: u32) {
         self.short_guests.store(count, Ordering::Relaxed);
     }
 
-    /// Ends exports.
+    /// Ends all exports.
     pub(crate) fn shut_down(&self) {
         drop(self.lender().take());
     }
 
-    /// Begins to lend, or changes how much: what is lent already is taken back then.
+    /// Begins to lend, or changes the amount. If the new amount is lower, leases above it are
+    /// recalled.
     pub fn lend(&self, request: &LendRequest) -> Result<LenderStatus, DaemonError> {
         self.leases.check_host()?;
         check_bytes(request.max_bytes, LEAST)?;
         check_server(request.transport)?;
-        // Whether the registry can be used at all is better told now than in the log. Whoever asks
-        // what this host lends doesn't wait for it.
+        // A registry that cannot be used is reported now rather than in the log. The lender is not
+        // locked meanwhile, so that status requests do not wait.
         if self.lender().as_ref().is_none_or(Lender::has_ended) {
             self.leases.picture()?;
         }
@@ -148,7 +155,8 @@ impl Lending {
             self.note_lending(Some(request));
             return Ok(status);
         }
-        // It has exported nothing yet, and is refused by the registry before it does.
+        // The new lender has exported nothing yet. A lender that the registry refuses never
+        // exports.
         let started = self.start_lender(request)?;
         let status = started.status();
         *lender = Some(started);
@@ -156,7 +164,7 @@ impl Lending {
         Ok(status)
     }
 
-    /// For the next daemon.
+    /// Writes the request to a file, for the next daemon.
     fn note_lending(&self, request: Option<&LendRequest>) {
         let by_hand = ByHand {
             boot: boot_id(),
@@ -167,15 +175,15 @@ impl Lending {
         }
     }
 
-    /// What is to be lent when the daemon begins: what somebody said since the boot, else what the
-    /// configuration says, else what somebody said before.
+    /// The request to follow at the daemon's start: the last request by hand since the host's boot,
+    /// else the configuration, else the last request by hand.
     pub(crate) fn to_lend(&self) -> Option<LendRequest> {
         let configured = self.configured.clone();
         let Ok(bytes) = std::fs::read(&self.note) else {
             return configured;
         };
         let Ok(said) = serde_json::from_slice::<ByHand>(&bytes)
-            // Of a daemon before this note had a boot.
+            // Earlier versions wrote no boot id.
             .or_else(|_| {
                 serde_json::from_slice(&bytes).map(|request: LendRequest| ByHand {
                     boot: boot_id(),
@@ -214,7 +222,7 @@ impl Lending {
         })
     }
 
-    /// Lends as the daemon before did, or as is configured.
+    /// Lends at the daemon's start, as [`Lending::to_lend`] says.
     pub(crate) fn resume(&self) {
         let Some(request) = self.to_lend() else {
             return;
@@ -230,11 +238,10 @@ impl Lending {
             );
             return;
         }
-        // The registry may not be there yet: its daemon may start after this one. The lender's
-        // thread goes on asking.
+        // The registry may not answer yet: its daemon may start later. The lender's thread retries.
         match self.start_lender(&request) {
             Ok(lender) => {
-                // Somebody may have asked for another one meanwhile.
+                // A request may have started another lender in the meantime.
                 self.lender().get_or_insert(lender);
             }
             Err(error) => warn!(
@@ -244,7 +251,7 @@ impl Lending {
         }
     }
 
-    /// Takes everything back and lends no more; `None`: it doesn't lend.
+    /// Recalls all leases and ends lending; `None` if this host does not lend.
     pub fn stop(&self) -> Option<LenderStatus> {
         self.note_lending(None);
         let lender = self.lender();
@@ -253,8 +260,8 @@ impl Lending {
         Some(lender.status())
     }
 
-    /// Lends no more, because the daemon ends: the next one lends again. Borrowers have time to
-    /// give back, unless `hurry`.
+    /// Ends lending because the daemon ends; the next daemon resumes lending. Borrowers get time to
+    /// give back, until `hurry` returns `true`.
     pub fn end(&self, hurry: &dyn Fn() -> bool) {
         let lender = self.lender().take();
         if let Some(lender) = lender {
@@ -262,10 +269,10 @@ impl Lending {
         }
     }
 
-    /// What this host lends; `None`: nothing, and it will not.
+    /// Status of lending; `None` if this host does not lend and will not.
     pub fn status(&self) -> Option<LenderStatus> {
         let mut lender = self.lender();
-        // One that was superseded says so as long as nobody ended it.
+        // A lender that ended because another replaced it keeps reporting that problem.
         if lender
             .as_ref()
             .is_some_and(|l| l.has_ended() && l.status().problem.is_none())
