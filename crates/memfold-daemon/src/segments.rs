@@ -1,8 +1,9 @@
-//! Segments: built, attached to VMs and laid over their files, removed.
+//! Segments: read-only file system images that VMs map and execute in place. This module builds,
+//! attaches, overlays and removes them.
 //!
-//! Attaching is three steps, each of which can be repeated: QEMU maps the image (a device of the VM
-//! from then on), the note of the VM's segments, and the agent lays it over the guest's files. What
-//! the guest refuses leaves the device, which the next try uses.
+//! Attaching has three steps, each of which can be repeated: the VM's segments are recorded, QEMU
+//! maps the image (as a device of the VM), and the agent overlays the guest's files with it. If the
+//! guest refuses, the device stays and the next attempt uses it.
 
 use std::sync::Arc;
 
@@ -27,17 +28,17 @@ mod list;
 mod slots;
 mod users;
 
-/// The segments of this host.
+/// The segments of this host, and the operations on them.
 #[derive(Debug)]
 pub struct Segments {
     registry: Arc<VmRegistry>,
     folding: Arc<Folding>,
     shelf: Shelf,
-    /// Which of them snapshots need.
+    /// The snapshots, which may need segments.
     snapshots: Arc<SnapshotDirectory>,
     locks: Arc<SnapshotLocks>,
-    /// Write-locked while segments are removed; read-locked from the moment one is looked up until
-    /// it is mapped.
+    /// Write-locked while segments are removed. Read-locked from the lookup of a segment until it
+    /// is mapped.
     removing: RwLock<()>,
 }
 
@@ -58,20 +59,19 @@ impl Segments {
         }
     }
 
-    /// Nothing is removed as long as this is kept.
+    /// Keeps segments from being removed until the result is dropped.
     fn shared(&self) -> (RwLockReadGuard<'_, ()>, Ranked) {
         let rank = Ranked::begin(Rank::Segments);
         (self.removing.read(), rank)
     }
 
-    /// Nothing is looked up as long as this is kept.
+    /// Keeps segments from being looked up until the result is dropped.
     fn exclusive(&self) -> (RwLockWriteGuard<'_, ()>, Ranked) {
         let rank = Ranked::begin(Rank::Segments);
         (self.removing.write(), rank)
     }
 
-    /// How many there are, and what they take of the host's memory; `None`: their directory can't
-    /// be read.
+    /// Number of segments and their resident bytes; `None`: their directory cannot be read.
     pub(crate) fn in_short(&self) -> Option<OnShelf> {
         let mut all = OnShelf::default();
         for segment in self.shelf.all().ok()? {
@@ -82,12 +82,12 @@ impl Segments {
         Some(all)
     }
 
-    /// Lets the images of segments be removed like other files: for a laboratory's end.
+    /// Lets segment images be removed like other files. Used at the end of a laboratory run.
     pub fn unprotect(&self) {
         self.shelf.unprotect();
     }
 
-    /// How far a build has come; `None`: none is under way.
+    /// Progress of a segment's build; `None`: no build of this name is in progress.
     #[must_use]
     pub fn progress(&self, name: &str) -> Option<memfold_host::progress::Step> {
         self.locks.now(&format!("segment {name}"))

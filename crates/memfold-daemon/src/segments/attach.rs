@@ -1,4 +1,4 @@
-//! Segments of VMs that run.
+//! Attaching segments to running VMs, and detaching them.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -16,8 +16,8 @@ use crate::segments::in_guest::{lay, take_off};
 use crate::segments::slots::{directory, note, noted};
 
 impl Segments {
-    /// Attaches a segment to a running VM and has its guest lay it over its files. One of the same
-    /// name that lies there is taken off first.
+    /// Attaches a segment to a running VM, and has its guest overlay its files with the segment.
+    /// Another generation of the segment is removed from the guest's files first.
     pub fn attach(
         &self,
         vm: &str,
@@ -26,11 +26,11 @@ impl Segments {
         let machine = self.registry.machine(vm)?;
         let directory = directory(&machine)?;
         let slots = machine.vm().spec().map_or(0, VmSpec::slots);
-        // One at a time: two would take the same slot, and a snapshot would be of something half
-        // done. Before the other lock, which is held only until QEMU maps the image: guests take
-        // their time.
+        // Only one at a time: two requests would take the same slot, and a snapshot would save an
+        // incomplete state. This right is taken before the other lock, which is held only until
+        // QEMU maps the image: guests may be slow.
         let _alone = machine.save_right_soon()?;
-        // A writer's check holds until it is noted.
+        // A writer's check must hold until the writer is recorded.
         let mut kept = if request.writer {
             (None, Some(self.exclusive()))
         } else {
@@ -58,11 +58,12 @@ impl Segments {
             memfold_vm::segments::check_one(&segment)
                 .map_err(|error| SegmentError::Impossible(error.to_string()))?;
             let file = File::open(&image);
-            // Noted first: a device that nobody knows of would take its slot for ever. What is
-            // noted and not there is put right later.
+            // Recorded before QEMU is asked: a device that is not recorded would occupy its slot
+            // forever. A recorded segment without a device is removed later.
             now.push(segment.clone());
             note(directory, &now)?;
-            // A user of the segment from now on: nobody waits for QEMU with the lock.
+            // From now on the VM counts as a user of the segment, so the lock is not held while
+            // QEMU works.
             kept = (None, None);
             let plugged = match &file {
                 Ok(file) => plug(&mut machine.monitor(), slot, &segment, file.as_fd())
@@ -111,8 +112,8 @@ impl Segments {
         })
     }
 
-    /// Has a guest take a segment off its files, keeping what was written there. The device stays
-    /// until the VM ends.
+    /// Has a guest remove a segment from its files. Changes that were written there are kept. The
+    /// device stays until the VM ends.
     pub fn detach(&self, vm: &str, name: &str) -> Result<AttachedSegment, DaemonError> {
         let machine = self.registry.machine(vm)?;
         let reference = Reference::parse(name)?;
@@ -122,7 +123,7 @@ impl Segments {
             Some(_) => s.name == reference.to_string(),
             None => s.base_name() == reference.name,
         };
-        // The one that lies there is the last that was attached.
+        // The generation that overlays the files is the one that was attached last.
         let Some(at) = now.iter().rposition(|s| of(&s)) else {
             return Err(
                 SegmentError::Impossible(format!("VM '{vm}' has no segment '{name}'")).into(),
@@ -160,8 +161,8 @@ impl Segments {
     }
 }
 
-/// Takes off another generation that lies there, and lays this one; if that fails, lays the other
-/// again.
+/// Removes another generation from the guest's files and overlays this one. If that fails, the
+/// other generation is overlaid again.
 fn lay_instead(
     machine: &Machine,
     now: &[SegmentSpec],

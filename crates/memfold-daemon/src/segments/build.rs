@@ -1,4 +1,4 @@
-//! New generations of segments.
+//! Building of new segment generations, and ranking of files for them.
 
 use std::collections::BTreeSet;
 
@@ -11,9 +11,10 @@ use crate::error::DaemonError;
 use crate::segments::Segments;
 
 impl Segments {
-    /// Builds a new generation of a segment.
+    /// Builds a new generation of a segment. Nothing is built if the newest generation has the same
+    /// content.
     pub fn build(&self, request: &BuildRequest) -> Result<BuildResult, DaemonError> {
-        // Before it is part of any path.
+        // The name is checked before it becomes part of a path.
         Reference::parse(&request.name)?;
         let progress = self.locks.begin(&format!("segment {}", request.name))?;
         let vm = match request.from.as_slice() {
@@ -69,7 +70,11 @@ impl Segments {
         Ok(BuildResult { segment, is_new })
     }
 
-    /// Ranks files by what they would bring in a segment.
+    /// Ranks files by the memory that they would save in a segment.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::NoSuchVm`] if a requested VM does not run.
     pub fn rank(&self, request: &RankRequest) -> Result<Vec<Ranked>, DaemonError> {
         let mut uses = self.folding.ask(Command::FileUses)?;
         for vm in &request.vms {

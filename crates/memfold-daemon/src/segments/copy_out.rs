@@ -1,11 +1,11 @@
-//! Files of a running guest, copied to an image that the host reads:
+//! Copies files of a running guest to a disk image that the host reads, for
 //! `segment build --from vm:NAME`.
 //!
 //! ```text
 //!   guest: cp -a  ->  ext4 on a virtio-blk disk in a free slot for segments  ->  file of the host  ->  unpacked like any image
 //! ```
-//! The disk goes again when the copy is done or fails. What the guest wrote to it is foreign:
-//! programs that read it are confined (`segment::ext`).
+//! The disk is removed when the copy is complete or has failed. The guest controls the image's
+//! contents, so programs that read it are confined (`segment::ext`).
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -25,21 +25,21 @@ use crate::segments::Segments;
 use crate::segments::in_guest::says;
 use crate::segments::slots::{directory, noted};
 
-/// Room for a copy: a hole of the host's file system as far as nothing is written.
+/// Size of the disk image, in bytes. The image is sparse: only written parts take space.
 const ROOM: u64 = 16 << 30;
 
-/// QEMU's names of the disk, and what the guest knows it by.
+/// QEMU's name of the disk, and below, the serial number that the guest finds it by.
 const NODE: &str = "copy-out";
 const SERIAL: &str = "memfold-copy";
 
-/// How long a guest may copy.
+/// Time limit for the guest's copy.
 const COPY_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// How long it may take to let go of the disk.
+/// Time limit for the guest to release the disk.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Finds the disk, and copies directories as they are seen: with owners, modes, times, links,
-/// capabilities and access lists, without what is mounted below them.
+/// Shell script that finds the disk and copies directories to it: with owners, modes, times, links,
+/// capabilities and access lists, and without file systems mounted below them.
 const COPY: &str = r#"set -e
 find_disk() {
     for disk in /sys/block/vd*; do
@@ -77,7 +77,7 @@ done
 sync -f $place
 "#;
 
-/// A guest's files on this host. Dropped, they are gone.
+/// A copy of a guest's files on this host. Dropping it removes the copy.
 pub(crate) struct CopiedFiles {
     draft: Draft,
 }
@@ -89,7 +89,7 @@ impl CopiedFiles {
 }
 
 impl Segments {
-    /// Copies what a build may choose of a guest's files.
+    /// Copies all files of a guest that the build's globs may match.
     pub(crate) fn copy_out(
         &self,
         vm: &str,
@@ -114,7 +114,7 @@ impl Segments {
         }
         let directory = directory(&machine)?;
         let slots = machine.vm().spec().map_or(0, VmSpec::slots);
-        // Meanwhile the VM is not saved, and no segment takes the slot.
+        // Until the copy ends, the VM is not saved and no segment takes the slot.
         let _alone = machine.save_right_soon()?;
         let slot = u32::try_from(noted(&machine, directory)?.len()).unwrap_or(slots);
         if slot >= slots {
@@ -130,7 +130,7 @@ impl Segments {
         let image = copy.image();
         make(&image)?;
         progress.begin("guest's files copied", 0);
-        // Of a daemon that died over this.
+        // Removes a disk that an earlier daemon has left.
         unplug(&machine);
         let copied = copy_to(&machine, slot, &image, request);
         unplug(&machine);
@@ -173,7 +173,7 @@ fn make(image: &Path) -> Result<(), DaemonError> {
 }
 
 fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError> {
-    // By descriptor: a QEMU that has given its rights up can't reach the draft.
+    // Passed as a file descriptor: a QEMU without privileges cannot open the draft.
     let place = qmp.lend(image)?;
     let added = qmp.execute(
         "blockdev-add",
@@ -183,10 +183,10 @@ fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError>
             "file": { "driver": "file", "filename": place.path() },
         }),
     );
-    // It has a copy of its own for as long as the node is there.
+    // QEMU keeps its own duplicate of the descriptor while the node exists.
     qmp.take_back(&place)?;
     added?;
-    // A full disk of the host is the copy's failure: by default QEMU would stop the VM.
+    // If the host's disk is full, the copy must fail. By default QEMU would stop the VM.
     let device = json!({
         "driver": "virtio-blk-pci", "id": NODE, "drive": NODE, "serial": SERIAL, "bus": format!("segport{slot}"),
         "werror": "report", "rerror": "report",
@@ -194,8 +194,12 @@ fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError>
     qmp.execute("device_add", device).map(drop)
 }
 
-/// Whether everything that the guest wrote is there: it may not have minded errors, and files would
-/// lack bytes.
+/// Checks that no write to the disk failed: the guest may have ignored errors, and files would lack
+/// bytes.
+///
+/// # Errors
+///
+/// [`SegmentError::Impossible`] if a write or flush failed.
 fn all_written(machine: &Machine) -> Result<(), DaemonError> {
     let stats = machine.monitor().execute("query-blockstats", json!({}))?;
     let disks = stats.as_array().into_iter().flatten();
@@ -213,7 +217,7 @@ fn all_written(machine: &Machine) -> Result<(), DaemonError> {
     }
 }
 
-/// Takes the disk out again, as far as it is there.
+/// Removes the disk and its block node, if they exist.
 pub(crate) fn unplug(machine: &Machine) {
     let peripherals = json!({ "path": "/machine/peripheral" });
     let is_there = || {
@@ -238,7 +242,7 @@ pub(crate) fn unplug(machine: &Machine) {
             );
             return;
         }
-        // A guest that was just booting may not have heard.
+        // A guest that was still booting may have missed the request.
         if asked.elapsed() > UNPLUG_TIMEOUT / 4 {
             asked = Instant::now();
             let _ = machine
@@ -247,7 +251,7 @@ pub(crate) fn unplug(machine: &Machine) {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    // There may be none.
+    // The node may not exist.
     let _ = machine
         .monitor()
         .execute("blockdev-del", json!({ "node-name": NODE }));
@@ -271,7 +275,7 @@ fn run(machine: &Machine, tops: &[String]) -> Result<(), DaemonError> {
     Err(SegmentError::Impossible(why).into())
 }
 
-/// Directories and files that globs begin with; none lies below another.
+/// Directories and files that contain all matches of the globs. None of them is below another.
 fn tops(include: &[String]) -> Vec<String> {
     let programs = PROGRAMS.map(String::from);
     let globs = if include.is_empty() {

@@ -1,4 +1,4 @@
-//! Segments that a VM may map, by their names.
+//! Finding of segments by name, and the check whether a VM may map them.
 
 use std::path::PathBuf;
 
@@ -10,8 +10,8 @@ use crate::segments::Segments;
 use crate::snapshot_locks::{Use, being_saved};
 
 impl Segments {
-    /// Finds the segments of a VM that is about to be started, and keeps them from being removed
-    /// until it maps them.
+    /// Finds the segments of a VM that is about to be started. They cannot be removed as long as
+    /// the result exists.
     pub(crate) fn take(&self, spec: &mut VmSpec) -> Result<Vec<Use<'_>>, DaemonError> {
         let _kept = self.shared();
         self.find(spec)?;
@@ -20,8 +20,12 @@ impl Segments {
         Ok(uses.collect::<Result<Vec<_>, _>>()?)
     }
 
-    /// Finds the images of a description's segments, after comparing their bytes, and whether this
-    /// VM may map them.
+    /// Finds the images of the segments in a VM's description, and verifies them.
+    ///
+    /// # Errors
+    ///
+    /// A [`SegmentError`] if an image is broken, if it differs from the recorded digest, or if the
+    /// VM may not map it.
     pub(crate) fn find(&self, spec: &mut VmSpec) -> Result<(), DaemonError> {
         let (vm, domain) = (spec.name.clone(), spec.domain.clone());
         for segment in &mut spec.segments {
@@ -76,7 +80,7 @@ impl Segments {
             }
             .into());
         }
-        // Of the same generation, whatever is built meanwhile.
+        // The generation is fixed here, even if a newer one is built in the meantime.
         let reference = Reference::parse(&manifest.reference())?;
         Ok(self.shelf.image(&reference)?)
     }

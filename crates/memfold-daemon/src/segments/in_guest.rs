@@ -1,4 +1,5 @@
-//! Segments in a guest: its agent lays them over the guest's files, takes them off and lists them.
+//! Commands to the guest's agent for segments: overlay the guest's files, remove the overlay, list
+//! overlays.
 
 use std::time::{Duration, Instant};
 
@@ -10,22 +11,23 @@ use memfold_vm::{AgentError, CommandResult};
 use crate::error::DaemonError;
 use crate::machine::Machine;
 
-/// How long a guest may take to compare its files with a segment's, and to lay it over them.
+/// Time limit for a guest to compare its files with a segment's and to overlay them.
 const LAY_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The same when it compares all bytes.
+/// Time limit of overlaying when the guest compares the content of all files.
 const CONTENT_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// How long a guest may take to find a device that was plugged.
+/// Time limit for a guest to find a device that was plugged in.
 const PLUG_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long a guest may take to say what lies over its files.
+/// Time limit for a guest to list its overlays.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Exit code of an agent that doesn't know what it was asked.
+/// Exit code of an agent that does not know the command.
 const USAGE: i32 = 2;
 
-/// Has the guest lay a segment over its files, as soon as it sees the device.
+/// Has the guest overlay its files with a segment, as soon as it finds the device. With `content`,
+/// the guest compares all bytes of the files first.
 pub(crate) fn lay(
     machine: &Machine,
     name: &str,
@@ -44,7 +46,7 @@ pub(crate) fn lay(
         let done = machine.run(&script, timeout);
         let is_late = Instant::now() > end;
         match &done {
-            // The device is on its way.
+            // The guest has not found the device yet.
             Ok(result) if result.code != 0 && !is_late && says(result).contains("no device") => {
                 std::thread::sleep(Duration::from_millis(500));
             }
@@ -67,7 +69,7 @@ pub(crate) fn lay(
     answer
 }
 
-/// Has the guest take off whatever generation of a segment lies there.
+/// Has the guest remove the overlay of a segment, whatever its generation.
 pub(crate) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonError> {
     let script = format!("exec \"$MEMFOLD_AGENT\" --segment-take-off {base}");
     machine.check_runs("no segment was taken off")?;
@@ -80,13 +82,13 @@ pub(crate) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Valu
     Ok(answer)
 }
 
-/// What lies over the guest's files, as its agent tells it.
+/// The overlays in the guest, as its agent reports them.
 pub(crate) fn list(machine: &Machine) -> Result<serde_json::Value, DaemonError> {
     let done = machine.run("exec \"$MEMFOLD_AGENT\" --segment-list", LIST_TIMEOUT)?;
     answer(machine, &done)
 }
 
-/// What a command in a guest has written to its standard error.
+/// Standard error of a command in a guest, as text.
 pub(crate) fn says(result: &CommandResult) -> String {
     String::from_utf8_lossy(&result.stderr).trim().to_owned()
 }

@@ -1,5 +1,5 @@
-//! Segments that guests lay over their files when they boot, and those that lie there when the
-//! daemon comes.
+//! Overlays of segments when a guest boots, and detection of existing overlays when the daemon
+//! starts.
 
 use std::sync::Arc;
 
@@ -13,15 +13,15 @@ use crate::on_agent_ready::on_agent_ready;
 use crate::segments::copy_out;
 use crate::segments::in_guest::{self, lay};
 
-/// Has a guest that boots lay its segments over its files, unless it has done that by itself.
+/// Has a guest that boots overlay its files with the VM's segments, unless the guest did so itself.
 pub(crate) fn lay_when_booted(machine: &Arc<Machine>) {
     if machine.vm().segments().iter().any(|segment| !segment.root) {
         on_agent_ready(machine, "segments", lay_all);
     }
 }
 
-/// Asks a guest that this daemon hasn't booted what lies over its files, and takes out a disk that
-/// it was to copy files to: the daemon that plugged it is dead.
+/// Asks a guest that was booted under an earlier daemon for its overlays, and removes a disk for
+/// copying files that the earlier daemon has left.
 pub(crate) fn recall_segments(machine: &Arc<Machine>) {
     if machine.vm().spec().is_none_or(|spec| spec.slots() == 0) {
         return;
@@ -38,7 +38,7 @@ pub(crate) fn recall_segments(machine: &Arc<Machine>) {
 }
 
 fn recall(machine: &Machine) -> Result<(), DaemonError> {
-    // Nothing is laid or taken off meanwhile.
+    // No overlay is made or removed during this.
     let _alone = machine.save_right();
     copy_out::unplug(machine);
     if machine.vm().segments().iter().all(|segment| segment.root) {
@@ -61,7 +61,7 @@ fn recall(machine: &Machine) -> Result<(), DaemonError> {
             .into_iter()
             .flatten()
             .any(|e| lies(e).is_some());
-        // A guest that has just laid it was asked by this daemon.
+        // A known state is newer: this daemon has asked the guest to change the overlay.
         if is_laid && machine.segment_state(&segment.name).is_none() {
             machine.set_segment_state(&segment.name, SegmentState::Laid);
         }
@@ -69,14 +69,14 @@ fn recall(machine: &Machine) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Has a guest that runs lay its segments over its files. What fails is said where VMs are listed,
-/// and in the log.
+/// Has a running guest overlay its files with all segments of the VM. A failure is logged and shown
+/// in the list of VMs.
 pub(crate) fn lay_all(machine: &Machine) {
     let _alone = machine.save_right();
     let segments = machine.vm().segments();
     for (number, segment) in segments.iter().enumerate() {
         let is_newer = |other: &SegmentSpec| other.base_name() == segment.base_name();
-        // Of two generations, the one that was attached last.
+        // Of two generations, only the one that was attached last is used.
         if segment.root || segments[number + 1..].iter().any(is_newer) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Segments: listed, verified, removed.
+//! Listing, verifying and removing segments.
 
 use memfold_segment::{Manifest, Reference, SegmentError, SegmentInfo};
 use rustix::process::Pid;
@@ -7,11 +7,11 @@ use crate::error::DaemonError;
 use crate::segments::Segments;
 
 impl Segments {
-    /// All segments.
+    /// All segments, with their users and sizes.
     pub fn list(&self) -> Result<Vec<SegmentInfo>, DaemonError> {
         let all = self.shelf.all()?;
         let users = self.shelf.users(&all)?;
-        // Nobody waits for the VMs' table while files are looked at.
+        // The table of VMs is not locked while files are read.
         let known = self.registry.machines();
         let named = |pid: Pid| {
             let vm = known.iter().find(|machine| machine.pid() == pid);
@@ -35,7 +35,8 @@ impl Segments {
             .collect())
     }
 
-    /// Compares a segment's image with its digest; what is wrong with it, if anything is.
+    /// Compares a segment's image with its digest. Returns the problem, or `None` if the image is
+    /// intact.
     pub fn verify(&self, name: &str) -> Result<Option<String>, DaemonError> {
         let _kept = self.shared();
         match self.shelf.verify(&Reference::parse(name)?) {
@@ -45,7 +46,12 @@ impl Segments {
         }
     }
 
-    /// Removes a generation, or all of a segment, that nobody uses.
+    /// Removes one generation of a segment, or all of them. Returns the names of the removed
+    /// generations.
+    ///
+    /// # Errors
+    ///
+    /// [`SegmentError::InUse`] if a generation has users; then nothing is removed.
     pub fn remove(&self, name: &str) -> Result<Vec<String>, DaemonError> {
         let reference = Reference::parse(name)?;
         let _alone = self.exclusive();
@@ -56,7 +62,7 @@ impl Segments {
         if chosen.is_empty() {
             return Err(SegmentError::Unknown(name.to_owned()).into());
         }
-        // All or none.
+        // All generations are checked before one is removed.
         for manifest in &chosen {
             let users = self.users_of(manifest)?;
             if !users.is_empty() {

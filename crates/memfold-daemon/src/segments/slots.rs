@@ -1,4 +1,4 @@
-//! Which segments a VM has, by the slots of its QEMU.
+//! The record of a VM's segments, in the order of QEMU's slots.
 
 use memfold_segment::SegmentError;
 use memfold_vm::segments::unplug_backend;
@@ -7,8 +7,8 @@ use memfold_vm::{SegmentSpec, VmDirectory};
 use crate::error::DaemonError;
 use crate::machine::Machine;
 
-/// The VM's segments as QEMU has them: what a daemon that died had noted and not plugged is
-/// forgotten.
+/// The segments that QEMU has. Segments that an earlier daemon recorded and did not plug in are
+/// removed from the record.
 pub(super) fn noted(
     machine: &Machine,
     directory: &VmDirectory,

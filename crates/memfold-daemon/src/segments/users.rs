@@ -1,5 +1,5 @@
-//! Who uses segments: VMs, snapshots, and the VM that writes the next generation. What nobody uses
-//! any more goes.
+//! Users of segments: VMs, snapshots, and the VM that writes the next generation. Unused old
+//! generations are removed.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
 impl Segments {
-    /// Who needs a generation: VMs that map it, and snapshots of such. What can't be read is taken
-    /// for one.
+    /// Users of a generation: VMs that map it, and snapshots of such VMs. A snapshot that cannot be
+    /// read counts as a user.
     pub(super) fn users_of(&self, manifest: &Manifest) -> Result<Vec<String>, DaemonError> {
         let reference = manifest.reference();
         let pids = self.shelf.users(std::slice::from_ref(manifest))?;
@@ -32,7 +32,8 @@ impl Segments {
             ));
         }
         let named = |segments: &[SegmentSpec]| segments.iter().any(|s| s.name == reference);
-        // Where the kernel tells mappings by another device number than files, as on btrfs.
+        // Needed where the kernel reports another device number for mappings than for files, as on
+        // btrfs.
         for machine in machines {
             if named(&machine.vm().segments()) {
                 users.insert(format!("VM {}", machine.name()));
@@ -67,11 +68,11 @@ impl Segments {
         Ok(users.into_iter().collect())
     }
 
-    /// The VM that writes a segment's next generation. One that has ended, or taken the segment
-    /// off, doesn't any more.
+    /// The VM that writes a segment's next generation. `None` if that VM has ended or detached the
+    /// segment.
     pub(super) fn writer(&self, name: &str) -> Option<String> {
         let vm = self.shelf.writer(name)?;
-        // What it has is seen when it is there.
+        // The segments of a VM that is not running yet are unknown.
         if self.registry.arrivals().get(&vm).is_some() {
             return Some(vm);
         }
@@ -83,14 +84,19 @@ impl Segments {
         machine.is_some_and(|m| has_it(&m)).then_some(vm)
     }
 
-    /// Whether no other VM maps any generation of a segment, so that this one may be its writer.
+    /// Checks that no other VM maps a generation of the segment, so that `vm` may become its
+    /// writer.
+    ///
+    /// # Errors
+    ///
+    /// [`SegmentError::InUse`] otherwise.
     pub(super) fn check_alone(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
         let me = format!("VM {vm}");
         let mut others = BTreeSet::new();
         for manifest in self.shelf.all()?.iter().filter(|m| m.name == name) {
             others.extend(self.users_of(manifest)?);
         }
-        // Snapshots keep the generation that they were taken with.
+        // Snapshots keep the generation that they were saved with.
         others.retain(|user| *user != me && !user.contains("snapshot "));
         if others.is_empty() {
             return Ok(());
@@ -102,7 +108,7 @@ impl Segments {
         .into())
     }
 
-    /// Removes generations that are not the newest and that nobody uses any more.
+    /// Removes generations of a segment that are not the newest and have no users.
     pub(crate) fn drop_old(&self, name: &str) {
         let _alone = self.exclusive();
         let Ok(Some(newest)) = self.shelf.newest(name) else {
@@ -126,8 +132,8 @@ impl Segments {
         }
     }
 
-    /// What a daemon that died has left to do: writers that have ended meanwhile, generations that
-    /// nobody uses any more.
+    /// Completes the work of a daemon that died: clears writers that have ended, and removes old
+    /// generations without users.
     pub(crate) fn clean_up(&self) {
         let all = self.shelf.all().unwrap_or_default();
         for name in all
@@ -142,7 +148,7 @@ impl Segments {
         }
     }
 
-    /// A segment has no writer any more.
+    /// Clears the writer of a segment. A failure is logged.
     fn no_writer(&self, name: &str) {
         if let Err(error) = self.shelf.set_writer(name, None) {
             warn!(
@@ -153,8 +159,8 @@ impl Segments {
         }
     }
 
-    /// A VM that maps these ends, and its name is not free yet: the next one of that name would be
-    /// the writer, unasked.
+    /// Clears a VM as the writer of segments. Called when the VM ends, before its name is free:
+    /// otherwise the next VM of this name would be the writer.
     pub(crate) fn end_writer(&self, vm: &str, segments: &[SegmentSpec]) {
         for segment in segments {
             if self.shelf.writer(segment.base_name()).as_deref() == Some(vm) {
@@ -163,7 +169,7 @@ impl Segments {
         }
     }
 
-    /// A VM that mapped these has ended.
+    /// Removes unused generations after a VM that mapped these segments has ended.
     pub(crate) fn left(&self, segments: &[SegmentSpec]) {
         if segments.is_empty() {
             return;
@@ -175,12 +181,12 @@ impl Segments {
         {
             self.drop_old(name);
         }
-        // A VM that is being started would lose what it has looked up before it is mapped; its own
-        // end comes, too.
+        // A VM that is being started may have looked up a segment and not mapped it yet. This work
+        // is then done when that VM ends.
         if !self.registry.arrivals().is_empty() {
             return;
         }
-        // Who looks one up now would lose it before it is mapped.
+        // The exclusive lock keeps others from looking up a segment that they have not mapped yet.
         let _alone = self.exclusive();
         self.shelf.let_go();
     }
