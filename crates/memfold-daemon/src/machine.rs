@@ -1,4 +1,5 @@
-//! One VM of the daemon: its links, its watch, its account.
+//! One VM of the daemon: its connections (monitor, fold library, agent), its state, and its memory
+//! account.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -40,35 +41,35 @@ mod running;
 mod unfolded;
 mod watch;
 
-/// What is known of the VM and changes.
+/// Facts about the VM that change while it runs.
 #[derive(Debug)]
 struct Seen {
     layout: RamLayout,
     conditions: VmConditions,
 }
 
-/// What the daemon makes of a VM that it takes on.
+/// The daemon's own data about a VM that it adopts.
 #[derive(Debug)]
 pub(crate) struct Role {
-    /// The engine's number for it.
+    /// The fold engine's number of the VM.
     pub id: VmId,
     pub name: String,
     pub domain: Option<String>,
     pub origin: Origin,
 }
 
-/// Who has started a VM.
+/// The program that started a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// memfold.
+    /// memfold started the VM.
     Started,
-    /// Somebody who has said where its QMP socket is.
+    /// Another program started the VM; a user gave the path of its QMP socket.
     Attached(PathBuf),
-    /// libvirt, by this name.
+    /// libvirt started the VM, as a domain of this name.
     Libvirt(String),
 }
 
-/// A VM that the daemon has taken on.
+/// A VM that the daemon manages.
 #[derive(Debug)]
 pub(crate) struct Machine {
     id: VmId,
@@ -78,30 +79,30 @@ pub(crate) struct Machine {
     origin: Origin,
     monitor: Arc<Monitor>,
     seen: Mutex<Seen>,
-    /// Whether it runs, and why not.
+    /// The VM's run state, and the reason if it is not running.
     state: Mutex<RunState>,
-    /// Why the library can't fold, whatever the conditions.
+    /// The reason why the library cannot fold, independent of the VM's conditions.
     library_problem: Option<String>,
     library_state: Mutex<SharedLibraryState>,
     library_watch: Mutex<LibraryWatch>,
     saving: Mutex<()>,
-    /// A snapshot is being made, for which it stands still.
+    /// Whether the VM is stopped for a snapshot that is being saved.
     being_saved: AtomicBool,
     pauses: Mutex<Pauses>,
-    /// Whether its guest's agent has ever answered this daemon.
+    /// Whether the guest's agent has ever answered this daemon.
     had_agent: AtomicBool,
-    /// Held while what its swap disk uses is changed.
+    /// Held while the nodes of the swap disk are changed.
     swapping: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
-    /// What became of its clock when it went on; `clock_set` says that this has changed.
+    /// Result of setting the guest's clock after a pause. `clock_set` is notified when it changes.
     pub(crate) clock: Mutex<Option<ClockStep>>,
     pub(crate) clock_set: Condvar,
-    /// Least number for the next nodes of its swap disk.
+    /// Smallest unused number for the next nodes of the swap disk.
     swap_generation: Mutex<u64>,
-    /// Whether its swap disk came home because one of its copies was lost.
+    /// Whether the swap disk was moved back to the local disk because one of its copies was lost.
     lost_a_copy: AtomicBool,
     boot_snapshot: Mutex<Option<BootSnapshot>>,
-    /// What the guest has done with its segments, by name.
+    /// State of each segment in the guest, by the segment's name.
     segments: Mutex<BTreeMap<String, SegmentState>>,
     can_stop: bool,
     agent: Mutex<Option<Arc<AgentLink>>>,
@@ -200,7 +201,7 @@ impl Machine {
     }
 
     fn tell(&self, command: Command) {
-        // The engine ends only when the daemon does.
+        // The engine ends only with the daemon.
         let _ = self.commands.send(command);
     }
 
@@ -214,7 +215,7 @@ impl Machine {
                     agent = facts.agent,
                     "agent connected"
                 );
-                // The firmware has run by now: RAM lies where the guest's kernel knows it.
+                // The firmware has run by now, so RAM is where the guest's kernel expects it.
                 self.look_again();
                 self.tell(Command::AgentSession(self.id));
             }
@@ -226,12 +227,12 @@ impl Machine {
         }
     }
 
-    /// Where its RAM lies.
+    /// Layout of the VM's RAM.
     pub(crate) fn layout(&self) -> RamLayout {
         self.seen().layout.clone()
     }
 
-    /// Reads layout and conditions anew and tells the engine what has changed.
+    /// Reads layout and conditions again, and tells the engine about changes.
     pub fn look_again(&self) {
         let looked = {
             let mut qmp = self.monitor.lock();
@@ -242,7 +243,7 @@ impl Machine {
         let (layout, conditions) = match looked {
             Ok(looked) => looked,
             Err(error) => {
-                // What keeps QEMU from answering is told once, with its state.
+                // The reason why QEMU does not answer is logged once, with the VM's state.
                 debug!(
                     vm = self.name,
                     error = &error as &dyn std::error::Error,
@@ -281,7 +282,7 @@ impl Machine {
         layout.blocks.iter().map(read).collect()
     }
 
-    /// Why the VM is not folded, in one line.
+    /// The first reason why the VM is not folded, in one line; `None` if it can be folded.
     pub fn problem(&self) -> Option<String> {
         self.fold_problems().into_iter().next()
     }
@@ -301,9 +302,9 @@ impl Machine {
             .collect()
     }
 
-    /// Removes what the VM's end left over.
+    /// Removes the files that the VM's end has left.
     pub fn clean_up(&self) {
-        // The link's thread ends with it: nobody waits for that with the lock.
+        // Dropping the link waits for its thread, so it is dropped without the lock.
         let link = self.agent.lock().take();
         drop(link);
         if let Some(directory) = self.vm.directory() {
@@ -317,7 +318,7 @@ impl Machine {
         &self.vm
     }
 
-    /// QEMU's monitor, for as long as the guard lives.
+    /// Locks QEMU's monitor until the guard is dropped.
     pub fn monitor(&self) -> MonitorGuard<'_> {
         self.monitor.lock()
     }
@@ -326,7 +327,7 @@ impl Machine {
         self.domain.as_deref()
     }
 
-    /// Whether its library can stop it, and lets it go on when this daemon dies.
+    /// Whether the VM's library can stop the VM, and resumes it if this daemon dies.
     pub const fn can_stop(&self) -> bool {
         self.can_stop
     }
@@ -343,7 +344,7 @@ impl Machine {
         self.vm.pid()
     }
 
-    /// Its name in libvirt.
+    /// The VM's domain name in libvirt; `None` if libvirt did not start it.
     pub fn libvirt(&self) -> Option<&str> {
         match &self.origin {
             Origin::Libvirt(domain) => Some(domain),
@@ -351,8 +352,8 @@ impl Machine {
         }
     }
 
-    /// What the next daemon has to be told of it. Domains of libvirt it finds by itself, and they
-    /// may have another trust domain by then.
+    /// The request with which the next daemon attaches to this VM. `None` for libvirt domains: the
+    /// next daemon finds them itself, and their trust domain may have changed by then.
     pub fn attach_request(&self) -> Option<AttachRequest> {
         let Origin::Attached(qmp) = &self.origin else {
             return None;
@@ -387,7 +388,7 @@ impl Machine {
             .ok()
     }
 
-    /// The images of the segments that it maps, with their names.
+    /// Name and image file of each segment that the VM maps.
     pub fn segment_identities(&self) -> Vec<(String, StoreIdentity)> {
         let identity = |segment: SegmentSpec| {
             let file = std::fs::File::open(segment.image.as_ref()?).ok()?;
@@ -400,7 +401,8 @@ impl Machine {
             .collect()
     }
 
-    /// A handle of its own, so that a long command doesn't keep others out.
+    /// A handle of the agent's connection. It is shared, so that a long command does not block
+    /// other callers.
     pub fn agent(&self) -> Option<Arc<AgentLink>> {
         self.agent.lock().clone()
     }
@@ -414,8 +416,8 @@ impl Machine {
         self.agent_or_error()?.run(script, timeout)
     }
 
-    /// The same of a command that prints a line or two: more than [`SHORT`] bytes are not kept, and
-    /// it is killed.
+    /// Runs a command that prints a line or two. The command is killed when it has printed over
+    /// [`SHORT`] bytes.
     pub fn run_short(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
         result.code = self
@@ -427,7 +429,8 @@ impl Machine {
         Ok(result)
     }
 
-    /// Uses a number for nodes of its swap disk, or a greater one if it was used before; gives it.
+    /// Reserves a number for the nodes of the swap disk: `free`, or the smallest greater one that
+    /// was not used. Returns the number.
     pub fn use_generation(&self, free: u64) -> u64 {
         let mut least = self.swap_generation.lock();
         let number = free.max(*least);
@@ -435,17 +438,17 @@ impl Machine {
         number
     }
 
-    /// Notes why its swap disk is about to be moved home: whether one of its copies was lost.
+    /// Records whether the swap disk is about to be moved back because one of its copies was lost.
     pub fn comes_home(&self, lost_a_copy: bool) {
         self.lost_a_copy.store(lost_a_copy, Ordering::Release);
     }
 
-    /// Whether that was why, as far as this daemon knows.
+    /// Whether the swap disk was moved back because a copy was lost, as far as this daemon knows.
     pub fn has_lost_a_copy(&self) -> bool {
         self.lost_a_copy.load(Ordering::Acquire)
     }
 
-    /// Pages of its RAM.
+    /// Number of pages of the VM's RAM.
     pub fn ram_pages(&self) -> u64 {
         self.seen().layout.pages()
     }
@@ -459,7 +462,7 @@ impl Machine {
     }
 }
 
-/// What a command that prints little may print, in bytes.
+/// Limit of the output of a short command, in bytes.
 const SHORT: usize = 4096;
 
 fn library_words(error: &LibraryError) -> String {

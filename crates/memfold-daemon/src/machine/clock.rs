@@ -1,5 +1,5 @@
-//! Clocks of guests that stood still: set to the host's as soon as the agent answers, before
-//! commands of users run.
+//! Clocks of guests whose VM was stopped. A clock is set to the host's as soon as the agent
+//! answers, before commands of users run.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,23 +13,23 @@ use crate::machine::Machine;
 use crate::machine::pauses::{LONG, now};
 use crate::run_state::RunState;
 
-/// How long a guest may take to say its time, or to set it.
+/// Time limit for a guest to report its time, or to set it.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long a user's command waits for the clock of a guest whose agent answers.
+/// Longest time that a user's command waits for the guest's clock to be set.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// There while a guest keeps the clock of its snapshot.
+/// File in the VM's directory; present while the guest keeps the clock of its snapshot.
 const KEEPS_CLOCK: &str = "keeps-clock";
 
 impl Machine {
-    /// Says that the guest's clock is wrong until it was set; commands of users wait.
+    /// Records that the guest's clock is wrong. Commands of users wait until it is set.
     pub(crate) fn clock_is_wrong(&self) {
         self.set_clock_state(ClockStep::pending());
     }
 
-    /// Sets the clock of a guest that stood still, on a thread of its own: who let the VM go on
-    /// doesn't wait for the guest.
+    /// Sets the clock of a guest whose VM was stopped, on a thread: the caller that resumes the VM
+    /// does not wait for the guest.
     pub(crate) fn set_clock_soon(self: &Arc<Self>) {
         self.clock_is_wrong();
         let weak = Arc::downgrade(self);
@@ -48,8 +48,8 @@ impl Machine {
         }
     }
 
-    /// Sets the guest's clock. Returns whether that is all that can be done: no, if the agent has
-    /// gone.
+    /// Sets the guest's clock. Returns `false` if the agent's connection was lost and setting is to
+    /// be repeated.
     pub(crate) fn set_clock(&self) -> bool {
         let step = match self.step_clock() {
             Ok(step) => step,
@@ -121,13 +121,13 @@ impl Machine {
         self.clock_set.notify_all();
     }
 
-    /// What became of its clock.
+    /// State of setting the guest's clock; `None` if it was never necessary.
     pub(crate) fn clock_step(&self) -> Option<ClockStep> {
         self.clock.lock().clone()
     }
 
-    /// Waits until the guest's clock was set, if its agent answers: a command is to see the right
-    /// time.
+    /// Waits until the guest's clock is set, for 10 s at most and only while the agent answers, so
+    /// that a command sees the right time.
     pub(crate) fn wait_clock(&self) {
         let end = Instant::now() + PATIENCE;
         let has_agent = || self.agent().is_some_and(|agent| agent.session().is_some());
@@ -143,8 +143,8 @@ impl Machine {
 }
 
 impl Machine {
-    /// Hears what QEMU has told of pauses so far. `before`: what the VM did when it was looked at
-    /// last.
+    /// Processes QEMU's STOP and RESUME events. After a long pause, the guest's clock is set.
+    /// `before`: the VM's state when it was last read.
     pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
         let events = qmp.take_events_named(&["STOP", "RESUME"]);
         let is_known = !before.is_running() && !["prelaunch", "inmigrate"].contains(&&*before.name);
@@ -159,13 +159,13 @@ impl Machine {
         }
     }
 
-    /// Whether its guest is to keep the clock of its snapshot.
+    /// Whether the guest keeps the clock of its snapshot.
     fn keeps_clock(&self) -> bool {
         let directory = self.vm.directory();
         directory.is_some_and(|directory| directory.path().join(KEEPS_CLOCK).exists())
     }
 
-    /// Notes that its guest is to keep its clock, for every daemon that is to come.
+    /// Records in the VM's directory that the guest keeps its clock, also for later daemons.
     pub(crate) fn keep_clock(&self) {
         let noted = self
             .vm
@@ -180,7 +180,7 @@ impl Machine {
         }
     }
 
-    /// Notes that it stands still for its snapshot, as long as this is kept.
+    /// Records that the VM is stopped for its snapshot, as long as the result exists.
     pub fn note_saving(&self) -> impl Drop + '_ {
         self.being_saved.store(true, Ordering::Relaxed);
         BeingSaved(self, now())

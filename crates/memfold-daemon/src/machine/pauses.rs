@@ -1,16 +1,16 @@
-//! How long a VM stood still, whoever stopped it: QEMU tells every client of STOP and RESUME.
+//! Pauses of a VM, measured from QEMU's STOP and RESUME events, whoever stopped the VM.
 //!
-//! A guest that stood still has the wall clock of before, so it gets the host's. The pauses of a
-//! save are the save's own matter, which knows whether the clock is to be kept.
+//! After a pause the guest's wall clock is behind, so it is set to the host's. Pauses of a save are
+//! ignored here: the save knows whether the guest keeps its clock.
 
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 
-/// A VM that stood still for less loses no more than its clock may be off.
+/// Shortest pause after which the clock is set. A shorter one is within a clock's normal error.
 pub(crate) const LONG: Duration = Duration::from_millis(100);
 
-/// What is known of pauses. Times are those since 1970, as QEMU's events have them.
+/// Known pauses of a VM. Times are since 1970, as in QEMU's events.
 #[derive(Debug, Default)]
 pub(crate) struct Pauses {
     stopped: Option<Duration>,
@@ -19,8 +19,9 @@ pub(crate) struct Pauses {
 }
 
 impl Pauses {
-    /// How long the VM stood still, if these events say that it has, for others than a save.
-    /// `stood`: it was seen standing still before.
+    /// Returns the length of the longest pause that ended in these events, without pauses of a
+    /// save. `stood`: the VM was seen stopped before; a RESUME without STOP then counts as a pause
+    /// of unknown length.
     pub fn hear(&mut self, events: &[Value], stood: bool) -> Option<Duration> {
         let mut longest = None;
         for event in events {
@@ -36,7 +37,7 @@ impl Pauses {
             let length = match since {
                 _ if is_of_save => continue,
                 Some(stopped) => at.saturating_sub(stopped),
-                // Nobody of this daemon has heard it stop.
+                // The VM was stopped before this daemon listened.
                 None if stood => Duration::MAX,
                 None => continue,
             };

@@ -1,4 +1,5 @@
-//! Restored VMs are set apart from others of their snapshot.
+//! New identities of restored guests: host keys, machine id and the like, so that clones of a
+//! snapshot differ.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -11,13 +12,13 @@ use tracing::{info, warn};
 use crate::machine::Machine;
 use crate::semaphore::Semaphore;
 
-/// How long a guest may take to be set apart from others: keys are made.
+/// Time limit for a guest to renew its identity, which includes making keys.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// How long one waits for its turn before it goes without.
+/// Longest wait for a permit; after that the guest proceeds without one.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Permits of those that are being set apart: half of the host's CPUs.
+/// Permits for guests that renew their identity at the same time: half of the host's CPUs.
 static RENEWING: OnceLock<Semaphore> = OnceLock::new();
 
 fn cpus() -> usize {
@@ -25,7 +26,7 @@ fn cpus() -> usize {
 }
 
 impl Machine {
-    /// Sees to it that a restored VM is set apart from others, as soon as its agent answers.
+    /// Has a restored guest renew its identity as soon as its agent answers, on a thread.
     pub(super) fn renew(self: &Arc<Self>) {
         let plan = self.vm.directory().map_or(Ok(None), Plan::read);
         let plan = match plan {
@@ -44,7 +45,7 @@ impl Machine {
         }
         let weak = Arc::downgrade(self);
         let work = move || {
-            // Not kept alive by a guest that never answers.
+            // The thread does not keep a VM alive whose agent never answers.
             while let Some((machine, agent)) = weak.upgrade().and_then(|m| {
                 let agent = m.agent()?;
                 Some((m, agent))
@@ -52,12 +53,12 @@ impl Machine {
                 if agent.wait_session(Duration::from_secs(1)).is_err() {
                     continue;
                 }
-                // Dozens of guests at work would keep the next clone from starting. But none may
-                // keep others waiting for long.
+                // Dozens of guests that renew at once would slow down the next clone's start. No
+                // guest makes the others wait for long.
                 let _turn = RENEWING
                     .get_or_init(|| Semaphore::new(cpus().div_ceil(2)))
                     .take(TURN_TIMEOUT);
-                // What is begun and cut off is done again: that does no harm.
+                // An interrupted renewal is repeated, which does no harm.
                 if machine.carry_out(&plan) {
                     return;
                 }
@@ -68,7 +69,8 @@ impl Machine {
         }
     }
 
-    /// Returns whether that is all this daemon can do.
+    /// Runs the renewal once. Returns `false` if the agent's connection was lost and the run is to
+    /// be repeated.
     fn carry_out(&self, plan: &Plan) -> bool {
         let renewal = match self.run(&plan.script(), RENEW_TIMEOUT) {
             Ok(done) => Renewal::read(&String::from_utf8_lossy(&done.stdout)),

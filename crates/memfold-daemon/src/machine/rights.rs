@@ -1,4 +1,4 @@
-//! Rights that one at a time has of a VM.
+//! Exclusive rights to operations on one VM.
 
 use std::time::Duration;
 
@@ -8,17 +8,17 @@ use crate::error::DaemonError;
 use crate::locks::{Rank, Ranked};
 use crate::machine::Machine;
 
-/// How long a request waits until nobody saves a VM or changes what it maps.
+/// Longest time that a request waits for a VM's right to save.
 const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The right to save a VM or to change what it maps, as long as this is kept.
+/// The exclusive right to save a VM or to change its memory mappings, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct SaveRight<'a> {
     _right: MutexGuard<'a, ()>,
     _rank: Ranked,
 }
 
-/// The right to change what a VM's swap disk uses, as long as this is kept.
+/// The exclusive right to change the nodes of a VM's swap disk, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct SwapRight<'a> {
     _right: MutexGuard<'a, ()>,
@@ -26,7 +26,7 @@ pub(crate) struct SwapRight<'a> {
 }
 
 impl Machine {
-    /// The right to save it or to change what it maps, as soon as nobody else has it.
+    /// Takes the right to save the VM or to change its mappings. Waits without a time limit.
     pub fn save_right(&self) -> SaveRight<'_> {
         SaveRight {
             _rank: Ranked::begin(Rank::Save),
@@ -34,8 +34,12 @@ impl Machine {
         }
     }
 
-    /// The right to save it or to change what it maps, for a request. It does not wait longer than
-    /// [`RIGHT_TIMEOUT`]: whoever has it may wait for a guest that does not answer.
+    /// Takes the right to save the VM or to change its mappings, for a request.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Busy`] after [`RIGHT_TIMEOUT`]: the holder may wait for a guest that does not
+    /// answer.
     pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
         let rank = Ranked::begin(Rank::Save);
         let right = self.saving.try_lock_for(RIGHT_TIMEOUT);
@@ -52,9 +56,9 @@ impl Machine {
         })
     }
 
-    /// The right to change what its swap disk uses. A VM that has one isn't saved, so nobody waits
-    /// here for who saves, or copies files out of the guest for an hour: a lender that needs its
-    /// memory doesn't either.
+    /// Takes the right to change the VM's swap disk. A VM with a swap disk is not saved. So this
+    /// right is separate from the right to save, and a lender that needs its memory does not wait
+    /// for an hour-long copy of files from the guest.
     pub fn swap_right(&self) -> SwapRight<'_> {
         SwapRight {
             _rank: Ranked::begin(Rank::Swap),
@@ -62,7 +66,7 @@ impl Machine {
         }
     }
 
-    /// The right to save it, which one at a time has.
+    /// Takes the right to save the VM if it is free.
     pub fn try_save(&self) -> Option<SaveRight<'_>> {
         Some(SaveRight {
             _rank: Ranked::begin(Rank::Save),

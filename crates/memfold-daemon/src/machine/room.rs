@@ -1,5 +1,5 @@
-//! VMs that stand still for a full disk and are to go on by themselves when there is room
-//! (`resume_when_room`).
+//! Automatic resumption of VMs that were stopped by a full disk, when there is free space again
+//! (option `resume_when_room`).
 
 use std::io;
 use std::path::Path;
@@ -14,12 +14,12 @@ use crate::run_state::RunState;
 /// Free bytes that the file system of each full disk must have.
 const LEAST: u64 = 16 << 20;
 
-/// Shortest and longest time between two tries: a guest that fills the room at once is tried less
-/// and less often.
+/// Shortest and longest time between two attempts. The time grows if the guest fills the free space
+/// at once.
 const SHORTEST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// When the VM went on last, and how long it is left alone after that.
+/// When the VM was last resumed, and the pause until the next attempt.
 #[derive(Debug, Default)]
 pub(crate) struct RoomWatch {
     resumed: Option<Instant>,
@@ -27,7 +27,7 @@ pub(crate) struct RoomWatch {
 }
 
 impl RoomWatch {
-    /// Lets the VM go on if it is asked for, and there is room for what it writes.
+    /// Resumes the VM if the option is set and its disks have free space.
     pub fn look(&mut self, machine: &Arc<Machine>, now: &RunState) {
         if now.full.is_empty() || !machine.may_resume_when_room() {
             return;
@@ -45,7 +45,7 @@ impl RoomWatch {
                 files = ?now.full,
                 "VM resumed: its disk has room again"
             ),
-            // The change is told as such.
+            // The new state is logged elsewhere.
             Ok(_) => {}
             Err(error) => warn!(
                 vm = machine.name(),
@@ -56,7 +56,7 @@ impl RoomWatch {
     }
 }
 
-/// How long the VM is left alone after a try, by how long it was before.
+/// The pause after an attempt, from the previous pause and the time since the last attempt.
 fn next_pause(pause: Duration, since: Duration) -> Duration {
     if since < LONGEST {
         (pause * 2).clamp(SHORTEST, LONGEST)
@@ -65,7 +65,7 @@ fn next_pause(pause: Duration, since: Duration) -> Duration {
     }
 }
 
-/// What QEMU, as root or not, can still write there.
+/// Free bytes of the file's file system for unprivileged processes (`f_bavail`).
 fn free_bytes(file: &Path) -> io::Result<u64> {
     let facts = rustix::fs::statvfs(file)?;
     Ok(facts.f_bavail.saturating_mul(facts.f_frsize))

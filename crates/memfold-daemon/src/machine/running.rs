@@ -1,4 +1,4 @@
-//! Whether a VM runs, and how it goes on or ends.
+//! State of a VM (running, stopped, silent), and how it is resumed or ended.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,28 +12,28 @@ use crate::error::DaemonError;
 use crate::machine::Machine;
 use crate::run_state::{RunState, SILENT};
 
-/// How long a guest's agent may take to have its guest shut down.
+/// Time limit for the agent's command to shut the guest down.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How a guest shuts down by itself.
+/// Command that shuts the guest down.
 const POWER_OFF: &str =
     "if command -v systemctl > /dev/null; then systemctl poweroff; else poweroff; fi";
 
-/// What is to be done for a VM that goes on by itself.
+/// Advice for a VM that resumes by itself.
 const GOES_ON: &str = "free space on the file system of that file: the VM then resumes by itself (the guest notices only the time)";
 
 impl Machine {
-    /// Whether it is to go on by itself when there is room for what it writes to its disks.
+    /// Whether the VM resumes by itself when its full disks have free space.
     fn resumes_when_room(&self) -> bool {
         self.vm.spec().is_some_and(|spec| spec.resume_when_room)
     }
 
-    /// Whether it may go on by itself now.
+    /// Whether the VM may be resumed automatically now: not while it is being saved.
     pub(crate) fn may_resume_when_room(&self) -> bool {
         self.resumes_when_room() && !self.being_saved.load(Ordering::Relaxed)
     }
 
-    /// With what is to be done about this VM.
+    /// Replaces the advice in `state` if this VM resumes by itself.
     pub(crate) fn with_own_fix(&self, mut state: RunState) -> RunState {
         if !state.full.is_empty() && self.resumes_when_room() {
             state.fix = Some(GOES_ON.into());
@@ -41,18 +41,19 @@ impl Machine {
         state
     }
 
-    /// Whether it runs, as seen last.
+    /// The VM's state when it was last read.
     pub fn state(&self) -> RunState {
         self.state.lock().clone()
     }
 
-    /// Whether it runs now. What isn't known, because somebody else uses the monitor for longer
-    /// than `patience` or a snapshot is being made, is as it was.
+    /// Reads the VM's state. The last state is returned while a snapshot is being saved, or if
+    /// others use the monitor for longer than `patience`.
     pub(crate) fn look_at_state(self: &Arc<Self>, patience: Duration) -> RunState {
         self.look(patience, |qmp, before| self.hear_pauses(qmp, before))
     }
 
-    /// The same. `heard` is given the monitor and the state of before, once QEMU has answered.
+    /// Reads the VM's state. Calls `heard` with the monitor and the previous state after QEMU has
+    /// answered.
     fn look(&self, patience: Duration, heard: impl FnOnce(&mut Qmp, &RunState)) -> RunState {
         let pid = self.pid().as_raw_nonzero().get();
         if is_stopped(pid.unsigned_abs()) {
@@ -71,13 +72,13 @@ impl Machine {
             Ok(now) if now.name == before.name => before,
             Ok(now) => self.with_own_fix(now),
             Err(QmpError::Busy { .. }) => before,
-            // It hangs still, whatever the words are.
+            // QEMU still hangs: the old text is kept even if the error's words differ.
             Err(_) if before.name == SILENT && qmp.is_silent() => before,
             Err(error) => RunState::silent(&self.name, &error),
         }
     }
 
-    /// Notes whether it runs; a change is told.
+    /// Stores the VM's state, and logs a change.
     pub(crate) fn note_state(&self, now: &RunState) {
         let before = {
             let mut state = self.state.lock();
@@ -110,11 +111,11 @@ impl Machine {
         }
     }
 
-    /// Why a command in its guest has no answer, if that is because the VM stands still. One that
-    /// never ran is as one that boots.
+    /// Returns the VM's state if the VM is stopped, which explains why a command in its guest has
+    /// no answer. A VM that waits for its first start (`prelaunch`) counts as booting.
     pub fn stands_still(&self) -> Option<RunState> {
         let stands = |state: &RunState| !state.is_running() && state.name != "prelaunch";
-        // Longer than for a moment.
+        // Only a stop that lasts longer than a moment counts.
         for look in 0..3 {
             if look > 0 {
                 std::thread::sleep(Duration::from_millis(100));
@@ -130,7 +131,12 @@ impl Machine {
         None
     }
 
-    /// Refuses what would wait for a guest that stands still; `what` is not done.
+    /// Refuses an operation that would wait for a stopped guest. `what`: the operation, for the
+    /// message.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::StandsStill`] if the VM is stopped.
     pub fn check_runs(&self, what: &str) -> Result<(), DaemonError> {
         match self.stands_still() {
             Some(state) => Err(state.refusal(&self.name, what)),
@@ -138,7 +144,7 @@ impl Machine {
         }
     }
 
-    /// Lets it go on that stands still, whatever the reason was.
+    /// Resumes the VM, whatever the reason of its stop. Returns its new state.
     pub fn resume(&self) -> Result<RunState, DaemonError> {
         let mut qmp = self.monitor();
         qmp.query("cont")?;
@@ -148,7 +154,7 @@ impl Machine {
         Ok(now)
     }
 
-    /// Ends the VM: its guest is asked to shut down, and after `timeout` it is switched off.
+    /// Ends the VM: its guest is asked to shut down, and the VM is switched off after `timeout`.
     pub fn stop(&self, timeout: Duration) -> Result<Stopped, DaemonError> {
         if let Some(domain) = self.libvirt() {
             return Err(DaemonError::BadRequest(format!(
@@ -156,22 +162,22 @@ impl Machine {
                 self.name
             )));
         }
-        // By the monitor that the daemon has: others may sit on theirs.
+        // By the daemon's own monitor: other sockets may be occupied.
         let monitor = |command: &str| self.monitor().query(command);
         Ok(self
             .vm
             .end(timeout, &|| self.ask_to_shut_down(), Some(&monitor))?)
     }
 
-    /// Has the agent shut the guest down; whether it took the order. Without an agent, as while the
-    /// guest boots, nobody does.
+    /// Has the agent shut the guest down. Returns whether the agent accepted. Without an agent, for
+    /// example while the guest boots, nobody does.
     fn ask_to_shut_down(&self) -> bool {
         let Some(agent) = self.agent().filter(|agent| agent.session().is_some()) else {
             return false;
         };
         match agent.run(POWER_OFF, POWER_OFF_TIMEOUT) {
             Ok(done) => done.code == 0,
-            // It went before it could say so.
+            // The guest shut down before the agent could answer.
             Err(AgentError::Lost) => true,
             Err(error) => {
                 debug!(vm = self.name, %error, "the agent does not shut the guest down");

@@ -1,4 +1,4 @@
-//! A VM without the library.
+//! Stand-in for the fold library's connection of a VM whose QEMU runs without the library.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -9,7 +9,7 @@ use rustix::process::Pid;
 
 pub(super) const NO_LIBRARY: &str = "QEMU runs without memfold's library; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
 
-/// Stands for a VM without the library: the engine lists it and gives it no order.
+/// A VM without the fold library. The engine lists such a VM and gives it no orders.
 pub(super) struct Unfolded(pub Pid);
 
 impl Guest for Unfolded {

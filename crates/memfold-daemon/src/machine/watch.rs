@@ -1,4 +1,4 @@
-//! Looks at a VM now and then: whether it runs, what it allows, whether its library answers.
+//! Periodic checks of a VM: its state, its conditions for folding, and its fold library.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,24 +13,24 @@ use crate::machine::library_watch::INTERVAL;
 use crate::machine::room::RoomWatch;
 use crate::run_state::{RunState, SILENT};
 
-/// Time between two looks whether it runs.
+/// Time between two checks of the VM's state.
 const STATE: Duration = Duration::from_secs(1);
 
-/// Longest time until a library that fails again and again is connected to again.
+/// Longest pause before the next connection to a fold library that keeps failing.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
-/// How long an order may take: the library begins no run of one after a second.
+/// Time limit of an order: the library begins no run of an order after one second.
 const ORDER: Duration = Duration::from_millis(1500);
 
 impl Machine {
-    /// Looks at the VM now and then until its process ends.
+    /// Checks the VM periodically until its process ends.
     pub fn watch(self: &Arc<Self>) {
         let (mut looked, mut seen) = (Instant::now(), self.state());
         let mut room = RoomWatch::default();
         loop {
             match self.vm.process().wait_exit(STATE) {
                 Ok(false) => {
-                    // What lasts no longer than a look is a pause of our own, for folding.
+                    // A state that was seen only once is a short stop by the library, for folding.
                     let now = self.look_at_state(Duration::ZERO);
                     if now == seen {
                         self.note_state(&now);
@@ -54,9 +54,9 @@ impl Machine {
         }
     }
 
-    /// Connects to the library anew if it did not answer the engine: QEMU may have stood still (a
-    /// stopped process, a host that swaps), or its library's thread got no core. A library that
-    /// keeps failing is tried less and less often, because the engine waits for it each time.
+    /// Reconnects to the fold library after it did not answer the engine. QEMU may have been
+    /// stopped, the host may swap, or the library's thread got no CPU. The pause grows while the
+    /// library keeps failing, because the engine waits for it each time.
     fn reach_library_again(&self) {
         let mut watch = self.library_watch.lock();
         if self.library_state() != LibraryState::Lost || watch.connected.elapsed() < watch.pause {
@@ -64,7 +64,7 @@ impl Machine {
         }
         let link = match self.vm.library_link() {
             Some(Ok(link)) => link,
-            // Tried again at the next look. Most VMs whose library is lost are ending.
+            // Repeated at the next check. Most VMs whose library is lost are ending.
             Some(Err(error)) => {
                 return debug!(vm = self.name, %error, "cannot reach the library in this VM's QEMU; tried again");
             }
@@ -80,7 +80,8 @@ impl Machine {
             (watch.pause * 2).min(LONGEST_PAUSE)
         };
         watch.connected = Instant::now();
-        // An order that is under way may yet find out that the old one is lost.
+        // An order in progress may still find out that the old connection is lost, so the old state
+        // is not reused.
         let state = SharedLibraryState::default();
         *self.library_state.lock() = state.clone();
         self.look_again();
@@ -98,7 +99,7 @@ impl Machine {
         *shared.lock()
     }
 
-    /// Why QEMU, or its library, does not answer at this moment.
+    /// The reason why QEMU or its fold library does not answer at this moment; `None` if both do.
     pub fn is_silent(&self) -> Option<String> {
         let pid = self.pid().as_raw_nonzero().get();
         let state = if is_stopped(pid.unsigned_abs()) {
