@@ -1,5 +1,6 @@
-//! VMs that are on their way into the daemon's table: being started, or being taken over from the
-//! daemon before. They are listed and can be stopped meanwhile, however long their QEMU hangs.
+//! VMs that are not in the daemon's table yet: VMs that are being started, and running VMs that are
+//! being adopted from an earlier daemon. They are listed and can be stopped during that time, even
+//! if their QEMU hangs.
 //!
 //! ```text
 //!   vm run, restore    begin(Starting) --- QEMU answers ---> table of VMs
@@ -7,8 +8,8 @@
 //!   daemon starts      begin(Adopting) --- QEMU answers ---> table of VMs
 //!                        ^-- again after a pause --'  `- QEMU has ended ---> its files are removed
 //! ```
-//! An entry lives as long as its [`Entry`]. It is never held together with the table of VMs: that
-//! one's lock comes second.
+//! A VM stays in this list as long as its [`Entry`] exists. The lock of this list is never held
+//! while the table of VMs is locked: the lock of the table is taken second.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,22 +22,23 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::error::DaemonError;
 
-/// How long requests wait at the daemon's start for VMs whose QEMU answers.
+/// Longest time that requests wait, at the daemon's start, for the adoption of VMs whose QEMU
+/// answers.
 pub(crate) const SETTLE: Duration = Duration::from_secs(2);
 
-/// How long a start, and a first try to take a VM over, may take in all.
+/// Time limit of a VM's start, and of the first attempt to adopt a VM.
 const START_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Why a VM is on its way.
+/// The reason why a VM is not in the daemon's table yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Starting,
     Adopting,
-    /// Attached to the daemon before.
+    /// An earlier daemon had attached to the VM with this request.
     Attaching(AttachRequest),
 }
 
-/// A VM on its way.
+/// A VM that is being started or adopted.
 #[derive(Debug)]
 pub(crate) struct Arrival {
     name: String,
@@ -63,7 +65,7 @@ impl Arrival {
         self.problem.lock().clone()
     }
 
-    /// Notes why a try failed; whether that is news.
+    /// Records why an attempt failed. Returns whether the reason differs from the last one.
     pub fn set_problem(&self, why: &str) -> bool {
         let mut problem = self.problem.lock();
         let is_new = problem.as_deref() != Some(why);
@@ -78,7 +80,7 @@ impl Arrival {
         }
     }
 
-    /// What refuses a request for it.
+    /// The error for a request that needs this VM to run.
     pub fn refusal(&self) -> DaemonError {
         let what = match self.way {
             Way::Starting => "is being started",
@@ -96,7 +98,7 @@ impl Arrival {
         }
     }
 
-    /// As VMs are listed.
+    /// The entry of this VM in the list of VMs.
     pub fn info(&self, state: &Path) -> VmInfo {
         let record: Option<Record> =
             VmDirectory::read_json(&VmDirectory::of(state, &self.name).record()).ok();
@@ -123,7 +125,7 @@ impl Arrival {
 #[derive(Debug, Default)]
 struct State {
     all: BTreeMap<String, Arc<Arrival>>,
-    /// What is to be done before the daemon counts as settled, and is not done yet.
+    /// Number of [`Unsettled`] tokens: steps of the daemon's start that are not complete.
     unsettled: usize,
 }
 
@@ -135,7 +137,7 @@ impl State {
     }
 }
 
-/// All VMs on their way.
+/// All VMs that are being started or adopted.
 #[derive(Debug)]
 pub(crate) struct Arrivals {
     state: Mutex<State>,
@@ -170,7 +172,7 @@ impl Arrivals {
         self.lock().all.is_empty()
     }
 
-    /// Waits until `done`, or the time is over; whether it was.
+    /// Waits until `done` holds, or until `limit` has passed. Returns whether `done` holds.
     fn wait(&self, limit: Duration, done: impl Fn(&State) -> bool) -> bool {
         let mut state = self.lock();
         self.changed
@@ -178,7 +180,8 @@ impl Arrivals {
         done(&state)
     }
 
-    /// Waits until this VM is on its way no more; whether it isn't.
+    /// Waits until this VM is no longer being started or adopted. Returns `false` at the time
+    /// limit.
     pub fn wait_gone(&self, arrival: &Arc<Arrival>, limit: Duration) -> bool {
         self.wait(limit, |state| {
             let now = state.all.get(&arrival.name);
@@ -186,7 +189,11 @@ impl Arrivals {
         })
     }
 
-    /// Puts a VM among those on their way, unless its name is among them or `is_taken`.
+    /// Adds a VM.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::NameTaken`] if a VM of this name is in this list, or if `is_taken` says so.
     pub fn add(
         self: &Arc<Self>,
         spec: &VmSpec,
@@ -216,12 +223,13 @@ impl Arrivals {
         self.lock().is_starting()
     }
 
-    /// Waits until no VM is being started; whether none is.
+    /// Waits until no VM is being started, for [`START_PATIENCE`] at most. Returns whether none is.
     pub fn wait_for_starts(&self) -> bool {
         self.wait(START_PATIENCE, |state| !state.is_starting())
     }
 
-    /// Waits until every VM that runs was taken over, or cannot be now.
+    /// Waits until each running VM has been adopted or its first attempt has failed, for
+    /// [`START_PATIENCE`] at most.
     pub fn wait_for_adoption(&self) {
         self.wait(START_PATIENCE, |state| state.unsettled == 0);
     }
@@ -231,8 +239,7 @@ impl Arrivals {
         Unsettled(Arc::downgrade(self))
     }
 
-    /// Waits at the daemon's start, for [`SETTLE`] at most, until the VMs are taken over whose QEMU
-    /// answers.
+    /// Waits until the daemon has settled, for at most [`SETTLE`] after the daemon's start.
     pub fn settle_first(&self) {
         let left = SETTLE.saturating_sub(self.began.elapsed());
         if !left.is_zero() {
@@ -241,7 +248,7 @@ impl Arrivals {
     }
 }
 
-/// Keeps a VM among those on their way.
+/// Keeps a VM in the list of [`Arrivals`] until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Entry {
     arrivals: Weak<Arrivals>,
@@ -257,7 +264,8 @@ impl Drop for Entry {
     }
 }
 
-/// Until this is dropped, requests wait for the daemon to settle, if not for long.
+/// A step of the daemon's start. While this exists, requests wait for the daemon to settle, for at
+/// most [`SETTLE`].
 #[derive(Debug)]
 pub(crate) struct Unsettled(Weak<Arrivals>);
 

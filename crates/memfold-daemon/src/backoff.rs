@@ -1,21 +1,21 @@
-//! Something that a thread does once in a while, less and less often while it fails.
+//! Repeats work on a thread, with a pause after each failure that grows from 30 s to 10 min.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long one waits after the first failure; doubled with each.
+/// Pause after the first failure. The pause doubles with each further failure.
 const FIRST_WAIT: Duration = Duration::from_secs(30);
 
-/// At most so long.
+/// Longest pause after a failure.
 pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
-/// Attempts of which one at a time is under way, on a thread of its own.
+/// Runs attempts on a thread of their own, one at a time.
 #[derive(Debug)]
 pub(crate) struct Backoff<T> {
     under_way: Option<JoinHandle<Option<T>>>,
     failures: u32,
-    /// Not before this.
+    /// End of the pause. No attempt begins before.
     rests_until: Option<Instant>,
 }
 
@@ -30,7 +30,7 @@ impl<T> Default for Backoff<T> {
 }
 
 impl<T: Send + 'static> Backoff<T> {
-    /// Begins one; it fails if its outcome is `None`, or if it panics.
+    /// Begins an attempt. It has failed if `work` returns `None` or panics.
     pub fn begin(
         &mut self,
         name: &str,
@@ -41,7 +41,8 @@ impl<T: Send + 'static> Backoff<T> {
         Ok(())
     }
 
-    /// What came of one that has ended, once; a failure is noted.
+    /// Returns the result of an attempt that has ended since the last call. A failure begins a
+    /// pause.
     pub fn ended(&mut self, now: Instant) -> Option<T> {
         let thread = self.under_way.take_if(|thread| thread.is_finished())?;
         let outcome = thread.join().ok().flatten();
@@ -62,7 +63,7 @@ impl<T: Send + 'static> Backoff<T> {
         self.rest(now + wait.min(LONGEST_WAIT));
     }
 
-    /// Nothing is tried before that.
+    /// Sets the end of the pause: no attempt is to begin before `until`.
     pub const fn rest(&mut self, until: Instant) {
         self.rests_until = Some(until);
     }

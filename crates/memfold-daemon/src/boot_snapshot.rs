@@ -1,4 +1,5 @@
-//! The snapshot of a VM right after its boot: its name, and whether it is one.
+//! The boot snapshot of a VM (`NAME-boot`), saved right after the guest has booted: its name, and
+//! the check whether a snapshot of that name belongs to the VM.
 
 use memfold_api::BootSnapshot;
 use memfold_snapshot::{Manifest, restore};
@@ -8,12 +9,12 @@ use crate::error::DaemonError;
 use crate::machine::Machine;
 use crate::snapshot_directory::SnapshotDirectory;
 
-/// Name of the snapshot of a VM right after its boot.
+/// Name of the boot snapshot of `vm`.
 pub(crate) fn name_of(vm: &str) -> String {
     format!("{vm}-boot")
 }
 
-/// What a VM that this daemon has taken over, or restored, has of it.
+/// Records in `machine`, which was adopted or restored, whether its boot snapshot can be used.
 pub(crate) fn find(directory: &SnapshotDirectory, machine: &Machine) {
     if machine.vm().spec().is_some_and(|spec| spec.boot_snapshot) {
         machine.set_boot_snapshot(match of(directory, machine) {
@@ -23,7 +24,12 @@ pub(crate) fn find(directory: &SnapshotDirectory, machine: &Machine) {
     }
 }
 
-/// The snapshot of a VM right after its boot, if that is what it is.
+/// Returns the manifest of the VM's boot snapshot.
+///
+/// # Errors
+///
+/// [`DaemonError::BadRequest`] if there is no boot snapshot, or if it belongs to another VM or to
+/// an earlier VM of this name.
 pub(crate) fn of(
     directory: &SnapshotDirectory,
     machine: &Machine,
@@ -52,7 +58,7 @@ pub(crate) fn of(
     Ok(manifest)
 }
 
-/// Which process a VM is, of all boots of this host.
+/// Identifies the VM's process across reboots of this host: boot id, PID and start time.
 pub(crate) fn mark(machine: &Machine) -> Option<String> {
     let process = machine.vm().record()?.process;
     let Identity { pid, start_ticks } = process;

@@ -1,5 +1,5 @@
-//! Booting and rebooting VMs. For a reboot its guest does it, or the VM goes back to what it was
-//! right after a boot.
+//! Boots and reboots of VMs. A reboot is carried out by the guest's systemd, or the VM is restored
+//! from its boot snapshot.
 //!
 //! ```text
 //!   vm run --boot-snapshot   agent answers -> systemd says that all is started -> snapshot NAME-boot
@@ -28,23 +28,24 @@ use crate::swap_disks::swap_on::swap_on_when_booted;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
-/// How long a guest may take to start all that it starts, once its agent runs.
+/// Time limit for the guest's systemd to start all units, counted from the agent's first answer.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// What a guest runs to say that all is started. A unit that failed is no reason to wait.
+/// Command that waits in the guest until systemd has started all units. Failed units (`degraded`)
+/// are accepted.
 const BOOTED: &str = "state=$(timeout 280 systemctl is-system-running --wait); echo $state; [ \"$state\" = running ] || [ \"$state\" = degraded ]";
 
-/// What differs from boot to boot.
+/// Command that prints the guest's boot id, which differs from boot to boot.
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
-/// The guest reboots when it has answered.
+/// Command that reboots the guest 0.3 s later, so that the command's result still arrives.
 const REBOOT: &str =
     "command -v systemctl > /dev/null && { (sleep 0.3; systemctl reboot) > /dev/null 2>&1 & }";
 
-/// How long a guest may take to answer.
+/// Time limit for short commands in the guest, and for the VM's removal from the table.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// VMs that boot.
+/// Starts and reboots VMs, and saves boot snapshots.
 #[derive(Debug)]
 pub struct Boots {
     registry: Arc<VmRegistry>,
@@ -67,13 +68,17 @@ impl Boots {
         }
     }
 
-    /// Starts a VM, unless the brake is on.
+    /// Starts a VM.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Braked`] while the brake is on.
     pub fn run(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
         self.debt.admit(&spec.name, 0, false)?.started();
         self.run_despite_brake(spec)
     }
 
-    /// Starts a VM, however much guests could call in.
+    /// Starts a VM even while the brake is on.
     pub fn run_despite_brake(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
         if let Some(name) = memfold_vm::segments::twice(&spec) {
             return Err(DaemonError::BadRequest(format!(
@@ -87,7 +92,7 @@ impl Boots {
             self.vms.share_kernel(&vm);
             Ok(vm)
         })?;
-        // It may have ended already.
+        // The VM may have ended already.
         let Ok(machine) = self.registry.machine(&name) else {
             return Ok(info);
         };
@@ -100,18 +105,18 @@ impl Boots {
         Ok(machine.info())
     }
 
-    /// Saves a VM that boots, as soon as it is up.
+    /// Saves the boot snapshot of a VM on a thread, as soon as the guest has booted.
     fn save_when_booted(self: &Arc<Self>, machine: &Arc<Machine>) {
         machine.set_boot_snapshot(BootSnapshot::Pending);
         let (weak, watched) = (Arc::downgrade(self), Arc::downgrade(machine));
         let work = move || {
             while let (Some(boots), Some(machine)) = (weak.upgrade(), watched.upgrade()) {
-                // Not kept alive by a guest that never answers.
+                // The thread does not keep a VM alive whose agent never answers.
                 if machine.wait_agent(Duration::from_secs(1)).is_err() {
                     continue;
                 }
                 let saved = boots.save_booted(&machine);
-                // It has rebooted, most likely.
+                // The agent's connection was lost: the guest has probably rebooted.
                 if let Err(DaemonError::Agent(
                     AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_),
                 )) = saved
@@ -148,11 +153,11 @@ impl Boots {
                 "the guest did not start everything: systemd says '{state}'"
             )));
         }
-        // What could not be laid is said where VMs are listed.
+        // Segments that cannot be attached are reported in the list of VMs.
         lay_all(machine);
         let name = name_of(machine.name());
-        // Of an earlier VM of this name, and of no use to anybody; one that somebody else has made
-        // stays.
+        // A boot snapshot of an earlier VM of this name is of no use and is removed. A snapshot
+        // that a user has saved under this name stays.
         let is_old =
             |manifest: Manifest| manifest.vm == machine.name() && manifest.of_boot.is_some();
         if self.directory.manifest(&name).is_ok_and(is_old) {
@@ -163,7 +168,7 @@ impl Boots {
         Ok(())
     }
 
-    /// Reboots a VM.
+    /// Reboots a VM, by its guest or from its boot snapshot. `timeout` limits the guest's reboot.
     pub fn reboot(
         self: &Arc<Self>,
         name: &str,
@@ -187,11 +192,11 @@ impl Boots {
                 "a snapshot of '{name}' is being made; wait until it is complete"
             )));
         };
-        // What can be known of the snapshot, before anything ends.
+        // The snapshot is checked before the VM is ended.
         restore::spec(&self.directory, &manifest, name)?;
         let progress = self.locks.begin(&manifest.name)?;
         self.directory.checked_image(&manifest, &progress)?;
-        // Not by its name, which another VM may have by now.
+        // Another VM may have the name by now, so the VM is not looked up by name.
         machine.stop(Duration::ZERO)?;
         let end = Instant::now() + ANSWER_TIMEOUT;
         let is_listed = || {
@@ -203,9 +208,9 @@ impl Boots {
             std::thread::sleep(Duration::from_millis(5));
         }
         let request = RestoreRequest {
-            // Who else runs from it did so before.
+            // VMs that run from the snapshot already did so before.
             force: true,
-            // It was there before, and would be gone.
+            // The VM ran before: refusing to start it would lose it.
             despite_brake: true,
             ..RestoreRequest::new(name)
         };
@@ -221,7 +226,7 @@ impl Boots {
     }
 }
 
-/// Has the guest reboot, and waits until its agent is back.
+/// Has the guest reboot, and waits until its agent answers with another boot id.
 fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError> {
     let end = Instant::now() + timeout;
     let boot = |limit| {
@@ -238,7 +243,7 @@ fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError>
     }
     loop {
         std::thread::sleep(Duration::from_millis(500));
-        // No answer: it is on its way.
+        // No answer: the guest is rebooting.
         if let Ok(Some(now)) = boot(Duration::from_secs(2)) {
             if before.as_ref() != Some(&now) {
                 return Ok(());

@@ -1,4 +1,4 @@
-//! The daemon: owns the services, wires them together, and begins what goes on by itself.
+//! The daemon: owns the services, connects them, and starts their background threads.
 
 use std::sync::Arc;
 
@@ -41,7 +41,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts the engine and takes over the VMs that run under the state directory.
+    /// Starts the fold engine and the services, and begins to adopt the VMs that run under the
+    /// state directory.
     pub fn start(options: &DaemonOptions) -> Result<Arc<Self>, DaemonError> {
         let state = &options.state;
         let files = |source| DaemonError::State {
@@ -65,7 +66,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// The other services, each over those that it knows.
+    /// Creates the remaining services on top of `below`.
     fn over(below: Mechanisms, options: &DaemonOptions) -> Self {
         let vms = Arc::new(Vms::new(&below, options));
         let snapshots = Arc::new(Snapshots::new(&below, vms.clone()));
@@ -87,8 +88,9 @@ impl Daemon {
         }
     }
 
-    /// Takes up what the daemon before has left, once the VMs are known that are there: programs
-    /// and other hosts may keep it waiting.
+    /// Resumes leases and lending of the earlier daemon on a thread, and removes unused segments
+    /// after the VMs are adopted. A thread is needed because programs and other hosts may answer
+    /// late.
     fn begin_settling(&self) -> std::io::Result<()> {
         let (volumes, lending) = (self.below.swap_volumes.clone(), self.below.lending.clone());
         let (segments, arrivals) = (
@@ -107,7 +109,7 @@ impl Daemon {
         thread.spawn(work).map(drop)
     }
 
-    /// Begins what goes on by itself until the daemon ends.
+    /// Starts the background threads that run until the daemon ends.
     fn begin_watching(&self, borrow: BorrowWhen) -> std::io::Result<()> {
         self.below.brake.begin()?;
         guest_pressure::begin(&self.below.registry, &self.below.lending)?;
@@ -119,7 +121,7 @@ impl Daemon {
         self.libvirt.begin()
     }
 
-    /// What answers.
+    /// Version, PID and state directory of this daemon.
     #[must_use]
     pub fn version(&self) -> VersionInfo {
         VersionInfo {
@@ -129,108 +131,109 @@ impl Daemon {
         }
     }
 
-    /// Whether the daemon works: waits until nobody holds the table of VMs and the engine answers,
-    /// or is known to wait for a VM. `false`: the engine has ended.
+    /// Whether the daemon works. Waits until the table of VMs can be locked, and until the engine
+    /// answers or is known to wait for a VM. Returns `false` if the engine has ended.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         drop(self.below.registry.names());
         self.below.folding.reports_cpu().is_ok()
     }
 
-    /// Waits at the daemon's start, for two seconds at most, until the VMs are taken over whose
-    /// QEMU answers: who asks right after a restart finds them.
+    /// Waits at the daemon's start, for two seconds at most, until the VMs whose QEMU answers are
+    /// adopted. A request right after a restart then finds them.
     pub fn settle_first(&self) {
         self.below.registry.arrivals().settle_first();
     }
 
-    /// Starts no more VMs, and waits for those that are being started: from then on the list is
-    /// whole.
+    /// Refuses to start VMs from now on, and waits for those that are being started. The list of
+    /// VMs is complete afterwards.
     pub fn close(&self) {
         self.below.registry.close();
     }
 
-    /// Ends the engine and steering KSM. VMs go on.
+    /// Ends the engine, KSM steering, lending and the threads of swap disks and volumes. VMs keep
+    /// running.
     pub fn shut_down(&self) {
         self.sampling.end();
         self.below.ksm.end();
         self.below.lending.shut_down();
         self.below.swap_disks.stop();
         self.below.swap_volumes.stop();
-        // It may have ended already.
+        // The engine may have ended already.
         let _ = self.below.folding.tell(Command::Stop);
     }
 
-    /// Folding, and its limits.
+    /// The fold engine: its figures and limits.
     pub const fn folding(&self) -> &Arc<Folding> {
         &self.below.folding
     }
 
-    /// The kernel's own merging.
+    /// The steering of KSM, the kernel's own page merging.
     pub const fn ksm(&self) -> &Arc<KsmSteering> {
         &self.below.ksm
     }
 
-    /// What guests could call in, and the brake.
+    /// The copy-on-write debt and its brake.
     pub const fn brake(&self) -> &Arc<DebtBrake> {
         &self.below.brake
     }
 
-    /// The registry of leases.
+    /// The leases, by way of the lease registry.
     pub const fn leases(&self) -> &Arc<Leases> {
         &self.below.leases
     }
 
-    /// What this host lends.
+    /// The memory that this host lends.
     pub const fn lending(&self) -> &Arc<Lending> {
         &self.below.lending
     }
 
-    /// VMs' swap disks on lent RAM.
+    /// The VMs' swap disks on lent RAM.
     pub const fn swap_disks(&self) -> &Arc<SwapDisks> {
         &self.below.swap_disks
     }
 
-    /// Volumes of LVM on lent RAM.
+    /// The LVM volumes on lent RAM.
     pub const fn swap_volumes(&self) -> &Arc<SwapVolumes> {
         &self.below.swap_volumes
     }
 
-    /// Files that VMs execute in place.
+    /// The segments: files that VMs execute in place.
     pub const fn segments(&self) -> &Arc<Segments> {
         &self.below.segments
     }
 
-    /// VMs, and what is done with one.
+    /// The running VMs, and the operations on one VM.
     pub const fn vms(&self) -> &Arc<Vms> {
         &self.vms
     }
 
-    /// VMs that are saved and restored.
+    /// Saving and restoring of VMs.
     pub const fn snapshots(&self) -> &Arc<Snapshots> {
         &self.snapshots
     }
 
-    /// VMs that boot and reboot.
+    /// Starting and rebooting of VMs.
     pub const fn boots(&self) -> &Arc<Boots> {
         &self.boots
     }
 
-    /// Domains of libvirt.
+    /// The domains of libvirt.
     pub const fn libvirt(&self) -> &Arc<LibvirtDomains> {
         &self.libvirt
     }
 
-    /// The ledger, leases, and figures for scrapes.
+    /// The ledger, the list of leases, and the figures for metrics scrapes.
     pub const fn reports(&self) -> &Arc<Reports> {
         &self.reports
     }
 
-    /// Samples, history and events.
+    /// Samples, and the history and events made of them.
     pub const fn sampling(&self) -> &Arc<Sampling> {
         &self.sampling
     }
 
-    /// What is shown of memory.
+    /// Views of memory for the user interfaces.
     pub const fn views(&self) -> &Arc<Views> {
         &self.views
     }

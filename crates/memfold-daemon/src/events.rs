@@ -1,4 +1,4 @@
-//! What changed between two samples, in words.
+//! Events: differences between two samples of the daemon's state, as text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,19 +10,19 @@ use memfold_ledger::{BrakeEvent, Disagreement, Level};
 use memfold_lend::LenderStatus;
 use memfold_lend::distrust::Distrusted;
 
-/// Most characters of an event.
+/// Longest text of an event, in characters.
 const TEXT_LIMIT: usize = 300;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct SeenVm {
     pid: i32,
     has_agent: bool,
-    /// Why it doesn't run, if it doesn't.
+    /// State and cause, if the VM is not running.
     still: Option<String>,
     problems: BTreeSet<String>,
 }
 
-/// What this host lends.
+/// Lending of this host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct SeenLender {
     max_bytes: u64,
@@ -30,18 +30,18 @@ struct SeenLender {
     problem: Option<String>,
 }
 
-/// What a sample says beside the ledger.
+/// The parts of a sample that the ledger's report does not contain.
 #[derive(Debug)]
 pub(crate) struct Beside {
     pub vms: Vec<VmInfo>,
     pub distrusted: Vec<Distrusted>,
     pub borrowed: Vec<Borrowed>,
     pub lending: Option<LenderStatus>,
-    /// Names of all snapshots; `None`: their directory can't be read.
+    /// Names of all snapshots; `None`: the snapshot directory cannot be read.
     pub snapshots: Option<Vec<String>>,
 }
 
-/// What a sample says of the things whose changes are events.
+/// The part of a sample whose changes are events.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Seen {
     vms: BTreeMap<String, SeenVm>,
@@ -49,18 +49,19 @@ pub(crate) struct Seen {
     ksm_runs: bool,
     full_stores: BTreeSet<String>,
     disagreements: BTreeSet<String>,
-    /// Lenders that aren't believed: how often they lied, and how.
+    /// Lenders that served wrong bytes: number of times, and a description.
     distrusted: BTreeMap<String, (u64, String)>,
-    /// What the brake did last, oldest first.
+    /// Last events of the brake, oldest first.
     brake: Vec<BrakeEvent>,
-    /// Whose swap is lent or was, and where it is; whether that is as it should be.
+    /// By VM, swap disks that are or were lent: the present place, and whether the place is a
+    /// normal one.
     borrowed: BTreeMap<String, (String, bool)>,
     lending: Option<SeenLender>,
     snapshots: Option<BTreeSet<String>>,
 }
 
 impl Seen {
-    /// Of this sample.
+    /// Extracts the compared values from a sample.
     #[must_use]
     pub(crate) fn of(report: &FullReport, beside: &Beside) -> Self {
         let vm = |vm: &VmInfo| {
@@ -124,7 +125,7 @@ impl Seen {
     }
 }
 
-/// Which sums, without their figures: these differ from sample to sample.
+/// The name of a disagreement without its figures, which differ from sample to sample.
 fn sums(disagreement: &Disagreement) -> String {
     let of = disagreement.vm.as_deref().unwrap_or("host");
     format!("{of}: {}", disagreement.what)
@@ -140,7 +141,7 @@ fn event(kind: &str, warning: bool, vm: Option<&str>, text: impl AsRef<str>) -> 
     }
 }
 
-/// What changed from `old` to `new`. The caller says when.
+/// The events that lead from `old` to `new`. The caller sets their time.
 #[must_use]
 pub(crate) fn changes(old: &Seen, new: &Seen) -> Vec<Event> {
     let mut events = of_vms(old, new);
@@ -250,7 +251,7 @@ fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
         }
     }
     for vm in old.borrowed.keys() {
-        // What ended has no swap.
+        // A VM that has ended has no swap disk.
         if !new.borrowed.contains_key(vm) && (new.vms.contains_key(vm) || vm.contains('/')) {
             events.push(event(
                 "lending",

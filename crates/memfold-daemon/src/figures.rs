@@ -1,10 +1,9 @@
-//! Figures for a metrics scrape, taken at most so often that they stay cheap however often somebody
-//! asks.
+//! Figures for metrics scrapes. They are cached, so that frequent scrapes cost little.
 //!
-//! Most of them are of a [`FullReport`], which reads the page maps of all VMs and the sums of all
-//! processes. So they are taken together and kept: for [`LEAST_AGE`], and for so long that taking
-//! them takes at most a hundredth of a core. That goes by CPU time: on a busy host it takes long,
-//! but costs no more.
+//! Most figures come from a [`FullReport`], which reads the page maps of all VMs and sums of all
+//! processes. All figures are therefore taken together and kept for at least [`LEAST_AGE`], and for
+//! 100 times the CPU time of taking them. Taking them costs at most a hundredth of a core. CPU time
+//! is measured, because elapsed time is longer on a busy host.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,50 +14,50 @@ use parking_lot::Mutex;
 
 use crate::on_shelf::OnShelf;
 
-/// Figures that are not older are not taken again.
+/// Shortest time for which figures are kept.
 pub const LEAST_AGE: Duration = Duration::from_secs(10);
 
 /// Figures are kept for this many times the CPU time that it took to take them.
 const KEPT_FOR: u32 = 100;
 
-/// But no longer.
+/// Longest time for which figures are kept.
 const GREATEST_AGE: Duration = Duration::from_secs(300);
 
-/// What a scrape shows, of one moment.
+/// All figures of one scrape, taken together.
 #[derive(Clone, Debug)]
 pub struct Figures {
-    /// When they were taken.
+    /// Time at which taking the figures began; their age counts from here.
     pub taken: Instant,
-    /// How long that took.
+    /// Elapsed time of taking the figures.
     pub took: Duration,
-    /// CPU time that it took.
+    /// CPU time of taking the figures.
     pub cpu: Duration,
-    /// The ledger and folding.
+    /// The ledger and the fold engine's figures.
     pub report: FullReport,
-    /// VMs.
+    /// All VMs, as listed.
     pub vms: Vec<VmInfo>,
     /// Whether this daemon steers KSM.
     pub steers_ksm: bool,
-    /// Snapshots; `None` if their directory can't be read.
+    /// Count and size of snapshots; `None` if their directory cannot be read.
     pub snapshots: Option<OnShelf>,
-    /// Segments; `None` if their directory can't be read.
+    /// Count and size of segments; `None` if their directory cannot be read.
     pub segments: Option<OnShelf>,
-    /// Name of this host among those that lend and borrow.
+    /// Name of this host among lenders and borrowers.
     pub host: String,
-    /// What this host lends; `None`: it doesn't.
+    /// Memory that this host lends; `None` if it does not lend.
     pub lending: Option<LenderStatus>,
-    /// What VMs of this host borrow.
+    /// Swap disks and volumes of this host on lent RAM.
     pub borrowed: Vec<Borrowed>,
-    /// All leases; `None` if the registry doesn't answer.
+    /// All leases; `None` if the registry does not answer.
     pub leases: Option<Vec<Lease>>,
-    /// Lenders that aren't believed.
+    /// Number of lenders that served wrong bytes and are not used.
     pub distrusted: u64,
-    /// Wrong bytes that lenders have served since this daemon began.
+    /// Number of times that lenders served wrong bytes since the daemon's start.
     pub lies: u64,
 }
 
 impl Figures {
-    /// Whether they may be shown again.
+    /// Whether these figures are young enough to be returned again.
     fn is_fresh(&self) -> bool {
         self.taken.elapsed() < keep_for(self.cpu)
     }
@@ -68,11 +67,11 @@ fn keep_for(cpu: Duration) -> Duration {
     cpu.saturating_mul(KEPT_FOR).clamp(LEAST_AGE, GREATEST_AGE)
 }
 
-/// The figures taken last.
+/// Cache of the last figures.
 #[derive(Debug, Default)]
 pub(crate) struct CachedFigures {
     last: Mutex<Option<Arc<Figures>>>,
-    /// Held while new ones are taken.
+    /// Held by the thread that takes new figures.
     taking: Mutex<()>,
 }
 
@@ -85,8 +84,8 @@ impl CachedFigures {
         self.last().filter(|figures| figures.is_fresh())
     }
 
-    /// The last figures if they are fresh; else new ones, by `take`. While somebody else takes
-    /// these, old ones: many who ask at once don't wait for each other.
+    /// Returns the cached figures if they are fresh, else new ones from `take`. While another
+    /// thread takes new figures, the old ones are returned, so that concurrent callers do not wait.
     pub fn get<E>(&self, take: impl FnOnce() -> Result<Figures, E>) -> Result<Arc<Figures>, E> {
         if let Some(figures) = self.fresh() {
             return Ok(figures);
@@ -98,7 +97,7 @@ impl CachedFigures {
                 None => self.taking.lock(),
             },
         };
-        // Somebody may have taken them while we waited.
+        // Another thread may have taken new figures in the meantime.
         if let Some(figures) = self.fresh() {
             return Ok(figures);
         }

@@ -1,5 +1,5 @@
-//! Figures and settings of folding, asked of the engine. It waits for a QEMU that does not answer;
-//! those who ask it don't.
+//! The daemon's access to the fold engine's thread: figures, settings, commands. The engine may
+//! wait for a QEMU that does not answer; requests for figures then get the last known ones.
 
 use std::io;
 use std::sync::Arc;
@@ -13,26 +13,27 @@ use parking_lot::Mutex;
 use crate::error::DaemonError;
 use crate::vm_registry::VmRegistry;
 
-/// How long the engine may take beside a VM that does not answer.
+/// Time limit for the engine's answer while a VM does not answer.
 const PATIENCE: Duration = Duration::from_millis(700);
 
-/// Time between two looks whether a VM keeps the engine waiting.
+/// Time between two checks whether a VM keeps the engine waiting.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Commands that wait for the engine; a guest that talks faster than the engine works waits.
+/// Capacity of the command queue. Senders wait when it is full, for example for a guest whose hints
+/// come too fast.
 const MAILBOX: usize = 1024;
 
-/// The fold engine's thread, as the daemon sees it.
+/// Handle of the fold engine's thread.
 #[derive(Debug)]
 pub struct Folding {
     registry: Arc<VmRegistry>,
     commands: SyncSender<Command>,
-    /// What the engine said last, and when.
+    /// The engine's last figures, and when they arrived.
     last: Mutex<Option<(Instant, EngineStats)>>,
 }
 
 impl Folding {
-    /// Starts the engine.
+    /// Starts the engine's thread.
     pub(crate) fn start(
         mut settings: EngineSettings,
         registry: Arc<VmRegistry>,
@@ -49,7 +50,7 @@ impl Folding {
         })
     }
 
-    /// Where VMs send their agents' hints.
+    /// The queue to which VMs send their agents' hints.
     pub(crate) const fn commands(&self) -> &SyncSender<Command> {
         &self.commands
     }
@@ -58,7 +59,7 @@ impl Folding {
         self.commands.send(command).map_err(|_| ended())
     }
 
-    /// The engine's answer, however long it takes.
+    /// Asks the engine and waits for the answer without a time limit.
     pub(crate) fn ask<T>(
         &self,
         question: impl FnOnce(SyncSender<T>) -> Command,
@@ -68,7 +69,7 @@ impl Folding {
         answered.recv().map_err(|_| ended())
     }
 
-    /// CPU time of the engine for [`Folding::stats`] so far.
+    /// CPU time that the engine has spent on [`Folding::stats`] so far.
     pub(crate) fn reports_cpu(&self) -> Result<Duration, DaemonError> {
         if let Some(nanoseconds) = self.ask_for_a_while(Command::ReportsCpu)? {
             return Ok(Duration::from_nanos(nanoseconds));
@@ -77,13 +78,13 @@ impl Folding {
         Ok(Duration::from_secs_f64(known.max(0.0)))
     }
 
-    /// What folding has done: as of now, or, while the engine waits for a VM that does not answer,
-    /// as it was known before.
+    /// Figures of folding. While the engine waits for a VM that does not answer, the last known
+    /// ones.
     pub fn stats(&self) -> Result<EngineStats, DaemonError> {
         Ok(self.look()?.0)
     }
 
-    /// The same, and what guests could call in as of that moment; `None`: the engine waits.
+    /// Figures of folding, and the debt at the same time; `None`: the engine waits for a VM.
     pub(crate) fn look(&self) -> Result<(EngineStats, Option<Owed>), DaemonError> {
         let (mut stats, owed) = match self.ask_for_a_while(Command::Stats)? {
             Some((stats, owed)) => {
@@ -106,7 +107,7 @@ impl Folding {
         self.last.lock().clone()
     }
 
-    /// The engine's answer; `None`: it waits for a VM that does not answer.
+    /// Asks the engine; `None`: the engine waits for a VM that does not answer.
     fn ask_for_a_while<T>(
         &self,
         question: impl FnOnce(SyncSender<T>) -> Command,
@@ -117,7 +118,7 @@ impl Folding {
             if let Some(command) = question.take() {
                 match self.commands.try_send(command) {
                     Ok(()) => {}
-                    // Others ask, too.
+                    // The queue is full: other threads ask, too.
                     Err(TrySendError::Full(command)) => question = Some(command),
                     Err(TrySendError::Disconnected(_)) => return Err(ended()),
                 }
@@ -140,7 +141,7 @@ impl Folding {
         }
     }
 
-    /// Figures of before, of the VMs that there are now.
+    /// The last known figures, for the VMs that run now.
     fn as_known(&self) -> EngineStats {
         let mut stats = match self.known() {
             Some((at, stats)) => EngineStats {
@@ -165,7 +166,11 @@ impl Folding {
         stats
     }
 
-    /// Pauses folding, resumes it, changes its budget.
+    /// Pauses or resumes folding, or changes its budget.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::BadRequest`] if `cpu_percent` is not in 0 to 100.
     pub fn set(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
         if let Some(percent) = request.cpu_percent.filter(|p| !(0.0..=100.0).contains(p)) {
             return Err(DaemonError::BadRequest(format!(
@@ -186,13 +191,13 @@ impl Folding {
             })?;
         }
         let mut stats = self.stats()?;
-        // The engine may get to it later.
+        // The engine may execute the command later.
         stats.paused = request.paused.unwrap_or(stats.paused);
         Ok(stats)
     }
 }
 
-/// What is answered when the engine is gone.
+/// The error after the engine's thread has ended.
 pub(crate) const fn ended() -> DaemonError {
     DaemonError::Internal("the fold engine has ended")
 }

@@ -1,4 +1,4 @@
-//! A QEMU process as the fold engine sees it.
+//! The fold engine's access to a QEMU process: orders to its fold library, and its monitor.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -14,27 +14,27 @@ use rustix::process::Pid;
 use memfold_fold::{Guest, GuestError, Refold};
 use memfold_vm::{LibraryError, LibraryLink, Qmp, VmConditions};
 
-/// How long an answer about block nodes holds. A device that is plugged meanwhile is not in use by
-/// its guest that soon.
+/// Time for which the monitor's answer about block nodes is used again. A guest needs longer to use
+/// a device that was plugged in.
 const CONDITIONS_HOLD: Duration = Duration::from_secs(1);
 
-/// Longest time that one waits for the monitor while others use it. Each of their commands has a
-/// deadline of its own.
+/// Longest time to wait for the monitor while others use it. Each of their commands has its own
+/// deadline.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// QEMU's monitor, shared by the threads that need it.
+/// A QMP connection, shared by several threads.
 #[derive(Debug)]
 pub(crate) struct Monitor {
-    /// `None`: somebody has it.
+    /// `None` while a guard has the connection.
     qmp: Mutex<Option<Qmp>>,
     free: Condvar,
     path: PathBuf,
 }
 
-/// The monitor, which goes back when this is dropped.
+/// The locked monitor. Dropping it unlocks the monitor.
 #[derive(Debug)]
 pub(crate) struct MonitorGuard<'a> {
-    /// `None`: nobody let go of the monitor in time, and what is asked fails.
+    /// `None`: the monitor was not free in time, and all commands fail.
     monitor: Option<&'a Monitor>,
     qmp: Qmp,
 }
@@ -49,13 +49,13 @@ impl Monitor {
         }
     }
 
-    /// The monitor, for as long as the guard lives. If others use it for too long, whatever is
-    /// asked fails ([`QmpError::Busy`]): nobody waits for ever behind a QEMU that hangs.
+    /// Locks the monitor. If others use it for over 30 s, all commands of the guard fail with
+    /// [`QmpError::Busy`]: nobody waits forever for a QEMU that hangs.
     pub fn lock(&self) -> MonitorGuard<'_> {
         self.lock_within(LOCK_TIMEOUT)
     }
 
-    /// The same with a time of one's own.
+    /// Locks the monitor as [`Monitor::lock`] does, with another time limit.
     pub fn lock_within(&self, limit: Duration) -> MonitorGuard<'_> {
         let mut qmp = self.qmp.lock();
         self.free
@@ -67,7 +67,7 @@ impl Monitor {
         MonitorGuard { monitor, qmp }
     }
 
-    /// The same if nobody has it.
+    /// Locks the monitor if it is free.
     pub fn try_lock(&self) -> Option<MonitorGuard<'_>> {
         let qmp = self.qmp.lock().take()?;
         Some(MonitorGuard {
@@ -101,22 +101,23 @@ impl Drop for MonitorGuard<'_> {
     }
 }
 
-/// How the library takes the engine's orders.
+/// State of the fold library's connection in QEMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum LibraryState {
-    /// It waits for orders.
+    /// The library waits for orders.
     #[default]
     Free,
-    /// It has had an order since then.
+    /// The library received an order at this time and has not answered.
     Ordered(Instant),
-    /// It did not answer in time, or nonsense: the connection is of no use any more.
+    /// The library did not answer in time or sent an invalid answer: the connection can no longer
+    /// be used.
     Lost,
 }
 
-/// The same, for the engine and those who watch it.
+/// The library's state, shared by the engine and by threads that watch it.
 pub(crate) type SharedLibraryState = Arc<Mutex<LibraryState>>;
 
-/// The VM behind the engine's orders.
+/// A VM as the target of the engine's orders.
 pub(crate) struct QemuGuest {
     pid: Pid,
     library: LibraryLink,
@@ -126,7 +127,7 @@ pub(crate) struct QemuGuest {
 }
 
 impl QemuGuest {
-    /// `state` is kept up to date.
+    /// Creates a target. It keeps `state` up to date.
     pub fn new(
         pid: Pid,
         library: LibraryLink,
@@ -178,7 +179,7 @@ impl Guest for QemuGuest {
 
     fn refold(&mut self) -> Refold {
         if self.library.facts().can_write_protect && self.refold.0.elapsed() > CONDITIONS_HOLD {
-            // A save may hold the monitor for long, and other VMs wait for this thread.
+            // A save may hold the monitor for long, and other VMs wait for the engine's thread.
             let Some(mut monitor) = self
                 .monitor
                 .try_lock()
@@ -187,7 +188,7 @@ impl Guest for QemuGuest {
                 return Refold::Unknown;
             };
             let now = memfold_vm::conditions::read_refold_live(&mut monitor);
-            // QEMU that doesn't answer gets no benefit of the doubt.
+            // A QEMU that does not answer is treated as one that cannot refold live.
             let is_live = now.is_ok_and(|c| c.may_refold_live());
             self.refold = (Instant::now(), refold_if(is_live));
         }

@@ -1,9 +1,9 @@
-//! Guests of this host that lack memory themselves, while it lends: what its own VMs are about to
-//! ask for is no surplus.
+//! Counts guests of this host that are short of memory. A lender then lends less, because its own
+//! VMs are about to need the memory.
 //!
-//! Their balloon drivers say so to QEMU (`guest-stats` of `virtio-balloon-pci`,
-//! `docs/interop/virtio-balloon-stats.rst` there): no agent is needed. What a guest says is its own
-//! word; all that it can bring about by a lie is that this host lends less.
+//! QEMU gets the figures from the guest's balloon driver (`guest-stats` of `virtio-balloon-pci`,
+//! `docs/interop/virtio-balloon-stats.rst` in QEMU), without an agent. A guest can report false
+//! figures; then this host only lends less.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,32 +18,34 @@ use crate::lending::Lending;
 use crate::machine::Machine;
 use crate::vm_registry::VmRegistry;
 
-/// Time between two looks.
+/// Time between two queries of a guest.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// Where VMs that memfold starts have their balloon.
+/// QOM path of the balloon in VMs that memfold starts.
 const BALLOON: &str = "/machine/peripheral/balloon0";
 
-/// A guest with less than this part of its memory available is short of it.
+/// A guest is short of memory if less than one part in this many is available.
 const SHORT_PART: u64 = 16;
 
-/// So is one that has read so much from its swap between two looks (0.2 MiB a second).
+/// A guest is short of memory if it read this many bytes from its swap between two queries (0.2
+/// MiB/s).
 const SWAPPED_IN: u64 = 1 << 20;
 
-/// What a guest says of its memory.
+/// Memory figures that a guest reports, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct GuestMemory {
     total: u64,
     available: u64,
-    /// Bytes read from its swap since it booted.
+    /// Bytes read from swap since the guest's boot.
     swapped_in: u64,
 }
 
 impl GuestMemory {
-    /// `None`: the guest has said nothing yet, or its kernel doesn't.
+    /// Reads QEMU's answer; `None`: the guest has reported nothing yet, or its kernel lacks these
+    /// figures.
     fn read(answer: &Value) -> Option<Self> {
         let stats = &answer["stats"];
-        // The greatest number there is stands for none.
+        // The largest number stands for an unknown value.
         let number = |name: &str| stats[name].as_u64().filter(|value| *value != u64::MAX);
         Some(Self {
             total: number("stat-total-memory").filter(|total| *total > 0)?,
@@ -67,7 +69,7 @@ fn ask(qmp: &mut Qmp) -> Result<Option<GuestMemory>, QmpError> {
     Ok(GuestMemory::read(&answer))
 }
 
-/// Has QEMU ask the guest each so many seconds; 0: not at all.
+/// Sets how often QEMU asks the guest, in seconds; 0 ends it.
 fn ask_each(qmp: &mut Qmp, seconds: u64) -> Result<(), QmpError> {
     let property = "guest-stats-polling-interval";
     qmp.execute(
@@ -77,7 +79,7 @@ fn ask_each(qmp: &mut Qmp, seconds: u64) -> Result<(), QmpError> {
     .map(drop)
 }
 
-/// Looks from now on, until the daemon ends.
+/// Starts the thread that queries guests until the daemon ends.
 pub(crate) fn begin(registry: &Arc<VmRegistry>, lending: &Arc<Lending>) -> io::Result<()> {
     let (registry, lending) = (Arc::downgrade(registry), Arc::downgrade(lending));
     let watch = move || {
@@ -92,7 +94,7 @@ pub(crate) fn begin(registry: &Arc<VmRegistry>, lending: &Arc<Lending>) -> io::R
     thread.spawn(watch).map(drop)
 }
 
-/// `known`: what each said at the last look, by the number of its machine.
+/// Queries all guests once. `known`: last figures by the machine's number.
 fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Option<GuestMemory>>) {
     let lends = lending.status().is_some();
     let has_balloon = |machine: &Machine| machine.vm().spec().is_some_and(|spec| spec.balloon);
@@ -103,7 +105,7 @@ fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Opti
         let mut qmp = machine.monitor();
         if !lends {
             if known.remove(&machine.id()).is_some() {
-                // A guest that goes on being asked costs a little, and no more.
+                // If that fails, the guest is still asked, which costs little.
                 let _ = ask_each(&mut qmp, 0);
             }
             continue;
@@ -111,7 +113,7 @@ fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Opti
         if !known.contains_key(&machine.id()) && ask_each(&mut qmp, LOOK.as_secs()).is_err() {
             continue;
         }
-        // One that can't be asked now is asked again.
+        // A guest that cannot be asked now is asked again at the next query.
         let said = ask(&mut qmp).ok().flatten();
         drop(qmp);
         let before = known.insert(machine.id(), said).flatten();

@@ -1,7 +1,7 @@
-//! Saves of VMs that memfold didn't start. Where the library has no monitor of its own, nobody in
-//! QEMU lets such a VM go on when its daemon dies, and how its disks were is in no file of
-//! memfold's. So both are noted while a save lasts; what the save itself doesn't put right, the
-//! next one or the next daemon does.
+//! Notes of running saves of VMs that memfold did not start. If the daemon dies during such a save,
+//! QEMU may have nobody that resumes the VM, and no other file says how its disks were attached.
+//! The note is written before the save. What the save does not undo itself, the next save or the
+//! next daemon undoes.
 
 use std::cell::RefCell;
 use std::io;
@@ -17,16 +17,16 @@ use crate::json_file::write_json;
 use crate::machine::Machine;
 use crate::machine::rights::SaveRight;
 
-/// A save that is being made.
+/// Contents of the note, as a JSON file.
 #[derive(Debug, Serialize, Deserialize)]
 struct SaveNote {
     process: Identity,
     spec: VmSpec,
-    /// Whether the VM was stopped for it.
+    /// Whether the VM was stopped for the save.
     stopped: bool,
 }
 
-/// The note of a save. At its end what the note says is undone, if it has to be.
+/// The note of a running save. Dropping it undoes the steps that the note records.
 pub(crate) struct NotedSave<'a> {
     state: &'a Path,
     machine: &'a Arc<Machine>,
@@ -35,7 +35,7 @@ pub(crate) struct NotedSave<'a> {
 }
 
 impl<'a> NotedSave<'a> {
-    /// Notes a save, in the daemon's directory `state`.
+    /// Writes the note below the state directory `state`.
     pub(crate) fn new(
         state: &'a Path,
         machine: &'a Arc<Machine>,
@@ -57,7 +57,7 @@ impl<'a> NotedSave<'a> {
         Ok(noted)
     }
 
-    /// The VM is about to be stopped, or goes on.
+    /// Records that the VM is about to be stopped (`true`), or was resumed (`false`).
     pub(crate) fn stopped(&self, stopped: bool) -> io::Result<()> {
         let mut note = self.note.borrow_mut();
         note.stopped = stopped;
@@ -67,7 +67,7 @@ impl<'a> NotedSave<'a> {
 
 impl Drop for NotedSave<'_> {
     fn drop(&mut self) {
-        // Said in the log; the note stays then.
+        // A failure is logged by `undo`, and the note then stays.
         let _ = undo(self.state, self.machine, self.right);
     }
 }
@@ -78,12 +78,16 @@ fn note_of(state: &Path, machine: &Machine) -> PathBuf {
         .join(format!("{}.json", machine.name()))
 }
 
-/// Whether a save of this VM was cut off.
+/// Whether a save of this VM was interrupted.
 pub(crate) fn is_cut_off(state: &Path, machine: &Machine) -> bool {
     note_of(state, machine).exists()
 }
 
-/// Undoes what a save had begun with a VM that memfold didn't start.
+/// Resumes the VM and releases its disks, as the note of an interrupted save demands.
+///
+/// # Errors
+///
+/// [`SnapshotError::Impossible`] if QEMU cannot do so; the note stays.
 pub(crate) fn undo(
     state: &Path,
     machine: &Arc<Machine>,
@@ -94,7 +98,7 @@ pub(crate) fn undo(
         return Ok(());
     };
     let note = serde_json::from_slice::<SaveNote>(&text).ok();
-    // Another VM may have got the name.
+    // Another VM may have this name now.
     let own = note.filter(|note| note.process == machine.vm().process().identity());
     if let Some(note) = own {
         let goes_on = !note.stopped || go_on(machine);
@@ -109,7 +113,7 @@ pub(crate) fn undo(
     Ok(())
 }
 
-/// Lets a VM go on that stands still; whether it runs.
+/// Resumes a VM that is paused. Returns `false` if a command of QEMU's monitor failed.
 fn go_on(machine: &Arc<Machine>) -> bool {
     let mut qmp = machine.monitor();
     let went_on = qmp.query("query-status").and_then(|now| {
@@ -126,11 +130,12 @@ fn go_on(machine: &Arc<Machine>) -> bool {
     went_on.is_ok()
 }
 
-/// Undoes a save of a VM of others' that was cut off with its daemon. QEMU may take a while.
+/// Undoes an interrupted save of a VM that memfold did not start, on a thread: QEMU may take a
+/// while.
 pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
     let undo = move || {
         if let Some(right) = machine.try_save() {
-            // Said in the log.
+            // A failure is logged by `undo`.
             let _ = undo(&state, &machine, &right);
         }
     };
@@ -142,8 +147,8 @@ pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
     }
 }
 
-/// Has a VM that was taken over use its disks as before a save that was cut off with its daemon.
-/// QEMU may take a while to stop copying.
+/// Has an adopted VM use its disks as before an interrupted save, on a thread: QEMU may take a
+/// while to stop copying.
 pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
     let work = move || {
         if let (Some(_saving), Some(spec)) = (machine.try_save(), machine.vm().spec()) {

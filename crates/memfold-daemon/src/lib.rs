@@ -1,7 +1,7 @@
-//! The running whole: VMs, engine and ledger together.
+//! The daemon library: VMs, fold engine, ledger, lending and snapshots in one process.
 //!
-//! [`Daemon`] owns services and wires them together. Each has its own state, and knows those above
-//! it in this list and no others:
+//! [`Daemon`] owns the services and connects them. Each service has its own state, and knows only
+//! the services above it in this list:
 //!
 //! ```text
 //!   VmRegistry       which VMs run (Machine), which are on their way, and the rights that belong to names
@@ -22,8 +22,8 @@
 //!   Sampling         a thread: samples, of which history and events are made
 //!   Views            what is shown of memory
 //! ```
-//! The daemon holds nothing that a new one couldn't find: VMs are in the state directory, mappings
-//! and the page store in the kernel. It may be killed at any instant.
+//! The daemon holds no state that a new daemon could not find: VMs are in the state directory,
+//! mappings and the page store in the kernel. It may be killed at any instant.
 
 mod arrivals;
 mod backoff;

@@ -1,7 +1,7 @@
-//! Domains of libvirt that are enabled: taken on as they start.
+//! Adoption of libvirt domains that are enabled for memfold, as they start.
 //!
-//! libvirt is asked only of a QEMU that was started by memfold's wrapper, and once each: looking
-//! for new ones is a directory to read.
+//! libvirt is asked only about a QEMU that was started by memfold's wrapper, and once for each.
+//! Looking for new ones only reads a directory.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,34 +23,34 @@ use crate::mechanisms::Mechanisms;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
-/// Time between two looks.
+/// Time between two searches for new domains.
 const LOOK_INTERVAL: Duration = Duration::from_secs(2);
-/// How long a process may take to become QEMU.
+/// Time within which a new process must become QEMU.
 const BEGINNING: Duration = Duration::from_secs(60);
-/// Longest time until a domain that can't be taken on is tried again.
+/// Longest time between two attempts to adopt a domain.
 const LONGEST_PAUSE: Duration = Duration::from_secs(120);
-/// Time that QEMU's monitor has for an answer.
+/// Time limit for an answer of QEMU's monitor.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why a domain isn't taken on.
+/// The reason why a domain is not adopted.
 #[derive(Debug)]
 enum Refusal {
-    /// It has nothing to do with memfold.
+    /// The domain does not use memfold.
     NotOurs(String),
-    /// Its memory is still coming in, from a file or another host.
+    /// The domain's memory is still being loaded, from a file or another host.
     Incoming,
-    /// Something failed.
+    /// An operation failed.
     Failed(DaemonError),
 }
 
-/// Of a QEMU that was looked at.
+/// Adoption attempts of one QEMU: the first, the next (if any), and the pause between them.
 struct KnownQemu {
     first: Instant,
     again: Option<Instant>,
     pause: Duration,
 }
 
-/// Looks for new domains until the daemon ends.
+/// Searches for new domains until the daemon ends.
 fn watch(domains: &Weak<LibvirtDomains>, run: &Path) {
     let mut looked: BTreeMap<(i32, u64), KnownQemu> = BTreeMap::new();
     while let Some(domains) = domains.upgrade() {
@@ -95,13 +95,13 @@ impl KnownQemu {
             }
             Err(Refusal::NotOurs(why)) => {
                 debug!(libvirt = domain.domain, why, "libvirt domain not adopted");
-                // libvirt notes the process before that is the wrapper, or QEMU.
+                // libvirt records the PID before the process has become the wrapper, or QEMU.
                 let begins = self.first.elapsed() < BEGINNING;
                 self.again = begins.then(|| Instant::now() + LOOK_INTERVAL);
             }
             Err(Refusal::Incoming) => self.again = Some(Instant::now() + LOOK_INTERVAL),
             Err(Refusal::Failed(error)) => {
-                // A QEMU that begins, or ends, may not answer; said once it is sure.
+                // A QEMU that starts or ends may not answer, so only a lasting failure is logged.
                 if self.pause == LOOK_INTERVAL * 4 {
                     warn!(
                         libvirt = domain.domain,
@@ -116,12 +116,12 @@ impl KnownQemu {
     }
 }
 
-/// Domains of libvirt, as the daemon takes them on.
+/// Adopts, enables and lists libvirt domains.
 #[derive(Debug)]
 pub struct LibvirtDomains {
     registry: Arc<VmRegistry>,
     vms: Arc<Vms>,
-    /// Directory where libvirt notes its QEMUs; `None`: its domains are left alone.
+    /// Directory where libvirt records its QEMUs; `None`: libvirt is not used.
     run: Option<PathBuf>,
 }
 
@@ -131,7 +131,7 @@ impl LibvirtDomains {
         Self { registry, vms, run }
     }
 
-    /// Looks for domains from now on, unless libvirt is left alone.
+    /// Starts the thread that searches for domains, unless libvirt is not used.
     pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
         let Some(run) = self.run.clone() else {
             return Ok(());
@@ -141,7 +141,11 @@ impl LibvirtDomains {
         thread.spawn(move || watch(&domains, &run)).map(drop)
     }
 
-    /// Where libvirt keeps what runs.
+    /// Directory where libvirt records its QEMUs.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::BadRequest`] if this daemon does not use libvirt.
     fn place(&self) -> Result<&Path, DaemonError> {
         self.run.as_deref().ok_or_else(|| {
             DaemonError::BadRequest(
@@ -151,8 +155,8 @@ impl LibvirtDomains {
         })
     }
 
-    /// Domains of libvirt, and what becomes of them; `None`: there is no libvirt here, or this
-    /// daemon leaves it alone.
+    /// All domains of libvirt and their state; `None`: libvirt is not installed, or this daemon
+    /// does not use it.
     pub fn list(&self) -> Result<Option<Vec<DomainStatus>>, DaemonError> {
         if self.run.is_none() {
             return Ok(None);
@@ -170,19 +174,23 @@ impl LibvirtDomains {
         }
     }
 
-    /// Has a domain start with memfold from now on.
+    /// Changes a domain's XML, so that the domain starts with memfold from now on.
     pub fn enable(&self, domain: &str, trust_domain: Option<&str>) -> Result<Change, DaemonError> {
         self.place()?;
         libvirt::enable(domain, trust_domain).map_err(|error| refused(&error))
     }
 
-    /// Puts a domain's XML back to what it was.
+    /// Restores a domain's XML as it was before `enable`.
     pub fn disable(&self, domain: &str) -> Result<Change, DaemonError> {
         self.place()?;
         libvirt::disable(domain).map_err(|error| refused(&error))
     }
 
-    /// Takes a running domain of libvirt on now, or says why it can't be.
+    /// Adopts a running domain now.
+    ///
+    /// # Errors
+    ///
+    /// The reason why the domain cannot be adopted.
     pub fn attach(&self, domain: &str) -> Result<VmInfo, DaemonError> {
         let run = self.place()?;
         if let Some(known) = self
@@ -227,7 +235,7 @@ impl LibvirtDomains {
                 chain(error)
             )))
         };
-        // What it is now, not what it will be at its next start.
+        // The XML of the running domain, not of its next start.
         let xml = virsh::xml(domain).map_err(|error| refused(&error))?;
         let mark = Mark::read(&xml).map_err(|error| refused(&error))?;
         let mark = mark.ok_or_else(|| {
@@ -240,13 +248,13 @@ impl LibvirtDomains {
             return Err(Refusal::Incoming);
         }
         let vm = Vm::attach(&qmp).map_err(failed)?;
-        // The path comes from QEMU's own environment, which a guest that has taken it over can
+        // The path comes from QEMU's own environment, which a guest that has taken over QEMU can
         // change.
         if vm.process().identity() != running.process {
             return Err(not_ours("names the QMP socket of another process"));
         }
-        // As does the agent's port, and what is said there is believed to come from this domain's
-        // guest.
+        // The same holds for the agent's port: messages there are trusted to come from this
+        // domain's guest.
         let agent = xml::agent_socket(&xml).map_err(|error| refused(&error))?;
         if !same_file(vm.agent_socket(), agent.as_deref()) {
             return Err(not_ours("has a port for the agent other than libvirt's"));
@@ -257,7 +265,7 @@ impl LibvirtDomains {
             domain: mark.domain,
         };
         if self.registry.contains(&request.name) {
-            // Of two domains that are called alike, or of one like a VM of memfold's.
+            // Two domains have similar names, or a VM of memfold has this name.
             let pid = vm.pid().as_raw_nonzero();
             request.name = format!("{:.50}-{pid}", request.name);
         }
@@ -267,7 +275,7 @@ impl LibvirtDomains {
     }
 }
 
-/// Whether both are one file, or neither is there. `/var/run` is `/run`.
+/// Whether both paths name one file, or both are `None`. For example, `/var/run` is `/run`.
 fn same_file(one: Option<&Path>, other: Option<&Path>) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     match (one, other) {

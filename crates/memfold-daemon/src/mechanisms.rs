@@ -1,4 +1,4 @@
-//! The services that VMs stand on, wired together.
+//! The services that the VM services are built on, and their connections.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -20,7 +20,7 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_volumes::SwapVolumes;
 use crate::vm_registry::VmRegistry;
 
-/// The services that VMs stand on. Each service above takes those that it needs.
+/// The services that the VM services are built on. Each upper service takes those that it needs.
 #[derive(Debug)]
 pub(crate) struct Mechanisms {
     pub folding: Arc<Folding>,
@@ -34,12 +34,12 @@ pub(crate) struct Mechanisms {
     pub segments: Arc<Segments>,
     pub snapshots: Arc<SnapshotDirectory>,
     pub snapshot_locks: Arc<SnapshotLocks>,
-    /// Dropped last: with it the state directory is another daemon's to use.
+    /// Dropped last: afterwards another daemon can use the state directory.
     pub registry: Arc<VmRegistry>,
 }
 
 impl Mechanisms {
-    /// Each service over those that it knows.
+    /// Creates the services, and passes to each the services that it uses.
     pub fn wire(
         options: &DaemonOptions,
         registry: Arc<VmRegistry>,

@@ -1,4 +1,4 @@
-//! What is done with a guest as soon as its agent answers.
+//! Work in a guest that begins as soon as its agent answers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,11 +7,11 @@ use tracing::warn;
 
 use crate::machine::Machine;
 
-/// How long a guest that boots has until its agent answers.
+/// Time limit for the agent's first answer after a boot.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Does `work`, on a thread called `name`, when the guest's agent answers; not at all for one that
-/// ends before, or doesn't answer in ten minutes.
+/// Runs `work` on a thread called `name` when the guest's agent answers. `work` does not run if the
+/// VM ends first, or if the agent does not answer within ten minutes.
 pub(crate) fn on_agent_ready(
     machine: &Arc<Machine>,
     name: &str,
@@ -21,7 +21,7 @@ pub(crate) fn on_agent_ready(
     let wait = move || {
         let end = Instant::now() + TIMEOUT;
         while Instant::now() < end {
-            // Not kept alive by a guest that never answers.
+            // The thread does not keep a VM alive whose agent never answers.
             let Some(machine) = weak.upgrade() else {
                 return;
             };

@@ -1,15 +1,15 @@
-//! What lies in the directory of snapshots or of segments, in short.
+//! Count and size of the files in the snapshot directory or the segment directory.
 
 use memfold_units::ByteSize;
 
-/// Files of snapshots or segments, together.
+/// Totals over all snapshots, or over all segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OnShelf {
-    /// How many there are.
+    /// Number of all snapshots or segments.
     pub count: u64,
-    /// Of them, those that can't be used.
+    /// Number of those that cannot be used.
     pub broken: u64,
-    /// Bytes: of snapshots, what they take on disk; of segments, what of them is in the host's
-    /// memory.
+    /// Bytes: the space that snapshots take on disk, or the part of segments in the host's page
+    /// cache.
     pub bytes: ByteSize,
 }

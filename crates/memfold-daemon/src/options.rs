@@ -1,4 +1,4 @@
-//! How the daemon is to be.
+//! Options of the daemon.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use memfold_fold::EngineSettings;
 use memfold_ledger::BrakePolicy;
 use memfold_lend::RegistryAt;
 
-/// When VMs borrow.
+/// When the swap of VMs is moved to lent RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum BorrowWhen {
     /// On request: memfold borrow.
@@ -17,35 +17,35 @@ pub enum BorrowWhen {
     Auto,
 }
 
-/// How the daemon is to be.
+/// Options of the daemon, from the command line and the configuration.
 #[derive(Clone, Debug)]
 pub struct DaemonOptions {
-    /// Directory of VMs and their sockets.
+    /// State directory: files and sockets of the VMs.
     pub state: PathBuf,
-    /// Folding.
+    /// Settings of the fold engine.
     pub settings: EngineSettings,
-    /// Globs of guest paths to report; empty means all.
+    /// Globs of guest paths whose page cache agents report; empty means all.
     pub include: Vec<String>,
-    /// Globs of guest paths to leave out.
+    /// Globs of guest paths that agents do not report.
     pub exclude: Vec<String>,
-    /// Whether folding begins paused.
+    /// Whether folding is paused at the start.
     pub paused: bool,
-    /// When too much is shared.
+    /// Limits of the copy-on-write debt at which the brake acts.
     pub brake: BrakePolicy,
-    /// Directory of snapshots.
+    /// Directory of the snapshots.
     pub shelf: PathBuf,
-    /// Directory of segments.
+    /// Directory of the segments.
     pub segments: PathBuf,
-    /// Name of this host among those that lend and borrow; unset: the kernel's.
+    /// Name of this host among lenders and borrowers; `None`: the kernel's host name.
     pub host: Option<String>,
-    /// Who serves the registry of leases; unset: this daemon does.
+    /// Location of the lease registry; `None`: this daemon serves the registry.
     pub registry: Option<RegistryAt>,
-    /// When VMs borrow.
+    /// When the swap of VMs is moved to lent RAM.
     pub borrow: BorrowWhen,
-    /// What this host lends after a boot; unset: nothing.
+    /// Memory that this host lends after a boot; `None`: no memory.
     pub lend: Option<LendRequest>,
-    /// The file of the history; unset: there is none.
+    /// File of the history; `None`: no history is kept.
     pub history: Option<PathBuf>,
-    /// Directory where libvirt notes its QEMUs; unset: its domains are left alone.
+    /// Directory where libvirt records its QEMUs; `None`: libvirt is not used.
     pub libvirt: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! Reports over all services: the ledger, who lends what to whom, figures for scrapes.
+//! Reports that combine several services: the ledger, the leases, and figures for metrics scrapes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ use crate::thread_cpu::thread_cpu;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
-/// What is reported of, and what was reported last.
+/// Makes reports, and caches the figures for scrapes.
 #[derive(Debug)]
 pub struct Reports {
     registry: Arc<VmRegistry>,
@@ -42,7 +42,7 @@ pub struct Reports {
     snapshots: Arc<SnapshotDirectory>,
     vms: Arc<Vms>,
     joint: SingleFlight<Arc<FullReport>>,
-    /// Figures for scrapes, taken not long ago.
+    /// Figures of a recent scrape.
     kept: CachedFigures,
 }
 
@@ -65,7 +65,7 @@ impl Reports {
         }
     }
 
-    /// The ledger of this moment.
+    /// The ledger of this moment. Reads the page maps of all VMs.
     pub fn report(&self) -> Result<FullReport, DaemonError> {
         let (fold, owed) = self.folding.look()?;
         let stores: Vec<StoreAccount> = fold
@@ -79,7 +79,7 @@ impl Reports {
             .collect();
         let identities: Vec<StoreIdentity> = stores.iter().map(|s| s.identity).collect();
         let machines = self.registry.machines();
-        // A VM that ends while we look is left out.
+        // A VM that ends during this is left out.
         let vms: Vec<_> = machines
             .iter()
             .filter_map(|m| m.account(&identities))
@@ -98,22 +98,21 @@ impl Reports {
         Ok(FullReport { ledger, fold })
     }
 
-    /// The ledger, for whoever asks over the interface: as of now, and however many ask, one is
-    /// taken at a time.
+    /// The ledger of this moment, for API requests. Concurrent requests share one report.
     pub fn joint_report(&self) -> Result<Arc<FullReport>, DaemonError> {
         self.joint.get(|| self.report().map(Arc::new))
     }
 
-    /// What VMs and volumes of this host have borrowed.
+    /// Swap disks and volumes of this host on lent RAM.
     pub(crate) fn borrowed(&self) -> Vec<Borrowed> {
         let mut all = self.swap_disks.borrowed();
         all.extend(self.swap_volumes.borrowed());
         all
     }
 
-    /// Who lends what to whom.
+    /// All leases and lenders, and this host's part in them.
     pub fn leases(&self) -> Result<LeaseReport, DaemonError> {
-        // Just then one wants to know what this host itself has borrowed.
+        // While the registry is away, the part about this host is what users need most.
         let (picture, registry_away) = match self.leases.picture() {
             Ok(picture) => (picture, None),
             Err(away @ RegistryError::Unusable { .. }) => {
@@ -143,7 +142,7 @@ impl Reports {
         })
     }
 
-    /// Figures for a scrape; [`Figures::taken`] says of when.
+    /// Figures for a metrics scrape, possibly cached; [`Figures::taken`] is their time.
     pub fn figures(&self) -> Result<Arc<Figures>, DaemonError> {
         self.kept.get(|| self.take_figures())
     }
@@ -153,7 +152,7 @@ impl Reports {
         let engine_before = self.folding.reports_cpu()?;
         let thread_before = thread_cpu();
         let report = self.report()?;
-        // Who has asked for a report meanwhile is counted, too.
+        // Reports for other callers during this time are counted, too.
         let engine = Duration::from_secs_f64(report.fold.report_cpu_s.max(0.0));
         let engine = engine.saturating_sub(engine_before);
         let lies = self.leases.lies();

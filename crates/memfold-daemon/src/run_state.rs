@@ -1,5 +1,5 @@
-//! Why a VM isn't running: QEMU's run state, what has brought it about, and what would have it run
-//! again.
+//! State of a VM: QEMU's run state, the cause if the VM is not running, and the action that would
+//! make it run again.
 //!
 //! Source: `RunState`, `query-block` (`io-status`) and the events of QEMU's `qapi/run-state.json`
 //! and `qapi/block-core.json`.
@@ -12,21 +12,21 @@ use memfold_vm::{Qmp, QmpError};
 
 use crate::error::DaemonError;
 
-/// What a VM does.
+/// Run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RunState {
-    /// `running`, QEMU's word for what it does instead, or [`SILENT`].
+    /// `running`, another run state of QEMU such as `io-error`, or [`SILENT`].
     pub name: String,
     pub cause: Option<String>,
     pub fix: Option<String>,
-    /// Files of disks for which there was no room.
+    /// Disk files whose file system is full.
     pub full: Vec<PathBuf>,
 }
 
-/// QEMU doesn't answer.
+/// State of a VM whose QEMU does not answer.
 pub(crate) const SILENT: &str = "silent";
 
-/// Events that say more of a state than it does itself.
+/// QMP events that explain a run state.
 const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
 
 impl Default for RunState {
@@ -45,7 +45,7 @@ impl RunState {
         self.name == "running"
     }
 
-    /// In one line.
+    /// State and cause, in one line.
     pub fn words(&self) -> String {
         match &self.cause {
             Some(cause) => format!("{}: {cause}", self.name),
@@ -53,7 +53,7 @@ impl RunState {
         }
     }
 
-    /// What is not done because a VM stands still.
+    /// The error for an operation (`what`) that is refused because the VM is not running.
     pub fn refusal(&self, vm: &str, what: &str) -> DaemonError {
         DaemonError::StandsStill {
             why: format!("VM '{vm}' stands still ({}): {what}", self.words()),
@@ -70,7 +70,7 @@ impl RunState {
         }
     }
 
-    /// Of a QEMU whose process stands still.
+    /// The state of a VM whose QEMU process is stopped by a signal or a debugger.
     pub fn stopped(pid: i32) -> Self {
         Self::new(
             SILENT,
@@ -79,7 +79,7 @@ impl RunState {
         )
     }
 
-    /// Of a QEMU that doesn't answer.
+    /// The state of a VM whose QEMU does not answer.
     pub fn silent(vm: &str, error: &QmpError) -> Self {
         Self::new(
             SILENT,
@@ -90,7 +90,7 @@ impl RunState {
         )
     }
 
-    /// Asks QEMU.
+    /// Asks QEMU for the VM's state, and for the cause if the VM is not running.
     pub fn ask(vm: &str, qmp: &mut Qmp) -> Result<Self, QmpError> {
         let answer = qmp.query("query-status")?;
         let name = answer["status"].as_str().unwrap_or("unknown");
@@ -170,7 +170,7 @@ fn panic_words(data: &Value) -> String {
     format!("the guest's kernel has crashed{more}")
 }
 
-/// Which disk could not be written or read, and why.
+/// The state `io-error`, with the disks that could not be read or written and the reason.
 fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     let devices = block.as_array().into_iter().flatten();
     let failed =
@@ -227,8 +227,8 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     RunState { full, ..state }
 }
 
-/// The file of a block node. QEMU names one whose options a file name can't hold, as after a
-/// snapshot, `json:` and all of them.
+/// The file of a block node. If its options do not fit in a file name, for example after a
+/// snapshot, QEMU reports `json:` and all options; the file is taken from them.
 fn file_of(name: &str) -> String {
     let described = name.strip_prefix("json:");
     let described = described.and_then(|text| serde_json::from_str::<Value>(text).ok());
@@ -238,7 +238,7 @@ fn file_of(name: &str) -> String {
     file.unwrap_or(name).to_owned()
 }
 
-/// `/machine/peripheral/vd0/virtio-backend` is the device `vd0`.
+/// The device's name in a QOM path: `vd0` for `/machine/peripheral/vd0/virtio-backend`.
 fn device_name(path: &str) -> String {
     let mut parts = path.split('/').filter(|part| !part.is_empty());
     if parts.next() == Some("machine")

@@ -1,8 +1,9 @@
-//! Samples of the ledger: for the history always, for whoever looks now more often.
+//! Periodic samples of the ledger: for the history always, and more often while somebody watches
+//! live.
 //!
-//! What a sample costs depends on the host: all its processes are looked at. So each is measured,
-//! and the next comes no sooner than lets all of them together take [`IDLE_SHARE`] of a core, or
-//! [`LIVE_SHARE`] while somebody looks.
+//! A sample's cost depends on the host, because all its processes are read. So the CPU time of each
+//! sample is measured, and the interval is set so that samples take at most [`IDLE_SHARE`] of a
+//! core, or [`LIVE_SHARE`] while somebody watches.
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -31,48 +32,48 @@ use crate::thread_cpu::thread_cpu;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
-/// Least time between two samples for the history.
+/// Shortest time between two samples for the history.
 const IDLE_INTERVAL: Duration = Duration::from_secs(30);
-/// Least time between two samples while somebody looks.
+/// Shortest time between two samples while somebody watches.
 const LIVE_INTERVAL: Duration = Duration::from_secs(2);
-/// Most time between two samples, whatever they cost.
+/// Longest time between two samples, whatever they cost.
 const LONGEST_INTERVAL: Duration = Duration::from_secs(600);
-/// Share of one core that samples for the history may take.
+/// Part of one core that samples for the history may take.
 const IDLE_SHARE: f64 = 0.001;
-/// The same while somebody looks.
+/// Part of one core that samples may take while somebody watches.
 const LIVE_SHARE: f64 = 0.008;
-/// Who is the first to look gets a new sample, unless the last is as young as this; so often they
-/// may come and go.
+/// The first watcher gets a new sample if the last one is older than this. This also limits the
+/// cost of watchers that come and go.
 const YOUNG: Duration = Duration::from_secs(10);
 
-/// What somebody who looks gets, again and again.
+/// One live sample, as sent to watchers.
 #[derive(Serialize, ToSchema)]
 pub struct Live<'a> {
     /// The ledger and what folding has done, as `memfold report --json` prints it.
     #[serde(flatten)]
     pub report: &'a FullReport,
-    /// The VMs.
+    /// All VMs, as listed.
     pub vms: &'a [VmInfo],
-    /// CPU time that making this took, in milliseconds.
+    /// CPU time of taking this sample, in milliseconds.
     pub sample_cpu_ms: f64,
-    /// Time until the next one, in milliseconds.
+    /// Time until the next sample, in milliseconds.
     pub interval_ms: u64,
 }
 
-/// Samples: the thread that takes them, and who waits for them.
+/// State shared by the sampling thread and the watchers.
 #[derive(Debug)]
 struct Samples {
     history: Option<Mutex<History>>,
     latest: watch::Sender<Arc<str>>,
     /// Whether the daemon ends.
     ends: Mutex<bool>,
-    /// The daemon ends, or somebody began to look.
+    /// Notified when the daemon ends, or when a watcher comes.
     changed: Condvar,
 }
 
 impl Samples {
-    /// With this history, if it can be used: figures over time aren't worth a daemon that doesn't
-    /// start.
+    /// Opens the history at `path`. If it cannot be opened, no history is kept: a daemon without
+    /// history is better than none.
     fn new(path: Option<&Path>) -> Self {
         let open = |path: &Path| {
             History::open(path)
@@ -92,7 +93,7 @@ impl Samples {
         }
     }
 
-    /// Has the thread look again when the next sample is due; `ends`: never.
+    /// Has the thread compute again when the next sample is due; `ends`: has it end.
     fn wake(&self, ends: bool) {
         *self.ends.lock() |= ends;
         self.changed.notify_all();
@@ -102,8 +103,8 @@ impl Samples {
         self.latest.receiver_count() > 0
     }
 
-    /// Waits for the next sample's time; whether there is one. Without history and without anybody
-    /// who looks there is no such time.
+    /// Waits until the next sample is due. Returns `false` when the daemon ends. Without history
+    /// and without watchers, no sample is due.
     fn wait(&self, cost: Duration, taken: Option<Instant>) -> bool {
         let was_watched = self.is_watched();
         let mut ends = self.ends.lock();
@@ -129,7 +130,7 @@ impl Samples {
     }
 }
 
-/// Time between two samples that cost so much CPU.
+/// Time until the next sample after one that took `cost` of CPU time.
 fn interval(cost: Duration, watched: bool) -> Duration {
     let (least, share) = if watched {
         (LIVE_INTERVAL, LIVE_SHARE)
@@ -144,7 +145,7 @@ fn now_unix_s() -> i64 {
     now.map_or(0, |t| i64::try_from(t.as_secs()).unwrap_or(i64::MAX))
 }
 
-/// Takes samples, and keeps the history of them.
+/// Takes samples, and writes them to the history.
 #[derive(Debug)]
 pub struct Sampling {
     registry: Arc<VmRegistry>,
@@ -157,7 +158,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// `history`: its file; `None`: no history is kept.
+    /// `history`: the history's file; `None`: no history is kept.
     pub(crate) fn new(
         below: &Mechanisms,
         vms: Arc<Vms>,
@@ -188,8 +189,8 @@ impl Sampling {
         self.samples.wake(true);
     }
 
-    /// The samples from now on, as JSON ([`Live`]): the last one, and each that comes. Whoever is
-    /// slow misses some.
+    /// A channel of live samples as JSON ([`Live`]): the last one, and each new one. Slow receivers
+    /// miss samples.
     pub fn samples(&self) -> watch::Receiver<Arc<str>> {
         let receiver = self.samples.latest.subscribe();
         self.samples.wake(false);
@@ -207,7 +208,7 @@ impl Sampling {
         Ok(read(&history, now_unix_s())?)
     }
 
-    /// Figures of the host (`vm`: of that VM) over the last `seconds`, in `points` points at most.
+    /// Figures of the host, or of the VM `vm`, over the last `seconds`, in at most `points` points.
     pub fn history_of(
         &self,
         vm: Option<&str>,
@@ -220,12 +221,12 @@ impl Sampling {
         })
     }
 
-    /// PSS of all VMs over the last `seconds` (24 h at most), in `points` points at most.
+    /// PSS of each VM over the last `seconds` (at most 24 h), in at most `points` points.
     pub fn trends(&self, seconds: i64, points: i64) -> Result<Trends, DaemonError> {
         self.history(|history, now| history.trends(now, now - seconds, points))
     }
 
-    /// How fast VMs have grown in the last day; those of which enough is known.
+    /// Growth of VMs during the last day, for those with enough samples.
     pub(crate) fn growths(&self) -> Growths {
         let names = self.registry.names();
         let of = |name: String| {
@@ -236,12 +237,12 @@ impl Sampling {
         names.into_iter().filter_map(of).collect()
     }
 
-    /// The last changes, newest first.
+    /// The last `count` events, newest first.
     pub fn events(&self, count: i64) -> Result<Vec<Event>, DaemonError> {
         self.history(|history, _| history.events(count))
     }
 
-    /// Takes one sample; what it cost.
+    /// Takes one sample. Returns its CPU time.
     fn sample(&self, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
         let before = thread_cpu();
         let report = self.reports.report()?;
@@ -298,7 +299,7 @@ impl Sampling {
             sample_cpu_ms: cost.as_secs_f64() * 1e3,
             interval_ms: u64::try_from(interval(cost, true).as_millis()).unwrap_or(u64::MAX),
         };
-        // Also when nobody looks: who comes next sees something at once.
+        // Also without watchers: the next watcher gets this sample at once.
         match serde_json::to_string(&live) {
             Ok(text) => drop(self.samples.latest.send_replace(text.into())),
             Err(error) => warn!(%error, "cannot encode a sample as JSON; report this"),

@@ -1,10 +1,10 @@
-//! How many may do something at once.
+//! A counting semaphore with a time limit.
 
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Permits that are taken and given back.
+/// A semaphore: at most `limit` permits exist at once.
 #[derive(Debug)]
 pub(crate) struct Semaphore {
     taken: Mutex<usize>,
@@ -12,12 +12,12 @@ pub(crate) struct Semaphore {
     limit: usize,
 }
 
-/// A permit, until it is dropped.
+/// A permit. Dropping it returns it.
 #[derive(Debug)]
 pub(crate) struct Permit<'a>(&'a Semaphore);
 
 impl Semaphore {
-    /// So many at once.
+    /// A semaphore of `limit` permits.
     pub const fn new(limit: usize) -> Self {
         Self {
             taken: Mutex::new(0),
@@ -26,7 +26,7 @@ impl Semaphore {
         }
     }
 
-    /// Waits for one; `None` when the time is over.
+    /// Waits for a permit; `None` if none is free within `timeout`.
     pub fn take(&self, timeout: Duration) -> Option<Permit<'_>> {
         let mut taken = self.taken.lock();
         self.returned

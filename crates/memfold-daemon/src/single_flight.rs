@@ -1,17 +1,16 @@
-//! One answer for all who ask at once.
+//! Sharing of one expensive result among concurrent callers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-/// Something of this moment that costs too much to make it for each who asks: made once at a time,
-/// for all together who had asked before it was begun. So nobody gets what is older than the
-/// question.
+/// Shares an expensive result among callers. One computation runs at a time, and its result goes to
+/// all callers that asked before it began. So no caller gets a result older than its request.
 #[derive(Debug)]
 pub(crate) struct SingleFlight<T> {
-    /// How often it was begun.
+    /// Number of computations that have begun.
     begun: AtomicU64,
-    /// The last one, and its number from 1 on.
+    /// The last result and its number, counted from 1.
     last: Mutex<Option<(u64, T)>>,
 }
 
@@ -25,18 +24,19 @@ impl<T> Default for SingleFlight<T> {
 }
 
 impl<T: Clone> SingleFlight<T> {
-    /// What was begun after this call, by `make` if nobody else has. After a failure, the next who
-    /// waits tries again.
+    /// Returns the result of a run of `make` that began after this call. Concurrent callers share
+    /// one run. If that run fails, the next waiting caller runs its own `make`.
     pub fn get<E>(&self, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         self.begun_after(self.last_begun(), make)
     }
 
-    /// The number of the last one that was begun, 0 before the first.
+    /// Number of the last computation that began; 0 before the first.
     fn last_begun(&self) -> u64 {
         self.begun.load(Ordering::SeqCst)
     }
 
-    /// One with a number above `before`, made now unless there is one.
+    /// Returns the result of a computation with a number above `before`; runs `make` if there is
+    /// none.
     fn begun_after<E>(&self, before: u64, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         let mut last = self.last.lock();
         if let Some((number, value)) = last.as_ref() {
