@@ -1,4 +1,4 @@
-//! The directory of snapshots.
+//! The snapshot directory of this host.
 
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use memfold_snapshot::Shelf;
 use crate::on_shelf::OnShelf;
 use memfold_units::ByteSize;
 
-/// The directory of snapshots, and what is known of it.
+/// The snapshot directory: its path, and access to the snapshots in it.
 #[derive(Debug)]
 pub(crate) struct SnapshotDirectory {
     root: PathBuf,
@@ -27,14 +27,13 @@ impl SnapshotDirectory {
         &self.root
     }
 
-    /// How many snapshots there are, and what they take on disk; `None`: the directory can't be
-    /// read.
+    /// Number of snapshots and their size on disk; `None`: the directory cannot be read.
     pub fn in_short(&self) -> Option<OnShelf> {
         let mut all = OnShelf::default();
         for name in self.names().ok()? {
             all.count += 1;
             all.broken += u64::from(self.manifest(&name).is_err());
-            // It may just be removed.
+            // The snapshot may be removed at this moment.
             all.bytes += ByteSize(self.disk_bytes(&name).unwrap_or(0));
         }
         Some(all)

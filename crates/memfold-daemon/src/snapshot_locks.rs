@@ -1,5 +1,5 @@
-//! What is being done with snapshots, by name: it is shown while it lasts, and nothing is removed
-//! meanwhile.
+//! Locks of snapshots by name. While an operation uses a snapshot, its progress is shown and the
+//! snapshot is not removed.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use memfold_snapshot::{Progress, SnapshotError, Step};
 use parking_lot::{Mutex, MutexGuard};
 
-/// Of all snapshots.
+/// The locks of all snapshots.
 #[derive(Debug, Default)]
 pub(crate) struct SnapshotLocks(Mutex<State>);
 
@@ -23,7 +23,11 @@ impl SnapshotLocks {
         self.0.lock()
     }
 
-    /// Begins to save, verify or restore a snapshot.
+    /// Locks a snapshot for saving, verifying or restoring. Several users may hold it at once.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::Impossible`] while the snapshot is being removed.
     pub(crate) fn begin(&self, name: &str) -> Result<Use<'_>, SnapshotError> {
         let mut state = self.lock();
         if state.removed.contains(name) {
@@ -41,7 +45,11 @@ impl SnapshotLocks {
         })
     }
 
-    /// Begins to remove a snapshot that nothing is done with.
+    /// Locks a snapshot for removal.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::Impossible`] while the snapshot is in use or being removed.
     pub(crate) fn remove(&self, name: &str) -> Result<Removal<'_>, SnapshotError> {
         let mut state = self.lock();
         if state.used.contains_key(name) || !state.removed.insert(name.to_owned()) {
@@ -55,13 +63,13 @@ impl SnapshotLocks {
         })
     }
 
-    /// How far the youngest use of a snapshot has come, if there is any.
+    /// Progress of the most recent operation on a snapshot; `None` if there is none.
     pub(crate) fn now(&self, name: &str) -> Option<Step> {
         Some(self.lock().used.get(name)?.last()?.now())
     }
 }
 
-/// A snapshot is used, as long as this is kept.
+/// A snapshot in use. Dropping it ends the use.
 #[derive(Debug)]
 pub(crate) struct Use<'a> {
     uses: &'a SnapshotLocks,
@@ -89,7 +97,7 @@ impl Drop for Use<'_> {
     }
 }
 
-/// A snapshot is removed, as long as this is kept.
+/// A snapshot that is being removed. Dropping it ends the removal.
 #[derive(Debug)]
 pub(crate) struct Removal<'a> {
     uses: &'a SnapshotLocks,
@@ -102,7 +110,8 @@ impl Drop for Removal<'_> {
     }
 }
 
-/// What snapshots that are being made of VMs with a segment are noted under, in [`SnapshotLocks`].
+/// Name in [`SnapshotLocks`] under which a segment is locked while a VM with it is saved or
+/// started.
 pub(crate) fn being_saved(reference: &str) -> String {
     format!("saved with segment {reference}")
 }

@@ -29,7 +29,7 @@ mod working_set;
 
 pub(crate) use self::trial::clear as clear_trials;
 
-/// The snapshots of this host.
+/// The snapshots of this host, and the operations on them.
 #[derive(Debug)]
 pub struct Snapshots {
     registry: Arc<VmRegistry>,
@@ -39,9 +39,9 @@ pub struct Snapshots {
     segments: Arc<Segments>,
     vms: Arc<Vms>,
     directory: Arc<SnapshotDirectory>,
-    /// What is done with snapshots now.
+    /// Locks and progress of operations on snapshots.
     locks: Arc<SnapshotLocks>,
-    /// Held while a VM is restored that nothing sets apart from others of its snapshot.
+    /// Held while a VM is restored whose guest cannot renew its identity.
     twins: Mutex<()>,
 }
 
@@ -60,12 +60,12 @@ impl Snapshots {
         }
     }
 
-    /// How far what is done with a snapshot has come, if anything is.
+    /// Progress of the most recent operation on a snapshot; `None` if there is none.
     pub fn progress(&self, name: &str) -> Option<Step> {
         self.locks.now(name)
     }
 
-    /// All snapshots.
+    /// All snapshots, with the VMs that run from them.
     pub fn list(&self) -> Result<Vec<SnapshotInfo>, DaemonError> {
         let names = self
             .directory
@@ -115,7 +115,7 @@ impl Snapshots {
         }
     }
 
-    /// What a snapshot says of itself.
+    /// The manifest of a snapshot.
     pub fn manifest(&self, name: &str) -> Result<Manifest, DaemonError> {
         Ok(self.directory.manifest(name)?)
     }

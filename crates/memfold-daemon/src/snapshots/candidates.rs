@@ -1,4 +1,5 @@
-//! Which of a VM's pages its disks may hold too, as its guest says: a hot save refers to a disk for
+//! Candidates for disk references of a hot save: pages of the VM's memory that its disks may also
+//! hold, as the guest reports. A hot save refers to the disk for such pages instead of storing
 //! them.
 //!
 //! ```text
@@ -6,9 +7,9 @@
 //!   guest    where these files lie on its disks, the files with most cached pages first       guest_extents
 //!   here     run of pages -> disk of the guest, and byte on it                                Candidate
 //! ```
-//! All of it may be a lie, which costs the liar's snapshot alone: the save compares the bytes. What
-//! the guest says takes bounded memory ([`MAX_PLACES`], and a candidate for each [`FEWEST_PAGES`]
-//! pages of its RAM) and bounded time ([`LIMIT`]).
+//! A guest may report anything. A false report harms only the guest's own snapshot, because the
+//! save compares the bytes. The report takes bounded memory ([`MAX_PLACES`], and one candidate for
+//! each [`FEWEST_PAGES`] pages of RAM) and bounded time ([`LIMIT`]).
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -25,37 +26,37 @@ use tracing::{debug, info};
 use crate::folding::Folding;
 use crate::machine::Machine;
 
-/// How long the guest is asked.
+/// Time limit of all questions to the guest together.
 const LIMIT: Duration = Duration::from_secs(4);
 
 /// Pages of the shortest run that is worth a reference.
 const FEWEST_PAGES: u32 = 4;
 
-/// Pages that a save writes in a second, about (400 MB/s): a question that takes longer than
-/// writing what it is about is not asked.
+/// Pages that a save writes in a second (about 400 MB/s). A question that would take longer than
+/// writing its pages is not asked.
 const WRITTEN_PAGES_PER_S: u64 = 100_000;
 
-/// Most files that are asked for.
+/// Largest number of files that the guest is asked about.
 const MAX_FILES: usize = 1 << 16;
 
-/// Files whose paths the engine looks up at once.
+/// Number of files whose paths the engine looks up at once.
 const PATHS_AT_ONCE: usize = 1024;
 
-/// Most runs on disks that are remembered of one guest, 32 bytes each.
+/// Largest number of runs on disks that are stored for one guest, 32 bytes each.
 const MAX_PLACES: usize = 1 << 18;
 
-/// Most disks of a guest.
+/// Largest number of disks of a guest.
 const MAX_DISKS: usize = 64;
 
-/// Pages of a file that lie one behind the other on a disk of the guest.
+/// Consecutive pages of a file that are also consecutive on a disk of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
-    /// The first, in the file.
+    /// The first page, as an index in the file.
     page: u32,
     pages: u32,
-    /// Number of the disk, in the order in which the guest named them.
+    /// Index of the disk, in the order in which the guest named its disks.
     guest_disk: usize,
-    /// The first, on the disk.
+    /// The first page, as a block of the disk (one page each).
     block: u64,
 }
 
@@ -65,7 +66,8 @@ impl Place {
     }
 }
 
-/// Where files lie, as a guest says. Places of one file are ascending, and none overlaps.
+/// Positions of files on the guest's disks, as the guest reports. Places of one file are ascending
+/// and do not overlap.
 #[derive(Debug, Default)]
 struct Places {
     of: HashMap<FileNumber, Vec<Place>>,
@@ -73,7 +75,8 @@ struct Places {
     count: usize,
 }
 
-/// What of a VM's memory its disks may hold too, ascending. Empty where the guest can't say it.
+/// Finds memory of the VM that its disks may also hold, in ascending order. The result is empty if
+/// the guest cannot report it.
 pub(super) fn find(folding: &Folding, machine: &Machine) -> Vec<Candidate> {
     let began = Instant::now();
     let cached = folding.ask(|answer| Command::CachedPages(machine.id(), answer));
@@ -109,7 +112,7 @@ pub(super) fn find(folding: &Folding, machine: &Machine) -> Vec<Candidate> {
     candidates
 }
 
-/// Has the guest run a script, and gives what it prints.
+/// Runs a script in the guest and returns its standard output.
 fn run(agent: &AgentLink, script: &str, limit: Duration) -> Result<Vec<u8>, String> {
     let (mut answer, mut words) = (Vec::new(), Vec::new());
     let code = agent.run_streaming(script, limit, |stream, bytes| {
@@ -122,7 +125,7 @@ fn run(agent: &AgentLink, script: &str, limit: Duration) -> Result<Vec<u8>, Stri
     });
     match code {
         Ok(0) => Ok(answer),
-        // Wrong usage.
+        // Exit code 2: the agent does not know the option.
         Ok(2) => Err("its agent is older than this, and does not know --extents".to_owned()),
         Ok(code) => {
             let words = String::from_utf8_lossy(&words);
@@ -133,8 +136,7 @@ fn run(agent: &AgentLink, script: &str, limit: Duration) -> Result<Vec<u8>, Stri
     }
 }
 
-/// The files with most cached pages in runs that are worth a reference, and how many these are;
-/// those with most first.
+/// Files by the number of cached pages in runs that are worth a reference, most pages first.
 fn rank(runs: impl Iterator<Item = PageRun>) -> Vec<(FileNumber, u64)> {
     let mut pages: HashMap<FileNumber, u64> = HashMap::new();
     for run in runs.filter(|run| run.pages >= FEWEST_PAGES) {
@@ -147,8 +149,8 @@ fn rank(runs: impl Iterator<Item = PageRun>) -> Vec<(FileNumber, u64)> {
 }
 
 impl Places {
-    /// Asks where files lie, in their order, as long as that is worth it. What was said before it
-    /// fails stays known.
+    /// Asks the guest for the positions of files in the order of `ranked`, as long as an answer is
+    /// faster than writing the pages. Answers received before a failure are kept.
     fn ask(
         &mut self,
         ranked: &[(FileNumber, u64)],
@@ -181,7 +183,7 @@ impl Places {
         Ok(())
     }
 
-    /// Takes in what the guest has answered about these files.
+    /// Adds the guest's answer about these files.
     fn take(&mut self, files: &[FileNumber], answer: &[u8]) -> Result<(), String> {
         for extent in guest_extents::parse(answer, files.len())? {
             let known = self.disks.iter().position(|disk| *disk == extent.disk);
@@ -208,7 +210,8 @@ impl Places {
     }
 }
 
-/// Where what is cached may lie on the guest's disks, ascending by address.
+/// Intersects the cached runs with the places on the guest's disks. The result is ascending by
+/// address.
 fn join(runs: impl Iterator<Item = PageRun>, places: &Places) -> Vec<Candidate> {
     let fewest = u64::from(FEWEST_PAGES);
     let mut parts = Vec::new();
@@ -249,7 +252,7 @@ fn join(runs: impl Iterator<Item = PageRun>, places: &Places) -> Vec<Candidate> 
         if follows {
             last.pages += part.pages;
         } else if end <= part.hva {
-            // Else two frames of the guest are one page of QEMU.
+            // Otherwise two frames of the guest are one page of QEMU, and the second is dropped.
             candidates.push(part);
         }
     }

@@ -1,5 +1,5 @@
-//! What a guest does before it is saved: it writes back what is dirty, and drops what it can have
-//! again.
+//! Preparation of a guest for a save: dirty pages are written back, and caches that can be read
+//! again are dropped.
 
 use std::time::Duration;
 
@@ -8,13 +8,12 @@ use memfold_vm::AgentError;
 use crate::error::DaemonError;
 use crate::machine::Machine;
 
-/// How long a guest may take to write back what is dirty, and, if nothing else is said, to drop its
-/// caches.
+/// Time limit for a guest to write back dirty pages, and the default limit for dropping its caches.
 pub(super) const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What a guest runs first, once what is dirty is written back: its caches go. The agent's events
-/// are off meanwhile (`set_event`, `Documentation/trace/events.rst`): telling each page that goes
-/// would take most of half the time.
+/// Script that drops the guest's caches after dirty pages are written back. The agent's trace
+/// events are off meanwhile (`set_event`, `Documentation/trace/events.rst`), because reporting each
+/// dropped page would take about half of the time.
 const DROP: &str = r"saved=/run/memfold-events
 on() { [ ! -s $saved ] || { cat $saved > set_event && rm $saved; }; }
 if cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
@@ -24,14 +23,15 @@ if cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
 fi
 echo 3 > /proc/sys/vm/drop_caches";
 
-/// After a drop that was cut off.
+/// Script that turns the agent's trace events on again after an interrupted drop.
 const TRACE: &str = "saved=/run/memfold-events
     [ ! -s $saved ] || { cat $saved > /sys/kernel/tracing/instances/memfold/set_event && rm $saved; }";
 
-/// How long it may take to have its events on again.
+/// Time limit of [`TRACE`].
 const TRACE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Has the guest write what is dirty to its disks, which are to hold what it has cached.
+/// Has the guest write dirty pages to its disks, so that the disks hold the content of its page
+/// cache.
 pub(super) fn write_back(machine: &Machine) -> Result<(), DaemonError> {
     let wrote = machine.run("sync", DROP_TIMEOUT)?;
     if wrote.code != 0 {
@@ -43,8 +43,8 @@ pub(super) fn write_back(machine: &Machine) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Has the guest drop what it can have again. If it takes longer, it is saved with what it has
-/// left; says so.
+/// Has the guest drop its caches. Returns a reason if the guest takes longer than `limit`: it is
+/// then saved with the remaining caches.
 pub(super) fn drop_caches(
     machine: &Machine,
     limit: Duration,
@@ -64,7 +64,7 @@ pub(super) fn drop_caches(
     Ok(None)
 }
 
-/// Has the agent's events on again after a drop that was cut off.
+/// Turns the agent's trace events on again after an interrupted drop.
 pub(super) fn trace_again(machine: &Machine) -> Result<(), AgentError> {
     machine.run(TRACE, TRACE_TIMEOUT).map(drop)
 }

@@ -1,4 +1,4 @@
-//! A VM while it is saved: its writes are tracked, or it stands still.
+//! Control of a VM during its save: its writes are tracked, or the VM is stopped.
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
@@ -17,27 +17,28 @@ use crate::interrupted_save::NotedSave;
 use crate::ksm_steering::MergingStops;
 use crate::machine::Machine;
 
-/// How long it may take to list what is free.
+/// Time limit for a guest to list its free pages.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A VM whose writes are tracked, or that stands still, until this is dropped.
+/// A VM whose writes are tracked, or that is stopped. Dropping this resumes the VM and ends
+/// tracking.
 pub(super) struct HeldVm<'a> {
     folding: &'a Folding,
     machine: &'a Arc<Machine>,
     agent: Option<&'a AgentLink>,
-    /// While the VM stands still.
+    /// Held while the VM is stopped: keeps the agent's connection quiet.
     quiet: RefCell<Option<MutexGuard<'a, ()>>>,
     merging: RefCell<Option<MergingStops<'a>>>,
-    /// Since when it stands still for this.
+    /// Time at which the save stopped the VM; `None` while it runs.
     stopped: Cell<Option<Instant>>,
-    /// How long it stood still.
+    /// Total time for which the save has stopped the VM.
     stood: Cell<Duration>,
-    /// Of a VM that memfold didn't start.
+    /// The note of the save, for a VM that memfold did not start.
     noted: Option<NotedSave<'a>>,
 }
 
 impl<'a> HeldVm<'a> {
-    /// Of a VM that is not stopped yet.
+    /// Takes control of a VM that is still running.
     pub fn new(
         folding: &'a Folding,
         machine: &'a Arc<Machine>,
@@ -67,9 +68,14 @@ impl HeldVm<'_> {
                 .map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Tracks the VM's writes, and then asks it what it has free; or says why that can't be used.
+    /// Tracks the VM's writes, and then asks the guest for its free pages.
+    ///
+    /// # Errors
+    ///
+    /// The reason why free pages cannot be left out of the snapshot.
     pub fn free_pages(&self) -> Result<Vec<Frames>, String> {
-        // Pinned memory, for one: devices write to it past the page tables.
+        // Conditions may have changed. For example, devices write to pinned memory past the page
+        // tables.
         self.machine.look_again();
         if let Some(problem) = self.machine.problem() {
             return Err(problem);
@@ -87,7 +93,8 @@ impl HeldVm<'_> {
         free::parse(&listed.stdout, self.machine.ram_pages())
     }
 
-    /// Has the engine do something with the VM that [`Command::Release`] undoes.
+    /// Has the engine do something with the VM that [`Command::Release`] undoes. `what` completes
+    /// the error "the VM cannot be ...".
     fn tell(
         &self,
         what: &str,
@@ -113,8 +120,8 @@ impl save::Hold for HeldVm<'_> {
             self.stopped.set(Some(Instant::now()));
             return Ok(());
         }
-        // The library has no monitor, so that nobody in QEMU lets the VM go on when we die: the
-        // next daemon does.
+        // The library has no monitor, so nobody in QEMU resumes the VM if the daemon dies. The next
+        // daemon resumes it.
         let failed = |error: &dyn std::fmt::Display| format!("cannot stop the VM: {error}");
         if self.machine.vm().has_library() {
             self.tell("left alone", Command::LeaveAlone)?;
@@ -150,7 +157,8 @@ impl save::Hold for HeldVm<'_> {
         } else {
             qmp.query("cont").map_err(|error| error.to_string())?;
             if let Some(noted) = &self.noted {
-                // If it can't be written, the next daemon lets a VM go on that runs.
+                // If the note cannot be written, the next daemon resumes a VM that already runs,
+                // which is harmless.
                 let _ = noted.stopped(false);
             }
         }
@@ -161,7 +169,7 @@ impl save::Hold for HeldVm<'_> {
     }
 
     fn let_go(&self) {
-        // The engine ends only when the daemon does, and then the library lets the VM go on.
+        // The engine ends only with the daemon, and then the library resumes the VM.
         let _ = self.folding.tell(Command::Release(self.machine.id()));
         self.quiet.take();
         self.merging.take();

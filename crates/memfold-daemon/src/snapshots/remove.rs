@@ -1,4 +1,4 @@
-//! Snapshots that are removed.
+//! Removal of snapshots.
 
 use memfold_snapshot::{SnapshotError, restore, save};
 use tracing::warn;
@@ -8,7 +8,12 @@ use crate::snapshots::Snapshots;
 use crate::snapshots::save::subject;
 
 impl Snapshots {
-    /// Removes a snapshot that no VM runs from.
+    /// Removes a snapshot.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::InUse`] if a VM runs from the snapshot, [`SnapshotError::BuiltOn`] if other
+    /// snapshots need it.
     pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
         let _removal = self.locks.remove(name)?;
         let pids = restore::holders(&self.directory, name)?;
@@ -36,31 +41,32 @@ impl Snapshots {
             self.disks_taken_back(name, &saved.vm)?;
         }
         self.directory.remove(name)?;
-        // It may have been the last that needed an old generation.
+        // The snapshot may have been the last user of an old generation.
         for segment in saved.map(|saved| saved.spec.segments).unwrap_or_default() {
             self.segments.drop_old(segment.base_name());
         }
         Ok(())
     }
 
-    /// The VM that was saved in a snapshot, and goes on, keeps what lies there of its disks.
+    /// Moves disks of the running VM that was saved out of the snapshot, before the snapshot is
+    /// removed.
     fn disks_taken_back(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
         let place = self.directory.path(name)?;
         let machine = match self.registry.machine(vm) {
             Ok(machine) => machine,
-            // It runs, and nobody can ask its QEMU yet.
+            // The VM runs, but its QEMU cannot be asked yet.
             Err(error @ DaemonError::Busy { .. }) => return Err(error),
             Err(_) => return Ok(()),
         };
         let _alone = machine.save_right_soon()?;
-        // What others started writes its own disks, which are copies in a snapshot.
+        // A VM that memfold did not start uses its own disks, and the snapshot has copies.
         if machine.vm().spec().is_none() {
             return Ok(());
         }
         let subject = subject(&machine)?;
         let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
         if let Err(error) = taken {
-            // It runs on with what QEMU has open.
+            // The VM continues with the files that QEMU has open.
             warn!(vm, snapshot = name, %error, "cannot take the VM's disks back from the removed snapshot; restart the VM before its next save");
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! VMs that are started from snapshots.
+//! Restoring: VMs that are started from snapshots.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,12 +17,12 @@ use crate::locks::{Rank, Ranked};
 use crate::segments::laying::recall_segments;
 use crate::snapshots::Snapshots;
 
-/// How long another restore of a guest that cannot be set apart may take.
+/// Longest wait for another restore of a guest that cannot renew its identity.
 const TWIN_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Snapshots {
-    /// A VM that runs from this snapshot's memory: restored from it, or the one that was saved and
-    /// went on.
+    /// A VM that shares this snapshot's identity: one restored from the snapshot, or the saved VM
+    /// itself if it still runs.
     fn twin(&self, manifest: &Manifest) -> Result<Option<String>, DaemonError> {
         let pids = restore::users(&self.directory, &manifest.name)?;
         let machines = self.registry.machines();
@@ -42,16 +42,22 @@ impl Snapshots {
     }
 
     /// Starts a VM from a snapshot.
+    ///
+    /// # Errors
+    ///
+    /// Among others [`SnapshotError::Twin`] if the guest cannot renew its identity and another VM
+    /// has the same, [`DaemonError::Braked`] while the brake is on.
     pub fn restore(
         self: &Arc<Self>,
         snapshot: &str,
         request: &RestoreRequest,
     ) -> Result<VmInfo, DaemonError> {
-        // It isn't removed meanwhile, so that all its files are those of one save.
+        // The lock keeps the snapshot from being removed and replaced, so all files belong to one
+        // save.
         let progress = self.locks.begin(snapshot)?;
         let manifest = self.directory.manifest(snapshot)?;
         let mut spec = restore::spec(&self.directory, &manifest, &request.vm)?;
-        // Known here already: disks are long to copy.
+        // Checked before disks are copied, which takes long.
         memfold_vm::check_name("name", &request.vm).map_err(LaunchError::from)?;
         if self.registry.contains(&request.vm) {
             return Err(DaemonError::NameTaken(request.vm.clone()));
@@ -63,7 +69,7 @@ impl Snapshots {
             Some(place) => OwnDisks::make(&mut spec, place, &progress)?,
             None => OwnDisks::default(),
         };
-        // One at a time, so that none misses the other.
+        // One restore at a time, so that each sees the other's VM.
         let _alone = if manifest.tells_twins_apart() {
             None
         } else {
@@ -96,9 +102,9 @@ impl Snapshots {
                     restore::fill(&vm, &mut qmp, &self.directory, &manifest, &image)
                 });
             if let Err(error) = filled {
-                // It goes with the VM's directory.
+                // The log is removed with the VM's directory, so it is read first.
                 let said = vm.directory().map(memfold_vm::log_tail).unwrap_or_default();
-                // Nothing half restored stays.
+                // A half restored VM is ended.
                 let _ = vm.stop(Duration::ZERO);
                 return Err(match error {
                     SnapshotError::Qemu(why) if !said.is_empty() => {
@@ -118,7 +124,7 @@ impl Snapshots {
         admitted.started();
         own_disks.keep();
         let Ok(machine) = self.registry.machine(&request.vm) else {
-            // It has ended already, perhaps before we had done with its memory.
+            // The VM has ended already, perhaps while its memory was still in use here.
             self.directory.let_go();
             return Ok(info);
         };

@@ -1,4 +1,4 @@
-//! VMs that are saved.
+//! Saving of VMs as snapshots.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,25 +23,26 @@ use crate::snapshots::candidates;
 use crate::snapshots::guest_caches::{DROP_TIMEOUT, drop_caches, trace_again, write_back};
 use crate::snapshots::hold::HeldVm;
 
-/// How long it may take to say what it has.
+/// Time limit for a guest to report whether it has a VM generation ID.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a guest did with its page cache before it is saved.
+/// Result of the guest's preparation for a save.
 #[derive(Default)]
 struct Prepared {
-    /// Why it has caches that it was to drop.
+    /// The reason why the guest still has caches that it was to drop.
     cache_kept: Option<String>,
-    /// Pages that its disks may hold too.
+    /// Pages that the guest's disks may also hold.
     candidates: Vec<Candidate>,
 }
 
 impl Snapshots {
-    /// Saves a VM. It goes on afterwards, also if this fails.
+    /// Saves a VM. The VM continues to run afterwards, even if the save fails.
     pub fn save(&self, request: &SaveRequest) -> Result<Manifest, DaemonError> {
         self.save_marked(request, None)
     }
 
-    /// The same; `of_boot` is for the manifest.
+    /// Saves a VM as [`Snapshots::save`] does. `of_boot` is recorded in the manifest and marks a
+    /// boot snapshot.
     pub(crate) fn save_marked(
         &self,
         request: &SaveRequest,
@@ -56,7 +57,7 @@ impl Snapshots {
             .into());
         };
         let _noted = machine.note_saving();
-        // Fails early, and for a name that is taken before the guest drops anything.
+        // A taken name is refused before the guest drops anything.
         if self.directory.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
@@ -64,8 +65,8 @@ impl Snapshots {
         let subject = subject(&machine)?;
         save::mend(&subject, || machine.monitor())?;
         let progress = self.locks.begin(&request.name)?;
-        // What its disks are built on isn't removed before the new snapshot says that it needs it.
-        // Those of a VM that others started are copied.
+        // Snapshots that the VM's disks are built on are not removed until the new snapshot records
+        // that it needs them. Disks of a VM that memfold did not start are copied.
         let below = match machine.vm().spec() {
             Some(spec) => restore::below(&self.directory, spec),
             None => Vec::new(),
@@ -75,7 +76,7 @@ impl Snapshots {
             .filter(|name| *name != request.name)
             .map(|name| self.locks.begin(&name))
             .collect::<Result<Vec<_>, _>>()?;
-        // The VM may end before its snapshot is whole.
+        // The VM may end before its snapshot is complete.
         let segments = machine.vm().segments();
         let kept = |segment: &SegmentSpec| self.locks.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
@@ -110,7 +111,7 @@ impl Snapshots {
                 ..Prepared::default()
             })
         });
-        // Of what went while events were off.
+        // The inventory reports pages that were dropped while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
             info!(vm = request.vm, %error, "no inventory of the guest's page cache after the save");
         }
@@ -130,8 +131,8 @@ impl Snapshots {
             drop_ms: save::milliseconds(began.elapsed()),
             ..Steps::default()
         };
-        // Asked again: what is noted now holds for ever, and a guest that has just dropped its
-        // caches may be slow.
+        // Asked twice, because the result is recorded for good, and a guest that has just dropped
+        // its caches may be slow.
         let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
         let asked = ask().or_else(|_| ask());
         let generation_id = asked.is_ok_and(|answer| answer.code == 0);
@@ -148,7 +149,7 @@ impl Snapshots {
             })?;
         let held = HeldVm::new(&self.folding, machine, agent.as_deref(), merging, noted);
         let free = held.free_pages();
-        // Devices that write past the page tables: nobody would keep what they write to.
+        // Devices that write past the page tables: such writes cannot be tracked.
         if let Some(problem) = machine.problem().filter(|_| request.live) {
             return Err(
                 SnapshotError::Impossible(format!("cannot save the VM live: {problem}")).into(),
@@ -181,7 +182,7 @@ impl Snapshots {
             &held,
             progress,
         );
-        // For a full disk it stands still for longer than the save has stopped it.
+        // After an error with a full disk, the VM may be stopped for longer than by the save.
         let may_be_full = matches!(
             manifest,
             Err(SnapshotError::Files { .. } | SnapshotError::Qemu(_))

@@ -1,5 +1,5 @@
-//! Whether a VM of a snapshot could start, tried: QEMU is started as `restore` starts it, reads no
-//! state, and is ended.
+//! Trial start of a snapshot's VM: QEMU is started as `restore` starts it, loads no state, and is
+//! ended.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,12 +11,12 @@ use tracing::warn;
 use crate::error::DaemonError;
 use crate::snapshots::Snapshots;
 
-/// Where such VMs are: no list shows them, and no daemon adopts them.
+/// Directory of VMs of trial starts. They are not listed, and no daemon adopts them.
 fn place(state: &Path) -> PathBuf {
     state.join("trial")
 }
 
-/// Ends those that a daemon which was killed has left.
+/// Ends trial VMs that a killed daemon has left.
 pub(crate) fn clear(state: &Path) {
     for vm in Vm::discover(&place(state)).unwrap_or_default() {
         end(&vm);
@@ -34,7 +34,11 @@ fn end(vm: &Vm) {
 }
 
 impl Snapshots {
-    /// Starts a QEMU for what `restore` would start, and ends it.
+    /// Starts QEMU with the options of a restore, and ends it.
+    ///
+    /// # Errors
+    ///
+    /// The reason why a VM cannot be started from the snapshot.
     pub(super) fn try_restore(&self, spec: VmSpec, manifest: &Manifest) -> Result<(), DaemonError> {
         let mut spec = spec.for_trial(format!("try-{:x}", overlay::unique()));
         self.segments.find(&mut spec)?;

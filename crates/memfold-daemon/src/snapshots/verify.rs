@@ -1,4 +1,4 @@
-//! Snapshots that are read whole and tried.
+//! Verification of snapshots: checksums, disks, and a trial start.
 
 use memfold_api::VerifyReport;
 use memfold_host::chain;
@@ -8,7 +8,7 @@ use crate::error::DaemonError;
 use crate::snapshots::Snapshots;
 
 impl Snapshots {
-    /// Reads a snapshot whole and compares its checksums.
+    /// Reads a snapshot completely, compares its checksums, and tries to start a VM from it.
     pub fn verify(&self, name: &str) -> Result<VerifyReport, DaemonError> {
         let progress = self.locks.begin(name)?;
         let manifest = self.directory.manifest(name)?;
@@ -17,7 +17,7 @@ impl Snapshots {
             .iter()
             .map(|part| format!("{part} was changed since it was saved"))
             .collect();
-        // Tables that were changed lead nowhere.
+        // Changed tables cannot be followed to the data.
         if changed.iter().all(|part| *part == shelf::DEVICES) {
             let stored = self.directory.stored(&manifest)?;
             progress.begin("checksums compared", stored.bytes);
@@ -40,7 +40,7 @@ impl Snapshots {
                     format!("no VM can be started from this snapshot: {}", chain(&error))
                 }));
             }
-            // Its words name the disk, if that is what is wrong.
+            // The error names the disk if a disk is the problem.
             Err(error) => problems.push(error.to_string()),
         }
         Ok(VerifyReport {

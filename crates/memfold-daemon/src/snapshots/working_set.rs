@@ -1,4 +1,4 @@
-//! What VMs of a snapshot use first.
+//! Working sets: the pages that a VM touches first after a restore.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use crate::machine::Machine;
 use crate::snapshots::Snapshots;
 
 impl Snapshots {
-    /// Has what VMs of this snapshot use first at hand for this one, or finds out what that is.
-    /// Beside the VM, which runs.
+    /// Prefetches the snapshot's working set for a restored VM, or records the working set if none
+    /// is known. Both happen on a thread while the VM runs.
     pub(super) fn mind_working_set(
         &self,
         machine: Arc<Machine>,
@@ -36,7 +36,7 @@ impl Snapshots {
                 return;
             }
             let (id, name) = (machine.id(), machine.name().to_owned());
-            // Who waits keeps nobody alive.
+            // A waiting thread does not keep the VM's data alive.
             drop(machine);
             let found = loop {
                 std::thread::sleep(working_set::TIME);
@@ -46,7 +46,7 @@ impl Snapshots {
                 let Some(machine) = machine.filter(|machine| machine.id() == id) else {
                     return;
                 };
-                // While it is saved, all of its pages may look touched.
+                // During a save, all of the VM's pages may look touched.
                 let Some(_saving) = machine.try_save() else {
                     continue;
                 };
