@@ -1,12 +1,12 @@
-//! Swap disks of this host's VMs on lent RAM: borrowed, watched, given back.
+//! Swap disks of this host's VMs on lent RAM: borrowing, watching, returning.
 //!
 //! ```text
 //!   again, automatic --> borrow --> watcher --> heal --> give_back --> reconcile --> guards, notes, relays
 //! ```
-//! Everything here can be cut off at any instant. What QEMU's device uses is the truth;
-//! `borrowed.json` names leases, and is written before the first of them is used.
-//! [`SwapDisks::clean_up`] removes what nothing uses. So a new daemon ends or undoes what the one
-//! before began.
+//! Every operation may be interrupted at any instant. The nodes that QEMU's device uses show the
+//! true state. `borrowed.json` names the leases and is written before the first lease is used.
+//! [`SwapDisks::clean_up`] removes unused nodes and files. So a new daemon completes or undoes what
+//! the earlier one began.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -35,12 +35,12 @@ mod saved_request;
 pub(crate) mod swap_on;
 mod watcher;
 
-/// Swap disks of VMs on lent RAM.
+/// The swap disks of this host's VMs that are on lent RAM.
 #[derive(Debug)]
 pub struct SwapDisks {
     registry: Arc<VmRegistry>,
     leases: Arc<Leases>,
-    /// What is borrowed, by the VM's name.
+    /// Loans, by the VM's name.
     guards: Mutex<BTreeMap<String, Arc<Guard>>>,
 }
 
@@ -65,26 +65,26 @@ impl SwapDisks {
         self.guards().values().cloned().collect()
     }
 
-    /// What VMs have borrowed.
+    /// All loans of VMs.
     pub(crate) fn borrowed(&self) -> Vec<Borrowed> {
         self.all().iter().map(|guard| guard.borrowed()).collect()
     }
 
-    /// Where the swap disks are that are lent, by the VM's name.
+    /// The lent swap disks and their places, by the VM's name.
     pub(crate) fn swaps(&self) -> BTreeMap<String, VmSwap> {
         let guards = self.guards();
         let swap = |(vm, guard): (&String, &Arc<Guard>)| (vm.clone(), guard.swap());
         guards.iter().map(swap).collect()
     }
 
-    /// VMs whose swap disks have no copy on this host's disk any more, though they should.
+    /// Names of VMs whose swap disk should have a copy on this host and has none.
     pub(crate) fn without_copy(&self) -> Vec<String> {
         let guards = self.all();
         let without = guards.iter().filter(|guard| guard.borrowing().copy_failed);
         without.map(|guard| guard.vm.clone()).collect()
     }
 
-    /// Processes between VMs and lenders.
+    /// PIDs of the relays between VMs and lenders.
     pub(crate) fn relays(&self) -> Vec<i32> {
         let guards = self.all();
         let of = |part: &Part| Some(part.relay.as_ref()?.process.pid);
@@ -94,8 +94,7 @@ impl SwapDisks {
             .collect()
     }
 
-    /// Watches no more; borrowed memory stays until its leases are over, or the next daemon takes
-    /// over.
+    /// Stops watching. Loans stay until their leases end, or the next daemon continues them.
     pub(crate) fn stop(&self) {
         for guard in self.guards().values() {
             guard.stop();

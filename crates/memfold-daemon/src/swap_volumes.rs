@@ -1,8 +1,8 @@
-//! Swap volumes of this host's LVM on lent RAM: put there, watched, taken off.
+//! LVM swap volumes of this host on lent RAM: borrowing, watching, returning.
 //!
-//! As with VMs, everything can be cut off at any instant. What LVM says is the truth; notes name
-//! leases and targets, and are written before anything is changed. [`SwapVolumes::take_off`] undoes
-//! whatever it finds, and finds nothing the second time.
+//! Every operation may be interrupted at any instant. LVM shows the true state. Notes name leases
+//! and targets, and are written before anything is changed. [`SwapVolumes::take_off`] undoes
+//! everything it finds, and may be repeated.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -29,30 +29,30 @@ use crate::locks::{Rank, Ranked};
 mod keeper;
 mod on_lvm;
 
-/// Time between two looks at a loan, and between two at a mirror's images, each of which is a
-/// process.
+/// Time between two checks of a loan, and below, between two checks of mirror images, each of which
+/// starts a process.
 const LOOK: Duration = Duration::from_secs(1);
 const LOOK_AT_IMAGES: Duration = Duration::from_secs(5);
 
-/// Time between two tries to take a volume off lent RAM by ourselves.
+/// Pause before another automatic attempt to take a volume off lent RAM.
 const RETRY: Duration = Duration::from_secs(15);
 
-/// Time between two looks at how far a mirror is.
+/// Time between two checks of a mirror's synchronization.
 const LOOK_AT_SYNC: Duration = Duration::from_millis(500);
 
-/// Volumes of this host on lent RAM.
+/// The LVM volumes of this host that are on lent RAM.
 #[derive(Debug)]
 pub struct SwapVolumes {
     leases: Arc<Leases>,
-    /// What the next daemon goes on with.
+    /// File of the loans, for the next daemon.
     notes: PathBuf,
-    /// By volume group, held while LVM is told to change something there: its tools would wait for
-    /// each other, and what one finds has to be so for the next.
+    /// Locks by volume group, held while LVM changes the group. LVM's tools would wait for each
+    /// other, and the state that one step finds must hold for the next.
     turns: Mutex<BTreeMap<String, Arc<Mutex<()>>>>,
     keepers: Mutex<BTreeMap<Volume, Arc<Keeper>>>,
 }
 
-/// The right to change something in a volume group, as long as this is kept.
+/// The right to change a volume group, until it is dropped.
 struct Turn<'a> {
     _right: MutexGuard<'a, ()>,
     _rank: Ranked,
@@ -66,7 +66,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// `None`: somebody else has it.
+    /// Takes the right if it is free.
     fn take_now(group: &'a Mutex<()>) -> Option<Self> {
         Some(Self {
             _rank: Ranked::begin(Rank::VolumeGroup),
@@ -85,7 +85,7 @@ impl SwapVolumes {
         }
     }
 
-    /// What is held while a volume's group is changed.
+    /// The lock of a volume's group.
     fn group(&self, volume: &Volume) -> Arc<Mutex<()>> {
         let mut turns = self.turns.lock();
         turns.entry(volume.group.clone()).or_default().clone()
@@ -95,18 +95,23 @@ impl SwapVolumes {
         self.keepers.lock()
     }
 
-    /// What is borrowed, for reports.
+    /// All loans of volumes.
     pub(crate) fn borrowed(&self) -> Vec<Borrowed> {
         let keepers: Vec<Arc<Keeper>> = self.keepers().values().cloned().collect();
         keepers.iter().map(|keeper| keeper.borrowed()).collect()
     }
 
-    /// The next daemon goes on.
+    /// Stops watching; the next daemon continues.
     pub(crate) fn stop(&self) {
         self.keepers().values().for_each(|keeper| keeper.stop());
     }
 
     /// Puts a swap volume of this host on lent RAM.
+    ///
+    /// # Errors
+    ///
+    /// Among others [`LvmError::Unfit`], or [`DaemonError::BadRequest`] for durability `replica` or
+    /// stripes.
     pub fn borrow(
         self: &Arc<Self>,
         volume: &Volume,
@@ -167,7 +172,7 @@ impl SwapVolumes {
         })
     }
 
-    /// Takes a volume off lent RAM; fine if it isn't there.
+    /// Takes a volume off lent RAM. Succeeds if the volume is not on lent RAM.
     pub fn give_back(self: &Arc<Self>, volume: &Volume) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         check_tools()?;
@@ -182,7 +187,7 @@ impl SwapVolumes {
         } else {
             let logical = tools::logical(volume)?;
             if let Some(uuid) = forgotten(volume)? {
-                // Of before a boot, or of a state directory that is gone.
+                // The loan is from before a boot, or its state directory is gone.
                 off_lent(volume, &uuid)?;
                 changed = true;
             }
@@ -201,7 +206,8 @@ impl SwapVolumes {
         })
     }
 
-    /// A lease of a lender that exports by iSCSI. Which one does is seen when it has.
+    /// Takes a lease of a lender that exports by iSCSI. The transport of a lender is known only
+    /// after its export; other lenders are released again.
     fn take_disk(
         &self,
         volume: &Volume,
@@ -244,7 +250,7 @@ impl SwapVolumes {
         }
     }
 
-    /// Takes a loan on: from now on it is renewed.
+    /// Records a loan and starts the thread that renews it.
     fn keep(self: &Arc<Self>, keeper: &Arc<Keeper>) -> Result<(), DaemonError> {
         let volume = keeper.loan().volume;
         self.keepers().insert(volume, keeper.clone());
@@ -285,11 +291,11 @@ impl SwapVolumes {
         self.note()
     }
 
-    /// Undoes what was done for a loan, whatever that is, and lets go of it.
+    /// Undoes all steps of a loan, and releases it.
     fn take_off(&self, keeper: &Keeper, _: &Turn<'_>) -> Result<(), DaemonError> {
         let loan = keeper.loan();
         off_lent(&loan.volume, &loan.uuid)?;
-        // Undone, or over: a daemon that finds it now has less to do.
+        // Recorded now, so that a later daemon has fewer steps to do.
         keeper.change(|loan| loan.phase = Phase::Ending);
         self.note()?;
         if let Some(target) = &loan.target {
@@ -303,7 +309,7 @@ impl SwapVolumes {
         Ok(())
     }
 
-    /// Goes on with what the daemon before has borrowed for volumes.
+    /// Continues loans of the earlier daemon for volumes.
     pub(crate) fn resume(self: &Arc<Self>) {
         let Ok(bytes) = std::fs::read(&self.notes) else {
             return;
@@ -316,13 +322,13 @@ impl SwapVolumes {
             }
         };
         let all = loans.into_iter().map(|loan| {
-            // Who knows when it was renewed last.
+            // The time of the last renewal is unknown.
             let ttl = lease_ttl(loan.durability, loan.bytes);
             let holds = Instant::now() + ttl / 2 + RESUMED;
             (loan.volume.clone(), Keeper::new(loan, holds))
         });
         let all: BTreeMap<Volume, Arc<Keeper>> = all.collect();
-        // All of them, before the first one is noted.
+        // All loans are inserted before the first one is written to the file.
         self.keepers().clone_from(&all);
         for (volume, keeper) in all {
             info!(%volume, "loan of an earlier daemon is watched again");
@@ -345,7 +351,7 @@ impl SwapVolumes {
         write_json(&self.notes, &loans).map_err(|source| self.notes_failed(source))
     }
 
-    /// Asks for more time, and hears what the lender wants.
+    /// Renews the lease, and records whether the lender recalls its memory.
     fn renew(&self, keeper: &Keeper) {
         let loan = keeper.loan();
         let durability = keeper.durability_now();
@@ -363,16 +369,16 @@ impl SwapVolumes {
             {
                 keeper.lose(error.to_string());
             }
-            // It holds for a while yet; where nothing else has what lies there, it is taken off
-            // before that is over.
+            // The lease still holds for a while. If lent RAM has the only copy, the volume is taken
+            // off before the lease ends.
             Err(_) => {}
         }
     }
 
-    /// Takes a volume off by ourselves, if it has to be: its lender wants it back or has gone, or
-    /// the daemon before has left it half done. Whether that was tried.
+    /// Takes a volume off lent RAM automatically if its lender recalls the memory or has gone, or
+    /// if the earlier daemon left it half done. Returns whether it tried.
     fn tend(&self, keeper: &Keeper) -> bool {
-        // Who has it may be putting this volume there, or taking it off.
+        // The holder of the lock may be putting this volume on lent RAM, or taking it off.
         let group = self.group(&keeper.loan().volume);
         let Some(turn) = Turn::take_now(&group) else {
             return false;
@@ -414,7 +420,7 @@ fn keep_watch(volumes: &Weak<SwapVolumes>, keeper: &Arc<Keeper>) {
                 keeper.lose(why);
             }
         }
-        // A volume that is lost can only be taken off by who has let go of what lies there.
+        // A lost volume can be taken off only by an operator, after its users have ended.
         let is_hopeless = keeper.durability_now() == Durability::None && keeper.lost().is_some();
         if tending.as_ref().is_some_and(JoinHandle::is_finished) {
             let ended = tending.take().map(JoinHandle::join);
@@ -452,7 +458,11 @@ fn wait_synced(keeper: &Keeper) -> Result<(), DaemonError> {
     }
 }
 
-/// Whether what was begun is of use yet.
+/// Checks that the lender can still be used.
+///
+/// # Errors
+///
+/// [`DaemonError::Lending`] if the lender is lost or recalls its memory.
 fn still_good(keeper: &Keeper) -> Result<(), DaemonError> {
     let wanted = keeper.is_wanted.load(Ordering::Acquire);
     let why = keeper

@@ -1,12 +1,13 @@
-//! Borrowing again: what an operator has asked for (`memfold borrow`) stays asked for until he
-//! gives it back, or the VM ends.
+//! Repeats loans that operators requested (`memfold borrow`). A request stays in force until the
+//! operator returns the loan, or the VM ends.
 //!
-//! A lender that dies, is upgraded or needs its memory leaves the VM on this host's disk, where it
-//! is safe and slow. When a lender has room again, it is switched again: a minute after a loss, ten
-//! minutes after it was asked for, so that who needed his memory isn't asked for it at once. The
-//! wish is a file of the VM's ([`VmDirectory::wish`]): the next daemon knows it, too.
+//! If a lender dies, is upgraded or needs its memory, the VM's swap moves to this host's disk,
+//! which is safe and slow. When a lender has free memory again, the swap is moved again: one minute
+//! after a loss, ten minutes after a recall, so that a lender is not asked for memory that it has
+//! just recalled. The request is a file in the VM's directory ([`VmDirectory::wish`]), so the next
+//! daemon knows it, too.
 //!
-//! What VMs borrow by themselves is no wish: those that go on swapping borrow again anyhow.
+//! Automatic loans are not repeated here: VMs that keep swapping borrow again anyway.
 //!
 //! [`VmDirectory::wish`]: memfold_vm::VmDirectory::wish
 
@@ -26,35 +27,35 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_disks::attempt::Asker;
 use crate::swap_disks::saved_request::saved_request;
 
-/// Time between two looks.
+/// Time between two checks.
 const LOOK: Duration = Duration::from_secs(2);
 
-/// How long a VM stays on its disk after its lender was lost.
+/// Time for which a swap disk stays on this host after its lender was lost.
 const AFTER_LOSS: Duration = Duration::from_secs(60);
 
-/// The same after the lender has asked for its memory, or nobody could say how the lender is.
+/// Time for which a swap disk stays on this host after the lender recalled its memory, or if the
+/// lender's state is unknown.
 const AFTER_RECALL: Duration = LONGEST_WAIT;
 
-/// How long to wait, by where a swap disk is that should be lent; `None`: it is. `lost_a_copy`:
-/// that is why it came home.
+/// Time to wait before borrowing again, by the place of a swap disk that should be lent; `None`:
+/// nothing is to be done. `lost_a_copy`: the disk was moved back because a copy was lost.
 const fn rest(place: SwapPlace, lost_a_copy: bool) -> Option<Duration> {
     match place {
         SwapPlace::OnCopy => Some(AFTER_LOSS),
-        // A replica's second lender isn't enough: its disk is moved home by itself.
+        // With one lender left, a replica was moved to the disk automatically.
         SwapPlace::OnDisk if lost_a_copy => Some(AFTER_LOSS),
         SwapPlace::OnDisk => Some(AFTER_RECALL),
-        // Nothing can be done for what is lost; a degraded one is being moved to its disk.
+        // A lost disk cannot be recovered, and a degraded one is already being moved to the disk.
         SwapPlace::Lent | SwapPlace::Degraded | SwapPlace::Lost => None,
     }
 }
 
-/// Forgets those that are lent again: what is lost after that, however soon, rests as after any
-/// loss.
+/// Removes VMs whose disks are lent again. A later loss then waits like any first loss.
 fn forget_done(waiting: &mut BTreeMap<u32, Backoff<()>>, now: Instant) {
     waiting.retain(|_, tries| tries.ended(now).is_none());
 }
 
-/// Until the daemon ends.
+/// Checks until the daemon ends.
 fn watch(disks: &Weak<SwapDisks>) {
     let mut waiting = BTreeMap::new();
     while let Some(disks) = disks.upgrade() {
@@ -65,14 +66,14 @@ fn watch(disks: &Weak<SwapDisks>) {
 }
 
 impl SwapDisks {
-    /// Has VMs borrow again from now on.
+    /// Starts the thread that repeats loans.
     pub(crate) fn begin_borrowing_again(self: &Arc<Self>) -> io::Result<()> {
         let disks = Arc::downgrade(self);
         let thread = Builder::new().name("wishes".into());
         thread.spawn(move || watch(&disks)).map(drop)
     }
 
-    /// VMs that should be on lent RAM and aren't, by their wish.
+    /// VMs whose swap disk should be lent and is not, with the request and the time to wait.
     fn wishing(&self) -> Vec<(Arc<Machine>, BorrowRequest, Duration)> {
         let machines: Vec<Arc<Machine>> = self.registry.machines();
         let wishing = machines.into_iter().filter_map(|machine| {
@@ -85,7 +86,7 @@ impl SwapDisks {
         wishing.collect()
     }
 
-    /// Names of VMs that borrow again as soon as a lender has room.
+    /// Names of VMs that borrow again as soon as a lender has free memory.
     pub(crate) fn borrow_again_later(&self) -> Vec<String> {
         let wishing = self.wishing();
         let names = wishing.iter().map(|(machine, ..)| machine.name());
@@ -96,7 +97,7 @@ impl SwapDisks {
         let now = Instant::now();
         forget_done(waiting, now);
         let wishing = self.wishing();
-        // One whose switch is under way may be lent already.
+        // A VM whose move is in progress may already count as lent.
         waiting.retain(|id, tries| {
             tries.is_under_way() || wishing.iter().any(|(machine, ..)| machine.id() == *id)
         });

@@ -1,31 +1,32 @@
-//! A try to borrow: who wants it, and what it has begun.
+//! An attempt to borrow: its initiator, and the resources that a failure must release.
 
 use memfold_lend::Lease;
 use memfold_lend::graph::Borrowing;
 use memfold_lend::relay::start::Running;
 use memfold_lend::wire::Wire;
 
-/// Who wants a VM to borrow.
+/// Initiator of a loan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Asker {
-    /// A person.
+    /// An operator's request.
     Operator,
-    /// The same, a while ago: it has lost its lender since.
+    /// An operator's earlier request, repeated after the lender was lost.
     SavedRequest,
-    /// Nobody: it swaps.
+    /// The VM itself, because it swaps (automatic loan).
     Itself,
 }
 
-/// What a borrowing that fails has to undo.
+/// Resources of an attempt to borrow. They are released if it fails.
 #[derive(Default)]
 pub(crate) struct BorrowAttempt {
     pub leases: Vec<Lease>,
-    /// With the names of their lenders.
+    /// Relay processes, each with the names of its lenders.
     pub relays: Vec<(Running, Vec<String>)>,
     pub wires: Vec<Option<Wire>>,
-    /// The monitor's connection on which failures of its nodes are told from their beginning.
+    /// The monitor's connection that has received events about the new nodes from their creation
+    /// on.
     pub heard_on: Option<u64>,
-    /// What QEMU was told to go over to.
+    /// The loan that QEMU was told to switch to.
     pub borrowing: Option<Borrowing>,
 }
 

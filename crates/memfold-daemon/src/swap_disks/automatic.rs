@@ -1,11 +1,11 @@
-//! Borrowing by itself (`serve --borrow auto`): a VM that goes on swapping gets lent RAM, and gives
-//! it back when it swaps no more.
+//! Automatic loans (`serve --borrow auto`): a VM that keeps swapping gets lent RAM, and returns it
+//! after it has stopped swapping.
 //!
-//! What counts is what its swap device read and wrote, as QEMU counts it. A burst is none of our
-//! business: to switch costs a copy of the whole disk. So borrowing begins after ten seconds in a
-//! row of at least [`BUSY`], and ends after ten minutes in a row below [`IDLE`], which is far
-//! lower. What an operator borrowed is the operator's to give back; and a VM whose memory was given
-//! back by somebody else is left alone for a while.
+//! The measure is the traffic of the VM's swap device, as QEMU counts it. Short bursts are ignored,
+//! because each move copies the whole disk. A loan begins after ten seconds of at least [`BUSY`],
+//! and ends after ten minutes below [`IDLE`], which is far lower. Loans of an operator are not
+//! ended automatically. After another party has ended a VM's loan, the VM is left alone for ten
+//! minutes.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,22 +26,23 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_disks::attempt::Asker;
 use crate::swap_disks::saved_request::saved_request;
 
-/// Time between two looks.
+/// Time between two measurements.
 const LOOK: Duration = Duration::from_secs(2);
 
-/// Bytes a second of a VM that swaps.
+/// Traffic of a VM that swaps, in bytes a second.
 const BUSY: u64 = 1 << 20;
 
-/// Looks in a row that begin it.
+/// Number of consecutive busy measurements that begin a loan.
 const BUSY_LOOKS: u32 = 5;
 
-/// Bytes a second of a VM that doesn't.
+/// Traffic below which a VM does not swap, in bytes a second.
 const IDLE: u64 = 64 << 10;
 
-/// How long it has to last to end it, and how long a VM is left alone that others decided about.
+/// Idle time that ends a loan, and the time for which a VM is left alone after another party's
+/// decision.
 const REST: Duration = LONGEST_WAIT;
 
-/// What is to be done.
+/// The decision of one measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BorrowStep {
     Nothing,
@@ -49,19 +50,19 @@ enum BorrowStep {
     GiveBack,
 }
 
-/// How a VM swaps.
+/// Swap traffic of a VM over time.
 #[derive(Debug, Default)]
 struct Habit {
     last: Option<(u64, Instant)>,
     busy_looks: u32,
     idle_since: Option<Instant>,
-    /// Whether it has borrowed by itself, as far as is known.
+    /// Whether the present loan is an automatic one, as far as is known.
     by_itself: bool,
-    /// Switches, there or back: others are looked at meanwhile.
+    /// Moves of the disk in both directions. They run on a thread while other VMs are measured.
     tries: Backoff<Done>,
 }
 
-/// What a switch has done.
+/// Result of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Done {
     Borrowed,
@@ -69,13 +70,13 @@ enum Done {
 }
 
 impl Habit {
-    /// What to do, by all that its device has moved so far, and where its disk is.
+    /// Decides from the total traffic of the swap device so far, and from the place of the disk.
     fn look(&mut self, moved: u64, place: SwapPlace, now: Instant) -> BorrowStep {
         let Some((before, at)) = self.last.replace((moved, now)) else {
             return BorrowStep::Nothing;
         };
         let ms = u64::try_from(now.duration_since(at).as_millis()).unwrap_or(u64::MAX);
-        // Another device, after a reboot.
+        // A smaller total belongs to a new device after a reboot, and counts as no traffic.
         let rate = moved.saturating_sub(before).saturating_mul(1000) / ms.max(1);
         self.busy_looks = if rate >= BUSY { self.busy_looks + 1 } else { 0 };
         if rate >= IDLE {
@@ -84,7 +85,7 @@ impl Habit {
         let idle_since = *self.idle_since.get_or_insert(now);
         let is_lent = !matches!(place, SwapPlace::OnDisk | SwapPlace::OnCopy);
         if self.by_itself && place == SwapPlace::OnDisk {
-            // An operator, or a lender that needs its memory.
+            // An operator, or a lender that needs its memory, has ended the loan.
             self.by_itself = false;
             self.tries.rest(now + REST);
         }
@@ -104,7 +105,7 @@ impl Habit {
         }
     }
 
-    /// Whether a switch is under way. One that has ended is noted.
+    /// Whether a move is in progress. The result of a move that has ended is recorded.
     fn is_switching(&mut self, now: Instant) -> bool {
         match self.tries.ended(now) {
             Some(Done::Borrowed) => self.borrowed(),
@@ -117,7 +118,7 @@ impl Habit {
     fn borrowed(&mut self) {
         self.by_itself = true;
         self.idle_since = None;
-        // It took a while, in which more was moved than the guest did.
+        // The move itself caused traffic that the guest did not.
         self.last = None;
     }
 
@@ -127,7 +128,7 @@ impl Habit {
     }
 }
 
-/// All bytes that the swap device of a VM has read and written; `None`: QEMU doesn't say.
+/// Total bytes that a VM's swap device has read and written; `None`: QEMU does not report them.
 fn moved(qmp: &mut Qmp, node: &str) -> Option<u64> {
     let stats = qmp.execute("query-blockstats", json!({})).ok()?;
     let of_it = stats
@@ -138,7 +139,7 @@ fn moved(qmp: &mut Qmp, node: &str) -> Option<u64> {
     Some(bytes("rd_bytes")?.saturating_add(bytes("wr_bytes")?))
 }
 
-/// Until the daemon ends.
+/// Measures until the daemon ends.
 fn watch(disks: &Weak<SwapDisks>) {
     let mut habits = BTreeMap::new();
     while let Some(disks) = disks.upgrade() {
@@ -149,7 +150,7 @@ fn watch(disks: &Weak<SwapDisks>) {
 }
 
 impl SwapDisks {
-    /// Has VMs borrow by themselves from now on.
+    /// Starts the thread of automatic loans.
     pub(crate) fn begin_borrowing_by_itself(self: &Arc<Self>) -> io::Result<()> {
         let disks = Arc::downgrade(self);
         let thread = Builder::new().name("borrow".into());
@@ -163,7 +164,7 @@ impl SwapDisks {
         };
         let machines: Vec<Arc<Machine>> = self.registry.machines();
         let machines = machines.into_iter().filter(|machine| swaps(machine));
-        // What an operator wants is not decided here.
+        // VMs with an operator's request are not decided here.
         let machines = machines.filter(|machine| saved_request(machine).is_none());
         let machines: Vec<Arc<Machine>> = machines.collect();
         habits.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
@@ -182,7 +183,7 @@ impl SwapDisks {
             let guard = self.guard(vm);
             let noted = guard.as_ref().is_some_and(|g| g.borrowing().by_itself);
             let place = guard.map_or(SwapPlace::OnDisk, |guard| guard.borrowed().place);
-            // What the daemon before borrowed by itself is this one's to give back.
+            // An automatic loan of the earlier daemon is ended by this one.
             let habit = habits.entry(machine.id()).or_insert_with(|| Habit {
                 by_itself: noted,
                 ..Habit::default()

@@ -1,4 +1,4 @@
-//! Swap disks that go over to lent RAM.
+//! Moving of swap disks to lent RAM.
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ use crate::swap_disks::relays::{connect, hear_end, hear_end_of};
 use crate::swap_disks::saved_request::{save_request, saved_request};
 
 impl SwapDisks {
-    /// Switches a VM's swap disk to lent RAM, and again should it lose its lender.
+    /// Moves a VM's swap disk to lent RAM. The request is saved and repeated if the lender is lost.
     pub fn borrow_memory(
         self: &Arc<Self>,
         vm: &str,
@@ -37,7 +37,7 @@ impl SwapDisks {
         self.borrow_as(vm, request, Asker::Operator)
     }
 
-    /// The same for whoever asks.
+    /// Moves a VM's swap disk to lent RAM, for any initiator.
     pub(super) fn borrow_as(
         self: &Arc<Self>,
         vm: &str,
@@ -101,7 +101,7 @@ impl SwapDisks {
                     format!("return the loan first: memfold return {vm}"),
                 ));
             }
-            // On its disk, whatever the note says.
+            // The disk is on this host, even if the note says otherwise.
             self.drop_note(machine, directory, right);
         }
         let mut begun = BorrowAttempt::default();
@@ -127,7 +127,7 @@ impl SwapDisks {
                     "state of the swap disk unknown: QEMU did not answer; retrying every second"
                 );
                 if let Some(borrowing) = begun.borrowing {
-                    // Kept, and renewed, as if it were there.
+                    // The loan is kept and renewed, as QEMU may use it.
                     let guard = Guard::new(vm, borrowing, begun.wires);
                     guard.state().heard_on = begun.heard_on;
                     self.watch(machine, &guard);
@@ -203,7 +203,7 @@ impl SwapDisks {
             begun.relays.push((relay.running, lenders));
             begun.wires.push(Some(relay.wire));
         }
-        // A daemon that dies now leaves relays that the next one is to find.
+        // Relays are recorded now, so that the next daemon finds them if this one dies.
         write_note(directory, &borrowing).map_err(place)?;
         let mut qmp = machine.monitor();
         begun.heard_on = Some(qmp.connections());
@@ -216,15 +216,15 @@ impl SwapDisks {
         switched?;
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
-            // The next daemon sees by the device itself that it went over.
+            // The next daemon sees from the device itself that the disk was moved.
             warn!(vm = machine.name(), %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
         }
         Ok(borrowing)
     }
 
-    /// Why a switch had better be given up: a connection has ended, or a lender hangs or needs its
-    /// memory, which is `asked` once a second. QEMU can't give up what waits for an answer before
-    /// the connection is cut.
+    /// Returns the reason to abandon a move in progress: a connection has ended, or a lender hangs
+    /// or recalls its memory (checked once a second; `asked` is the last time). The connections are
+    /// then cut, because QEMU cannot abandon a request that waits for an answer.
     fn why_to_give_up(
         &self,
         borrowing: &Borrowing,
@@ -255,7 +255,7 @@ impl SwapDisks {
         why
     }
 
-    /// Goes on with what the daemon before had borrowed for a VM, or had begun to.
+    /// Continues loans of an earlier daemon for a VM, including a move that was in progress.
     pub(crate) fn resume(self: &Arc<Self>, machine: &Arc<Machine>) {
         let Some(directory) = machine.vm().directory() else {
             return;
@@ -265,7 +265,7 @@ impl SwapDisks {
         };
         let _right = machine.swap_right();
         machine.use_generation(borrowing.generation);
-        // Of a switch that was under way, the device tells how it ended.
+        // If a move was in progress, the device shows how it ended.
         Self::clean_up(machine);
         let ended = graph::cancel(&|| machine.monitor()).map_err(GraphError::from);
         let top = ended.and_then(|()| graph::top(&mut machine.monitor(), machine.name()));
@@ -277,9 +277,9 @@ impl SwapDisks {
             self.leases.release(borrowing.leases());
             return;
         }
-        // If it doesn't, that is found out before anything else is done.
+        // If QEMU did not answer, the state is determined before anything else is done.
         borrowing.phase = top.map_or(Phase::Switching, |_| Phase::Lent);
-        // Nobody heard of failures meanwhile.
+        // No daemon has received events about failures in the meantime.
         borrowing.copy_unwatched = borrowing.copy.is_some();
         let find = |part: &Part| {
             let wire = Wire::find(machine.vm().process(), &part.reached_at()).ok()?;
@@ -292,14 +292,14 @@ impl SwapDisks {
         );
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let guard = Guard::new(machine.name(), borrowing, wires);
-        // Who knows when they were renewed last.
+        // The time of the last renewal is unknown.
         guard.state().holds = Some(Instant::now() + ttl / 2 + RESUMED);
         self.watch(machine, &guard);
     }
 }
 
-/// An export that a relay can connect to: that of a lender by iSCSI is on this host, in front of a
-/// session of its own.
+/// An endpoint that a relay can connect to. For a lender that exports by iSCSI, the endpoint is a
+/// bridge on this host, in front of an iSCSI session.
 fn reach(
     directory: &VmDirectory,
     lease: &Lease,
@@ -319,7 +319,7 @@ fn reach(
     })
 }
 
-/// Copies of so many stripes each.
+/// Groups the leases into copies of `stripes` stripes each.
 fn parts(leases: &[Lease], endpoints: &[Endpoint], stripes: usize) -> Vec<Part> {
     let stripe = |(lease, endpoint): (&Lease, &Endpoint)| Stripe {
         lease: lease.id,

@@ -1,8 +1,8 @@
-//! Whether a swap disk's copy on this host's disk is whole, after a time in which nobody would have
-//! heard that a write to it failed.
+//! Verification of a swap disk's copy on this host, after a time in which no daemon received events
+//! about failed writes.
 //!
-//! Its relay knows what was written ([`compare`](memfold_lend::relay::compare)). Until it has said
-//! so, a lender that dies may leave old bytes.
+//! The relay knows which blocks were written ([`compare`](memfold_lend::relay::compare)). Until the
+//! relay has verified the copy, the loss of the lender may leave old data.
 
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
@@ -16,23 +16,23 @@ use crate::swap_disks::failures::copy_has_failed;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::write_note;
 
-/// After that a comparison that came to nothing is tried again.
+/// Pause before a failed verification is repeated.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The question, while it is asked.
+/// State of the verification.
 #[derive(Debug, Default)]
 pub(crate) struct Comparison {
     asked: Option<Asked>,
-    /// The monitor's connection then: failures have been heard ever since, if it is the same.
+    /// The monitor's connection at the request. If it is unchanged, all later failures were
+    /// received.
     heard_on: Option<u64>,
     tried: Option<Instant>,
-    /// Its relay is of a version that knows no questions: all is copied when it's given back, as
-    /// before.
+    /// The relay's version cannot verify: the whole disk is copied when it is returned.
     is_old: bool,
 }
 
 impl Comparison {
-    /// Asks if that is to be asked, and hears the answer if there is one.
+    /// Requests the verification if it is needed, and processes the answer.
     pub fn step(&mut self, machine: &Machine, guard: &Guard) {
         let borrowing = guard.borrowing();
         let relay = borrowing

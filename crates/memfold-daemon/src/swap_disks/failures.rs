@@ -1,4 +1,4 @@
-//! Requests of a swap disk that have failed, as QEMU reports them.
+//! Failed requests of a swap disk, as QEMU's events report them.
 
 use memfold_lend::graph::{self, Failed};
 use tracing::{error, warn};
@@ -8,11 +8,11 @@ use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::write_note;
 use crate::swap_disks::relays::wait_longer;
 
-/// Hears from QEMU which requests have failed.
+/// Processes QEMU's events about failed requests.
 pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     let (events, heard_on) = {
         let mut qmp = machine.monitor();
-        // Events come with answers.
+        // QEMU delivers events together with answers.
         if qmp.query("query-status").is_err() {
             return;
         }
@@ -28,9 +28,9 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     }
     for event in events {
         match graph::failed(&event, &before) {
-            // Even if the connection stands: it lacks that write.
+            // The part lacks a write now, so it is cut even if the connection works.
             Some(Failed::Lent(part)) => guard.cut(part),
-            // With nothing else left, the guest has heard of it itself.
+            // Without a lent part, the guest has received the error itself.
             Some(Failed::Copy) if before.reached().next().is_some() => {
                 guard.state().borrowing.copy_failed = true;
             }
@@ -50,7 +50,8 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     }
 }
 
-/// What is lent is all there is of a swap disk now.
+/// Reports that the copy has failed and lent RAM has the only copy, and extends the relays'
+/// timeout.
 pub(crate) fn copy_has_failed(guard: &Guard) {
     error!(
         vm = guard.vm,

@@ -1,4 +1,4 @@
-//! Swap disks that go back to this host's disk.
+//! Moving of swap disks back to this host's disk.
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -20,20 +20,20 @@ use crate::swap_disks::note::swap_directory;
 use crate::swap_disks::saved_request::forget_request;
 
 impl SwapDisks {
-    /// Switches a VM's swap disk back to this host's disk, for good.
+    /// Moves a VM's swap disk back to this host's disk, and deletes the operator's request.
     pub fn return_memory(&self, vm: &str) -> Result<Borrowed, DaemonError> {
         self.return_as(vm, true)
     }
 
-    /// The same; not `for_good`: what an operator has asked for stays asked for.
+    /// Moves a VM's swap disk back. The operator's request is deleted only with `for_good`.
     pub(super) fn return_as(&self, vm: &str, for_good: bool) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         let machine = self.registry.machine(vm)?;
         let directory = swap_directory(&machine)?;
         let right = machine.swap_right();
         if for_good {
-            // First: whatever fails or is killed on the way, it isn't borrowed again against the
-            // operator's word.
+            // The request is deleted first. Even if a later step fails, the loan is not repeated
+            // against the operator's decision.
             forget_request(directory);
         }
         let guard = self.reconciled_guard(&machine, directory, &right)?;
@@ -78,7 +78,7 @@ impl SwapDisks {
         }
         let is_whole = borrowing.has_copy() && !borrowing.copy_unwatched;
         if is_whole || is_last {
-            // Every write has gone to the copy too, as far as is known; or there is nothing else.
+            // The copy has every write, as far as is known, or it is all that is left.
             for (part, _) in borrowing.reached() {
                 graph::take_out(&mut machine.monitor(), &borrowing, part)?;
                 guard.state().borrowing.parts[part].lost = true;
@@ -86,7 +86,7 @@ impl SwapDisks {
         } else {
             self.move_to_disk(machine, directory, guard, right)?;
         }
-        // Released when nothing uses it any more.
+        // The lease is released after nothing uses it any more.
         Self::clean_up(machine);
         self.drop_note(machine, directory, right);
         info!(
@@ -96,7 +96,7 @@ impl SwapDisks {
         Ok(())
     }
 
-    /// Copies what is lent to a new file.
+    /// Copies the lent data to a new file.
     fn move_to_disk(
         &self,
         machine: &Machine,
@@ -117,7 +117,7 @@ impl SwapDisks {
             let mut qmp = machine.monitor();
             let to = graph::build_on_disk(&mut qmp, generation, &file, borrowing.bytes)?;
             drop(qmp);
-            // The thread that renews may be this one.
+            // The calling thread may be the one that otherwise renews the leases.
             let kept: Cell<Option<Instant>> = Cell::default();
             let keep = || {
                 if kept.get().is_none_or(|kept| kept.elapsed() >= RENEW) {
@@ -132,7 +132,7 @@ impl SwapDisks {
             graph::switch(&|| machine.monitor(), &borrowing.top(), &to, &keep)
         })();
         match &moved {
-            // Whether it is lent is found out before anything else is done.
+            // The state is determined before anything else is done.
             Err(GraphError::Unknown(_)) => guard.state().borrowing.phase = Phase::Switching,
             Err(_) => Self::clean_up(machine),
             Ok(()) => {}
@@ -141,8 +141,8 @@ impl SwapDisks {
     }
 }
 
-/// A number that no node of the swap disk has or had: what QEMU reports late of one that is gone is
-/// of no other.
+/// A number that no node of the swap disk has or had, so that late events about a removed node do
+/// not match a new one.
 pub(super) fn new_generation(machine: &Machine) -> Result<u64, QmpError> {
     let free = graph::free_generation(&mut machine.monitor())?;
     Ok(machine.use_generation(free))

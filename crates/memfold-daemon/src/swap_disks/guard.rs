@@ -1,4 +1,4 @@
-//! What a VM has borrowed, while it is watched: shared by its thread and by who asks.
+//! The loan of one VM while it is watched, shared by its thread and by requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::lease_times::lease_ttl;
 
-/// Watches what a VM has borrowed.
+/// A loan that is being watched.
 #[derive(Debug)]
 pub(crate) struct Guard {
     pub vm: String,
@@ -21,17 +21,17 @@ pub(crate) struct Guard {
     state: Mutex<Watched>,
 }
 
-/// What it watches.
+/// State of the loan.
 #[derive(Debug)]
 pub(crate) struct Watched {
     pub borrowing: Borrowing,
-    /// By the number of the part.
+    /// Connections of QEMU to relays, by the index of the part.
     pub wires: Vec<Option<Wire>>,
-    /// The monitor's connection on which QEMU's events were heard last.
+    /// The monitor's connection on which QEMU's events were last received.
     pub heard_on: Option<u64>,
-    /// Until when all its leases hold without being renewed, as far as the registry has said.
+    /// Time until which all leases hold without renewal, as far as the registry has reported.
     pub holds: Option<Instant>,
-    /// How long its guest has waited for it.
+    /// Time for which the guest has waited for the swap disk.
     pub waits: Option<Waits>,
 }
 
@@ -67,14 +67,14 @@ impl Guard {
         self.state().borrowing.clone()
     }
 
-    /// Cuts the connection to a part: QEMU goes on without it at once.
+    /// Cuts the connection to a part. QEMU continues without the part at once.
     pub fn cut(&self, part: usize) {
         if let Some(Some(wire)) = self.state().wires.get(part) {
             wire.cut();
         }
     }
 
-    /// Parts whose connection has ended.
+    /// Indexes of parts whose connection has ended.
     pub fn ended(&self) -> Vec<usize> {
         let state = self.state();
         let parts = state.borrowing.reached();
@@ -82,8 +82,8 @@ impl Guard {
         parts.map(|(part, _)| part).filter(has_ended).collect()
     }
 
-    /// Why all that is lent had better be moved to a disk, if it had: a lender's death, or the end
-    /// of a lease, would lose bytes.
+    /// The reason to move the lent data to a disk now; `None` if the data is safe. The data is in
+    /// danger if the death of one lender, or the end of a lease, would lose it.
     pub fn is_in_danger(&self) -> Option<&'static str> {
         let state = self.state();
         let borrowing = &state.borrowing;
@@ -97,7 +97,7 @@ impl Guard {
             .then_some("registry unreachable, and half of the leases' time is over")
     }
 
-    /// The swap disk, and who has what of it.
+    /// The swap disk, and the lender of each part.
     pub fn swap(&self) -> VmSwap {
         let Borrowed {
             place,

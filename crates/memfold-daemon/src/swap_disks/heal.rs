@@ -1,4 +1,4 @@
-//! What is done about a lender that is lost, or needs its memory.
+//! Reactions to a lost lender, and to a lender that recalls its memory.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ use crate::swap_disks::note::{swap_directory, write_note};
 use crate::swap_disks::relays::{hear_end_of, wait_longer};
 
 impl SwapDisks {
-    /// A part can't be reached any more: QEMU goes on without it already. Takes it out, and sees
-    /// that there is a copy again.
+    /// Removes a part that cannot be reached from QEMU's nodes. QEMU already continues without it.
+    /// If one copy is left, the relays get a longer timeout.
     pub(super) fn heal(
         &self,
         machine: &Machine,
@@ -39,7 +39,7 @@ impl SwapDisks {
         let why = hear_end_of(&self.leases, machine.name(), lost);
         if borrowing.is_alone(part) {
             if borrowing.copy_failed {
-                // Errors, and not what was there before that write.
+                // Reads must fail rather than return data from before the failed write.
                 graph::take_copy_out(&mut machine.monitor(), &borrowing)?;
             }
             error!(
@@ -84,12 +84,12 @@ impl SwapDisks {
         Ok(())
     }
 
-    /// Asks for more time for what is borrowed, and hears what the lender wants.
+    /// Renews the leases of a loan, and moves the disk back if a lender recalls its memory.
     pub(super) fn renew(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
         let borrowing = guard.borrowing();
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let mut wanted = false;
-        // None of them is over before that, as far as was heard.
+        // Earliest end of all leases, as far as the registry has reported.
         let mut holds: Option<Instant> = None;
         let mut heard_all = true;
         for (number, part) in borrowing.reached() {
@@ -109,7 +109,7 @@ impl SwapDisks {
                         warn!(vm = machine.name(), %error, "lease lost, lender dropped; swap disk continues on the other copy");
                         guard.cut(number);
                     }
-                    // It holds for a while yet; its lender, too, knows until when.
+                    // The lease still holds for a while, and the lender knows until when, too.
                     Err(_) => heard_all = false,
                 }
             }

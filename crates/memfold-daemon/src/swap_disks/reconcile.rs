@@ -1,7 +1,8 @@
-//! Whether a swap disk is lent, after QEMU has kept that from us: its answer to the end of a switch
-//! was lost, or came too late.
+//! Recovery of a swap disk's state after QEMU's answer to the end of a move was lost or came too
+//! late.
 //!
-//! Until QEMU answers everything stays that the disk may use: relays, wires, leases, the note.
+//! Until QEMU answers, everything that the disk may use is kept: relays, connections, leases, the
+//! note.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,8 +21,8 @@ use crate::swap_disks::note::{is_swap_file, remove_note, swap_directory, write_n
 use crate::swap_disks::relays::let_go;
 
 impl SwapDisks {
-    /// Finds out whether a swap disk is lent, if QEMU has kept that from us: until it answers,
-    /// everything stays.
+    /// Finds out whether the swap disk is lent, if that is unknown. Nothing is changed until QEMU
+    /// answers.
     pub(super) fn reconcile(
         &self,
         machine: &Machine,
@@ -53,7 +54,7 @@ impl SwapDisks {
         Ok(())
     }
 
-    /// The same, by whoever has no right yet.
+    /// Takes the right to change the swap disk, and reconciles as [`Self::reconcile`] does.
     pub(super) fn reconcile_alone(
         &self,
         machine: &Machine,
@@ -67,7 +68,7 @@ impl SwapDisks {
         self.reconcile(machine, directory, guard, &right)
     }
 
-    /// Who watches what a VM has borrowed, if it has.
+    /// The guard of a VM's loan, after its state was reconciled; `None` if there is no loan.
     pub(super) fn reconciled_guard(
         &self,
         machine: &Machine,
@@ -81,7 +82,7 @@ impl SwapDisks {
         Ok(guard())
     }
 
-    /// Nothing is borrowed any more: watches no longer, releases the leases, and forgets.
+    /// Ends the watch of a loan that is no longer used: releases its leases and removes its note.
     pub(super) fn drop_note(&self, machine: &Machine, directory: &VmDirectory, _: &SwapRight<'_>) {
         let guard = self.guards().remove(machine.name());
         remove_note(directory);
@@ -91,7 +92,7 @@ impl SwapDisks {
         }
     }
 
-    /// The VM has ended, and its files are gone.
+    /// Ends the watch of a VM's loan after the VM has ended and its files are removed.
     pub(crate) fn forget(&self, machine: &Machine) {
         let guard = self.guards().remove(machine.name());
         if let Some(guard) = guard {
@@ -100,8 +101,8 @@ impl SwapDisks {
         }
     }
 
-    /// Removes nodes and files of the swap disk that its device doesn't use: after a switch those
-    /// of before, after a failure the new ones.
+    /// Removes nodes and files of the swap disk that the device does not use: the old ones after a
+    /// move, the new ones after a failure.
     pub(super) fn clean_up(machine: &Machine) {
         let tidied = (|| -> Result<(), DaemonError> {
             graph::cancel(&|| machine.monitor())?;
@@ -134,7 +135,7 @@ impl SwapDisks {
                     _ => {}
                 }
             }
-            // Forgotten only when they are gone.
+            // The files leave the list only after they are removed.
             machine
                 .vm()
                 .change_temporary(|files| files.retain(|file| !left.contains(file)))

@@ -1,4 +1,4 @@
-//! Relays under this host's VMs: started, watched, and heard when they have ended.
+//! Relay processes between this host's VMs and lenders: start, supervision and end.
 
 use std::fs::File;
 
@@ -17,13 +17,13 @@ use crate::leases::Leases;
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
 
-/// A relay that QEMU is connected to.
+/// A running relay with its connection to QEMU.
 pub(crate) struct Connected {
     pub running: Running,
     pub wire: Wire,
 }
 
-/// Starts a relay to the lenders of a part, connects QEMU to it, and holds that connection.
+/// Starts a relay to the lenders of a part, and connects QEMU to it.
 pub(crate) fn connect(
     machine: &Machine,
     directory: &VmDirectory,
@@ -69,7 +69,7 @@ pub(crate) fn connect(
     match wire {
         Ok(wire) => Ok(Connected { running, wire }),
         Err(error) => {
-            // It has no client, or one that is about to leave.
+            // The relay has no client, or one that is about to disconnect.
             drop(running.end());
             Err(error)
         }
@@ -94,7 +94,7 @@ fn refused(error: &RelayError, part: &Part) -> DaemonError {
     }
 }
 
-/// Whether a relay that QEMU may wait for stands still.
+/// Whether a relay process that QEMU may wait for is stopped, for example by SIGSTOP.
 pub(crate) fn is_relay_stopped(guard: &Guard) -> bool {
     let borrowing = guard.borrowing();
     let mut relays = borrowing
@@ -103,8 +103,8 @@ pub(crate) fn is_relay_stopped(guard: &Guard) -> bool {
     relays.any(Running::is_stopped)
 }
 
-/// What is lent is all there is: a guest that waits for a minute loses less than one whose swap
-/// disk is lost.
+/// Extends the relays' timeout when lent RAM has the only copy: a guest that waits for a minute
+/// loses less than one whose swap disk is lost.
 pub(crate) fn wait_longer(guard: &Guard) {
     let patience = Ask::Patience(u64::try_from(LAST_PATIENCE.as_millis()).unwrap_or(u64::MAX));
     let borrowing = guard.borrowing();
@@ -112,20 +112,21 @@ pub(crate) fn wait_longer(guard: &Guard) {
         .reached()
         .filter_map(|(_, part)| part.relay.as_ref())
     {
-        // Its answer says nothing more.
+        // The relay's answer contains nothing of use.
         if let Err(error) = relay.ask(&patience) {
             warn!(vm = guard.vm, %error, "cannot extend the relay's timeout for the lender of the only copy; run 'memfold return'");
         }
     }
 }
 
-/// Why the relay of a part has ended, in words, if it was a lender's fault.
+/// Collects the result of a part's relay. Returns why it ended, as text; `None` if it has no relay
+/// or no result.
 pub(crate) fn hear_end_of(leases: &Leases, vm: &str, part: &Part) -> Option<String> {
     let lenders: Vec<String> = part.stripes().map(|s| s.lender.clone()).collect();
     hear_end(leases, vm, part.relay.as_ref()?, &lenders)
 }
 
-/// The same, of a relay by itself. A lender that has lied is not believed any more.
+/// Collects a relay's result. A lender that served wrong bytes is distrusted from then on.
 pub(crate) fn hear_end(
     leases: &Leases,
     vm: &str,
@@ -154,7 +155,8 @@ pub(crate) fn hear_end(
     Some(format!("lender '{lender}': {}", ended.what))
 }
 
-/// Nothing uses what was borrowed any more.
+/// Collects the results of a loan's relays and releases its leases, after nothing uses them any
+/// more.
 pub(crate) fn let_go(leases: &Leases, guard: &Guard) {
     let borrowing = guard.borrowing();
     for part in &borrowing.parts {

@@ -1,4 +1,4 @@
-//! Guests use their swap disks from their boot on.
+//! Activation of the swap disk in guests, after their boot.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use tracing::{info, warn};
 use crate::machine::Machine;
 use crate::on_agent_ready::on_agent_ready;
 
-/// How long a guest may take to use its swap disk.
+/// Time limit for a guest to activate its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Has a guest use its swap disk as soon as its agent answers.
+/// Has a guest activate its swap disk as soon as its agent answers.
 pub(crate) fn swap_on_when_booted(machine: &Arc<Machine>) {
     if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
         return;

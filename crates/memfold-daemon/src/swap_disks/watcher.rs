@@ -1,5 +1,4 @@
-//! The thread that watches what a VM has borrowed: lenders that are lost, relays that stand still,
-//! leases, what QEMU reports.
+//! The thread that watches a VM's loan: lost lenders, stopped relays, leases, and QEMU's events.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -16,14 +15,14 @@ use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::relays::is_relay_stopped;
 
-/// Time between two looks at connections, and between two at leases.
+/// Time between two checks of the connections.
 const WATCH: Duration = Duration::from_millis(100);
 
-/// After that a swap disk that couldn't be moved away from a single lender is tried again.
+/// Pause before a failed move away from a single lender is repeated.
 const MOVE_AGAIN: Duration = Duration::from_secs(15);
 
-/// Looks in a row that find a relay standing still, until it is given up: one may catch a
-/// debugger's blink.
+/// Number of consecutive checks that must find a relay stopped: a debugger may stop a process for a
+/// moment.
 const STOPPED_LOOKS: u32 = 5;
 
 impl SwapDisks {
@@ -45,7 +44,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     let mut renewed = Instant::now();
     let mut moved: Option<Instant> = None;
     let mut comparison = Comparison::default();
-    // Until nothing is left to watch.
+    // Ends when no lent part is left.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
         let (Some(disks), Some(machine)) = (disks.upgrade(), machine.upgrade()) else {
@@ -53,7 +52,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         };
         for part in guard.ended() {
             if let Err(error) = disks.heal(&machine, guard, part) {
-                // Tried again at the next look. A VM that ends takes its monitor with it.
+                // Repeated at the next check. The monitor of a VM that ends fails, too.
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
@@ -82,7 +81,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
                     "state of the swap disk still unknown: QEMU did not answer; retrying every second"
                 );
             }
-            // Figures that aren't had are had a second later.
+            // Figures that are missing now are read a second later.
             if let Ok(Some(counted)) = waits::look(&mut machine.monitor()) {
                 guard.state().waits = Some(counted);
             }
@@ -113,7 +112,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     }
 }
 
-/// Whether a relay stands still for longer than a blink. QEMU isn't asked anything meanwhile: its
+/// Whether a relay is stopped for longer than a moment. QEMU is not asked meanwhile, because its
 /// monitor may wait for that relay.
 fn stands_still(guard: &Guard) -> bool {
     (0..STOPPED_LOOKS).all(|look| {

@@ -1,5 +1,4 @@
-//! What is known of one volume on lent RAM, while it is there: shared by its thread and by who
-//! asks.
+//! The loan of one LVM volume while it is watched, shared by its thread and by requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,23 +12,24 @@ use tracing::{error, warn};
 
 use crate::lease_times::lease_ttl;
 
-/// Keeps a loan: renews its lease, and looks whether its lender is there.
+/// A watched loan of a volume: its thread renews the lease and checks the lender.
 #[derive(Debug)]
 pub(crate) struct Keeper {
     pub loan: Mutex<Loan>,
     pub stop: AtomicBool,
-    /// Why its lender can't be used any more.
+    /// The reason why the lender can no longer be used.
     pub lost: Mutex<Option<String>>,
-    /// Whether its lender needs its memory.
+    /// Whether the lender recalls its memory.
     pub is_wanted: AtomicBool,
-    /// Whether a request to the image on this host's disk has failed: only lent RAM has all of it.
+    /// Whether a request to the image on this host's disk has failed: then only lent RAM has all
+    /// data.
     pub is_alone: AtomicBool,
-    /// Until when its lease holds without being renewed, as far as the registry has said.
+    /// Time until which the lease holds without renewal, as far as the registry has reported.
     pub holds: Mutex<Instant>,
 }
 
 impl Keeper {
-    /// Its lease holds until then.
+    /// Creates a keeper. `holds`: the end of the lease without renewal.
     pub fn new(loan: Loan, holds: Instant) -> Arc<Self> {
         Arc::new(Self {
             holds: Mutex::new(holds),
@@ -63,7 +63,7 @@ impl Keeper {
         self.lost.lock().clone()
     }
 
-    /// What keeps the bytes now if its lender dies.
+    /// Protection of the data if the lender dies now.
     pub fn durability_now(&self) -> Durability {
         if self.is_alone.load(Ordering::Acquire) {
             Durability::None
@@ -72,7 +72,7 @@ impl Keeper {
         }
     }
 
-    /// Notes what the image on this host's disk is.
+    /// Records whether the image on this host's disk has failed.
     pub fn own_image_failed(&self, failed: bool) {
         if failed && !self.is_alone.swap(true, Ordering::AcqRel) {
             let loan = self.loan();
@@ -86,7 +86,7 @@ impl Keeper {
         }
     }
 
-    /// Whether it is to be taken off, by whoever has the turn.
+    /// Whether the volume must be taken off lent RAM.
     pub fn has_to_end(&self) -> bool {
         let is_wanted = self.is_wanted.load(Ordering::Acquire);
         is_wanted
@@ -95,8 +95,8 @@ impl Keeper {
             || self.is_running_out()
     }
 
-    /// Whether half of its lease's time is over without its having been renewed, and its end would
-    /// lose what lies there.
+    /// Whether half of the lease has passed without renewal, and the end of the lease would lose
+    /// data.
     pub fn is_running_out(&self) -> bool {
         let durability = self.durability_now();
         let left = self.holds().saturating_duration_since(Instant::now());
@@ -107,7 +107,7 @@ impl Keeper {
         self.holds.lock()
     }
 
-    /// Notes why its lender can't be used any more, once.
+    /// Records, once, why the lender can no longer be used.
     pub fn lose(&self, why: String) {
         let mut lost = self.lost.lock();
         if lost.is_some() {

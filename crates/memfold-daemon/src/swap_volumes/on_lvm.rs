@@ -1,4 +1,4 @@
-//! What LVM says of swap volumes, and how one comes off a lent disk.
+//! Queries of LVM about swap volumes, and removal of a volume from a lent disk.
 
 use memfold_api::BorrowRequest;
 use memfold_host::chain;
@@ -9,20 +9,20 @@ use memfold_units::ByteSize;
 
 use crate::error::{DaemonError, lending};
 
-/// How the kernel says that an image has failed a request ([`tools::images`]).
+/// Letter with which the kernel reports a failed mirror image ([`tools::images`]).
 pub(super) const FAILED: char = 'D';
 
-/// What is known of a volume before anything is changed.
+/// Facts about a volume before anything is changed.
 pub(super) struct Fit {
     pub logical: Logical,
-    /// Disks that have it.
+    /// Devices that hold the volume.
     pub disks: Vec<String>,
-    /// Bytes to borrow.
+    /// Number of bytes to borrow.
     pub wanted: u64,
 }
 
-/// The states of a mirror's images, a letter each, this host's own first; `None` if it is none, or
-/// isn't said.
+/// States of a mirror's images, one letter each, this host's image first; `None` if the volume is
+/// no mirror or the states are unknown.
 pub(super) fn images(loan: &Loan) -> Option<String> {
     if loan.durability == Durability::None {
         return None;
@@ -30,8 +30,8 @@ pub(super) fn images(loan: &Loan) -> Option<String> {
     tools::images(&loan.volume).ok()?
 }
 
-/// Why a lender that was there can't be used any more; `images`: their states, as far as they are
-/// known.
+/// The reason why a lender can no longer be used; `None` if it can. `images`: the states of the
+/// images, if known.
 pub(super) fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
     let session = loan.target.as_ref().and_then(session::of);
     if !session.is_some_and(|session| session.is_up) {
@@ -41,7 +41,11 @@ pub(super) fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
     failed.then(|| "a request to the lender has failed".into())
 }
 
-/// Before anything is changed: whether a volume can be put on lent RAM.
+/// Checks, before anything is changed, whether a volume can be put on lent RAM.
+///
+/// # Errors
+///
+/// [`LvmError::Unfit`] with the reason and the fix.
 pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, DaemonError> {
     let logical = tools::logical(volume)?;
     let disks = tools::physical(&volume.group)?;
@@ -121,12 +125,12 @@ pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, Daemo
     })
 }
 
-/// Whether something of a volume, or of a hidden part of it, is on a disk.
+/// Whether a disk holds a part of the volume, hidden parts included.
 fn disk_has(disk: &Physical, volume: &Volume) -> bool {
     disk.volumes.iter().any(|name| is_part(name, volume))
 }
 
-/// Whether this is a volume's name, or that of an image or of notes of it as a mirror.
+/// Whether `name` is the volume, or an image or metadata volume of it as a mirror.
 fn is_part(name: &str, volume: &Volume) -> bool {
     let rest = name.strip_prefix(volume.name.as_str());
     rest.is_some_and(|rest| {
@@ -134,7 +138,7 @@ fn is_part(name: &str, volume: &Volume) -> bool {
     })
 }
 
-/// The lent disk that a volume is on, though no note says so.
+/// UUID of the lent disk that holds the volume although no note says so.
 pub(super) fn forgotten(volume: &Volume) -> Result<Option<String>, DaemonError> {
     let disks = tools::physical(&volume.group)?;
     let lent = disks
@@ -143,12 +147,13 @@ pub(super) fn forgotten(volume: &Volume) -> Result<Option<String>, DaemonError> 
     Ok(lent.map(|disk| disk.uuid))
 }
 
-/// Takes a volume off a lent disk, and the disk out of its group; whatever of it was done before.
+/// Takes a volume off a lent disk, and the disk out of its volume group. Continues after any step
+/// that was done before.
 pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
     let disks = tools::physical(&volume.group)?;
     let Some(disk) = disks.iter().find(|disk| disk.uuid == uuid) else {
-        // It wasn't put into the group yet; or was taken out as missing, and its image has none
-        // below it.
+        // The disk was not added to the group yet, or it was removed as missing and its mirror
+        // image is without a device.
         if let Some(device) = tools::orphan(uuid)? {
             tools::forget_disk(&device)?;
         }
@@ -182,14 +187,14 @@ pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// The same, of a disk whose lender has gone.
+/// Takes a volume off a lent disk that is missing because its lender has gone.
 fn off_missing(
     volume: &Volume,
     disks: &[Physical],
     disk: &Physical,
     is_moving: bool,
 ) -> Result<(), DaemonError> {
-    // LVM takes all disks that are missing out, or none.
+    // LVM removes all missing disks or none.
     if let Some(other) = disks
         .iter()
         .find(|other| other.is_missing && other.uuid != disk.uuid)
@@ -220,14 +225,14 @@ fn off_missing(
             return Err(lost(volume));
         }
         whole_here(volume, &logical)?;
-        // LVM changes nothing else in a group that lacks a disk.
+        // LVM makes no other change in a group with a missing disk.
         tools::remove_missing(&volume.group, true)?;
         return Ok(tools::remove_image(volume, None)?);
     }
     Ok(tools::remove_missing(&volume.group, false)?)
 }
 
-/// Whether a lent disk has this volume's parts and nothing else, which would be lost with it.
+/// Checks that a lent disk holds parts of this volume only: other volumes would be lost with it.
 fn is_ours_alone(volume: &Volume, disk: &Physical) -> Result<(), DaemonError> {
     let is_its = |name: &&String| is_part(name, volume) || name.starts_with("pvmove");
     let Some(other) = disk.volumes.iter().find(|name| !is_its(name)) else {
@@ -256,7 +261,7 @@ fn lost(volume: &Volume) -> DaemonError {
     )
 }
 
-/// Whether the image on this host's disk has every write.
+/// Checks that the mirror image on this host's disk has every write.
 fn whole_here(volume: &Volume, logical: &Logical) -> Result<(), DaemonError> {
     if !logical.is_active {
         return Ok(());
@@ -287,7 +292,7 @@ pub(super) fn check_tools() -> Result<(), DaemonError> {
 pub(super) fn random() -> [u8; 16] {
     use std::io::Read as _;
     let mut bytes = [0; 16];
-    // Only so that it is another one each time; LVM refuses one that is there.
+    // The value only needs to differ each time; LVM refuses one that exists.
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
     if read.is_err() {
         let now = memfold_vm::overlay::unique();
