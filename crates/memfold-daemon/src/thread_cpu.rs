@@ -1,4 +1,4 @@
-//! What a thread has cost.
+//! CPU time of threads.
 
 use std::time::Duration;
 
@@ -7,6 +7,6 @@ use rustix::time::{ClockId, clock_gettime};
 /// CPU time of the calling thread.
 pub(crate) fn thread_cpu() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
-    // It is never negative.
+    // The clock is never negative.
     Duration::try_from(time).unwrap_or_default()
 }

@@ -1,5 +1,5 @@
-//! Views of memory for persons: each is made when it is asked for, one at a time, and kept for some
-//! seconds, however many ask.
+//! Views of memory for user interfaces. A view is made on request, one at a time, and cached for
+//! some seconds.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,18 +34,18 @@ use crate::vm_registry::VmRegistry;
 
 mod estimate_facts;
 
-/// How long maps of memory are good.
+/// Time for which maps of memory are cached.
 const MEMORY_LIFE: Duration = Duration::from_secs(4);
-/// How long doctor's report is good: it tries QEMU, which takes a second.
+/// Time for which doctor's report is cached: making it starts QEMU, which takes a second.
 const DOCTOR_LIFE: Duration = Duration::from_secs(60);
-/// Longest an estimate may take, in seconds.
+/// Longest time of an estimate, in seconds.
 const LONGEST_ESTIMATE_S: f64 = 300.0;
-/// Maps of VMs that are kept.
+/// Number of memory maps that are cached.
 const MOST_MAPS: usize = 64;
-/// What a move may be asked to save at most, in bytes: more than any host has.
+/// Largest `least_bytes` of a placement request, in bytes: more than any host has.
 const MOST_LEAST: u64 = 1 << 50;
-/// How long a guest may take to say how much of its swap disk it uses, and for how long that is
-/// good.
+/// Time limit for a guest to report the use of its swap disk, and the time for which the answer is
+/// cached.
 const SWAP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// `POST /v1/estimate`
@@ -80,14 +80,14 @@ pub struct PlaceOrder {
 /// `GET /v1/vms/{name}/swap`
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SwapUse {
-    /// Bytes of the swap disk that hold something, as the guest says; null: it doesn't.
+    /// Bytes of the swap disk that the guest reports as used; null if it does not report them.
     pub used_bytes: Option<u64>,
-    /// Why not, in words.
+    /// The reason why `used_bytes` is null, as text.
     pub why_not: Option<String>,
 }
 
 impl SwapUse {
-    /// From what the guest gave for [`swap::used`].
+    /// Evaluates the guest's answer to [`swap::used`].
     fn of(said: Result<CommandResult, AgentError>) -> Self {
         let no_sense = || "cannot parse the guest's answer".to_owned();
         let used = match said {
@@ -103,10 +103,10 @@ impl SwapUse {
     }
 }
 
-/// Something that was made a while ago.
+/// A cached value, and the time at which it was made.
 type Cached<T> = Mutex<Option<(Instant, T)>>;
 
-/// Views of memory, and what was shown of them lately.
+/// Makes views of memory and caches them.
 #[derive(Debug)]
 pub struct Views {
     registry: Arc<VmRegistry>,
@@ -119,14 +119,15 @@ pub struct Views {
     sharing: Cached<Sharing>,
     doctor: Cached<Report>,
     swaps: Mutex<BTreeMap<String, (Instant, SwapUse)>>,
-    /// Held while a VM's pages are looked through for KSM.
+    /// Held while a VM's pages are read for an explanation of KSM.
     explaining: Mutex<()>,
-    /// Held while an estimate or a proposal is made.
+    /// Held while an estimate or a placement is computed.
     estimating: Mutex<()>,
     ends: AtomicBool,
 }
 
-/// What is kept, if it is still good, else a new one. Others that ask meanwhile wait for it.
+/// Returns the cached value if it is younger than `life`, else a new one. Concurrent callers wait
+/// for the new one.
 fn fresh<T: Clone>(
     kept: &Cached<T>,
     life: Duration,
@@ -162,7 +163,7 @@ impl Views {
         }
     }
 
-    /// The daemon ends: so does an estimate that is being made.
+    /// Ends a running estimate, because the daemon ends.
     pub fn end(&self) {
         self.ends.store(true, Ordering::Relaxed);
     }
@@ -172,7 +173,7 @@ impl Views {
         Ok(fold.domains.iter().map(DomainStats::store).collect())
     }
 
-    /// A VM's RAM from end to end, in about `cells` cells.
+    /// A VM's RAM as a map of about `cells` cells.
     pub fn memory_map(&self, name: &str, cells: u64) -> Result<MemoryMap, DaemonError> {
         let machine = self.registry.machine(name)?;
         let mut maps = self.maps.lock();
@@ -192,7 +193,7 @@ impl Views {
         Ok(map)
     }
 
-    /// Who has pages in common with whom.
+    /// Pages that VMs share, by pairs of VMs.
     pub fn sharing(&self) -> Result<Sharing, DaemonError> {
         fresh(&self.sharing, MEMORY_LIFE, || {
             let stores = self.store_identities()?;
@@ -202,37 +203,41 @@ impl Views {
                 let segments = machine.segment_identities();
                 let segments: Vec<StoreIdentity> = segments.into_iter().map(|(_, id)| id).collect();
                 let of = (pid, machine.name(), machine.domain());
-                // A VM that ends while we look is left out.
+                // A VM that ends during this is left out.
                 files_of(of, &machine.layout(), &stores, &segments).ok()
             });
             Ok(sharing(&files.collect::<Vec<_>>()))
         })
     }
 
-    /// What works on this host, as `memfold doctor --json` prints it.
+    /// Checks of this host, as `memfold doctor --json` prints them.
     pub fn doctor(&self) -> Result<Report, DaemonError> {
         let mut report = fresh(&self.doctor, DOCTOR_LIFE, || {
             Ok(examine(HostFacts::probe(self.registry.state())))
         })?;
-        // Of now: a brake doesn't wait a minute.
+        // The brake's state is not cached.
         report.checks.push(self.brake.debt()?.check());
         Ok(report)
     }
 
-    /// Why a VM's memory merges, or doesn't. One VM at a time.
+    /// Explains why a VM's memory merges, or why it does not. One explanation at a time.
     pub fn explain_ksm(&self, name: &str) -> Result<Explanation, DaemonError> {
         let _turn = self.explaining.lock();
         self.ksm.explain(name)
     }
 
-    /// How many VMs fit.
+    /// Number of further VMs that fit on this host.
     pub fn plan(&self, order: &Order) -> Result<Plan, DaemonError> {
         let report = self.reports.joint_report()?;
         let plan = order.plan(&report.ledger, &report.fold, &self.sampling.growths());
         plan.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }
 
-    /// Which VMs of several hosts to place together. One proposal or estimate at a time.
+    /// Proposes which VMs of several hosts to place together.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Busy`] while another proposal or estimate is computed.
     pub fn place(&self, order: &PlaceOrder) -> Result<Proposal, DaemonError> {
         let wrong = |text: String| Err(DaemonError::BadRequest(text));
         if !(0.0..100.0).contains(&order.leave_percent) {
@@ -252,7 +257,7 @@ impl Views {
         proposal.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }
 
-    /// The right to make an estimate, which one at a time has.
+    /// The right to compute an estimate or a proposal, one at a time.
     fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
         self.estimating.try_lock().ok_or_else(|| DaemonError::Busy {
             why: "another estimate is being made".into(),
@@ -260,7 +265,7 @@ impl Views {
         })
     }
 
-    /// How much of its swap disk a VM's guest uses, by its own word.
+    /// Use of a VM's swap disk, as the guest reports it.
     pub fn swap_use(&self, name: &str) -> Result<SwapUse, DaemonError> {
         let machine = self.registry.machine(name)?;
         let lock = || self.swaps.lock();
@@ -278,8 +283,8 @@ impl Views {
                 return Ok(said.clone());
             }
         }
-        // However many ask, one command at a time runs in the guest; nothing is locked meanwhile,
-        // as it may take its time.
+        // One command at a time runs in the guest, however many requests there are. No lock is
+        // held, because the guest may be slow.
         keep(&SwapUse {
             used_bytes: None,
             why_not: Some("the guest is being asked".into()),
@@ -289,7 +294,11 @@ impl Views {
         Ok(said)
     }
 
-    /// What could be saved. One estimate at a time.
+    /// Estimates possible savings.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Busy`] while another proposal or estimate is computed.
     pub fn estimate(&self, order: &EstimateOrder) -> Result<EstimateReport, DaemonError> {
         let wrong = |text: String| Err(DaemonError::BadRequest(text));
         if !(order.cpu_percent > 0.0 && order.cpu_percent <= 50.0) {

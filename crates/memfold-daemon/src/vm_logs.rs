@@ -1,5 +1,4 @@
-//! Logs of VMs stay small, whatever guests and QEMU write: the state directory is a tmpfs, and when
-//! that is full no VM starts.
+//! Limits the size of VMs' logs: the state directory is a tmpfs, and no VM starts when it is full.
 //!
 //! ```text
 //!   console.log, qemu.log     QEMU appends (O_APPEND), so emptying the file has it go on at the beginning
@@ -21,18 +20,19 @@ use tracing::{info, warn};
 
 use crate::vm_registry::VmRegistry;
 
-/// Time between two looks.
+/// Time between two checks.
 const LOOK: Duration = Duration::from_secs(2);
 
-/// Bytes of a log that are kept, and as many of what it said before.
+/// Largest size of a log, and of its previous part, in bytes.
 const MOST: u64 = 1 << 20;
 
-/// Percent of the state directory's file system in use from which it is told, and below which it is
-/// over; and bytes that are left of it at most. A large disk that is used well is no fault.
+/// Percent of the state directory's file system in use at which a warning begins, and below which
+/// it ends. Below: a warning needs less than this many bytes free, because a large file system may
+/// well be 80 % full.
 const FULL: (u64, u64) = (80, 75);
 const LEFT: u64 = 1 << 30;
 
-/// Looks after the logs from now on, until the daemon ends.
+/// Starts the thread that checks logs until the daemon ends.
 pub(crate) fn begin(registry: &Arc<VmRegistry>) -> io::Result<()> {
     let registry = Arc::downgrade(registry);
     let thread = Builder::new().name("vm-logs".into());
@@ -47,7 +47,7 @@ fn watch(registry: &Weak<VmRegistry>) {
             for log in [vm.console_log(), vm.qemu_log()] {
                 match shorten(&log) {
                     Ok(_) => {}
-                    // The VM has gone, or has no such log.
+                    // The VM has ended, or has no such log.
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                     Err(error) => {
                         warn!(vm = vm.name(), path = %log.display(), %error, "cannot shorten a VM's log; free space in the state directory");
@@ -61,7 +61,8 @@ fn watch(registry: &Weak<VmRegistry>) {
     }
 }
 
-/// Keeps the end of a log that has grown beyond [`MOST`]; whether it had.
+/// Moves the end of a log that is larger than [`MOST`] to `NAME.log.1` and empties the log. Returns
+/// whether it was larger.
 fn shorten(log: &Path) -> io::Result<bool> {
     let length = log.metadata()?.len();
     if length <= MOST {
@@ -70,7 +71,7 @@ fn shorten(log: &Path) -> io::Result<bool> {
     let file = File::options().read(true).write(true).open(log)?;
     let mut end = vec![0; usize::try_from(MOST).unwrap_or(0)];
     file.read_exact_at(&mut end, length - MOST)?;
-    // First: on a full file system this makes the room for the copy.
+    // The log is emptied first: on a full file system, that frees space for the copy.
     file.set_len(0)?;
     let before = log.with_extension("log.1");
     std::fs::write(&before, end)?;
@@ -78,8 +79,8 @@ fn shorten(log: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Says once that the file system of `state` is nearly full, and once that it is so no more.
-/// Returns whether it is.
+/// Warns once when the file system of `state` is nearly full, and reports once when it is no longer
+/// so. Returns whether a warning is in force.
 fn tell_full(state: &Path, is_told: bool) -> bool {
     let Ok(room) = rustix::fs::statvfs(state) else {
         return is_told;

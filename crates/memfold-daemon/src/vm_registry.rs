@@ -1,5 +1,5 @@
-//! Which VMs run, and which are on their way: names, handles, and the rights that belong to names.
-//! Every service stands on it, and it knows none of them.
+//! The table of VMs: running VMs, VMs that are being started or adopted, and rights that depend on
+//! names. All services use it, and it uses none of them.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,36 +19,36 @@ use crate::error::DaemonError;
 use crate::locks::{Rank, Ranked};
 use crate::machine::Machine;
 
-/// How long a request for a VM waits until that VM is taken over.
+/// Longest time that a request waits for the adoption of a VM.
 pub(crate) const ADOPTION_PATIENCE: Duration = Duration::from_secs(10);
 
-/// The VMs of the daemon.
+/// The table of the daemon's VMs.
 #[derive(Debug)]
 pub(crate) struct VmRegistry {
-    /// Directory of VMs and their sockets.
+    /// State directory: files and sockets of the VMs.
     state: PathBuf,
     vms: Mutex<BTreeMap<String, Arc<Machine>>>,
-    /// VMs that are being started or taken over.
+    /// VMs that are being started or adopted.
     arrivals: Arc<Arrivals>,
     next: Mutex<VmId>,
     /// Whether VMs may no longer be started.
     closed: AtomicBool,
-    /// Write-locked while KSM begins to be steered; read-locked while it is decided whether a new
-    /// VM's memory may merge.
+    /// Write-locked while KSM steering begins. Read-locked while it is decided whether a new VM's
+    /// memory may merge.
     starts: RwLock<()>,
-    /// Locked as long as a part of the daemon lives: two daemons on one state directory would fold
-    /// against each other.
+    /// Locks the state directory until the last part of the daemon is dropped: two daemons on one
+    /// state directory would disturb each other's folding.
     _lock: File,
 }
 
-/// A VM is about to be started: KSM does not begin to be steered as long as this is kept.
+/// The right to start a VM. KSM steering does not begin as long as this exists.
 #[derive(Debug)]
 pub(crate) struct StartRight<'a> {
     _right: RwLockReadGuard<'a, ()>,
     _rank: Ranked,
 }
 
-/// No VM is being started, and none will be as long as this is kept.
+/// Proof that no VM is being started. None will be as long as this exists.
 #[derive(Debug)]
 pub(crate) struct NoStarts<'a> {
     _right: RwLockWriteGuard<'a, ()>,
@@ -56,7 +56,11 @@ pub(crate) struct NoStarts<'a> {
 }
 
 impl VmRegistry {
-    /// Of the VMs under a state directory, which no other daemon may use.
+    /// Opens the table of a state directory.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::StateTaken`] if another daemon uses the directory.
     pub fn open(state: &Path) -> Result<Self, DaemonError> {
         let files = |source| DaemonError::State {
             path: state.to_owned(),
@@ -81,22 +85,22 @@ impl VmRegistry {
         self.vms.lock()
     }
 
-    /// Directory of VMs and their sockets.
+    /// State directory: files and sockets of the VMs.
     pub fn state(&self) -> &Path {
         &self.state
     }
 
-    /// VMs that are being started or taken over.
+    /// VMs that are being started or adopted.
     pub fn arrivals(&self) -> &Arc<Arrivals> {
         &self.arrivals
     }
 
-    /// The VMs that run, by name.
+    /// The running VMs, sorted by name.
     pub fn machines(&self) -> Vec<Arc<Machine>> {
         self.lock().values().cloned().collect()
     }
 
-    /// Their names.
+    /// Names of the running VMs, sorted.
     pub fn names(&self) -> Vec<String> {
         self.lock().keys().cloned().collect()
     }
@@ -105,12 +109,17 @@ impl VmRegistry {
         self.lock().contains_key(name)
     }
 
-    /// The VM whose QEMU this process is.
+    /// The VM whose QEMU process has this PID.
     pub fn with_pid(&self, pid: Pid) -> Option<Arc<Machine>> {
         self.lock().values().find(|vm| vm.pid() == pid).cloned()
     }
 
-    /// A VM by its name; one that is being taken over is waited for.
+    /// A VM by its name. Waits for a VM that is being adopted, for [`ADOPTION_PATIENCE`] at most.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::NoSuchVm`], or [`DaemonError::Busy`] while the VM is being started or
+    /// adopted.
     pub fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
         let find = || self.lock().get(name).cloned();
         if let Some(found) = find() {
@@ -140,7 +149,7 @@ impl VmRegistry {
         self.lock().insert(machine.name().to_owned(), machine);
     }
 
-    /// Takes a VM out, unless its name is another one's by now.
+    /// Removes a VM, unless another VM has its name by now.
     pub fn remove(&self, machine: &Machine) {
         let mut vms = self.lock();
         let named = vms.get(machine.name());
@@ -149,12 +158,16 @@ impl VmRegistry {
         }
     }
 
-    /// Puts a VM among those on their way, if its name is free.
+    /// Adds a VM that is being started or adopted, if its name is free.
     pub fn arrive(&self, spec: &VmSpec, way: Way) -> Result<Entry, DaemonError> {
         self.arrivals.add(spec, way, |name| self.contains(name))
     }
 
-    /// The right to start a VM, unless the daemon ends.
+    /// The right to start a VM.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Internal`] while the daemon ends.
     pub fn start_right(&self) -> Result<StartRight<'_>, DaemonError> {
         if self.closed.load(Ordering::SeqCst) {
             return Err(DaemonError::Internal("the daemon is ending"));
@@ -165,7 +178,7 @@ impl VmRegistry {
         })
     }
 
-    /// Keeps VMs from being started, once none is; `None`: one still is.
+    /// Keeps VMs from being started; `None` if a VM is still being started after a wait.
     pub fn none_starts(&self) -> Option<NoStarts<'_>> {
         for _ in 0..2 {
             let none = NoStarts {
@@ -181,8 +194,8 @@ impl VmRegistry {
         None
     }
 
-    /// Has no more VMs started, and waits for those that are being started: from then on the list
-    /// is whole.
+    /// Refuses to start VMs from now on, and waits for those that are being started. The list of
+    /// VMs is complete afterwards.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         self.arrivals.wait_for_starts();

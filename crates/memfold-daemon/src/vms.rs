@@ -1,4 +1,4 @@
-//! VMs as users know them: listed, started, attached to, taken over, stopped.
+//! Operations on VMs: list, start, attach, adopt, stop.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ mod attached;
 mod control;
 mod launch;
 
-/// VMs, and what is done at their beginning and end.
+/// The VMs, and the steps at their beginning and end.
 #[derive(Debug)]
 pub struct Vms {
     registry: Arc<VmRegistry>,
@@ -35,7 +35,7 @@ pub struct Vms {
     swap_disks: Arc<SwapDisks>,
     snapshots: Arc<SnapshotDirectory>,
     kernels: KernelCopies,
-    /// What agents are asked to report.
+    /// Paths whose page cache agents are asked to report.
     agents: AgentOptions,
 }
 
@@ -57,7 +57,7 @@ impl Vms {
         }
     }
 
-    /// Puts a running VM into the tables and begins to watch and fold it.
+    /// Inserts a running VM into the table, and begins to watch and fold it.
     fn take_on(
         self: &Arc<Self>,
         vm: Vm,
@@ -87,7 +87,7 @@ impl Vms {
         Ok(machine)
     }
 
-    /// The VM's process has ended.
+    /// Removes all traces of a VM whose process has ended.
     fn forget(&self, machine: &Machine) {
         let said = machine.vm().directory().and_then(memfold_vm::last_words);
         if let Some(said) = said {
@@ -98,11 +98,11 @@ impl Vms {
         }
         let segments = machine.vm().segments();
         self.segments.end_writer(machine.name(), &segments);
-        // Its name is free only when its files are gone: they would be taken for those of the next
-        // VM.
+        // The VM's name becomes free only after its files are removed: otherwise they would be
+        // taken for those of the next VM of this name.
         machine.clean_up();
         self.registry.remove(machine);
-        // The engine may have ended before us.
+        // The engine may have ended already.
         let _ = self.folding.tell(Command::Remove(machine.id()));
         self.snapshots.let_go();
         self.swap_disks.forget(machine);
@@ -112,15 +112,15 @@ impl Vms {
         }
     }
 
-    /// All VMs, by name.
+    /// All VMs, sorted by name, including those that are being started or adopted.
     #[must_use]
     pub fn list(&self) -> Vec<VmInfo> {
-        // Not both locked at once.
+        // The two locks are not held at once.
         let lent = self.swap_disks.swaps();
         let arriving = self.registry.arrivals().all();
         let machines = self.registry.machines();
         let mut vms: Vec<VmInfo> = machines.iter().map(|m| m.info()).collect();
-        // One that has arrived meanwhile is listed once.
+        // A VM that has moved to the table in the meantime is listed once.
         for arrival in arriving {
             if vms.iter().all(|vm| vm.name != arrival.name()) {
                 vms.push(arrival.info(self.registry.state()));
@@ -135,7 +135,7 @@ impl Vms {
         vms
     }
 
-    /// Of an image that a VM boots with `-kernel` one copy is enough.
+    /// Shares one copy of the kernel image among VMs that boot with `-kernel`.
     pub(crate) fn share_kernel(&self, vm: &Vm) {
         match self.kernels.share(vm) {
             Ok(bytes) => debug!(vm = vm.name(), bytes, "of its kernel's image are common"),

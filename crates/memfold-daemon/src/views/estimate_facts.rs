@@ -1,4 +1,4 @@
-//! What this daemon knows for `memfold estimate`, which looks at memory by itself.
+//! Facts about the VMs for `memfold estimate`, which reads memory itself.
 
 use std::collections::HashMap;
 use std::sync::mpsc::sync_channel;
@@ -13,16 +13,17 @@ use crate::folding::ended;
 use crate::machine::Machine;
 use crate::views::Views;
 
-/// How long a guest may take to say what it has free.
+/// Time limit for a guest to report its free memory.
 const ANSWER: Duration = Duration::from_secs(5);
 
 impl Views {
-    /// Names, trust domains, places of RAM, files in page caches, and what guests have free.
+    /// Names, trust domains, RAM ranges and cached files of all VMs, and the guests' free memory.
     pub fn estimate_facts(&self) -> Result<VmFacts, DaemonError> {
         let (answer, cached) = sync_channel(1);
         self.folding.tell(Command::CachedFiles(answer))?;
         let machines = self.registry.machines();
-        // All at the same time: one that doesn't answer keeps nobody waiting but for its own part.
+        // All guests are asked at the same time, so a guest that does not answer delays only its
+        // own part.
         let free: Vec<Option<u64>> = std::thread::scope(|scope| {
             let asked: Vec<_> = machines
                 .iter()
@@ -67,7 +68,7 @@ fn file_run(run: CachedRun) -> FileRun {
     }
 }
 
-/// `MemFree` of a guest whose agent answers.
+/// `MemFree` of a guest, in bytes; `None` if its agent does not answer.
 fn free_bytes(machine: &Machine) -> Option<u64> {
     machine.info().agent?;
     let answer = machine.run("cat /proc/meminfo", ANSWER).ok()?;

@@ -1,4 +1,4 @@
-//! VMs of the daemon before: taken over as their QEMUs answer.
+//! Adoption of the earlier daemon's VMs, as their QEMUs answer.
 
 use std::io;
 use std::sync::Arc;
@@ -17,18 +17,18 @@ use crate::segments::laying::recall_segments;
 use crate::vms::Vms;
 use crate::{boot_snapshot, interrupted_save};
 
-/// Pauses between two tries to take a VM over: the first, and the longest.
+/// Pauses between two attempts to adopt a VM: the first, and the longest.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 
-/// Time between two looks whether a VM was stopped that is to be taken over.
+/// Time between two checks whether a VM that is being adopted was stopped by a request.
 const LOOK: Duration = Duration::from_millis(100);
 
 impl Vms {
-    /// Begins to take over the VMs that run under the state directory, and those that the daemon
-    /// before was attached to: each on a thread of its own, again and again.
+    /// Begins to adopt the VMs that run under the state directory, and the VMs that the earlier
+    /// daemon was attached to. Each has its own thread, which repeats attempts.
     pub(crate) fn begin_adoption(self: &Arc<Self>) -> io::Result<()> {
         for directory in VmDirectory::all(self.registry.state())? {
-            // A directory without a description is of a start that was cut off.
+            // A directory without a description belongs to a start that was interrupted.
             let spec: Option<VmSpec> = VmDirectory::read_json(&directory.spec()).ok();
             let spec = spec.unwrap_or_else(|| VmSpec::new(directory.name(), ByteSize(0)));
             let entry = self.registry.arrive(&spec, Way::Adopting);
@@ -47,7 +47,7 @@ impl Vms {
         Ok(())
     }
 
-    /// `attempt`: whether no more tries are needed.
+    /// Starts the thread of a VM's adoption. `attempt` returns whether no more attempts are needed.
     fn begin_try(
         self: &Arc<Self>,
         thread: &str,
@@ -84,7 +84,8 @@ impl Vms {
         }
     }
 
-    /// One try to take over what has its files in `directory`; whether that is settled.
+    /// Attempts once to adopt the VM with its files in `directory`. Returns whether no more
+    /// attempts are needed.
     fn adopt(self: &Arc<Self>, directory: &VmDirectory, entry: &Entry) -> bool {
         let name = entry.arrival.name();
         match self.try_adopt(directory) {
@@ -136,7 +137,7 @@ impl Vms {
         let Err(error) = attached else {
             return true;
         };
-        // Nobody listens there any more, or somebody else does.
+        // Nobody listens on the socket any more, or another process does.
         let is_gone = matches!(
             &error,
             DaemonError::Machine(
@@ -158,7 +159,7 @@ impl Vms {
     }
 }
 
-/// Whether the process is gone that was started for these files, or there never was one.
+/// Whether the process of this directory has ended, or was never started.
 fn has_ended(directory: &VmDirectory) -> bool {
     match VmDirectory::read_json::<Record>(&directory.record()) {
         Ok(record) => Process::open(record.process)

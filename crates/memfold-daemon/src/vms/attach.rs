@@ -1,4 +1,4 @@
-//! QEMUs that run already.
+//! Attaching to QEMUs that memfold did not start.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::machine::Origin;
 use crate::vms::Vms;
 
 impl Vms {
-    /// Takes on a QEMU that is running already.
+    /// Attaches to a running QEMU by its QMP socket.
     pub fn attach(self: &Arc<Self>, request: &AttachRequest) -> Result<VmInfo, DaemonError> {
         self.check_free(request)?;
         self.attach_as(Vm::attach(&request.qmp)?, request, None, None)
@@ -26,7 +26,7 @@ impl Vms {
                     .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
             }
         }
-        // Not both locked at once.
+        // The two locks are not held at once.
         let is_arriving = self.registry.arrivals().get(name).is_some();
         if is_arriving || self.registry.contains(name) {
             return Err(DaemonError::NameTaken(name.clone()));
@@ -34,7 +34,7 @@ impl Vms {
         Ok(())
     }
 
-    /// Takes on a QEMU that has been reached, libvirt's domain or not.
+    /// Adopts a QEMU whose monitor is connected. `libvirt`: its domain name, if libvirt started it.
     pub(crate) fn attach_as(
         self: &Arc<Self>,
         vm: Vm,

@@ -1,4 +1,4 @@
-//! Which VMs the daemon is attached to: a note for the next one.
+//! The record of attached VMs, for the next daemon.
 
 use std::path::PathBuf;
 
@@ -20,12 +20,12 @@ impl Vms {
             .unwrap_or_default()
     }
 
-    /// Remembers attached VMs for the next daemon.
+    /// Records the attached VMs for the next daemon.
     pub(super) fn write_attached(&self) {
         let machines = self.registry.machines();
         let mut list: Vec<AttachRequest> =
             machines.iter().filter_map(|m| m.attach_request()).collect();
-        // Those that could not be reached yet, too.
+        // VMs that could not be reached yet are included.
         let arriving = self.registry.arrivals().all();
         let missing = arriving
             .iter()

@@ -1,4 +1,4 @@
-//! VMs that run or are on their way: stopped, resumed, told to do something.
+//! Operations on VMs that run or are being started: stop, resume, run a command.
 
 use std::time::{Duration, Instant};
 
@@ -12,13 +12,15 @@ use crate::vm_registry::ADOPTION_PATIENCE;
 use crate::vms::Vms;
 
 impl Vms {
-    /// Shuts a VM down, or ends one that is still being started.
+    /// Shuts a VM down, or ends one that is still being started. `timeout`: time for the guest's
+    /// shutdown.
     pub fn stop(&self, name: &str, timeout: Duration) -> Result<Stopped, DaemonError> {
         if let Some(stopped) = self.stop_arriving(name, timeout)? {
             return Ok(stopped);
         }
         let stopped = self.registry.machine(name)?.stop(timeout)?;
-        // Its watch thread sees the end and forgets it; who asked wants to see it gone.
+        // The VM's watch thread removes it from the table. The caller expects it to be gone, so
+        // this waits up to 10 s.
         let end = Instant::now() + Duration::from_secs(10);
         while self.registry.contains(name) && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(20));
@@ -26,7 +28,12 @@ impl Vms {
         Ok(stopped)
     }
 
-    /// Lets a VM go on that stands still.
+    /// Resumes a VM that is stopped.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::StandsStill`] if the VM does not run afterwards; [`DaemonError::BadRequest`]
+    /// for a libvirt domain.
     pub fn resume(&self, name: &str) -> Result<VmInfo, DaemonError> {
         let machine = self.registry.machine(name)?;
         if let Some(domain) = machine.libvirt() {
@@ -41,7 +48,7 @@ impl Vms {
         Ok(machine.info())
     }
 
-    /// Runs a command in a guest.
+    /// Runs a command in a guest, after the guest's clock was set if that is pending.
     pub fn exec(
         &self,
         name: &str,
@@ -64,7 +71,7 @@ impl Vms {
         Ok(self.registry.machine(name)?.wait_agent(timeout)?)
     }
 
-    /// Ends a VM that is on its way, if there is one of this name.
+    /// Ends a VM that is being started or adopted; `None` if there is none of this name.
     fn stop_arriving(&self, name: &str, timeout: Duration) -> Result<Option<Stopped>, DaemonError> {
         let Some(arrival) = self.registry.arrivals().get(name) else {
             return Ok(None);
@@ -75,7 +82,7 @@ impl Vms {
             }
             .into());
         }
-        // A VM that answers is asked in the usual way.
+        // A VM that answers is stopped in the usual way.
         if arrival.way == Way::Adopting && self.registry.arrivals().wait_gone(&arrival, SETTLE) {
             return Ok(None);
         }

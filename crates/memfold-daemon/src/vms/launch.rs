@@ -1,4 +1,4 @@
-//! VMs that memfold starts.
+//! Starting of VMs.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::machine::Origin;
 use crate::vms::Vms;
 
 impl Vms {
-    /// Starts a VM in some way, and takes it on.
+    /// Starts a VM with `how`, and adopts it. A VM that cannot be adopted is ended.
     pub fn launch(
         self: &Arc<Self>,
         mut spec: VmSpec,
@@ -40,11 +40,11 @@ impl Vms {
     }
 }
 
-/// Ends a VM that was started and could not be taken on: nobody would know of it.
+/// Ends a VM that was started and could not be adopted: no list would show it.
 fn end_unknown(state: &Path, name: &str) {
     let ended = match Vm::find(state, name) {
         Ok(vm) => vm.stop(Duration::ZERO).map(drop),
-        // It has ended by itself, and has left its files.
+        // The VM has ended itself and left its files.
         Err(MachineError::NotFound { .. }) => Vm::clear_if_stale(&VmDirectory::of(state, name))
             .map(drop)
             .map_err(|source| MachineError::Look {
