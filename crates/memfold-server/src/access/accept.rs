@@ -1,4 +1,4 @@
-//! Taking what comes: over the Unix socket, and over TCP with or without TLS.
+//! Accepting of connections: on the Unix socket, and on TCP with or without TLS.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -28,29 +28,31 @@ use super::peer::{Groups, Peer};
 use super::state::Access;
 use super::unread::Unread;
 
-/// TCP connections at once; more are closed at once.
+/// Largest number of TCP connections. Further ones are closed at once.
 const TCP_CONNECTIONS: usize = 256;
 
-/// Of them, of one address (IPv6: of one network of 64 bits), so that who has one can't take the
-/// places of other hosts.
+/// Largest number of TCP connections from one address (IPv6: from one /64 network), so that one
+/// host cannot use up the connections of the others.
 const OF_ONE_ADDRESS: usize = 64;
 
-/// Unix connections at once of those who may operate; beyond, they are closed at once.
+/// Largest number of Unix connections of users who may operate. Further ones are closed at once.
 const OPERATORS: usize = 1024;
 
-/// The same of those who may read, who so can't take the places of those.
+/// Largest number of Unix connections of users who may only read. They have a limit of their own,
+/// so that they cannot use up the operators' connections.
 const READERS: usize = 128;
 
-/// The same of those who may nothing, and are told so: they keep nobody out but each other.
+/// Largest number of Unix connections of users without access. They are accepted only to be told
+/// so.
 const STRANGERS: usize = 16;
 
-/// How long a request's head, and TLS's first words, may take.
+/// Time limit for a request's head, and for the TLS handshake.
 const HEAD_TIME: Duration = Duration::from_secs(10);
 
-/// Most bytes of a head, and of what is read ahead.
+/// Largest size of a request's head, and of the read buffer, in bytes.
 const HEAD_BYTES: usize = 32 << 10;
 
-/// Takes what comes over the Unix socket, until it is dropped.
+/// Accepts connections on the Unix socket until the future is dropped.
 pub(crate) async fn accept_unix(
     listener: UnixListener,
     groups: Groups,
@@ -83,16 +85,16 @@ pub(crate) async fn accept_unix(
                     drop(slot);
                 });
             }
-            // Who it is can't be said: it gets nothing.
+            // The kernel does not name the peer, so the connection is closed.
             Err(error) => debug!(%error, "peer without a name"),
         }
     }
 }
 
-/// How long a peer may leave unread what is sent to it.
+/// Time for which a peer may leave sent data unread.
 const UNREAD_TIME: Duration = Duration::from_secs(60);
 
-/// Takes what comes over TCP, until it is dropped.
+/// Accepts TCP connections until the future is dropped.
 pub(crate) async fn accept_tcp(
     listener: TcpListener,
     door: TcpDoor,
@@ -113,7 +115,7 @@ pub(crate) async fn accept_tcp(
             access.refused.add(Why::Other);
             continue;
         };
-        // Also with a window that stays closed (`TCP_USER_TIMEOUT`, tcp(7)).
+        // Also ends a connection whose receive window stays closed (`TCP_USER_TIMEOUT`, tcp(7)).
         let unread = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
         if rustix::net::sockopt::set_tcp_user_timeout(&stream, unread).is_err() {
             continue;
@@ -145,10 +147,10 @@ pub(crate) async fn accept_tcp(
     }
 }
 
-/// Connections there are, by where they come from.
+/// Number of TCP connections by origin (address or /64 network).
 type Places = Mutex<HashMap<IpAddr, usize>>;
 
-/// One of them, until it is dropped.
+/// One TCP connection in the count, until it is dropped.
 struct Place {
     all: Arc<Places>,
     of: IpAddr,
@@ -186,7 +188,7 @@ impl Drop for Place {
     }
 }
 
-/// When there are no descriptors left, accepting at once again would only burn CPU.
+/// Pauses after a failed `accept`. Without file descriptors, an immediate retry would only use CPU.
 async fn pause_after(error: &io::Error) {
     warn!(%error, "cannot accept a connection; retrying in 0.2 s");
     tokio::time::sleep(Duration::from_millis(200)).await;

@@ -1,8 +1,9 @@
-//! The audit log: who did what, when, with which outcome.
+//! The audit log: changes and refusals, with user, time and result.
 //!
-//! Lines of JSON in `audit.jsonl`, for root alone; when that file has [`FILE_LIMIT`] bytes it
-//! becomes `audit.old.jsonl`, which is removed then. What has been read by somebody is not noted,
-//! nor scripts and QEMU's arguments, which may hold secrets.
+//! The log consists of JSON lines in `audit.jsonl`, readable by root only. At [`FILE_LIMIT`] bytes
+//! the file is renamed to `audit.old.jsonl`, which replaces the older one. Requests that only read
+//! are not logged. Scripts and QEMU's arguments are not logged either, because they may contain
+//! secrets.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
@@ -22,16 +23,17 @@ use utoipa::ToSchema;
 
 use crate::answer::Told;
 
-/// Longest file in bytes; there are two.
+/// Largest size of a log file in bytes. There are two files.
 const FILE_LIMIT: u64 = 2 << 20;
-/// Longest path that is noted, in characters.
+/// Longest path that is logged, in characters.
 const PATH_LIMIT: usize = 200;
-/// Longest text of a detail, in characters.
+/// Longest text of a detail, in bytes.
 const TEXT_LIMIT: usize = 100;
-/// Refusals that are noted in a minute; more are counted.
+/// Number of refusals that are logged in a minute. Further ones are only counted.
 const REFUSALS_A_MINUTE: u32 = 60;
 
-/// What of a request's body and query is noted, if it is a number, a truth value or a short text.
+/// Fields of a request's body and query that are logged if they are numbers, truth values or short
+/// texts.
 const DETAILS: &[&str] = &[
     "advisor",
     "announce",
@@ -83,45 +85,45 @@ const DETAILS: &[&str] = &[
     "writer",
 ];
 
-/// The session that has begun, on its response: its name, and what it may.
+/// The session that a login has begun, attached to the response: its label and its role.
 #[derive(Clone, Debug)]
 pub(crate) struct NewSession(pub String, pub Role);
 
-/// A request for a change.
+/// A request that may change something.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Change<'a> {
     pub method: &'a Method,
     pub path: &'a str,
-    /// What follows the path, as it came.
+    /// The query string, as received.
     pub query: &'a str,
     pub body: &'a [u8],
 }
 
-/// Something that somebody did, or was refused.
+/// An entry of the audit log: a change, or a refusal.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AuditEntry {
-    /// When it ended, seconds since 1970.
+    /// End of the request, in seconds since 1970.
     pub at_unix_s: f64,
-    /// Who: user and process behind the Unix socket; session or token, and address, behind TCP.
+    /// The client: user and process on the Unix socket; session or token, and address, on TCP.
     pub who: String,
-    /// As what; null: as nobody in particular (a login, or a refusal).
+    /// Role of the client; null for a login or a refusal.
     pub role: Option<Role>,
-    /// The method of the interface.
+    /// HTTP method.
     pub method: String,
-    /// Its path.
+    /// Path of the request.
     pub path: String,
-    /// Details of the request that are no secrets.
+    /// Details of the request that are not secret.
     #[serde(default)]
     #[schema(value_type = Object)]
     pub details: BTreeMap<String, Value>,
-    /// The answer's status; 200: done.
+    /// HTTP status of the response; 200 means success.
     pub status: u16,
-    /// Why it wasn't done.
+    /// The error, if the request failed.
     #[serde(default)]
     pub error: Option<String>,
-    /// How long it took.
+    /// Duration of the request in milliseconds.
     pub took_ms: u64,
-    /// Refusals before this one that were too many to be noted.
+    /// Number of earlier refusals that were not logged because there were too many.
     #[serde(default)]
     pub not_noted: u64,
 }
@@ -162,7 +164,7 @@ impl Audit {
         self.directory.join("audit.old.jsonl")
     }
 
-    /// Notes a change, done or failed.
+    /// Logs a change, whether it succeeded or failed.
     pub(super) fn changed(
         &self,
         (who, role): (&str, Option<Role>),
@@ -170,7 +172,7 @@ impl Audit {
         response: &Response,
         took: Duration,
     ) {
-        // Whoever may not operate could fill the log, and so push out what operators did.
+        // A client that may not operate could fill the log and so remove entries of operators.
         let begun = response.extensions().get::<NewSession>();
         let operates =
             role == Some(Role::Operate) || begun.is_some_and(|begun| begun.1 == Role::Operate);
@@ -194,15 +196,14 @@ impl Audit {
         });
     }
 
-    /// Logs that a connection came to nothing before there was any request, unless there are too
-    /// many of these.
+    /// Writes a failed TLS handshake to the daemon's log, unless there are too many refusals.
     pub(super) fn failed_hello(&self, from: std::net::IpAddr, why: &str) {
         if let Some(not_noted) = self.may_note() {
             warn!(%from, why, not_noted, "TLS connection refused; check the peer's scheme and certificate");
         }
     }
 
-    /// Notes that somebody was not let in.
+    /// Logs a refused request.
     pub(super) fn refused(
         &self,
         who: &str,
@@ -220,7 +221,8 @@ impl Audit {
         });
     }
 
-    /// Whether one more refusal is noted, and how many weren't before it.
+    /// Whether a further refusal is logged; if so, the number of refusals that were not logged
+    /// before.
     fn may_note(&self) -> Option<u64> {
         let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
         if refusals.minute.elapsed() >= Duration::from_secs(60) {
@@ -236,8 +238,8 @@ impl Audit {
     }
 
     fn write(&self, entry: &AuditEntry) {
-        // A disk may be slow; others' requests go on meanwhile, also beside those that wait to
-        // write.
+        // A disk may be slow. Other requests continue in the meantime, also beside requests that
+        // wait to write.
         let appended = tokio::task::block_in_place(|| {
             let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
             self.append(entry)
@@ -264,7 +266,7 @@ impl Audit {
         file.write_all(&line)
     }
 
-    /// The last entries, newest first.
+    /// The last `count` entries, newest first.
     pub(crate) fn last(&self, count: usize) -> io::Result<Vec<AuditEntry>> {
         let mut found = Vec::new();
         for path in [self.file(), self.old_file()] {
@@ -273,7 +275,7 @@ impl Audit {
                 text => text?,
             };
             let lines = text.rsplit(|&byte| byte == b'\n');
-            // A line that was cut off with its daemon is passed over.
+            // A line that was cut off when a daemon died is skipped.
             let entries = lines.filter_map(|line| serde_json::from_slice(line).ok());
             found.extend(entries.take(count - found.len()));
             if found.len() == count {
@@ -284,7 +286,7 @@ impl Audit {
     }
 }
 
-/// A whole file of the log; what is beyond its limit by more than a line isn't ours.
+/// Reads a file of the log, up to twice its limit: this program writes no longer files.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     use std::io::Read as _;
     let mut bytes = Vec::new();
@@ -326,7 +328,7 @@ fn details(asked: &Change<'_>) -> BTreeMap<String, Value> {
         .query
         .split('&')
         .filter_map(|pair| pair.split_once('='));
-    // `true` and numbers are what they are in a body.
+    // `true` and numbers are parsed as in a JSON body.
     let pairs = pairs.map(|(key, value)| {
         let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
         (key.to_owned(), value)

@@ -1,24 +1,24 @@
-//! How often somebody was refused, for `GET /metrics`.
+//! Counters of refused connections and requests, for `GET /metrics`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use axum::http::StatusCode;
 
-/// Why somebody was refused.
+/// Reason of a refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Why {
-    /// No TLS, or a certificate that the other end does not trust.
+    /// The TLS handshake failed: no TLS, or the client does not trust the certificate.
     Tls,
-    /// No token or session, or a wrong one.
+    /// The token or session is missing or wrong.
     Credentials,
-    /// Known, and not allowed to.
+    /// The client is known, but its role does not allow the request.
     Rights,
-    /// By a wrong name, too much at once, or else.
+    /// Another reason, such as a wrong host name or too many requests at once.
     Other,
 }
 
 impl Why {
-    /// By the answer's status.
+    /// The reason that belongs to an HTTP status.
     pub(super) fn of(status: StatusCode) -> Self {
         match status {
             StatusCode::UNAUTHORIZED => Self::Credentials,
@@ -28,11 +28,11 @@ impl Why {
     }
 }
 
-/// Counts, by why.
+/// Counters of refusals, by reason.
 #[derive(Debug, Default)]
 pub(super) struct Refused([AtomicU64; 4]);
 
-/// The same, at one instant: word and number.
+/// The counters at one instant: the reason's label and the number.
 pub(crate) type RefusedCounts = [(&'static str, u64); 4];
 
 impl Refused {

@@ -1,4 +1,4 @@
-//! The doors: Unix socket and TCP, with or without TLS.
+//! The daemon's endpoints: the Unix socket, and TCP with or without TLS.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -12,22 +12,22 @@ use super::origin::PublicUrl;
 use super::peer::Groups;
 use super::tls::{Tls, TlsFiles};
 
-/// Where and how to serve.
+/// Endpoints and directories of the server.
 #[derive(Clone, Debug)]
 pub struct Doors {
-    /// The Unix socket.
+    /// Path of the Unix socket.
     pub socket: PathBuf,
-    /// Who may use it beside root.
+    /// Groups that may use the socket, beside root.
     pub groups: Groups,
-    /// TCP; `None`: nowhere.
+    /// The TCP endpoint; `None`: no TCP.
     pub tcp: Option<TcpDoor>,
-    /// Directory of the tokens for TCP.
+    /// Directory of the access tokens for TCP.
     pub tokens: PathBuf,
-    /// Directory of history and audit log.
+    /// Directory of the history and the audit log.
     pub records: PathBuf,
 }
 
-/// A TCP door that was checked.
+/// A TCP endpoint whose settings were checked.
 #[derive(Clone, Debug)]
 pub struct TcpDoor {
     pub(super) address: SocketAddr,
@@ -37,11 +37,12 @@ pub struct TcpDoor {
 }
 
 impl TcpDoor {
-    /// At `address`, for browsers that call it by `names` too, or find it behind a reverse proxy at
-    /// one of `public`.
+    /// An endpoint at `address`. Browsers may also reach it by `names`, or behind a reverse proxy
+    /// at one of the `public` addresses.
     ///
     /// # Errors
-    /// If it can be reached from other hosts and has no TLS, or a file of TLS can't be used.
+    /// [`TcpDoorError`] if other hosts can reach the address and there is no TLS, or if a TLS file
+    /// cannot be used.
     pub fn new(
         address: SocketAddr,
         names: Vec<String>,
@@ -60,13 +61,13 @@ impl TcpDoor {
         })
     }
 
-    /// Names by which browsers may call the daemon, beside addresses and `localhost`.
+    /// Names by which browsers may address the daemon, beside IP addresses and `localhost`.
     pub(super) fn known_names(&self) -> Vec<String> {
         let public = self.public.iter().map(|url| url.name().to_owned());
         self.names.iter().cloned().chain(public).collect()
     }
 
-    /// What a browser may be given.
+    /// Addresses of the dashboard for browsers.
     pub(super) fn urls(&self) -> Vec<String> {
         let scheme = if self.tls.is_some() { "https" } else { "http" };
         let port = self.address.port();
@@ -85,26 +86,26 @@ impl TcpDoor {
             .collect()
     }
 
-    /// Cookies of one address are sent to all its ports, so the port is in the name. `__Host-`
-    /// binds one to this very host, over TLS.
+    /// Name of the session cookie. Browsers send cookies of an address to all its ports, so the
+    /// name contains the port. With TLS, the prefix `__Host-` binds the cookie to this host.
     pub(super) fn cookie_name(&self) -> String {
         let prefix = if self.tls.is_some() { "__Host-" } else { "" };
         format!("{prefix}memfold-{}", self.address.port())
     }
 
-    /// Opens it. With port 0 the kernel chooses one.
+    /// Opens the listening socket. With port 0 the kernel chooses a port.
     pub(crate) async fn listen(&mut self) -> io::Result<TcpListener> {
         let listener = TcpListener::bind(self.address).await?;
         self.address = listener.local_addr()?;
         Ok(listener)
     }
 
-    /// Whether it has TLS.
+    /// Whether the endpoint uses TLS.
     pub(crate) const fn has_tls(&self) -> bool {
         self.tls.is_some()
     }
 
-    /// Where it is.
+    /// Address of the endpoint.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address

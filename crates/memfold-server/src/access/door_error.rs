@@ -1,26 +1,26 @@
-//! Why a TCP door can't be.
+//! Errors of a TCP endpoint's settings.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-/// Why a TCP door can't be.
+/// Error of a TCP endpoint's settings.
 #[derive(Debug, thiserror::Error)]
 pub enum TcpDoorError {
-    /// Others could listen.
+    /// Other hosts can reach the address, and there is no TLS.
     #[error(
         "{0} can be reached from other hosts, which needs TLS. Pass --tls-cert and --tls-key, or listen on 127.0.0.1 and forward the port by ssh, \
          or put a proxy with TLS before it (--public-url)"
     )]
     Plain(SocketAddr),
-    /// A file can't be used.
+    /// A file of TLS cannot be used.
     #[error("cannot use {path} for TLS: {why}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// Key and certificate don't fit.
+    /// The private key does not match the certificate.
     #[error("cannot use the TLS certificate and key")]
     Tls(#[from] tokio_rustls::rustls::Error),
 }

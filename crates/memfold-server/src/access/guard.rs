@@ -1,4 +1,4 @@
-//! What every request passes: is it from where it says, who sends it, and may they?
+//! The check that every request passes: its origin, its sender, and the sender's rights.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,32 +24,32 @@ use crate::limits::{MAX_BODY, MOST_FINGERPRINTS};
 use crate::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
 use crate::web;
 
-/// Longest body of a login: a token or a code, and what JSON needs around it.
+/// Longest body of a login, in bytes: a token or a code, with the JSON around it.
 const MOST_OF_A_LOGIN: usize = 4 << 10;
-/// How long a request's body may take.
+/// Time limit for receiving a request's body.
 const BODY_TIME: Duration = Duration::from_secs(30);
 
-/// Scripts, styles and data from here alone; no inline script, no frame around us, nothing sent
-/// elsewhere.
+/// Content security policy: scripts, styles and data only from this daemon; no inline scripts, no
+/// framing, no form targets.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// Who sends a request that was let in.
+/// Sender of an admitted request.
 #[derive(Clone, Debug)]
 pub(crate) struct Visitor {
-    /// What they may.
+    /// Role of the sender.
     pub role: Role,
-    /// Who, for the audit log.
+    /// Name of the sender for the audit log.
     pub who: String,
-    /// The session's cookie, if they came with one.
+    /// The session's cookie, if the request had one.
     pub cookie: Option<String>,
-    /// By what way: `socket` or `tcp`.
+    /// Endpoint of the request: `socket` or `tcp`.
     pub via: &'static str,
-    /// The host whose token they came with.
+    /// The host whose token the request had.
     pub host: Option<String>,
 }
 
-/// Lets a request in or refuses it, and notes every change and every refusal.
+/// Admits or refuses a request, and logs every change and every refusal.
 pub(crate) async fn guard(
     State(access): State<Arc<Access>>,
     mut request: Request,
@@ -82,7 +82,7 @@ pub(crate) async fn guard(
     with_headers(response, &path)
 }
 
-/// A request that may change something: its body is read first, and what came of it is noted.
+/// Executes a request that may change something: reads its body first, and logs the result.
 async fn change(
     access: &Arc<Access>,
     peer: &Peer,
@@ -99,7 +99,7 @@ async fn change(
     let query = request.uri().query().unwrap_or_default().to_owned();
     let most = match path.as_str() {
         PLACE_PATH => MOST_FINGERPRINTS,
-        // Of whom nobody knows yet who it is.
+        // A login comes from an unknown sender, so its limit is small.
         SESSION_PATH => MOST_OF_A_LOGIN,
         _ => MAX_BODY,
     };
@@ -108,15 +108,15 @@ async fn change(
         Err(refused) => return *refused,
     };
     let note = move |access: &Access, response: &Response| {
-        // A wrong token, or more than one may: the guard doesn't see that.
+        // A handler may refuse a wrong token or a missing right; the guard has not counted these.
         let status = response.status();
         if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
             access.refused.add(Why::of(status));
         }
         let (audit, took) = (access.audit(), began.elapsed());
         if path == REGISTRY_PATH {
-            // Hosts ask it several times a second: what it did is told by `memfold leases`. Who
-            // speaks for another host is noted.
+            // Hosts call the registry several times a second, and `memfold leases` shows the
+            // results. So only calls in another host's name are logged.
             if status == StatusCode::FORBIDDEN {
                 audit.refused(&who, &method, &path, response, took);
             }
@@ -126,7 +126,7 @@ async fn change(
             method: &method,
             path: &path,
             query: &query,
-            // What is longer is fingerprints, which have no details.
+            // A longer body contains fingerprints, which have no logged details.
             body: if body.len() > MAX_BODY { &[] } else { &body },
         };
         audit.changed((&who, role), &change, response, took);
@@ -134,7 +134,7 @@ async fn change(
     carry_out(access, peer, visitor, request, next, note).await
 }
 
-/// Carries a request out in its turn, and has what came of it noted.
+/// Executes a request when the limits allow, and passes the response to `note`.
 async fn carry_out(
     access: &Arc<Access>,
     peer: &Peer,
@@ -160,8 +160,8 @@ async fn carry_out(
     .await
 }
 
-/// Goes on when the peer hangs up: what it has begun goes on, too, so it is noted and keeps its
-/// turn.
+/// Completes the work even if the peer disconnects, so that the result is logged and the limits
+/// count the work until its end.
 async fn to_the_end(work: impl Future<Output = Response> + Send + 'static) -> Response {
     tokio::spawn(work).await.unwrap_or_else(|_| {
         refusal(
@@ -183,7 +183,7 @@ fn is_change(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// The role that a request needs; `None`: anybody may send it.
+/// The role that a request needs; `None`: none.
 fn needed(method: &Method, path: &str) -> Option<Role> {
     if path == REGISTRY_PATH {
         return Some(Role::Host);
@@ -198,12 +198,16 @@ fn needed(method: &Method, path: &str) -> Option<Role> {
         let secret = path == AUDIT_PATH;
         return Some(if secret { Role::Operate } else { Role::Read });
     }
-    // Its handler gives nobody more than they have.
+    // The handler grants at most the sender's own role.
     let own = path == CODES_PATH;
     Some(if own { Role::Read } else { Role::Operate })
 }
 
-/// Who sends it, if they may; `None`: nobody has to say who they are for this.
+/// The sender of an admitted request; `None` if the request needs no login and has none.
+///
+/// # Errors
+///
+/// The response that refuses the request.
 fn admit(
     access: &Access,
     peer: &Peer,
@@ -221,8 +225,8 @@ fn admit(
                      'memfold serve'",
                 )));
             };
-            // No browser speaks to this socket: somebody has put a proxy before it, and any page
-            // could use that.
+            // Browsers do not use Unix sockets. A browser's header here means that a proxy exposes
+            // the socket, and any web page could use that.
             let headers = request.headers();
             if headers.contains_key(axum::http::header::ORIGIN)
                 || headers.contains_key("sec-fetch-site")
@@ -319,7 +323,7 @@ fn from_our_page(
     Ok(())
 }
 
-/// By `Authorization: Bearer TOKEN`, or by the session's cookie.
+/// Identifies the sender by `Authorization: Bearer TOKEN`, or by the session's cookie.
 fn recognize(access: &Access, headers: &HeaderMap, from: &str) -> Option<Visitor> {
     if let Some(value) = headers.get(AUTHORIZATION) {
         let token = value.to_str().ok()?.strip_prefix("Bearer ")?;
@@ -361,8 +365,8 @@ fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {
         })
 }
 
-/// A turn among those who came by TCP or may only read; who operates over the Unix socket doesn't
-/// wait for them.
+/// Takes a permit among requests over TCP and requests of readers. Operators on the Unix socket
+/// need no permit.
 fn turn(
     access: &Access,
     peer: &Peer,
@@ -392,7 +396,7 @@ fn turn(
     })
 }
 
-/// The request with its body in memory: bounded in length and time before anything is done.
+/// Reads a request's body into memory, with limits of length and time.
 async fn whole(request: Request, most: usize) -> Result<(Request, Bytes), Box<Response>> {
     let too_long = || {
         let text = format!("the request's body is longer than {most} bytes");
@@ -407,8 +411,8 @@ async fn whole(request: Request, most: usize) -> Result<(Request, Bytes), Box<Re
     let read = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, most)).await;
     match read {
         Ok(Ok(bytes)) => Ok((Request::from_parts(parts, Body::from(bytes.clone())), bytes)),
-        // Only the limit is left as a cause when nothing was declared; else the peer broke off, and
-        // hears nothing anyhow.
+        // Without a declared length, the limit is the only likely cause. Otherwise the peer has
+        // disconnected and receives no response.
         Ok(Err(_)) => Err(too_long()),
         Err(_) => Err(Box::new(refusal(
             StatusCode::REQUEST_TIMEOUT,

@@ -1,7 +1,7 @@
-//! Hosts that may ask the registry of leases: one token each.
+//! Hosts that may call the lease registry over TCP. Each has a token of its own.
 //!
-//! A token is shown once, when it is made; here lies its hash only (`hosts.json`, mode 0600). It
-//! outlives a reboot of this host, as others would have to be given new ones.
+//! A token is shown once, when it is made; only its hash is stored (`hosts.json`, mode 0600).
+//! Tokens survive a reboot of this host, because other hosts would otherwise need new ones.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
@@ -13,10 +13,10 @@ use blake3::Hash;
 
 use super::keys::{hash, secret};
 
-/// Hosts at most.
+/// Largest number of hosts.
 const MOST: usize = 4096;
 
-/// Names, and hashes of their tokens.
+/// Names of the hosts, and hashes of their tokens.
 #[derive(Debug)]
 pub(crate) struct Hosts {
     file: PathBuf,
@@ -24,10 +24,10 @@ pub(crate) struct Hosts {
 }
 
 impl Hosts {
-    /// With those in a file, if there is one.
+    /// Reads the hosts from a file, if it exists.
     ///
     /// # Errors
-    /// If it can't be read, or holds something else.
+    /// If the file cannot be read or is invalid.
     pub(crate) fn open(file: PathBuf) -> io::Result<Self> {
         let told = |why: String| {
             let text = format!("{}: {why}", file.display());
@@ -46,7 +46,7 @@ impl Hosts {
         Ok(Self { file, by_name })
     }
 
-    /// Lets a host in; its token, which is shown this once. One that it had before is void.
+    /// Makes a token for a host and returns it. An earlier token of this host becomes invalid.
     pub(crate) fn add(&mut self, name: &str) -> io::Result<String> {
         if self.by_name.len() >= MOST && !self.by_name.contains_key(name) {
             return Err(io::Error::other("too many hosts have tokens"));
@@ -58,7 +58,7 @@ impl Hosts {
         Ok(token)
     }
 
-    /// Lets a host in no more; whether it was.
+    /// Removes a host's token. Returns whether the host had one.
     pub(crate) fn remove(&mut self, name: &str) -> io::Result<bool> {
         let mut by_name = self.by_name.clone();
         let was = by_name.remove(name).is_some();
@@ -68,12 +68,13 @@ impl Hosts {
         Ok(was)
     }
 
-    /// Names of all.
+    /// Names of all hosts.
     pub(crate) fn names(&self) -> Vec<String> {
         self.by_name.keys().cloned().collect()
     }
 
-    /// The host with this token. Looks at all of them, whichever fits.
+    /// The host with this token. Compares with all hosts, so that the time does not depend on the
+    /// match.
     pub(super) fn with_token(&self, token: &str) -> Option<&str> {
         let asked = hash(token);
         let mut found = None;
@@ -85,7 +86,8 @@ impl Hosts {
         found
     }
 
-    /// On disk first: what isn't there is gone with the next daemon.
+    /// Replaces the hosts, on disk first: a change that is only in memory would be lost with the
+    /// daemon.
     fn replace(&mut self, by_name: BTreeMap<String, Hash>) -> io::Result<()> {
         let text: BTreeMap<&String, String> = by_name
             .iter()

@@ -1,8 +1,7 @@
-//! Tokens, codes for one login, and sessions.
+//! Secrets for TCP access: tokens, login codes and sessions.
 //!
-//! All three are 32 random bytes in hexadecimal. They are kept and compared as BLAKE3 hashes, whose
-//! comparison takes the same time whatever differs (`blake3::Hash`), and a table's order tells
-//! nothing of a secret either.
+//! Each secret is 32 random bytes in hexadecimal. Secrets are kept and compared as BLAKE3 hashes.
+//! The comparison takes the same time wherever the hashes differ (`blake3::Hash`).
 
 use std::fs::{File, Permissions};
 use std::io::{self, Read, Write};
@@ -13,38 +12,39 @@ use std::time::{Duration, Instant};
 use blake3::Hash;
 use memfold_api::Role;
 
-/// How long a code may wait for its login.
+/// Time for which a login code is valid.
 pub(crate) const CODE_LIFE: Duration = Duration::from_secs(120);
-/// How long a session lasts, however much it is used.
+/// Longest duration of a session.
 pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(12 * 3600);
-/// How long a session lasts without a request.
+/// Time without a request after which a session ends.
 const SESSION_IDLE: Duration = Duration::from_secs(3600);
-/// Sessions at once; beyond, the one that was used longest ago ends.
+/// Largest number of sessions. A further login ends a session: readers' first, then the least
+/// recently used.
 const MOST_SESSIONS: usize = 64;
-/// Codes at once; beyond, the oldest is void.
+/// Largest number of login codes. A further code replaces an old one.
 const MOST_CODES: usize = 16;
-/// Characters of a token.
+/// Length of a token in characters.
 const TOKEN_LENGTH: usize = 64;
 
-/// A session by its cookie.
+/// A session, identified by its cookie.
 #[derive(Clone, Debug)]
 struct Session {
     hash: Hash,
     role: Role,
-    /// What the audit log calls it.
+    /// Name of the session in the audit log.
     label: String,
     began: Instant,
     used: Instant,
 }
 
-/// A session that has begun.
+/// A session that has just begun.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Begun {
-    /// The cookie's value.
+    /// Value of the cookie.
     pub cookie: String,
-    /// What one may.
+    /// Role of the session.
     pub role: Role,
-    /// What the audit log calls it.
+    /// Name of the session in the audit log.
     pub label: String,
 }
 
@@ -52,12 +52,12 @@ pub(crate) struct Begun {
 struct Code {
     hash: Hash,
     role: Role,
-    /// Who made it.
+    /// The user who made the code.
     by: String,
     until: Instant,
 }
 
-/// All secrets that open the TCP door.
+/// All secrets that give access over TCP.
 #[derive(Debug, Default)]
 pub(crate) struct Keys {
     tokens: Vec<(Hash, Role)>,
@@ -66,7 +66,7 @@ pub(crate) struct Keys {
     made: u64,
 }
 
-/// 32 random bytes in hexadecimal.
+/// Makes a secret: 32 random bytes in hexadecimal.
 pub(super) fn secret() -> io::Result<String> {
     let mut bytes = [0; TOKEN_LENGTH / 2];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
@@ -77,16 +77,16 @@ pub(super) fn hash(text: &str) -> Hash {
     blake3::hash(text.as_bytes())
 }
 
-/// Where the token of a role lies.
+/// Path of a role's token file.
 pub(super) fn token_file(directory: &Path, role: Role) -> PathBuf {
     directory.join(format!("{}.token", role.name()))
 }
 
 impl Keys {
-    /// With the tokens in `directory`, which are made (mode 0600) if there are none yet.
+    /// Reads the tokens in `directory`. Missing token files are created (mode 0600).
     ///
     /// # Errors
-    /// If a file can't be read or made, holds something else, or is open to others.
+    /// If a file cannot be read or created, is invalid, or is readable by other users.
     pub(crate) fn with_tokens(directory: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
         let mut keys = Self::default();
@@ -101,7 +101,8 @@ impl Keys {
         Ok(keys)
     }
 
-    /// The role of a token, if it is one. Looks at all of them, whichever fits.
+    /// The role of a token; `None` if there is no such token. Compares with all tokens, so that the
+    /// time does not depend on the match.
     pub(super) fn role_of_token(&self, token: &str) -> Option<Role> {
         let asked = hash(token);
         let mut role = None;
@@ -113,26 +114,27 @@ impl Keys {
         role
     }
 
-    /// A code for one login, made by somebody.
+    /// Makes a code for one login. `by`: the user who asked for it.
     pub(crate) fn new_code(&mut self, role: Role, by: &str, now: Instant) -> io::Result<String> {
         let code = secret()?;
         self.codes.retain(|code| now < code.until);
         if self.codes.len() >= MOST_CODES {
-            // Whoever may only read doesn't push out those who operate.
+            // Codes of readers are replaced before codes of operators.
             let oldest = self.codes.iter().position(|code| code.role == Role::Read);
             self.codes.remove(oldest.unwrap_or(0));
         }
         self.codes.push(Code {
             hash: hash(&code),
             role,
-            // Who began the session in which it was made.
+            // For a code made in a session, the user who began that session.
             by: by.rsplit(" of ").next().unwrap_or(by).to_owned(),
             until: now + CODE_LIFE,
         });
         Ok(code)
     }
 
-    /// Begins a session with a token or a code, which is void afterwards; `None`: it is neither.
+    /// Begins a session with a token or a login code, which can be used once; `None` if the secret
+    /// is neither.
     pub(crate) fn log_in(&mut self, secret_text: &str, now: Instant) -> io::Result<Option<Begun>> {
         let asked = hash(secret_text);
         self.codes.retain(|code| now < code.until);
@@ -169,7 +171,7 @@ impl Keys {
         }))
     }
 
-    /// The role of a session, and what the audit log calls it.
+    /// Role and audit name of a session; `None` if there is none with this cookie. Counts as a use.
     pub(super) fn session(&mut self, cookie: &str, now: Instant) -> Option<(Role, String)> {
         let asked = hash(cookie);
         self.drop_old(now);
@@ -215,7 +217,8 @@ fn read_or_make(path: &Path) -> io::Result<String> {
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let token = secret()?;
-            // Whole or not at all: a daemon that dies here leaves no half a token.
+            // Written under another name first, so that a daemon that dies leaves no incomplete
+            // token.
             let draft = path.with_extension("token.new");
             let mut file = File::options()
                 .write(true)

@@ -1,14 +1,14 @@
-//! Who may ask the daemon for what.
+//! Access control of the daemon's API.
 //!
 //! ```text
 //!   Unix socket --- peer's user and groups (kernel) --------------------------------.
 //!                                                                                    |--> role --> guard --> routes
 //!   TCP [TLS] ----- Host header --- session cookie, or token --- Origin, own header -'               `--> audit log
 //! ```
-//! There are two roles of people: `Role::Read` sees everything that memfold shows, `Role::Operate`
-//! may change it. Whoever operates is root in the guests and may start any QEMU as root on the
-//! host. Other hosts have the role `Role::Host`: each by a token of its own, with which it may ask
-//! the registry of leases, in its own name, and nothing else.
+//! There are two roles for people: `Role::Read` sees everything that memfold shows, and
+//! `Role::Operate` may change it. An operator is root in the guests, and may start any QEMU as root
+//! on the host. Other hosts have the role `Role::Host`. Each host has its own token, with which it
+//! may only call the lease registry, in its own name.
 
 mod accept;
 mod audit;

@@ -1,9 +1,9 @@
-//! Whether a browser's request comes from the dashboard itself.
+//! Checks that a browser's request comes from the dashboard.
 //!
-//! A page of another site that the operator has open may send requests here: by its own name that
-//! it points to this address (DNS rebinding), by forms and images (cross-site requests). Browsers
-//! say in `Host` by which name they came and in `Origin` from which page, and let no other site set
-//! a header of its own without asking first, which is never granted.
+//! A page of another site that is open in the operator's browser may send requests here: by a name
+//! of its own that resolves to this address (DNS rebinding), or by forms and images (cross-site
+//! requests). Browsers send the name in `Host` and the page's site in `Origin`. They do not let
+//! another site set a custom header without permission, which this server never gives.
 
 use std::net::IpAddr;
 
@@ -12,10 +12,10 @@ use std::str::FromStr;
 use axum::http::header::{HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri};
 
-/// What scripts of the dashboard send with each change.
+/// Header that the dashboard's scripts send with each change.
 pub(crate) const OWN_HEADER: HeaderName = HeaderName::from_static("x-memfold");
 
-/// The name in `HOST[:PORT]`, without brackets.
+/// The host part of `HOST[:PORT]`, without brackets; `None` if the port is invalid.
 fn name_of(host: &str) -> Option<&str> {
     if let Some(rest) = host.strip_prefix('[') {
         let (address, port) = rest.split_once(']')?;
@@ -32,21 +32,21 @@ fn is_port(text: &str) -> bool {
     text.parse::<u16>().is_ok()
 }
 
-/// Where browsers find the dashboard behind a reverse proxy: `https://NAME[:PORT]`.
+/// Address of the dashboard behind a reverse proxy: `https://NAME[:PORT]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PublicUrl {
-    /// As browsers say it in `Origin`: lower case, without the scheme's own port.
+    /// Origin as browsers send it: lower case, without the scheme's default port.
     origin: String,
     name: String,
 }
 
-/// Why a text is no [`PublicUrl`].
+/// Error of a [`PublicUrl`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PublicUrlError {
-    /// It is no URL, or of another kind.
+    /// The text is no HTTP or HTTPS URL.
     #[error("give the address that browsers show: https://NAME or https://NAME:PORT")]
     NoUrl,
-    /// The dashboard is at the root of its name.
+    /// The URL has a path or a query.
     #[error("the dashboard cannot be served below a path; give https://NAME without a path")]
     Path,
 }
@@ -81,7 +81,7 @@ impl FromStr for PublicUrl {
 }
 
 impl PublicUrl {
-    /// With the slash at its end.
+    /// The URL, with a slash at its end.
     pub(super) fn url(&self) -> String {
         format!("{}/", self.origin)
     }
@@ -98,7 +98,7 @@ impl PublicUrl {
     }
 }
 
-/// Whether a browser says that its page came by HTTPS from one of these.
+/// Whether the request's `Origin` is one of these addresses, with HTTPS.
 pub(super) fn is_public_https(headers: &HeaderMap, public: &[PublicUrl]) -> bool {
     headers.get(ORIGIN).is_some_and(|origin| {
         let mut https = public.iter().filter(|url| url.origin.starts_with("https:"));
@@ -106,8 +106,8 @@ pub(super) fn is_public_https(headers: &HeaderMap, public: &[PublicUrl]) -> bool
     })
 }
 
-/// Whether the `Host` header may be answered: an address, which no name service can point
-/// elsewhere, `localhost`, or one of `names`.
+/// Whether a request with this `Host` header is answered. Accepted are IP addresses (DNS cannot
+/// redirect them), `localhost`, and `names`.
 pub(super) fn host_is_ours(headers: &HeaderMap, names: &[String]) -> bool {
     let mut hosts = headers.get_all(HOST).iter();
     let (Some(host), None) = (hosts.next(), hosts.next()) else {
@@ -120,10 +120,10 @@ pub(super) fn host_is_ours(headers: &HeaderMap, names: &[String]) -> bool {
     })
 }
 
-/// Whether a change comes from our own page, or from no browser at all. `public`: where a reverse
-/// proxy shows our page.
+/// Whether a change comes from the dashboard, or from a client that is no browser. `public`:
+/// addresses of the dashboard behind reverse proxies.
 pub(super) fn is_same_origin(headers: &HeaderMap, tls: bool, public: &[PublicUrl]) -> bool {
-    // Browsers set it, and scripts can't (Fetch Metadata).
+    // Browsers set this header, and scripts cannot (Fetch Metadata).
     if let Some(site) = headers.get("sec-fetch-site") {
         if site != "same-origin" && site != "none" {
             return false;

@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection.
+//! The peer of a connection, and the groups with access to the Unix socket.
 
 use std::io;
 use std::net::SocketAddr;
@@ -7,23 +7,23 @@ use memfold_api::Role;
 use memfold_sys::peer::{group_id, groups};
 use tokio::net::UnixStream;
 
-/// The group whose members may read, if there is one of this name.
+/// Group whose members may read, if it exists.
 pub const READ_GROUP: &str = "memfold-read";
-/// The group whose members may operate, if there is one of this name.
+/// Group whose members may operate, if it exists.
 pub const OPERATE_GROUP: &str = "memfold-operate";
 
-/// Why a group can't be used.
+/// Error of a group's lookup.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupsError {
-    /// It doesn't exist.
+    /// The group does not exist.
     #[error("no group '{0}' on this host; create it with 'groupadd --system {0}'")]
     Unknown(String),
-    /// The host doesn't say.
+    /// The host's user database cannot be read.
     #[error("cannot look up group '{name}'")]
     Lookup {
-        /// The group.
+        /// Name of the group.
         name: String,
-        /// Why.
+        /// The error of the lookup.
         #[source]
         source: io::Error,
     },
@@ -32,17 +32,17 @@ pub enum GroupsError {
 /// Groups whose members may use the Unix socket, beside root.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
-    /// Number of the group that may read.
+    /// Number (GID) of the group that may read.
     pub read: Option<u32>,
-    /// Number of the group that may operate.
+    /// Number (GID) of the group that may operate.
     pub operate: Option<u32>,
 }
 
 impl Groups {
-    /// By name. A group that isn't named is the usual one, if it exists.
+    /// Finds groups by name. Without a name, the default group is used if it exists.
     ///
     /// # Errors
-    /// If a group that is named doesn't exist.
+    /// [`GroupsError`] if a named group does not exist, or a lookup fails.
     pub fn find(read: Option<&str>, operate: Option<&str>) -> Result<Self, GroupsError> {
         let find = |named: Option<&str>, usual: &str| {
             let name = named.unwrap_or(usual);
@@ -61,13 +61,13 @@ impl Groups {
         })
     }
 
-    /// Whether anybody but root may come in.
+    /// Whether users other than root have access.
     #[must_use]
     pub const fn any(self) -> bool {
         self.read.is_some() || self.operate.is_some()
     }
 
-    /// The role of a user with these groups; `own`: the daemon's own user.
+    /// Role of a user who is in the groups `of`. `own`: the daemon's own user.
     fn role(self, user: u32, of: &[u32], own: u32) -> Option<Role> {
         let member = |group: Option<u32>| group.is_some_and(|group| of.contains(&group));
         if user == 0 || user == own || member(self.operate) {
@@ -80,27 +80,27 @@ impl Groups {
     }
 }
 
-/// The other end.
+/// The peer of a connection.
 #[derive(Clone, Debug)]
 pub(crate) enum Peer {
-    /// A process of this host.
+    /// A process of this host, connected to the Unix socket.
     Unix {
-        /// In words.
+        /// User and process, as text.
         who: String,
-        /// What it may; `None`: nothing.
+        /// Role of the process; `None`: no access.
         role: Option<Role>,
     },
-    /// Somebody who has to prove what they may.
+    /// A TCP client, which must present a token or a session.
     Tcp {
-        /// Where from.
+        /// Address of the client.
         address: SocketAddr,
-        /// Over TLS.
+        /// Whether the connection uses TLS.
         tls: bool,
     },
 }
 
 impl Peer {
-    /// What is known to be its role before it asks for anything.
+    /// The role that is known before a request; `None` for TCP.
     pub(super) const fn known_role(&self) -> Option<Role> {
         match self {
             Self::Unix { role, .. } => *role,
@@ -108,7 +108,7 @@ impl Peer {
         }
     }
 
-    /// Of a Unix connection, by what the kernel says of the process that connected.
+    /// The peer of a Unix connection, from the credentials that the kernel reports.
     pub(super) fn of(stream: &UnixStream, allowed: Groups) -> io::Result<Self> {
         let process = stream.peer_cred()?;
         let mut of = groups(stream)?;

@@ -1,4 +1,4 @@
-//! What all doors of one daemon have in common.
+//! State shared by all endpoints of a daemon: secrets, audit log, limits.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,34 +16,36 @@ use super::keys::Keys;
 use super::origin::{self, PublicUrl};
 use crate::limits::{MOST_OF_READERS, MOST_STREAMS};
 
-/// Requests over TCP at once; more are refused. Each may hold a thread of the daemon.
+/// Largest number of concurrent TCP requests. Further ones are refused, because each may occupy a
+/// thread.
 const TCP_REQUESTS: usize = 32;
 
-/// The same of hosts with a token of theirs, whom browsers so can't keep from the registry.
+/// Largest number of concurrent requests with a host's token. It is separate, so that browsers
+/// cannot keep hosts from the registry.
 const HOST_REQUESTS: usize = 64;
 
-/// What all doors of one daemon have in common.
+/// State shared by all endpoints of a daemon.
 #[derive(Debug)]
 pub(crate) struct Access {
     pub(super) keys: Mutex<Keys>,
     pub(super) hosts: Mutex<Hosts>,
     pub(super) audit: Audit,
     pub(super) refused: Refused,
-    /// Addresses of the TCP door, as `memfold dashboard` prints them; none: there is no such door.
+    /// Addresses of the TCP endpoint, as `memfold dashboard` prints them; empty: no TCP.
     pub(crate) urls: Vec<String>,
-    /// Names by which browsers may call the daemon, beside addresses and `localhost`.
+    /// Names by which browsers may address the daemon, beside IP addresses and `localhost`.
     pub(super) names: Vec<String>,
-    /// Where reverse proxies show the dashboard.
+    /// Addresses of the dashboard behind reverse proxies.
     pub(super) public: Vec<PublicUrl>,
-    /// Name of the cookie of sessions.
+    /// Name of the session cookie.
     pub(super) cookie_name: String,
-    /// Requests over TCP that are worked on at once.
+    /// Permits for concurrent requests over TCP.
     pub(super) turns: Arc<Semaphore>,
-    /// The same of hosts.
+    /// Permits for concurrent requests of hosts.
     pub(super) host_turns: Arc<Semaphore>,
-    /// Places for streams of samples: all, and those of who may only read.
+    /// Permits for streams of samples: for all clients, and for readers.
     pub(super) streams: [Arc<Semaphore>; 2],
-    /// Turns to `true` when the daemon ends: streams end then.
+    /// Becomes `true` when the daemon ends, which ends the streams.
     pub(crate) ending: watch::Receiver<bool>,
 }
 
@@ -80,7 +82,7 @@ impl Access {
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A place for a stream of samples, until it is dropped.
+    /// Takes the permits for a stream of samples; `None` if too many streams are open.
     pub(crate) fn stream_of(&self, role: Role) -> Option<Vec<OwnedSemaphorePermit>> {
         let [all, readers] = &self.streams;
         let take = |of: &Arc<Semaphore>| of.clone().try_acquire_owned().ok();
@@ -91,12 +93,13 @@ impl Access {
         Some(places)
     }
 
-    /// Who was refused so far, by why.
+    /// Number of refusals so far, by reason.
     pub(crate) fn refused(&self) -> RefusedCounts {
         self.refused.counts()
     }
 
-    /// What a browser is to keep of a session, or to forget. `headers`: of its request.
+    /// The `Set-Cookie` value that stores a session, or deletes it with a `life` of zero.
+    /// `headers`: those of the request.
     pub(crate) fn set_cookie(&self, headers: &HeaderMap, value: &str, life: Duration) -> String {
         let is_secure = self.cookie_name.starts_with("__Host-")
             || origin::is_public_https(headers, &self.public);

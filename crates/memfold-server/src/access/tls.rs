@@ -1,5 +1,5 @@
-//! The certificate that the TCP door shows. It is read anew when its files have changed: those that
-//! expire are replaced while the daemon runs.
+//! The certificate of the TCP endpoint. It is read again when its files have changed, so that it
+//! can be renewed while the daemon runs.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -14,22 +14,22 @@ use tracing::{info, warn};
 
 use super::door_error::TcpDoorError;
 
-/// Time between two looks at the files, at least.
+/// Shortest time between two checks of the files.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Certificate and key.
+/// Paths of the certificate and the private key.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// The certificate and those that vouch for it, PEM.
+    /// The certificate and its chain, PEM.
     pub certificate: PathBuf,
-    /// Its private key, PEM.
+    /// The private key, PEM.
     pub key: PathBuf,
 }
 
-/// How a file was: inode, size, time of its last change in nanoseconds.
+/// Identity of a file's content: inode, size, and modification time in seconds and nanoseconds.
 type Stamp = (u64, u64, i64, i64);
 
-/// What connections that begin now are shown.
+/// The TLS settings for new connections.
 #[derive(Debug)]
 pub(super) struct Tls {
     files: TlsFiles,
@@ -39,14 +39,14 @@ pub(super) struct Tls {
 #[derive(Debug)]
 struct Shown {
     config: Arc<ServerConfig>,
-    /// Of the files that were looked at last, whether or not they could be used.
+    /// Stamps of the files that were last read, whether or not they could be used.
     stamps: [Option<Stamp>; 2],
     looked: Instant,
 }
 
 impl Tls {
     pub fn open(files: &TlsFiles) -> Result<Self, TcpDoorError> {
-        // Before they are read: what changes meanwhile is seen at the next look.
+        // Taken before the files are read, so that a change in between is seen at the next check.
         let stamps = stamps(files);
         let shown = Shown {
             config: Arc::new(read(files)?),
@@ -59,8 +59,8 @@ impl Tls {
         })
     }
 
-    /// For a connection that begins. Files that can't be used, as while they are being replaced,
-    /// leave it as it was.
+    /// The settings for a new connection. If the changed files cannot be used, for example while
+    /// they are being replaced, the previous settings stay.
     pub fn config(&self) -> Arc<ServerConfig> {
         let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
         if shown.looked.elapsed() >= LOOK {

@@ -1,4 +1,4 @@
-//! Connections to peers that read nothing end.
+//! Closes connections whose peer does not read its responses.
 
 use std::io;
 use std::pin::Pin;
@@ -8,12 +8,12 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-/// A connection that fails when nothing of what it sends was taken for so long: else whoever reads
-/// nothing keeps what it has for ever.
+/// A connection that fails when the peer has accepted no data for the time `most`. Otherwise such a
+/// peer would hold its connection forever.
 pub(super) struct Unread<S> {
     pub(super) stream: S,
     pub(super) most: Duration,
-    /// Since when nothing is taken, as the time until then.
+    /// Timer of the current wait; `None` while the peer accepts data.
     pub(super) left: Option<Pin<Box<Sleep>>>,
 }
 
