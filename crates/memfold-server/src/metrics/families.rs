@@ -1,4 +1,4 @@
-//! What a metric family is, and how it is written.
+//! Metric families: their description, and how they are written.
 
 use std::fmt;
 
@@ -9,43 +9,43 @@ use prometheus_client::registry::Unit;
 
 use super::scrape::Scrape;
 
-/// Labels of a sample: names, and values of this program or the operator.
+/// Labels of a sample. Values are words of this program or names given by the operator.
 pub(super) type Labels<'a> = &'a [(&'a str, &'a str)];
 
-/// The unit that a family's name ends with.
+/// Unit at the end of a family's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum In {
     Bytes,
     Seconds,
-    /// 0 to 1.
+    /// A part of 1, from 0 to 1.
     Ratio,
     /// A count, or 1 for yes and 0 for no.
     Numbers,
 }
 
-/// What kind of figure it is.
+/// Type of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Gauge,
-    /// Only grows, from the daemon's start on, or since it took a VM on.
+    /// Only grows, from the daemon's start or the VM's adoption on.
     Counter,
-    /// Always 1; its labels are what it says.
+    /// Always 1; the labels carry the information.
     Info,
 }
 
-/// One metric.
+/// Description of one metric.
 pub(super) struct Family {
-    /// Without unit and `_total`.
+    /// Name without unit and `_total`.
     pub name: &'static str,
     pub unit: In,
     pub kind: Kind,
     pub help: &'static str,
-    /// Writes its samples; none where there is no such figure on this host.
+    /// Writes the samples; none if the figure does not exist on this host.
     pub samples: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
 }
 
-/// A table of families, one a line: kind, unit, name, help, and where its samples come from: a
-/// function, and what it is to take there.
+/// Makes a table of families, one a line: kind, unit, name, help, then a function that writes the
+/// samples, and the function that it calls to read the figure.
 macro_rules! families {
     ($($kind:ident $unit:ident $name:literal $help:literal $from:ident $figure:expr;)*) => {
         &[$($crate::metrics::families::Family {
@@ -59,7 +59,7 @@ macro_rules! families {
 }
 pub(super) use families;
 
-/// Its only sample.
+/// Writes the only sample of a family.
 pub(super) fn one(
     scrape: &Scrape,
     out: &mut Samples<'_>,
@@ -68,7 +68,7 @@ pub(super) fn one(
     out.one(figure(scrape))
 }
 
-/// Its only sample, if there is one.
+/// Writes the only sample of a family, if there is a figure.
 pub(super) fn maybe(
     scrape: &Scrape,
     out: &mut Samples<'_>,
@@ -77,7 +77,7 @@ pub(super) fn maybe(
     out.maybe(figure(scrape))
 }
 
-/// Samples with labels of their own.
+/// Writes samples with labels.
 pub(super) fn any(
     scrape: &Scrape,
     out: &mut Samples<'_>,
@@ -112,25 +112,25 @@ impl Family {
     }
 }
 
-/// Where a family's samples are written.
+/// Writer of a family's samples.
 pub(super) struct Samples<'e> {
     kind: Kind,
     metric: MetricEncoder<'e>,
 }
 
 impl Samples<'_> {
-    /// The only sample of its family.
+    /// Writes the only sample of the family.
     pub(super) fn one(&mut self, value: f64) -> fmt::Result {
         write(self.kind, &mut self.metric, &[], value)
     }
 
-    /// As [`Samples::one`], if there is such a figure.
+    /// Writes the only sample of the family, if there is a figure.
     pub(super) fn maybe(&mut self, value: Option<f64>) -> fmt::Result {
         value.map_or(Ok(()), |value| self.one(value))
     }
 
-    /// A sample among several. Values of labels are not escaped: they are words of this program, or
-    /// names that [`memfold_vm::check_name`] let pass.
+    /// Writes one of several samples. Values of labels are not escaped: they are words of this
+    /// program, or names that [`memfold_vm::check_name`] has accepted.
     pub(super) fn with(&mut self, labels: Labels<'_>, value: f64) -> fmt::Result {
         if self.kind == Kind::Info {
             return write(self.kind, &mut self.metric, labels, value);
@@ -153,12 +153,12 @@ fn write(
     }
 }
 
-/// Bytes of so many pages.
+/// Size of `pages` pages in bytes.
 pub(super) fn bytes(pages: u64) -> f64 {
     (pages * PAGE_SIZE) as f64
 }
 
-/// 1 for yes, 0 for no.
+/// 1 for `true`, 0 for `false`.
 pub(super) fn flag(is: bool) -> f64 {
     f64::from(u8::from(is))
 }

@@ -1,4 +1,4 @@
-//! The host, the ledger, and what memfold itself costs.
+//! Metrics of the host, the ledger, and memfold's own cost.
 
 use std::fmt;
 

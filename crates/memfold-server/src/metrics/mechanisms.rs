@@ -1,4 +1,4 @@
-//! Folding, page stores, KSM, snapshots, segments, lending.
+//! Metrics of folding, page stores, KSM, snapshots, segments and lending.
 
 use std::fmt;
 
@@ -83,7 +83,7 @@ fn refused(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     all.try_for_each(|(why, count)| out.with(&[("why", why)], *count as f64))
 }
 
-/// The four cases of study C.
+/// Compared pages by equality of path and content: the four cases of study C.
 fn judged(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     let fold = &scrape.figures.report.fold;
     for (path, content, pages) in [
@@ -149,7 +149,7 @@ fn lending(
     out.maybe(scrape.figures.lending.as_ref().map(figure))
 }
 
-/// Sums by place; every place is shown, so that an alert sees one come.
+/// Sums by place. Every place is written, so that an alert sees it appear.
 fn borrowed(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&Borrowed) -> u64) -> fmt::Result {
     for (place, word) in [
         (SwapPlace::Lent, "lent"),
@@ -165,7 +165,7 @@ fn borrowed(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&Borrowed) -> u64
     Ok(())
 }
 
-/// Of each VM whose guest has been waited for.
+/// Writes a figure of each VM whose requests were counted.
 fn waits(
     scrape: &Scrape,
     out: &mut Samples<'_>,

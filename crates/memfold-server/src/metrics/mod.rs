@@ -1,11 +1,11 @@
-//! `GET /metrics`: the daemon's figures for Prometheus and what reads its formats.
+//! `GET /metrics`: the daemon's figures for Prometheus and compatible programs.
 //!
 //! ```text
 //!   Reports::figures (kept) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for who doesn't know it
 //! ```
-//! A scrape costs little: the figures are taken anew at most each ten seconds, and say how old they
-//! are. Labels are names that the operator has given (VMs, trust domains) or words of this program;
-//! nothing that a guest says becomes a label.
+//! A scrape costs little: figures are taken at most every ten seconds, and their age is a metric.
+//! Labels are names given by the operator (VMs, trust domains) or words of this program. Nothing
+//! that a guest reports becomes a label.
 
 mod families;
 mod host;
@@ -51,7 +51,7 @@ impl Collector for Scrape {
 }
 
 impl Scrape {
-    /// In `OpenMetrics` 1.0.
+    /// The scrape as text in `OpenMetrics` 1.0.
     fn text(self) -> Result<String, fmt::Error> {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(self));
@@ -61,8 +61,8 @@ impl Scrape {
     }
 }
 
-/// The daemon's figures, in `OpenMetrics` or, for who doesn't ask for that, Prometheus' text
-/// format.
+/// The daemon's figures in `OpenMetrics`, or in Prometheus' text format if the client does not ask
+/// for `OpenMetrics`.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "text/plain")))]
 pub(super) async fn metrics(
     daemon: Served,

@@ -1,9 +1,9 @@
-//! The daemon's own process.
+//! Metrics of the daemon's own process.
 
 use procfs::process::Process as Proc;
 
-/// The daemon's process at this moment, by the names that Prometheus' clients agree on; what
-/// `/proc` doesn't say is left out.
+/// Figures of the daemon's process, by the usual names of Prometheus clients. `None`: `/proc` does
+/// not report the figure.
 #[derive(Debug, Default)]
 pub(super) struct Process {
     pub cpu_s: Option<f64>,
@@ -16,7 +16,7 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Of this process.
+    /// Reads the figures of this process.
     pub(super) fn now() -> Self {
         let Ok(proc) = Proc::myself() else {
             return Self::default();

@@ -1,4 +1,4 @@
-//! What one scrape shows.
+//! Data of one scrape.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use memfold_daemon::Figures;
 
 use crate::access::RefusedCounts;
 
-/// What one scrape shows.
+/// Data of one scrape.
 #[derive(Debug)]
 pub(super) struct Scrape {
     pub figures: Arc<Figures>,

@@ -1,9 +1,9 @@
-//! `OpenMetrics` 1.0 as Prometheus' text format 0.0.4.
+//! Conversion of `OpenMetrics` 1.0 to Prometheus' text format 0.0.4.
 //!
-//! The formats differ in what stands above samples: counters are introduced with their `_total`,
-//! there are no units, no `info`, no end. Samples are the same.
+//! The formats differ in the lines above the samples: the text format names counters with `_total`,
+//! and has no units, no `info` type and no end mark. Samples are the same.
 
-/// `text`, which this program has written in `OpenMetrics`.
+/// Converts `text`, which this program has written in `OpenMetrics`.
 pub(super) fn prometheus(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     // HELP comes before TYPE, and its name depends on the type.

@@ -1,7 +1,7 @@
-//! VMs: where their memory is, and what folding does with it.
+//! Metrics of VMs: the places of their memory, and the results of folding.
 //!
-//! About fifty samples a VM. `vm` is its name; `domain` its trust domain, or `vm/NAME` for one that
-//! shares with nobody.
+//! There are about fifty samples for each VM. The label `vm` is its name, and `domain` its trust
+//! domain, or `vm/NAME` for a VM that shares with no other.
 
 use std::fmt;
 
@@ -70,7 +70,7 @@ fn states(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// A figure of each VM's account, where there is one.
+/// Writes a figure of each VM's memory account, if there is one.
 fn accounts(
     scrape: &Scrape,
     out: &mut Samples<'_>,
@@ -85,13 +85,13 @@ fn accounts(
     Ok(())
 }
 
-/// As folding names it.
+/// The VM's trust domain, by the name that folding uses.
 fn domain_of(vm: &VmAccount) -> String {
     let alone = || format!("vm/{}", vm.name);
     vm.domain.clone().unwrap_or_else(alone)
 }
 
-/// Where each VM's pages are.
+/// Writes the size of each place of a VM's pages.
 fn places(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     for vm in &scrape.figures.report.ledger.vms {
         let domain = domain_of(vm);
@@ -117,7 +117,7 @@ fn places(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// A figure of what folding has done in each VM.
+/// Writes a figure of folding for each VM.
 fn folding(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&VmStats) -> f64) -> fmt::Result {
     for vm in &scrape.figures.report.fold.vms {
         out.with(&[("vm", &vm.name), ("domain", &vm.domain)], figure(vm))?;
