@@ -1,4 +1,4 @@
-//! Answers: what a request asks, what it gets, and why it gets nothing.
+//! Responses of the API: request bodies, results, and errors with their HTTP status.
 
 use std::sync::Arc;
 
@@ -19,11 +19,12 @@ use memfold_vm::LaunchError;
 
 use super::limits::MAX_BODY;
 
-/// What a refusal said, on its response.
+/// The error text of a refusal, attached to the response for the audit log.
 #[derive(Clone, Debug)]
 pub(crate) struct Told(pub String);
 
-/// A request's JSON body; refusals are [`ErrorBody`]s like all others.
+/// A request's JSON body. A body that cannot be parsed is refused with an [`ErrorBody`], like all
+/// other errors.
 #[derive(FromRequest)]
 #[from_request(via(Json), rejection(BadBody))]
 pub(crate) struct Asked<T>(pub(crate) T);
@@ -38,8 +39,8 @@ impl From<JsonRejection> for BadBody {
 
 impl IntoResponse for BadBody {
     fn into_response(self) -> Response {
-        // 413, 415, or 400: whether JSON itself or what it holds is wrong makes no difference to
-        // who sent it.
+        // Status 413, 415 or 400. Invalid JSON and invalid fields have the same status, because the
+        // difference does not matter to the client.
         let status = match self.0.status() {
             StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
             status => status,
@@ -131,18 +132,18 @@ impl IntoResponse for Failure {
     }
 }
 
-/// The daemon, as handlers get it.
+/// The daemon, as an argument of handlers.
 pub(crate) type Served = State<Arc<Daemon>>;
 
-/// What most handlers give.
+/// Result of most handlers.
 pub(crate) type Answered<T> = Result<Json<T>, Failure>;
 
-/// Runs a blocking method of the daemon off the async threads.
+/// Runs a blocking method of the daemon outside the async threads.
 pub(crate) async fn blocking<T: Send + 'static>(
     State(daemon): Served,
     work: impl FnOnce(&Arc<Daemon>) -> Result<T, DaemonError> + Send + 'static,
 ) -> Answered<T> {
-    // Right after its start the daemon may not know yet what runs.
+    // Right after its start, the daemon may not know all running VMs yet.
     let work = move || {
         daemon.settle_first();
         work(&daemon)

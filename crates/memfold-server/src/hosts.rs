@@ -1,4 +1,4 @@
-//! Hosts that may ask this daemon's registry of leases over TCP.
+//! API paths of the hosts that may call this daemon's lease registry over TCP.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ pub(super) async fn hosts(Extension(access): Extension<Arc<Access>>) -> Json<Vec
     Json(access.hosts().names())
 }
 
-/// Gives a host a token; one that it had before is void.
+/// Makes a token for a host; an earlier one becomes invalid.
 #[utoipa::path(post, path = "/v1/hosts", request_body = HostRequest, responses((status = 200, body = HostToken), (status = 409, body = ErrorBody)))]
 pub(super) async fn add(
     Extension(access): Extension<Arc<Access>>,
@@ -50,7 +50,7 @@ pub(super) async fn add(
     let urls = access.urls.iter();
     let urls = urls.map(|url| url.trim_end_matches('/').to_owned());
     let urls = urls.collect();
-    // It waits for a disk.
+    // This writes to a disk.
     match block_in_place(|| access.hosts().add(&request.host)) {
         Ok(token) => Json(HostToken {
             host: request.host,
@@ -62,7 +62,7 @@ pub(super) async fn add(
     }
 }
 
-/// Takes a host's token away: it is refused from now on. Whether it had one.
+/// Removes a host's token, which is refused from now on. Returns whether the host had one.
 #[utoipa::path(delete, path = "/v1/hosts/{name}", responses((status = 200, body = bool)))]
 pub(super) async fn remove(
     Extension(access): Extension<Arc<Access>>,

@@ -1,4 +1,4 @@
-//! Lending over the interface: what goes over it, the handlers, and the registry of another daemon.
+//! API paths of lending and borrowing, and the lease registry for other daemons.
 
 use std::sync::Arc;
 
@@ -29,13 +29,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route(REGISTRY_PATH, post(registry))
 }
 
-/// What this host lends; null: it doesn't.
+/// Status of this host's lending; null: this host does not lend.
 #[utoipa::path(get, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
 pub(super) async fn lending(daemon: Served) -> Answered<Option<LenderStatus>> {
     blocking(daemon, |d| Ok(d.lending().status())).await
 }
 
-/// Lends RAM of this host, or changes how much.
+/// Begins to lend RAM of this host, or changes the amount.
 #[utoipa::path(post, path = "/v1/lend", request_body = LendRequest, responses((status = 200, body = Object), (status = 501, body = ErrorBody)))]
 pub(super) async fn lend(
     daemon: Served,
@@ -44,13 +44,13 @@ pub(super) async fn lend(
     blocking(daemon, move |d| d.lending().lend(&request)).await
 }
 
-/// Takes everything back, and lends no more.
+/// Recalls all leases and ends lending.
 #[utoipa::path(delete, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
 pub(super) async fn lend_no_more(daemon: Served) -> Answered<Option<LenderStatus>> {
     blocking(daemon, |d| Ok(d.lending().stop())).await
 }
 
-/// Switches a VM's swap disk to lent RAM.
+/// Moves a VM's swap disk to lent RAM.
 #[utoipa::path(post, path = "/v1/vms/{name}/borrow", request_body = BorrowRequest, responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
 pub(super) async fn borrow(
     daemon: Served,
@@ -63,7 +63,7 @@ pub(super) async fn borrow(
     .await
 }
 
-/// Switches it back to this host's disk.
+/// Moves a VM's swap disk back to this host's disk.
 #[utoipa::path(post, path = "/v1/vms/{name}/return", responses((status = 200, body = Borrowed), (status = 404, body = ErrorBody)))]
 pub(super) async fn give_back(
     daemon: Served,
@@ -72,7 +72,7 @@ pub(super) async fn give_back(
     blocking(daemon, move |d| d.swap_disks().return_memory(&name)).await
 }
 
-/// Puts a swap volume of this host's LVM on lent RAM.
+/// Puts an LVM swap volume of this host on lent RAM.
 #[utoipa::path(post, path = "/v1/volumes/{group}/{name}/borrow", request_body = BorrowRequest, responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
 pub(super) async fn borrow_for_volume(
     daemon: Served,
@@ -85,7 +85,7 @@ pub(super) async fn borrow_for_volume(
     .await
 }
 
-/// Takes it off.
+/// Takes an LVM swap volume off lent RAM.
 #[utoipa::path(post, path = "/v1/volumes/{group}/{name}/return", responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
 pub(super) async fn return_volume(
     daemon: Served,
@@ -102,33 +102,33 @@ fn volume(group: &str, name: &str) -> Result<Volume, DaemonError> {
     parsed.map_err(DaemonError::BadRequest)
 }
 
-/// Who lends what to whom.
+/// All leases and lenders, and this host's loans.
 #[utoipa::path(get, path = "/v1/leases", responses((status = 200, body = LeaseReport)))]
 pub(super) async fn leases(daemon: Served) -> Answered<LeaseReport> {
     blocking(daemon, |d| d.reports().leases()).await
 }
 
-/// Asks for one lease of this host back, by its number: its borrower has 10 s, and where the lent
-/// bytes are the only ones a second more for each 20 MiB. Gives the lease as it was.
+/// Recalls one lease of this host by its number. The borrower has 10 s, and one more second for
+/// each 20 MiB if the lender holds the only copy. Returns the lease as it was before.
 #[utoipa::path(post, path = "/v1/leases/{id}/return", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
 pub(super) async fn recall_lease(daemon: Served, UrlPath(id): UrlPath<u64>) -> Answered<Lease> {
     blocking(daemon, move |d| d.leases().recall(LeaseId(id))).await
 }
 
-/// Believes a lender again that served wrong bytes; whether it wasn't believed.
+/// Trusts a lender again that served wrong bytes. Returns whether the lender was distrusted.
 #[utoipa::path(delete, path = "/v1/lenders/{name}/distrust", responses((status = 200, body = bool)))]
 pub(super) async fn trust(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<bool> {
     blocking(daemon, move |d| Ok(d.leases().trust(&name))).await
 }
 
-/// The registry that this daemon serves, for other daemons.
+/// Call of another daemon to the lease registry that this daemon serves.
 #[utoipa::path(post, path = "/v1/registry", request_body = Object, responses((status = 200, body = Object), (status = 400, body = ErrorBody)))]
 pub(super) async fn registry(
     daemon: Served,
     Extension(visitor): Extension<Visitor>,
     Asked(call): Asked<Call>,
 ) -> Response {
-    // A host speaks for itself alone: it ends no lease of others, and gets no key of theirs.
+    // A host may act only in its own name: it cannot end leases of others or read their keys.
     if let (Some(host), Some(named)) = (&visitor.host, call.speaks_for()) {
         if host != named {
             return refusal_with_hint(

@@ -1,6 +1,6 @@
-//! The daemon's interface: HTTP/JSON over a Unix socket, and over TCP where that is asked for.
+//! The daemon's API: HTTP/JSON over a Unix socket, and optionally over TCP.
 //!
-//! `GET /openapi.json` describes it. The command line is a client like any other.
+//! `GET /openapi.json` describes the API. The command line is an ordinary client.
 
 mod access;
 mod answer;

@@ -1,4 +1,4 @@
-//! Domains of libvirt over the interface.
+//! API paths of libvirt domains.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/libvirt/disable", post(disable))
 }
 
-/// Domains of libvirt: which are enabled, in which trust domain, and what becomes of them. Null:
-/// there is no libvirt here, or this daemon leaves it alone.
+/// Domains of libvirt: whether they are enabled, their trust domain, and their state. Null: libvirt
+/// is not installed, or this daemon does not use it.
 #[utoipa::path(get, path = "/v1/libvirt", responses((status = 200, body = Option<Vec<DomainStatus>>), (status = 400, body = ErrorBody)))]
 pub(super) async fn domains(daemon: Served) -> Answered<Option<Vec<DomainStatus>>> {
     blocking(daemon, |d| d.libvirt().list()).await
 }
 
-/// Takes on a running domain of libvirt now; it is found by itself otherwise.
+/// Adopts a running libvirt domain now; otherwise the daemon adopts it by itself.
 #[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtRequest, responses((status = 200, body = VmInfo)))]
 pub(super) async fn attach_libvirt(
     daemon: Served,
@@ -34,7 +34,7 @@ pub(super) async fn attach_libvirt(
     blocking(daemon, move |d| d.libvirt().attach(&request.domain)).await
 }
 
-/// Has a domain start with memfold from now on.
+/// Changes a domain's XML, so that the domain starts with memfold from now on.
 #[utoipa::path(post, path = "/v1/libvirt/enable", request_body = LibvirtEnableRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
 pub(super) async fn enable(
     daemon: Served,
@@ -47,7 +47,7 @@ pub(super) async fn enable(
     .await
 }
 
-/// Puts a domain's XML back to what it was.
+/// Restores a domain's XML as it was before it was enabled.
 #[utoipa::path(post, path = "/v1/libvirt/disable", request_body = LibvirtRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
 pub(super) async fn disable(
     daemon: Served,

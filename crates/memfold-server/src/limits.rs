@@ -1,13 +1,13 @@
-//! How much is taken at once.
+//! Limits of request bodies and streams.
 
-/// Largest request body in bytes.
+/// Largest request body, in bytes.
 pub(crate) const MAX_BODY: usize = 1 << 20;
 
-/// Largest body with fingerprints, in bytes: those of some hundred VMs.
+/// Largest request body with fingerprints, in bytes: enough for some hundred VMs.
 pub(crate) const MOST_FINGERPRINTS: usize = 64 << 20;
 
-/// Streams of samples at once.
+/// Largest number of concurrent streams of samples.
 pub(crate) const MOST_STREAMS: usize = 16;
 
-/// Of them, of those who may only read: they can't keep those out who operate.
+/// Largest number of streams of readers, so that they cannot use up all streams.
 pub(crate) const MOST_OF_READERS: usize = 12;

@@ -1,5 +1,4 @@
-//! What the dashboard shows beside the ledger: samples as they come, the history, views of memory,
-//! doctor, estimates.
+//! API paths for the dashboard: live samples, the history, views of memory, doctor, estimates.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -25,18 +24,17 @@ use super::access::Access;
 use super::access::Visitor;
 use super::answer::{Answered, Asked, Served, blocking, refusal_with_hint};
 
-/// A stream that has nothing to say says so this often, which finds out whether anybody still
-/// reads.
+/// Time between keep-alive messages of an idle stream. They detect a client that no longer reads.
 const STILL_HERE: Duration = Duration::from_secs(15);
-/// How long a stream lasts: then the browser asks again, and is asked again who it is.
+/// Duration of a stream. The browser then reconnects, and its rights are checked again.
 const STREAM_LIFE: Duration = Duration::from_secs(600);
-/// After which time it asks again.
+/// Time after which the browser reconnects.
 const ASK_AGAIN: Duration = Duration::from_millis(300);
-/// Most points of a series.
+/// Largest number of points of a series.
 const MOST_POINTS: i64 = 2000;
-/// Most points of each VM's line.
+/// Largest number of points of each VM's line.
 const MOST_TREND_POINTS: i64 = 100;
-/// Most events in one answer.
+/// Largest number of events in one response.
 const MOST_EVENTS: i64 = 1000;
 
 pub(super) fn routes() -> Router<Arc<Daemon>> {
@@ -53,13 +51,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/estimate", post(estimate))
 }
 
-/// Which part of the history.
+/// Time range and resolution of a history request.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Span {
-    /// Seconds back from now; 24 h by default, 90 d at most.
+    /// Length of the range back from now, in seconds; default 24 h, at most 90 d.
     #[serde(default)]
     seconds: Option<i64>,
-    /// Points at most; 500 by default, 2,000 at most.
+    /// Number of points; default 500, at most 2,000.
     #[serde(default)]
     points: Option<i64>,
 }
@@ -83,8 +81,8 @@ pub(super) struct Count {
     count: Option<i64>,
 }
 
-/// Samples as they come: server-sent events `sample`, of which each is all there is to know.
-/// Nothing is kept for who reads slowly.
+/// Live samples as server-sent events `sample`. Each event is complete by itself; slow clients miss
+/// some.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, content_type = "text/event-stream", body = Live), (status = 503, body = ErrorBody)))]
 pub(super) async fn live(
     State(daemon): Served,
@@ -99,7 +97,7 @@ pub(super) async fn live(
         );
     };
     let mut samples = daemon.sampling().samples();
-    // What is there already is news for this one.
+    // The last sample is sent at once.
     samples.mark_changed();
     let ending = access.ending.clone();
     let until = tokio::time::Instant::now() + STREAM_LIFE;
@@ -109,7 +107,7 @@ pub(super) async fn live(
             loop {
                 tokio::select! {
                     changed = samples.changed() => changed.ok()?,
-                    // Also when whoever would tell is gone.
+                    // Also ends when the sender is gone.
                     _ = ending.wait_for(|ends| *ends) => return None,
                     () = tokio::time::sleep_until(until) => return None,
                 }
@@ -129,7 +127,7 @@ pub(super) async fn live(
         .into_response()
 }
 
-/// The host over time.
+/// Figures of the host over time.
 #[utoipa::path(get, path = "/v1/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
 pub(super) async fn history(daemon: Served, Query(span): Query<Span>) -> Answered<Series> {
     let (seconds, points) = span.bounded();
@@ -139,7 +137,7 @@ pub(super) async fn history(daemon: Served, Query(span): Query<Span>) -> Answere
     .await
 }
 
-/// A VM over time; without points, if it was never seen.
+/// Figures of a VM over time; no points if the VM was never seen.
 #[utoipa::path(get, path = "/v1/vms/{name}/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
 pub(super) async fn vm_history(
     daemon: Served,
@@ -153,7 +151,7 @@ pub(super) async fn vm_history(
     .await
 }
 
-/// PSS of all VMs over time; 24 h at most, 100 points at most.
+/// PSS of each VM over time; at most 24 h and 100 points.
 #[utoipa::path(get, path = "/v1/history/vms", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Trends), (status = 404, body = ErrorBody)))]
 pub(super) async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered<Trends> {
     let (seconds, points) = span.bounded();
@@ -161,15 +159,14 @@ pub(super) async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered
     blocking(daemon, move |d| d.sampling().trends(seconds, points)).await
 }
 
-/// What changed, newest first; 200 by default, 1,000 at most.
+/// Events, newest first; 200 by default, at most 1,000.
 #[utoipa::path(get, path = "/v1/events", params(("count" = Option<i64>, Query)), responses((status = 200, body = Vec<Event>)))]
 pub(super) async fn events(daemon: Served, Query(query): Query<Count>) -> Answered<Vec<Event>> {
     let count = query.count.unwrap_or(200).clamp(0, MOST_EVENTS);
     blocking(daemon, move |d| d.sampling().events(count)).await
 }
 
-/// A VM's RAM from end to end: pages by state, in about `cells` cells (1,024 by default, 8,192 at
-/// most).
+/// A VM's RAM as a map: pages by state, in about `cells` cells (1,024 by default, at most 8,192).
 #[utoipa::path(get, path = "/v1/vms/{name}/memory-map", params(("cells" = Option<u64>, Query)), responses((status = 200, body = MemoryMap), (status = 404, body = ErrorBody)))]
 pub(super) async fn memory_map(
     daemon: Served,
@@ -180,25 +177,26 @@ pub(super) async fn memory_map(
     blocking(daemon, move |d| d.views().memory_map(&name, cells)).await
 }
 
-/// Who has pages in common with whom.
+/// Pages that VMs share, by pairs of VMs.
 #[utoipa::path(get, path = "/v1/sharing", responses((status = 200, body = Sharing)))]
 pub(super) async fn sharing(daemon: Served) -> Answered<Sharing> {
     blocking(daemon, |d| d.views().sharing()).await
 }
 
-/// How much of a VM's swap disk its guest uses, as that says; asked at most each five seconds.
+/// Bytes of a VM's swap disk in use, as the guest reports. The guest is asked at most every five
+/// seconds.
 #[utoipa::path(get, path = "/v1/vms/{name}/swap", responses((status = 200, body = SwapUse), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
 pub(super) async fn swap_use(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<SwapUse> {
     blocking(daemon, move |d| d.views().swap_use(&name)).await
 }
 
-/// What works on this host, as of up to a minute ago, and what the brake does now.
+/// Checks of this host, at most a minute old, and the present state of the brake.
 #[utoipa::path(get, path = "/v1/doctor", responses((status = 200, body = Object)))]
 pub(super) async fn doctor(daemon: Served) -> Answered<Report> {
     blocking(daemon, |d| d.views().doctor()).await
 }
 
-/// What could be saved: looks at memory, which takes as long as is asked for.
+/// Estimates possible savings by reading memory, within the requested time.
 #[utoipa::path(post, path = "/v1/estimate", request_body = EstimateOrder, responses((status = 200, body = EstimateReport), (status = 409, body = ErrorBody)))]
 pub(super) async fn estimate(
     daemon: Served,

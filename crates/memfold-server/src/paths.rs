@@ -1,12 +1,12 @@
-//! Paths that the guard knows by name.
+//! API paths that the guard treats specially.
 
 pub(crate) const SESSION_PATH: &str = "/v1/session";
 
-/// Codes for one login.
+/// Path of codes for one login.
 pub(crate) const CODES_PATH: &str = "/v1/session/codes";
 
-/// Where fingerprints are sent.
+/// Path that takes fingerprints of hosts.
 pub(crate) const PLACE_PATH: &str = "/v1/plan/place";
 
-/// The audit log.
+/// Path of the audit log.
 pub(crate) const AUDIT_PATH: &str = "/v1/audit";

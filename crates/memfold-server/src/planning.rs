@@ -1,8 +1,7 @@
-//! Plans over the interface: how many VMs fit, and which VMs of several hosts belong together.
+//! API paths of planning: the number of VMs that fit, and the placement of VMs on hosts.
 //!
-//! A plan is made of a report, which whoever may read has anyhow, and changes nothing. To place VMs
-//! takes CPU and the fingerprints of other hosts: that needs the role to operate, as an estimate
-//! does.
+//! A plan is computed from a report that readers may see anyway, and changes nothing. A placement
+//! uses CPU and fingerprints of other hosts, so it needs the role to operate, like an estimate.
 
 use std::sync::Arc;
 
@@ -27,7 +26,8 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route(PLACE_PATH, post(place).layer(longer))
 }
 
-/// What is asked for, as the command line takes it; `kind` and `vms` may come several times.
+/// Parses the query of a plan, with the syntax of the command line. `kind` and `vms` may be
+/// repeated.
 fn order(pairs: &[(String, String)]) -> Result<Order, String> {
     let mut order = Order::default();
     for (name, value) in pairs {
@@ -50,7 +50,7 @@ fn order(pairs: &[(String, String)]) -> Result<Order, String> {
     Ok(order)
 }
 
-/// How many VMs fit, made of those that run: the JSON of `memfold plan`.
+/// Number of further VMs that fit, computed from the running VMs: the JSON of `memfold plan`.
 #[utoipa::path(get, path = "/v1/plan", params(
     ("kind" = Option<String>, Query, description = "`KIND=VM,VM`; several. By default the VMs of each trust domain are one"),
     ("vms" = Option<String>, Query, description = "`KIND=NUMBER` in all; several. By default as many as run"),
@@ -68,10 +68,10 @@ pub(super) async fn plan(
     .await
 }
 
-/// Which VMs of several hosts to place together: the JSON of `memfold plan --place`.
+/// Proposal which VMs of several hosts to place together: the JSON of `memfold plan --place`.
 #[utoipa::path(post, path = "/v1/plan/place", request_body = PlaceOrder, responses((status = 200, body = Object), (status = 400, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub(super) async fn place(daemon: Served, body: Bytes) -> Answered<Proposal> {
-    // It may be long: not on a thread that others wait for.
+    // The body may be long, so it is parsed outside the async threads.
     blocking(daemon, move |d| {
         let order: PlaceOrder = serde_json::from_slice(&body)
             .map_err(|error| DaemonError::BadRequest(format!("no fingerprints: {error}")))?;

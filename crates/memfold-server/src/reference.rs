@@ -1,10 +1,10 @@
-//! The interface as a page for people, from its own description (`OpenAPI`).
+//! The page docs/api.md, made from the API's description (`OpenAPI`).
 
 use std::fmt::Write as _;
 
 use serde_json::{Map, Value};
 
-/// What holds of all paths; see `docs/operating/access.md` for who may ask.
+/// Head of the page: rules that hold for all paths. `docs/operating/access.md` describes access.
 const HEAD: &str = "\
 # HTTP API
 
@@ -34,7 +34,7 @@ A request that fails is answered with a status of 400 or above and an [`ErrorBod
 | 503 | try again later: too many requests are under way, or a VM or the registry does not answer |
 ";
 
-/// The whole page.
+/// Makes the page from the API's description.
 #[must_use]
 pub fn reference(description: &Value) -> String {
     let none = Map::new();
@@ -61,7 +61,7 @@ pub fn reference(description: &Value) -> String {
     page
 }
 
-/// Parameters of the query, and the body.
+/// Query parameters and body of a request, as text.
 fn takes(operation: &Value) -> String {
     let parameters = operation["parameters"].as_array().into_iter().flatten();
     let mut words: Vec<String> = parameters
@@ -78,7 +78,7 @@ fn takes(operation: &Value) -> String {
     words.join("<br>")
 }
 
-/// What a request or an answer holds.
+/// Type of a request's or response's content, as text.
 fn content(of: &Value) -> String {
     let types = of["content"].as_object().into_iter().flatten();
     let mut words = types.map(|(media, content)| match media.as_str() {
@@ -89,7 +89,7 @@ fn content(of: &Value) -> String {
     words.next().unwrap_or_default()
 }
 
-/// Fields of a type, or the values that it has.
+/// Table of a type's fields, or of its values.
 fn body(schema: &Value) -> String {
     let mut text = String::new();
     if let Some(parts) = schema["allOf"].as_array() {
@@ -133,7 +133,7 @@ fn body(schema: &Value) -> String {
     text
 }
 
-/// A field's own words, or those beside the type that it may be.
+/// Description of a field, or of the type that it may have.
 fn said(field: &Value) -> String {
     let own = cell(&field["description"]);
     if !own.is_empty() {
@@ -146,7 +146,7 @@ fn said(field: &Value) -> String {
         .unwrap_or_default()
 }
 
-/// A type in words.
+/// A type, as text.
 fn kind(schema: &Value) -> String {
     if let Some(name) = schema["$ref"].as_str() {
         let name = name.rsplit('/').next().unwrap_or(name);
@@ -186,7 +186,7 @@ fn kind(schema: &Value) -> String {
     }
 }
 
-/// Words in a cell of a table.
+/// Text for a cell of a table.
 fn cell(words: &Value) -> String {
     let words = words.as_str().unwrap_or_default();
     let line: Vec<&str> = words.split_whitespace().collect();

@@ -1,4 +1,4 @@
-//! What the daemon knows: ledger, folding, debt, KSM.
+//! API paths of the ledger, folding, debt and KSM.
 
 use std::sync::Arc;
 
@@ -29,25 +29,25 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/estimate", get(estimate_facts))
 }
 
-/// The daemon's version, and what it was built from.
+/// Version, PID and state directory of the daemon.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionInfo)))]
 pub(super) async fn version(State(daemon): Served) -> Json<VersionInfo> {
     Json(daemon.version())
 }
 
-/// The ledger: where every byte is and what is saved, and what folding did.
+/// The ledger and the figures of folding: the use of memory, and the savings.
 #[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
 pub(super) async fn report(daemon: Served) -> Answered<Arc<FullReport>> {
     blocking(daemon, |d| d.reports().joint_report()).await
 }
 
-/// What folding has done.
+/// Figures of folding.
 #[utoipa::path(get, path = "/v1/fold", responses((status = 200, body = EngineStats)))]
 pub(super) async fn fold(daemon: Served) -> Answered<EngineStats> {
     blocking(daemon, |d| d.folding().stats()).await
 }
 
-/// Pauses folding, lets it go on, or changes its limits, until the daemon ends.
+/// Pauses folding, resumes it, or changes its limits, until the daemon ends.
 #[utoipa::path(put, path = "/v1/fold", request_body = FoldRequest, responses((status = 200, body = EngineStats)))]
 pub(super) async fn set_fold(
     daemon: Served,
@@ -56,13 +56,14 @@ pub(super) async fn set_fold(
     blocking(daemon, move |d| d.folding().set(&request)).await
 }
 
-/// What guests could call in by writing, what there is for it, and what the brake does.
+/// The memory that guests can claim by writing, the memory available for it, and the state of the
+/// brake.
 #[utoipa::path(get, path = "/v1/debt", responses((status = 200, body = DebtReport)))]
 pub(super) async fn debt(daemon: Served) -> Answered<DebtReport> {
     blocking(daemon, |d| d.brake().debt()).await
 }
 
-/// Changes the brake's limits, until the daemon ends.
+/// Changes the brake's limits until the daemon ends.
 #[utoipa::path(put, path = "/v1/debt", request_body = DebtRequest, responses((status = 200, body = DebtReport), (status = 400, body = ErrorBody)))]
 pub(super) async fn set_debt(
     daemon: Served,
@@ -71,13 +72,13 @@ pub(super) async fn set_debt(
     blocking(daemon, move |d| d.brake().set_debt(&request)).await
 }
 
-/// KSM on this host, and how the daemon steers it.
+/// State of KSM on this host, and of its steering.
 #[utoipa::path(get, path = "/v1/ksm", responses((status = 200, body = Overview)))]
 pub(super) async fn ksm(daemon: Served) -> Answered<Overview> {
     blocking(daemon, |d| d.ksm().overview()).await
 }
 
-/// Steers KSM from now on.
+/// Starts steering KSM, or changes its goal.
 #[utoipa::path(post, path = "/v1/ksm/start", request_body = KsmStartRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
 pub(super) async fn start_ksm(
     daemon: Served,
@@ -86,7 +87,7 @@ pub(super) async fn start_ksm(
     blocking(daemon, move |d| d.ksm().start(&request)).await
 }
 
-/// Steers KSM no more; its settings are as before.
+/// Ends steering of KSM; its earlier settings are restored.
 #[utoipa::path(post, path = "/v1/ksm/stop", request_body = KsmStopRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
 pub(super) async fn stop_ksm(
     daemon: Served,
@@ -95,7 +96,7 @@ pub(super) async fn stop_ksm(
     blocking(daemon, move |d| d.ksm().stop(&request)).await
 }
 
-/// Why a VM's memory merges, or doesn't.
+/// Explains why a VM's memory merges, or why it does not.
 #[utoipa::path(get, path = "/v1/ksm/explain/{name}", responses((status = 200, body = Explanation), (status = 404, body = ErrorBody)))]
 pub(super) async fn explain_ksm(
     daemon: Served,
@@ -104,7 +105,7 @@ pub(super) async fn explain_ksm(
     blocking(daemon, move |d| d.views().explain_ksm(&name)).await
 }
 
-/// What the daemon knows for an estimate: whoever asks looks at memory by itself.
+/// Facts about the VMs for an estimate, for a client that reads memory itself.
 #[utoipa::path(get, path = "/v1/estimate", responses((status = 200, body = VmFacts)))]
 pub(super) async fn estimate_facts(daemon: Served) -> Answered<VmFacts> {
     blocking(daemon, |d| d.views().estimate_facts()).await

@@ -1,4 +1,4 @@
-//! All paths, and their description.
+//! All paths of the API, and its description.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use super::{
     web,
 };
 
-/// The interface's description.
+/// Source of the API's description.
 #[derive(OpenApi)]
 #[openapi(
     info(
@@ -100,7 +100,7 @@ use super::{
 )]
 struct Description;
 
-/// The interface's description as JSON.
+/// The API's description (`OpenAPI`) as JSON.
 #[must_use]
 pub fn openapi() -> serde_json::Value {
     serde_json::to_value(Description::openapi()).unwrap_or_default()

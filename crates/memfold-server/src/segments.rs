@@ -1,4 +1,4 @@
-//! Segments.
+//! API paths of segments.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
 }
 
-/// All segments.
+/// All segments, with their users and sizes.
 #[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]
 pub(super) async fn segments(daemon: Served) -> Answered<Vec<SegmentInfo>> {
     blocking(daemon, |d| d.segments().list()).await
@@ -40,7 +40,7 @@ pub(super) async fn build_segment(
     blocking(daemon, move |d| d.segments().build(&request)).await
 }
 
-/// Files by what they would bring in a segment, best first.
+/// Files ranked by the memory that they would save in a segment, best first.
 #[utoipa::path(post, path = "/v1/segments/rank", request_body = RankRequest, responses((status = 200, body = Vec<Ranked>)))]
 pub(super) async fn rank_segments(
     daemon: Served,
@@ -49,7 +49,7 @@ pub(super) async fn rank_segments(
     blocking(daemon, move |d| d.segments().rank(&request)).await
 }
 
-/// Which generations were removed.
+/// Removes a segment or one generation. Returns the removed generations.
 #[utoipa::path(delete, path = "/v1/segments/{name}", responses((status = 200, body = Vec<String>), (status = 409, body = ErrorBody)))]
 pub(super) async fn remove_segment(
     daemon: Served,
@@ -58,7 +58,7 @@ pub(super) async fn remove_segment(
     blocking(daemon, move |d| d.segments().remove(&name)).await
 }
 
-/// What is wrong with a segment; null: nothing.
+/// Verifies a segment. Returns the problem; null: the segment is intact.
 #[utoipa::path(post, path = "/v1/segments/{name}/verify", responses((status = 200, body = Option<String>)))]
 pub(super) async fn verify_segment(
     daemon: Served,
@@ -67,7 +67,7 @@ pub(super) async fn verify_segment(
     blocking(daemon, move |d| d.segments().verify(&name)).await
 }
 
-/// How far a build has come; null: none is under way.
+/// Progress of a segment's build; null: no build is in progress.
 #[utoipa::path(get, path = "/v1/segments/{name}/progress", responses((status = 200, body = Option<Step>)))]
 pub(super) async fn segment_progress(
     daemon: Served,
@@ -76,7 +76,7 @@ pub(super) async fn segment_progress(
     blocking(daemon, move |d| Ok(d.segments().progress(&name))).await
 }
 
-/// Maps a segment into a running VM.
+/// Attaches a segment to a running VM.
 #[utoipa::path(post, path = "/v1/vms/{name}/segments", request_body = AttachSegmentRequest, responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
 pub(super) async fn attach_segment(
     daemon: Served,
@@ -86,7 +86,7 @@ pub(super) async fn attach_segment(
     blocking(daemon, move |d| d.segments().attach(&name, &request)).await
 }
 
-/// Takes a segment off a VM.
+/// Removes a segment from a guest's files.
 #[utoipa::path(delete, path = "/v1/vms/{name}/segments/{segment}", responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
 pub(super) async fn detach_segment(
     daemon: Served,

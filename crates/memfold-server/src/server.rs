@@ -1,4 +1,4 @@
-//! The server: routes to the daemon's methods.
+//! The server: binds the endpoints, and serves the API until the daemon ends.
 
 use std::fs::Permissions;
 use std::io;
@@ -20,51 +20,55 @@ use super::access::Access;
 use super::access::{Doors, Hosts, Keys, accept_tcp, accept_unix};
 use super::routes::router;
 
-/// How long the daemon's end waits for answers that are under way.
+/// Time for which the daemon's end waits for responses in progress.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
-/// Why the server could not start or go on.
+/// Error of the server's start or operation.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// Another daemon answers on the socket.
     #[error("another memfold daemon serves {0}; stop it, or choose another --socket")]
     Taken(PathBuf),
-    /// The kernel takes no such path.
+    /// The socket's path is longer than the kernel allows.
     #[error(
         "cannot listen on {}: the path has {} bytes, and {MAX_SOCKET_PATH} at most are allowed; choose a shorter --socket",
         .0.display(), .0.as_os_str().len()
     )]
     TooLong(PathBuf),
-    /// The socket could not be made.
+    /// The socket could not be created.
     #[error("cannot listen on {path}")]
     Listen {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// The TCP address can't be served.
+    /// The TCP address cannot be used.
     #[error("cannot listen on {address}")]
     ListenTcp {
-        /// The address.
+        /// The TCP address.
         address: SocketAddr,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// Nobody is accepted any more.
+    /// A thread that accepts connections has ended.
     #[error(
         "the server stopped accepting connections; the daemon exits, to be restarted by systemd"
     )]
     Ended,
-    /// The tokens can't be read or made.
+    /// The tokens cannot be read or created.
     #[error("cannot read the tokens")]
     Tokens(#[source] io::Error),
 }
 
-/// Serves until `end` is ready. The socket is for root alone, unless groups are let in, and is
-/// removed at the end.
+/// Serves until `end` is ready. Only root can use the socket, unless groups have access. The socket
+/// is removed at the end.
+///
+/// # Errors
+///
+/// [`ServeError`] if an endpoint cannot be opened, or accepting ends unexpectedly.
 pub async fn serve(
     daemon: Arc<Daemon>,
     doors: &Doors,
@@ -101,18 +105,19 @@ pub async fn serve(
     let mut served = Ok(());
     tokio::select! {
         () = end => {}
-        // They end only by a panic. A daemon that nobody can ask anything is none.
+        // These tasks end only by a panic. The daemon then ends, too, because nobody could reach
+        // it.
         _ = accepting.join_next() => served = Err(ServeError::Ended),
     }
-    // Gone already if somebody cleaned up.
+    // The socket may have been removed already.
     let _ = std::fs::remove_file(socket);
     accepting.shutdown().await;
-    // Streams end by themselves now, and whoever has asked for something gets the answer.
+    // Streams end by themselves, and requests in progress get their responses.
     let _ = ended.send(true);
     let views = daemon.clone();
     tokio::task::spawn_blocking(move || views.views().end());
     if let Some(graceful) = Arc::into_inner(graceful) {
-        // Whoever doesn't read doesn't keep the daemon from ending.
+        // A client that does not read cannot keep the daemon from ending.
         let _ = tokio::time::timeout(LAST_ANSWERS, graceful.shutdown()).await;
     }
     served
@@ -138,8 +143,7 @@ fn listen_unix(doors: &Doors) -> Result<UnixListener, ServeError> {
         std::fs::create_dir_all(directory).map_err(listen)?;
     }
     let listener = UnixListener::bind(socket).map_err(listen)?;
-    // Whoever connects is asked of the kernel who they are; a mode can let only one group in, and
-    // there are two.
+    // The kernel reports who connects. A file mode can admit only one group, and there are two.
     let mode = if doors.groups.any() { 0o666 } else { 0o600 };
     std::fs::set_permissions(socket, Permissions::from_mode(mode)).map_err(listen)?;
     Ok(listener)

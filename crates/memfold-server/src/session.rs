@@ -1,4 +1,4 @@
-//! Logging in over TCP, and the audit log.
+//! API paths of login, sessions and the audit log.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use super::access::{AuditEntry, CODE_LIFE, NewSession, SESSION_LIFE, Visitor};
 use super::answer::{Asked, refusal, refusal_with_hint};
 use super::paths::{CODES_PATH, SESSION_PATH};
 
-/// Entries of the audit log in one answer.
+/// Largest number of audit log entries in one response.
 const MOST_ENTRIES: usize = 1000;
 
 pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
@@ -27,7 +27,7 @@ pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
         .route("/v1/audit", get(audit))
 }
 
-/// Who one is.
+/// Role and name of the sender.
 #[utoipa::path(get, path = "/v1/session", responses((status = 200, body = SessionInfo), (status = 401, body = ErrorBody)))]
 pub(super) async fn session(Extension(visitor): Extension<Visitor>) -> Json<SessionInfo> {
     Json(SessionInfo {
@@ -37,7 +37,7 @@ pub(super) async fn session(Extension(visitor): Extension<Visitor>) -> Json<Sess
     })
 }
 
-/// Begins a session: its cookie comes with the answer.
+/// Begins a session; its cookie is in the response.
 #[utoipa::path(post, path = "/v1/session", request_body = LoginRequest, responses((status = 200, body = Role), (status = 401, body = ErrorBody)))]
 pub(super) async fn log_in(
     Extension(access): Extension<Arc<Access>>,
@@ -86,7 +86,7 @@ fn with_cookie(mut response: Response, cookie: &str) -> Response {
     response
 }
 
-/// A code for one login of a browser.
+/// Makes a code for one login of a browser.
 #[utoipa::path(post, path = "/v1/session/codes", request_body = CodeRequest, responses((status = 200, body = LoginCode), (status = 409, body = ErrorBody)))]
 pub(super) async fn new_code(
     Extension(access): Extension<Arc<Access>>,
@@ -136,14 +136,14 @@ pub(super) async fn new_code(
     }
 }
 
-/// How many entries are wanted.
+/// Number of requested entries.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct AuditQuery {
     #[serde(default)]
     count: Option<usize>,
 }
 
-/// Who did what, newest first; `?count=N`, 200 by default.
+/// Entries of the audit log, newest first; `?count=N`, 200 by default.
 #[utoipa::path(get, path = "/v1/audit", params(("count" = Option<usize>, Query)), responses((status = 200, body = Vec<AuditEntry>)))]
 pub(super) async fn audit(
     Extension(access): Extension<Arc<Access>>,

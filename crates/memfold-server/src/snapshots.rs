@@ -1,4 +1,4 @@
-//! Snapshots.
+//! API paths of snapshots.
 
 use std::sync::Arc;
 
@@ -23,13 +23,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/snapshots/{name}/restore", post(restore))
 }
 
-/// All snapshots.
+/// All snapshots, with the VMs that run from them.
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
 pub(super) async fn snapshots(daemon: Served) -> Answered<Vec<SnapshotInfo>> {
     blocking(daemon, |d| d.snapshots().list()).await
 }
 
-/// Saves a VM, which goes on; the manifest of the snapshot.
+/// Saves a VM, which continues to run. Returns the snapshot's manifest.
 #[utoipa::path(post, path = "/v1/snapshots", request_body = SaveRequest, responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
 pub(super) async fn save_snapshot(
     daemon: Served,
@@ -38,13 +38,13 @@ pub(super) async fn save_snapshot(
     blocking(daemon, move |d| d.snapshots().save(&request)).await
 }
 
-/// A snapshot's manifest.
+/// Manifest of a snapshot.
 #[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
 pub(super) async fn snapshot(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<Manifest> {
     blocking(daemon, move |d| d.snapshots().manifest(&name)).await
 }
 
-/// Removes a snapshot that nobody uses.
+/// Removes a snapshot that is not in use.
 #[utoipa::path(delete, path = "/v1/snapshots/{name}", responses((status = 200), (status = 409, body = ErrorBody)))]
 pub(super) async fn remove_snapshot(
     daemon: Served,
@@ -53,7 +53,7 @@ pub(super) async fn remove_snapshot(
     blocking(daemon, move |d| d.snapshots().remove(&name)).await
 }
 
-/// Reads a snapshot and compares it with its checksums.
+/// Reads a snapshot completely, compares its checksums, and tries to start a VM from it.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/verify", responses((status = 200, body = VerifyReport)))]
 pub(super) async fn verify_snapshot(
     daemon: Served,
@@ -62,7 +62,7 @@ pub(super) async fn verify_snapshot(
     blocking(daemon, move |d| d.snapshots().verify(&name)).await
 }
 
-/// How far what is done with a snapshot has come; null: nothing is.
+/// Progress of the operation on a snapshot; null: none is in progress.
 #[utoipa::path(get, path = "/v1/snapshots/{name}/progress", responses((status = 200, body = Option<Step>)))]
 pub(super) async fn snapshot_progress(
     daemon: Served,

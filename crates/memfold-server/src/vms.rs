@@ -1,4 +1,4 @@
-//! VMs: started, taken on, stopped.
+//! API paths of VMs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,7 +48,7 @@ pub(super) async fn run(
     .await
 }
 
-/// Takes on a VM that runs.
+/// Attaches to a running QEMU.
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
 pub(super) async fn attach(
     daemon: Served,
@@ -57,7 +57,8 @@ pub(super) async fn attach(
     blocking(daemon, move |d| d.vms().attach(&request)).await
 }
 
-/// Ends a VM: its guest is asked to, again and again, and after the time given it is switched off.
+/// Ends a VM: its guest is asked repeatedly to shut down, and the VM is switched off after the
+/// given time.
 #[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200, body = StopReport), (status = 404, body = ErrorBody)))]
 pub(super) async fn stop(
     daemon: Served,
@@ -78,13 +79,13 @@ pub(super) async fn stop(
     .await
 }
 
-/// Lets a VM go on that stands still: after a pause, or once there is room for its disk again.
+/// Resumes a stopped VM: after a pause, or after its full disk has free space again.
 #[utoipa::path(post, path = "/v1/vms/{name}/resume", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub(super) async fn resume(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.vms().resume(&name)).await
 }
 
-/// Has a guest reboot, or takes it back to the snapshot of its boot.
+/// Has a guest reboot, or restores the VM from its boot snapshot.
 #[utoipa::path(post, path = "/v1/vms/{name}/reboot", request_body = RebootRequest, responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody)))]
 pub(super) async fn reboot(
     daemon: Served,
@@ -98,7 +99,7 @@ pub(super) async fn reboot(
     .await
 }
 
-/// Runs a command in a guest, by its agent.
+/// Runs a command in a guest, through its agent.
 #[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
 pub(super) async fn exec(
     daemon: Served,

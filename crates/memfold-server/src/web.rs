@@ -1,6 +1,6 @@
-//! The dashboard's files, which are parts of the program.
+//! The dashboard's files, which are part of the program.
 //!
-//! They are the same for everybody and hold no figures, so nobody has to log in for them.
+//! They are the same for all users and contain no figures, so they need no login.
 
 use axum::Router;
 use axum::extract::Request;
@@ -13,7 +13,7 @@ const HTML: &str = "text/html; charset=utf-8";
 const STYLE: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 
-/// A file: its path, its type, its bytes.
+/// A file: path, content type, content.
 type File = (&'static str, &'static str, &'static [u8]);
 
 macro_rules! files {
@@ -71,7 +71,7 @@ pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
         })
 }
 
-/// The file; or that the browser has it already.
+/// The response with a file, or status 304 if the browser has it already.
 fn answer(request: &Request, kind: &'static str, bytes: &'static [u8], tag: &str) -> Response {
     let known = request.headers().get(IF_NONE_MATCH);
     let mut response = if known.is_some_and(|known| known == tag) {
@@ -80,8 +80,8 @@ fn answer(request: &Request, kind: &'static str, bytes: &'static [u8], tag: &str
         ([(CONTENT_TYPE, kind)], bytes).into_response()
     };
     let headers = response.headers_mut();
-    // Asked again each time, and answered by the tag: a new program has new files under the same
-    // names.
+    // The browser must check by the tag each time, because a new program has new files under the
+    // same names.
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     if let Ok(tag) = HeaderValue::from_str(tag) {
         headers.insert(ETAG, tag);

@@ -1,5 +1,5 @@
-//! `memfold bench`, and how the program `memfold-bench` is found, which has the studies, the demo
-//! and the self-test.
+//! `memfold bench`, and the search for the program `memfold-bench`, which contains the studies, the
+//! demo and the self-test.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -30,7 +30,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     become_bench(words, Stdio::inherit())
 }
 
-/// Runs `memfold-bench` instead of this program. Comes back only with an error.
+/// Replaces this process by `memfold-bench`. Returns only with an error.
 pub(super) fn become_bench(
     words: impl Iterator<Item = OsString>,
     input: Stdio,
