@@ -1,3 +1,3 @@
-//! The program: the command line.
+//! The memfold program: its command line.
 
 pub mod cli;

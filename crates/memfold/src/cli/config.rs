@@ -1,6 +1,6 @@
-//! The configuration file of `memfold serve`: its keys are the names of that command's options, so
-//! there is nothing that one can say and the other can't. Options on the command line and in the
-//! environment win.
+//! The configuration file of `memfold serve`. Its keys are the names of that command's options, so
+//! file and command line can express the same settings. Options on the command line and in the
+//! environment take precedence.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -18,10 +18,10 @@ use toml::de::{DeTable, DeValue};
 use super::context::Context;
 use super::serve;
 
-/// Read if no other file is named, and if it is there.
+/// Default configuration file. It is read if it exists and no other file is named.
 pub(super) const DEFAULT_FILE: &str = "/etc/memfold/memfold.toml";
 
-/// Largest file that is read, bytes.
+/// Largest file that is read, in bytes.
 const LARGEST: u64 = 1 << 20;
 
 #[derive(clap::Subcommand, Debug)]
@@ -38,10 +38,10 @@ pub(super) struct CheckArguments {
     file: PathBuf,
 }
 
-/// What is wrong in a file.
+/// A problem of a configuration file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Problem {
-    /// Its line, from 1; `None`: of the whole file.
+    /// Line number, from 1; `None`: the problem concerns the whole file.
     line: Option<usize>,
     field: Option<String>,
     what: String,
@@ -59,27 +59,27 @@ impl fmt::Display for Problem {
     }
 }
 
-/// A field that is right by itself.
+/// A field whose name and value are valid.
 #[derive(Debug, PartialEq, Eq)]
 struct Field {
     name: String,
-    /// From 1.
+    /// Line number, from 1.
     line: usize,
-    /// What says the same on the command line.
+    /// Command line arguments with the same meaning.
     arguments: Vec<String>,
 }
 
-/// The fields of a file that is right.
+/// The fields of a valid file.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Config(Vec<Field>);
 
 impl Config {
-    /// What this host doesn't have of what it names, or can't do.
+    /// Problems of fields that name something which this host lacks or cannot do.
     fn unusable(&self) -> Vec<Problem> {
         let all = self.0.iter().flat_map(|field| &field.arguments);
         let serve = serve_command().try_get_matches_from(all);
         let serve = serve.and_then(|given| serve::Arguments::from_arg_matches(&given));
-        // Only what is right by itself comes here.
+        // Parsing cannot fail here: the fields are valid.
         let found = serve.map(|serve| serve.unusable()).unwrap_or_default();
         let line_of = |name| self.0.iter().find(|f| f.name == name).map(|f| f.line);
         let problems = found.into_iter().map(|(name, what)| Problem {
@@ -92,7 +92,8 @@ impl Config {
         problems
     }
 
-    /// Arguments for the fields that `given` doesn't hold already, by command line or environment.
+    /// Arguments for the fields that are not set in `given`, by the command line or the
+    /// environment.
     fn arguments(&self, given: &ArgMatches) -> Vec<OsString> {
         let is_given = |field: &str| {
             let source = given.value_source(field);
@@ -106,7 +107,11 @@ impl Config {
     }
 }
 
-/// Reads the text of a file; all that is wrong with it, by line.
+/// Parses the text of a file.
+///
+/// # Errors
+///
+/// All problems, sorted by line.
 fn parse(text: &str) -> Result<Config, Vec<Problem>> {
     let line_of = |at: usize| text[..at.min(text.len())].matches('\n').count() + 1;
     let (table, errors) = DeTable::parse_recoverable(text);
@@ -120,7 +125,7 @@ fn parse(text: &str) -> Result<Config, Vec<Problem>> {
         .collect();
     let serve = serve_command();
     let mut config = Config::default();
-    // What stands behind a wrong line may have been understood wrongly.
+    // Text after an invalid line may have been misparsed, so fields are then not checked.
     let fields = problems.is_empty().then(|| table.get_ref().iter());
     for (key, value) in fields.into_iter().flatten() {
         let name = key.get_ref().to_string();
@@ -156,17 +161,21 @@ fn parse(text: &str) -> Result<Config, Vec<Problem>> {
     }
 }
 
-/// `memfold serve`, to be asked without its own name.
+/// The command `memfold serve`, for parsing arguments without the program's name.
 fn serve_command() -> Command {
     serve::Arguments::augment_args(Command::new("serve")).no_binary_name(true)
 }
 
-/// Whether an option can be said in a file: not which file to read.
+/// Whether an option may appear in a file: all but the option that names the file.
 fn is_field(argument: &Arg) -> bool {
     argument.get_long().is_some() && argument.get_id() != "config"
 }
 
-/// What says the same on the command line as `field = value` in a file; else what is wrong.
+/// Command line arguments with the meaning of `field = value`.
+///
+/// # Errors
+///
+/// The problem of the field.
 fn arguments_of(
     serve: &Command,
     field: &str,
@@ -200,7 +209,7 @@ fn arguments_of(
         }
     };
     match serve.clone().try_get_matches_from(&arguments) {
-        // What it needs beside it may stand in another line.
+        // An option that this one requires may be in another line.
         Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => Err(in_a_line(&error)),
         _ => Ok(arguments),
     }
@@ -215,7 +224,7 @@ fn text_of(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Clap's words without its advice on how to call the program.
+/// Clap's error text in one line, without its usage advice.
 fn in_a_line(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let first = text.split("\n\n").next().unwrap_or_default();
@@ -241,8 +250,8 @@ fn read(file: &Path) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// The command line as it was typed, with what the configuration file adds to `serve`. Wrong usage
-/// ends the program, as clap does.
+/// Parses the command line, and for `serve` adds the options of the configuration file. Wrong usage
+/// ends the process, as with clap.
 pub(super) fn command_line<Cli: Parser>() -> anyhow::Result<Cli> {
     let typed = Cli::command().get_matches();
     let matches = match typed.subcommand() {
@@ -272,7 +281,7 @@ fn with_file(
     })?;
     let more = config.arguments(serve);
     let all = std::env::args_os().chain(more);
-    // Fields are right by themselves; they may not go with what was typed.
+    // Fields are valid by themselves, but may conflict with the command line.
     program
         .try_get_matches_from(all)
         .map_err(|error| anyhow::anyhow!("with {}: {}", file.display(), in_a_line(&error)))

@@ -1,4 +1,4 @@
-//! What every command is given: the options of all commands, and the output that they choose.
+//! Context of every command: the global options, and the output format that they select.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -8,18 +8,18 @@ use memfold_api::{Client, ClientError};
 
 use super::output::write_line;
 
-/// The options of all commands.
+/// The global options.
 #[derive(Debug)]
 pub(super) struct Context {
     pub(super) socket: PathBuf,
-    /// Print JSON instead of text.
+    /// Whether JSON is printed instead of text.
     pub(super) json: bool,
-    /// Write JSON here.
+    /// File to which JSON is also written.
     json_file: Option<PathBuf>,
 }
 
 impl Context {
-    /// `json` is what `--json` was given: `-` prints instead of text, anything else is a file.
+    /// `json` is the value of `--json`: `-` prints JSON instead of text, any other value is a file.
     pub(super) fn new(socket: PathBuf, json: Option<String>) -> Self {
         Self {
             socket,
@@ -28,7 +28,7 @@ impl Context {
         }
     }
 
-    /// `--json` as it was given, for another program.
+    /// The argument `--json` as given, to be passed to another program.
     pub(super) fn json_argument(&self) -> Option<OsString> {
         let file = self.json_file.as_ref().map(|file| file.as_os_str());
         let to = file.or_else(|| self.json.then(|| OsStr::new("-")));
@@ -37,12 +37,12 @@ impl Context {
         Some(argument)
     }
 
-    /// A client of the daemon.
+    /// A client of the daemon's socket.
     pub(super) fn client(&self) -> Result<Client, ClientError> {
         Client::new(&self.socket)
     }
 
-    /// Writes the file that was asked for.
+    /// Writes `value` to the file of `--json`, if one was given.
     pub(super) fn write_file<T: serde::Serialize>(&self, value: &T) -> anyhow::Result<()> {
         if let Some(path) = &self.json_file {
             let mut text = serde_json::to_vec_pretty(value)?;
@@ -53,8 +53,8 @@ impl Context {
         Ok(())
     }
 
-    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file
-    /// that was asked for.
+    /// Prints `value` as JSON if that was requested, else the output of `text`. Also writes the
+    /// file of `--json`.
     pub(super) fn print<T: serde::Serialize>(
         &self,
         value: &T,

@@ -1,4 +1,4 @@
-//! `memfold dashboard`: an address that logs a browser in.
+//! `memfold dashboard`: prints an address that logs a browser in.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,5 @@
-//! `memfold debt`: what guests could call in, and the brake.
+//! `memfold debt`: shows the memory that guests can claim by writing, and the brake; sets the
+//! brake's limits.
 
 use std::process::ExitCode;
 
@@ -21,12 +22,12 @@ pub(super) struct Arguments {
     cover: Option<f64>,
 }
 
-/// As it was written, if it can be read: the daemon reads it again.
+/// Checks the text of a reserve and returns it unchanged; the daemon parses it again.
 fn reserve(text: &str) -> Result<String, String> {
     text.parse::<Reserve>().map(|_| text.to_owned())
 }
 
-/// Percent.
+/// Parses a percentage from 0 to 100.
 pub(super) fn cover(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
@@ -104,7 +105,7 @@ fn render(report: &DebtReport) -> String {
     parts.join("\n\n")
 }
 
-/// With numbers under each other in the columns from the second to `last`.
+/// Formats a table with right-aligned columns from the second to `last`.
 fn right(mut table: Table, last: usize) -> String {
     for at in 1..=last {
         if let Some(column) = table.column_mut(at) {

@@ -1,4 +1,4 @@
-//! `memfold demo`: the main job on real VMs, shown by `memfold-bench`.
+//! `memfold demo`: folding and KSM compared on real VMs, run by `memfold-bench`.
 
 use std::ffi::OsString;
 use std::process::{ExitCode, Stdio};

@@ -1,4 +1,4 @@
-//! `memfold doctor`: what works on this host, what doesn't, and the command that fixes it.
+//! `memfold doctor`: checks of this host, and the commands that fix problems.
 
 use std::ffi::OsString;
 use std::io::Seek as _;
@@ -18,7 +18,7 @@ use super::context::Context;
 use super::failure::IMPOSSIBLE_HERE;
 use super::output::write_line;
 
-/// How long a daemon may take to say what it owes.
+/// Time limit for the daemon to report its debt.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Args, Debug)]
@@ -42,7 +42,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     self_test(context, &report)
 }
 
-/// Becomes `memfold-bench`, which reads the host's report: what it proves is told together with it.
+/// Replaces this process by `memfold-bench`, which prints its results together with the host's
+/// report.
 fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
     let mut report = tempfile::tempfile().context("cannot create a file for the host's report")?;
     serde_json::to_writer(&report, host)?;
@@ -54,7 +55,7 @@ fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
     become_bench(words.chain(context.json_argument()), report.into())
 }
 
-/// What a daemon says of its debt, if one answers.
+/// The check of the daemon's debt; `None` if no daemon answers.
 fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
     match context.client()?.within(PATIENCE).get("/v1/debt") {
         Ok(report) => Ok(Some(DebtReport::check(&report))),
@@ -72,7 +73,7 @@ fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
     }
 }
 
-/// 0 when the main job can run, else 3.
+/// Exit code 0 if VMs can run and be folded here, else 3.
 pub(super) fn exit_code(report: &Report) -> ExitCode {
     if report.can_run {
         ExitCode::SUCCESS
@@ -81,7 +82,7 @@ pub(super) fn exit_code(report: &Report) -> ExitCode {
     }
 }
 
-/// The report for people.
+/// The report as text.
 pub(super) fn text(report: &Report) -> String {
     let mut table = Table::new();
     table

@@ -1,4 +1,4 @@
-//! `memfold estimate`: what could be saved, before anything is changed.
+//! `memfold estimate`: estimates possible savings without changing anything.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -24,10 +24,10 @@ use super::context::Context;
 use super::failure::IMPOSSIBLE_HERE;
 use super::top;
 
-/// Exit code of a program that was interrupted: 128 + SIGINT, as shells have it.
+/// Exit code of an interrupted program: 128 + SIGINT, as in shells.
 const INTERRUPTED: u8 = 130;
 
-/// Longest `--seconds`: a day.
+/// Largest value of `--seconds`: a day.
 const LONGEST_S: f64 = 86_400.0;
 
 /// What could be saved, before anything is changed.
@@ -108,7 +108,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     if let Some(program) = &arguments.program {
         return of_program(context, program);
     }
-    // From here on: what a daemon says has to be read, too.
+    // Set up here already, because reading the daemon's answer counts, too.
     let pace = Pace::new(arguments.cpu / 100.0, arguments.seconds, &STOP);
     stop_at_interrupt()?;
     let (facts, daemon): (VmFacts, bool) = match context.client()?.get("/v1/estimate") {
@@ -158,9 +158,9 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     Ok(ExitCode::SUCCESS)
 }
 
-/// Does something, with a bar that shows how far it is.
+/// Runs `work` with a progress bar.
 fn watched<T>(work: impl FnOnce(Told<'_>) -> T) -> T {
-    // The text is right.
+    // The template is valid.
     let style = ProgressStyle::with_template("{msg} {wide_bar} {percent} %, {eta} left");
     let bar =
         ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
@@ -194,7 +194,7 @@ fn write_fingerprint(
     let print = fingerprint::of(looked, key, host, memory)
         .context("cannot read the memory that QEMUs use beside guest RAM; run this as root")?;
     let text = serde_json::to_vec(&print)?;
-    // All of it or nothing.
+    // Written completely or not at all.
     let part = file.with_extension("part");
     std::fs::write(&part, &text)
         .and_then(|()| std::fs::rename(&part, file))

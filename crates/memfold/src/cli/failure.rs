@@ -1,14 +1,14 @@
-//! Errors as users see them, and their exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible
-//! on this host.
+//! Output of errors, and exit codes: 0 success, 1 failure, 2 wrong usage, 3 not possible on this
+//! host.
 
 use std::process::ExitCode;
 
 use memfold_api::ClientError;
 
-/// Exit code of a command that can't work on this host.
+/// Exit code of a command that this host cannot support.
 pub(super) const IMPOSSIBLE_HERE: u8 = 3;
 
-/// Prints an error with its causes and a hint, and finds the exit code.
+/// Prints an error with its causes and a hint, and returns the exit code.
 pub(super) fn fail(error: &anyhow::Error) -> ExitCode {
     memfold_host::say!("memfold: {error:#}");
     if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {

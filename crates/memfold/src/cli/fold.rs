@@ -1,4 +1,4 @@
-//! `memfold fold`: state, pause, resume, budget.
+//! `memfold fold`: shows, pauses and resumes folding, and sets its budget.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! `memfold generate`, for packages and docs: manual pages, completions of shells and the reference
-//! of the interface, from what the program says of itself.
+//! `memfold generate`, for packages and docs: manual pages, shell completions and the API
+//! reference, made from the program's own descriptions.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ pub(super) fn run(arguments: &Arguments, mut program: Command) -> anyhow::Result
     if let Some(directory) = &arguments.man {
         std::fs::create_dir_all(directory)
             .and_then(|()| clap_mangen::generate_to(program.clone(), directory))
-            // That program makes its own.
+            // The package of `memfold-bench` has its own page.
             .and_then(|()| std::fs::remove_file(directory.join("memfold-bench.1")))
             .with_context(|| format!("cannot write into {}", directory.display()))?;
     }

@@ -1,4 +1,4 @@
-//! `memfold host`: other hosts that may ask this daemon's registry of leases.
+//! `memfold host`: tokens of other hosts that may call this daemon's lease registry.
 
 use std::process::ExitCode;
 
@@ -31,7 +31,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         Arguments::Add(Name { host }) => {
             let request = HostRequest { host: host.clone() };
             let made: HostToken = client.post("/v1/hosts", &request)?;
-            // The token alone, so that it can go into a file.
+            // Only the token is printed to standard output, so that it can be redirected to a file.
             context.print(&made, |made| made.token.clone())?;
             if !context.json {
                 let url = made.urls.first().map_or("", String::as_str);

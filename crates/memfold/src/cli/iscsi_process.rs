@@ -1,4 +1,4 @@
-//! `memfold iscsi-process`: the processes of `lend::iscsi`, which daemons start.
+//! `memfold iscsi-process`: helper processes of `lend::iscsi`, started by daemons.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

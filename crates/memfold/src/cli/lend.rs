@@ -1,6 +1,6 @@
-//! `memfold lend`, `borrow`, `return`, `leases`.
+//! `memfold lend`, `borrow`, `return` and `leases`.
 
-// Writing to a String can't fail.
+// Writing to a String cannot fail.
 use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::process::ExitCode;
@@ -156,7 +156,7 @@ fn lender(status: &LenderStatus) -> String {
 
 pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::Result<ExitCode> {
     let (place, size) = match (&arguments.lvm, &arguments.vm) {
-        // The only word that isn't an option is the size then.
+        // With --lvm, the only positional word is the size.
         (Some(volume), word) => {
             let size = word.as_deref().map(size_alone).transpose()?;
             if arguments.size.is_some() {
@@ -184,7 +184,7 @@ pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::
     Ok(ExitCode::SUCCESS)
 }
 
-/// Names of volumes have no character that would need escaping.
+/// API path of a volume. Names of volumes contain no character that needs escaping.
 fn of_volume(volume: &Volume) -> String {
     format!("/v1/volumes/{}/{}", volume.group, volume.name)
 }
@@ -257,7 +257,7 @@ pub(super) fn leases(context: &Context, arguments: &LeasesArguments) -> anyhow::
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whole minutes, at least one.
+/// Whole minutes until a time, at least one.
 fn minutes_until(unix_s: u64) -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let left = unix_s.saturating_sub(now.map_or(0, |now| now.as_secs()));
@@ -372,11 +372,11 @@ fn render(report: &LeaseReport) -> String {
     text.trim_end().to_owned()
 }
 
-/// What this host itself knows of its VMs and volumes.
+/// Loans of this host's VMs and volumes that need attention.
 fn of_this_host(report: &LeaseReport) -> String {
     let mut text = String::new();
     for borrowed in &report.borrowed {
-        // What is lent is in the table of leases.
+        // Lent disks are shown in the table of leases, if the registry answers.
         if borrowed.place != SwapPlace::Lent || report.registry_away.is_some() {
             let _ = write!(text, "\n{}", self::borrowed(borrowed));
         }
@@ -397,7 +397,7 @@ fn of_this_host(report: &LeaseReport) -> String {
     text
 }
 
-/// Until its client leaves, or a lender fails. What it has to say is not for people.
+/// Runs a relay until its client disconnects or a lender fails. Its output is for the daemon.
 pub(super) fn relay() -> ExitCode {
     if memfold_lend::relay::main() {
         ExitCode::SUCCESS

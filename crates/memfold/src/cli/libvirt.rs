@@ -1,4 +1,4 @@
-//! `memfold libvirt`: enable, disable, status, attach.
+//! `memfold libvirt`: enables, disables, lists and adopts libvirt domains.
 
 use std::process::ExitCode;
 
@@ -64,7 +64,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// One after the other; what was done before an error is done.
+/// Applies `work` to the names in order. Earlier changes stay when a later one fails.
 fn each(
     names: &[String],
     work: impl Fn(&String) -> Result<Change, libvirt::LibvirtError>,
@@ -102,7 +102,7 @@ fn words(changes: &[Change], what: &str) -> String {
 
 fn rows(context: &Context) -> anyhow::Result<Vec<DomainStatus>> {
     let vms: Result<Vec<VmInfo>, ClientError> = context.client()?.get("/v1/vms");
-    // Which domains are enabled is to be seen without a daemon as well.
+    // The list of enabled domains is useful without a daemon, too.
     let vms = match vms {
         Err(ClientError::Refused(body)) => return Err(ClientError::Refused(body).into()),
         vms => vms.ok(),

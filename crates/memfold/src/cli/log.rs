@@ -1,5 +1,5 @@
-//! The log: on standard error, as text or a JSON object a line, and by systemd's journal with its
-//! own levels.
+//! The log on standard error: text, or one JSON object a line, or text with systemd's level
+//! prefixes.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -22,7 +22,7 @@ use tracing_subscriber::registry::LookupSpan;
 
 use memfold_daemon::chain;
 
-/// How lines of the log look.
+/// Format of the log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum LogFormat {
     /// For people; in systemd's journal without time and with the journal's level
@@ -32,14 +32,14 @@ pub(super) enum LogFormat {
     Json,
 }
 
-/// A filter as users write it: rooms are those of `memfold`, whichever crate they lie in
+/// Parses a log filter. Targets are modules of `memfold`, in whichever crate they are
 /// (`info,memfold::fold=debug`).
 pub(super) fn filter(text: &str) -> Result<EnvFilter, ParseError> {
     let directives: Vec<String> = text.split(',').map(of_its_crate).collect();
     EnvFilter::try_new(directives.join(","))
 }
 
-/// One part of a filter, with the crate that the room lies in.
+/// One directive of a filter, with the name of the crate that contains the module.
 fn of_its_crate(directive: &str) -> String {
     let Some(place) = directive.trim().strip_prefix("memfold::") else {
         return directive.to_owned();
@@ -53,12 +53,13 @@ fn of_its_crate(directive: &str) -> String {
     }
 }
 
-/// Begins to log. `filter`: as in `MEMFOLD_LOG`.
+/// Sets up logging. `filter`: as in `MEMFOLD_LOG`.
 pub(super) fn begin(filter: EnvFilter, format: LogFormat) {
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_target(false)
-        // They go to standard error by `eprintln!`, which panics if that is full.
+        // The subscriber prints its own errors with `eprintln!`, which panics if standard error is
+        // full.
         .log_internal_errors(false);
     let plain = Log { is_journal: false };
     match format {
@@ -85,27 +86,27 @@ fn in_journal() -> bool {
     stderr.is_ok_and(|stderr| stream == format!("{}:{}", stderr.dev(), stderr.ino()))
 }
 
-/// Standard error, as far as it takes what is logged.
+/// Writer to standard error that never blocks for long.
 struct Log {
-    /// The level is put before each line, as `sd-daemon(3)` has it.
+    /// Whether each line begins with a level prefix, as in `sd-daemon(3)`.
     is_journal: bool,
 }
 
-/// What an event's text goes to.
+/// Writer of one event's text, with the prefix of its lines.
 struct Line(&'static [u8]);
 
-/// Events that the log did not take since it took the last one.
+/// Number of events that were lost since the last successful write.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
-/// How long a log that took everything so far is waited for. One that has stopped taking anything
-/// is not waited for again.
+/// Longest wait for a log whose reader has kept up so far. After a lost event, the log is not
+/// waited for.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// So much goes into a pipe at once that has room (`pipe(7)`, `PIPE_BUF`).
+/// Bytes that a pipe with free space accepts at once (`pipe(7)`, `PIPE_BUF`).
 const PIECE: usize = 4096;
 
-/// Writes an event. A log that cannot be written, or whose reader stands still, costs events and
-/// nothing else.
+/// Writes an event. If the log cannot be written, or its reader has stopped, the event is lost and
+/// counted.
 fn put(text: &[u8]) {
     let mut stderr = io::stderr().lock();
     let lost = LOST.load(Ordering::Relaxed);
@@ -122,12 +123,12 @@ fn put(text: &[u8]) {
     }
 }
 
-/// Whether a write would not wait.
+/// Whether a write would not block.
 fn takes_more(log: BorrowedFd<'_>, is_patient: bool) -> bool {
     let limit = if is_patient { PATIENCE } else { Duration::ZERO };
     let limit = Timespec::try_from(limit).ok();
     let mut fds = [PollFd::from_borrowed_fd(log, PollFlags::OUT)];
-    // What can't be asked is tried.
+    // If polling fails, the write is tried.
     !matches!(poll(&mut fds, limit.as_ref()), Ok(0))
 }
 
@@ -162,7 +163,7 @@ impl<'a> MakeWriter<'a> for Log {
 
 impl Write for Line {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        // An event is written at once. It may hold several lines.
+        // The whole event is written at once. It may have several lines.
         let mut marked = Vec::with_capacity(text.len() + 8);
         for line in text.split_inclusive(|&byte| byte == b'\n') {
             marked.extend(self.0);
@@ -177,7 +178,7 @@ impl Write for Line {
     }
 }
 
-/// One JSON object a line.
+/// Formatter that writes one JSON object a line.
 struct JsonLines;
 
 impl<S, N> FormatEvent<S, N> for JsonLines
@@ -204,7 +205,7 @@ where
     }
 }
 
-/// The fields of an event, with the causes of errors.
+/// Fields of an event. An error's causes are included in its text.
 struct Fields(Map<String, Value>);
 
 impl Visit for Fields {

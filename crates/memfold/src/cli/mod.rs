@@ -1,4 +1,4 @@
-//! The command line: one file a command, thin; what they show comes from the daemon or from
+//! The command line. Each command has a file; commands get their data from the daemon or from
 //! [`memfold_host`].
 
 mod bench;
@@ -128,7 +128,7 @@ enum Command {
     IscsiProcess(iscsi_process::Arguments),
 }
 
-/// Parses the command line and carries it out.
+/// Parses the command line and runs the command.
 pub fn main() -> ExitCode {
     let cli = match config::command_line::<Cli>() {
         Ok(cli) => cli,

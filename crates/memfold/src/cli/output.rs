@@ -1,13 +1,13 @@
-//! Standard output, whose reader may go away.
+//! Standard output, whose reader may close it.
 
 use std::io::{ErrorKind, Write as _};
 
-/// Writes a line to standard output. A reader that went away (`| head`) is no failure.
+/// Writes a line to standard output. A closed reader (`| head`) is not an error.
 pub(super) fn write_line(text: &str) -> anyhow::Result<()> {
     write_on(text).map(drop)
 }
 
-/// Writes a line to standard output; `false` when nobody reads it any more.
+/// Writes a line to standard output. Returns `false` if the reader has closed it.
 pub(super) fn write_on(text: &str) -> anyhow::Result<bool> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {

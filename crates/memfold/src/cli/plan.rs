@@ -1,4 +1,4 @@
-//! `memfold plan`: how many VMs fit.
+//! `memfold plan`: predicts how many VMs fit.
 
 use std::fmt::Write as _;
 use std::io::Read as _;
@@ -50,7 +50,7 @@ fn reserve(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Largest fingerprint that is read, in bytes: a thousand VMs.
+/// Largest fingerprint file that is read, in bytes: enough for a thousand VMs.
 const MOST_BYTES: u64 = 1 << 29;
 
 fn fingerprint(path: &Path) -> anyhow::Result<Fingerprint> {

@@ -1,4 +1,4 @@
-//! `memfold report`: the ledger.
+//! `memfold report`: prints the ledger.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! `memfold segment`.
+//! `memfold segment`: builds, ranks, attaches, detaches, lists, verifies and removes segments.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -245,13 +245,14 @@ fn build(context: &Context, arguments: BuildArguments) -> anyhow::Result<ExitCod
     Ok(ExitCode::SUCCESS)
 }
 
-/// The daemon's directory is another.
+/// Makes a source's path absolute, because the daemon has another working directory.
 fn absolute(source: String) -> std::io::Result<String> {
     if source.starts_with("package:") || source.starts_with("vm:") {
         return Ok(source);
     }
     let path = std::path::absolute(PathBuf::from(&source))?;
-    // Not UTF-8 can't be told in JSON; the daemon says that it isn't there.
+    // JSON cannot carry a path that is not UTF-8. The daemon then reports that the file does not
+    // exist.
     Ok(path.to_str().map_or(source, str::to_owned))
 }
 

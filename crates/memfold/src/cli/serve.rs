@@ -1,4 +1,4 @@
-//! `memfold serve`: the daemon.
+//! `memfold serve`: runs the daemon.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -230,7 +230,7 @@ impl Arguments {
         Ok(at.map(|said| RegistryAt::new(said, &files)).transpose()?)
     }
 
-    /// What to lend from the start.
+    /// The request to lend memory from the start; `None` without `--lend`.
     fn lend(&self) -> anyhow::Result<Option<LendRequest>> {
         let Some(max) = self.lend else {
             return Ok(None);
@@ -247,7 +247,8 @@ impl Arguments {
         Ok(Some(request))
     }
 
-    /// Two daemons would take the same domains from each other.
+    /// Directory where libvirt records its QEMUs. The default applies only to the default state
+    /// directory, because two daemons would adopt the same domains.
     fn libvirt(&self) -> Option<PathBuf> {
         let own = self.state == Path::new(DEFAULT_STATE);
         self.libvirt
@@ -276,14 +277,14 @@ impl Arguments {
             socket: socket.to_owned(),
             groups: Groups::find(self.read_group.as_deref(), self.operate_group.as_deref())?,
             tcp: self.tcp_door()?,
-            // Where a reboot leaves them: whoever asks over TCP has a copy.
+            // Tokens survive a reboot, because TCP clients have copies of them.
             tokens: self.records().join("access"),
             records: self.records(),
         })
     }
 
-    /// Each field that names what this host doesn't have (a file, a group) or what can't be done
-    /// here, with the reason. Nothing is changed or asked of other hosts.
+    /// Fields whose file or group does not exist, or which this host cannot support, with the
+    /// reason. Nothing is changed, and no other host is contacted.
     pub(super) fn unusable(&self) -> Vec<(&'static str, String)> {
         let (read, operate) = (self.read_group.as_deref(), self.operate_group.as_deref());
         let door = self.tcp_door().err().map(|error| {
@@ -306,7 +307,7 @@ impl Arguments {
                 .find(|(_, named, file)| match error.downcast_ref() {
                     Some(PlaceError::File { path, .. }) => file.as_ref() == Some(path),
                     Some(PlaceError::Unused { option, .. }) => named == option,
-                    // What is missing has no line.
+                    // A missing option has no field.
                     _ => false,
                 });
             found.map_or("registry", |(field, ..)| field)
@@ -359,9 +360,9 @@ fn log_filter(text: &str) -> Result<String, String> {
 }
 
 impl Arguments {
-    /// What is logged.
+    /// The filter of the log.
     pub(super) fn log_filter(&self) -> EnvFilter {
-        // It was checked when it was read.
+        // The text was checked when the arguments were parsed.
         log::filter(&self.log).unwrap_or_default()
     }
 }
@@ -414,14 +415,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
             return std::future::pending().await;
         };
-        // Asked for first when the socket listens.
+        // Runs after the socket has begun to listen.
         systemd::ready(&served);
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
         systemd::stopping();
-        // Borrowers may need this daemon's registry for it.
+        // Borrowers may need this daemon's registry to return memory, so it still serves.
         let hurry = Arc::new(AtomicBool::new(false));
         let told = hurry.clone();
         let mut given_back = tokio::task::spawn_blocking(move || {
@@ -434,8 +435,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             () = tokio::time::sleep(LENDING_LIMIT) => {}
         }
         hurry.store(true, Ordering::Relaxed);
-        // Whatever hangs from here on: the daemon may be killed at any instant, and VMs don't
-        // notice.
+        // From here on the end has a time limit: the daemon may be killed at any instant without
+        // harm to VMs.
         end_within(END_LIMIT, 0);
     }));
     if done.is_err() {
@@ -443,23 +444,23 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     }
     info!("ending; VMs go on, and folded pages stay folded");
     daemon.shut_down();
-    // What is still asked of others is given up.
+    // Unfinished requests to others are abandoned.
     runtime.shutdown_timeout(Duration::from_millis(200));
     done?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// How long borrowers may take to give back what this host lends, if it lends: the lender's own
-/// limit, and a little.
+/// Time limit for borrowers to return this host's memory when the daemon ends: slightly more than
+/// the lender's own limit.
 const LENDING_LIMIT: Duration = Duration::from_secs(50);
 
-/// How long all else may take when the daemon ends.
+/// Time limit for the rest of the daemon's end.
 const END_LIMIT: Duration = Duration::from_secs(4);
 
 /// Exit code after a panic (`EX_SOFTWARE`, sysexits(3)).
 const BROKEN: i32 = 70;
 
-/// Ends the process when the time is over, whoever waits for what.
+/// Ends the process after `limit`, even if threads still wait.
 fn end_within(limit: Duration, code: i32) {
     let thread = std::thread::Builder::new()
         .name("end".into())
@@ -473,9 +474,9 @@ fn end_within(limit: Duration, code: i32) {
     }
 }
 
-/// Has the process end when a thread of the daemon panics: without its engine, or without whoever
-/// watches a VM, it would be half a daemon. Its supervisor starts a whole one, and VMs don't
-/// notice. A request that panics fails alone: the server tells who asked.
+/// Ends the process when a thread of the daemon panics, because the daemon would be incomplete
+/// without its engine or a VM's watch thread. The supervisor starts a new daemon, and VMs keep
+/// running. A panic in a request only fails that request.
 fn end_with_threads() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();
@@ -503,7 +504,7 @@ fn end_with_threads() {
     }));
 }
 
-/// Threads that carry requests out (tokio's name for them).
+/// Name of the threads that execute requests, given by tokio.
 const REQUESTS: &str = "tokio-runtime-worker";
 
 #[cfg(test)]

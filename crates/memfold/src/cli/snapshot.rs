@@ -136,11 +136,12 @@ pub(super) struct CloneArguments {
     forwards: Vec<Forward>,
 }
 
-/// How long `clone` waits for the agents, and for each of them besides: they have turns.
+/// Time that `clone` waits for the agents, and below, the additional time for each clone, because
+/// renewals are limited in number.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
 const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
 
-/// How long `restore` waits until the guest's clock was set, for its answer.
+/// Time that `restore` waits for the guest's clock to be set.
 const CLOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
@@ -186,7 +187,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 despite_brake,
                 prefetch,
                 keep_clock,
-                // The daemon's directory is another.
+                // Made absolute, because the daemon has another working directory.
                 disks: disks.map(std::path::absolute).transpose()?,
                 forwards,
                 ..RestoreRequest::new(vm)
@@ -233,10 +234,10 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// A VM that was started from a snapshot.
+/// A clone, as printed.
 #[derive(Debug, Serialize)]
 struct Clone {
-    /// From the command to guest code running, in milliseconds.
+    /// Time from the command until guest code runs, in milliseconds.
     ms: f64,
     vm: VmInfo,
 }
@@ -308,13 +309,13 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     Ok(ExitCode::from(u8::from(!left.is_empty())))
 }
 
-/// Waits a little until the guest's clock was set.
+/// Waits up to 5 s until the guest's clock is set.
 fn wait_clock(client: &Client, vm: &mut VmInfo) -> anyhow::Result<()> {
     let end = Instant::now() + CLOCK_TIMEOUT;
     while vm.clock.as_ref().is_some_and(|clock| clock.pending) && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20));
         let now: Vec<VmInfo> = client.get("/v1/vms")?;
-        // It may have ended.
+        // The VM may have ended.
         let Some(found) = now.into_iter().find(|found| found.name == vm.name) else {
             break;
         };
@@ -323,7 +324,7 @@ fn wait_clock(client: &Client, vm: &mut VmInfo) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits until every clone is set apart from the others.
+/// Waits until the identities of all clones are renewed, or a time limit has passed.
 fn wait_renewed(client: &Client, clones: &mut [Clone]) -> anyhow::Result<()> {
     let number = u32::try_from(clones.len()).unwrap_or(u32::MAX);
     let end = Instant::now() + RENEW_TIMEOUT + RENEW_TIMEOUT_EACH * number;
@@ -345,7 +346,7 @@ fn wait_renewed(client: &Client, clones: &mut [Clone]) -> anyhow::Result<()> {
     }
 }
 
-/// What clones still have in common with the others, a line each.
+/// Identities that clones still share with other VMs, one line each.
 fn left_as_it_was(clones: &[Clone]) -> Vec<String> {
     let mut lines = Vec::new();
     for Clone { vm, .. } in clones {
@@ -374,7 +375,7 @@ fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> anyhow:
     Ok(client.post(&format!("{}/restore", path(snapshot)?), request)?)
 }
 
-/// What was saved, in words.
+/// Result of a save, as text.
 fn saved(m: &Manifest) -> String {
     let free = m.free_kept.as_ref().map_or(String::new(), |why| {
         format!("\nthe guest's free memory was saved too: {why}")
@@ -400,7 +401,7 @@ fn saved(m: &Manifest) -> String {
     )
 }
 
-/// What a snapshot's image is made of.
+/// Composition of a snapshot's image, as text.
 fn held(manifest: &Manifest) -> String {
     let saved = manifest.counts.saved_pages * PAGE_SIZE;
     let all = manifest.counts.pages * PAGE_SIZE;
@@ -416,7 +417,7 @@ fn held(manifest: &Manifest) -> String {
     parts.join(", ")
 }
 
-/// Does something that may take long with a snapshot; shows on a terminal how far it is.
+/// Runs an operation on a snapshot, with a progress bar on a terminal.
 fn watched<T>(
     context: &Context,
     snapshot: &str,

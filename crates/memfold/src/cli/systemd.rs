@@ -1,5 +1,5 @@
-//! What the daemon tells systemd, where that has started it (`sd_notify(3)`); elsewhere nothing
-//! happens.
+//! Notifications of the daemon to systemd (`sd_notify(3)`). Nothing happens if systemd has not
+//! started the daemon.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,21 +10,21 @@ use tracing::warn;
 use memfold_daemon::Daemon;
 
 fn tell(states: &[NotifyState<'_>]) {
-    // The variables stay: unsetting them isn't safe while threads run. Programs that the daemon
-    // starts don't get them.
+    // The environment variables stay, because unsetting them is not safe while threads run. The
+    // daemon's child processes do not get them.
     if let Err(error) = sd_notify::notify(false, states) {
         warn!(%error, "cannot notify systemd; check systemd");
     }
 }
 
-/// The daemon serves, and VMs that ran are taken over.
+/// Reports that the daemon serves requests and has adopted running VMs.
 pub(super) fn ready(daemon: &Daemon) {
     let vms = daemon.vms().list().len();
     let status = format!("serving; {vms} VMs adopted");
     tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
 }
 
-/// It ends; VMs go on.
+/// Reports that the daemon ends; VMs keep running.
 pub(super) fn stopping() {
     tell(&[
         NotifyState::Stopping,
@@ -32,8 +32,8 @@ pub(super) fn stopping() {
     ]);
 }
 
-/// Tells systemd's watchdog that the daemon works, as long as it does: that a request is carried
-/// out, and that the engine answers. Ends only where there is no watchdog.
+/// Notifies systemd's watchdog as long as the daemon works: a request can be executed, and the
+/// engine answers. Returns only if there is no watchdog.
 pub(super) async fn watch(daemon: Arc<Daemon>) {
     let mut limit_us = 0;
     if !sd_notify::watchdog_enabled(false, &mut limit_us) {
@@ -43,7 +43,7 @@ pub(super) async fn watch(daemon: Arc<Daemon>) {
     loop {
         let asked = daemon.clone();
         let alive = tokio::task::spawn_blocking(move || asked.is_alive()).await;
-        // If nothing is said, systemd ends this daemon and starts another one.
+        // Without a notification, systemd kills this daemon and starts another.
         if matches!(alive, Ok(true)) {
             tell(&[NotifyState::Watchdog]);
         }

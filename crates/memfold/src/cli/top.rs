@@ -1,4 +1,4 @@
-//! `memfold top`: the ledger, drawn again every few seconds; on a terminal with keys.
+//! `memfold top`: shows the ledger and updates it periodically; interactive on a terminal.
 
 mod draw;
 mod view;
@@ -18,7 +18,7 @@ use self::view::{Asked, News, View};
 use super::context::Context;
 use super::output::write_on;
 
-/// How soon a key and news are noticed.
+/// Time between two checks for keys and news.
 const TICK: Duration = Duration::from_millis(50);
 
 #[derive(Args, Debug)]
@@ -35,7 +35,7 @@ fn interval(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// `--json`: a report a line, until the reader goes away.
+/// With `--json`: prints a report a line, until the reader closes the output.
 fn json_lines(client: &Client, interval: Duration) -> anyhow::Result<ExitCode> {
     loop {
         let report: FullReport = client.get("/v1/report")?;
@@ -52,7 +52,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         return json_lines(&client, arguments.interval);
     }
     if io::stdout().is_terminal() && io::stdin().is_terminal() {
-        // Said on the usual screen, if there is no daemon at all.
+        // If there is no daemon, the error appears on the normal screen.
         let first: FullReport = client.get("/v1/report")?;
         on_terminal(client, first.ledger, arguments.interval)?;
     } else {
@@ -63,7 +63,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     Ok(ExitCode::SUCCESS)
 }
 
-/// One report after the other, until Ctrl-C or until the reader goes away.
+/// Prints reports until Ctrl-C, or until the reader closes the output.
 fn in_pipe(
     interval: Duration,
     mut fetch: impl FnMut() -> anyhow::Result<Report>,
@@ -81,11 +81,11 @@ fn in_pipe(
     }
 }
 
-/// What is to be fetched from now on: the map of this VM too, in so many cells.
+/// Memory map to fetch from now on: the VM's name, and the number of cells.
 type Wish = Option<(String, u64)>;
 
-/// Fetches as often as is wished and every `interval`. A daemon that is slow or gone doesn't keep
-/// keys from working.
+/// Fetches after each wish and every `interval`, on a thread of its own: a slow daemon does not
+/// delay keys.
 fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Sender<News>) {
     let mut wish = None;
     let tell = |answer: Result<News, memfold_api::ClientError>| {
@@ -100,7 +100,7 @@ fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Se
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
-        // Of several, the last.
+        // Only the last of several wishes counts.
         loop {
             match wishes.try_recv() {
                 Ok(new) => wish = new,
@@ -112,7 +112,7 @@ fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Se
         let mut told = tell(report.map(|report| News::Report(Box::new(report.ledger))));
         if let Some((vm, cells)) = &wish {
             let path = format!("/v1/vms/{vm}/memory-map?cells={cells}");
-            // A VM that has just ended is no news: the report says so.
+            // The map of a VM that has just ended fails; the report shows its end.
             if let Ok(map) = client.get::<MemoryMap>(&path) {
                 told = told.and_then(|()| tell(Ok(News::Map(Box::new(map)))));
             }
@@ -137,7 +137,7 @@ fn on_terminal(client: Client, first: Report, interval: Duration) -> anyhow::Res
         .spawn(move || fetch(&client, interval, &wishes, &tell))?;
     let mut view = View::new(interval);
     view.take(News::Report(Box::new(first)));
-    // The terminal is as it was also after a panic (ratatui::init).
+    // The terminal is restored, also after a panic (`ratatui::init`).
     let mut terminal = ratatui::try_init()?;
     let result = keys(&mut terminal, &mut view, &wish, (&news, &stop));
     ratatui::restore();
@@ -156,7 +156,7 @@ fn keys(
         if is_stale {
             let before = cells;
             terminal.draw(|frame| cells = draw::draw(frame, view))?;
-            // Another size of the terminal.
+            // The terminal's size has changed.
             if cells != before && view.detail.is_some() {
                 let _ = wish.send(view.detail.clone().map(|vm| (vm, cells)));
             }
@@ -169,7 +169,7 @@ fn keys(
             };
             match asked {
                 Asked::Quit => return Ok(()),
-                // A thread that is gone has said why.
+                // If the thread is gone, its error was reported.
                 Asked::Fetch => drop(wish.send(view.detail.clone().map(|vm| (vm, cells)))),
                 Asked::Nothing => {}
             }
@@ -185,7 +185,8 @@ fn keys(
     }
 }
 
-/// Receives once, at Ctrl-C, which from now on doesn't end the process by itself.
+/// A channel that receives once, at Ctrl-C. From then on, Ctrl-C does not end the process by
+/// itself.
 pub(super) fn interrupts() -> io::Result<mpsc::Receiver<io::Result<()>>> {
     let (send, receive) = mpsc::channel();
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -194,7 +195,7 @@ pub(super) fn interrupts() -> io::Result<mpsc::Receiver<io::Result<()>>> {
     std::thread::Builder::new()
         .name("ctrl-c".to_owned())
         .spawn(move || {
-            // Nobody receives any more when the view ended by an error.
+            // The receiver is gone if the view ended by an error.
             let _ = send.send(runtime.block_on(tokio::signal::ctrl_c()));
         })?;
     Ok(receive)

@@ -1,4 +1,5 @@
-//! `memfold vm`: run, list, stop, resume, attach, exec.
+//! `memfold vm`: runs, lists, stops, resumes, reboots and attaches VMs, and runs commands in
+//! guests.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -158,7 +159,8 @@ pub(super) struct RunArguments {
     qemu_args: Vec<String>,
 }
 
-/// What `--disk` is given. A comma in a path is one.
+/// Parses the value of `--disk`. Only a final `,format=` is special; other commas are part of the
+/// path.
 fn disk(text: &str) -> Result<DiskSpec, String> {
     let Some((path, format)) = text.rsplit_once(",format=") else {
         return Ok(DiskSpec::new(text));
@@ -332,7 +334,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// Exit code of 'vm stop' when a guest was to shut down and did not.
+/// Exit code of `vm stop` if a guest did not shut down in time and was switched off.
 const SWITCHED_OFF: u8 = 4;
 
 fn stop(client: &Client, name: &str, timeout_s: f64) -> anyhow::Result<StopReport> {
@@ -350,8 +352,12 @@ fn how_it_stopped(report: &StopReport) -> String {
     }
 }
 
-/// All at once: a host that shuts down waits for the slowest, not for their sum. Those that were
-/// stopped, if none failed.
+/// Stops all VMs that memfold started, at the same time: a host's shutdown then waits for the
+/// slowest VM only.
+///
+/// # Errors
+///
+/// All failures together; then no reports are returned.
 fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> {
     let vms: Vec<VmInfo> = client.get("/v1/vms")?;
     let own = vms.into_iter().filter(|vm| vm.origin == "started");
@@ -361,7 +367,7 @@ fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> 
             .iter()
             .map(|name| scope.spawn(move || stop(client, name, timeout_s)))
             .collect();
-        // One that panics has said so.
+        // The panic of a thread was already reported.
         stops
             .into_iter()
             .filter_map(|stop| stop.join().ok())
@@ -376,8 +382,8 @@ fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> 
     bail!("{}", words.join("; "))
 }
 
-/// The shell text: one word is shell text already; several are a command and its arguments, each
-/// kept whole.
+/// The shell command: a single word is shell text, several words are a command and its arguments,
+/// each quoted.
 fn script(words: &[String]) -> String {
     match words {
         [text] => text.clone(),
@@ -389,10 +395,10 @@ fn script(words: &[String]) -> String {
     }
 }
 
-/// A word as `/bin/sh` reads it back unchanged.
+/// Quotes a word so that `/bin/sh` reads it unchanged.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:@%+,".contains(c);
-    // A word with '=' could be taken for an assignment where a command's name stands.
+    // A word with '=' is quoted, because the shell could take it for an assignment.
     if !word.is_empty() && word.chars().all(plain) {
         word.to_owned()
     } else {
@@ -400,7 +406,7 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// A VM's name as a segment of a path: names have no character that would need escaping.
+/// A VM's name as a segment of an API path. Names contain no character that needs escaping.
 pub(super) fn segment(name: &str) -> anyhow::Result<&str> {
     memfold_vm::check_name("name", name)?;
     Ok(name)
@@ -434,7 +440,7 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
     lines.join("\n")
 }
 
-/// What became of the clock of a guest that stood still.
+/// Result of setting the guest's clock after a pause, as text.
 fn clock(step: &ClockStep) -> Option<String> {
     if step.pending {
         return Some("guest's clock: will be set as soon as the agent answers".into());

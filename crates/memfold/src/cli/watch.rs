@@ -1,4 +1,4 @@
-//! Shows how far something long has come, on a terminal.
+//! A progress bar for long operations, on a terminal.
 
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use memfold_units::ByteSize;
 
 use super::context::Context;
 
-/// How often the daemon is asked how far it is.
+/// Time between two requests for the progress.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Does something that may take long, of which the daemon tells the progress at `place`.
+/// Runs a long operation, and shows the progress that the daemon reports at `place`.
 pub(super) fn watched<T>(
     context: &Context,
     place: String,
@@ -25,7 +25,7 @@ pub(super) fn watched<T>(
     let thread = (!bar.is_hidden()).then(|| {
         std::thread::spawn(move || {
             while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(LOOK_EVERY) {
-                // Nothing to show is no failure.
+                // A missing progress report is not an error.
                 if let Ok(Some(step)) = watcher.get::<Option<Step>>(&place) {
                     shown.set_message(describe(&step));
                     shown.tick();
@@ -36,7 +36,7 @@ pub(super) fn watched<T>(
     let result = work();
     drop(end);
     if let Some(thread) = thread {
-        // It only draws.
+        // The thread only draws, so its result does not matter.
         let _ = thread.join();
     }
     bar.finish_and_clear();

@@ -1,4 +1,4 @@
-//! What `top` looks like.
+//! Drawing of `top`.
 
 use std::fmt::Write as _;
 
@@ -15,17 +15,18 @@ use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row, Table, TableState, Wr
 
 use super::view::{COLUMNS, SAMPLES, Sort, View};
 
-/// Widths in characters.
+/// Widths of columns in characters.
 const NAME: u16 = 20;
 const DOMAIN: u16 = 10;
 const FIGURE: u16 = 9;
 const HISTORY: u16 = 24;
 
-/// Eighths of a line, from the ground.
+/// Bars of one to eight eighths of a line.
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// How pages of each state of a memory map are shown, in the order of
-/// [`memfold_ledger::memory_map::STATES`]. Told apart without colours, too.
+/// Symbol and colour of each page state in a memory map, in the order of
+/// [`memfold_ledger::memory_map::STATES`]. The symbols differ, so the map is readable without
+/// colours.
 const STATES: [(char, Color); 7] = [
     ('█', Color::Red),
     ('▓', Color::Yellow),
@@ -39,7 +40,7 @@ const STATES: [(char, Color); 7] = [
 const KEYS: &str = " ↑↓ choose  ⏎ memory map  s S sort by next, previous column  r turn round  n by name  p pause  ? help  q quit";
 const MAP_KEYS: &str = " ↑↓ next VM  Esc back  p pause  ? help  q quit";
 
-/// Draws everything; how many cells of a memory map there is room for.
+/// Draws the view. Returns the number of cells that a memory map has room for.
 pub(super) fn draw(frame: &mut Frame, view: &View) -> u64 {
     let [head, body, foot] = Layout::vertical([
         Constraint::Length(5),
@@ -66,7 +67,7 @@ pub(super) fn draw(frame: &mut Frame, view: &View) -> u64 {
     cells
 }
 
-/// The host in five lines.
+/// The host's figures in five lines.
 fn host(view: &View) -> Vec<Line<'static>> {
     let mut first = vec![Span::from(" memfold top ").bold().reversed()];
     let count = view.report.as_ref().map_or(0, |report| report.vms.len());
@@ -159,13 +160,13 @@ fn figures(report: &Report) -> Vec<Line<'static>> {
     lines
 }
 
-/// Parts of a whole, as characters of a bar.
+/// A bar whose parts are in proportion to `whole`.
 fn bar(width: u64, whole: u64, parts: &[(u64, char, Color)]) -> Vec<Span<'static>> {
     let (mut sum, mut drawn) = (0, 0);
     let mut spans = Vec::new();
     for (bytes, glyph, colour) in parts {
         sum += bytes;
-        // Of the sum, so that what is left over by rounding adds up to nothing.
+        // Computed from the running sum, so that rounding errors do not add up.
         let end = sum.saturating_mul(width) / whole.max(1);
         let text: String = (drawn..end).map(|_| *glyph).collect();
         spans.push(Span::from(text).fg(*colour));
@@ -176,14 +177,14 @@ fn bar(width: u64, whole: u64, parts: &[(u64, char, Color)]) -> Vec<Span<'static
     spans
 }
 
-/// So many columns of figures have room, and whether the history has.
+/// Number of columns of figures that fit, and whether the history fits.
 fn columns(width: u16) -> (usize, bool) {
     let figures = |rest: u16| {
         let room = rest.saturating_sub(NAME + DOMAIN + 2) / (FIGURE + 1);
         usize::from(room).clamp(1, COLUMNS.len())
     };
     let with = figures(width.saturating_sub(HISTORY + 1));
-    // A history is worth more than the last columns.
+    // The history has priority over the last columns.
     if with >= 4 {
         (with, true)
     } else {
@@ -193,7 +194,7 @@ fn columns(width: u16) -> (usize, bool) {
 
 fn table(frame: &mut Frame, view: &View, area: Rect) {
     let (shown, has_history) = columns(area.width);
-    // The one that is sorted by is always there.
+    // The column that sorts the rows is always shown.
     let mut columns: Vec<usize> = (0..shown).collect();
     if let Sort::Figure(number) = view.sort {
         if number >= shown {
@@ -267,7 +268,7 @@ fn table(frame: &mut Frame, view: &View, area: Rect) {
     }
 }
 
-/// The last samples between the least and the greatest of them.
+/// The last samples as bars between their minimum and maximum.
 fn history(view: &View, vm: &VmAccount) -> String {
     let Some(samples) = view.history.get(&vm.name) else {
         return String::new();
@@ -282,7 +283,7 @@ fn history(view: &View, vm: &VmAccount) -> String {
         last.iter().copied().min().unwrap_or(0),
         last.iter().copied().max().unwrap_or(0),
     );
-    // What moves by less than a hundredth stands still.
+    // Variations below a hundredth are drawn as a flat line.
     let span = (most - least).max(most / 100).max(1);
     let bar = |bytes: &u64| {
         let eighth = (bytes - least).saturating_mul(7) / span;
@@ -291,7 +292,7 @@ fn history(view: &View, vm: &VmAccount) -> String {
     last.iter().map(bar).collect()
 }
 
-/// Where the map of a VM goes.
+/// The areas of a VM's figures and of its memory map.
 fn map_area(area: Rect) -> (Rect, Rect) {
     let [figures, map] = Layout::vertical([Constraint::Length(12), Constraint::Min(1)]).areas(area);
     (figures, map)
@@ -299,11 +300,11 @@ fn map_area(area: Rect) -> (Rect, Rect) {
 
 fn map_cells(area: Rect) -> u64 {
     let (_, map) = map_area(area);
-    // Without its border.
+    // The inner area, without the border.
     u64::from(map.width.saturating_sub(2)) * u64::from(map.height.saturating_sub(2))
 }
 
-/// One VM: where its RAM is, and the map of it.
+/// Draws one VM: the places of its RAM, and its memory map.
 fn vm(frame: &mut Frame, view: &View, area: Rect) -> u64 {
     let (top, below) = map_area(area);
     let name = view.detail.as_deref().unwrap_or_default();
@@ -384,7 +385,7 @@ fn parts(view: &View, vm: &VmAccount) -> Vec<Line<'static>> {
     lines
 }
 
-/// Where the swap disk is: beside RAM, and so in no part of the map.
+/// Place of the swap disk. It is not part of RAM, and so not of the map.
 fn swap(disk: &VmSwap) -> String {
     let size = ByteSize(disk.bytes);
     let who = |copy: usize| {
@@ -409,7 +410,7 @@ fn swap(disk: &VmSwap) -> String {
     text
 }
 
-/// A map's cells, line by line.
+/// The cells of a map, as lines.
 fn lines(map: &MemoryMap, width: usize) -> Vec<Line<'static>> {
     let span = |cell: &[u64; 7]| {
         let most = cell.iter().enumerate().max_by_key(|(_, pages)| **pages);

@@ -1,4 +1,4 @@
-//! What `top` shows and how keys change it; nothing here draws or waits.
+//! State of `top`, and its change by keys and news. Nothing here draws or blocks.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};
@@ -11,17 +11,17 @@ use memfold_api::VmSwap;
 use memfold_ledger::memory_map::MemoryMap;
 use memfold_ledger::{Report, VmAccount};
 
-/// Samples of each VM's PSS that are kept.
+/// Number of PSS samples that are kept for each VM.
 pub(super) const SAMPLES: usize = 60;
 
-/// A column of figures: its name, what it means, and the figure.
+/// A column of figures: its name, its meaning, and its value.
 pub(super) struct Column {
     pub(super) name: &'static str,
     pub(super) meaning: &'static str,
     pub(super) of: fn(&VmAccount) -> ByteSize,
 }
 
-/// In the order of their worth where there is no room for all.
+/// Columns by priority: the first ones are shown if there is no room for all.
 pub(super) const COLUMNS: [Column; 12] = [
     Column {
         name: "PSS",
@@ -85,12 +85,12 @@ pub(super) const COLUMNS: [Column; 12] = [
     },
 ];
 
-/// What rows are sorted by.
+/// Order of the rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sort {
     Name,
     Domain,
-    /// One of [`COLUMNS`].
+    /// By a figure: an index into [`COLUMNS`].
     Figure(usize),
 }
 
@@ -117,31 +117,31 @@ impl Sort {
         match self {
             Self::Name => a.name.cmp(&b.name),
             Self::Domain => a.domain.cmp(&b.domain),
-            // Large figures first, unless turned round.
+            // Large figures first, unless the order is reversed.
             Self::Figure(number) => (COLUMNS[number].of)(b).cmp(&(COLUMNS[number].of)(a)),
         }
     }
 }
 
-/// What a key asks of the loop around.
+/// Action that a key requests from the main loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
     Nothing,
-    /// Fetch now, perhaps of another VM.
+    /// Fetch now, possibly for another VM.
     Fetch,
     Quit,
 }
 
-/// News of the daemon.
+/// Data that arrived from the daemon.
 pub(super) enum News {
     Report(Box<Report>),
     Map(Box<MemoryMap>),
-    /// The swap disk of this VM.
+    /// Swap disk of the named VM.
     Swap(String, Option<VmSwap>),
     Failed(String),
 }
 
-/// Everything that is shown.
+/// State of the display.
 pub(super) struct View {
     pub(super) report: Option<Report>,
     pub(super) error: Option<String>,
@@ -151,7 +151,7 @@ pub(super) struct View {
     pub(super) shows_help: bool,
     pub(super) interval: Duration,
     selected: Option<String>,
-    /// The VM that is looked into.
+    /// The VM whose details are shown.
     pub(super) detail: Option<String>,
     pub(super) map: Option<MemoryMap>,
     pub(super) swap: Option<VmSwap>,
@@ -176,7 +176,7 @@ impl View {
         }
     }
 
-    /// The VMs in the order shown.
+    /// The VMs in display order.
     pub(super) fn rows(&self) -> Vec<&VmAccount> {
         let vms = self.report.iter().flat_map(|report| &report.vms);
         let mut rows: Vec<&VmAccount> = vms.collect();
@@ -192,7 +192,7 @@ impl View {
         rows
     }
 
-    /// Which row is selected: that of the VM that was, wherever it is now.
+    /// Index of the selected row. The selection follows the VM.
     pub(super) fn selected_row(&self) -> Option<usize> {
         let rows = self.rows();
         let selected = self.selected.as_deref();
@@ -202,7 +202,7 @@ impl View {
         at.or_else(|| (!rows.is_empty()).then_some(0))
     }
 
-    /// The VM that is looked into, if it is still there.
+    /// Account of the VM whose details are shown; `None` if the VM has ended.
     pub(super) fn detail_vm(&self) -> Option<&VmAccount> {
         let name = self.detail.as_deref()?;
         let mut vms = self.report.as_ref()?.vms.iter();
@@ -212,9 +212,10 @@ impl View {
     pub(super) fn take(&mut self, news: News) {
         match news {
             News::Failed(words) => self.error = Some(words),
-            // One that was on its way when another VM was chosen.
+            // The map may belong to a VM that was chosen before.
             News::Map(map) => {
-                // A pause keeps what is shown; of a VM that is looked at only then, nothing is.
+                // A pause keeps the displayed map. A VM that is opened during a pause still gets
+                // its map.
                 let keeps = self.is_paused && self.map.is_some();
                 if self.detail.as_deref() == Some(map.vm.as_str()) && !keeps {
                     self.map = Some(*map);
@@ -255,7 +256,7 @@ impl View {
         self.selected = Some(rows[then].name.clone());
     }
 
-    /// Looks into the VM that is selected.
+    /// Opens the details of the selected VM.
     fn enter(&mut self) -> Asked {
         let row = self.selected_row();
         self.detail = row.map(|row| self.rows()[row].name.clone());
@@ -264,7 +265,7 @@ impl View {
         Asked::Fetch
     }
 
-    /// From one VM that is looked into to the next.
+    /// Opens the details of the next or previous VM.
     fn step_detail(&mut self, by: isize) -> Asked {
         self.selected.clone_from(&self.detail);
         self.step(by);
@@ -290,7 +291,7 @@ impl View {
             KeyCode::Esc | KeyCode::Backspace | KeyCode::Left if self.detail.is_some() => {
                 self.selected = self.detail.take();
                 self.map = None;
-                // And no map any more.
+                // The map is no longer fetched.
                 return Asked::Fetch;
             }
             KeyCode::Char('?' | 'h') => self.shows_help = true,
