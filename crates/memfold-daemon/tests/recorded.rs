@@ -1,6 +1,7 @@
-//! What a daemon of commit c2105ba wrote beside its VMs, snapshots and segments is read as it was
-//! meant. It had two folded VMs (a, b), one whose swap disk was on lent RAM (c), one with a segment
-//! (g), and a clone (k-1). Recorded in tests/recorded; only paths were changed.
+//! Test of state files that a daemon of commit c2105ba wrote for its VMs, snapshots and segments:
+//! the present version reads them correctly. That daemon had two folded VMs (a, b), one whose swap
+//! disk was on lent RAM (c), one with a segment (g), and a clone (k-1). The files are in
+//! tests/recorded; only paths were changed.
 
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,8 @@
-//! The ledger on real guests: booted, worked, folded, gone. Every sum agrees with the kernel's at
-//! each of these moments.
+//! Test of the ledger on real guests: after boot, under load, after folding, and after their end.
+//! Each time, all sums agree with the kernel's.
 //!
-//! Without guest images it is skipped; with `MEMFOLD_REAL` set (as `make test` does) that is a
-//! failure.
+//! The test is skipped without guest images; with `MEMFOLD_REAL` set (as `make test` does), it then
+//! fails.
 
 use std::fs::File;
 use std::time::{Duration, Instant};

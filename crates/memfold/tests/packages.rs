@@ -1,5 +1,5 @@
-//! The Debian packages in clean roots of Debian 12 and 13, and the unit under a systemd:
-//! `scripts/test-deb` and `scripts/test-unit`, which say what they check.
+//! Tests of the Debian packages in clean installations of Debian 12 and 13, and of the unit under a
+//! systemd. They run `scripts/test-deb` and `scripts/test-unit`, which print what they check.
 
 use std::path::Path;
 use std::process::Command;

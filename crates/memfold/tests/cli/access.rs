@@ -1,5 +1,5 @@
-//! Who may ask the daemon for what: roles behind the Unix socket, and everything that the TCP door
-//! refuses.
+//! Tests of access control: the roles of users of the Unix socket, and all requests that the TCP
+//! endpoint refuses.
 
 use std::fmt::Write as _;
 use std::fs::{Permissions, read_to_string, set_permissions};

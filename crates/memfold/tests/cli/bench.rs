@@ -1,4 +1,4 @@
-//! `memfold bench`: the program that it becomes, and what it says where there is none.
+//! Tests of `memfold bench`: it starts the program `memfold-bench`, and reports a missing one.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Hosts that lend and borrow over a network: tokens, certificates, etcd. All of them are daemons
-//! on 127.0.0.1 here; `real/hosts.rs` has links.
+//! Tests of lending between hosts over a network: tokens, certificates, etcd. All hosts are daemons
+//! on 127.0.0.1; `real/hosts.rs` has network links.
 
 use std::fs::{Permissions, set_permissions, write};
 use std::io::{Read, Write};

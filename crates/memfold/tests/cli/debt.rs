@@ -1,4 +1,5 @@
-//! The brake, from outside: VMs here run no guest, and the reserve is all that the host has.
+//! Tests of the brake from outside. The VMs run no guest, and the reserve is all of the host's
+//! memory.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! `memfold estimate`.
+//! Tests of `memfold estimate`.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! What a flood of requests is measured by.
+//! Measurements during a flood of requests.
 
 use std::io::Read;
 use std::net::TcpStream;

@@ -1,6 +1,6 @@
-//! Nothing waits for ever for another process: a QEMU that hangs while it starts, or stands still;
-//! a guest that doesn't shut down; a log that takes nothing. Real QEMUs; guests are a boot sector
-//! at most.
+//! Tests that no command waits forever for another process: for a QEMU that hangs at its start or
+//! is stopped, for a guest that does not shut down, or for a log whose reader has stopped. QEMUs
+//! are real; guests are at most a boot sector.
 
 use std::io::Read;
 use std::os::unix::net::UnixListener;

@@ -1,5 +1,5 @@
-//! A daemon that lends by iSCSI and one that borrows, on one host: as in `lending`, with tgtd and
-//! qemu-nbd between.
+//! Tests of lending by iSCSI between two daemons on one host: as in `lending`, with tgtd and
+//! qemu-nbd in between.
 
 use std::path::Path;
 use std::process::Command;

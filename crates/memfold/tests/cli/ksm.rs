@@ -1,4 +1,4 @@
-//! `memfold ksm`.
+//! Tests of `memfold ksm`.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! Two daemons on one host, one lends and one borrows. The VMs are paused: QEMU's own `qemu-io`
+//! Tests of lending between two daemons on one host. The VMs are paused: QEMU's own `qemu-io`
 //! writes and reads their swap disks.
 
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! QEMUs that others have started, by all kinds of command lines: they are attached and saved, and
-//! VMs of their snapshots have the same devices.
+//! Tests of QEMUs that other programs started with various command lines: they are attached and
+//! saved, and VMs restored from the snapshots have the same devices.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

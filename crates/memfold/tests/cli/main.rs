@@ -1,5 +1,5 @@
-//! The command line and the daemon's interface, from outside: words, exit codes, JSON. VMs here are
-//! paused from the start.
+//! Tests of the command line and the API from outside: texts, exit codes, JSON. VMs are paused from
+//! the start.
 
 mod access;
 mod bench;

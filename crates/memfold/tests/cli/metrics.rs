@@ -1,5 +1,5 @@
-//! `GET /metrics`: read by hand, linted by promtool, scraped by a real Prometheus that knows the
-//! alerts.
+//! Tests of `GET /metrics`: parsed here, linted by promtool, and scraped by a real Prometheus with
+//! the alert rules.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

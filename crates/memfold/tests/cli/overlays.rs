@@ -1,4 +1,4 @@
-//! Temporary overlays of disks, which lie in /var/tmp as long as their VM runs.
+//! Tests of temporary disk overlays, which are in /var/tmp while their VM runs.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! Paths and rights that the command line is given: what it makes of them, and how it names what is
-//! wrong.
+//! Tests of paths and permissions on the command line: how relative paths are resolved, and how
+//! errors name the path.
 
 use std::path::Path;
 

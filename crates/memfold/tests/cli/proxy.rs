@@ -1,4 +1,4 @@
-//! The dashboard behind a reverse proxy that ends TLS.
+//! Tests of the dashboard behind a reverse proxy that ends TLS.
 
 use std::fs::File;
 use std::net::{TcpListener, TcpStream};

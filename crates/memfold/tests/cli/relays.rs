@@ -1,5 +1,5 @@
-//! Lenders that lie, disks over several lenders, and relays that are killed. As in `lending`,
-//! QEMU's own `qemu-io` writes and reads.
+//! Tests of lenders that serve wrong bytes, of disks striped over several lenders, and of relays
+//! that are killed. As in `lending`, QEMU's own `qemu-io` writes and reads.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,5 +1,5 @@
-//! The daemon as a service: configuration file, what it tells systemd, its log, its unit, and the
-//! manual pages.
+//! Tests of the daemon as a service: configuration file, notifications to systemd, log, unit file
+//! and manual pages.
 
 use std::collections::BTreeSet;
 use std::fs::Permissions;

@@ -1,4 +1,4 @@
-//! Snapshots of VMs without a guest: firmware that finds nothing to boot is state enough.
+//! Tests of snapshots of VMs without a guest: firmware that finds nothing to boot has enough state.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! The program, a daemon of a test's own, and HTTP by hand.
+//! Helpers of the tests: runs of the program, a daemon for each test, and plain HTTP.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! What the program shows to the dynamic linker: nothing that QEMU's library interposes.
+//! Test of the program's dynamic symbols: it exports none that QEMU's library interposes.
 
 use std::path::Path;
 use std::process::Command;

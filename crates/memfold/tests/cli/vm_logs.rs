@@ -1,4 +1,4 @@
-//! What a guest says on its console does not fill the state directory.
+//! Tests that a guest's console output does not fill the state directory.
 
 use std::fs::File;
 use std::io::Write as _;

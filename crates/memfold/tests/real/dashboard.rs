@@ -1,8 +1,8 @@
-//! A real Chromium walks the dashboard of a daemon with real VMs: what it shows is what
-//! `memfold report --json` says.
+//! Test of the dashboard in a real Chromium, with a daemon and real VMs: the displayed values equal
+//! those of `memfold report --json`.
 //!
-//! The walk itself is `web/test/walk.mjs`. Screenshots are left in `results/dashboard` of the
-//! repository.
+//! The steps in the browser are in `web/test/walk.mjs`. Screenshots are saved in
+//! `results/dashboard` of the repository.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};

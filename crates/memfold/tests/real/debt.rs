@@ -1,8 +1,8 @@
-//! The storm: clones of one snapshot rewrite what they share, all at once, in a control group whose
-//! limit leaves little beyond the reserve.
+//! Test of the brake under load: clones of one snapshot rewrite their shared memory at the same
+//! time, in a control group whose limit leaves little beyond the reserve.
 //!
-//! Where a control group can't be made, the reserve is set where the host would be short after a
-//! few hundred MiB instead: everything but the OOM killer is as on a host that has no more.
+//! Where a control group cannot be made, the reserve is set so high that the host is short after a
+//! few hundred MiB. Everything except the OOM killer then behaves as on a small host.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

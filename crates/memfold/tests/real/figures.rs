@@ -1,4 +1,4 @@
-//! Figures that the dashboard shows, and those that it has to show.
+//! Comparison of the figures in the dashboard with the expected figures.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,5 +1,4 @@
-//! KSM steered by a daemon that is a process of its own, on two real guests that hold the same
-//! data.
+//! Tests of KSM steering by a separate daemon process, on two real guests with the same data.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
-//! Every cause that `memfold ksm explain` names and that can be provoked: QEMUs that stand still,
-//! with options that make it so.
+//! Tests of every cause that `memfold ksm explain` reports and that can be provoked, on stopped
+//! QEMUs with options that provoke it.
 //!
-//! Another domain, no domain, KSM held still and folded memory need a daemon: see [`super::ksm`].
-//! NUMA nodes need a machine with two: see [`super::beside::nodes`].
+//! The causes "another domain", "no domain", "KSM stopped" and "folded memory" need a daemon: see
+//! [`super::ksm`]. NUMA nodes need a machine with two nodes: see [`super::beside::nodes`].
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

@@ -1,4 +1,4 @@
-//! Daemons that are processes of their own, to be killed.
+//! Daemons in separate processes, which tests can kill.
 
 use std::fs::File;
 use std::path::Path;

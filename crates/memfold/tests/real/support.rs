@@ -1,4 +1,4 @@
-//! Turns, links to VMs, and what guests run.
+//! Helpers of the tests: the order of tests, connections to VMs, and programs that guests run.
 
 use std::fs::File;
 use std::io::Write;

@@ -1,5 +1,5 @@
-//! A QEMU that somebody typed: saved, live too, while daemons die, and VMs with the same devices
-//! run from its snapshots.
+//! Tests of a QEMU that was started by hand: it is saved, also live, while daemons die, and VMs
+//! with the same devices run from its snapshots.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! The interface is attacked over TCP while the daemon folds real guests: they and folding don't
-//! notice, and the daemon doesn't grow.
+//! Tests of an attack on the API over TCP while the daemon folds real guests: guests and folding
+//! are not disturbed, and the daemon's memory does not grow.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

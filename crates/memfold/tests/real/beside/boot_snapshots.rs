@@ -1,4 +1,5 @@
-//! A VM goes back to what it was right after its boot; and what no snapshot is made of.
+//! Tests of boot snapshots: a VM is restored to the state after its boot, and unsuitable snapshots
+//! are refused.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! The wall clock of a guest that stood still: set to the host's, and left in the past only for who
-//! wants that.
+//! Tests of the wall clock of a guest whose VM was stopped: it is set to the host's, unless the
+//! user asks to keep the old time.
 
 use std::time::{Duration, SystemTime};
 

@@ -1,5 +1,5 @@
-//! Daemons and VMs are killed while a snapshot is made: the VM goes on as it was, and nothing half
-//! made is listed.
+//! Tests of interrupted saves: daemons and VMs are killed during a save. The VM keeps running
+//! unchanged, and no incomplete snapshot is listed.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;

@@ -1,5 +1,5 @@
-//! Daemons are killed at random instants, while guests read and rewrite. VMs go on; the next daemon
-//! takes them over.
+//! Test of daemons that are killed at random instants while guests read and write. VMs keep
+//! running, and the next daemon adopts them.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,5 @@
-//! Disks that a VM writes in place, under snapshots: of one instant with its memory, and the VM's
-//! own all the time.
+//! Tests of snapshots with disks that a VM writes in place: the snapshot's disk and memory are of
+//! one instant, and the VM keeps its own disk.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! Trust domains, proved by page frame numbers.
+//! Tests that no page is shared across trust domains, by page frame numbers.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! A snapshot that keeps page cache by reference to the disk: small, and what runs from it is warm.
+//! Tests of hot snapshots, which refer to the disk for cached pages: they are small, and VMs
+//! restored from them have a warm page cache.
 
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;

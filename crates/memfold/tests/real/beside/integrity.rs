@@ -1,4 +1,5 @@
-//! Every byte of guests that do everything that moves pages, while the engine folds all it can.
+//! Test of data integrity: guests do everything that moves pages while the engine folds as much as
+//! it can, and every byte is compared.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! A guest swaps, its swap disk goes to lent RAM and back, and lenders die under it: no byte is
-//! lost.
+//! Tests of swapping guests whose swap disk moves to lent RAM and back while lenders die: no byte
+//! is lost.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

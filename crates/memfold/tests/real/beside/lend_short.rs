@@ -1,10 +1,9 @@
-//! A host lends nearly all that it can spare, and then a VM of its own needs that: it is back
-//! before the host has nothing left.
+//! Test of a host that lends nearly all of its spare memory when one of its own VMs needs the
+//! memory: the memory returns before the host runs out.
 //!
-//! To fill a real host's memory takes a minute and has everybody else on it wait. So the lender
-//! sees a host of 8 GiB on which nothing runs but what the test starts: its `/proc/meminfo` is a
-//! file that the test writes, as lxcfs does for containers, from what these processes have in
-//! memory.
+//! Filling a real host's memory would take a minute and slow down all other tests. So the lender
+//! sees a simulated host of 8 GiB that runs only the test's processes: its `/proc/meminfo` is a
+//! file that the test writes, as lxcfs does for containers, from the memory use of these processes.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,5 @@
-//! A guest whose agent lies about every field, among honest ones of its own trust domain.
+//! Tests of a guest whose agent reports false values in every field, among honest guests of the
+//! same trust domain.
 
 use std::io::Write;
 use std::path::Path;

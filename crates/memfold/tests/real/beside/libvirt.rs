@@ -1,8 +1,8 @@
-//! Domains of a real libvirtd: enabled with one command, folded with a VM that memfold runs, and
-//! saved, restored, rebooted, shut down and migrated by libvirt as ever.
+//! Tests of domains of a real libvirtd: one command enables them, they are folded with a VM of
+//! memfold, and libvirt saves, restores, reboots, shuts down and migrates them as usual.
 //!
-//! By this host's libvirt, and, as the line `libvirt-11` of scripts/soak.txt, by Debian 13's (11.3)
-//! with its QEMU. There is no libvirt 12 to be had: Debian's backports for 13 have none.
+//! The tests use this host's libvirt, and, in the line `libvirt-11` of scripts/soak.txt, Debian
+//! 13's (11.3) with its QEMU. libvirt 12 is not tested: Debian's backports for 13 do not have it.
 
 use std::path::Path;
 use std::process::Output;

@@ -1,5 +1,5 @@
-//! `memfold libvirt enable` and `disable` on domains of a real libvirtd that are never started:
-//! what it says of them, and that all comes back.
+//! Tests of `memfold libvirt enable` and `disable` on domains of a real libvirtd that are never
+//! started: the output, and the restored XML.
 
 use std::path::Path;
 

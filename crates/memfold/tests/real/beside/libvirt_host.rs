@@ -1,9 +1,9 @@
-//! A libvirt of a test's own: libvirtd in a mount namespace where it finds an empty host, and where
-//! all that it writes is gone with it.
+//! A libvirtd for one test, in a mount namespace. It finds an empty host there, and all its files
+//! vanish with the namespace.
 //!
-//! With `MEMFOLD_LIBVIRT_SUITE` (scripts/soak.txt) the namespace has the file system of that suite
-//! of Debian, with its libvirt and its QEMU, from `scripts/libvirt-root`. What the test and memfold
-//! use of this host has the same paths there.
+//! With `MEMFOLD_LIBVIRT_SUITE` (scripts/soak.txt), the namespace has the file system of that
+//! Debian suite, with its libvirt and its QEMU, made by `scripts/libvirt-root`. Files of this host
+//! that the test and memfold use have the same paths there.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;

@@ -1,8 +1,8 @@
-//! Tests that another may run beside: what they hold doesn't depend on how fast guests are, or they
-//! run ahead of the other ([`crate::support::turn_ahead`]), and they leave the host's settings
-//! alone.
+//! Tests that may run beside another test. Their results do not depend on the speed of guests, or
+//! they run ahead of the other test ([`crate::support::turn_ahead`]). They do not change settings
+//! of the host.
 //!
-//! They begin before those that want the machine for themselves (.config/nextest.toml).
+//! They start before the tests that need the machine for themselves (.config/nextest.toml).
 
 mod attached;
 mod attack;

@@ -1,5 +1,5 @@
-//! Segments on real guests: what they see is what they had, what they write is theirs, and what
-//! they share is one copy.
+//! Tests of segments on real guests: guests see their files unchanged, their writes stay private,
+//! and shared files are one copy.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

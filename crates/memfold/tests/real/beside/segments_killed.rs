@@ -1,5 +1,5 @@
-//! Daemons are killed while they build, copy, attach and remove segments, and disks are full: what
-//! is listed is whole, nothing else is left, and the guest's files stay as they were.
+//! Tests of daemons that are killed while they build, copy, attach and remove segments, and of full
+//! disks: listed segments are complete, nothing else is left, and the guest's files are unchanged.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! A VM is saved and comes back as it was at that instant, while it goes on itself.
+//! Tests of snapshots: a VM is saved and keeps running, and the restored VM has the state of that
+//! instant.
 
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! QEMU dies in the middle of folding.
+//! Test of a QEMU that dies during folding.
 
 use std::time::Duration;
 

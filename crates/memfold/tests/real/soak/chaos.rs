@@ -1,6 +1,6 @@
-//! Everything is stopped, killed, filled and slowed at random, while clients call every command:
-//! every call returns within its deadline, the daemon ends when it is asked to, no guest byte is
-//! wrong, and nothing is left over.
+//! Chaos test: processes and file systems are stopped, killed, filled and slowed at random while
+//! clients call every command. Every call returns within its deadline, the daemon ends when asked,
+//! no guest byte is wrong, and nothing is left over.
 //!
 //! ```text
 //!   what is disturbed   disturb.rs     QEMUs, daemon, lender, nbdkit, relay, file systems; agents from within their guests (guest/pest.sh)
@@ -9,11 +9,11 @@
 //!   where               testbed.rs     file systems of its own, two daemons, and who starts them again
 //! ```
 //!
-//! `MEMFOLD_CHAOS_SEED` draws the same disturbances and calls again, in the same order, not at the
-//! same instants. `MEMFOLD_CHAOS_WITHOUT` leaves some out (names of the tables at the end, with
-//! commas), which tells who is to blame.
+//! `MEMFOLD_CHAOS_SEED` repeats the same disturbances and calls in the same order, but not at the
+//! same instants. `MEMFOLD_CHAOS_WITHOUT` leaves some out (names of the tables at the end,
+//! separated by commas), which helps to find the cause of a failure.
 //!
-//! Not disturbed: libvirtd, which is killed in [`crate::beside::libvirt`].
+//! libvirtd is not disturbed here; [`crate::beside::libvirt`] kills it.
 
 mod call;
 mod disturb;

@@ -1,5 +1,5 @@
-//! Page caches that turn over all the time: guests read files of three times their memory round and
-//! round.
+//! Test of page caches that change all the time: guests repeatedly read files of three times their
+//! memory.
 
 use std::path::Path;
 use std::process::Command;

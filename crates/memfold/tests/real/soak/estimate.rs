@@ -1,5 +1,5 @@
-//! `memfold estimate` on real guests: what it promises is what KSM at full speed, and folding, then
-//! save.
+//! Test of `memfold estimate` on real guests: its result is compared with the savings of KSM at
+//! full speed, and of folding.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,6 +1,6 @@
-//! The tutorial and the how-tos as they stand in the documents: each command of their `sh` blocks
-//! is run. `console` blocks are for hosts that a test can't have (packages to install, other hosts,
-//! desktops).
+//! Test of the tutorial and the how-tos: each command in the `sh` blocks of the documents is run.
+//! `console` blocks are for hosts that a test cannot have (packages to install, other hosts,
+//! desktops), and are not run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

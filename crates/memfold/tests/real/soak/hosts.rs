@@ -1,5 +1,6 @@
-//! Several hosts on one: a network namespace each, joined by links that delay, lose and are cut. A
-//! guest of one swaps on RAM of another, and the registry is on the third.
+//! Test of several hosts on one: network namespaces, connected by links with delay, loss and
+//! interruptions. A guest of the first swaps on RAM of the second, and the registry is on the
+//! third.
 //!
 //! ```text
 //!   borrower (VM) 10.77.0.2 ---.

@@ -1,4 +1,4 @@
-//! [`crate::beside::lend`] by iSCSI, whole.
+//! All of [`crate::beside::lend`], by iSCSI.
 
 use std::process::Command;
 

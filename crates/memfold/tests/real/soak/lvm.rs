@@ -1,5 +1,6 @@
-//! A guest plays a host without VMs: its own swap, a volume of LVM's, goes to RAM that this host
-//! lends by iSCSI, and back; lenders die, hang and are cut off under it.
+//! Test of LVM volumes on lent RAM. A guest acts as a host without VMs: its own swap, an LVM
+//! volume, moves to RAM that this host lends by iSCSI, and back. Lenders die, hang and are
+//! disconnected meanwhile.
 //!
 //! ```text
 //!   this host: memfold serve (lends, has the registry), tgtd <--- QEMU's user-mode network ---  guest: memfold.service, iscsid, LVM,

@@ -1,4 +1,4 @@
-//! libvirt migrates a domain that is folded to another host, whose daemon takes it on.
+//! Test of libvirt's migration of a folded domain to another host, whose daemon adopts it.
 
 use memfold_lab::{DiskMode, Lab};
 use memfold_libvirt::Mark;

@@ -1,5 +1,5 @@
-//! The second ring: tests that take long, or luck. `make test` leaves them out; scripts/soak.txt
-//! has a line for each, besides larger doses of tests of the first ring.
+//! Long tests, and tests that depend on chance. `make test` leaves them out. scripts/soak.txt has a
+//! line for each, and for longer runs of the other tests.
 
 mod chaos;
 mod churn;

@@ -1,5 +1,5 @@
-//! KSM on a machine of two NUMA nodes: a guest that is one, with a process whose memory may merge
-//! in the place of a VM.
+//! Test of KSM on two NUMA nodes: the machine is a guest, and a process with mergeable memory takes
+//! the place of a VM.
 
 use std::io::Write as _;
 use std::path::Path;

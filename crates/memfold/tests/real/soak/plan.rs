@@ -1,4 +1,5 @@
-//! A plan made of two guests, and then as many as it speaks of.
+//! Test of a plan that was computed from two guests: the predicted number of guests is then
+//! started.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;

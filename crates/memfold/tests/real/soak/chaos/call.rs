@@ -1,4 +1,4 @@
-//! What is called: every command of the program, in shuffled order, each with a deadline.
+//! Calls of the chaos test: every command of the program, in random order, each with a deadline.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! What is disturbed: one disturbance after the other from a shuffled deck, two at a time.
+//! Disturbances of the chaos test, in random order, two at a time.
 
 use std::collections::BTreeMap;
 use std::path::Path;

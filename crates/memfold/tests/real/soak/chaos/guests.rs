@@ -1,4 +1,4 @@
-//! VMs of the test's own, what their guests do all the time, and what they say at the end.
+//! VMs of the chaos test: the load in their guests, and the check of the guests' data at the end.
 
 use std::os::unix::fs::FileExt as _;
 use std::process::{Command, Stdio};

@@ -1,5 +1,5 @@
-//! Where it happens: file systems that can be filled and frozen, a daemon that serves, one that
-//! lends, and who starts them again.
+//! Testbed of the chaos test: file systems that can be filled and frozen, a daemon that serves, one
+//! that lends, and a supervisor that restarts them.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
