@@ -39,7 +39,7 @@ fn missing() -> Option<String> {
     }
 }
 
-/// Who measures memory takes turns with whoever else boots guests on this machine.
+/// Lock for this machine: tests that measure memory and tests that boot guests exclude each other.
 fn turn() -> File {
     let lock = File::options()
         .create(true)
@@ -51,7 +51,7 @@ fn turn() -> File {
     lock
 }
 
-/// What in a report, and in its difference to `before`, doesn't agree.
+/// Sums of a report, and of its difference to `before`, that disagree.
 fn wrong(before: &Report, after: &Report) -> Vec<String> {
     let mut wrong: Vec<String> = after
         .disagreements

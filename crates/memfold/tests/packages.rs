@@ -11,7 +11,7 @@ fn script(name: &str) -> Command {
     Command::new(directory.join(name))
 }
 
-/// What a script says that did its work; `None` where this host lacks something.
+/// Output of a script that succeeded; `None` if this host lacks something that the script needs.
 fn said(command: &mut Command, may_be_left_out: bool) -> Option<String> {
     let output = command.output().unwrap();
     let wrong = String::from_utf8_lossy(&output.stderr);

@@ -613,7 +613,7 @@ fn an_address_that_others_reach_is_refused_without_tls() {
     assert!(!daemon.state().join("access").exists());
 }
 
-/// As user 65534 with this group, over the socket: status and body.
+/// Sends a request over the socket as user 65534 with this group. Returns status and body.
 fn as_nobody(socket: &Path, group: &str, method: &str, path: &str) -> (u16, String) {
     let output = Command::new("setpriv")
         .args(["--reuid", "65534", "--regid", "65534", "--groups", group])

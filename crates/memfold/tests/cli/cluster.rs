@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::lending::{self, Swapping, export, wait_free};
 use crate::support::{Daemon, code, err, out, program, refusals, refused, server, wait};
 
-/// Who vouches for servers and hosts of one test.
+/// The certificate authority for servers and hosts of one test.
 struct Authority {
     directory: tempfile::TempDir,
 }
@@ -88,7 +88,7 @@ impl Authority {
         ]
     }
 
-    /// Those of a daemon that asks the registry at `url`.
+    /// Arguments of a daemon that uses the registry at `url`.
     fn asking(&self, url: &str, token: &str) -> Vec<String> {
         let words = [
             "--registry",
@@ -318,7 +318,8 @@ struct Etcd {
 }
 
 impl Etcd {
-    /// With more arguments, and its clients' scheme; `None` where there is no etcd.
+    /// Starts etcd with more arguments and the scheme of its clients; `None` if etcd is not
+    /// installed.
     fn start(scheme: &str, more: &[&str]) -> Option<Self> {
         let program = server("etcd", "etcd", "--version")?;
         let directory = tempfile::tempdir().unwrap();

@@ -11,7 +11,7 @@ fn level(daemon: &Daemon) -> Value {
     daemon.json(&["debt"])["level"].clone()
 }
 
-/// What doctor says of the debt: over the interface, and on the command line.
+/// The check of the debt by doctor: from the API, and from the command line.
 fn doctor(daemon: &Daemon) -> (Value, String) {
     let (status, body) = daemon.http("GET", "/v1/doctor", b"");
     assert_eq!(status, 200, "{body}");

@@ -62,7 +62,7 @@ fn nothing_is_left(vm: &Swapping) {
     });
 }
 
-/// Where a process listens and is connected to, by `ss`.
+/// Listening and connected sockets of a process, from `ss`.
 fn sockets(pid: Pid) -> String {
     let output = Command::new("ss").args(["-Htanp"]).output().unwrap();
     let all = String::from_utf8(output.stdout).unwrap();

@@ -129,7 +129,7 @@ impl<'a> Swapping<'a> {
         borrowed.map_or("on_disk".into(), |b| b["place"].as_str().unwrap().into())
     }
 
-    /// Where the list of VMs says that it is: the place, and who holds how much of which copy.
+    /// The swap disk in the list of VMs: its place, and the lender of each part of each copy.
     fn listed(&self) -> (Value, Value) {
         let vms = self.daemon.json(&["vm", "list"]);
         let vm = vms
@@ -419,7 +419,7 @@ fn kill(mut child: std::process::Child) {
     child.wait().unwrap();
 }
 
-/// Who dies in the midst of a switch.
+/// The process that dies during a move.
 #[derive(Clone, Copy, Debug)]
 enum Dies {
     /// The borrower's daemon, on the way there.

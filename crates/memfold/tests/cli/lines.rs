@@ -122,8 +122,8 @@ fn first_byte(image: &Value, at: &Path) -> String {
     byte.unwrap_or_else(|| panic!("{image}: {text}{}", err(&output)))
 }
 
-/// What a guest can tell a machine by: devices with their ids and addresses, and what each disk
-/// begins with, by the device's place.
+/// Properties by which a guest recognizes its machine: devices with ids and addresses, and the
+/// first bytes of each disk, by the device's address.
 fn hardware(qmp: &mut Qmp, at: &Path) -> BTreeMap<String, String> {
     const TOLD: [&str; 7] = [
         "dev: ",

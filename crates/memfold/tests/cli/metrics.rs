@@ -181,7 +181,8 @@ impl Drop for Prometheus {
 }
 
 impl Prometheus {
-    /// As docs/operating/monitoring.md has it configured: over TCP, with a copy of the read token.
+    /// Starts Prometheus as docs/operating/monitoring.md configures it: over TCP, with a copy of
+    /// the read token.
     fn start(program: &Path, directory: &Path, target: &str, token: &Path) -> Self {
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = free.local_addr().unwrap().port();

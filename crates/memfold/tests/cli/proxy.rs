@@ -143,8 +143,8 @@ impl Proxy {
         proxy
     }
 
-    /// What curl, as a browser that shows `https://vms.example:PORT`, gets: the status, and what
-    /// comes with it.
+    /// A request by curl, with the headers of a browser at `https://vms.example:PORT`. Returns the
+    /// status, and the rest of the response.
     fn browse(&self, path: &str, more: &[&str]) -> (String, String) {
         let port = self.port;
         let place = self.directory.path();

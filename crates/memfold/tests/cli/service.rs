@@ -145,7 +145,7 @@ fn the_daemon_takes_its_options_from_the_file_and_the_command_line_wins() {
     assert!(!state.exists(), "nothing was begun");
 }
 
-/// What a daemon tells its service manager.
+/// Receiver of a daemon's notifications to its service manager.
 struct Manager {
     socket: UnixDatagram,
     heard: Vec<String>,
@@ -267,7 +267,7 @@ fn systemd_is_told_when_the_daemon_serves_works_and_ends_and_a_restart_keeps_its
     });
 }
 
-/// What a daemon logs that begins, can't attach anything, and ends.
+/// Log of a daemon that starts, fails to attach a VM, and ends.
 fn logged(more: &[&str], journal: bool) -> String {
     let directory = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(directory.path().join("state")).unwrap();

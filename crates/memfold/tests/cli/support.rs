@@ -92,7 +92,7 @@ impl Daemon {
         Self::start_with(&[])
     }
 
-    /// With a log of its own.
+    /// Starts a daemon with a log of its own.
     pub fn start_logging(log: Stdio, more: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let more: Vec<String> = more.iter().map(|&word| word.to_owned()).collect();
@@ -107,7 +107,7 @@ impl Daemon {
         daemon
     }
 
-    /// With a QEMU that gets the words that stand in a file, besides.
+    /// Starts a daemon whose QEMU gets additional arguments from a file.
     pub fn start_with_words(file: &Path) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let wrapper = directory.path().join("qemu");
@@ -128,7 +128,7 @@ impl Daemon {
         daemon
     }
 
-    /// With more arguments for `serve`.
+    /// Starts a daemon with more arguments for `serve`.
     pub fn start_with(more: &[&str]) -> Self {
         Self::start_logging(log(), more)
     }
@@ -245,7 +245,7 @@ fn spawn_in(directory: &Path, more: &[String], qemu: Option<&Path>, log: Stdio) 
         .unwrap()
 }
 
-/// Where daemons' logs go: a file, if who looks for a fault names one.
+/// Destination of daemons' logs: a file, if the environment names one for debugging.
 fn log() -> Stdio {
     let Some(path) = std::env::var_os("MEMFOLD_TEST_LOG") else {
         return Stdio::null();
@@ -318,7 +318,7 @@ impl Drop for Foreign {
     }
 }
 
-/// How many were refused for this reason so far.
+/// Number of refusals for this reason so far.
 pub fn refusals(daemon: &Daemon, why: &str) -> f64 {
     let (_, text) = daemon.get("/metrics", "*/*");
     let sample = format!("memfold_access_refused_total{{why=\"{why}\"}} ");

@@ -28,8 +28,8 @@ fn top_in_a_pipe_gives_a_report_a_line_and_ends_with_its_reader() {
     }
 }
 
-/// What a command writes to a terminal of 120 by 30 characters, up to `until`; then keys are typed,
-/// and it has to end well.
+/// Output of a command on a terminal of 120 by 30 characters, up to `until`. Then the keys are
+/// typed, and the command must succeed.
 fn on_a_terminal(daemon: &Daemon, arguments: &[&str], until: &str, keys: &str) -> String {
     let command = daemon.command(arguments);
     let words = std::iter::once(command.get_program()).chain(command.get_args());

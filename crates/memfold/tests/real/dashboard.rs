@@ -26,13 +26,13 @@ use super::figures::{Figures, compare, shown, told, wanted_of_plan};
 use super::served::{Served, exec};
 use super::support::{self, BOOT};
 
-/// As in the tests of snapshots, so that one boot is enough for both.
+/// The same size as in the tests of snapshots, so that one boot serves both.
 const MEMORY: ByteSize = ByteSize::mib(384);
 pub const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
 /// Set to 1: what takes time is held to its limits, which wants a host that does nothing else. The
 /// walk reads it, too.
 const TIMES: &str = "MEMFOLD_DASHBOARD_TIMES";
-/// How long the daemon's CPU time is looked at then; the walk leaves the dashboard open as long.
+/// Time for which the daemon's CPU time is measured. The dashboard stays open as long.
 const HOLD: Duration = Duration::from_secs(20);
 /// A VM that never runs, which costs nothing: its swap disk is lent.
 const BORROWER: &str = "borrower";
@@ -43,7 +43,7 @@ const MADE: &str = "made";
 /// A clone of a snapshot that is saved on a page, and a VM that is restored of it.
 const CLONE: &str = "second-1";
 const BACK: &str = "back";
-/// What differs from boot to boot.
+/// Command that prints the boot id, which differs from boot to boot.
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 const ALL: [&str; 7] = ["web", "warm-1", "warm-2", BORROWER, MADE, CLONE, BACK];
 /// Logins of which the quickest counts.
@@ -105,12 +105,12 @@ impl Walk {
         said
     }
 
-    /// Has it go on.
+    /// Continues the walk.
     fn on(&mut self) {
         self.on_with("on");
     }
 
-    /// The same, with what it waits for.
+    /// Continues the walk with the line that it waits for.
     fn on_with(&mut self, line: &str) {
         let stdin = self.child.stdin.as_mut().unwrap();
         stdin.write_all(format!("{line}\n").as_bytes()).unwrap();
@@ -345,7 +345,7 @@ fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now:
     }
 }
 
-/// What an operator does besides: each is done to the daemon, not to the page alone.
+/// Further actions of an operator. Each is checked at the daemon, not only on the page.
 fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     walk.step("host added");
     assert_eq!(json(state, &["host", "list"]), serde_json::json!(["third"]));

@@ -19,11 +19,10 @@ use memfold_vm::MergeChoice;
 use super::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(512);
-/// What each clone holds, and how fast it rewrites that, in MiB.
+/// Memory that each clone holds, and below, the rate of rewriting, in MiB.
 const HELD: u64 = 200;
 const RATE: u64 = 20;
-/// What may be called in before the brake is to come. It is noise that others on this host must not
-/// make.
+/// Bytes of debt until the brake must act. Other processes on this host must stay below this.
 const MARGIN: u64 = 160 << 20;
 
 /// Pages that each is to have folded.
@@ -38,13 +37,13 @@ const OWN: &str = "head -c 60M /dev/urandom > /var/tmp/own && sync && md5sum < /
 /// Page cache that all have: 100 MiB.
 const READ: &str = "find /usr/lib /usr/share -xdev -type f -size +32k -print0 | LC_ALL=C sort -z | xargs -0 cat | head -c 100M | md5sum";
 
-/// What is to be left when all that the brake lets go on has gone on, in the group.
+/// Bytes in the group that must stay available after everything that the brake permits.
 const RESERVE: u64 = 512 << 20;
 
 /// A control group that this process, and with it daemon and VMs, is in as long as it lives.
 struct Group {
     directory: PathBuf,
-    /// Where this process was.
+    /// Control group of this process before the test.
     before: PathBuf,
     limit: &'static str,
 }

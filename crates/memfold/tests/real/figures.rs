@@ -23,7 +23,7 @@ fn numbers(all: &mut Figures, prefix: &str, of: &Value) {
     }
 }
 
-/// The same of `plan --json`.
+/// Adds the expected figures of `plan --json`.
 pub fn wanted_of_plan(all: &mut Figures, plan: &Value) {
     numbers(all, "plan", plan);
     for kind in plan["kinds"].as_array().unwrap() {
@@ -35,8 +35,8 @@ pub fn wanted_of_plan(all: &mut Figures, plan: &Value) {
     }
 }
 
-/// What the command line says now: `report`, `debt`, `plan`, `leases` and `vm list`; and the
-/// interface, of who shares with whom.
+/// Figures of the command line (`report`, `debt`, `plan`, `leases`, `vm list`), and of the API for
+/// shared pages.
 pub fn told(state: &Path, client: &Client) -> Figures {
     let mut all = wanted(&report(state));
     let sharing: Sharing = client.get("/v1/sharing").unwrap();
@@ -76,7 +76,7 @@ pub fn told(state: &Path, client: &Client) -> Figures {
     all
 }
 
-/// What a page shows of figures that have a name, and what they have to be, by `report --json`.
+/// Expected figures of a page by name, from `report --json`.
 fn wanted(report: &FullReport) -> Figures {
     let value = serde_json::to_value(&report.ledger).unwrap();
     let mut all = Figures::new();
@@ -125,15 +125,15 @@ fn wanted(report: &FullReport) -> Figures {
     all
 }
 
-/// What stands still while VMs do. Other processes map QEMU's libraries, too, and the host has a
-/// life of its own.
+/// Whether a figure is constant while VMs are stopped. Others change, because other processes map
+/// QEMU's libraries and the host has other load.
 fn is_exact(figure: &str) -> bool {
     let of_vm = figure.starts_with("vm.") && !figure.ends_with("pss_bytes");
     of_vm || figure.starts_with("map.") || figure.starts_with("swap.")
 }
 
-/// How far khugepaged may move a figure meanwhile: it fills what is free around memory of two MiB,
-/// also of a VM that stands still. Clones map a file, which it leaves alone.
+/// Change of a figure that khugepaged may cause meanwhile: it fills free pages up to 2 MiB, also of
+/// a stopped VM. Clones map a file, which khugepaged leaves alone.
 fn by_khugepaged(figure: &str) -> i128 {
     let booted = figure
         .strip_prefix("vm.")

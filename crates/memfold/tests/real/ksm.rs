@@ -29,8 +29,8 @@ const MEMORY: ByteSize = ByteSize::mib(512);
 const NAMES: [&str; 2] = ["one", "two"];
 const DATA_MIB: u64 = 48;
 
-/// The same data in both guests, none of it twice in one. Anonymous memory: no page cache that
-/// folding would find.
+/// Program that holds the same data in both guests, without duplicates in one guest. The memory is
+/// anonymous, so that folding does not find it.
 const HOLD: &str = r#"cat > /run/hold.py <<'END'
 import time
 held = b"".join(b"%015d\n" % page * 256 for page in range(48 << 8))
@@ -545,7 +545,7 @@ fn what_others_write_is_set_back(client: &Client) {
     runs(client);
 }
 
-/// What is folded is not ksmd's to look at, and no page is in two places of the ledger.
+/// Checks that ksmd does not scan folded memory, and that no page is in two places of the ledger.
 fn beside_folding(client: &Client) {
     let go_on = FoldRequest {
         paused: Some(false),

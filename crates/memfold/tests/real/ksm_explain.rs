@@ -285,7 +285,8 @@ fn pages_that_wait_for_ksmd_or_stay_unmerged_are_explained() {
     vm.wait(Cause::Unmerged, 32 * MIB);
 }
 
-/// What is announced is the most, and not much more than what it takes.
+/// Checks that the predicted time of the first merge is an upper bound, and not far above the real
+/// time.
 fn first_merge_is_when_it_was_said(controls: &Controls, vm: &Still) {
     let medium = Settings {
         pages_to_scan: Some(100),

@@ -35,7 +35,7 @@ impl<'a> Served<'a> {
         }
     }
 
-    /// With more arguments for `serve`.
+    /// Adds arguments for `serve`.
     pub fn with(mut self, more: &'a [&'a str]) -> Self {
         self.more = more;
         self
@@ -47,8 +47,7 @@ impl<'a> Served<'a> {
         self
     }
 
-    /// With a directory of its own for temporary overlays: other tests' come and go in the common
-    /// one.
+    /// Uses a directory of its own for temporary overlays, because other tests use the common one.
     pub const fn temporary(mut self, directory: &'a Path) -> Self {
         self.temporary = Some(directory);
         self

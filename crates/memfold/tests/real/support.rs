@@ -47,7 +47,7 @@ const TURNS: u32 = 2;
 /// (`kernel/sched/core.c`, `sched_prio_to_weight`).
 const AHEAD: i32 = -10;
 
-/// Who holds it may boot guests, in this process or another that asks for the same files.
+/// The right to boot guests, across all processes that use the same lock files.
 pub struct Turn {
     _host: Vec<File>,
     began: Instant,
@@ -83,8 +83,8 @@ pub fn turn_beside() -> Option<Turn> {
     })
 }
 
-/// The same, ahead of the other tests: for what measures how long a guest waits. Threads and
-/// processes that this thread starts from now on are.
+/// Takes the right ahead of other tests, for tests that measure how long a guest waits. Threads and
+/// processes that this thread starts later inherit the priority.
 pub fn turn_ahead() -> Option<Turn> {
     let turn = turn_beside()?;
     rustix::process::setpriority_process(None, AHEAD).unwrap();
@@ -155,8 +155,8 @@ pub fn seconds(variable: &str, default: u64) -> Duration {
     Duration::from_secs(set.map_or(default, |text| text.parse().unwrap()))
 }
 
-/// How often, or how many, as a variable of the environment says, or `default`: what `make test`
-/// does is the least, scripts/soak.txt has more.
+/// A number from an environment variable, or `default`: the amount of `make test`, which
+/// scripts/soak.txt increases.
 pub fn dose(variable: &str, default: u64) -> u64 {
     let set = std::env::var(variable).ok();
     set.map_or(default, |text| text.parse().unwrap())

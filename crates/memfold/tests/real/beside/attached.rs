@@ -20,7 +20,7 @@ use crate::support::{self, BOOT};
 
 const VM: &str = "typed";
 
-/// What the CD holds, over and over.
+/// Content of the CD, repeated.
 const MEDIUM: &[u8; 32] = b"what is read and never written. ";
 
 /// Reads the CD past the guest's cache; the sum of its first 2 MiB.
@@ -34,8 +34,8 @@ struct Typed {
 }
 
 impl Typed {
-    /// As people type it: files by relative names, drives in three ways, a CD, a terminal that
-    /// isn't there, a port forwarded.
+    /// Starts a QEMU with a typical manual command line: files by relative names, drives in three
+    /// notations, a CD, a terminal that does not exist, a forwarded port.
     fn start(place: &Path) -> Self {
         let images = guest_images().unwrap();
         let image = &images["trixie-a"];
@@ -145,8 +145,8 @@ fn stop(client: &Client, vm: &str) {
     client.post::<_, Value>(&path, &at_once).unwrap();
 }
 
-/// It runs, and nothing of a save's is left in it. A daemon that is there holds its only monitor,
-/// so there must be none.
+/// Checks that the VM runs, and that nothing of a save is left in it. No daemon may run, because it
+/// would hold the only monitor.
 fn is_as_before(qmp: &Path) {
     let mut qmp = Qmp::connect(qmp, Duration::from_secs(60)).unwrap();
     assert_eq!(qmp.query("query-status").unwrap()["status"], "running");

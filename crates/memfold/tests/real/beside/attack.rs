@@ -18,14 +18,14 @@ use crate::support;
 const NAMES: [&str; 2] = ["one", "two"];
 const MEMORY: ByteSize = ByteSize::mib(512);
 
-/// What the guests read before, and while the attack goes on.
+/// Load in the guests before the attack; below, the load during the attack.
 const BEFORE: &str = "cat /usr/bin/* | md5sum";
 const MEANWHILE: &str = "cat /usr/lib/*-linux-gnu/*.so* | md5sum";
 
 /// Requests that are sent together, without waiting for answers.
 const TOGETHER: usize = 64;
 
-/// How much more the daemon may have in memory meanwhile: its tables of what guests read are in it.
+/// Permitted growth of the daemon's memory in bytes: its tables of the files that guests read.
 const GROWTH: u64 = 64 << 20;
 
 #[track_caller]
@@ -41,7 +41,7 @@ fn folded(client: &Client) -> Vec<u64> {
     bytes.collect()
 }
 
-/// What a process has in memory, and the most that it had since its last mark, in bytes.
+/// Resident memory of a process, and its peak since the last mark, in bytes.
 fn resident_bytes(pid: i32) -> (u64, u64) {
     let process = procfs::process::Process::new(pid).unwrap();
     let status = process.status().unwrap();
@@ -58,7 +58,7 @@ fn best_second(seen: &[(Instant, u64)]) -> f64 {
     rates.fold(0.0, f64::max)
 }
 
-/// As many streams of samples as who may read can have, of which nothing is read.
+/// Opens as many streams of samples as readers may have, and reads none of them.
 fn unread_streams(host: &str, state: &Path) -> Vec<TcpStream> {
     let token = std::fs::read_to_string(state.join("access/read.token")).unwrap();
     let request = format!(
@@ -76,8 +76,8 @@ fn unread_streams(host: &str, state: &Path) -> Vec<TcpStream> {
     (0..12).map(open).collect()
 }
 
-/// What attackers send: strangers, readers who want to operate, another site's page, broken bodies,
-/// paths that climb.
+/// Requests of attackers: without access, of readers who want to operate, from another site's page,
+/// with broken bodies, with `..` in paths.
 fn requests(host: &str, state: &Path) -> [String; 5] {
     let token = |role: &str| {
         let file = state.join("access").join(format!("{role}.token"));

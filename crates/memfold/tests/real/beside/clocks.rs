@@ -15,10 +15,10 @@ use crate::support::{self, BOOT};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// How far the guest's clock is turned back.
+/// Seconds by which the guest's clock is set back.
 const BACK: f64 = 3600.0;
 
-/// What emulated guests on a busy machine may take to answer.
+/// Seconds that emulated guests on a busy machine may take to answer.
 const SLACK: f64 = 10.0;
 
 fn host() -> f64 {
@@ -44,7 +44,7 @@ fn is_near(value: f64, wanted: f64) -> bool {
     (value - wanted).abs() < SLACK
 }
 
-/// What `vm list` tells once the clock was set.
+/// The clock's state in `vm list` after it was set.
 fn clock(lab: &Lab, vm: &str) -> ClockStep {
     wait_for("its clock is set", BOOT, || {
         let vms = lab.daemon().vms().list();

@@ -20,8 +20,8 @@ use crate::support;
 
 const VM: &str = "saved";
 
-/// As it is, or hot and compressed: then the image is worked on longer, and laid out before
-/// anything runs from it.
+/// Saves the VM normally, or hot and compressed. The latter takes longer, and the image is
+/// decompressed before a VM runs from it.
 fn save(client: &Client, name: &str, live: bool, hot: bool) -> Result<Manifest, String> {
     let request = SaveRequest {
         live,
@@ -45,7 +45,7 @@ fn overlays(temporary: &Path) -> BTreeSet<PathBuf> {
         .collect()
 }
 
-/// What is listed is whole, and nothing else is there.
+/// Checks that all listed snapshots are complete, and that no other files exist.
 fn shelf_is_clean(client: &Client, state: &Path) -> Vec<String> {
     let list: Vec<SnapshotInfo> = client.get("/v1/snapshots").unwrap();
     for info in &list {

@@ -18,7 +18,7 @@ use crate::support::{self, BOOT, MEMORY};
 /// Writes to disks ([`CHECK_DISKS`] looks at them).
 pub const WRITER: &str = include_str!("../guest/disk.py");
 
-/// What the writer finds on its disks.
+/// Script that checks the writer's data on its disks.
 pub const CHECK_DISKS: &str = r"set -e
 systemctl is-active -q writer || { systemctl status writer; exit 1; }
 rm -f /run/disk.checked; touch /run/disk.check

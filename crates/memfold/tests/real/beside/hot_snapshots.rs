@@ -31,7 +31,7 @@ const TURNS: &str = include_str!("../guest/turns.py");
 const START_TURNS: &str = "setsid /opt/turns.py > /run/turns.log 2>&1 < /dev/null &
 for _ in $(seq 500); do [ -e /run/turns.ready ] && exit 0; sleep 0.2; done; exit 1";
 
-/// What that has found.
+/// Script that stops the program and prints its result.
 const STOP_TURNS: &str = "touch /run/turns.stop
 for _ in $(seq 500); do [ -e /run/turns.done ] && break; sleep 0.2; done
 cat /run/turns.done || cat /run/turns.log";

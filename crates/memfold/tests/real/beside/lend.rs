@@ -127,7 +127,8 @@ pub fn wait(what: &str, ready: impl FnMut() -> bool) {
     wait_until(what, Duration::from_secs(300), ready);
 }
 
-/// What the guest's program has said so far: pages checked, wrong words, longest access in seconds.
+/// Figures that the guest's program has printed so far: pages checked, wrong words, longest access
+/// in seconds.
 pub fn heard(lab: &Lab) -> (u64, u64, f64) {
     let said = lab
         .exec("v", "cat /run/swapper", Duration::from_secs(300))
@@ -386,8 +387,8 @@ fn write_block(lab: &Lab, letter: &str) {
     lab.exec("v", &write, Duration::from_secs(300)).unwrap();
 }
 
-/// What reading that block brings: its first letter, or `EIO` if the disk reports an I/O error. Any
-/// other failure fails the test.
+/// Reads the block. Returns its first letter, or `EIO` for an I/O error of the disk; any other
+/// failure fails the test.
 fn read_block(lab: &Lab) -> String {
     let read = "letter=$(dd if=$(cat /run/swap-disk) bs=4096 count=1 iflag=direct status=none 2> /run/dd.said | tr -d '\\0' | head -c 1)
         if [ ! -s /run/dd.said ]; then printf %s \"$letter\"

@@ -29,11 +29,11 @@ const OWN: &str = "own";
 /// The host that the lender sees, and what of it is free when nothing runs.
 const HOST: u64 = 8 << 30;
 const FREE: u64 = 7 << 30;
-/// What the lender's VM takes at once.
+/// Bytes that the lender's VM allocates at once.
 const GROWTH: u64 = 2 << 30;
-/// What the borrower's VM takes, which runs on the same host here.
+/// Bytes that the borrower's VM uses, which runs on the same host here.
 const BORROWER: u64 = 300 << 20;
-/// So much less there would be than the VM takes, if nothing came back.
+/// Bytes that the VM's allocation would lack if no memory was returned.
 const MISSING: u64 = 256 << 20;
 
 /// MiB that it takes in a second at most. First a quarter of the reserve: half a reserve is gone in
@@ -41,7 +41,7 @@ const MISSING: u64 = 256 << 20;
 /// the kernel takes and zeroes it in one call.
 const PACES: [u64; 2] = [128, 0];
 
-/// What is available when next to nothing is left: less than an eighth of the reserve.
+/// Available bytes at which nearly nothing is left: less than an eighth of the reserve.
 const NEXT_TO_NOTHING: u64 = 40 << 20;
 
 /// Takes memory, keeps it, and says how long it took.

@@ -197,7 +197,7 @@ fn frames(messages: &[FromAgent]) -> Vec<u8> {
     messages.iter().flat_map(|m| encode(m).unwrap()).collect()
 }
 
-/// What the liar says, a connection each.
+/// False messages of the liar, one connection for each.
 fn cases(files: &[(u64, Vec<u8>)]) -> Vec<Vec<u8>> {
     let ram = MEMORY.0 / 4096;
     let begun = |mut messages: Vec<FromAgent>| {

@@ -125,7 +125,7 @@ pub fn boot_id(client: &Client, name: &str) -> Option<String> {
     result.ok().map(|done: ExecResult| done.stdout)
 }
 
-/// What the guest's kernel has, less what its balloon holds.
+/// Memory of the guest's kernel, without the pages in its balloon.
 fn total_kib(client: &Client) -> u64 {
     let said = exec(client, VM, "awk '/^MemTotal:/ { print $2 }' /proc/meminfo").stdout;
     said.trim().parse().unwrap()

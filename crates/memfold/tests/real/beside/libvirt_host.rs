@@ -105,8 +105,8 @@ pub fn is_there() -> bool {
     false
 }
 
-/// What all hosts of a test see: a QEMU of the user's own, memfold's library, kernels and images of
-/// guests, disks.
+/// Prepares files that all hosts of a test see: the user's own QEMU, memfold's library, kernels and
+/// images of guests, disks.
 pub fn prepare(place: &Path) {
     let open = |path: &Path| {
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
@@ -279,7 +279,7 @@ impl Host {
         self.holder.id()
     }
 
-    /// How another host calls it.
+    /// URI by which another host connects to this libvirt.
     pub fn uri(&self) -> String {
         let socket = self.own.join("libvirt-sock");
         format!("qemu+unix:///system?socket={}", socket.display())
@@ -330,13 +330,13 @@ impl Host {
         said.trim().to_owned()
     }
 
-    /// What libvirt keeps of a domain.
+    /// XML of a domain, as libvirt stores it.
     pub fn xml(&self, domain: &str) -> String {
         self.virsh(&["dumpxml", "--inactive", "--security-info", domain])
             .unwrap()
     }
 
-    /// What a domain's QEMU, and its wrapper, have said.
+    /// Output of a domain's QEMU and of its wrapper.
     pub fn qemu_log(&self, domain: &str) -> String {
         let path = format!("/var/log/libvirt/qemu/{domain}.log");
         let output = self.command("cat").arg(path).output().unwrap();

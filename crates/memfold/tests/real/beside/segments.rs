@@ -16,8 +16,8 @@ use crate::support::{self, BOOT, MEMORY};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// What is laid over guests' own files: enough of them to matter, few enough to be compared within
-/// the test.
+/// Files of the segments that overlay the guests' own: enough for a measurable effect, few enough
+/// to be compared within the test.
 const CHOSEN: [&str; 2] = ["/usr/bin/**", "/usr/lib/x86_64-linux-gnu/*.so*"];
 
 /// Sums of all files as the guest sees them, and of its own below the layers: the root file system
@@ -179,7 +179,7 @@ fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() 
     renewed(&lab);
 }
 
-/// What can't be attached is refused with the reason, and leaves nothing in QEMU.
+/// Segments that cannot be attached are refused with the reason, and leave nothing in QEMU.
 fn plugged_and_refused(lab: &Lab) {
     let daemon = lab.daemon();
     let before = backends(lab, "late");
@@ -358,8 +358,8 @@ fn blake(file: &Path) -> String {
     String::from_utf8(sum.stdout).unwrap()
 }
 
-/// What a guest writes goes to its own disk, stays when the segment is taken off, and nobody else
-/// sees it.
+/// Writes of a guest go to its own disk, stay when the segment is detached, and are invisible to
+/// other guests.
 fn written(lab: &Lab) {
     let write = "set -e
 echo mine > /usr/bin/own

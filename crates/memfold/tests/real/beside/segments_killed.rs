@@ -29,7 +29,7 @@ fn deaths() -> u64 {
 /// Small, so that there is time for many.
 const CHOSEN: [&str; 1] = ["/usr/bin/[a-f]*"];
 
-/// What segments lie on: a small disk, which can be full.
+/// A small disk for segments, which can be full.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
@@ -151,7 +151,7 @@ fn wait(what: &str, done: impl Fn() -> bool) {
     wait_until(what, BOOT, done);
 }
 
-/// What is listed is whole, and the disk holds nothing else.
+/// Checks that all listed segments are complete, and that the disk contains nothing else.
 fn shelf_is_clean(client: &Client, disk: &SmallDisk) {
     let mut wanted = BTreeSet::new();
     for info in list(client) {

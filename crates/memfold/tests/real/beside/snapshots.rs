@@ -35,8 +35,8 @@ while [ ! -s /run/now ]; do sleep 0.2; done
 head -c 32 /dev/urandom | sha256sum | cut -c1-32 | tee /run/nonce > /var/tmp/nonce
 echo before > /var/tmp/state; sync; cat /run/nonce"#;
 
-/// What a restored guest must show: the same memory, a process that goes on, the disk of that
-/// instant.
+/// Script that checks a restored guest: the same memory, a process that continues, and the disk of
+/// the same instant.
 const CHECK: &str = r#"set -e
 one=$(cat /run/now); two=$one; left=100
 # A sum over all that it holds takes emulated guests on a busy machine seconds.
@@ -200,7 +200,7 @@ impl Drop for Small<'_> {
     }
 }
 
-/// What a VM is known by, a line each.
+/// Script that prints the VM's identities, one a line.
 const WHO: &str = "until address=$(cat /sys/class/net/e*/address 2> /dev/null); do sleep 0.1; done
 hostname; cat /etc/machine-id; echo $address";
 
@@ -224,7 +224,8 @@ fn set_apart(lab: &Lab, vm: &str) -> Renewal {
     }
 }
 
-/// As if the guest in a snapshot of `first`, which runs, had neither agent nor driver.
+/// Checks that a restore is refused while `first` runs, for a snapshot whose guest has neither
+/// agent nor driver.
 fn refuses_twins(lab: &Lab, name: &str) {
     let place = lab.directory().join("snapshots").join(name);
     let text = std::fs::read_to_string(place.join("manifest.json")).unwrap();
@@ -308,7 +309,7 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
     swap.off();
 }
 
-/// How long a command in a guest may take.
+/// Time limit of a command in a guest.
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// A VM `first` with memory that is nowhere else, a process that goes on, and a large file on its

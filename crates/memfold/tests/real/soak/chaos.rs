@@ -217,7 +217,8 @@ fn settled(testbed: &Testbed, foreign: &mut Ended) {
     left_over(testbed);
 }
 
-/// What was saved meanwhile is whole, or says that it isn't; VMs of some of them are started.
+/// Checks that snapshots saved meanwhile are complete or reported as broken, and starts VMs from
+/// some of them.
 fn check_snapshots(testbed: &Testbed) {
     let faults = &testbed.faults;
     let mut list: Vec<SnapshotInfo> = testbed.client().get("/v1/snapshots").unwrap();
@@ -333,7 +334,7 @@ fn left_over(testbed: &Testbed) {
     }
 }
 
-/// What memfold sets of KSM.
+/// Settings of KSM that memfold changes.
 fn ksm_settings() -> Vec<String> {
     let read = |name: &str| {
         let value = std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{name}"));

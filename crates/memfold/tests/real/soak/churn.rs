@@ -16,7 +16,7 @@ use crate::support::{self, BOOT};
 const MEMORY: ByteSize = ByteSize::mib(256);
 const FILES: u64 = 192;
 const FILE_BYTES: u64 = 4 << 20;
-/// How much larger the median of the last third may be than that of the middle third.
+/// Permitted ratio of the median of the last third to the median of the middle third.
 const TOLERANCE: f64 = 1.15;
 /// Mappings have a bound of their own: half of what the kernel allows a process, where the engine
 /// begins to ask for longer runs, and a little for what it counts too low until it looks again.
@@ -33,10 +33,10 @@ const VMS: [(&str, &str, DiskMode, f64); 2] = [
     ("none", "trixie-b", DiskMode::Direct, 60.0),
 ];
 
-/// What a guest runs: reads one file after the other, round and round, a file a step of the clock,
-/// and checks every byte. Both guests are at the same place then, so that nearly all of their page
-/// cache matches at any moment; left alone they drift apart, and the share that is folded would be
-/// that of pages which don't churn.
+/// Command of a guest: reads the files in turn, one file in each step of the clock, and checks
+/// every byte. Both guests are at the same file, so that nearly all of their page cache matches at
+/// any moment. Without the clock they would drift apart, and mostly unchanged pages would be
+/// folded.
 fn reading(step: Duration) -> String {
     format!(
         "mount -o ro,noatime /dev/vdb /mnt || exit 1; cd /mnt; errors=0; reads=0; last=0; \
@@ -53,7 +53,7 @@ fn reading(step: Duration) -> String {
 struct Sample {
     folded_percent: Vec<f64>,
     matched_percent: Vec<f64>,
-    /// Of both VMs, per run of cached pages.
+    /// Number of mappings of both VMs for each run of cached pages.
     mappings: f64,
     most_mappings: f64,
     store_bytes: f64,

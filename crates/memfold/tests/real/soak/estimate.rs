@@ -99,7 +99,7 @@ fn children_cpu_s() -> f64 {
     ticks as f64 / rustix::param::clock_ticks_per_second() as f64
 }
 
-/// As an operator runs it. Whoever the socket belongs to says what it knows, if anybody.
+/// Runs the command as an operator does. A daemon on the socket, if any, provides its facts.
 fn look(socket: &Path, arguments: &[&str]) -> EstimateReport {
     let before = children_cpu_s();
     let output = Command::new(env!("CARGO_BIN_EXE_memfold"))

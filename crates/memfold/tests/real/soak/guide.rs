@@ -27,7 +27,7 @@ fn commands(page: &str) -> String {
     script
 }
 
-/// What has to be so when the page says so, after the command that ends with these words.
+/// Conditions that must hold after the command that ends with these words, as the page says.
 const CHECKS: [(&str, &str); 3] = [
     (
         "memfold snapshot save web1 warm --live\n",
@@ -47,9 +47,9 @@ const CHECKS: [(&str, &str); 3] = [
 /// A page that takes a daemon for granted.
 struct HowTo {
     page: &'static str,
-    /// What the reader has before the first step: descriptions of VMs, or VMs that run.
+    /// State before the first step: descriptions of VMs, or running VMs.
     before: &'static str,
-    /// What has to be so when all of it is done.
+    /// Conditions that must hold after the last step.
     after: &'static str,
 }
 

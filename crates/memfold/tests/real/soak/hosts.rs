@@ -211,7 +211,7 @@ impl Host {
         status.unwrap()
     }
 
-    /// Until it, and the registry, say that so much can be had.
+    /// Waits until the host and the registry report that this much memory is free.
     fn wait_free(&self, bytes: ByteSize) {
         wait("it has so much to spare", || {
             let status = self.status();
@@ -264,8 +264,8 @@ impl Host {
         }
     }
 
-    /// What the guest's program has said so far: pages checked, wrong words, longest access in
-    /// seconds.
+    /// Figures that the guest's program has printed so far: pages checked, wrong words, longest
+    /// access in seconds.
     fn heard(&self) -> (u64, u64, f64) {
         let said = self.exec("cat /run/swapper").unwrap();
         let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);

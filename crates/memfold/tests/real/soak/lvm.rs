@@ -25,7 +25,7 @@ use serde_json::Value;
 use crate::beside::lend::{SWAPPER, server_of};
 use crate::support::{self, BOOT};
 
-/// What this host is for guests (QEMU's `-netdev user`).
+/// Address of this host for guests (QEMU's `-netdev user`).
 const THIS_HOST: &str = "10.0.2.2";
 
 const IMAGE: &str = "trixie-host";
@@ -40,8 +40,8 @@ const LENT: ByteSize = ByteSize::mib(144);
 /// Longest time that the guest may wait for one page when a lender dies, in seconds: the promise.
 const LONGEST_STALL: f64 = 10.0;
 
-/// The same while LVM's tools put the volume elsewhere. They suspend it several times; emulated,
-/// one of them takes seconds of CPU.
+/// Longest access in seconds while LVM's tools move the volume. They suspend it several times;
+/// under emulation, each takes seconds of CPU.
 const LONGEST_CHANGE: f64 = 30.0;
 
 const LIMIT: Duration = Duration::from_secs(300);
@@ -246,7 +246,7 @@ impl Guest<'_> {
         }
     }
 
-    /// What the guest's kernel and services said, and how its volumes lie.
+    /// Prints the log of the guest's kernel and services, and the layout of its volumes.
     fn tell(&self) {
         let log = "journalctl -q -o short-monotonic -b _TRANSPORT=kernel + _SYSTEMD_UNIT=memfold.service + _SYSTEMD_UNIT=iscsid.service | tail -n 90; lvs -a -o +devices; pvs";
         println!("{}", self.0.exec("h", log, LIMIT).unwrap_or_default());
@@ -270,8 +270,8 @@ impl Guest<'_> {
         serde_json::from_str(&self.run(&format!("memfold --json {command}"))).unwrap()
     }
 
-    /// What it has borrowed. The registry may be away: cables are pulled here, and a guest's
-    /// network takes its time to come back.
+    /// Loans of the guest. The registry may be away, because cables are pulled here and a guest's
+    /// network recovers slowly.
     fn borrowed(&self) -> Vec<Value> {
         let said = self.run("memfold --json leases || [ $? = 1 ]");
         let mut report: Value = serde_json::from_str(&said).unwrap();
@@ -286,7 +286,8 @@ impl Guest<'_> {
         self.run(&format!("! memfold {command} 2>&1"))
     }
 
-    /// What its program has said so far: pages checked, wrong words, longest access in seconds.
+    /// Figures that the program has printed so far: pages checked, wrong words, longest access in
+    /// seconds.
     fn heard(&self) -> (u64, u64, f64) {
         let said = self.run("cat /run/swapper");
         let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
@@ -299,7 +300,7 @@ impl Guest<'_> {
         (checked, wrong, longest)
     }
 
-    /// So many more pages are checked, and no word is wrong.
+    /// Waits until more pages have been checked, and checks that no word is wrong.
     fn goes_on(&self) {
         let (before, ..) = self.heard();
         wait("it checks on", || self.heard().0 > before + 500);

@@ -18,7 +18,7 @@ use memfold_units::ByteSize;
 use crate::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(512);
-/// How far the prediction may be off, percent.
+/// Permitted error of the prediction, in percent.
 const OFF: f64 = 10.0;
 /// VMs that the plan is made of.
 const MEASURED: usize = 2;
@@ -161,8 +161,8 @@ fn grows(lab: &Lab, name: &str) {
     assert!((stays / RATE).abs() < 0.2, "{stays}");
 }
 
-/// As if two of the VMs were on two hosts: their fingerprints tell that they belong together, and
-/// about how much that saves.
+/// Checks the proposal for two VMs as if they were on two hosts: their fingerprints show that they
+/// belong together, and about how much that saves.
 fn would_share(names: &[String], lab: &Lab) {
     let place = tempfile::tempdir().unwrap();
     let (key, _) = Key::open(&place.path().join("key")).unwrap();

@@ -24,11 +24,11 @@ const LEFT_OUT: [(&str, &str); 3] = [
     ),
 ];
 
-/// What a call may take longer than undisturbed: the daemon stands still for 25 s at most, its disk
-/// for as long, and runs a third of the time for 10 s.
+/// Seconds that a call may take longer than undisturbed: the daemon is stopped for at most 25 s,
+/// its disk for as long, and it runs a third of the time for 10 s.
 const SLACK: u64 = 90;
 
-/// How long a client waits that found no daemon.
+/// Pause of a client that found no daemon.
 const PAUSE: Duration = Duration::from_millis(300);
 
 /// Most throwaway VMs, snapshots and segments at a time.
@@ -219,7 +219,8 @@ const CALLED: [Called; 49] = [
     ("plan", 60, |_| words(&["plan"])),
 ];
 
-/// How often a deck has a command: what others need to have something to do comes more often.
+/// Number of times that a deck contains a command. Commands that others depend on are more
+/// frequent.
 fn times(command: &str) -> usize {
     match command {
         "borrow" | "snapshot save" | "clone" | "vm resume" => 3,
@@ -227,7 +228,7 @@ fn times(command: &str) -> usize {
     }
 }
 
-/// What is ended by Ctrl-C after so long.
+/// Time after which a command that does not end by itself is interrupted by Ctrl-C.
 fn interrupted(command: &str) -> Option<Duration> {
     (command == "top").then(|| Duration::from_secs(2))
 }
@@ -441,14 +442,14 @@ pub fn forgotten(testbed: &Testbed) -> Vec<String> {
     all.symmetric_difference(&known).cloned().collect()
 }
 
-/// What became of the calls of a command.
+/// Results of a command's calls.
 #[derive(Default)]
 struct Outcome {
     failures: u64,
     seconds: Vec<f64>,
 }
 
-/// What is still to be called, and what became of what was.
+/// Calls that remain, and the results of earlier calls.
 pub struct Calls {
     cards: Mutex<Cards>,
     done: Mutex<BTreeMap<&'static str, Outcome>>,
@@ -569,7 +570,7 @@ impl Calls {
     }
 }
 
-/// How a call ended.
+/// End of a call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Done,
@@ -642,7 +643,7 @@ fn run(testbed: &Testbed, command: &mut Command, call: &Call) -> (f64, Option<Ex
     (took, ended, String::from_utf8_lossy(&said).into_owned())
 }
 
-/// What is wrong with how a call ended.
+/// The problem of a call's end; `None` if the end is as expected.
 fn verdict(command: &str, status: ExitStatus, said: &str) -> Option<String> {
     let Some(code) = status.code() else {
         return Some(format!("ended by a signal ({status})"));

@@ -51,8 +51,7 @@ pub const KEPT: [&str; 3] = ["writer", "swapper", "clone-1"];
 /// Only one file system is full at a time.
 static FULL: Mutex<()> = Mutex::new(());
 
-/// How long something stands still: mostly shorter than any deadline of the product, sometimes
-/// longer.
+/// Length of a stop: usually below all time limits of the product, sometimes above.
 fn time(random: &mut Random) -> Duration {
     if random.below(6) == 0 {
         Duration::from_secs(12) + random.below_ms(13_000)
@@ -208,7 +207,7 @@ fn relay(testbed: &Testbed, random: &mut Random) -> Option<Target> {
     with_log_in(&testbed.state.place.join("vms"), "memfold", random)
 }
 
-/// How long a disk that was full counts as full.
+/// Time for which a disk counts as full after it was full.
 const FULL_IS_FELT: Duration = Duration::from_secs(3);
 
 fn full(testbed: &Testbed, disk: &FileSystem, random: &mut Random) -> Option<String> {
@@ -227,7 +226,8 @@ fn full(testbed: &Testbed, disk: &FileSystem, random: &mut Random) -> Option<Str
     Some(format!("{left} KiB left for {:.1} s", time.as_secs_f64()))
 }
 
-/// Who writes there meanwhile can't be ended by anybody, so the daemon is not asked to.
+/// Freezes a file system. Processes that write there cannot be ended meanwhile, so the daemon is
+/// not asked to end.
 fn frozen(testbed: &Testbed, random: &mut Random) -> String {
     let _hands = testbed.daemon.hands();
     let time = time(random);
@@ -251,7 +251,7 @@ fn disk_slowed(testbed: &Testbed, random: &mut Random) -> String {
     format!("for {:.1} s", time.as_secs_f64())
 }
 
-/// What is still to be done, and how often each was done.
+/// Disturbances that remain, and the number of each kind so far.
 pub struct Deck {
     cards: Mutex<(Random, Vec<usize>)>,
     done: Mutex<BTreeMap<&'static str, u64>>,
@@ -293,7 +293,7 @@ impl Deck {
         }
     }
 
-    /// How often each was done, a line each.
+    /// Number of disturbances of each kind, one line each.
     pub fn table(&self) -> String {
         let done = lock(&self.done);
         let line = |(name, _): &(&str, Act)| {
@@ -306,7 +306,7 @@ impl Deck {
         ALL.iter().map(line).collect::<Vec<_>>().join("\n")
     }
 
-    /// Those that never came.
+    /// Disturbances that never happened.
     pub fn missing(&self) -> Vec<&'static str> {
         let done = lock(&self.done);
         let names = ALL.iter().map(|(name, _)| *name);

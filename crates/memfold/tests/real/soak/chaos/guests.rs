@@ -18,13 +18,13 @@ use crate::support;
 
 const PEST: &str = include_str!("../../guest/pest.sh");
 
-/// What ends the guests' programs.
+/// File that ends the guests' programs.
 const STOP: &str = "/run/chaos.stop";
 
-/// What the swapper's program keeps in memory, of which its guest has less.
+/// Memory that the swapping program uses, in MiB; its guest has less.
 const ARRAY_MIB: u64 = 384;
 
-/// How long guests' last checks may take.
+/// Time limit of the guests' final checks.
 const CHECKS: Duration = Duration::from_secs(600);
 
 /// A program in a guest that neither its agent nor the daemon ends.
@@ -261,7 +261,7 @@ pub fn unfold(testbed: &Testbed, name: &str) -> u64 {
     pages
 }
 
-/// What a guest with `rewrite.py` has to say in the end.
+/// Checks the final output of a guest with `rewrite.py`.
 fn check_writer(testbed: &Testbed, client: &Client, name: &str) {
     let script = format!(
         "{}\ntouch {STOP}; while systemctl is-active -q rewrite; do sleep 1; done; cat /run/rewrite.err /run/rewrite.out",

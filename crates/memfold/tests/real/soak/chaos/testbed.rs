@@ -13,10 +13,10 @@ use memfold_testkit::{patience, wait_until};
 use memfold_vm::Vm;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// How long a daemon may take to end when it is asked to: the promise.
+/// Time limit of a daemon's end, as promised to users.
 pub const END: Duration = Duration::from_secs(5);
 
-/// The same of one that lends: borrowers give back before.
+/// Time limit of a lending daemon's end: borrowers return the memory first.
 pub const LENDER_END: Duration = Duration::from_secs(55);
 
 /// Longest time without an answer of a daemon that nobody disturbs.
@@ -26,7 +26,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What has gone wrong so far; the test goes on, so that one fault does not hide the others.
+/// Faults found so far. The test continues, so that one fault does not hide others.
 pub struct Faults {
     began: Instant,
     found: Mutex<Vec<String>>,
@@ -63,7 +63,7 @@ impl Faults {
 /// A file system of the test's own.
 pub struct FileSystem {
     pub place: PathBuf,
-    /// It lies in a file and has a journal, so it can be frozen.
+    /// Whether the file system is in a file and has a journal, and so can be frozen.
     has_journal: bool,
 }
 
@@ -143,13 +143,13 @@ pub struct Service {
     root: PathBuf,
     arguments: Vec<String>,
     running: Mutex<Running>,
-    /// Who disturbs it, one at a time.
+    /// Held by the thread that disturbs the file system.
     hands: Mutex<()>,
 }
 
 struct Running {
     child: Option<Child>,
-    /// It has answered since it was started.
+    /// Whether the daemon has answered since its start.
     has_served: bool,
     /// Starts that failed while a disk was full.
     failed_starts: u32,
@@ -344,7 +344,7 @@ impl Drop for Service {
     }
 }
 
-/// What each thread of a process does, for who looks for why it hangs.
+/// State of each thread of a process, for the analysis of hangs.
 pub fn threads(pid: u32) -> String {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
     let mut lines = Vec::new();
