@@ -110,8 +110,8 @@ impl SwapVolumes {
     ///
     /// # Errors
     ///
-    /// Among others [`LvmError::Unfit`], or [`DaemonError::BadRequest`] for durability `replica` or
-    /// stripes.
+    /// Among others [`DaemonError::Lvm`] if the volume cannot be moved, or
+    /// [`DaemonError::BadRequest`] for durability `replica` or stripes.
     pub fn borrow(
         self: &Arc<Self>,
         volume: &Volume,

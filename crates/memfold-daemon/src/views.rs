@@ -48,36 +48,36 @@ const MOST_LEAST: u64 = 1 << 50;
 /// cached.
 const SWAP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// `POST /v1/estimate`
+/// Body of `POST /v1/estimate`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EstimateOrder {
-    /// VMs to look at, by name or QEMU's process number; none: all QEMUs of the host.
+    /// VMs to read, by name or QEMU's process number; an empty list means all QEMUs of the host.
     #[serde(default)]
     pub vms: Vec<String>,
-    /// CPU that it may use, in percent of one core (above 0, to 50).
+    /// CPU limit of the estimate, in percent of one core (above 0, to 50).
     pub cpu_percent: f64,
-    /// Time after which it ends with what was found, in seconds (1 to 300).
+    /// Time after which the estimate ends with the results so far, in seconds (1 to 300).
     pub seconds: f64,
-    /// As if all VMs were of one trust domain.
+    /// Whether all VMs are treated as members of one trust domain.
     #[serde(default)]
     pub one_domain: bool,
 }
 
-/// `POST /v1/plan/place`
+/// Body of `POST /v1/plan/place`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlaceOrder {
-    /// Of two hosts or more, as `memfold estimate --fingerprint` writes them.
+    /// Fingerprints of two or more hosts, as `memfold estimate --fingerprint` writes them.
     #[schema(value_type = Vec<Object>)]
     pub fingerprints: Vec<Fingerprint>,
-    /// What a move has to save, in bytes.
+    /// Least savings that justify a move, in bytes.
     pub least_bytes: u64,
-    /// What is to be left of each host's memory, in percent (0 to less than 100).
+    /// Part of each host's memory that must stay free, in percent (0 to less than 100).
     pub leave_percent: f64,
 }
 
-/// `GET /v1/vms/{name}/swap`
+/// Response of `GET /v1/vms/{name}/swap`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SwapUse {
     /// Bytes of the swap disk that the guest reports as used; null if it does not report them.

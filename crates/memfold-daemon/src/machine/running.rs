@@ -162,7 +162,7 @@ impl Machine {
                 self.name
             )));
         }
-        // By the daemon's own monitor: other sockets may be occupied.
+        // Uses the daemon's own monitor, because other sockets may be occupied.
         let monitor = |command: &str| self.monitor().query(command);
         Ok(self
             .vm

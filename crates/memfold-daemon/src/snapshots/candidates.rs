@@ -287,7 +287,7 @@ mod tests {
         }
     }
 
-    /// What a guest is made to say of files 10, 11, ...
+    /// Simulated answers of a guest about files 10, 11, ...
     fn said(answer: &str) -> Places {
         let mut places = Places::default();
         places.take(&[10, 11, 12], answer.as_bytes()).unwrap();

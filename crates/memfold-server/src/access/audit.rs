@@ -407,7 +407,7 @@ mod tests {
         assert_eq!(last.details, expected);
     }
 
-    /// What may hold secrets.
+    /// Fields that may contain secrets.
     const LEFT_OUT: [&str; 2] = ["script", "secret"];
 
     #[test]

@@ -14,7 +14,7 @@ use memfold_units::ByteSize;
 
 use super::*;
 
-/// A host on which every figure is there.
+/// Figures of a host on which every metric exists.
 fn everything() -> Figures {
     let mut ledger = Report::default();
     ledger.host.mem_total_bytes = ByteSize(24 << 30);
@@ -96,7 +96,7 @@ fn scraped(figures: Figures) -> String {
     scrape.text().unwrap()
 }
 
-/// Of each family: type, labels of its samples, what it says of itself. By the names of samples.
+/// Type, labels and help text of each family, by the names of its samples.
 fn exported(text: &str) -> BTreeMap<String, (String, BTreeSet<String>, String)> {
     let mut all: BTreeMap<String, (String, BTreeSet<String>, String)> = BTreeMap::new();
     let mut help = "";
@@ -169,7 +169,8 @@ fn every_metric_is_documented_and_every_documented_one_is_exported() {
     }
 }
 
-/// What a small daemon lacks is there, too (`tests/cli/metrics.rs` has one linted that runs).
+/// Lints all metrics, also those that a small daemon lacks (`tests/cli/metrics.rs` lints a running
+/// daemon).
 #[test]
 fn promtool_finds_nothing_to_say_about_any_family() {
     let cache = std::env::var_os("MEMFOLD_CACHE").map_or_else(

@@ -393,7 +393,6 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         registry: arguments.registry()?,
         borrow: arguments.borrow,
         lend: arguments.lend()?,
-        // Also when a newer version has been installed over it meanwhile.
         history: Some(arguments.records().join("history.sqlite")),
         libvirt: arguments.libvirt(),
     };

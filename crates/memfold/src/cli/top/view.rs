@@ -90,7 +90,7 @@ pub(super) const COLUMNS: [Column; 12] = [
 pub(super) enum Sort {
     Name,
     Domain,
-    /// By a figure: an index into [`COLUMNS`].
+    /// Order by a figure: an index into [`COLUMNS`].
     Figure(usize),
 }
 
