@@ -84,7 +84,7 @@ mod tests {
             let mut tries = Backoff::default();
             let (end, ended) = channel::<()>();
             let work = move || {
-                // Until it is told.
+                // Blocks until the test ends it.
                 let _ = ended.recv();
                 outcome
             };

@@ -50,7 +50,7 @@ impl Monitor {
     }
 
     /// Locks the monitor. If others use it for over 30 s, all commands of the guard fail with
-    /// [`QmpError::Busy`]: nobody waits forever for a QEMU that hangs.
+    /// [`QmpError::Busy`](memfold_vm::QmpError::Busy): nobody waits forever for a QEMU that hangs.
     pub fn lock(&self) -> MonitorGuard<'_> {
         self.lock_within(LOCK_TIMEOUT)
     }

@@ -68,9 +68,9 @@ mod tests {
                     let turn = turns.take(Duration::from_secs(60));
                     assert!(turn.is_some());
                     most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                    // Two have one at once: neither goes on without another.
+                    // Two threads hold a permit at once: neither continues without the other.
                     two.wait();
-                    // A third one would come in here.
+                    // A third thread would get a permit here.
                     std::thread::sleep(Duration::from_millis(5));
                     now.fetch_sub(1, Ordering::SeqCst);
                     all.fetch_add(1, Ordering::SeqCst);

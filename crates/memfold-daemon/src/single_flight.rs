@@ -72,10 +72,10 @@ mod tests {
                 threads.into_iter().map(|t| t.join().unwrap()).collect()
             })
         };
-        // All of them ask before the first one is begun.
+        // All callers ask before the first computation begins.
         let asked = (0..40).map(|_| joined.last_begun()).collect();
         assert_eq!(answers(asked), [1; 40]);
-        // These ask while the second one is made, which is older than their question.
+        // These callers ask while the second computation runs, which began before their request.
         let mut asked = Vec::new();
         let second = joined.get(|| {
             asked = (0..40).map(|_| joined.last_begun()).collect();

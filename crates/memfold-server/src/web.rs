@@ -97,7 +97,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::path::Path;
 
-    /// Files below a directory of `web/`, as paths of the interface.
+    /// Files below a directory of `web/`, as paths of the API.
     fn below(directory: &Path, prefix: &str, found: &mut BTreeSet<String>) {
         for entry in std::fs::read_dir(directory).unwrap() {
             let entry = entry.unwrap();

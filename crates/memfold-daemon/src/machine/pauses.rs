@@ -82,7 +82,7 @@ mod tests {
             pauses.hear(&both, false),
             Some(Duration::from_millis(2_700))
         );
-        // Stopped before this daemon came.
+        // The VM was stopped before this daemon started.
         assert_eq!(pauses.hear(from_ref(&resume), true), Some(Duration::MAX));
         // A start.
         assert_eq!(pauses.hear(from_ref(&resume), false), None);

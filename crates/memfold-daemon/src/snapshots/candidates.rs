@@ -305,9 +305,9 @@ mod tests {
         );
         assert_eq!(places.disks, [(254, 0), (254, 16)]);
         let runs = [
-            // Over the end of one place and the next.
+            // The run crosses the end of one place into the next.
             run(50, 20, 10, 90),
-            // Behind a gap, of which nothing is known.
+            // The run begins after a gap whose place is unknown.
             run(100, 200, 10, 150),
             // What follows in memory and on the disk is one.
             run(0, 8, 11, 16),
@@ -334,7 +334,7 @@ mod tests {
         );
         let runs = [
             run(0, 64, 10, u32::MAX - 64),
-            // Two frames of the guest that are one page of QEMU.
+            // Two frames of the guest are one page of QEMU.
             run(10, 64, 10, 0),
             run(60, 10, 10, 100),
             run(100, 6, 11, u32::MAX - 5),
@@ -390,7 +390,7 @@ mod tests {
         files.iter().map(name).collect()
     }
 
-    /// A question's file numbers.
+    /// File numbers in a question.
     fn numbers(script: &str) -> Vec<FileNumber> {
         let lines = script.lines().filter(|line| line.starts_with('/'));
         let number = |line: &str| line.rsplit('/').next()?.parse().ok();

@@ -247,7 +247,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A VM whose device moves so many bytes between two looks.
+    /// A VM whose swap device transfers this many bytes between two measurements.
     struct Vm {
         habit: Habit,
         moved: u64,
@@ -269,7 +269,7 @@ mod tests {
             self.habit.look(self.moved, place, self.now)
         }
 
-        /// Looks until something is to be done; how many it took.
+        /// Measures until a step is to be taken. Returns the number of measurements.
         fn until(&mut self, wish: BorrowStep, bytes: u64, place: SwapPlace) -> u32 {
             for look in 1..2000 {
                 match self.look(bytes, place) {
@@ -288,7 +288,7 @@ mod tests {
     fn a_vm_that_keeps_swapping_borrows_and_a_burst_does_not() {
         let mut vm = Vm::new();
         for look in 0..300 {
-            // Eight seconds of ten.
+            // Eight of the ten seconds that a loan needs.
             let bytes = if look % 5 == 0 { 0 } else { 100 * MIB };
             assert_eq!(vm.look(bytes, SwapPlace::OnDisk), BorrowStep::Nothing);
         }
@@ -328,7 +328,7 @@ mod tests {
         vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
         vm.habit.borrowed();
         for _ in 0..600 {
-            // Not busy, not idle.
+            // The traffic is neither busy nor idle.
             assert_eq!(vm.look(MIB, SwapPlace::Lent), BorrowStep::Nothing);
         }
         let looks = vm.until(BorrowStep::GiveBack, 0, SwapPlace::Lent);

@@ -225,7 +225,7 @@ mod tests {
             (public[0].name(), public[1].name()),
             ("vms.example", "intern")
         );
-        // Whether the proxy passes the browser's Host on, or says its own.
+        // The proxy passes on the browser's Host header, or sends its own.
         for host in ["vms.example", "127.0.0.1:8420"] {
             let same = |origin: &str| {
                 let headers = headers(&[("host", host), ("origin", origin)]);

@@ -120,7 +120,7 @@ mod tests {
             });
             let sent = runtime.block_on(async {
                 let ours = tokio::net::UnixStream::from_std(ours).unwrap();
-                // Who reads may be kept waiting by this machine.
+                // A reader may be delayed by a busy machine.
                 let patience = Duration::from_millis(if reads { 20_000 } else { 200 });
                 let mut ours = Unread::new(ours, patience);
                 let bytes = vec![7; 64 << 10];

@@ -126,7 +126,7 @@ fn exported(text: &str) -> BTreeMap<String, (String, BTreeSet<String>, String)> 
     all
 }
 
-/// The tables of a section of docs/metrics.md: name, type, labels, meaning.
+/// Rows of the metrics tables in docs/metrics.md: name, type, labels, meaning.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>, String)> {
     let document = include_str!("../../../../docs/metrics.md");
     let section = document.split("\n## ").find(|s| s.starts_with("Scraped"));
