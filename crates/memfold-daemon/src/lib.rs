@@ -4,23 +4,23 @@
 //! the services above it in this list:
 //!
 //! ```text
-//!   VmRegistry       which VMs run (Machine), which are on their way, and the rights that belong to names
+//!   VmRegistry       running VMs (Machine), VMs that are being started or adopted, rights that depend on names
 //!   Folding          the fold engine's thread
-//!   DebtWatch        what guests could call in, and whether a VM may be started
-//!   KsmSteering      the kernel's own merging
-//!   DebtBrake        a thread: watches the debt, holds folding and KSM, asks guests for page cache
-//!   Leases           the registry of who lends what to whom
-//!   Lending          what this host lends
+//!   DebtWatch        memory that guests can claim by writing; admits VMs
+//!   KsmSteering      KSM, the kernel's own page merging
+//!   DebtBrake        a thread: measures the debt, stops folding and KSM, asks guests to drop page cache
+//!   Leases           the lease registry: which host lends to which VM or volume
+//!   Lending          lending of this host's memory
 //!   SwapDisks        VMs' swap disks on lent RAM: a thread for each
-//!   SwapVolumes      volumes of LVM on lent RAM: a thread for each
+//!   SwapVolumes      LVM volumes on lent RAM: a thread for each
 //!   Segments         files that VMs execute in place
-//!   Vms              VMs that are started, attached to, taken over, stopped: a watch thread for each
-//!   Snapshots        VMs that are saved and restored
-//!   Boots            VMs that boot and reboot
-//!   LibvirtDomains   a thread: takes domains of libvirt on
-//!   Reports          the ledger, leases, figures for scrapes
-//!   Sampling         a thread: samples, of which history and events are made
-//!   Views            what is shown of memory
+//!   Vms              start, attach, adopt and stop VMs: a watch thread for each
+//!   Snapshots        save and restore VMs
+//!   Boots            start and reboot VMs
+//!   LibvirtDomains   a thread: adopts domains of libvirt
+//!   Reports          the ledger, leases, figures for metrics scrapes
+//!   Sampling         a thread: samples, which become history and events
+//!   Views            views of memory for user interfaces
 //! ```
 //! The daemon holds no state that a new daemon could not find: VMs are in the state directory,
 //! mappings and the page store in the kernel. It may be killed at any instant.

@@ -226,7 +226,7 @@ impl Views {
         self.ksm.explain(name)
     }
 
-    /// Number of further VMs that fit on this host.
+    /// Number of VMs that fit on this host, computed from the running VMs.
     pub fn plan(&self, order: &Order) -> Result<Plan, DaemonError> {
         let report = self.reports.joint_report()?;
         let plan = order.plan(&report.ledger, &report.fold, &self.sampling.growths());

@@ -50,7 +50,7 @@ fn order(pairs: &[(String, String)]) -> Result<Order, String> {
     Ok(order)
 }
 
-/// Number of further VMs that fit, computed from the running VMs: the JSON of `memfold plan`.
+/// Number of VMs that fit, computed from the running VMs: the JSON of `memfold plan`.
 #[utoipa::path(get, path = "/v1/plan", params(
     ("kind" = Option<String>, Query, description = "`KIND=VM,VM`; several. By default the VMs of each trust domain are one"),
     ("vms" = Option<String>, Query, description = "`KIND=NUMBER` in all; several. By default as many as run"),

@@ -3,10 +3,10 @@
 //!
 //! ```text
 //!   each second:  MemAvailable (or what a control group of all VMs leaves), counters of engine and KSM  ->  level
-//!     when MemAvailable fell, VMs came or went, or it is long ago: the engine looks at the kernel's tables first
-//!     warning:  said, and store pages that nobody needs are given back at once, not every six seconds
+//!     when MemAvailable fell, VMs came or went, or the last read is old: the engine reads the kernel's page tables first
+//!     warning:  logged; unused store pages are given back at once, not every six seconds
 //!     braked:   no VM is started, and until the level is ok again folding and KSM make no more debt (what is shared stays shared)
-//!     braked, and less than the reserve is left: guests are asked to drop clean page cache, one after the other, until it is there again
+//!     braked, and less than the reserve is left: guests are asked in turn to drop clean page cache, until the reserve is available
 //! ```
 //! The measurement of each second does not walk page maps.
 
