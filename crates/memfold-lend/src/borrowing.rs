@@ -1,4 +1,4 @@
-//! What is under a swap disk that is lent.
+//! Records of a VM's swap disk on lent RAM: its parts, their lenders and leases, and its copy.
 
 use std::path::PathBuf;
 
@@ -9,47 +9,49 @@ use super::endpoint::Address;
 use super::lease::{Durability, LeaseId};
 use super::relay::start::Running;
 
-/// What one lender holds of a part.
+/// One lender's share of a [`Part`]: the lease, the lender, and the address of its export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stripe {
-    /// Its lease.
+    /// Number of the lease in the registry.
     pub lease: LeaseId,
-    /// Who lends.
+    /// Host name of the lender.
     pub lender: String,
-    /// Where it is.
+    /// Address of the lender's export.
     pub address: Address,
 }
 
-/// A copy of a swap disk on lent RAM, of one lender or of several.
+/// One copy of a swap disk on lent RAM. The copy is on one lender, or striped over several.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// Of the first lender.
+    /// Share of the first lender.
     #[serde(flatten)]
     pub first: Stripe,
-    /// Of the others.
+    /// Shares of the other lenders, in stripe order; empty for a copy on one lender.
     #[serde(default)]
     pub others: Vec<Stripe>,
-    /// What is between; `None`: a daemon before relays had QEMU connect to its one lender.
+    /// The relay process between QEMU and the lenders. `None` only in records of old daemons, which
+    /// connected QEMU directly to the one lender.
     #[serde(default)]
     pub relay: Option<Running>,
-    /// Whether its node is gone.
+    /// Whether QEMU no longer has the block node of this part.
     pub lost: bool,
 }
 
 impl Part {
-    /// What it is made of, in the order of the stripes.
+    /// All shares, in the order of the stripes.
     pub fn stripes(&self) -> impl Iterator<Item = &Stripe> {
         std::iter::once(&self.first).chain(&self.others)
     }
 
-    /// Names of its lenders.
+    /// Host names of the lenders, separated by ", ".
     #[must_use]
     pub fn lenders(&self) -> String {
         let names: Vec<&str> = self.stripes().map(|stripe| &*stripe.lender).collect();
         names.join(", ")
     }
 
-    /// What QEMU is connected to.
+    /// The address that QEMU's NBD client is connected to: the relay's socket, or the lender itself
+    /// if there is no relay.
     #[must_use]
     pub fn reached_at(&self) -> Address {
         match &self.relay {
@@ -59,57 +61,58 @@ impl Part {
     }
 }
 
-/// How far a switch to lent RAM has come.
+/// Progress of the switch of a swap disk to lent RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// The device uses others, as far as is known.
+    /// The guest's device still uses the old nodes, as far as is known.
     Switching,
-    /// It uses these.
+    /// The guest's device uses the nodes of this record.
     Lent,
 }
 
-/// What is under a swap disk that is lent, or to be: kept in the VM's directory before anything is
-/// done, so that the next daemon can end or undo what this one has begun. Holds no key.
+/// Record of a swap disk that is on lent RAM or is being moved there. It is written to the VM's
+/// directory before anything is done, so that the next daemon can finish or undo the move. It
+/// contains no key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Borrowing {
-    /// Number of these nodes.
+    /// Generation number of these block nodes; part of their names.
     pub generation: u64,
-    /// What keeps the bytes if a lender dies.
+    /// Where the bytes survive if a lender dies.
     pub durability: Durability,
-    /// Bytes of the disk.
+    /// Size of the disk, in bytes.
     pub bytes: u64,
-    /// Copies on lent RAM: one or two.
+    /// Copies on lent RAM: one, or two for durability `replica`.
     pub parts: Vec<Part>,
-    /// File of the copy on disk.
+    /// File of the copy on the borrower's disk, if there is one.
     pub copy: Option<PathBuf>,
-    /// Whether a request to that file has failed: it may not be a copy any more.
+    /// Whether a request to that file has failed. The file is then no longer trusted as a copy.
     pub copy_failed: bool,
-    /// Whether there was a time when nobody would have heard of that.
+    /// Whether there was a time in which a failure of that file would have gone unnoticed.
     pub copy_unwatched: bool,
-    /// How far it has come.
+    /// Progress of the switch.
     pub phase: Phase,
-    /// Whether the daemon did it by itself (`serve --borrow auto`), and so is to give it back by
-    /// itself.
+    /// Whether the daemon borrowed on its own (`serve --borrow auto`). Then it also returns the RAM
+    /// on its own.
     #[serde(default)]
     pub by_itself: bool,
 }
 
-/// What the swap device uses now.
+/// The block node that the guest's swap device uses now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Top {
-    /// Node.
+    /// Name of the node.
     pub node: String,
-    /// Number of its nodes.
+    /// Generation number in the node's name.
     pub generation: u64,
-    /// Bytes of the disk.
+    /// Size of the disk, in bytes.
     pub bytes: u64,
-    /// The file on disk below it, if there is one.
+    /// The file on the host's disk under this node, if there is one.
     pub file: Option<PathBuf>,
 }
 
 impl Borrowing {
-    /// The node that the device is to use.
+    /// Name of the node that the guest's device uses once the switch is done.
     #[must_use]
     pub fn top(&self) -> String {
         match self.durability {
@@ -118,30 +121,30 @@ impl Borrowing {
         }
     }
 
-    /// The node of a lent piece.
+    /// Name of the node of lent part number `part`.
     #[must_use]
     pub fn lent(&self, part: usize) -> String {
         lent_node(self.generation, part)
     }
 
-    /// All leases.
+    /// Leases of all parts.
     pub fn leases(&self) -> impl Iterator<Item = LeaseId> {
         let stripes = self.parts.iter().flat_map(Part::stripes);
         stripes.map(|stripe| stripe.lease)
     }
 
-    /// Parts that can be reached.
+    /// Parts that are not lost, with their numbers.
     pub fn reached(&self) -> impl Iterator<Item = (usize, &Part)> {
         self.parts.iter().enumerate().filter(|(_, part)| !part.lost)
     }
 
-    /// Whether all there is lies with one lender, though there are to be two copies.
+    /// Whether a single lender holds the only copy, although two copies were asked for.
     #[must_use]
     pub fn hangs_on_one(&self) -> bool {
         self.durability != Durability::None && self.reached().count() == 1 && !self.has_copy()
     }
 
-    /// What keeps the bytes now if a lender dies: nothing, if all there is lies with one.
+    /// The durability that holds now: `none` if a single lender holds the only copy.
     #[must_use]
     pub fn durability_now(&self) -> Durability {
         if self.hangs_on_one() {
@@ -151,13 +154,13 @@ impl Borrowing {
         }
     }
 
-    /// Whether every byte is in the file on disk, as far as is known.
+    /// Whether the file on disk holds every byte, as far as is known.
     #[must_use]
     pub const fn has_copy(&self) -> bool {
         self.copy.is_some() && !self.copy_failed
     }
 
-    /// Whether nothing but this part holds the bytes.
+    /// Whether this part is the only one that still holds the bytes.
     #[must_use]
     pub fn is_alone(&self, part: usize) -> bool {
         !self.has_copy() && self.reached().all(|(other, _)| other == part)

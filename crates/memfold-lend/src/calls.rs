@@ -1,5 +1,5 @@
-//! A registry that another daemon keeps: each method as a message and its answer, whatever carries
-//! them.
+//! A registry kept by another daemon: each method of [`Registry`] as a message and its answer,
+//! independent of the transport.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::offer::{Offer, Want};
 use super::registry::Registry;
 use super::registry_error::RegistryError;
 
-/// One method and its arguments. Times in milliseconds.
+/// One method of [`Registry`] with its arguments. Times are in milliseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[allow(missing_docs)] // the methods' own words
@@ -62,7 +62,7 @@ pub enum Call {
 }
 
 impl Call {
-    /// The host that asks, as it names itself; `None`: whoever it is.
+    /// Name of the host that this call speaks for; `None` for a call that any host may make.
     #[must_use]
     pub fn speaks_for(&self) -> Option<&str> {
         match self {
@@ -81,7 +81,7 @@ impl Call {
     }
 }
 
-/// What a method gave.
+/// Result of a method of [`Registry`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)] // the methods' own words
@@ -93,9 +93,9 @@ pub enum Answer {
     Refused(RegistryError),
 }
 
-/// Carries a call out.
+/// Carries out a call on `registry`.
 pub fn answer(registry: &dyn Registry, call: &Call) -> Answer {
-    // What is too long is refused by the registry, not here.
+    // Times that are too long are refused by the registry, not here.
     let time = |ms: &u64| Duration::from_millis(*ms).min(MAX_TTL + Duration::from_secs(1));
     let done = match call {
         Call::Offer { offer, ttl_ms } => registry.offer(offer, time(ttl_ms)).map(done),
@@ -131,7 +131,7 @@ fn done((): ()) -> Answer {
     Answer::Done
 }
 
-/// A registry elsewhere. `T` brings a call there and its answer back.
+/// A registry in another process. `T` sends a call there and returns the answer.
 #[derive(Debug)]
 pub struct CallRegistry<T> {
     place: String,
@@ -139,7 +139,7 @@ pub struct CallRegistry<T> {
 }
 
 impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
-    /// `place` is what people are told of it.
+    /// `place` names the registry in error messages.
     pub const fn new(place: String, transport: T) -> Self {
         Self { place, transport }
     }

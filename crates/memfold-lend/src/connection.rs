@@ -1,10 +1,9 @@
-//! The socket between a VM's QEMU and a lender's nbdkit, held by a second descriptor
-//! (`pidfd_getfd(2)`).
+//! A second descriptor of the socket between a VM's QEMU and a lender's nbdkit (`pidfd_getfd(2)`).
 //!
-//! QEMU's NBD client waits for an answer as long as the connection stands, and while it waits its
-//! main loop may stand still too. So who watches needs neither QEMU nor the lender: it sees the
-//! connection's end at once, has the kernel end it when the other host doesn't answer any more, and
-//! can cut it itself.
+//! QEMU's NBD client waits for an answer as long as the connection stands, and QEMU's main loop may
+//! block meanwhile. The watcher therefore depends on neither QEMU nor the lender. With its own
+//! descriptor it sees the end of the connection at once, lets the kernel end the connection when
+//! the other host stops answering (TCP keepalive), and can cut the connection itself.
 
 use std::ffi::OsStr;
 use std::io;
@@ -22,18 +21,18 @@ use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use super::endpoint::Address;
 use super::lease::Durability;
 
-/// How long a host that isn't heard of is waited for, if there is another copy of what it has: a VM
-/// may wait all that time.
+/// How long to wait for a silent host if another copy of its bytes exists. A VM may block for all
+/// that time.
 pub const PATIENCE: Duration = Duration::from_secs(3);
 
-/// The same, if there is none: a VM that waits for a minute loses less than one whose swap disk is
-/// lost.
+/// How long to wait for a silent host if it holds the only copy. A VM that blocks for a minute
+/// loses less than one whose swap disk is lost.
 pub const LAST_PATIENCE: Duration = Duration::from_secs(60);
 
-/// How many questions of the kernel whether the other host is there may go unanswered.
+/// TCP keepalive probes that may go unanswered before the kernel ends the connection.
 const KEEPALIVE_COUNT: u32 = 2;
 
-/// A second descriptor of a process's socket.
+/// A second descriptor of another process's socket.
 #[derive(Debug)]
 pub struct Wire(OwnedFd);
 
@@ -43,7 +42,7 @@ impl Wire {
         Ok(Self::all(process, |socket| is_connected_to(socket, address))?.pop())
     }
 
-    /// Connections that `process` has accepted at a portal.
+    /// All connections that `process` has accepted at a portal (address and port).
     pub fn served_by(process: &Process, portal: SocketAddr) -> io::Result<Vec<Self>> {
         let is_there = |socket: &OwnedFd| {
             getpeername(socket).is_ok_and(|peer| peer.is_some())
@@ -58,7 +57,7 @@ impl Wire {
         let directory = format!("/proc/{}/fd", process.pid().as_raw_nonzero());
         for entry in std::fs::read_dir(directory)? {
             let entry = entry?;
-            // It may close one while we look.
+            // The process may close a descriptor meanwhile.
             let is_socket = std::fs::read_link(entry.path())
                 .is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"socket:"));
             let number = entry.file_name().to_str().and_then(|n| n.parse().ok());
@@ -75,8 +74,8 @@ impl Wire {
         Ok(found)
     }
 
-    /// Has the kernel end the connection when the other host is not heard of for [`PATIENCE`]. A
-    /// Unix socket's other end is this host.
+    /// Lets the kernel end the connection when the other host is silent for [`PATIENCE`]. Does
+    /// nothing for a Unix socket, whose other end is on this host.
     pub fn keep_alive(&self) -> io::Result<()> {
         let is_tcp = sockopt::socket_domain(&self.0)? != rustix::net::AddressFamily::UNIX;
         if is_tcp {
@@ -86,13 +85,13 @@ impl Wire {
         }
     }
 
-    /// Ends the connection: whoever waits for an answer gets an error at once.
+    /// Ends the connection. A process that waits for an answer gets an error at once.
     pub fn cut(&self) {
         // Fails only if it has ended already.
         let _ = shutdown(&self.0, Shutdown::Both);
     }
 
-    /// For `poll(2)`: something is returned when the connection has ended.
+    /// An entry for `poll(2)` that becomes ready when the connection has ended.
     #[must_use]
     pub fn poll_end(&self) -> PollFd<'_> {
         PollFd::new(&self.0, PollFlags::RDHUP)
@@ -110,7 +109,7 @@ impl Wire {
     }
 }
 
-/// For how long lenders of a VM's swap disk are waited for.
+/// How long to wait for a silent lender of a VM's swap disk, by the disk's durability.
 #[must_use]
 pub const fn patience(durability: Durability) -> Duration {
     match durability {
@@ -119,16 +118,16 @@ pub const fn patience(durability: Durability) -> Duration {
     }
 }
 
-/// Has the kernel end a TCP connection when the other host is not heard of for so many seconds. Set
-/// on a listening socket, it holds for all that it accepts.
+/// Lets the kernel end a TCP connection when the other host is silent for `patience`. A listening
+/// socket passes the setting on to the connections that it accepts.
 pub(super) fn keep_alive(socket: &impl AsFd, patience: Duration) -> io::Result<()> {
-    // A third until it begins to ask, and a third for each question (tcp(7)).
+    // One third of the time until the first probe, and one third for each probe (tcp(7)).
     let third = patience / (KEEPALIVE_COUNT + 1);
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, third)?;
     sockopt::set_tcp_keepintvl(socket, third)?;
     sockopt::set_tcp_keepcnt(socket, KEEPALIVE_COUNT)?;
-    // Sent bytes that stay unacknowledged.
+    // Time limit for sent bytes that stay unacknowledged.
     let unacknowledged = u32::try_from(patience.as_millis()).unwrap_or(u32::MAX);
     sockopt::set_tcp_user_timeout(socket, unacknowledged)?;
     Ok(())
@@ -147,8 +146,8 @@ fn is_connected_to(socket: &OwnedFd, address: &Address) -> bool {
     }
 }
 
-/// Does something that makes `process` connect to `address` and that may wait for an answer from
-/// there; after `patience` the connection is cut, so that it fails.
+/// Runs `work`, which makes `process` connect to `address` and perhaps wait there for an answer.
+/// After `patience` the connection is cut, so that `work` fails instead of blocking.
 pub fn within<T>(
     process: &Process,
     address: &Address,
@@ -163,7 +162,7 @@ pub fn within<T>(
                 if let Ok(Some(wire)) = Wire::find(process, address) {
                     wire.cut();
                 }
-                // It may not have connected yet.
+                // `process` may not have connected yet.
                 left = Duration::from_millis(200);
             }
         });

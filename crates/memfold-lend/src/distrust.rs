@@ -1,34 +1,33 @@
-//! Lenders that served other bytes than were written: nothing is borrowed of them for a while,
-//! unless somebody says otherwise.
+//! Lenders that served bytes other than those written. The daemon borrows nothing from them for an
+//! hour, unless an operator trusts them again.
 //!
-//! One lie is one too many for a machine, too: RAM that turns bits over does that again. So it
-//! takes no second one, and the lender's other leases, which are checked as well, go on until they
-//! lie.
+//! One wrong answer is enough, because RAM that flips bits will do so again. Other leases of the
+//! lender continue: their bytes are checked as well, and they end at their own first wrong answer.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-/// How long nothing is borrowed of a lender that lied.
+/// How long nothing is borrowed from a lender after it served wrong bytes.
 pub const FOR: Duration = Duration::from_secs(3600);
 
-/// A lender that isn't believed.
+/// A lender that served wrong bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Distrusted {
-    /// Name of the host.
+    /// Host name of the lender.
     pub lender: String,
-    /// Lies since it was trusted last.
+    /// Number of wrong answers since the lender was last trusted.
     pub lies: u64,
-    /// The VM that was told the last one.
+    /// VM that got the last wrong answer.
     pub vm: String,
-    /// What that was.
+    /// Description of the last wrong answer.
     pub what: String,
-    /// Until when nothing is borrowed of it, seconds since 1970.
+    /// Time until which nothing is borrowed from the lender, in seconds since 1970.
     pub until_unix_s: u64,
 }
 
-/// All of them, kept in a file, so that the next daemon knows them.
+/// All distrusted lenders. They are kept in a file, so that they survive a restart of the daemon.
 #[derive(Debug)]
 pub struct Distrust {
     file: PathBuf,
@@ -42,7 +41,7 @@ fn now() -> u64 {
 }
 
 impl Distrust {
-    /// What the daemon before knew.
+    /// Reads the file that the previous daemon left; an absent or unreadable file means no lenders.
     #[must_use]
     pub fn open(file: &Path) -> Self {
         let known = std::fs::read(file).ok();
@@ -65,7 +64,7 @@ impl Distrust {
         }
     }
 
-    /// A lender lied to a VM.
+    /// Records that a lender served wrong bytes to a VM.
     pub fn lied(&mut self, lender: &str, vm: &str, what: &str) {
         self.lied_at(lender, vm, what, now());
         self.write();
@@ -85,20 +84,20 @@ impl Distrust {
         self.lenders.sort_by(|a, b| a.lender.cmp(&b.lender));
     }
 
-    /// Those that aren't believed now.
+    /// Lenders that are distrusted now.
     pub fn now(&mut self) -> Vec<Distrusted> {
         self.at(now())
     }
 
     fn at(&mut self, now: u64) -> Vec<Distrusted> {
-        // A clock that was set back doesn't make it longer.
+        // If the clock was set back, an entry expires rather than lasting longer than [`FOR`].
         let holds =
             |one: &Distrusted| now < one.until_unix_s && one.until_unix_s <= now + FOR.as_secs();
         self.lenders.retain(holds);
         self.lenders.clone()
     }
 
-    /// Somebody trusts a lender again; whether it was distrusted.
+    /// Trusts a lender again. Returns whether it was distrusted.
     pub fn trust(&mut self, lender: &str) -> bool {
         let before = self.now().len();
         self.lenders.retain(|one| one.lender != lender);
@@ -106,7 +105,7 @@ impl Distrust {
         self.lenders.len() < before
     }
 
-    /// Lies that this daemon has heard of.
+    /// Number of wrong answers that this daemon has recorded since its start.
     #[must_use]
     pub const fn lies(&self) -> u64 {
         self.lies

@@ -1,4 +1,4 @@
-//! How a lease's bytes are reached.
+//! Address, protocol and key with which a borrower reaches a lease's bytes.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -36,44 +36,44 @@ impl Transport {
     }
 }
 
-/// How a lease's bytes are reached: an export of its own.
+/// The export of one lease: where and how a borrower reaches the lease's bytes.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
-    /// Where.
+    /// Address that the export listens on.
     pub address: Address,
-    /// What proves that one may, over TCP.
+    /// Key that the borrower needs over TCP: TLS-PSK for NBD, the CHAP secret for iSCSI.
     pub key: Option<Key>,
-    /// What is spoken there.
+    /// Protocol of the export.
     #[serde(default, skip_serializing_if = "Transport::is_nbd")]
     pub transport: Transport,
 }
 
-// A key must not get into a log.
+// `Debug` prints the address only: a key must not get into a log.
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}", self.address)
     }
 }
 
-/// Where an export listens.
+/// Address that an export listens on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Address {
-    /// A Unix socket: lender and borrower share a host.
+    /// Path of a Unix socket: lender and borrower share a host.
     Unix(PathBuf),
-    /// TCP, with TLS and a key shared beforehand.
+    /// TCP: NBD with TLS and a pre-shared key, or iSCSI with CHAP.
     Tcp {
-        /// IP address.
+        /// IP address of the lender, or of a forwarder in front of it.
         ip: std::net::IpAddr,
-        /// Port.
+        /// TCP port; not 0.
         port: u16,
     },
 }
 
-/// A key shared beforehand (TLS-PSK, RFC 4279).
+/// A pre-shared key (TLS-PSK, RFC 4279).
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Key {
-    /// Whose it is.
+    /// Identity under which the key is known, `lease-ID`.
     pub identity: String,
     /// 32 bytes in hexadecimal digits.
     pub hex: String,
@@ -86,7 +86,8 @@ impl fmt::Debug for Key {
 }
 
 impl Endpoint {
-    /// Checks what a lender of another host may have written: a socket's path there is one here.
+    /// Checks an endpoint that a lender of another host has written. Refuses Unix sockets: their
+    /// paths would name a socket of this host.
     pub fn check_of_another_host(&self) -> Result<(), RegistryError> {
         self.check()?;
         match self.address {
@@ -98,7 +99,8 @@ impl Endpoint {
         }
     }
 
-    /// Checks what came from elsewhere: it gets into QEMU's options and into a file of keys.
+    /// Checks an endpoint from another host, because its values get into QEMU's options and a key
+    /// file.
     pub fn check(&self) -> Result<(), RegistryError> {
         match (&self.address, &self.key) {
             (Address::Unix(_), _) if self.transport == Transport::Iscsi => {

@@ -1,5 +1,5 @@
-//! The registry in an etcd, for clusters: every host asks it by itself, and no host of ours has to
-//! be there for the others.
+//! The registry in an etcd, for clusters. Every host asks etcd directly, so no memfold daemon has
+//! to run for the other hosts.
 //!
 //! | key | holds | changed |
 //! |---|---|---|
@@ -11,17 +11,18 @@
 //! | `endpoint/ID` | address and key of the export | |
 //! | `last` | the last lease's number | by comparing its revision |
 //!
-//! **Why no byte is lent twice.** Whatever makes or ends a lease changes its lender's account, in
-//! one transaction that etcd carries out only if the account is as it was read. So of two that have
-//! read the same, one has to read again. Who is cut off from most of the members can neither read
-//! (reads are linearizable) nor change anything; what it had asked before is compared when it
-//! arrives, like all else. A request without an answer may have been carried out: a lease that its
-//! borrower doesn't know of is never renewed, and its lender ends it.
+//! **Why no byte is lent twice.** Every request that creates or ends a lease changes the lender's
+//! account. etcd carries out the transaction only if the account is unchanged since it was read. Of
+//! two hosts that read the same account, one must therefore read again. A host that is cut off from
+//! most members can neither read (reads are linearizable) nor change anything. A request that it
+//! sent earlier is still compared when it arrives. A request without an answer may have been
+//! carried out: if the borrower does not know of its lease, it never renews it, and the lender ends
+//! it.
 //!
-//! **Time.** Hosts needn't agree on theirs. A key says how long it holds; whoever looks counts from
-//! when *it* saw that revision first, which is later than it was put. So a lender that looks twice
-//! in a second ends an export at its deadline, also while etcd can't be asked. Who has not seen a
-//! key before holds to etcd's clock, which makes it vanish.
+//! **Time.** Hosts need not agree on the time of day. A key says for how long it holds. Each reader
+//! counts from when *it* first saw that revision, which is later than the write. A lender that
+//! looks twice a second therefore ends an export at its deadline even while etcd is unreachable.
+//! For a key that a reader has never seen, etcd's own clock counts: etcd removes the key.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -38,15 +39,15 @@ use super::offer::{Offer, Want};
 use super::registry::Registry;
 use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
 
-/// An offer that hasn't changed is said again after this time: each time costs a revision of
-/// etcd's.
+/// An unchanged offer is written again only after this time, because each write costs an etcd
+/// revision.
 const SAY_AGAIN: Duration = Duration::from_secs(1);
 
-/// Leases that one transaction ends: etcd takes 128 operations.
+/// Most leases that one transaction ends; etcd allows 128 operations.
 const ENDED_AT_ONCE: usize = 50;
 
 impl EtcdRegistry {
-    /// One attempt to say what a lender has.
+    /// One attempt to publish a lender's offer. `None`: another client changed the keys meanwhile.
     fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>, RegistryError> {
         let lender = &offer.lender;
         let (account, heard) = self.lender(&lender.host)?;
@@ -59,7 +60,7 @@ impl EtcdRegistry {
             return Err(RegistryError::Superseded { lender });
         }
         let mut leases = before.clone().unwrap_or_default().leases;
-        // Leases of the run before have ended with it; as many at once as etcd takes.
+        // Leases of the previous run ended with that run. Removes as many at once as etcd takes.
         let old: Vec<u64> = if known < incarnation {
             leases.keys().copied().take(ENDED_AT_ONCE).collect()
         } else {
@@ -105,7 +106,7 @@ impl EtcdRegistry {
         }))
     }
 
-    /// One attempt to set bytes aside.
+    /// One attempt to reserve bytes for a lease.
     fn try_take(
         &self,
         want: &Want,
@@ -128,7 +129,7 @@ impl EtcdRegistry {
             let account = &lender.account.value;
             account.bytes.saturating_sub(account.lent())
         };
-        // The first of those with the most.
+        // Of several lenders with the most free bytes, the first by name.
         let best = lenders.into_iter().rev().max_by_key(free);
         let largest = best.as_ref().map_or(0, free);
         let Some(mut best) = best.filter(|_| largest >= want.bytes) else {
@@ -172,7 +173,7 @@ impl EtcdRegistry {
         Ok(Some(lease))
     }
 
-    /// One attempt to renew.
+    /// One attempt to renew a lease.
     fn try_renew(
         &self,
         id: LeaseId,
@@ -187,7 +188,7 @@ impl EtcdRegistry {
             return Err(state(id, what.value.state, "renewed"));
         }
         let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
-        // Each writing costs a revision of etcd's.
+        // Each write costs an etcd revision.
         if lease.left_ms >= ttl_ms / 4 * 3 && lease.left_ms > 0 {
             return Ok(Some(lease));
         }
@@ -204,7 +205,7 @@ impl EtcdRegistry {
         }))
     }
 
-    /// One attempt to note that a borrower has no other copy any more.
+    /// One attempt to record that a borrower has lost its other copy.
     fn try_sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Option<Lease>, RegistryError> {
         let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
         let [what, renewed, recall] =

@@ -1,8 +1,8 @@
-//! What is asked of etcd: transactions and its leases, by the JSON gateway that every etcd has on
+//! Requests to etcd: transactions and etcd leases, through the JSON gateway that every etcd has on
 //! its client port (`/v3/...`).
 //!
-//! Reads here are linearizable, which is the gateway's default: a member that is cut off from the
-//! others answers nothing.
+//! Reads are linearizable, which is the gateway's default. A member that is cut off from the others
+//! therefore answers nothing.
 
 use std::fmt;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use super::https::{Https, Post};
 use super::place::Member;
 use super::tls::TlsFiles;
 
-/// How long a member may take for an answer.
+/// Time limit for a member's answer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// A key with its value.
@@ -26,33 +26,33 @@ const PATIENCE: Duration = Duration::from_secs(3);
 pub(super) struct Kv {
     pub key: String,
     pub value: Vec<u8>,
-    /// The revision at which it was put.
+    /// Revision at which the key was last written.
     pub revision: u64,
 }
 
-/// A transaction that is put together: conditions, and what is done if all hold.
+/// A transaction: its conditions, and the operations that run if all conditions hold.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Txn {
     compare: Vec<Value>,
     success: Vec<Value>,
 }
 
-/// What a transaction found.
+/// Result of a transaction.
 #[derive(Clone, Debug)]
 pub(super) struct Done {
-    /// Whether all conditions held.
+    /// Whether all conditions held, and so the operations ran.
     pub held: bool,
-    /// The store's revision afterwards: that of each key which was put.
+    /// The store's revision after the transaction; also the revision of each key that it wrote.
     pub revision: u64,
-    /// For each range that was asked for, in order.
+    /// Keys of each requested range, in the order of the requests.
     pub ranges: Vec<Vec<Kv>>,
 }
 
-/// One of etcd's own leases: keys put with it vanish when it is over.
+/// One of etcd's own leases: etcd removes the keys written with it when it expires.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Grant(i64);
 
-/// Why there is no answer of etcd's.
+/// Reason why etcd gave no usable answer.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct ApiError(String);
@@ -61,7 +61,7 @@ fn base64(bytes: impl AsRef<[u8]>) -> String {
     STANDARD.encode(bytes)
 }
 
-/// The first key behind all that begin with `prefix`.
+/// The first key after all keys that begin with `prefix`.
 fn end_of(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
     // Prefixes here end with '/'.
@@ -72,7 +72,7 @@ fn end_of(prefix: &str) -> Vec<u8> {
 }
 
 impl Txn {
-    /// If the key is as it was at `revision`; 0: if there is none.
+    /// Adds the condition that the key is still at `revision`; 0: that the key does not exist.
     pub fn when_at(mut self, key: &str, revision: u64) -> Self {
         self.compare.push(json!({
             "key": base64(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision.to_string(),
@@ -85,7 +85,7 @@ impl Txn {
         self
     }
 
-    /// A key that vanishes with a lease of etcd's.
+    /// Writes a key that etcd removes when its lease `grant` expires.
     pub fn put_for(mut self, key: &str, value: &impl Serialize, grant: Grant) -> Self {
         self.success.push(put(key, value, Some(grant)));
         self
@@ -128,7 +128,7 @@ fn put(key: &str, value: &impl Serialize, grant: Option<Grant>) -> Value {
     json!({ "request_put": put })
 }
 
-/// An etcd.
+/// Client of an etcd cluster.
 pub(super) struct Api {
     http: Https,
 }
@@ -139,7 +139,7 @@ impl fmt::Debug for Api {
     }
 }
 
-/// 64-bit numbers are text in JSON (protobuf's JSON mapping), and left out when 0.
+/// A 64-bit number. protobuf's JSON mapping writes it as text, and leaves it out when it is 0.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Number {
@@ -244,7 +244,7 @@ impl Api {
         if status == StatusCode::OK {
             return serde_json::from_slice(&body).map_err(|_| odd());
         }
-        // Without a leader, say: another member may have one.
+        // A member without a leader, for example. Another member may have one.
         self.http.pass_over();
         let said = serde_json::from_slice::<ErrorAnswer>(&body).map_or_else(
             |_| String::from_utf8_lossy(&body).chars().take(200).collect(),
@@ -253,7 +253,7 @@ impl Api {
         Err(ApiError(format!("{status}: {said}")))
     }
 
-    /// Carries a transaction out. An error says nothing of whether it was.
+    /// Runs a transaction. After an error, it may or may not have been carried out.
     pub fn txn(&self, txn: &Txn) -> Result<Done, ApiError> {
         let body = json!({ "compare": txn.compare, "success": txn.success });
         let answer: TxnAnswer = self.ask("/v3/kv/txn", &body)?;
@@ -268,7 +268,7 @@ impl Api {
         })
     }
 
-    /// A lease of etcd's for so long: in whole seconds, not less than asked for.
+    /// Asks for an etcd lease of at least `ttl`, rounded up to whole seconds.
     pub fn grant(&self, ttl: Duration) -> Result<Grant, ApiError> {
         let seconds = ttl.as_millis().div_ceil(1000).max(1);
         let body = json!({ "TTL": seconds.to_string() });

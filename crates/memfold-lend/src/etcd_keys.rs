@@ -1,4 +1,4 @@
-//! What lies under which key of an etcd, and how it is read.
+//! Keys of the registry in an etcd, and how their values are read.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -14,21 +14,21 @@ use super::place::Member;
 use super::registry_error::RegistryError;
 use super::tls::TlsFiles;
 
-/// Where everything of ours is. The number is that of this layout.
+/// Prefix of all keys of memfold. The number is the version of the key layout.
 const PREFIX: &str = "/memfold/lend/1/";
 
-/// How long one tries again when others change the same.
+/// How long a transaction is retried while other clients change the same keys.
 const CONTENTION: Duration = Duration::from_secs(5);
 
-/// A lender's account.
+/// A lender's account: its offer and the bytes of its leases.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Account {
     pub(super) incarnation: u64,
     /// Bytes offered, lent ones included.
     pub(super) bytes: u64,
-    /// For how long an offer holds.
+    /// How long an offer holds after it was published, in milliseconds.
     pub(super) ttl_ms: u64,
-    /// Bytes by lease.
+    /// Bytes of each lease that has not ended, by lease number.
     pub(super) leases: BTreeMap<u64, u64>,
 }
 
@@ -38,7 +38,7 @@ impl Account {
     }
 }
 
-/// What a lease is, without its times.
+/// A lease without its times.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct What {
     pub(super) lender: LenderId,
@@ -49,26 +49,26 @@ pub(super) struct What {
     pub(super) state: LeaseState,
 }
 
-/// How long something holds.
+/// How long a key's statement holds after it was written, in milliseconds.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Holds {
     pub(super) ms: u64,
 }
 
-/// A value with the revision at which it was put.
+/// A value with the revision at which it was written.
 #[derive(Clone, Debug)]
 pub(super) struct At<T> {
     pub(super) value: T,
     pub(super) revision: u64,
 }
 
-/// Leases in an etcd.
+/// A registry in an etcd. The module `etcd` describes its keys and transactions.
 pub struct EtcdRegistry {
     pub(super) api: Api,
     pub(super) place: String,
     pub(super) prefix: String,
     pub(super) begun: Instant,
-    /// When this one saw the revision that a key has.
+    /// For each key: its revision, and when this process first saw that revision.
     pub(super) seen: Mutex<HashMap<String, (u64, Instant)>>,
 }
 
@@ -78,24 +78,24 @@ impl fmt::Debug for EtcdRegistry {
     }
 }
 
-/// A lender as it was read.
+/// A lender as read from etcd.
 #[derive(Debug)]
 pub(super) struct KnownLender {
     pub(super) host: String,
     pub(super) account: At<Account>,
-    /// Time left until its offer is over.
+    /// Time left until the offer expires.
     pub(super) left: Duration,
     pub(super) silent: Duration,
 }
 
 impl EtcdRegistry {
-    /// The registry at these members; `place` is what people are told of it.
+    /// The registry at these members; `place` names it in error messages.
     #[must_use]
     pub fn new(place: String, members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
         Self::under(PREFIX.to_owned(), place, members, tls)
     }
 
-    /// The same, under keys of its own, which end with `/`.
+    /// A registry under another key prefix, which ends with `/`.
     pub(super) fn under(
         prefix: String,
         place: String,
@@ -158,19 +158,19 @@ impl EtcdRegistry {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How long ago this one first saw the key as it is.
+    /// Time since this process first saw the key at `revision`.
     pub(super) fn since(&self, key: &str, revision: u64) -> Duration {
         let now = Instant::now();
         let mut seen = self.seen();
         let at = seen.entry(key.to_owned()).or_insert((revision, now));
-        // An answer may come behind a later one.
+        // Answers may arrive out of order.
         if at.0 < revision {
             *at = (revision, now);
         }
         at.1.elapsed()
     }
 
-    /// Time left of what a key says, since it was seen first.
+    /// Time left of the duration in a key, counted from when this process first saw it.
     pub(super) fn left(&self, kv: &Kv) -> Result<Duration, RegistryError> {
         let holds: Holds = self.read(kv)?;
         let holds = Duration::from_millis(holds.ms);
@@ -191,7 +191,7 @@ impl EtcdRegistry {
         Ok(At { value, revision })
     }
 
-    /// What so many questions find.
+    /// Runs a transaction of `N` range requests and returns their results.
     pub(super) fn ranges<const N: usize>(&self, txn: &Txn) -> Result<[Vec<Kv>; N], RegistryError> {
         let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
         let other = |_| self.unusable("its answer does not match the request");
@@ -207,14 +207,14 @@ impl EtcdRegistry {
         Ok(self.ranges(&txn)?.map(|mut found| found.pop()))
     }
 
-    /// Carries out what depends on what was read: the revision afterwards, or `None` if it had
-    /// changed meanwhile.
+    /// Runs a transaction that depends on values read before. Returns the new revision, or `None`
+    /// if those values have changed since.
     pub(super) fn commit(&self, txn: &Txn) -> Result<Option<u64>, RegistryError> {
         let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
         Ok(done.held.then_some(done.revision))
     }
 
-    /// Tries until nobody has come between reading and changing.
+    /// Repeats `attempt` until no other client interferes, for at most [`CONTENTION`].
     pub(super) fn repeat<T>(
         &self,
         mut attempt: impl FnMut() -> Result<Option<T>, RegistryError>,
@@ -227,7 +227,7 @@ impl EtcdRegistry {
             if Instant::now() > end {
                 break;
             }
-            // Others wait for another while.
+            // A random wait, so that competing clients do not retry in step.
             let chance = memfold_vm::overlay::unique() / 1000 % 8 + 1;
             std::thread::sleep(Duration::from_millis(chance * turn.min(10)));
         }
@@ -243,7 +243,7 @@ impl EtcdRegistry {
         Ok((account, heard))
     }
 
-    /// A lease, if it is theirs who ask.
+    /// The lease in `kv`, if it belongs to the caller.
     pub(super) fn what(
         &self,
         id: LeaseId,
@@ -252,7 +252,7 @@ impl EtcdRegistry {
         is_theirs: impl FnOnce(&What) -> bool,
     ) -> Result<At<What>, RegistryError> {
         let what: Option<At<What>> = kv.map(|kv| self.at(kv)).transpose()?;
-        // Whose it is, is nobody else's affair.
+        // Callers must not learn who owns another's lease.
         let theirs = what.filter(|what| is_theirs(&what.value));
         theirs.ok_or_else(|| RegistryError::NoLease {
             id,
@@ -282,7 +282,7 @@ impl EtcdRegistry {
         })
     }
 
-    /// Lenders of what was read of all their keys.
+    /// Lenders found in `kvs`, which holds all keys of all lenders.
     pub(super) fn lenders(&self, kvs: &[Kv]) -> Result<Vec<KnownLender>, RegistryError> {
         let prefix = format!("{}lender/", self.prefix);
         let mut all = Vec::new();
@@ -298,7 +298,7 @@ impl EtcdRegistry {
                 (self.left(heard)?, self.since(&heard_key, heard.revision))
             } else {
                 let seen = self.seen().get(&heard_key).map(|(_, at)| at.elapsed());
-                // It was over before this one ever looked.
+                // The offer expired before this process first looked.
                 let unseen = || Duration::from_millis(account.value.ttl_ms) + self.begun.elapsed();
                 (Duration::ZERO, seen.unwrap_or_else(unseen))
             };
@@ -326,8 +326,8 @@ impl EtcdRegistry {
         granted.map_err(|error| self.failed(&error))
     }
 
-    /// Forgets when keys were seen that are there no more. Of a lender that is silent it is
-    /// remembered how long.
+    /// Forgets lease keys that no longer exist. Lenders' keys are remembered, to tell how long a
+    /// lender has been silent.
     pub(super) fn forget(&self, leases: &[Kv]) {
         let prefix = self.all_leases();
         let is_there = |key: &str| leases.iter().any(|kv| kv.key == key);

@@ -1,24 +1,24 @@
-//! One lease's export: an nbdkit process that holds its bytes.
+//! The export of one lease: an nbdkit process that holds the lease's bytes in its memory.
 //!
-//! Why a process a lease, nbdkit's `data` plugin and these filters:
-//! - its memory is its own: no other tenant's server can reach it, nothing of it lies in a file
-//!   system, and when it ends the kernel has the pages back, which it never hands out without
-//!   clearing them;
-//! - `allocator=malloc,mlock=true` and a byte written at the very end have all of it allocated and
-//!   locked before the first client comes: a lender that is short of memory fails to start an
-//!   export, and a write to one never fails for want of memory, nor is it swapped;
-//! - `limit` and `exitlast` (in this order of closing: see [`FILTERS`]) serve one connection and no
-//!   second: QEMU's client reconnects by itself, and what it had written meanwhile to the other
-//!   copy alone would be missing here. An export that was left is gone.
+//! Each lease has its own process, with nbdkit's `data` plugin and these options:
+//! - The memory is private to the process. No other borrower's server can reach it, and none of it
+//!   is in a file system. When the process ends, the kernel takes the pages and clears them before
+//!   reuse.
+//! - `allocator=malloc,mlock=true`, and one byte written at the very end, make nbdkit allocate and
+//!   lock all memory before the first client connects. A lender that is short of memory therefore
+//!   fails to start the export. Later writes never fail for lack of memory, and nothing is swapped.
+//! - `limit` and `exitlast` (order: see [`FILTERS`]) allow one connection and never a second.
+//!   QEMU's client reconnects by itself, and writes that went only to the other copy meanwhile
+//!   would be missing here. An export ends with its connection.
 //!
-//! Over TCP: TLS with a key shared beforehand, which the registry tells the borrower alone
-//! (TLS-PSK: no certificate that could expire). An export listens on the address that the lender
-//! was given and announces that one, or another if there is a forwarder between.
+//! Over TCP: TLS with a pre-shared key, which the registry gives to the borrower only (TLS-PSK has
+//! no certificate that could expire). The export listens on the lender's configured address. It
+//! announces that address, or another one if a forwarder is in between.
 //!
-//! By iSCSI it is a tgtd instead, and [`iscsi`](super::iscsi) tells what does all that there.
+//! For iSCSI the process is a tgtd instead; [`iscsi`](super::iscsi) describes it.
 //!
-//! What is zeroed or trimmed stays allocated (nbdkit's `common/allocators/malloc.c` fills it with
-//! zeroes), so that a later write needs nothing.
+//! Zeroed or trimmed blocks stay allocated (nbdkit's `common/allocators/malloc.c` fills them with
+//! zeroes), so that a later write needs no new memory.
 
 use std::fs::{File, Permissions};
 use std::io::{self, Read};
@@ -40,96 +40,100 @@ use super::lease::LeaseId;
 
 pub use super::listen::{Listen, TcpListen};
 
-/// How long nbdkit may take to allocate and lock its memory, for each GiB and at least.
+/// Time limit for nbdkit to allocate and lock its memory: this much per GiB, and at least
+/// [`START_LEAST`].
 const START_PER_GIB: Duration = Duration::from_secs(5);
 const START_LEAST: Duration = Duration::from_secs(10);
 
-/// Bytes of nbdkit's output that an error repeats.
+/// Bytes at the end of nbdkit's output that an error message repeats.
 const LOG_TAIL: usize = 2048;
 
-/// Most bytes of nbdkit's output that are kept: strangers could have it say something with each
-/// connection.
+/// Most bytes of nbdkit's output that are kept: any stranger who connects can make it log a line.
 const LOG_LIMIT: u64 = 128 << 10;
 
-/// From the client inwards. When the client goes, the outermost hears of it first: `exitlast` has
-/// the whole server end before `limit` would let another one in.
+/// nbdkit filters, from the client inwards. When the client disconnects, the outermost filter hears
+/// of it first: `exitlast` ends the whole server before `limit` would let another client in.
 const FILTERS: [&str; 2] = ["exitlast", "limit"];
 
-/// What nbdkit is started by. It takes a socket that listens already, as systemd passes one
-/// (descriptor 3, and who it is for). Beside it a shell waits for the end of a pipe (descriptor 4)
-/// whose other end this process holds: when this process ends, however it does, the shell kills
-/// nbdkit, whose own `--exit-with-parent` lets a client that is there stay as long as it is silent.
-/// nbdkit sets its death signal anew when it starts (`PR_SET_PDEATHSIG`), so that ours would not
-/// stay. The shell ends with nbdkit, and acts only while that is its parent: the number can't be
-/// another process's then. A host without memory ends lent memory first, and dumps none of it.
+/// Shell script that starts nbdkit. It passes a listening socket as systemd does (descriptor 3,
+/// with the process number that it is meant for). A second shell waits for the end of a pipe
+/// (descriptor 4) whose other end this process holds. When this process ends for any reason, that
+/// shell kills nbdkit. nbdkit's own `--exit-with-parent` is not enough: it lets a silent client
+/// stay connected. nbdkit also resets its death signal at start (`PR_SET_PDEATHSIG`), so ours would
+/// not stay. The second shell ends with nbdkit, and acts only while nbdkit is its parent, so the
+/// process number cannot belong to another process. When the host runs out of memory, lent memory
+/// is ended first, and none of it is dumped.
 const SHELL: &str = r#"{ echo 1000 >/proc/self/oom_score_adj; echo 0 >/proc/self/coredump_filter; } 2>/dev/null
 exec 3<&0 4<&1 </dev/null 1>&2
 setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- >/dev/null 2>&1 &
 LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit "$@" 4<&-"#;
 
-/// Why a lease could not be exported. Nothing is left of it then.
+/// Reason why a lease could not be exported. No process or file of the export is left then.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    /// nbdkit isn't there.
+    /// nbdkit is not installed.
     #[error("cannot start nbdkit: {0}; install it (apt install nbdkit, or make setup)")]
     Missing(#[source] io::Error),
-    /// Files or sockets can't be made.
+    /// A file or a socket cannot be created.
     #[error("cannot use {path}")]
     Files {
-        /// Which.
+        /// The file, or the address of the socket.
         path: PathBuf,
-        /// From the kernel.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// nbdkit ended, or took too long.
+    /// nbdkit ended before it was ready, or took too long.
     #[error("nbdkit did not export {bytes} bytes ({what}); it said: {output}")]
     Start {
-        /// How many it was to export.
+        /// Bytes that nbdkit was to export.
         bytes: u64,
-        /// What happened.
+        /// Exit status, or how many bytes were locked at the time limit.
         what: String,
-        /// The end of its output.
+        /// The end of nbdkit's output.
         output: String,
     },
 }
 
-/// A running export. It ends when this is dropped, with this process, and with the *thread* that
-/// started it: nbdkit sets `PR_SET_PDEATHSIG`, which means the thread.
+/// A running export. It ends when this value is dropped, when this process ends, and when the
+/// *thread* that started it ends: nbdkit sets `PR_SET_PDEATHSIG`, which refers to the thread.
 #[derive(Debug)]
 pub struct Export {
     child: Child,
-    /// The end of the pipe that says that this process lives.
+    /// This process's end of the pipe; its closing tells the shell that this process has ended.
     #[allow(dead_code)] // held
     alive: OwnedFd,
     files: Vec<PathBuf>,
     endpoint: Endpoint,
     bytes: u64,
     log: PathBuf,
-    /// By iSCSI: what its process is told by, and tgtd as soon as it is ready.
+    /// For iSCSI: the files of the process beside tgtd, and tgtd itself once it is ready.
     iscsi: Option<(target::Files, Option<Process>)>,
-    /// When it has to be ready.
+    /// Time by which the export must be ready.
     deadline: Instant,
     stopped_looks: u32,
-    /// How far its output has been read.
+    /// Bytes of the log that have been read.
     heard: u64,
 }
 
-/// What an export does.
+/// State of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// It serves, or waits to.
+    /// The process serves a client or waits for one.
     Serving,
-    /// It has ended: its client has gone, or somebody killed it.
+    /// The process has ended: its client disconnected, or somebody killed it.
     Ended,
-    /// It stands still (`SIGSTOP`, a debugger), so that its client waits.
+    /// The process is stopped (`SIGSTOP`, a debugger), so that its client waits.
     Stopped,
 }
 
 impl Export {
-    /// Begins to export `bytes` of new, locked memory: [`is_ready`](Self::is_ready) tells when. Its
-    /// files are in `directory`. A borrower's host that isn't heard of is waited for with
+    /// Starts to export `bytes` of new, locked memory; [`is_ready`](Self::is_ready) tells when it
+    /// is ready. Its files are created in `directory`. A silent borrower's host is waited for with
     /// `patience`.
+    ///
+    /// # Errors
+    /// nbdkit or tgtd cannot be started, or a file or a socket cannot be created.
     pub fn start(
         directory: &Path,
         listen: Listen,
@@ -165,9 +169,11 @@ impl Export {
         })
     }
 
-    /// Whether all its memory is allocated and locked, which is so before it answers at all:
-    /// `VmLck` tells without taking the one connection that it serves. An error: it never will;
-    /// drop it.
+    /// Returns whether all memory is allocated and locked. nbdkit accepts no client before that.
+    /// `VmLck` in `/proc/PID/status` shows it without using the one connection that nbdkit accepts.
+    ///
+    /// # Errors
+    /// The export ended or took too long. It never becomes ready; drop it.
     pub fn is_ready(&mut self) -> Result<bool, ExportError> {
         let locked = locked_bytes(self.child.id());
         let what = match self.child.try_wait() {
@@ -184,7 +190,8 @@ impl Export {
         })
     }
 
-    /// nbdkit answers as soon as its memory is locked; tgtd is told of it then.
+    /// Whether a server answers: nbdkit does as soon as its memory is locked; tgtd is looked up
+    /// here.
     fn is_served(&mut self) -> Result<bool, ExportError> {
         let Some((files, server)) = &mut self.iscsi else {
             return Ok(true);
@@ -199,7 +206,7 @@ impl Export {
         Ok(server.is_some())
     }
 
-    /// How many connections have broken off or were refused since this was asked last.
+    /// Connections that broke off or were refused since the last call.
     pub fn refused(&mut self) -> u64 {
         use std::io::{Seek, SeekFrom};
 
@@ -207,7 +214,7 @@ impl Export {
             return 0;
         };
         let mut said = Vec::new();
-        // What can't be read is not counted.
+        // An unreadable log counts as no connections.
         let read = log.seek(SeekFrom::Start(self.heard)).and_then(|_| {
             let mut log = (&log).take(LOG_LIMIT);
             log.read_to_end(&mut said)
@@ -221,27 +228,28 @@ impl Export {
         lines.filter(is_error).count() as u64
     }
 
-    /// How it is reached.
+    /// Address, protocol and key for the borrower.
     #[must_use]
     pub const fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
-    /// Bytes.
+    /// Size of the export, in bytes.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Its process.
+    /// Process number of nbdkit, or of the process beside tgtd.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Kills it, and waits for so long until its memory is free; whether it is.
+    /// Kills the process and waits for at most `patience` until its memory is free. Returns whether
+    /// it is.
     pub fn kill(&mut self, patience: Duration) -> bool {
-        // Fails only for a child that has ended; and SIGKILL ends one that stands still too.
+        // Fails only for a child that has ended. SIGKILL also ends a stopped process.
         let _ = self.child.kill();
         let end = Instant::now() + patience;
         while matches!(self.child.try_wait(), Ok(None)) {
@@ -253,23 +261,23 @@ impl Export {
         self.end_server(end.saturating_duration_since(Instant::now()))
     }
 
-    /// tgtd ends with the process beside it, which may take a moment; whether it has. It has the
-    /// memory open.
+    /// Waits for the end of tgtd, which holds the memory open and ends with the process beside it.
+    /// Returns whether it has ended.
     fn end_server(&self, patience: Duration) -> bool {
         let Some((_, Some(server))) = &self.iscsi else {
             return true;
         };
-        // What can't be asked for has gone.
+        // Fails only if the process has ended.
         let _ = server.kill();
         server.wait_exit(patience).unwrap_or(true)
     }
 
-    /// What it does now.
+    /// The state of the export now.
     pub fn health(&mut self) -> Health {
         if !matches!(self.child.try_wait(), Ok(None)) {
             return Health::Ended;
         }
-        // One look may catch a debugger's blink.
+        // A single look may catch a short stop by a debugger.
         self.stopped_looks = if is_stopped(self.child.id()) {
             self.stopped_looks + 1
         } else {
@@ -285,9 +293,9 @@ impl Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        // Fails only for a child that has ended; and SIGKILL ends one that stands still too.
+        // Fails only for a child that has ended. SIGKILL also ends a stopped process.
         let _ = self.child.kill();
-        // Until it is waited for its memory may be there yet.
+        // Its memory may be in use until the child is reaped.
         let _ = self.child.wait();
         self.end_server(START_LEAST);
         remove(&self.files);
@@ -304,7 +312,7 @@ fn remove(files: &[PathBuf]) {
     }
 }
 
-/// What has begun.
+/// Parts of an export that was just started.
 struct Started {
     child: Child,
     alive: OwnedFd,
@@ -332,7 +340,8 @@ fn listen_with_key(
 ) -> Result<(OwnedFd, Endpoint), ExportError> {
     let named = PathBuf::from(tcp.ip.to_string());
     let socket = tcp.bind().map_err(failed(&named))?;
-    // The connection has it from the socket: a borrower that was cut off doesn't keep its export.
+    // Accepted connections inherit the timeout from the socket: a borrower that was cut off does
+    // not keep its export.
     connection::keep_alive(&socket, patience).map_err(failed(&named))?;
     let port = socket.local_addr().map_err(failed(&named))?.port();
     let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
@@ -355,7 +364,7 @@ fn start(
     let (log_path, socket_path, keys_path) = (place("log"), place("sock"), place("psk"));
     remove(std::slice::from_ref(&socket_path));
     remove(std::slice::from_ref(&log_path));
-    // Written to at its end, so that it can be emptied.
+    // Opened for appending, so that it can be truncated.
     let log = File::options()
         .append(true)
         .create_new(true)
@@ -391,7 +400,7 @@ fn start(
         .arg(format!("size={bytes}"))
         .args(["allocator=malloc,mlock=true", "limit=1"])
         .current_dir("/")
-        // The daemon's, not an export's (sd_notify(3)).
+        // These belong to the daemon, not to an export (sd_notify(3)).
         .env_remove("NOTIFY_SOCKET")
         .env_remove("WATCHDOG_USEC")
         .env_remove("WATCHDOG_PID")
@@ -413,7 +422,7 @@ fn failed(path: &Path) -> impl FnOnce(io::Error) -> ExportError {
     move |source| ExportError::Files { path, source }
 }
 
-/// What a child hears of this process's end by, and the end to hold.
+/// A pipe: the end for the child, which notices when this process ends, and the end to hold.
 fn pipe() -> Result<(OwnedFd, OwnedFd), ExportError> {
     pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed(Path::new("a pipe"))(error.into()))
 }
@@ -428,7 +437,7 @@ fn start_iscsi(
 ) -> Result<Started, ExportError> {
     let named = PathBuf::from(tcp.ip.to_string());
     remove(&files.all());
-    // tgtd binds it itself. If another takes it meanwhile, tgtd says so and ends.
+    // tgtd binds the port itself. If another process takes it first, tgtd reports that and ends.
     let bound = tcp.bind().and_then(|socket| socket.local_addr());
     let portal = bound.map_err(failed(&named))?;
     let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
@@ -467,7 +476,7 @@ fn new_key(id: LeaseId) -> io::Result<Key> {
     })
 }
 
-/// Writes a key as `GnuTLS` reads it, for its owner alone.
+/// Writes a key file in the format of `GnuTLS`, readable by its owner only.
 pub fn write_key(path: &Path, key: &Key) -> io::Result<()> {
     use std::io::Write as _;
     remove(&[path.to_owned()]);
@@ -485,7 +494,7 @@ fn tail(log: &Path) -> String {
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// `VmLck` of a process, 0 if it can't be read.
+/// `VmLck` of a process, in bytes; 0 if it cannot be read.
 fn locked_bytes(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
