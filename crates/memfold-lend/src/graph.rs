@@ -1,5 +1,5 @@
-//! QEMU's block nodes under a VM's swap disk, and how one set takes the place of another while the
-//! guest uses it.
+//! QEMU's block nodes under a VM's swap disk, and how one set of nodes replaces another while the
+//! guest uses the disk.
 //!
 //! ```text
 //!   on its disk            lent, durability disk          replica               none
@@ -9,25 +9,27 @@
 //!   swap-fileN           swap-lentN-0   swap-copyN      swap-lentN-0  swap-lentN-1
 //!                           nbd         raw on swap-fileN    nbd         nbd
 //! ```
-//! Each switch makes nodes of a new generation N, mirrors the old ones onto them, and has the
-//! device use them instead: `blockdev-mirror`, `job-complete`. If anything fails before that, what
-//! was made is removed again.
+//! Each switch creates nodes of a new generation N, mirrors the old nodes onto them
+//! (`blockdev-mirror`), and then lets the guest's device use the new ones (`job-complete`). If a
+//! step before the last fails, the new nodes are removed again.
 //!
-//! **Why writes are mirrored in the background.** With `copy-mode=write-blocking` each write of the
-//! guest goes to both places at once, and the job comes to an end under any load. But when such a
-//! job fails or is cancelled while the guest writes, QEMU 10.0 writes to memory that it has freed,
-//! and may die of it (docs/decisions/0042). In the background what is written is copied again; a
-//! guest that writes faster than that is slowed down.
+//! **Why writes are mirrored in the background.** With `copy-mode=write-blocking` each guest write
+//! goes to both places at once, and the job ends under any load. But if such a job fails or is
+//! cancelled while the guest writes, QEMU 10.0 writes to freed memory and may crash
+//! (docs/decisions/0042). In the background mode, blocks written meanwhile are copied again. A
+//! guest that writes faster than the copy proceeds is slowed down.
 //!
 //! **Why no byte is lost.** A quorum with `read-pattern=fifo` and `vote-threshold=1` writes to all
-//! children, is done when all have answered, and then succeeds if one did. It reads from the first,
-//! and from the next if that fails (`block/quorum.c`). So every byte that the guest may rely on is
-//! in every child that has failed no request. One that has failed a write must never be read again:
-//! its connection has ended (an export serves one connection only, `export`), or is cut as soon as
-//! QEMU reports the failure; the copy on disk is taken out then.
+//! children, waits for all answers, and succeeds if one child succeeded. It reads from the first
+//! child, and from the next if that read fails (`block/quorum.c`). So every byte that the guest may
+//! rely on is in every child that has failed no request. A child that has failed a write must never
+//! be read again:
+//! - a lent child's connection has ended (an export serves one connection only, see `export`), or
+//!   is cut as soon as QEMU reports the failure;
+//! - the copy on disk is removed from the quorum then.
 //!
-//! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)), which knows
-//! what was written and believes no lender.
+//! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)). The relay
+//! remembers checksums of all written blocks, and so detects a lender that returns wrong bytes.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -1,9 +1,8 @@
-//! HTTP to the servers of a registry elsewhere, blocking: another daemon, or the members of an
-//! etcd.
+//! A blocking HTTP client for a remote registry: another daemon, or the members of an etcd cluster.
 //!
-//! Connections are kept and used again, each by one request at a time. Every server is told apart
-//! by its certificate alone: one that no CA of ours vouches for, that is of another name or has
-//! expired, gets no request.
+//! Connections are kept and reused, each for one request at a time. A server proves its identity by
+//! its certificate only. A server whose certificate is not signed by a configured CA, has another
+//! name, or has expired gets no request.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

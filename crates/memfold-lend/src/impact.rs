@@ -1,4 +1,4 @@
-//! The blast radius: what a lender's death would do.
+//! Effects of a lender's death on the VMs that borrow from it.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,8 +1,8 @@
-//! The lender: judges what this host can spare, offers it, exports what is taken of it, takes it
-//! back.
+//! The lender: decides how much RAM this host can spare, offers it, exports the leases that
+//! borrowers take, and takes memory back.
 //!
-//! One thread does all of it, and every export is its child, since nbdkit ends with the thread that
-//! started it (`Export`).
+//! One thread does all of this. Every export is a child of that thread, because nbdkit ends with
+//! the thread that started it (`Export`).
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What is lent, and how.
+//! Options of a lender: how much it lends and where its exports listen.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::listen::Listen;
 
-/// What is lent and how.
+/// Options of a lender: how much it lends and where its exports listen.
 #[derive(Clone, Debug)]
 pub struct LenderOptions {
     /// This host's name.

@@ -1,8 +1,8 @@
-//! What a lender does now.
+//! Status of a lender, for the API and the command line.
 
 use serde::{Deserialize, Serialize};
 
-/// What a lender does now.
+/// Status of a lender.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderStatus {
     /// Name of the host.

@@ -1,5 +1,5 @@
-//! The lender's thread: it judges what this host can spare, offers it, exports what is taken of it,
-//! takes it back.
+//! The lender's thread. Twice a second it decides how much RAM this host can spare, publishes the
+//! offer, exports taken leases, and takes memory back.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Lending memory: spare RAM of one host is the swap disk of another's VM.
+//! Lending memory: spare RAM of one host serves as the swap disk of a VM on another host.
 //!
 //! ```text
 //!   lender's daemon --offer, publish, ended--> registry <--take, renew, release-- borrower's daemon

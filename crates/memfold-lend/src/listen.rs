@@ -1,11 +1,11 @@
-//! Where exports listen.
+//! Addresses that a lender's exports listen on.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
 use super::endpoint::{Address, Endpoint, Key, Transport};
 
-/// Where exports listen.
+/// Kind of address that exports listen on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listen {
     /// On Unix sockets: for borrowers on this host.

@@ -1,13 +1,13 @@
-//! As much of NBD as the relay needs, both ends of it (the protocol's `doc/proto.md`): fixed
-//! newstyle handshake with `GO`, then simple replies.
+//! The part of NBD that the relay needs, for client and server (the protocol's `doc/proto.md`):
+//! fixed newstyle handshake with `GO`, then simple replies.
 //!
 //! ```text
 //!   server  "NBDMAGIC" "IHAVEOPT" flags                 request  magic flags command cookie offset length [bytes]
 //!   client  flags                                        reply    magic error cookie [bytes]
 //!   client  "IHAVEOPT" option length ...  ->  server  magic option reply length ...
 //! ```
-//! All numbers are big-endian. Every length that the other end says is compared with what can be
-//! before anything is allocated by it.
+//! All numbers are big-endian. Every length from the other end is checked against its limit before
+//! memory is allocated for it.
 
 use std::io::{self, Read, Write};
 

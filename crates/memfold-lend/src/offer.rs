@@ -1,4 +1,4 @@
-//! What lenders have, and what borrowers want.
+//! Offers of lenders and requests of borrowers.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! Where the registry is, as operators say it, and which files prove who asks it.
+//! Addresses of a registry as operators write them, and the files for authentication there.
 //!
 //! | said | what is there |
 //! |---|---|

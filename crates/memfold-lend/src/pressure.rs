@@ -1,8 +1,8 @@
-//! What the kernel says of a host's memory, as far as lending asks.
+//! Memory figures of this host that the lender bases its decisions on.
 //!
 //! Sources: `Documentation/filesystems/proc.rst` (meminfo), `Documentation/accounting/psi.rst`,
-//! `mm/vmstat.c` (refaults are counted in `mm/workingset.c`: pages that were reclaimed and were
-//! needed again).
+//! `mm/vmstat.c` (refaults, counted in `mm/workingset.c`: pages that were reclaimed and needed
+//! again).
 
 use std::io;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Who lends what to whom: the words, and what a registry has to keep.
+//! The registry interface: records who lends RAM to whom, and its guarantees.
 //!
 //! ```text
 //!   lender     offer ----------.                        .-- publish ---- ended
@@ -6,13 +6,13 @@
 //!   borrower                  take ---> [taken] ---> [exported] ---> [released]
 //!                                          `------------release-----------^
 //! ```
-//! A lease's bytes count as lent from [`take`](Registry::take) until its *lender* says
-//! [`ended`](Registry::ended): only the lender knows that nobody can reach them any more. A
-//! deadline that passes frees nothing by itself; it tells the lender to end the export. So no byte
-//! is handed out twice, whatever dies or is cut off.
+//! A lease's bytes count as lent from [`take`](Registry::take) until its *lender* calls
+//! [`ended`](Registry::ended), because only the lender knows that nobody can reach them any more.
+//! An expired deadline frees nothing by itself; it tells the lender to end the export. So no byte
+//! is lent twice, whichever process dies or is cut off.
 //!
-//! Each method is one transaction, that an etcd server could carry out as well: it compares one
-//! lender's record and one lease, and changes those.
+//! Each method is one transaction that compares and changes one lender's record and one lease. An
+//! etcd server can carry it out as well.
 
 use std::fmt;
 use std::time::Duration;

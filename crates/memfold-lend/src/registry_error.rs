@@ -1,4 +1,4 @@
-//! Why a registry refuses, and what it checks.
+//! Errors of a registry, and the checks of values in requests.
 
 use std::time::Duration;
 

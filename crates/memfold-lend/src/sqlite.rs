@@ -1,8 +1,9 @@
 //! The registry that one daemon serves: an `SQLite` database.
 //!
-//! Times are those of the daemon's host alone, since its boot, so that hosts needn't agree on
-//! theirs, and nobody can set them. `BEGIN IMMEDIATE` takes the database's only right to write
-//! before anything is read: what a transaction saw is still so when it changes it.
+//! Times come from the daemon's host only, counted since its boot. Hosts therefore need not agree
+//! on the time, and setting the clock changes nothing. `BEGIN IMMEDIATE` takes the database's
+//! single write lock before anything is read, so values that a transaction has read are still valid
+//! when it writes.
 
 use std::fmt;
 use std::fs::Permissions;

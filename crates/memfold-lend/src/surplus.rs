@@ -1,4 +1,4 @@
-//! How much a host can lend: conservative, and slow to change its mind upwards.
+//! Decides how much RAM a host can lend. It is conservative, and raises the offer only slowly.
 //!
 //! ```text
 //!   MemAvailable - owed
@@ -6,21 +6,22 @@
 //!   reserve  - - - - - - -
 //!   |                       nothing more is offered, nothing is taken back
 //!   low mark - - - - - - -
-//!   |                       what is lent is taken back, until the reserve is whole again
+//!   |                       lent memory is taken back, until the whole reserve is free again
 //!   a quarter - - - - - -
-//!   |                       who has a copy is given next to no time for it
+//!   |                       borrowers that have a copy get almost no time to return memory
 //!   an eighth - - - - - -
-//!   |                       what has a copy ends, unasked
+//!   |                       exports whose borrowers have a copy end without notice
 //! ```
-//! To give back takes its time. So what goes steadily counts as gone: if at the pace of the last
-//! three seconds the low mark would be reached before anything could be back, it is taken back now.
+//! Borrowers need time to give memory back, so memory that shrinks steadily counts as gone. If the
+//! pace of the last three seconds would reach the low mark before lent memory could be back, memory
+//! is taken back now.
 //!
-//! Owed is what this host's own VMs may call in at once by rewriting what they share (the brake's
-//! debt x cover): what is lent can't be there for them, and is taken back before the brake would
-//! come on.
+//! *Owed* is the memory that this host's own VMs may need at once by rewriting pages that they
+//! share (the brake's debt x cover). Lent memory cannot be used for it, so lent memory is taken
+//! back before the brake would engage.
 //!
-//! Memory that is lent is locked, so that it isn't in `MemAvailable` any more: what may be lent in
-//! all is what is lent and the surplus.
+//! Lent memory is locked, so `MemAvailable` no longer contains it. The most that may be lent in
+//! total is the memory lent now plus the surplus.
 
 use std::collections::VecDeque;
 use std::time::Duration;

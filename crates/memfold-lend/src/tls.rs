@@ -1,4 +1,4 @@
-//! Files for TLS: who vouches for a server, and what says who we are.
+//! Certificate files for TLS to a registry: the CA, and this host's own certificate.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Private keys in PEM files, and why one can't be used.
+//! Private keys in PEM files.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! How long a guest has waited for its swap disk, as QEMU counts it: `block-latency-histogram-set`
-//! and `query-blockstats` (`qapi/block-core.json`).
+//! How long a guest has waited for its swap disk, from QEMU's latency histograms:
+//! `block-latency-histogram-set` and `query-blockstats` (`qapi/block-core.json`).
 
 use memfold_vm::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};

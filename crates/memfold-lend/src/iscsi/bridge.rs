@@ -1,8 +1,9 @@
-//! The process beside a borrower's qemu-nbd, which is an iSCSI initiator (QEMU's `iscsi` driver)
-//! and serves its disk by NBD on a Unix socket to one client: it kills qemu-nbd with its first
-//! session.
+//! The helper process beside a borrower's qemu-nbd. qemu-nbd is the iSCSI initiator (QEMU's `iscsi`
+//! driver) and serves the lent disk by NBD on a Unix socket to one client. The helper kills
+//! qemu-nbd when its first iSCSI session ends.
 //!
-//! It needs no daemon: a VM whose lender dies while its daemon is away goes on with its copy.
+//! The helper needs no daemon. If a lender dies while the borrower's daemon is not running, the VM
+//! continues on its copy.
 
 use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream};

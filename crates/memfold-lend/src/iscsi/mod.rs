@@ -1,5 +1,5 @@
-//! Lending by iSCSI: the transport of the study, for initiators that speak nothing else
-//! (`lend --transport iscsi`).
+//! Lending by iSCSI (`lend --transport iscsi`): the transport of the study, for initiators that
+//! support nothing else.
 //!
 //! ```text
 //!   lender                                                   borrower
@@ -8,16 +8,16 @@
 //!                      v                                                          v
 //!                    tgtd, one a lease <------- iSCSI ------- qemu-nbd --NBD--> relay --NBD--> QEMU of the VM
 //! ```
-//! Both processes are this program (`memfold iscsi-process`). Why they are there:
-//! - tgtd serves files; `target` makes one without a name, whose pages are there and locked, and
-//!   ends tgtd with its first session;
-//! - libiscsi connects again by itself for ever, and nothing that QEMU's monitor offers has it give
-//!   up what waits: a VM would wait as long as its lender is dead. So QEMU's `iscsi` driver runs in
-//!   a process of its own, which `bridge` kills with its first session; the relay's client then
-//!   fails at once, as it does with a lender that exports by NBD.
+//! Both helper processes are this program (`memfold iscsi-process`). Their purposes:
+//! - tgtd serves files. `target` creates an unnamed file whose pages are allocated and locked, and
+//!   ends tgtd with its first session.
+//! - libiscsi reconnects forever, and QEMU's monitor has no command that makes it give up pending
+//!   requests. A VM would wait for as long as its lender is dead. Therefore QEMU's `iscsi` driver
+//!   runs in a process of its own, which `bridge` kills when its first session ends. The relay's
+//!   client then fails at once, as with a lender that exports by NBD.
 //!
-//! iSCSI proves by CHAP who connects and encrypts nothing: who is on the way reads what a guest has
-//! swapped out (what is changed there, the relay finds out).
+//! iSCSI authenticates by CHAP and encrypts nothing. Anyone on the network path can read what a
+//! guest has swapped out; the relay detects changes.
 
 pub mod bridge;
 pub mod target;

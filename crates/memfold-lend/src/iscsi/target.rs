@@ -1,5 +1,5 @@
-//! The process beside a lease's tgtd: makes the memory, starts tgtd on it, and ends both with the
-//! first session, with the daemon, or when tgtd stands still.
+//! The helper process beside a lease's tgtd. It allocates the memory and starts tgtd on it. It ends
+//! both when the first session ends, when the daemon ends, or when tgtd is stopped.
 
 use std::fs::File;
 use std::io;

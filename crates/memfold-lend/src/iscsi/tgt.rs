@@ -1,6 +1,6 @@
-//! Orders to a tgtd over its Unix socket, as `tgtadm` gives them (tgt's `usr/tgtadm.h`, unchanged
-//! since 2012). `tgtadm` itself takes passwords on its command line, where all users of the host
-//! can read them.
+//! Requests to a tgtd over its Unix socket, in the format of `tgtadm` (tgt's `usr/tgtadm.h`,
+//! unchanged since 2012). `tgtadm` itself is not used, because it takes passwords on its command
+//! line, where all users of the host can read them.
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;

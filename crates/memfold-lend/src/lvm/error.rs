@@ -1,11 +1,11 @@
-//! Why LVM or the initiator did not do what was asked.
+//! Errors of LVM's tools and of the iSCSI initiator.
 
 use std::io;
 use std::net::SocketAddr;
 
 use super::volume::Volume;
 
-/// Why LVM or the initiator did not do what was asked.
+/// An error of LVM's tools or of the iSCSI initiator.
 #[derive(Debug, thiserror::Error)]
 pub enum LvmError {
     /// A program isn't there.

@@ -1,4 +1,4 @@
-//! Lent disks as LVM knows them: physical volumes with UUIDs of ours.
+//! Lent disks as LVM physical volumes: their UUIDs and their size.
 
 use crate::lease::Durability;
 

@@ -1,4 +1,4 @@
-//! What is noted of a volume that is on lent RAM.
+//! The daemon's record of a logical volume on lent RAM.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use super::session::Target;
 use super::volume::Volume;
 use crate::lease::{Durability, LeaseId};
 
-/// What is noted of a volume that is on lent RAM, or on its way there or back.
+/// Record of a logical volume that is on lent RAM, or is being moved there or back.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loan {
     /// Which.

@@ -1,5 +1,5 @@
-//! Lent RAM under a swap volume of LVM's: the path of the study, for hosts whose swap is no disk of
-//! a VM of ours (`borrow --lvm VG/LV`).
+//! Lent RAM as part of an LVM swap volume (`borrow --lvm VG/LV`). This is the setup of the study,
+//! for hosts whose swap is not a disk of a memfold VM.
 //!
 //! ```text
 //!   lender                          borrower's host
@@ -9,15 +9,17 @@
 //!                                                                                | image 0: written only, while image 1 is there
 //!                                                                              VG's own disks
 //! ```
-//! Durability `disk` makes the volume a mirror whose own image is marked write-mostly: what is read
-//! comes from lent RAM, what is written goes to both, and what is on this host's disk is whole at
-//! every moment. Durability `none` moves the volume (`pvmove`), as the study did.
+//! Durability `disk` makes the volume a RAID 1 mirror whose image on this host's disk is marked
+//! write-mostly. Reads come from lent RAM, writes go to both images, and the image on this host's
+//! disk is complete at every moment. Durability `none` moves the volume (`pvmove`), as the study
+//! did.
 //!
-//! What LVM's metadata say is the truth: a lent disk is known by its physical volume's UUID
-//! ([`new_uuid`]), which also who comes after a reboot finds. Everything here is the kernel's and
-//! LVM's business once it stands: no process of ours is on the way of a page.
+//! LVM's metadata are authoritative. A lent disk is recognized by the UUID of its physical volume
+//! ([`new_uuid`]), also after a reboot. Once the volume is set up, only the kernel and LVM handle
+//! its pages; no memfold process is involved.
 //!
-//! Nobody compares what a lender serves with what was written, as the relay does for VMs.
+//! Bytes from a lender are not compared with those written. (The relay does that for VMs' swap
+//! disks.)
 
 mod error;
 mod lent_disk;

@@ -1,4 +1,4 @@
-//! Programs of LVM and of the initiator, run with a time limit.
+//! Runs programs of LVM and of the iSCSI initiator with a time limit.
 
 use std::io;
 use std::process::{Command, Output, Stdio};

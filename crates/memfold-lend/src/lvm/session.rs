@@ -1,8 +1,8 @@
-//! The kernel's iSCSI initiator, by open-iscsi's `iscsiadm`: logged in to one lease, and out.
+//! Login to and logout from one lease by the kernel's iSCSI initiator (open-iscsi's `iscsiadm`).
 //!
-//! Nothing is discovered: the target lets one session in, in its life, and that would be it. What
-//! is set for it has a lender that is gone, or says nothing, fail what waits for it within seconds:
-//! the export ends with its session, so there is nothing to wait for.
+//! There is no discovery: the target accepts a single session in its life, and discovery would use
+//! it up. The settings make pending requests fail within seconds when a lender is gone or silent.
+//! The export ends with its session, so waiting for it is useless.
 
 use std::io;
 use std::net::SocketAddr;

@@ -1,6 +1,6 @@
-//! LVM's tools, asked by their reports in JSON. `lvm` is one program with all of them.
+//! Calls of LVM's tools, whose reports are read as JSON. `lvm` is one program with all tools.
 //!
-//! They are never killed: one that has suspended a device has to resume it.
+//! The tools are never killed: a tool that has suspended a device must resume it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! A logical volume, and swap space on one.
+//! A logical volume's name, and the check whether a device holds swap space.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,7 +1,7 @@
-//! What the daemon asks of a relay while it serves: on a socket beside that of its client, a line
-//! of JSON each way.
+//! Questions of the daemon to a running relay. They use a second socket beside the client's, with
+//! one line of JSON each way.
 //!
-//! Each question has a thread of its own: no request of the client waits for it.
+//! Each question has a thread of its own, so no request of the client waits for it.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};

@@ -1,4 +1,4 @@
-//! Bytes that come or go over a socket that doesn't wait.
+//! A byte buffer for reading from and writing to nonblocking sockets.
 
 use std::io::{self, Read, Write};
 

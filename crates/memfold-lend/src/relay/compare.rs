@@ -1,8 +1,9 @@
-//! Whether the copy on this host's disk holds what was written, while it is being written.
+//! Verifies that the copy on this host's disk holds the bytes that were written, while writes go
+//! on.
 //!
-//! QEMU writes to the lender and to that file at the same time, so that for a moment one of them
-//! may have what the other one lacks. A block that differs is looked at again until it doesn't, or
-//! has stayed as it was for far longer than a write takes.
+//! QEMU writes to the lender and to that file at the same time, so for a moment one of them may
+//! lack a write that the other has. A block that differs is read again until it matches, or until
+//! it has differed for far longer than a write takes.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,4 @@
-//! How a relay ended, for the daemon.
+//! The reason for a relay's end, recorded for the daemon.
 
 use std::path::{Path, PathBuf};
 

@@ -1,16 +1,17 @@
-//! Between a VM's QEMU and those who lend it memory: a small process on the borrower's host, one
-//! for each lent part of a swap disk.
+//! The relay between a VM's QEMU and its lenders: a small process on the borrower's host, one for
+//! each lent part of a swap disk. It verifies every block that a lender returns.
 //!
 //! ```text
-//!   QEMU --NBD, Unix socket--> relay (sums) --NBD--> lender's export          it believes no lender:
-//!                                           --NBD--> another's (stripes)      what is read is what was written, or an error
+//!   QEMU --NBD, Unix socket--> relay (sums) --NBD--> lender's export          lenders are not trusted: a read
+//!                                           --NBD--> another's (stripes)      returns the bytes written, or an error
 //! ```
-//! It is this program again, `memfold relay`, so that the daemon may die: whoever started it gave
-//! it its [`Orders`] and has heard that it is ready. It serves one client, in whose life it has one
-//! connection to each lender, and ends with the first of them that ends. So nobody has to end it:
-//! who wants it gone cuts its client's connection. Killed at any instant it is a lender that died.
+//! The relay is this program again (`memfold relay`), as a process that outlives the daemon. Its
+//! starter passes it its [`Orders`] and waits until it reports that it is ready. It serves one
+//! client, and has one connection to each lender. It ends when the first of these connections ends.
+//! Nobody has to end it: cutting its client's connection is enough. To QEMU, a killed relay looks
+//! like a dead lender.
 //!
-//! Its own pages are locked: it stands in the way of memory that a guest waits for.
+//! The relay's pages are locked, because guests wait for the memory that it serves.
 
 pub mod asks;
 mod buffer;

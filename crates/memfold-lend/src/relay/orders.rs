@@ -1,4 +1,5 @@
-//! What a relay is told, and what it says.
+//! Messages between a relay and its starter: orders on standard input, one answer on standard
+//! output.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! `memfold relay`: begins as it was told, and serves until its client has gone.
+//! The command `memfold relay`: reads its orders, connects, and serves until its client
+//! disconnects.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,16 +1,17 @@
-//! The relay's work: one thread, one look at all its sockets at a time.
+//! The relay's main loop: one thread that polls all sockets.
 //!
 //! ```text
 //!   client's request -> is it valid, and free of others? -> a piece of it for each lender -> answers -> checked -> the client's answer
 //! ```
 //! Invariants:
-//! - No request that writes is under way together with another one that touches the same blocks:
-//!   what a read is compared with is what was written last, whatever order a lender works in. The
-//!   client may not have more of an order either.
-//! - Not more than [`UNDER_WAY`] bytes are under way, so that memory is bounded, and so is the time
-//!   that an answer may take.
-//! - The first lie, refusal, silence or end of any lender is the end of all: requests under way are
-//!   answered with an error, and the client is left. What it then has is its other copy.
+//! - A request that writes is never in progress together with another one that touches the same
+//!   blocks. A read is therefore compared with the last write, in whatever order a lender works.
+//!   The client may not rely on more order either.
+//! - At most [`UNDER_WAY`] bytes of requests are in progress. This limits memory, and the time that
+//!   an answer may take.
+//! - The first wrong block, refusal, timeout or disconnect of any lender ends the relay. Pending
+//!   requests are answered with an error, and the client is disconnected. It continues on its other
+//!   copy.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,5 @@
-//! A relay as the daemon sees it: started, found again, ended.
+//! The daemon's side of a relay: starts it, finds it again after a restart, queries it, and ends
+//! it.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

@@ -1,8 +1,8 @@
-//! The connection to a lender: a Unix socket, or TCP with TLS by a key shared beforehand.
+//! The connection to a lender: a Unix socket, or TCP with TLS by a pre-shared key.
 //!
-//! TLS is OpenSSL's, in this process. Rustls knows no keys shared beforehand that no session of
-//! before left; a second nbdkit as a client would do it too (`nbdkit nbd`), with one more process
-//! and two more wake-ups for each request and lender.
+//! TLS is done by OpenSSL in this process. Rustls does not support external pre-shared keys, only
+//! those of an earlier session. A second nbdkit as a client (`nbdkit nbd`) would work too, but
+//! costs one more process, and two more wake-ups for each request and lender.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -1,12 +1,12 @@
-//! A disk laid out over several lenders, a unit at a time.
+//! Layout of a disk that is striped over several lenders, one unit at a time.
 //!
 //! ```text
 //!   disk      | unit 0 | unit 1 | unit 2 | unit 3 | unit 4 | ...
 //!   lender 0  | unit 0 | unit 2 | unit 4 |
 //!   lender 1  | unit 1 | unit 3 |
 //! ```
-//! So whatever is in one piece on the disk is in one piece at each lender: a request becomes one
-//! request at most to each of them.
+//! Bytes that are contiguous on the disk are contiguous at each lender. A request therefore becomes
+//! at most one request to each lender.
 
 use serde::{Deserialize, Serialize};
 

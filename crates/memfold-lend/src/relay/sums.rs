@@ -1,15 +1,15 @@
-//! What the borrower remembers of every block that a lender holds: 8 bytes for 4 KiB.
+//! Checksums that the borrower keeps of all blocks at its lenders: 8 bytes for each 4 KiB.
 //!
-//! A block's sum is the beginning of its keyed BLAKE3 hash, with a key that this process made and
-//! tells nobody. So a lender that changes a block, or answers with another one or with what it was
-//! before, has one guess in 2^64, and the first wrong one ends it. A CRC could be kept the same on
-//! purpose, and XXH3 promises nothing against who tries; that the lender sees no sum is no proof
-//! for either.
+//! A checksum is the beginning of the block's BLAKE3 hash, keyed with a secret of this process. A
+//! lender that changes a block, or returns another block or an older version, has one guess in
+//! 2^64, and the first wrong one ends it. A CRC can be preserved deliberately, and XXH3 gives no
+//! guarantee against an attacker. Lenders never see the checksums, but that alone proves nothing
+//! for either of these.
 //!
-//! A block that was never written, or that was zeroed or trimmed, has no sum: it reads as zeroes,
+//! A block that was never written, or was zeroed or trimmed, has no checksum. It reads as zeroes,
 //! and no lender is asked.
 //!
-//! One thread writes them; another one may look at the same time, without being waited for
+//! One thread writes the checksums. Another may read them at the same time without locking
 //! ([`compare`](super::compare)).
 
 use std::io::{self, Read};
