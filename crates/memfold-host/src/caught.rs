@@ -1,4 +1,5 @@
-//! Panics that are caught where they happen. All others end the daemon: half a daemon helps nobody.
+//! Catches panics in work where a panic is expected. All other panics end the daemon, because a
+//! daemon with a dead thread is of no use.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,4 @@
-//! What the host's facts mean, and the command that fixes what doesn't work.
+//! Judges the host's facts for `memfold doctor`: what works, and which command fixes the rest.
 
 use memfold_units::ByteSize;
 use serde::Serialize;

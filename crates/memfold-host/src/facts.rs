@@ -1,4 +1,4 @@
-//! The host's facts, probed by trying, not by version numbers.
+//! Facts about the host, found by trying each feature rather than by comparing version numbers.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! memfold's own files on this host: the library for QEMU and the guest images.
+//! Locations of memfold's own files on this host: the library for QEMU, guest images, and programs.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -1,7 +1,7 @@
-//! Limits that control groups set for memory: for processes in one, the host is as large as it
-//! says.
+//! Memory limits of control groups. For the processes in a limited group, the group's limit takes
+//! the place of the host's memory size.
 //!
-//! `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst` of the kernel.
+//! Sources: the kernel's `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

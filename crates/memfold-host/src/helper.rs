@@ -1,4 +1,4 @@
-//! Running helper programs (qemu-img, virsh, lvm, ...), with a deadline.
+//! Runs helper programs (qemu-img, virsh, lvm, ...) with a time limit.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd};

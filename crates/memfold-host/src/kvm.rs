@@ -1,5 +1,5 @@
-//! Whether KVM works, found out by booting a guest: a device that opens isn't enough (a nested host
-//! may offer `/dev/kvm` and yet run no stock kernel).
+//! Tests whether KVM works by booting a probe guest. Opening `/dev/kvm` is not enough: a nested
+//! host may offer the device and yet be unable to run a stock kernel.
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};

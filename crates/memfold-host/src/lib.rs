@@ -1,4 +1,5 @@
-//! What this host can do: probed once, asked by everything.
+//! Probes of the host: its kernel features, KVM, QEMU, control groups, and memfold's own files.
+//! Also small helpers for processes and sockets that other crates share.
 
 pub mod caught;
 pub mod doctor;

@@ -1,4 +1,4 @@
-//! How far something long has come, for whoever looks at it meanwhile.
+//! Progress of a long operation, which other threads can read while it runs.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

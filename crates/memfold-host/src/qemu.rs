@@ -1,4 +1,4 @@
-//! The QEMU program: where it is, its version, what it can do.
+//! The QEMU program: its location, version and capabilities.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;

@@ -1,8 +1,8 @@
-//! Connecting to Unix sockets of other processes, with a deadline.
+//! Connects to Unix sockets of other processes with a time limit.
 //!
-//! A process that stands still accepts nobody. Once the queue of its socket is full, `connect(2)`
-//! waits for ever unless the socket has a send timeout (`SO_SNDTIMEO`, `unix_stream_connect` in the
-//! kernel's `net/unix/af_unix.c`).
+//! A stopped process accepts no connections. Once the queue of its socket is full, `connect(2)`
+//! waits forever unless the connecting socket has a send timeout (`SO_SNDTIMEO`; see
+//! `unix_stream_connect` in the kernel's `net/unix/af_unix.c`).
 
 use std::io;
 use std::os::unix::net::UnixStream;

@@ -1,9 +1,9 @@
-//! Reasons why memory isn't merged.
+//! Reasons why memory is not merged.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A reason why memory isn't merged.
+/// A reason why memory is not merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {

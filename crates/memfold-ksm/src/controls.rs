@@ -1,4 +1,4 @@
-//! The settings in `/sys/kernel/mm/ksm`, read and written.
+//! Reads and writes the settings in `/sys/kernel/mm/ksm`.
 //!
 //! Source: `Documentation/admin-guide/mm/ksm.rst`, `mm/ksm.c`.
 

@@ -1,9 +1,9 @@
-//! Why KSM could not be read or set.
+//! Errors when reading or setting KSM.
 
 use std::io;
 use std::path::PathBuf;
 
-/// Why KSM could not be read or set.
+/// Reason why KSM could not be read or set.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum KsmError {

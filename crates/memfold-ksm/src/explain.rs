@@ -1,9 +1,10 @@
-//! Why a VM's memory merges, or doesn't: every cause with the pages that it concerns.
+//! Explains why a VM's memory merges or does not: every cause, with the number of pages that it
+//! affects.
 //!
-//! The pages of the guest's mappings are in one place each: of a kind that KSM leaves alone, not
-//! advised, not in memory, merged, not looked at twice yet, or looked at without a like. Causes of
-//! the whole host (KSM stands still) concern what isn't merged. [`weigh`] only computes;
-//! [`super::facts`] reads.
+//! Each page of the guest's mappings is in exactly one class: of a kind that KSM does not scan, not
+//! advised, not in memory, merged, not yet scanned twice, or scanned without a match. Causes that
+//! hold for the whole host (such as a stopped KSM) affect all pages that are not merged. [`weigh`]
+//! only computes; [`super::facts`] reads the kernel's files.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};

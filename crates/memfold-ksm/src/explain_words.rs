@@ -1,4 +1,4 @@
-//! What each cause means, and what would change it, in words.
+//! Texts of `memfold ksm explain`: the meaning of each cause, and what would change it.
 
 use super::cause::Cause;
 use super::facts::Facts;

@@ -1,4 +1,4 @@
-//! What explains a VM, read from `/proc` and `/sys`.
+//! Facts that explain a VM's merging, read from `/proc` and `/sys`.
 
 use std::fs;
 use std::io;

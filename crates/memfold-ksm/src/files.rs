@@ -1,4 +1,4 @@
-//! What each file of `/sys/kernel/mm/ksm` means.
+//! The meaning, unit and first kernel version of each file in `/sys/kernel/mm/ksm`.
 //!
 //! Source: `Documentation/admin-guide/mm/ksm.rst`, `mm/ksm.c`.
 

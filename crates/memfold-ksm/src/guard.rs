@@ -1,4 +1,5 @@
-//! The settings of before: kept while KSM is in use, in memory and in a note on disk, and put back.
+//! Saves KSM's settings while memfold uses KSM, in memory and in a file, and restores them
+//! afterwards.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,17 +1,17 @@
-//! The kernel's own merging.
+//! KSM, the kernel's same-page merging: reads it, runs it, steers it, and explains its results.
 //!
 //! | | |
 //! |---|---|
-//! | [`controls`], [`Guard`] | `/sys/kernel/mm/ksm`; kept, and put back |
-//! | [`files`] | what each file there means |
-//! | [`status`], [`processes`] | counters, ksmd's CPU, each process's part |
-//! | [`overview`] | all of that at a moment: `memfold ksm status` |
+//! | [`controls`], [`Guard`] | settings in `/sys/kernel/mm/ksm`; saving and restoring them |
+//! | [`files`] | the meaning of each file there |
+//! | [`status`], [`processes`] | counters, ksmd's CPU time, and figures of each process |
+//! | [`overview`] | all of these at one moment: `memfold ksm status` |
 //! | [`run`] | a run of KSM, at the kernel's defaults or at a CPU budget |
-//! | [`steer`], [`pressure`] | how fast ksmd is to scan: `memfold ksm start` |
-//! | [`Cause`], [`explain`], [`facts`], [`ranges`], [`zeroes`] | why a VM's memory merges or doesn't: `memfold ksm explain` |
+//! | [`steer`], [`pressure`] | the scan rate of ksmd: `memfold ksm start` |
+//! | [`Cause`], [`explain`], [`facts`], [`ranges`], [`zeroes`] | why a VM's memory merges or does not: `memfold ksm explain` |
 //!
-//! KSM merges everything on the host that was advised mergeable and knows no trust domains: run it
-//! only while the mergeable memory is of one domain.
+//! KSM merges all memory on the host that was advised mergeable, and knows no trust domains. Run it
+//! only while all mergeable memory belongs to one domain.
 
 /// Where memfold notes the settings that it changes, for whoever comes after a kill: one place, so
 /// that one at a time changes them.

@@ -1,4 +1,4 @@
-//! KSM on this host at a moment: controls, counters, ksmd, and each process's part.
+//! KSM on this host at one moment: settings, counters, ksmd, and figures of each process.
 
 use std::collections::BTreeMap;
 use std::path::Path;

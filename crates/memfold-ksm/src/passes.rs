@@ -1,4 +1,4 @@
-//! The pages of a VM by what becomes of them, and what ksmd's passes over them mean.
+//! A VM's pages by class, and the progress of ksmd's passes over them.
 
 use super::facts::{Facts, HostSide};
 

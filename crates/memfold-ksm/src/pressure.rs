@@ -1,4 +1,5 @@
-//! How much of the time something waited for CPU or memory on this host.
+//! Pressure stall information: the share of time in which tasks waited for CPU or memory on this
+//! host.
 //!
 //! Source: `Documentation/accounting/psi.rst`.
 

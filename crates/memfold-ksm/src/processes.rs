@@ -1,9 +1,9 @@
 //! Processes whose memory KSM may merge, and which of them are QEMUs.
 //!
-//! To say it, the kernel takes each process's `mmap` lock (`/proc/PID/ksm_stat`, `smaps`). A
-//! process that hangs while it holds that lock, on a file server that is gone say, is waited for as
-//! long as it hangs. So a look is made by a thread of its own, and given up after [`PATIENCE`];
-//! while one hangs, no other is begun.
+//! To answer, the kernel takes each process's `mmap` lock (`/proc/PID/ksm_stat`, `smaps`). If a
+//! process hangs while it holds that lock, for example on an unreachable file server, the reader
+//! hangs as well. Therefore a separate thread reads, and the caller gives up after [`PATIENCE`]. No
+//! second read is started while one hangs.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,4 @@
-//! Where the guest RAM of a QEMU lies and what KSM makes of each part of it, from
-//! `/proc/PID/smaps`.
+//! Locations of a QEMU's guest RAM, and KSM's figures of each mapping, from `/proc/PID/smaps`.
 //!
 //! Source: `fs/proc/task_mmu.c` (`show_smap_vma_flags`), `mm/ksm.c` (`vma_ksm_compatible`).
 

@@ -1,4 +1,4 @@
-//! A run of KSM: at the kernel's defaults, or held to a CPU budget.
+//! Runs KSM with given settings, or holds ksmd to a CPU budget.
 
 use std::fs::File;
 use std::path::Path;

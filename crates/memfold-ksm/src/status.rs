@@ -1,4 +1,4 @@
-//! KSM's counters: the host's, a process's, and ksmd's CPU time.
+//! KSM's counters for the host and for a process, and ksmd's CPU time.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,18 +1,18 @@
-//! How fast ksmd is to scan: decided from what a scanned page costs, the CPU budget, the target,
-//! and what scanning brings.
+//! Decides how fast ksmd scans, from the cost of a scanned page, the CPU budget, the target time,
+//! and the result of earlier passes.
 //!
 //! ```text
-//!               a VM came, or memory grew            two passes that brought nothing
+//!               a VM started, or memory grew         two passes that merged nothing
 //!    boost  <-------------------------------  steady  ----------------------------->  idle
 //!      |          two full scans passed         ^                                       |
 //!      +----------------------------------------+---------------------------------------+
-//!                                                  something merged or was lost, a VM came
+//!                                                  pages merged or unmerged, a VM started
 //!
-//!    boost:  the whole CPU budget           steady: a full scan each target, within the budget          idle: a tenth of that
-//!    and of whatever it is, down to a tenth while tasks wait for CPU or memory (PSI)
+//!    boost:  the whole CPU budget           steady: a full scan per target time, within the budget       idle: a tenth of that
+//!    each of these drops to a tenth at most while tasks wait for CPU or memory (PSI)
 //! ```
-//! [`Steer`] only computes: no clock, no file. Each [`Sample`] is what the kernel shows at that
-//! moment.
+//! [`Steer`] only computes; it reads no clock and no file. Each [`Sample`] holds the kernel's
+//! figures at one moment.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! How many pages of zeroes there are in mergeable memory, by a small sample: KSM counts them only
-//! when it has merged them, and only with `use_zero_pages`.
+//! Counts pages of zeroes in mergeable memory from a small sample. KSM itself counts them only
+//! after merging them, and only with `use_zero_pages`.
 
 use std::io;
 

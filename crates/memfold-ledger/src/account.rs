@@ -1,5 +1,5 @@
-//! The model of the ledger. All amounts are bytes at the moment of reading; JSON keys name the
-//! unit.
+//! The data model of the ledger: VMs, page stores, and the host. All amounts are bytes at the
+//! moment of reading. JSON keys name the unit.
 
 use memfold_store::StoreIdentity;
 use memfold_units::ByteSize;

@@ -1,4 +1,4 @@
-//! Holding the accounts against the kernel's other sums.
+//! Checks the ledger's accounts against independent sums of the kernel.
 
 use memfold_units::ByteSize;
 

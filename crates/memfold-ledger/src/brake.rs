@@ -1,15 +1,15 @@
-//! When memory that is shared has become more than the host could give back at once.
+//! The brake: stops further sharing when the host could not give shared memory back at once.
 //!
 //! ```text
-//!   needed    = debt x cover                        what guests are taken to call in at once
-//!   available = MemAvailable - reserve              what could be had for it; free swap is shown, not counted
+//!   needed    = debt x cover                        memory that guests may need at once by writing
+//!   available = MemAvailable - reserve              memory that could be used for it; free swap is shown, not counted
 //!
 //!   needed / available   0 ........ 70 % ..... 80 % ..... 90 % ..... 100 % ......
 //!   rising                   ok     |   ok      | warning  | warning   | braked
 //!   falling, for 10 s        ok     | warning   | warning  | braked    | braked
 //! ```
-//! A level rises at once and falls only when things have been better for a while, so that it
-//! doesn't flap.
+//! A level rises at once. It falls only after conditions were better for [`CALM`], so that it does
+//! not flap.
 
 use std::fmt;
 use std::str::FromStr;

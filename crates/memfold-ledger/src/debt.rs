@@ -1,15 +1,15 @@
-//! Copy-on-write debt: what the host would have to give if guests rewrote everything that they
+//! Copy-on-write debt: the memory that the host would need if guests rewrote all pages that they
 //! share now.
 //!
 //! ```text
-//!   folded     mapped to a page store, not written since      a copy each; the store's own page comes back seconds later
-//!   snapshots  views of the image a VM runs from, not written  a copy each; the image stays, for whoever comes next
-//!   zero       pages of zeroes that were given back            a page each
-//!   KSM        pages_sharing, and the zero pages it mapped     a copy each; the last one's place comes back at once
+//!   folded     mapped to a page store, not written since      one copy each; the store's own page is freed seconds later
+//!   snapshots  views of the image a VM runs from, not written  one copy each; the image stays for further clones
+//!   zero       pages of zeroes that were given back            one page each
+//!   KSM        pages_sharing, and the zero pages it mapped     one copy each; the last sharer's frees the merged page
 //! ```
-//! Each guest page is in one of these at most: what a VM has written is a private copy, and only
-//! such pages does KSM merge. Segments are no debt, because guests can't write to them. RAM that a
-//! guest has not touched yet is none either: that is promised, not shared.
+//! Each guest page is in at most one of these classes: a page that a VM has written is a private
+//! copy, and KSM merges only such pages. Segments are no debt, because guests cannot write to them.
+//! RAM that a guest has never touched is no debt either: it is promised, not shared.
 
 use memfold_host::{Check, Status};
 use memfold_units::ByteSize;

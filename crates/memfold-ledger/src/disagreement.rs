@@ -1,4 +1,4 @@
-//! Two sums that should be equal and are not.
+//! The record of two sums that should be equal and are not.
 
 use std::fmt;
 

@@ -1,5 +1,5 @@
-//! Which physical pages a VM's RAM lies in: the proof of what is shared, and that nothing crosses
-//! trust domains.
+//! Physical page frames of a VM's RAM. They prove which pages are shared, and that no page is
+//! shared across trust domains.
 
 use std::io;
 

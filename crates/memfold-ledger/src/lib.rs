@@ -1,7 +1,7 @@
-//! The account of physical bytes: every page counted once.
+//! The ledger: accounts of physical memory in which every page is counted once.
 //!
 //! ```text
-//!   guest RAM of one VM, each page in exactly one place:
+//!   guest RAM of one VM, each page in exactly one class:
 //!
 //!   | private | unfolded | folded: resident, untouched | file | zero | swapped | free |
 //!   '-- backed (+ folded resident, file resident) = Rss of guest RAM --'
@@ -9,16 +9,23 @@
 //!   the host:  sum over VMs (PSS - its shares of store pages) + memfold (the same) + page stores (all they allocate)
 //! ```
 //!
-//! A store page that k page tables map counts 1/k in each process's PSS and not at all when nobody
-//! maps it, so the host's sum takes those shares out of every process and counts what the store
-//! files allocate instead. The zero page counts nowhere. QEMU's shared libraries count by PSS.
+//! A store page that k page tables map counts 1/k in each process's PSS, and not at all when no
+//! process maps it. The host's sum therefore subtracts those shares from every process, and adds
+//! the full allocation of the store files instead. The zero page is not counted. QEMU's shared
+//! libraries count by PSS.
 //!
-//! [`read`] reads the kernel's files, [`take`] makes the accounts of `account` from them, `agree`
-//! holds the accounts against what the kernel says elsewhere, [`table`] prints them, `frames`
-//! proves who shares which physical page. `debt` is what guests could call in by writing, and
-//! `brake` says when that is too much. [`memory_map`] and [`sharing`] are views of it for persons:
-//! one VM's RAM from end to end, and who has pages in common with whom. [`plan`] says what more VMs
-//! would take.
+//! - [`read`] parses the kernel's files.
+//! - [`take`] builds the accounts of `account` from them.
+//! - `agree` checks the accounts against other figures of the kernel.
+//! - [`table`] prints the accounts.
+//! - `frames` proves which VMs share which physical pages.
+//! - `debt` is the memory that guests could claim by writing; `brake` decides when that is too
+//!   much.
+//! - [`memory_map`] shows one VM's RAM from end to end; [`sharing`] shows which VMs have pages in
+//!   common.
+//! - [`plan`] predicts how much memory more VMs would take.
+//! - [`estimate`] predicts savings before anything is shared.
+//! - [`history`] keeps samples over time.
 
 mod account;
 mod agree;

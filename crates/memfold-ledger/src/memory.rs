@@ -1,4 +1,4 @@
-//! In which of the ledger's places each page of a range is: the mappings beside the page map.
+//! Classifies each page of an address range, from the process's mappings and its page map.
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::{Region, category};

@@ -1,4 +1,4 @@
-//! One VM's RAM from end to end: how many pages of each cell are where.
+//! The map of one VM's RAM from end to end: the number of pages in each state, cell by cell.
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::Filter;

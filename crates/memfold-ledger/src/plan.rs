@@ -1,20 +1,20 @@
-//! How much memory more VMs of a kind would take, and how many fit: the model that the ledger's
-//! figures feed.
+//! Predicts how much memory more VMs of a kind would take, and how many fit. The model uses the
+//! ledger's figures.
 //!
 //! ```text
-//!   used(N) = used now + sum over kinds: (N - n) x own            own:  what only this VM takes (mean of the n that run)
-//!                                                                 what is shared is there once already, however many come
-//!   owed(N) = owed now + sum over kinds: (N - n) x owed           what the brake wants to be there for (see `debt`)
+//!   used(N) = used now + sum over kinds: (N - n) x own            own:  memory that only this VM takes (mean of the n that run)
+//!                                                                 shared memory exists once already, however many VMs come
+//!   owed(N) = owed now + sum over kinds: (N - n) x owed           memory that the brake wants to be available (see `debt`)
 //!
 //!   N fits:  used(N) + its error bar <= memory - reserve,   and   cover x owed(N) <= memory - reserve - used(N)
 //! ```
-//! With a time to plan ahead, each VM is taken to grow until then as those of its kind have lately
-//! (the history's trend), to all of its RAM at most; none is taken to shrink.
+//! To plan for a later time, the model assumes that each VM keeps growing as VMs of its kind grew
+//! lately (the history's trend), up to all of its RAM. It assumes that no VM shrinks.
 //!
-//! One more VM is taken to be like those that run: it shares what they share with each other. A VM
-//! that runs alone in its trust domain shares nothing yet, and so does its kind here:
-//! `memfold estimate` says what two of it would have in common. What VMs may come to use beyond
-//! what they use now is the last column: all of their RAM.
+//! The model assumes that one more VM is like those that run: it shares what they share with each
+//! other. A VM that runs alone in its trust domain shares nothing yet, so its kind shares nothing
+//! in the model; `memfold estimate` tells what two such VMs would have in common. VMs may use more
+//! than they do now: the last column shows the most, which is all of their RAM.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,5 @@
-//! Readers of `/proc`. Each takes the root, so that tests read captured trees.
+//! Parsers of files in `/proc`. Each takes the root directory, so that tests can read captured
+//! trees.
 //!
 //! Sources: `Documentation/filesystems/proc.rst`; `fs/proc/task_mmu.c` (`smaps`), `mm/show_mem.c`
 //! (`si_mem_available`).

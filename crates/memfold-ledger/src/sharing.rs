@@ -1,8 +1,9 @@
-//! Who has pages in common with whom: pages of one file that two VMs map and neither has copied.
+//! The matrix of VMs that have pages in common: pages of one file that two VMs map and neither has
+//! copied.
 //!
-//! A page store's pages are in memory whether a VM has touched them or not, so what is folded
-//! counts. Pages of snapshots' images and of segments count where they are in both VMs' page
-//! tables. What KSM has merged is not in it: the kernel doesn't say with whom.
+//! A page store's pages are in memory whether or not a VM has touched them, so all folded pages
+//! count. Pages of snapshot images and of segments count if they are in both VMs' page tables.
+//! Pages merged by KSM are not included: the kernel does not tell which VMs share them.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! The report for persons.
+//! Prints the ledger's report as tables for people.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! Taking the accounts: the kernel's files, read now, put together.
+//! Builds the accounts from the kernel's files, as they are now.
 
 use std::os::fd::AsFd;
 

@@ -1,8 +1,8 @@
-//! Why nothing could be estimated.
+//! Errors of an estimate.
 
 use std::io;
 
-/// Why nothing could be estimated.
+/// Reason why nothing could be estimated.
 #[derive(Debug, thiserror::Error)]
 pub enum EstimateError {
     /// No QEMU runs here.

@@ -1,5 +1,5 @@
-//! What a daemon knows of the VMs that are looked at, and nobody sees from outside:
-//! `GET /v1/estimate`.
+//! A daemon's knowledge of the VMs under estimate that cannot be seen from outside, such as cached
+//! files: `GET /v1/estimate`.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

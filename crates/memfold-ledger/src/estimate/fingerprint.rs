@@ -1,15 +1,14 @@
-//! What VMs hold, in a form that tells two hosts what their VMs have in common and nobody else what
-//! it is: `memfold estimate --fingerprint`.
+//! Fingerprints of VMs' memory: `memfold estimate --fingerprint`. Two hosts can tell from them how
+//! many page contents their VMs have in common. They reveal the contents to nobody.
 //!
-//! After Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of a Bloom
-//! filter of all pages: of a content either all VMs that hold it have it in their fingerprints, or
-//! none, so what two have in common is counted, and multiplied by 2^level. Contents are hashed with
-//! a secret that the hosts share: a fingerprint by itself can't be searched for a page that
-//! somebody knows.
+//! The method follows Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of
+//! a Bloom filter of all pages. A content is in the fingerprints of all VMs that hold it, or of
+//! none. So common contents are counted, and multiplied by 2^level. Contents are hashed with a
+//! secret that the hosts share: a fingerprint alone cannot be searched for a known page.
 //!
 //! ```text
-//!   a content, 64 bits:   6: how many zero bits its sampling hash begins with (more than so many count as so many)
-//!                        58: of the BLAKE3 hash, keyed, of its sampling hash, whose seed comes from the key as well
+//!   a content, 64 bits:   6: number of leading zero bits of its sampling hash (limited to 63)
+//!                        58: from the BLAKE3 hash of its sampling hash, keyed; the sampling seed comes from the key too
 //! ```
 
 use std::collections::BTreeMap;

@@ -1,15 +1,16 @@
-//! Two looks at the memory of VMs, from outside and within a CPU budget.
+//! Reads the memory of VMs twice, from outside and within a CPU budget.
 //!
-//! 1. The page maps say what is there. Pages of files or shared memory, the kernel's zero page,
-//!    swapped pages and holes are counted, not read: they are shared already, or not in memory.
-//! 2. First look: every other page is read and hashed, in an order by chance.
-//! 3. Second look, a second or more later: of the sample, pages that have a twin, and an eighth of
-//!    those that have none. KSM doesn't merge what changes between two of its passes; nor is it
-//!    counted here as what could be saved.
+//! 1. The page maps show which pages exist. Pages of files or shared memory, the kernel's zero
+//!    page, swapped pages and holes are counted but not read: they are shared already, or not in
+//!    memory.
+//! 2. First read: every other page is read and hashed, in random order.
+//! 3. Second read, at least one second later: the sampled pages that have a twin, and one in eight
+//!    of those that have none. KSM does not merge pages that change between two of its passes, so a
+//!    page that changed is not counted as a possible saving.
 //!
-//! Reading 64 bytes of each page instead of all costs three quarters as much (0.55 against 0.74 us
-//! a page): finding the page is the dear part. So pages are read whole, and chosen by all of their
-//! bytes.
+//! Reading 64 bytes of each page costs three quarters of reading all of it (0.55 against 0.74 us a
+//! page), because finding the page is the expensive part. Therefore whole pages are read, and
+//! sampled by all of their bytes.
 
 use std::io;
 use std::ops::Range as Span;

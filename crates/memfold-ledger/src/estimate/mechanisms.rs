@@ -1,8 +1,8 @@
-//! What each mechanism would bring, and what CPU it would take to get there.
+//! Expected saving and CPU cost of each mechanism.
 //!
-//! They overlap: most of what folding finds KSM would find too, and what lies in a segment is in no
-//! page cache that could be folded. CPU figures are those of the studies (`docs/results`, decision
-//! 21), on the machine that they were made on: an order of magnitude.
+//! The savings overlap. KSM would find most pages that folding finds, and files in a segment are in
+//! no page cache that could be folded. CPU figures come from the studies (`docs/results`, decision
+//! 21) and hold for the machine used there: an order of magnitude.
 
 use memfold_fold::FileUse;
 use memfold_segment::rank;

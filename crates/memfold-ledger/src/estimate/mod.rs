@@ -1,7 +1,8 @@
-//! What could be saved on this host, before anything is changed: `memfold estimate`.
+//! Estimates how much memory could be saved on this host before anything is changed
+//! (`memfold estimate`).
 //!
 //! ```text
-//!   targets     QEMUs of the host, where their memory lies, their names, trust domains and files
+//!   targets     QEMUs of the host: their memory ranges, names, trust domains and files
 //!     |
 //!   look        first look: every private page is read and hashed     second look: the sample's pages, has the guest written since?
 //!     |              |                                                     |
@@ -10,22 +11,22 @@
 //!     |                                                                    |
 //!   split        zero / within a VM / between VMs of a domain / between domains / volatile / merged already / the rest  <--'
 //!     |
-//!   mechanisms   what of that segments, clones, folding, KSM and free page reporting would bring, at what CPU
+//!   mechanisms   how much of that segments, clones, folding, KSM and free page reporting would save, at what CPU cost
 //!   report, table
 //! ```
-//! Nothing is written, no page is shared, no library or agent is needed. What a look costs the VMs:
-//! their pages count as used for the host's reclaim (`process_vm_readv(2)` touches them), and other
-//! processes' CPU caches.
+//! Nothing is written, no page is shared, and no library or agent is needed. Reading has two costs
+//! for the VMs: their pages count as recently used for the host's reclaim (`process_vm_readv(2)`
+//! touches them), and other processes lose CPU cache contents.
 //!
 //! | | |
 //! |---|---|
-//! | [`targets`], [`facts`] | whose memory; what a daemon knows of it |
-//! | [`look`], [`pace`] | the two looks, and their CPU budget |
+//! | [`targets`], [`facts`] | QEMUs to read; a daemon's knowledge of them |
+//! | [`look`], [`pace`] | the two reads, and their CPU budget |
 //! | [`sample`], [`statistics`] | sampling by content, sums with error bars |
-//! | [`split`], [`mechanisms`] | the classes, and who would bring what |
-//! | [`report`], [`table`] | the result, and how people read it |
-//! | [`fingerprint`], [`place`] | what VMs hold, comparable between hosts; which to place together |
-//! | [`program`] | the shareable share of one program (study A's Table 4) |
+//! | [`split`], [`mechanisms`] | the classes of pages, and each mechanism's saving |
+//! | [`report`], [`table`] | the result, and its table for people |
+//! | [`fingerprint`], [`place`] | contents of VMs, comparable between hosts; which VMs to place together |
+//! | [`program`] | the shareable part of one program (study A's Table 4) |
 
 mod error;
 pub mod facts;

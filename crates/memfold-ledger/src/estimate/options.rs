@@ -1,9 +1,9 @@
-//! How to look.
+//! Options of an estimate.
 
 /// Pages of the sample at most: 40 bytes each.
 pub const SAMPLE_PAGES: usize = 1 << 20;
 
-/// How to look.
+/// Options of an estimate.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Pages of the sample at most.

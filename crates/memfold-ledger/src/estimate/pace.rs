@@ -1,4 +1,4 @@
-//! A CPU budget: who looks sleeps as long as it has used more than its share.
+//! A CPU budget: the thread sleeps whenever it has used more than its share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

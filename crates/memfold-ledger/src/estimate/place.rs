@@ -1,14 +1,14 @@
-//! Which VMs to place together: from the fingerprints of hosts, moves that lower what all of them
-//! take.
+//! Proposes which VMs to place on the same host. From the fingerprints of hosts it computes moves
+//! that lower the total memory use.
 //!
 //! ```text
 //!   a host takes   others + sum over its VMs (RAM + beside) - contents that VMs of one trust domain hold more than once there
 //!
-//!   the best move of one VM, or exchange of two, again and again, as long as one saves enough; a host that has too little memory is
+//!   repeat the best move of one VM, or exchange of two, as long as it saves enough; a host that lacks memory is
 //!   relieved first
 //! ```
-//! A model: it says what placing VMs together would let folding, KSM and clones save, not that they
-//! do. What VMs hold in common within themselves is left out: it moves with them.
+//! The result is a model: the saving assumes that folding, KSM or clones share all common contents.
+//! Contents that repeat within a single VM are left out, because they move with the VM.
 
 use std::collections::BTreeSet;
 

@@ -1,9 +1,9 @@
 //! How much of a running program several VMs could share, by mapping mode: study A's Table 4.
 //!
-//! The study takes what is mapped without `w` for shareable. That is too much where a page was
-//! written before it was protected (relocations: `r--p`, and a private copy), and too little where
-//! a page of a writable private mapping was never written. Both are told apart here by `Anonymous`
-//! of `/proc/PID/smaps`: what is resident and not anonymous is the file's own page.
+//! The study counts every mapping without `w` as shareable. That is too much where a page was
+//! written before it was protected (relocations: `r--p`, but a private copy). It is too little
+//! where a page of a writable private mapping was never written. `Anonymous` in `/proc/PID/smaps`
+//! tells these apart: a page that is resident and not anonymous is the file's own page.
 
 use std::collections::BTreeMap;
 use std::fs;

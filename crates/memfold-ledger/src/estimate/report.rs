@@ -1,4 +1,4 @@
-//! The result of an estimate.
+//! The report of an estimate, as the API and `--json` show it.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};

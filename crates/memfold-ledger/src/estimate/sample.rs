@@ -1,19 +1,19 @@
-//! A sample by content: of a content either all copies are in it, or none.
+//! A sample of pages by content: all copies of a content are in the sample, or none.
 //!
-//! Pages drawn by their place would miss most twins: of a content with two copies, a tenth of all
-//! pages shows both with a chance of 1 in 100. Drawn by the hash of their content (Gibbons,
+//! A random sample of pages would miss most twins: a tenth of all pages contains both copies of a
+//! content with a chance of 1 in 100. Contents are therefore drawn by their hash (Gibbons,
 //! "Distinct Sampling for Highly-Accurate Answers to Distinct Values Queries and Event Reports",
-//! VLDB 2001), all copies come together, and whatever is summed over contents is right on average
-//! when it is multiplied by 2^level. So every page is read and hashed; what is bounded is what has
-//! to be remembered, and read a second time.
+//! VLDB 2001). All copies of a content then come together, and a sum over contents, multiplied by
+//! 2^level, is right on average. Every page is read and hashed. The sample limits only how much is
+//! remembered and read a second time.
 //!
 //! ```text
 //!   level 0:  all contents        level 1: hash begins with 0        level 2: with 00        ...
-//!             room is used up -->           half of it is dropped -->
+//!             sample is full ---->           half of it is dropped -->
 //! ```
-//! Contents with very many copies would make the sum depend on whether they are drawn. They leave
-//! the sample before it is halved for the first time, and are counted apart from then on
-//! ([`Frequent`]); pages of zeroes always are.
+//! A content with very many copies would make the sum depend on whether it is drawn. Such contents
+//! leave the sample before it is halved for the first time, and are counted separately from then on
+//! ([`Frequent`]). Pages of zeroes are always counted separately.
 
 use foldhash::HashMap;
 

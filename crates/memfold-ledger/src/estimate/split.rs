@@ -1,7 +1,7 @@
-//! What was seen, split into what could be saved and what couldn't.
+//! Splits the pages read into classes: possible savings, and pages that cannot be shared.
 //!
-//! Of a content, let a VM have `f` page frames, a domain `F` (frames, not pages: what is shared
-//! already counts once). One copy for all would save `F - 1` of them:
+//! Let a VM hold a content in `f` page frames, and a trust domain in `F` (frames, not pages: pages
+//! that are already shared count once). One copy for all would save `F - 1` frames:
 //!
 //! ```text
 //!   within    f - 1, added up over the domain's VMs            one VM alone could save it
@@ -9,7 +9,7 @@
 //!   across    domains that have it, less 1                     not allowed, and in no sum
 //! ```
 //! Pages of zeroes need no copy at all, and are a class of their own. A page that changed between
-//! the looks is volatile, whatever it was like before.
+//! the two reads is *volatile*, whatever it contained.
 
 use foldhash::{HashMap, HashSet};
 use memfold_fold::HUGE_SPLIT_PAGES;

@@ -1,4 +1,4 @@
-//! Sums over a sample, with error bars.
+//! Sums over a random sample, with error bars.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};

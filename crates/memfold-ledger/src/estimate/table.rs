@@ -1,4 +1,4 @@
-//! An estimate for people.
+//! Prints an estimate as tables for people.
 
 use std::fmt::Write as _;
 

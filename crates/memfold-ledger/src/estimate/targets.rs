@@ -1,5 +1,5 @@
-//! Whose memory is looked at: QEMUs of this host, where their RAM lies, and who may share with
-//! whom.
+//! The QEMU processes whose memory is read: their RAM ranges, and which VMs may share with each
+//! other.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! How fast a VM grows: the trend of what only it has, from its samples.
+//! A VM's growth: the trend of its unshared memory, from its samples.
 
 use super::Series;
 

@@ -1,9 +1,9 @@
-//! What was, to draw it: samples of the ledger in a database of bounded size.
+//! The history of the ledger for charts: samples in a database of bounded size.
 //!
 //! ```text
-//!   fine:    a sample each half a minute (or as given), for 24 h
-//!   coarse:  their means over half an hour, for 90 d
-//!   events:  what changed between two samples, the last 5,000
+//!   fine:    one sample every half minute (by default), kept for 24 h
+//!   coarse:  means of the fine samples over half an hour, kept for 90 d
+//!   events:  changes seen between two samples, the last 5,000
 //! ```
 //! All amounts are whole numbers; the units are in their names.
 

@@ -1,4 +1,4 @@
-//! What is kept of a report.
+//! The figures of a report that the history keeps, for the host and for each VM.
 
 use memfold_fold::EngineStats;
 use memfold_units::ByteSize;

@@ -1,4 +1,4 @@
-//! The database of samples.
+//! The `SQLite` database of samples and events.
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
