@@ -42,48 +42,49 @@ use super::borrowing::lent_node;
 pub use super::borrowing::{Borrowing, Part, Phase, Stripe, Top};
 use super::lease::Durability;
 
-/// Name of the job that switches.
+/// Id of the mirror job that performs a switch.
 const JOB: &str = "memfold-swap";
 
-/// How long a switch may go without any progress.
+/// How long a switch may make no progress before it is cancelled.
 const STUCK: Duration = Duration::from_secs(30);
 
-/// How long a guest may go on writing faster than that is copied, after all of its disk has been
-/// copied once.
+/// How long a guest may write faster than the job copies, after the whole disk was copied once.
+/// Then its writes are slowed down.
 const CATCH_UP: Duration = Duration::from_secs(3);
 
-/// Bytes a second that the guest may write to its swap disk from then on, until it is switched.
+/// Write limit of a slowed-down guest for its swap disk, in bytes a second, until the switch is
+/// done.
 const SLOWED: u64 = 16 << 20;
 
-/// Time between two looks at a job.
+/// Time between two polls of a job.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Why the nodes could not be changed.
+/// Reason why the block nodes could not be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum GraphError {
-    /// QEMU refused or is gone.
+    /// QEMU refused a command or is gone.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The VM has no swap disk of ours.
+    /// The VM has no swap disk made by memfold.
     #[error(
         "VM '{0}' has no swap disk made by memfold; start the VM with --swap SIZE (swap = ... in its description)"
     )]
     NoSwapDisk(String),
-    /// A file can't be made.
+    /// The file of the copy cannot be created.
     #[error("cannot create {path} of {bytes} bytes")]
     Copy {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its size.
+        /// Size of the file, in bytes.
         bytes: u64,
-        /// From the kernel.
+        /// The kernel's error.
         #[source]
         source: std::io::Error,
     },
-    /// It failed on the way; the VM is as it was.
+    /// The switch failed on the way. The VM still uses the previous nodes.
     #[error("cannot switch the swap disk ({0}); the VM continues on the previous one")]
     Switch(String),
-    /// QEMU was told to go over, and doesn't say whether it has: everything that it may use has to
+    /// QEMU was told to switch, but does not say whether it has. All nodes that it may use must
     /// stay.
     #[error(
         "QEMU did not say whether it switched the swap disk; memfold asks again, and removes nothing before QEMU answers"
@@ -91,7 +92,7 @@ pub enum GraphError {
     Unknown(#[source] QmpError),
 }
 
-/// The key's object of a daemon before relays.
+/// Id of the TLS key object that daemons without relays created.
 fn tls(generation: u64, part: usize) -> String {
     format!("swap-tls{generation}-{part}")
 }
@@ -112,7 +113,8 @@ fn nodes(qmp: &mut Qmp) -> Result<Vec<Value>, QmpError> {
     Ok(all.as_array().cloned().unwrap_or_default())
 }
 
-/// Whether this is the swap device, of those that `query-block` or `query-blockstats` names.
+/// Whether `device` is the swap device. `device` is an entry of `query-block` or
+/// `query-blockstats`.
 #[must_use]
 pub fn is_swap_device(device: &Value) -> bool {
     let name = device["qdev"].as_str();
@@ -122,7 +124,10 @@ pub fn is_swap_device(device: &Value) -> bool {
     })
 }
 
-/// What the swap device of a VM uses.
+/// Returns the node that a VM's swap device uses.
+///
+/// # Errors
+/// The VM has no swap disk made by memfold, or QEMU does not answer.
 pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
     let missing = || GraphError::NoSwapDisk(vm.to_owned());
     let devices = qmp.query("query-block")?;
@@ -147,7 +152,7 @@ pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
     })
 }
 
-/// A number that no node of the swap disk has.
+/// A generation number that no node of the swap disk has.
 pub fn free_generation(qmp: &mut Qmp) -> Result<u64, QmpError> {
     let all = nodes(qmp)?;
     let known = all
@@ -156,7 +161,7 @@ pub fn free_generation(qmp: &mut Qmp) -> Result<u64, QmpError> {
     Ok(known.max().map_or(0, |newest| newest + 1))
 }
 
-/// Connects QEMU to a relay.
+/// Connects QEMU to a relay: adds the `nbd` node `node`.
 pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> {
     let node = json!({
         "driver": "nbd", "node-name": node, "export": "",
@@ -165,7 +170,7 @@ pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> 
     qmp.execute("blockdev-add", node).map(drop)
 }
 
-/// Adds a file on disk: `name` on top of it. It is there already, for its bytes.
+/// Adds the node `name` on top of a file on disk. The file must already have its full size.
 fn add_file(qmp: &mut Qmp, name: &str, generation: u64, file: &Path) -> Result<(), QmpError> {
     let cache = json!({ "direct": false, "no-flush": true });
     qmp.execute(
@@ -181,7 +186,7 @@ fn add_file(qmp: &mut Qmp, name: &str, generation: u64, file: &Path) -> Result<(
     .map(drop)
 }
 
-/// Makes the nodes above the lent pieces, which are connected already.
+/// Creates the nodes above the lent parts, which are connected already.
 pub fn build(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     let generation = borrowing.generation;
     let mut children: Vec<String> = (0..borrowing.parts.len())
@@ -213,7 +218,7 @@ fn make_file(path: &Path, bytes: u64) -> Result<(), GraphError> {
     })
 }
 
-/// Makes the nodes of a swap disk that is on disk alone; gives the top one.
+/// Creates the nodes of a swap disk that is on disk only. Returns the name of the top node.
 pub fn build_on_disk(
     qmp: &mut Qmp,
     generation: u64,
@@ -226,9 +231,12 @@ pub fn build_on_disk(
     Ok(name)
 }
 
-/// Has the device use `to` instead of `from`. `monitor` gives the monitor for a moment at a time;
-/// `failed` says why it is to be given up, if it is. An error: the device uses `from`; except for
-/// [`GraphError::Unknown`].
+/// Lets the device use node `to` instead of `from`. `monitor` gives access to the QMP monitor for
+/// one command at a time. `failed` returns a reason when the switch should be cancelled.
+///
+/// # Errors
+/// The switch failed and the device still uses `from`. Only after [`GraphError::Unknown`] it is not
+/// known which node the device uses.
 pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     from: &str,
@@ -243,7 +251,7 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
         }),
     )?;
     let done = copy(monitor, failed).and_then(|()| go_over(monitor));
-    // If this fails, it is done when what is left of the switch is removed (`cancel`).
+    // If this fails, `cancel` does it when it cleans up the switch.
     let _ = slow_down(&mut monitor(), false);
     if done? == to {
         return Ok(());
@@ -253,7 +261,8 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
     ))
 }
 
-/// Waits until the job has copied all, and what was written meanwhile. An error: the job is gone.
+/// Waits until the job has copied everything, writes made meanwhile included. After an error, the
+/// job is gone.
 fn copy<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     failed: &dyn Fn() -> Option<String>,
@@ -284,7 +293,7 @@ fn copy<M: std::ops::DerefMut<Target = Qmp>>(
         if now != offset {
             (offset, moved) = (now, Instant::now());
         }
-        // What is to be copied grows with what the guest writes.
+        // `len` grows as the guest writes.
         let first_pass = *first_pass.get_or_insert(length);
         if now >= first_pass && length > 0 {
             let since = *copied_once.get_or_insert_with(Instant::now);
@@ -297,8 +306,8 @@ fn copy<M: std::ops::DerefMut<Target = Qmp>>(
     }
 }
 
-/// Has the guest write to its swap disk slowly, or as fast as it can again. Limits of others stay
-/// as they are.
+/// Slows down the guest's writes to its swap disk, or removes that limit. Limits set by others
+/// stay.
 fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
     let devices = qmp.query("query-block")?;
     let mut devices = devices.as_array().into_iter().flatten();
@@ -313,8 +322,8 @@ fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
     qmp.execute("block_set_io_throttle", limits).map(drop)
 }
 
-/// Completes the job, and gives the node that the device uses then: whether it went over or failed,
-/// only the device tells, and an answer that was lost or came too late tells nothing.
+/// Completes the job and returns the node that the device uses afterwards. Only the device shows
+/// whether the job completed or failed: the answer to the command may be lost or come too late.
 fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
 ) -> Result<String, GraphError> {
@@ -339,7 +348,7 @@ fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
     }
 }
 
-/// What the device uses, if no switch is under way.
+/// The node that the device uses; `None` while a switch is in progress.
 fn used<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
 ) -> Result<Option<Top>, GraphError> {
@@ -359,7 +368,7 @@ fn job(qmp: &mut Qmp) -> Result<Option<Value>, QmpError> {
         .cloned())
 }
 
-/// Ends a switch that is under way, if there is one. Afterwards there is none, or an error.
+/// Cancels a switch if one is in progress. Afterwards there is none, or an error is returned.
 pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
 ) -> Result<(), QmpError> {
@@ -371,25 +380,25 @@ pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
                 seconds: STUCK.as_secs_f64(),
             });
         }
-        // It may end by itself in between.
+        // The job may end by itself in between.
         let asked = monitor().execute("block-job-cancel", json!({ "device": JOB, "force": true }));
         if let Err(error @ QmpError::Lost { .. }) = asked {
             return Err(error);
         }
         std::thread::sleep(LOOK);
     }
-    // A daemon may have been killed amid its switch.
+    // An earlier daemon may have been killed during its switch.
     slow_down(&mut monitor(), false)
 }
 
-/// Takes a lent piece out from under the device, which goes on with the other copy: the last child
-/// stays.
+/// Removes a lent part from under the device, which continues on the other copy. The last child of
+/// the quorum must stay.
 pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(), GraphError> {
     let node = borrowing.lent(part);
-    // Its client would go on to try to connect.
+    // The node's NBD client would keep trying to connect.
     let instances = json!({ "instances": [{ "type": "block-node", "node-name": node }] });
     match qmp.execute("yank", instances) {
-        // A node that is gone already.
+        // The node is gone already.
         Ok(_) | Err(QmpError::Refused { .. }) => {}
         Err(error) => return Err(error.into()),
     }
@@ -397,15 +406,15 @@ pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(),
     remove(qmp, &[node], &[tls(borrowing.generation, part)])
 }
 
-/// Takes the copy on disk out, which has failed a write: what is read after its lender's death must
-/// be an error, not what was there before.
+/// Removes the copy on disk, after it has failed a write. If the lender dies later, reads must fail
+/// instead of returning older data.
 pub fn take_copy_out(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     let node = copy_node(borrowing.generation);
     take_child_out(qmp, borrowing, &node, borrowing.parts.len())?;
     remove(qmp, &[node, swap::file_node(borrowing.generation)], &[])
 }
 
-/// `number`: which child it was when the quorum was made.
+/// Removes a child of the quorum. `number`: its position when the quorum was created.
 fn take_child_out(
     qmp: &mut Qmp,
     borrowing: &Borrowing,
@@ -424,9 +433,9 @@ fn take_child_out(
     Ok(())
 }
 
-/// Removes all nodes of a generation that nothing uses any more.
+/// Removes all nodes of a generation. Nothing may use them any more.
 pub fn remove_generation(qmp: &mut Qmp, generation: u64) -> Result<(), GraphError> {
-    // From the top.
+    // From the top down.
     let names = [
         swap::node(generation),
         copy_node(generation),
@@ -439,7 +448,7 @@ pub fn remove_generation(qmp: &mut Qmp, generation: u64) -> Result<(), GraphErro
 
 fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphError> {
     for name in names {
-        // One that another has taken with it is gone by now.
+        // A node may have been removed together with another one.
         if nodes(qmp)?.iter().any(|n| n["node-name"] == *name) {
             qmp.execute("blockdev-del", json!({ "node-name": name }))?;
         }
@@ -457,17 +466,17 @@ fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphE
     Ok(())
 }
 
-/// A request that a child of a quorum has failed, as QEMU reports it (`QUORUM_REPORT_BAD`).
+/// The child of a quorum that failed a request, as QEMU reports it (`QUORUM_REPORT_BAD`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failed {
-    /// Of a lent piece: by number. It must not be read again.
+    /// A lent part, by number. It must not be read again.
     Lent(usize),
-    /// Of the copy on disk. Whether it was a write isn't known for sure: of the reports of a second
-    /// QEMU may tell the last one only.
+    /// The copy on disk. The failed request may have been a write: of several reports within a
+    /// second, QEMU may send only the last.
     Copy,
 }
 
-/// What an event says of these nodes.
+/// The failed child that a QEMU event reports, if it belongs to these nodes.
 #[must_use]
 pub fn failed(event: &Value, borrowing: &Borrowing) -> Option<Failed> {
     let data = &event["data"];

@@ -21,43 +21,43 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use super::place::Member;
 use super::tls::TlsFiles;
 
-/// How long connecting may take, TLS included.
+/// Time limit for connecting, the TLS handshake included.
 const CONNECT: Duration = Duration::from_millis(1500);
 
-/// A connection that rested longer is not used again: the server may be about to close it.
+/// A connection that was idle for longer is not reused: the server may be about to close it.
 const IDLE: Duration = Duration::from_secs(5);
 
-/// A connection that is older is not used again: certificates and keys may have been replaced.
+/// A connection older than this is not reused: certificates and keys may have been replaced.
 const OLD: Duration = Duration::from_secs(600);
 
-/// Connections kept.
+/// Most idle connections that are kept.
 const KEPT: usize = 8;
 
-/// Longest answer, bytes.
+/// Size limit of an answer, in bytes.
 const LONGEST_ANSWER: usize = 16 << 20;
 
-/// Why there is no answer.
+/// Reason why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
-    /// The request has not been sent to anybody.
+    /// The request was not sent to any server.
     #[error("cannot reach {member}: {why}")]
     Unreached {
-        /// Who.
+        /// The server.
         member: Member,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// It may have been carried out, or not.
+    /// The request was sent. It may or may not have been carried out.
     #[error("{member} did not answer: {why}")]
     Unanswered {
-        /// Who.
+        /// The server.
         member: Member,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
 
-/// A connection, with what runs it while it is used.
+/// A connection, with the runtime that drives it during a request.
 #[derive(Debug)]
 struct Connection {
     member: usize,
@@ -70,37 +70,37 @@ struct Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            // Whoever drops us may be in a runtime itself, which must not wait.
+            // The dropping thread may be inside another runtime, which must not block.
             runtime.shutdown_background();
         }
     }
 }
 
-/// Servers that hold the same.
+/// Servers with the same contents: a daemon, or the members of an etcd.
 #[derive(Debug)]
 pub struct Https {
     members: Vec<Member>,
     tls: Option<TlsFiles>,
-    /// Who is asked first.
+    /// Index of the member that is asked first.
     first: AtomicUsize,
     kept: Mutex<Vec<Connection>>,
 }
 
-/// One request.
+/// A POST request.
 #[derive(Clone, Copy, Debug)]
 pub struct Post<'a> {
-    /// Path.
+    /// Path of the URL.
     pub path: &'a str,
-    /// `Bearer` token.
+    /// `Bearer` token for the header `Authorization`.
     pub token: Option<&'a str>,
-    /// JSON.
+    /// Body, in JSON.
     pub body: &'a [u8],
-    /// How long the answer may take.
+    /// Time limit for the answer.
     pub patience: Duration,
 }
 
 impl Https {
-    /// Asks these members, the others when one can't be reached.
+    /// A client of these members. A member that cannot be reached is skipped.
     #[must_use]
     pub const fn new(members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
         Self {
@@ -111,8 +111,8 @@ impl Https {
         }
     }
 
-    /// Sends a request to one member. To another only if it can't have reached the one before: it
-    /// may change something.
+    /// Sends a request to one member. Because the request may change something, another member is
+    /// tried only if the request cannot have reached the first.
     pub fn post(&self, post: &Post<'_>) -> Result<(StatusCode, Bytes), HttpError> {
         let count = self.members.len();
         let first = self.first.load(Ordering::Relaxed);
@@ -138,7 +138,7 @@ impl Https {
         }
     }
 
-    /// Asks another member next time: this one answers that it can't do its work.
+    /// Makes the next request go to another member, because this one cannot do its work.
     pub fn pass_over(&self) {
         let next = self.first.load(Ordering::Relaxed) + 1;
         self.first
@@ -170,7 +170,7 @@ impl Https {
             let Some(runtime) = connection.runtime.take() else {
                 continue;
             };
-            // A timer belongs to the runtime that runs it.
+            // A timer belongs to the runtime that drives it.
             let answered = runtime.block_on(async {
                 tokio::time::timeout(post.patience, send(&mut connection.sender, member, post))
                     .await
@@ -185,7 +185,7 @@ impl Https {
                     self.keep(connection);
                     return Ok(answer);
                 }
-                // The server had closed it while it rested.
+                // The server closed the connection while it was idle.
                 Ok(Err(Failed::NotSent(_))) if is_kept => {}
                 Ok(Err(Failed::NotSent(why))) => {
                     let member = member.clone();
@@ -217,7 +217,7 @@ impl Https {
         let sender = match connected {
             Ok(Ok(sender)) => sender,
             other => {
-                // Not waiting for a name server that doesn't answer.
+                // Does not wait for a name server that gives no answer.
                 runtime.shutdown_background();
                 return Err(unreached(match other {
                     Ok(Err(why)) => why,
@@ -263,7 +263,7 @@ where
     S: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
 {
     let (sender, connection) = handshake(stream).await.map_err(|error| error.to_string())?;
-    // Its errors reach us through the request as well.
+    // Errors of the connection also appear as errors of the request.
     tokio::spawn(async move { drop(connection.await) });
     Ok(sender)
 }
@@ -296,7 +296,7 @@ async fn send(
         }
     };
     sender.ready().await.map_err(|error| {
-        // Closed before there was anything to send.
+        // The connection was closed before anything was sent.
         Failed::NotSent(error.to_string())
     })?;
     let response = sender.send_request(request).await.map_err(told)?;

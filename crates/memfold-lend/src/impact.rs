@@ -4,39 +4,39 @@ use serde::{Deserialize, Serialize};
 
 use super::lease::{Durability, Picture};
 
-/// What the death of one lender would do.
+/// Effects of the death of one lender.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blast {
-    /// The lender.
+    /// Host name of the lender.
     pub lender: String,
-    /// VMs that hold memory of it.
+    /// VMs that use the lender's memory.
     pub vms: Vec<HurtVm>,
 }
 
-/// What it would do to one VM.
+/// Effect on one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HurtVm {
-    /// Its host.
+    /// Host of the VM.
     pub host: String,
-    /// Its name.
+    /// Name of the VM.
     pub vm: String,
-    /// Bytes of it in that lender's RAM.
+    /// Bytes of the VM in this lender's RAM.
     pub bytes: u64,
     /// Whether bytes of the guest would be lost.
     pub loses_bytes: bool,
-    /// In words.
+    /// Description of the effect.
     pub effect: String,
 }
 
-/// Of each lender that has lent something. `without_copy`: whether that VM of that host lacks the
-/// copy on its disk that it is to have, as far as this host knows.
+/// Effects of the death of each lender that has lent memory. `without_copy(host, vm)` tells whether
+/// the copy on disk that the VM should have is missing, as far as this host knows.
 #[must_use]
 pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Vec<Blast> {
     let mut all: Vec<Blast> = Vec::new();
     for lease in &picture.leases {
         let of_vm =
             |other: &&super::Lease| other.borrower == lease.borrower && other.vm == lease.vm;
-        // The other copy of a replica may be gone already.
+        // The other copy of a replica may already be gone.
         let copies = picture.leases.iter().filter(of_vm);
         let elsewhere = copies
             .filter(|l| l.lender.host != lease.lender.host)

@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Longest time until a deadline.
+/// Longest time until a deadline that a registry accepts.
 pub const MAX_TTL: Duration = Duration::from_secs(3600);
 
 /// How long a borrower has to give memory back that its lender needs.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
 
-/// What a borrower copies of a disk in a second at least, while its guest swaps.
+/// Bytes that a borrower copies from lent RAM to disk in a second at least, while its guest swaps.
 pub const COPIED_A_SECOND: u64 = 20 << 20;
 
-/// A lease's number. Never used again.
+/// Number of a lease. The registry never reuses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LeaseId(pub u64);
@@ -25,18 +25,18 @@ impl fmt::Display for LeaseId {
     }
 }
 
-/// Which run of a lender's daemon: exports of an older one have ended with it. Later ones are
-/// greater.
+/// Number of a run of a lender's daemon. Later runs have greater numbers. Exports of an earlier run
+/// have ended with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Incarnation(pub u64);
 
-/// A lender's daemon.
+/// A run of a lender's daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderId {
-    /// Name of its host.
+    /// Name of the lender's host.
     pub host: String,
-    /// Its run.
+    /// Number of the run.
     pub incarnation: Incarnation,
 }
 
@@ -65,7 +65,7 @@ pub enum Durability {
 }
 
 impl Durability {
-    /// In one word.
+    /// The name in the registry and in options.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -75,16 +75,15 @@ impl Durability {
         }
     }
 
-    /// How long a borrower has to give back. Where the lent bytes are the only ones, or one of two,
-    /// it has to copy them first.
+    /// How long a borrower has to give memory back. It includes the time to copy the bytes, unless
+    /// the borrower has a copy on its disk.
     #[must_use]
     pub fn time_to_give_back(self, bytes: u64) -> Duration {
         let copying = self.time_to_copy(bytes);
         GIVE_BACK.saturating_add(copying).min(MAX_TTL)
     }
 
-    /// How long it takes to copy what lies there to the borrower's disk, before it can be given
-    /// back.
+    /// Time that copying the lent bytes to the borrower's disk takes; zero with durability `disk`.
     #[must_use]
     pub const fn time_to_copy(self, bytes: u64) -> Duration {
         match self {
@@ -93,7 +92,7 @@ impl Durability {
         }
     }
 
-    /// The one of that name.
+    /// Returns the value that has this [`name`](Self::name).
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         [Self::Disk, Self::Replica, Self::None]
@@ -102,20 +101,20 @@ impl Durability {
     }
 }
 
-/// What a lease is.
+/// State of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseState {
-    /// Its bytes are set aside; the lender is to export them.
+    /// The bytes are reserved; the lender is to export them.
     Taken,
-    /// They can be reached.
+    /// The borrower can reach the bytes.
     Exported,
-    /// The borrower needs them no more; the lender is to end the export.
+    /// The borrower no longer needs the bytes; the lender is to end the export.
     Released,
 }
 
 impl LeaseState {
-    /// In one word.
+    /// The name in the registry.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -125,7 +124,7 @@ impl LeaseState {
         }
     }
 
-    /// The state of that name.
+    /// Returns the value that has this [`name`](Self::name).
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         [Self::Taken, Self::Exported, Self::Released]
@@ -145,53 +144,54 @@ impl fmt::Display for LeaseState {
 pub struct Lease {
     /// Number by which lender and borrower name it; the registry never gives it again.
     pub id: LeaseId,
-    /// Who lends.
+    /// The lender's daemon.
     pub lender: LenderId,
-    /// Host that borrows.
+    /// Name of the host that borrows.
     pub borrower: String,
-    /// Its VM.
+    /// Name of the VM whose swap disk uses the bytes.
     pub vm: String,
-    /// Bytes.
+    /// Size of the lent RAM, in bytes.
     pub bytes: u64,
-    /// What keeps them if the lender dies.
+    /// Where the bytes survive if the lender dies.
     pub durability: Durability,
-    /// What it is.
+    /// State of the lease.
     pub state: LeaseState,
-    /// Time left until the lender ends it, unless the borrower renews it; 0: it is over.
+    /// Milliseconds until the lender ends the lease, unless the borrower renews it; 0: expired.
     pub left_ms: u64,
-    /// Time left until the lender takes it back, if it needs it; 0: it does now.
+    /// Milliseconds until the lender takes the memory back; 0: it does so now. `None`: the lender
+    /// does not need it.
     pub recall_ms: Option<u64>,
 }
 
 impl Lease {
-    /// What a lender that needs it back within a time can have: who has to copy it first has the
-    /// time for that.
+    /// The time that the borrower gets when the lender asks for `within`. A borrower that must copy
+    /// the bytes first gets at least the time for that.
     pub(super) fn within(&self, within: Duration) -> Duration {
         within.max(self.durability.time_to_copy(self.bytes).min(MAX_TTL))
     }
 }
 
-/// A lender as others see it.
+/// A lender as others see it in the registry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderView {
-    /// Who lends.
+    /// The lender's daemon.
     pub lender: LenderId,
-    /// Bytes that it has for others, lent or not.
+    /// Bytes offered to others, lent ones included.
     pub offered_bytes: u64,
-    /// Bytes of all its leases that haven't ended.
+    /// Bytes of all leases of the lender that have not ended.
     pub lent_bytes: u64,
-    /// Time since it was last heard of.
+    /// Milliseconds since the registry last heard of the lender.
     pub silent_ms: u64,
-    /// Time left until nothing more is taken from it, unless it is heard of again; 0: that is so
-    /// now.
+    /// Milliseconds until the offer expires, unless the lender repeats it; 0: expired, nothing is
+    /// taken from it.
     pub left_ms: u64,
 }
 
-/// All of it, at one instant.
+/// All records of a registry at one instant.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Picture {
-    /// Lenders by name.
+    /// Lenders, sorted by name.
     pub lenders: Vec<LenderView>,
-    /// Leases by number.
+    /// Leases, sorted by number.
     pub leases: Vec<Lease>,
 }

@@ -21,19 +21,20 @@ use super::{LUN, Owned, at, ends_with_us, initiator_name, process, read_key, tar
 use crate::endpoint::{Address, Endpoint, Key, Transport};
 use crate::lease::LeaseId;
 
-/// How long it may take until it is ready.
+/// Time limit for the bridge to become ready.
 const READY: Duration = Duration::from_secs(10);
 
-/// How long a connection may take that shows whether others can get in.
+/// Time limit of the connection that tests whether other initiators can log in.
 const PROBE: Duration = Duration::from_millis(300);
 
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Bytes of its output that an error repeats.
+/// Bytes at the end of the bridge's output that an error message repeats.
 const LOG_TAIL: usize = 1024;
 
-/// Logs in to a lease, and gives the NBD export that it is on this host then, for one connection.
-/// Files are in `directory`. It ends by itself, with its session or its client.
+/// Logs in to a lease. Returns an NBD endpoint on this host that serves it, for one connection.
+/// Files are created in `directory`. The bridge ends by itself, with its session or with its
+/// client.
 pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Result<Endpoint> {
     let (Address::Tcp { ip, port }, Some(key)) = (&endpoint.address, &endpoint.key) else {
         return Err(io::Error::other("iSCSI needs an IP address and a key"));
@@ -43,7 +44,7 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
     write_key(&key_file, key)?;
     let log = std::fs::File::create(&log_file)?;
     let mut command = process("bridge")?;
-    // It goes with the VM, and not with the daemon or its terminal.
+    // The bridge lives as long as the VM; it must not end with the daemon or its terminal.
     let spawned = memfold_sys::session::detach(&mut command)
         .args(["--portal", &SocketAddr::new(*ip, *port).to_string()])
         .arg("--key")
@@ -58,21 +59,21 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
     let told = spawned.and_then(|mut child| {
         let told = wait_ready(&mut child);
         if told.is_err() {
-            // It may have ended; qemu-nbd ends with it.
+            // Fails if the bridge has ended. qemu-nbd ends with it.
             let _ = child.kill();
         }
-        // Nobody else would.
+        // Reaps the child.
         std::thread::Builder::new()
             .name("iscsi-bridge".into())
             .spawn(move || {
                 let _ = child.wait();
-                // Of one that was killed.
+                // A killed bridge leaves its socket behind.
                 let _ = std::fs::remove_file(left);
             })
             .map(drop)
             .and(told)
     });
-    // It has read the one, and the other is for this.
+    // The bridge has read the key file; the log was needed only until here.
     let said = std::fs::read(&log_file).unwrap_or_default();
     let _ = std::fs::remove_file(&key_file);
     let _ = std::fs::remove_file(&log_file);
@@ -87,7 +88,7 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
     })
 }
 
-/// One line on its standard output says so.
+/// Waits for the one line on the bridge's standard output that reports that it is ready.
 fn wait_ready(child: &mut Child) -> io::Result<()> {
     let mut output = child
         .stdout
@@ -112,7 +113,7 @@ fn wait_ready(child: &mut Child) -> io::Result<()> {
     Ok(())
 }
 
-/// Bridges until it is over.
+/// Runs the bridge until its session or its client ends.
 pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<()> {
     let key = read_key(key_file).map_err(at("its key"))?;
     let secret = key_file.with_extension("secret");
@@ -139,7 +140,7 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
         std::thread::sleep(LOOK);
     };
     wire.keep_alive()?;
-    // It is logged in then, and alone.
+    // The session exists. Waits until no other initiator can log in.
     while !is_closed(portal)? {
         if wire.is_cut() {
             return Err(io::Error::other("the session ended right after it began"));
@@ -156,7 +157,7 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
     loop {
         let mut fds = [wire.poll_end(), PollFd::new(process.pidfd(), PollFlags::IN)];
         match poll(&mut fds, None) {
-            // Whichever it is: both end.
+            // Whichever has ended, both must end.
             Ok(_) => return Ok(()),
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -169,14 +170,14 @@ struct Left(Vec<PathBuf>);
 impl Drop for Left {
     fn drop(&mut self) {
         for file in &self.0 {
-            // Gone already, most of them.
+            // Most of the files are gone already.
             let _ = std::fs::remove_file(file);
         }
     }
 }
 
-/// The lender lets nobody in any more once there is a session (`target`). A forwarder on the way
-/// may take a connection, and has nothing behind it then.
+/// Whether the lender accepts no more connections, as it does once there is a session (`target`). A
+/// forwarder in between may accept a connection, and then closes it.
 pub(crate) fn is_closed(portal: SocketAddr) -> io::Result<bool> {
     let Ok(mut stream) = TcpStream::connect_timeout(&portal, PROBE) else {
         return Ok(true);
@@ -202,7 +203,7 @@ fn write_secret(path: &Path, key: &Key) -> io::Result<()> {
     file.write_all(key.hex.as_bytes())
 }
 
-/// Paths in QEMU's options: a comma is written twice.
+/// A path as a value in QEMU's options, in which a comma is written twice.
 fn quoted(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
@@ -216,11 +217,11 @@ fn start(portal: SocketAddr, key: &Key, secret: &Path, socket: &Path) -> io::Res
         initiator_name(key)
     );
     ends_with_us("qemu-nbd")
-        // One client, and it ends with it.
+        // Accepts one client, and ends with it.
         .args(["--shared=1", "--export-name=", "--cache=writeback"])
         .arg(format!("--socket={}", socket.display()))
         .args(["--object", &object, "--image-opts", &disk])
-        // libiscsi's, from the first packet: a host that isn't there is not waited for.
+        // Settings of libiscsi, valid from the first packet: an unreachable host is not waited for.
         .env("LIBISCSI_TCP_USER_TIMEOUT", "3000")
         .env("LIBISCSI_TCP_KEEPIDLE", "1")
         .env("LIBISCSI_TCP_KEEPINTVL", "1")

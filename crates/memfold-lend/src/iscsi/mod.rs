@@ -32,51 +32,51 @@ use memfold_host::own_program;
 
 use super::endpoint::Key;
 
-/// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1): of a domain that is
-/// nobody's (RFC 2606).
+/// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1). The domain is reserved (RFC
+/// 2606), so nobody owns it.
 const NAMES: &str = "iqn.2026-11.invalid.memfold";
 
-/// Number of the target that a tgtd has, and of the unit that holds the bytes.
+/// Number of the only target of a tgtd.
 const TARGET: i32 = 1;
 /// Number of the logical unit that holds the bytes.
 pub const LUN: u64 = 1;
 
-/// Most time between two looks of the processes.
+/// Longest time between two polls of the helper processes.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// The name of a lease's target.
+/// Name of a lease's iSCSI target.
 #[must_use]
 pub fn target_name(key: &Key) -> String {
     format!("{NAMES}:{}", key.identity)
 }
 
-/// The name by which a borrower logs in to it.
+/// Initiator name with which a borrower logs in to the target.
 #[must_use]
 pub fn initiator_name(key: &Key) -> String {
     format!("{NAMES}:borrower-of-{}", key.identity)
 }
 
-/// A process of this program.
+/// Command that starts a helper process of this program.
 pub(super) fn process(name: &str) -> io::Result<Command> {
     let mut command = Command::new(own_program()?);
     command
         .args(["iscsi-process", name])
         .current_dir("/")
-        // The daemon's, not its processes' (sd_notify(3)).
+        // These belong to the daemon, not to its processes (sd_notify(3)).
         .env_remove("NOTIFY_SOCKET")
         .env_remove("WATCHDOG_USEC")
         .env_remove("WATCHDOG_PID");
     Ok(command)
 }
 
-/// Has a child end with the thread that starts it. Both servers keep it so.
+/// Command whose process ends with the thread that starts it. qemu-nbd and tgtd keep that setting.
 fn ends_with_us(program: &str) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", program]);
     command
 }
 
-/// A child that is killed in the end.
+/// A child process that is killed on drop.
 struct Owned(Child);
 
 impl Drop for Owned {
@@ -87,7 +87,7 @@ impl Drop for Owned {
     }
 }
 
-/// Reads what [`write_key`](super::export::write_key) has written.
+/// Reads a key file written by [`write_key`](super::export::write_key).
 fn read_key(path: &Path) -> io::Result<Key> {
     let text = std::fs::read_to_string(path)?;
     let (identity, hex) = text
@@ -100,7 +100,7 @@ fn read_key(path: &Path) -> io::Result<Key> {
     })
 }
 
-/// Adds what failed to an error.
+/// Prefixes an error with the thing that failed.
 fn at(what: &str) -> impl FnOnce(io::Error) -> io::Error + '_ {
     move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
 }

@@ -20,28 +20,28 @@ use super::super::connection::Wire;
 use super::tgt::{CONTROL, Tgt};
 use super::{LOOK, Owned, at, ends_with_us, process, read_key};
 
-/// How long tgtd may take to start.
+/// Time limit for tgtd to start.
 const START: Duration = Duration::from_secs(10);
 
-/// Time between two looks before the session is there: so long may a second one get in.
+/// Time between two polls before there is a session. A second session could begin in this time.
 const FIRST: Duration = Duration::from_millis(20);
 
-/// What has to be left of the host's memory, at least.
+/// Bytes of the host's memory that must stay available.
 const LEAVE: u64 = 64 << 20;
 
 /// Files of one lease's export.
 #[derive(Clone, Debug)]
 pub struct Files {
-    /// The key (`write_key`).
+    /// Key file (`write_key`).
     pub key: PathBuf,
-    /// What tgtd's socket is named by.
+    /// Prefix of the path of tgtd's socket (`TGT_IPC_SOCKET`).
     pub socket: PathBuf,
-    /// Written when all is ready: tgtd's [`Identity`].
+    /// Written when the export is ready: tgtd's [`Identity`].
     pub ready: PathBuf,
 }
 
 impl Files {
-    /// All that may be there.
+    /// All files that may exist.
     #[must_use]
     pub fn all(&self) -> Vec<PathBuf> {
         let named = |end: &str| {
@@ -59,14 +59,14 @@ impl Files {
     }
 }
 
-/// What `ready` tells.
+/// Contents of the file `ready`.
 #[derive(Debug, Serialize, Deserialize)]
 struct Ready {
     tgtd: Identity,
 }
 
-/// The process; its standard input is to be the end of a pipe that lives as long as the daemon
-/// does.
+/// Command that starts the process. Its standard input must be the end of a pipe that stays open
+/// for as long as the daemon lives.
 pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Command> {
     let mut command = process("target")?;
     command
@@ -81,7 +81,7 @@ pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Comm
     Ok(command)
 }
 
-/// The tgtd of an export that is ready; `None`: it isn't yet.
+/// The tgtd of an export; `None` until it is ready.
 pub fn ready(files: &Files) -> io::Result<Option<Process>> {
     let Ok(text) = std::fs::read(&files.ready) else {
         return Ok(None);
@@ -90,7 +90,7 @@ pub fn ready(files: &Files) -> io::Result<Option<Process>> {
     Process::open(ready.tgtd).map(Some)
 }
 
-/// Serves until it is over; what is said goes to standard error.
+/// Serves one session until it ends. Messages go to standard error.
 pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
     let key = read_key(&files.key).map_err(at("its key"))?;
     let memory = allocate(bytes)?;
@@ -111,7 +111,7 @@ pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
     } else {
         "ALL".to_owned()
     };
-    // By its own standard input: the file has no name.
+    // Through tgtd's own standard input, because the file has no name.
     tgt.set_up(&key, Path::new("/proc/self/fd/0"), &from, &serial()?)?;
     let server = Process::open(Identity::of(Pid::from_child(&tgtd.0))?)?;
     write_ready(&files.ready, server.identity())?;
@@ -125,8 +125,8 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
             "cannot lock {bytes} bytes: {available} are available on this host"
         )));
     }
-    // A host without memory ends what it lends, tgtd too, before its own VMs, and dumps nobody's
-    // bytes to its disk. It may be forbidden to say so.
+    // When the host runs out of memory, the kernel ends lent memory and tgtd before the host's own
+    // VMs, and dumps no guest's bytes to disk. Writing these files may be forbidden.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let _ = std::fs::write("/proc/self/coredump_filter", "0");
     LockedFile::new("memfold-lent", bytes)
@@ -134,8 +134,8 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
 }
 
 fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Result<Child> {
-    // Without tgtd's own pings (nop_interval): under load it misses libiscsi's answers, and ends
-    // sessions that are well.
+    // Without tgtd's own pings (nop_interval): under load tgtd misses libiscsi's answers and ends
+    // healthy sessions.
     let options = format!("portal={portal}");
     ends_with_us("tgtd")
         .args(["--foreground", "--control-port", CONTROL])
@@ -147,7 +147,7 @@ fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Res
         .map_err(at("cannot start tgtd; install it (apt install tgt)"))
 }
 
-/// What no other disk has.
+/// A serial number that no other disk has.
 fn serial() -> io::Result<String> {
     use std::fmt::Write as _;
     use std::io::Read as _;
@@ -194,18 +194,18 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
             return Err(io::Error::other("tgtd is stopped"));
         }
         if stopped > 0 {
-            // It wouldn't answer.
+            // A stopped tgtd would not answer.
             continue;
         }
         if !is_taken && tgt.has_session()? {
-            // One session, and no second.
+            // One session, and never a second.
             tgt.close(portal)?;
             is_taken = true;
         } else if is_taken && (broken || wires.is_empty()) && !tgt.has_session()? {
             memfold_host::say!("the borrower's session has ended");
             return Ok(());
         } else if broken {
-            // A stranger's; or tgtd has not noticed yet.
+            // A stranger's connection ended, or tgtd has not noticed the end yet.
             std::thread::sleep(FIRST);
         }
         if is_taken && (broken || wires.is_empty()) {

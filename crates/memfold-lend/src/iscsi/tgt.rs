@@ -12,16 +12,16 @@ use memfold_host::socket;
 use super::{LUN, TARGET, target_name};
 use crate::endpoint::Key;
 
-/// Bytes of `struct tgtadm_req`.
+/// Size of `struct tgtadm_req`, in bytes.
 const REQUEST: usize = 120;
-/// Bytes of its field `lld`.
+/// Size of its field `lld`, in bytes.
 const DRIVER: usize = 64;
-/// Longest answer that is read.
+/// Size limit of an answer, in bytes.
 const MOST: u64 = 1 << 20;
-/// How long an answer may take.
+/// Time limit of an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// tgtd's control port: its socket is its own by its path.
+/// tgtd's control port. Each tgtd has its own socket, so that all can use the same port.
 pub const CONTROL: &str = "1";
 
 // enum tgtadm_op
@@ -37,14 +37,14 @@ const M_PORTAL: u32 = 3;
 const M_CONNECTION: u32 = 6;
 const M_ACCOUNT: u32 = 7;
 
-/// A tgtd's socket.
+/// The control socket of a tgtd.
 #[derive(Debug)]
 pub struct Tgt {
     socket: PathBuf,
 }
 
 impl Tgt {
-    /// By what `TGT_IPC_SOCKET` names.
+    /// The tgtd whose `TGT_IPC_SOCKET` is `named`.
     #[must_use]
     pub fn at(named: &Path) -> Self {
         let mut socket = named.as_os_str().to_owned();
@@ -54,19 +54,19 @@ impl Tgt {
         }
     }
 
-    /// Whether it takes orders.
+    /// Whether tgtd accepts connections on its control socket.
     #[must_use]
     pub fn is_there(&self) -> bool {
         socket::connect(&self.socket, PATIENCE).is_ok()
     }
 
-    /// Makes the only target, of this file, for who knows the key and comes from `address` (`ALL`:
-    /// from anywhere). `serial` is what initiators tell disks apart by.
+    /// Creates the only target, backed by `file`. Initiators need the key and must come from
+    /// `address` (`ALL`: any). `serial` lets initiators tell disks apart.
     pub fn set_up(&self, key: &Key, file: &Path, address: &str, serial: &str) -> io::Result<()> {
         let name = target_name(key);
         self.order(NEW, M_TARGET, 0, &format!("targetname={name}"))?;
         self.order(NEW, M_DEVICE, LUN, &format!("path={}", file.display()))?;
-        // Without these all units of all tgtds are the same disk to multipath(8).
+        // Without these, multipath(8) takes all units of all tgtds for the same disk.
         let identity = format!(
             "vendor_id=memfold,product_id=lent RAM,scsi_id=memfold-{serial},scsi_sn={serial}"
         );
@@ -74,18 +74,18 @@ impl Tgt {
         let account = format!("user={},password={}", key.identity, key.hex);
         self.order(NEW, M_ACCOUNT, 0, &account)?;
         self.order(BIND, M_ACCOUNT, 0, &format!("user={}", key.identity))?;
-        // The last, so that nobody gets in before CHAP is asked for.
+        // The last step, so that no initiator gets in before CHAP is required.
         self.order(BIND, M_TARGET, 0, &format!("initiator-address={address}"))?;
         Ok(())
     }
 
-    /// Listens no more; who is logged in stays so.
+    /// Stops listening at the portal. An existing session continues.
     pub fn close(&self, portal: SocketAddr) -> io::Result<()> {
         self.order(DELETE, M_PORTAL, 0, &format!("portal={portal}"))
             .map(drop)
     }
 
-    /// Whether somebody is logged in.
+    /// Whether an initiator is logged in.
     pub fn has_session(&self) -> io::Result<bool> {
         let said = self.order(SHOW, M_CONNECTION, 0, "")?;
         Ok(said.contains("Session:"))
@@ -100,7 +100,7 @@ impl Tgt {
         stream.read_exact(&mut head)?;
         let [error, length] = [0, 4].map(|at| u32_at(&head, at));
         if error != 0 {
-            // The words may hold a secret.
+            // The message leaves out the words, which may hold a secret.
             return Err(io::Error::other(format!(
                 "tgtd refuses order {operation} in mode {mode} with error {error} (tgt's usr/tgtadm_error.h)"
             )));
@@ -118,7 +118,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes(word)
 }
 
-/// `struct tgtadm_req` and the words behind it, which end with a zero byte.
+/// `struct tgtadm_req`, followed by the words and a zero byte.
 fn request(operation: u32, mode: u32, lun: u64, words: &str) -> Vec<u8> {
     let behind = if words.is_empty() { 0 } else { words.len() + 1 };
     let length = u32::try_from(REQUEST + behind).unwrap_or(u32::MAX);
