@@ -426,7 +426,7 @@ fn take_child_out(
     }
     let child = json!({ "parent": borrowing.top(), "child": format!("children.{number}") });
     match qmp.execute("x-blockdev-change", child) {
-        // Taken out before, and not removed.
+        // The child was removed before, but the node was not.
         Err(QmpError::Refused { description, .. }) if description.contains("child") => {}
         other => drop(other?),
     }

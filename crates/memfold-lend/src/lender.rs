@@ -21,10 +21,10 @@ use super::surplus::Judge;
 pub use super::lender_options::LenderOptions;
 pub use super::lender_status::LenderStatus;
 
-/// How long a lender that ends waits for its borrowers: systemd gives daemons 90 s.
+/// How long a lender that is ending waits for its borrowers. systemd gives a daemon 90 s to stop.
 const GOOD_BYE: Duration = Duration::from_secs(45);
 
-/// A host that lends.
+/// A running lender. Dropping it ends all exports at once.
 #[derive(Debug)]
 pub struct Lender {
     status: Arc<Mutex<LenderStatus>>,
@@ -35,7 +35,10 @@ pub struct Lender {
 }
 
 impl Lender {
-    /// Begins to lend.
+    /// Starts the lender's thread.
+    ///
+    /// # Errors
+    /// The directory for exports' files cannot be created or emptied, or there is no thread.
     pub fn start(options: LenderOptions, registry: Arc<dyn Registry>) -> std::io::Result<Self> {
         empty(&options.directory)?;
         let status = Arc::new(Mutex::new(LenderStatus {
@@ -86,7 +89,7 @@ impl Lender {
         })
     }
 
-    /// What it does now.
+    /// The lender's status now.
     #[must_use]
     pub fn status(&self) -> LenderStatus {
         let mut status = self
@@ -98,7 +101,7 @@ impl Lender {
         status
     }
 
-    /// Lends so much at most from now on; what is lent beyond that is taken back.
+    /// Sets the most bytes to lend. Memory that is lent beyond that is taken back.
     pub fn set_max(&self, bytes: u64) {
         self.max_bytes.store(bytes, Ordering::Release);
         let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
@@ -107,17 +110,17 @@ impl Lender {
         self.wake();
     }
 
-    /// Offers nothing more and takes everything back
-    /// ([`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back));
+    /// Withdraws the offer and starts to take everything back. Borrowers get
+    /// [`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back).
     /// [`has_ended`](Self::has_ended) tells when that is done.
     pub fn end(&self) {
         self.ending.store(true, Ordering::Release);
         self.wake();
     }
 
-    /// Takes everything back, and waits for it as long as borrowers have to copy what they have
-    /// nowhere else; `hurry` says that there is no more time. What isn't given back then ends with
-    /// this.
+    /// Takes everything back, and waits while borrowers copy bytes that exist nowhere else. Stops
+    /// waiting after [`GOOD_BYE`], or when `hurry` returns true. Exports that remain end when this
+    /// value is dropped.
     pub fn end_and_wait(&self, hurry: &dyn Fn() -> bool) {
         self.end();
         let end = Instant::now() + GOOD_BYE;
@@ -128,7 +131,7 @@ impl Lender {
         }
     }
 
-    /// Whether everything is taken back.
+    /// Whether everything is taken back and the thread has ended.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
@@ -147,7 +150,7 @@ impl Drop for Lender {
         self.quit.store(true, Ordering::Release);
         self.wake();
         if let Some(thread) = self.thread.take() {
-            // It panicked: its exports ended with it.
+            // The thread has panicked; its exports ended with it.
             let _ = thread.join();
         }
     }
@@ -160,7 +163,7 @@ fn now_ms() -> u64 {
     })
 }
 
-/// Makes the directory, or empties it of what a lender left that was killed.
+/// Creates the directory, or removes the files that a killed lender left in it.
 pub(super) fn empty(directory: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new()

@@ -9,16 +9,17 @@ use super::listen::Listen;
 /// Options of a lender: how much it lends and where its exports listen.
 #[derive(Clone, Debug)]
 pub struct LenderOptions {
-    /// This host's name.
+    /// This host's name in the registry.
     pub host: String,
     /// Most bytes to lend.
     pub max_bytes: u64,
-    /// Where exports listen.
+    /// Kind of address that exports listen on.
     pub listen: Listen,
-    /// Directory for exports' files, this lender's alone.
+    /// Directory for exports' files. No other lender may use it.
     pub directory: PathBuf,
-    /// What this host's VMs may call in at once, in bytes; whoever knows keeps it up to date.
+    /// Bytes that this host's VMs may claim at once by writing shared pages. The ledger updates the
+    /// value.
     pub owed: Arc<AtomicU64>,
-    /// How many guests of this host lack memory themselves; kept up to date likewise.
+    /// Number of this host's guests that lack memory themselves. The daemon updates the value.
     pub short_guests: Arc<AtomicU32>,
 }

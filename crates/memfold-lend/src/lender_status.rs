@@ -5,30 +5,31 @@ use serde::{Deserialize, Serialize};
 /// Status of a lender.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderStatus {
-    /// Name of the host.
+    /// Name of the lender's host.
     pub host: String,
     /// Most bytes to lend.
     pub max_bytes: u64,
     /// Bytes offered now, lent ones included.
     pub offer_bytes: u64,
-    /// Bytes exported now: allocated and locked.
+    /// Bytes exported now. They are allocated and locked.
     pub lent_bytes: u64,
-    /// Bytes that borrowers are to give back.
+    /// Bytes that borrowers have been asked to give back.
     pub recalled_bytes: u64,
-    /// Where exports listen, in words.
+    /// Description of the addresses that exports listen on.
     #[serde(default)]
     pub listens: String,
-    /// Why no more is offered.
+    /// Reason why no more is offered.
     pub why: String,
-    /// What is wrong, if anything is.
+    /// Description of a problem, if there is one.
     pub problem: Option<String>,
-    /// Exports that this daemon has ended, because they were given back, were over, or had failed.
+    /// Number of exports that this daemon has ended: given back, expired, or failed.
     pub ended: u64,
-    /// Of these, those that had failed: their process ended or stood still.
+    /// Number of these that failed: their process ended or was stopped.
     pub failed: u64,
-    /// Connections to exports that broke off or were refused: strangers, without the key.
+    /// Number of connections to exports that broke off or were refused, such as those of strangers
+    /// without the key.
     #[serde(default)]
     pub refused: u64,
-    /// Whether it takes everything back and lends no more.
+    /// Whether the lender takes everything back and then stops.
     pub is_ending: bool,
 }

@@ -22,32 +22,32 @@ use super::registry::Registry;
 use super::registry_error::RegistryError;
 use super::surplus::{Hurry, Judge, Verdict};
 
-/// Time between two looks.
+/// Time between two rounds of the lender.
 const TICK: Duration = Duration::from_millis(500);
 
-/// Time between two looks at nothing but what is available, while something is lent that can end at
+/// Time between two looks at available memory only, while an export exists that can be ended at
 /// once.
 const GLANCE: Duration = Duration::from_millis(50);
 
-/// How long an offer holds without being said again.
+/// How long an offer holds unless it is repeated.
 const OFFER_TTL: Duration = Duration::from_secs(10);
 
-/// Exports that end so fast are waited for.
+/// Time to wait for a killed export to free its memory.
 const AT_ONCE: Duration = Duration::from_millis(100);
 
-/// The same when next to nothing is left, for who has a copy and only lets go: it hears of it
-/// within a second, and takes 0.1 s.
+/// The same deadline for a recall when almost no memory is left and the borrower has a copy. The
+/// borrower hears of it within a second, and needs 0.1 s to let go.
 const HURRY: Duration = Duration::from_secs(2);
 
-/// An export and what is known of its lease.
+/// An export, and the state of its lease.
 #[derive(Debug)]
 pub(super) struct Lent {
     pub(super) export: Export,
-    /// Whether the borrower has been told where it is.
+    /// Whether the borrower can learn the export's address.
     pub(super) published: bool,
-    /// When its lease is over, as far as was heard.
+    /// Time at which the lease expires, as last heard from the registry.
     pub(super) deadline: Instant,
-    /// Whether the registry has lost its lease.
+    /// Whether the registry has lost the lease.
     pub(super) orphaned: bool,
     pub(super) durability: Durability,
 }
@@ -55,26 +55,26 @@ pub(super) struct Lent {
 #[derive(Debug)]
 pub(super) struct Work {
     pub(super) options: LenderOptions,
-    /// `/proc`, but in tests.
+    /// `/proc`; another directory in tests.
     pub(super) proc: PathBuf,
     pub(super) registry: Arc<dyn Registry>,
     pub(super) lender: LenderId,
-    /// Whether that is a later incarnation than any that the registry knows.
+    /// Whether this incarnation is known to be later than any other in the registry.
     pub(super) announced: bool,
     pub(super) judge: Judge,
-    /// Most bytes to lend from now on.
+    /// Most bytes to lend, as set last.
     pub(super) max_bytes: Arc<AtomicU64>,
     pub(super) begun: Instant,
     pub(super) exports: BTreeMap<LeaseId, Lent>,
-    /// Killed, and not gone yet: to free much memory takes a while, and others are to hear of this
-    /// host meanwhile.
+    /// Exports that were killed but have not ended: freeing much memory takes a while, and the
+    /// lender must not block meanwhile.
     pub(super) dying: BTreeMap<LeaseId, Export>,
     pub(super) status: Arc<Mutex<LenderStatus>>,
     pub(super) ending: Arc<AtomicBool>,
 }
 
 impl Work {
-    /// One look. Whether all is done: only when it is ending.
+    /// One round. Returns whether the lender is done, which happens only while it is ending.
     pub(super) fn tick(&mut self) -> bool {
         self.bury();
         let problem = match self.keep_up() {
@@ -114,13 +114,13 @@ impl Work {
         living.chain(dying).sum()
     }
 
-    /// Bytes of exports that are being allocated.
+    /// Bytes of exports that are still being allocated.
     pub(super) fn beginning_bytes(&self) -> u64 {
         let begin = self.exports.values().filter(|lent| !lent.published);
         begin.map(|lent| lent.export.bytes()).sum()
     }
 
-    /// Ends exports that have ended by themselves or stand still.
+    /// Cleans up exports that ended by themselves or were stopped.
     pub(super) fn bury(&mut self) {
         let mut dead = Vec::new();
         let mut refused = 0;
@@ -160,8 +160,7 @@ impl Work {
         }
     }
 
-    /// Takes a later incarnation than the daemon before, whatever the clock says: it may have been
-    /// set back.
+    /// Chooses an incarnation later than the previous daemon's, even if the clock was set back.
     pub(super) fn follow_on(&mut self) -> Result<(), RegistryError> {
         if self.announced {
             return Ok(());
@@ -182,11 +181,11 @@ impl Work {
         orphans.map(|lent| lent.export.bytes()).sum()
     }
 
-    /// Whether all is done.
+    /// The part of a round that needs the registry. Returns whether the lender is done.
     pub(super) fn keep_up(&mut self) -> Result<bool, RegistryError> {
         let ending = self.ending.load(Ordering::Acquire);
         let verdict = self.judge();
-        // Before anybody is asked for anything: the registry may be slow or away.
+        // Comes first, because the registry may be slow or unreachable.
         if verdict.hurry == Hurry::Now {
             self.cut(verdict.recall_bytes);
         }
@@ -199,7 +198,7 @@ impl Work {
         self.ask(|registry| registry.offer(&offer, OFFER_TTL))?;
         let mut leases = self.ask(|registry| registry.picture())?.leases;
         leases.retain(|lease| lease.lender == self.lender);
-        // What ends makes room for what begins.
+        // Ended exports free memory for new ones.
         self.end_what_is_over(&leases);
         for lease in &leases {
             self.begin(lease)?;
@@ -232,7 +231,7 @@ impl Work {
                 sample.beginning_bytes = self.beginning_bytes();
                 self.judge.judge(sample, lent)
             }
-            // Unknown is not spare.
+            // Unknown memory is not offered.
             Err(error) => Verdict {
                 offer_bytes: lent,
                 recall_bytes: 0,
@@ -242,7 +241,7 @@ impl Work {
         }
     }
 
-    /// Ends exports whose lease is over, was given back, or isn't known any more.
+    /// Ends exports whose lease has expired, was given back, or is unknown to the registry.
     pub(super) fn end_what_is_over(&mut self, leases: &[Lease]) {
         for lease in leases {
             if is_over(lease) {
@@ -258,14 +257,14 @@ impl Work {
             } else if let Some(lent) = self.exports.get_mut(&lease.id) {
                 lent.deadline = Instant::now() + Duration::from_millis(lease.left_ms);
                 lent.orphaned = false;
-                // Its borrower's copy may have failed.
+                // The borrower's copy may have failed.
                 lent.durability = lease.durability;
-                // Also if the answer to that was lost.
+                // Also if the answer to `publish` was lost.
                 lent.published |= lease.state == LeaseState::Exported;
             }
         }
-        // Nobody but us ends a lease: a registry that doesn't know one any more has begun anew, and
-        // its borrower needs time.
+        // Only this lender ends a lease. A registry that no longer knows one was replaced, and the
+        // borrower needs time.
         let unknown = self
             .exports
             .iter_mut()
@@ -291,7 +290,7 @@ impl Work {
         }
     }
 
-    /// While the registry can't be asked, the deadlines that it told hold.
+    /// Ends expired exports while the registry cannot be asked, by the deadlines heard last.
     pub(super) fn end_overdue(&mut self) {
         let now = Instant::now();
         let over = |lent: &Lent| lent.deadline <= now;
@@ -343,7 +342,7 @@ impl Work {
             Ok(true) if !lent.published => {
                 let (endpoint, lender) = (lent.export.endpoint().clone(), self.lender.clone());
                 self.ask(|registry| registry.publish(lease.id, &lender, &endpoint))?;
-                // It may have ended meanwhile.
+                // The export may have ended meanwhile.
                 if let Some(lent) = self.exports.get_mut(&lease.id) {
                     lent.published = true;
                 }
@@ -364,7 +363,7 @@ impl Work {
         Ok(())
     }
 
-    /// Ends an export, if there is one, and says so as soon as its bytes are free.
+    /// Kills an export if there is one, and tells the registry as soon as its memory is free.
     pub(super) fn end_export(&mut self, id: LeaseId, failed: bool) {
         if self.dying.contains_key(&id) {
             return;
@@ -383,18 +382,18 @@ impl Work {
         self.buried(id);
     }
 
-    /// Its memory is free.
+    /// Tells the registry that a lease's memory is free.
     pub(super) fn buried(&mut self, id: LeaseId) {
         self.dying.remove(&id);
-        // If it isn't heard, the next look finds the lease without an export.
+        // If the registry does not hear it, the next round finds the lease without an export.
         let lender = self.lender.clone();
         if let Err(error) = self.ask(|registry| registry.ended(id, &lender)) {
             warn!(lease = id.0, %error, "cannot tell the registry that the export ended; retrying");
         }
     }
 
-    /// Until the next look, which comes at once when next to nothing is left and something can end
-    /// for it.
+    /// Sleeps until the next round. The round starts at once when almost no memory is left and an
+    /// export can be ended.
     pub(super) fn rest(&self) {
         let end = Instant::now() + TICK;
         let can_cut = self.can_cut();
@@ -410,17 +409,17 @@ impl Work {
         }
     }
 
-    /// Whether something can end at once.
+    /// Whether an export can be ended at once.
     pub(super) fn can_cut(&self) -> bool {
         self.exports.values().any(|lent| has_copy(lent.durability))
     }
 
-    /// Whether next to nothing is left, by a glance.
+    /// Whether almost no memory is left.
     pub(super) fn is_pressed(&self) -> bool {
         Sample::glance(&self.proc).is_ok_and(|sample| Hurry::by(&sample) == Hurry::Now)
     }
 
-    /// Asks the registry, which may be slow or away, and goes on glancing meanwhile.
+    /// Calls the registry. While the registry is slow, available memory is still watched.
     pub(super) fn ask<T: Send>(&mut self, call: impl FnOnce(&dyn Registry) -> T + Send) -> T {
         let registry = self.registry.clone();
         if !self.can_cut() {
@@ -437,7 +436,7 @@ impl Work {
                         self.cut(verdict.recall_bytes);
                     }
                     Err(RecvTimeoutError::Timeout) => {}
-                    // It panicked, and so does this.
+                    // The call panicked; the panic continues here.
                     Err(RecvTimeoutError::Disconnected) => match asked.join() {
                         Ok(_) => unreachable!("the program ended without a message"),
                         Err(panic) => std::panic::resume_unwind(panic),
@@ -447,9 +446,9 @@ impl Work {
         })
     }
 
-    /// Ends exports whose borrowers have a copy, the largest first, until so many bytes are on
-    /// their way. There is no time to ask: they lose no byte, and take it for a lender that has
-    /// died.
+    /// Ends exports whose borrowers have a copy, the largest first, until `wanted` bytes are being
+    /// freed. There is no time to ask the borrowers. They lose no byte, and treat it as the
+    /// lender's death.
     pub(super) fn cut(&mut self, wanted: u64) {
         let mut coming: u64 = self.dying.values().map(Export::bytes).sum();
         let mut copied: Vec<(Reverse<u64>, LeaseId)> = self
@@ -471,7 +470,7 @@ impl Work {
                 bytes,
                 "host almost out of memory, export of a lease with a copy ended; lower 'memfold lend --max'"
             );
-            // The registry hears of it when it has gone.
+            // The registry is told when the process has ended.
             export.kill(Duration::ZERO);
             self.dying.insert(id, export);
             self.set(|status| status.ended += 1);
@@ -479,13 +478,13 @@ impl Work {
         }
     }
 
-    /// Has borrowers give back so many bytes in all: those first that have a copy and only let go,
-    /// then the largest, so that few VMs are hurt.
+    /// Asks borrowers to give back `wanted` bytes in all. Borrowers with a copy come first, because
+    /// they only let go; then the largest leases, so that few VMs are affected.
     pub(super) fn recall(&mut self, leases: &[Lease], wanted: u64) -> Result<(), RegistryError> {
         let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
             leases.iter().partition(|lease| lease.recall_ms.is_some());
         let mut coming: u64 = recalled.iter().map(|lease| lease.bytes).sum();
-        // The registry doesn't know any more what has ended in this look.
+        // The registry no longer knows leases that ended in this round.
         others.retain(|lease| !is_over(lease));
         others.sort_by_key(|lease| hurt(lease.durability, lease.bytes));
         for lease in others {
@@ -506,8 +505,8 @@ impl Work {
         Ok(())
     }
 
-    /// Who has been asked for memory and has a copy has no more time. Those who are asked for it
-    /// only now hear that at the next look.
+    /// Shortens the deadline of borrowers that have a copy and were asked in an earlier round.
+    /// Borrowers asked in this round hear of it in the next.
     pub(super) fn hurry(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
         for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
             self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
@@ -516,23 +515,23 @@ impl Work {
     }
 }
 
-/// Whether a borrower, asked for its memory, has more time than it needs to let go.
+/// Whether a borrower that was asked for its memory has more time than it needs to let go.
 fn has_to_hurry(lease: &Lease) -> bool {
     let left = lease.recall_ms.map(Duration::from_millis);
     has_copy(lease.durability) && !is_over(lease) && left.is_some_and(|left| left > HURRY)
 }
 
-/// Whether the lent bytes are at the borrower's, too.
+/// Whether the borrower has a copy of the lent bytes.
 const fn has_copy(durability: Durability) -> bool {
     matches!(durability, Durability::Disk)
 }
 
-/// Whether an export has to end now.
+/// Whether the export must end now.
 fn is_over(lease: &Lease) -> bool {
     lease.state == LeaseState::Released || lease.left_ms == 0 || lease.recall_ms == Some(0)
 }
 
-/// Order in which leases are taken back.
+/// Sort key: the order in which leases are taken back.
 fn hurt(durability: Durability, bytes: u64) -> (bool, Reverse<u64>) {
     (!has_copy(durability), Reverse(bytes))
 }

@@ -8,22 +8,22 @@ use super::endpoint::{Address, Endpoint, Key, Transport};
 /// Kind of address that exports listen on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listen {
-    /// On Unix sockets: for borrowers on this host.
+    /// Unix sockets, for borrowers on this host.
     Unix,
-    /// On a port each, with TLS and a key each.
+    /// NBD over TCP with TLS. Each export has its own port and key.
     Tcp(TcpListen),
-    /// On a port each, by iSCSI, with a key each and without encryption.
+    /// iSCSI without encryption. Each export has its own port and key.
     Iscsi(TcpListen),
 }
 
-/// Where exports listen over TCP, and what borrowers are told.
+/// TCP address and ports of exports, and the address that borrowers are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpListen {
-    /// The address.
+    /// Address to listen on.
     pub ip: IpAddr,
-    /// What borrowers are told instead.
+    /// Address that borrowers are told instead, if a forwarder is in between.
     pub announce: Option<IpAddr>,
-    /// First and last port; `None`: any that the kernel has free.
+    /// First and last port; `None`: any free port.
     pub ports: Option<(u16, u16)>,
 }
 

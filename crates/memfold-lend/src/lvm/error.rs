@@ -8,67 +8,67 @@ use super::volume::Volume;
 /// An error of LVM's tools or of the iSCSI initiator.
 #[derive(Debug, thiserror::Error)]
 pub enum LvmError {
-    /// A program isn't there.
+    /// A program is not installed.
     #[error("cannot run '{program}'; install it (apt install {package})")]
     Missing {
-        /// Which.
+        /// Name of the program.
         program: &'static str,
-        /// What has it.
+        /// Debian package that contains the program.
         package: &'static str,
-        /// From the kernel.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
     /// A command failed.
     #[error("'{command}' failed: {said}")]
     Failed {
-        /// With its arguments.
+        /// The command with its arguments.
         command: String,
-        /// What it said.
+        /// The command's error message.
         said: String,
     },
-    /// A report that makes no sense.
+    /// A report cannot be parsed.
     #[error("cannot parse the report of '{command}' ({why}); LVM 2.02.158 or newer is needed")]
     Report {
-        /// With its arguments.
+        /// The command with its arguments.
         command: String,
-        /// What is missing.
+        /// The missing or wrong part.
         why: String,
     },
-    /// There is no such volume.
+    /// The logical volume does not exist.
     #[error("no logical volume {0}; 'lvs' lists all volumes")]
     NoVolume(Volume),
-    /// The volume can't be put on lent RAM.
+    /// The volume cannot be put on lent RAM.
     #[error("{volume} {why}")]
     Unfit {
-        /// Which.
+        /// The volume.
         volume: Volume,
-        /// What is wrong with it.
+        /// The property that prevents it.
         why: String,
-        /// What would change it.
+        /// A command or action that fixes it.
         fix: String,
     },
-    /// Files of the initiator or of the kernel can't be used.
+    /// A file of the initiator or of the kernel cannot be used.
     #[error("cannot use {path}")]
     Files {
-        /// Which.
+        /// Path of the file.
         path: std::path::PathBuf,
-        /// From the kernel.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// The initiator did not reach the lender, or left no disk.
+    /// The initiator did not reach the lender, or no disk appeared.
     #[error("no iSCSI disk from {portal}: {why}")]
     Session {
-        /// Where it exports.
+        /// Address of the export.
         portal: SocketAddr,
-        /// What happened.
+        /// The reason.
         why: String,
     },
 }
 
 impl LvmError {
-    /// What would change it, where the message doesn't say.
+    /// A remedy that the message itself does not name.
     #[must_use]
     pub fn fix(&self) -> Option<String> {
         match self {

@@ -2,13 +2,13 @@
 
 use crate::lease::Durability;
 
-/// Where the data of a physical volume begin: what we tell `pvcreate`.
+/// Offset of the data on a physical volume, in bytes, as passed to `pvcreate`.
 pub const DATA_START: u64 = 1 << 20;
 
-/// What UUIDs of lent disks begin with; LVM's have six letters and digits there.
+/// Prefix of lent disks' UUIDs. LVM's own UUIDs begin with six letters and digits.
 const OURS: &str = "memfLd-";
 
-/// A UUID for a physical volume that is a lent disk, of 16 random bytes.
+/// A UUID for a lent disk as a physical volume, made from 16 random bytes.
 #[must_use]
 pub fn new_uuid(random: [u8; 16]) -> String {
     use std::fmt::Write as _;
@@ -23,21 +23,21 @@ pub fn new_uuid(random: [u8; 16]) -> String {
     format!("{OURS}{}", rest.join("-"))
 }
 
-/// Whether a physical volume is a lent disk.
+/// Whether the physical volume with this UUID is a lent disk.
 #[must_use]
 pub fn is_lent(uuid: &str) -> bool {
     uuid.starts_with(OURS)
 }
 
-/// Bytes of a disk that has room for a volume and, with a mirror's image, for what LVM notes about
-/// that.
+/// Size of the disk to borrow for a volume of `volume` bytes, in bytes. For a mirror it includes
+/// one extent (`extent` bytes) for LVM's metadata of the image.
 #[must_use]
 pub const fn disk_bytes(volume: u64, extent: u64, durability: Durability) -> u64 {
     let image_notes = match durability {
         Durability::None => 0,
         Durability::Disk | Durability::Replica => extent,
     };
-    // A volume's size is whole extents; the last MiB is for what LVM rounds.
+    // A volume's size is a multiple of the extent size. The last MiB allows for LVM's rounding.
     DATA_START + volume + image_notes + (1 << 20)
 }
 

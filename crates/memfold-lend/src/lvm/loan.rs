@@ -9,32 +9,32 @@ use crate::lease::{Durability, LeaseId};
 /// Record of a logical volume that is on lent RAM, or is being moved there or back.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loan {
-    /// Which.
+    /// The volume.
     pub volume: Volume,
-    /// Its bytes.
+    /// Size of the volume, in bytes.
     pub bytes: u64,
-    /// What keeps them if the lender dies.
+    /// Where the bytes survive if the lender dies.
     pub durability: Durability,
-    /// The lease.
+    /// Number of the lease.
     pub lease: LeaseId,
-    /// Who lends.
+    /// Host name of the lender.
     pub lender: String,
-    /// Where the initiator is logged in; unset: nowhere yet.
+    /// Target that the initiator is logged in to; unset before the login.
     pub target: Option<Target>,
     /// UUID of the lent disk as a physical volume.
     pub uuid: String,
-    /// How far it is.
+    /// Progress of the loan.
     pub phase: Phase,
 }
 
-/// How far a loan is.
+/// Progress of a loan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// It is put on lent RAM; who finds this undoes it.
+    /// The volume is being put on lent RAM. A daemon that finds this record undoes it.
     Beginning,
-    /// It is there.
+    /// The volume is on lent RAM.
     Lent,
-    /// It is taken off; who finds this goes on.
+    /// The volume is being taken off. A daemon that finds this record continues.
     Ending,
 }

@@ -17,43 +17,44 @@ use super::run::{failed, run, said};
 use crate::endpoint::Key;
 use crate::lease::Durability;
 
-/// How long `iscsiadm` may take: it waits for hosts with time limits of its own.
+/// Time limit for `iscsiadm`, which waits for hosts with its own time limits.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// How long it may take until the disk is there.
+/// Time limit until the disk appears.
 const READY: Duration = Duration::from_secs(15);
 
 const LOOK: Duration = Duration::from_millis(50);
 
-/// A look for disks that found none is made again after so long.
+/// Time until a scan that found no disk is repeated.
 const SCAN_AGAIN: Duration = Duration::from_secs(1);
 
-/// Where open-iscsi keeps what it knows of targets.
+/// Directories in which open-iscsi may keep its records of targets.
 const RECORDS: [&str; 2] = ["/etc/iscsi/nodes", "/var/lib/iscsi/nodes"];
 
-/// Sessions of the kernel.
+/// Directory of the kernel's iSCSI sessions.
 const SESSIONS: &str = "/sys/class/iscsi_session";
 
-/// How long a lender that says nothing is waited for, in seconds.
+/// Time limits for a silent lender, in seconds.
 #[derive(Clone, Copy, Debug)]
 struct Patience {
-    /// After so long without a word from it, it is asked whether it is there.
+    /// Silence after which the lender is pinged (`noop_out_interval`).
     ask: u32,
-    /// Without an answer after so long it has gone.
+    /// Time without an answer to the ping after which the lender counts as gone
+    /// (`noop_out_timeout`).
     answer: u32,
-    /// The kernel waits so long for a command before it has it given up; 30 by default.
+    /// Time after which the kernel aborts a SCSI command; its default is 30.
     command: u32,
 }
 
-/// Where a copy is on this host's disk: whoever waits for a page can have it there. Long enough for
-/// a link and a lender that are busy, 2 s are not: the lent image is dropped for nothing then.
+/// Limits if this host's disk has a copy: a waiting reader can be served from there. 2 s are too
+/// short for a busy link or lender; the lent image would be dropped needlessly.
 const WITH_COPY: Patience = Patience {
     ask: 1,
     answer: 4,
     command: 10,
 };
 
-/// Where there is none: to give up is to lose what lies there.
+/// Limits if there is no copy: giving up loses the bytes.
 const WITHOUT: Patience = Patience {
     ask: 10,
     answer: 60,
@@ -67,20 +68,20 @@ const fn patience(durability: Durability) -> Patience {
     }
 }
 
-/// `iscsiadm` says so when there is no such session or record (`ISCSI_ERR_NO_OBJS_FOUND`).
+/// Exit status of `iscsiadm` if there is no such session or record (`ISCSI_ERR_NO_OBJS_FOUND`).
 const NOTHING_THERE: i32 = 21;
 
-/// Where a lease is exported.
+/// iSCSI target of a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
-    /// Its name.
+    /// iSCSI name of the target.
     pub name: String,
-    /// Its address.
+    /// Address and port of the lender's tgtd.
     pub portal: SocketAddr,
 }
 
 impl Target {
-    /// Of a lease.
+    /// The target of the lease that has this key.
     #[must_use]
     pub fn new(portal: SocketAddr, key: &Key) -> Self {
         Self {
@@ -90,21 +91,21 @@ impl Target {
     }
 }
 
-/// A session of the kernel.
+/// An iSCSI session of the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
-    /// Whether the connection stands.
+    /// Whether the session is logged in.
     pub is_up: bool,
-    /// Its disk.
+    /// The session's disk, once the kernel has found it.
     pub device: Option<PathBuf>,
 }
 
-/// Whether open-iscsi is there.
+/// Checks that open-iscsi is installed.
 pub fn check() -> Result<(), LvmError> {
     iscsiadm(&["--version"]).map(drop)
 }
 
-/// Logs in; gives the disk.
+/// Logs in to a target and returns its disk.
 pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<PathBuf, LvmError> {
     let patience = patience(durability);
     record(target, key, patience)?;
@@ -115,7 +116,7 @@ pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<Path
     node(target, &["--login"]).map_err(|error| failed(error.to_string()))?;
     let end = Instant::now() + READY;
     let device = scanned(&target.name, end).map_err(failed)?;
-    // Nothing is written before nobody else can get in.
+    // Nothing may be written before other initiators are locked out.
     let is_alone = || bridge::is_closed(target.portal).map_err(|error| failed(error.to_string()));
     while !is_alone()? {
         if Instant::now() > end {
@@ -129,12 +130,11 @@ pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<Path
     Ok(device)
 }
 
-/// The disk of a session that was logged in to.
+/// Returns the disk of a session after login, and lets the kernel scan for it repeatedly.
 ///
-/// Has the kernel look for it, again and again. iscsid is told not to (`node.session.scan`): what
-/// it asks of the kernel may not wait for memory (`PR_SET_IO_FLUSHER`), so that on a host that is
-/// short of it, as one that borrows is, Linux before 6.15 finds no disk ("Allocation failure during
-/// SCSI scanning").
+/// iscsid is told not to scan (`node.session.scan`), because its requests to the kernel may not
+/// wait for memory (`PR_SET_IO_FLUSHER`). On a host that is short of memory, as a borrower is,
+/// Linux before 6.15 then finds no disk ("Allocation failure during SCSI scanning").
 fn scanned(target: &str, end: Instant) -> Result<PathBuf, String> {
     let mut next = Instant::now();
     loop {
@@ -154,12 +154,12 @@ fn scanned(target: &str, end: Instant) -> Result<PathBuf, String> {
     }
 }
 
-/// Logs out, and forgets the target; fine if neither was.
+/// Logs out of a target and deletes its record. Succeeds if neither existed.
 pub fn log_out(target: &Target) -> Result<(), LvmError> {
     for words in [["--logout"].as_slice(), &["--op", "delete"]] {
         match node(target, words) {
             Err(LvmError::Failed { .. }) if find(Path::new(SESSIONS), &target.name).is_none() => {
-                // Gone already, and with it, maybe, the record.
+                // The session is gone already, and perhaps the record too.
             }
             done => done?,
         }
@@ -167,7 +167,7 @@ pub fn log_out(target: &Target) -> Result<(), LvmError> {
     Ok(())
 }
 
-/// The session with a target.
+/// The session with a target, if there is one.
 #[must_use]
 pub fn of(target: &Target) -> Option<Session> {
     find(Path::new(SESSIONS), &target.name)
@@ -189,8 +189,8 @@ fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
     Err(failed("iscsiadm", words, said(&output)))
 }
 
-/// Notes the target for open-iscsi. Its secret gets into open-iscsi's file of the target, which is
-/// root's alone, and not onto a command line, where all users of the host could read it.
+/// Creates open-iscsi's record of a target. The secret is written into that file, which only root
+/// can read, and not on a command line, where all users of the host could read it.
 fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError> {
     node(target, &["--op", "new"])?;
     let place = RECORDS
@@ -242,19 +242,19 @@ fn write_private(path: &Path, text: &str) -> io::Result<()> {
     std::fs::rename(new, path)
 }
 
-/// `iscsid.conf(5)` has what these mean.
+/// Settings of a record; `iscsid.conf(5)` explains them.
 fn settings(key: &Key, patience: Patience) -> Vec<(&'static str, String)> {
     let mut all = vec![
         ("node.session.auth.username", key.identity.clone()),
         ("node.session.auth.password", key.hex.clone()),
     ];
     let fixed = [
-        // A lease is over when the host has booted anew.
+        // A lease does not survive a reboot of this host.
         ("node.startup", "manual"),
         ("node.session.auth.authmethod", "CHAP"),
-        // [`scanned`] does.
+        // [`scanned`] starts the scan.
         ("node.session.scan", "manual"),
-        // What waits fails at once when the connection has ended: no other will do.
+        // Pending requests fail at once when the connection ends: there will be no other.
         ("node.session.timeo.replacement_timeout", "0"),
         ("node.conn[0].timeo.login_timeout", "5"),
         ("node.conn[0].timeo.logout_timeout", "3"),
@@ -270,7 +270,7 @@ fn settings(key: &Key, patience: Patience) -> Vec<(&'static str, String)> {
     all
 }
 
-/// A record of open-iscsi's with other values.
+/// Replaces settings in the text of an open-iscsi record.
 fn with_settings(record: &str, settings: &[(&str, String)]) -> String {
     let name_of = |line: &str| line.split('=').next().unwrap_or("").trim().to_owned();
     let is_set = |line: &&str| {
@@ -303,7 +303,7 @@ fn directory(sessions: &Path, name: &str) -> Option<PathBuf> {
     paths.find(|path| read(&path.join("targetname")).trim() == name)
 }
 
-/// Has the kernel look for the disk of a session; nothing if there is no such session.
+/// Lets the kernel scan for the disk of a session. Does nothing if there is no such session.
 fn scan(sessions: &Path, name: &str) -> io::Result<()> {
     let Some(session) = directory(sessions, name) else {
         return Ok(());
@@ -313,11 +313,11 @@ fn scan(sessions: &Path, name: &str) -> io::Result<()> {
     let host = device.parent().unwrap_or(&device);
     let host_name = host.file_name().unwrap_or_default();
     let file = host.join("scsi_host").join(host_name).join("scan");
-    // Any channel, any target: it is the host of this session alone.
+    // Any channel and target: the SCSI host belongs to this session only.
     std::fs::write(file, format!("- - {LUN}"))
 }
 
-/// The session with a target, below `sessions`.
+/// The session with a target, in the directory `sessions`.
 fn find(sessions: &Path, name: &str) -> Option<Session> {
     let session = directory(sessions, name)?;
     Some(Session {
@@ -326,7 +326,7 @@ fn find(sessions: &Path, name: &str) -> Option<Session> {
     })
 }
 
-/// `targetH:C:I/H:C:I:LUN/block/sdX` below a session's device.
+/// The disk in `targetH:C:I/H:C:I:LUN/block/sdX` under a session's device.
 fn disk(session: &Path) -> Option<PathBuf> {
     let below = |path: &Path| -> Vec<PathBuf> {
         let entries = std::fs::read_dir(path).into_iter().flatten().flatten();

@@ -12,53 +12,56 @@ use super::lent_disk::DATA_START;
 use super::run::{failed, run, said};
 use super::volume::Volume;
 
-/// How long a program of LVM may take: it waits for others that have LVM's locks, and for disks.
+/// Time limit for an LVM program, which waits for LVM's locks and for disks.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// Whether LVM is there.
+/// Checks that LVM is installed.
 pub fn check() -> Result<(), LvmError> {
     lvm(&["version"]).map(drop)
 }
 
-/// A logical volume, as `lvs` has it.
+/// A logical volume, as `lvs` reports it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logical {
-    /// `linear`, `raid,raid1`, ...
+    /// Layout: `linear`, `raid,raid1`, ...
     pub layout: String,
-    /// Bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Bytes of an extent of its group.
+    /// Extent size of its volume group, in bytes.
     pub extent: u64,
-    /// Whether it has a device.
+    /// Whether the volume is active, that is, has a device.
     pub is_active: bool,
-    /// How much of a mirror is the same on all images, in percent; unset: it is none.
+    /// Percent of a mirror that is synchronized; unset if the volume is no mirror.
     pub synced: Option<f64>,
 }
 
 impl Logical {
-    /// Whether it is a mirror.
+    /// Returns whether the volume is a mirror (RAID 1).
     #[must_use]
     pub fn is_mirror(&self) -> bool {
         self.layout.split(',').any(|word| word == "raid1")
     }
 }
 
-/// A physical volume, as `pvs` has it.
+/// A physical volume, as `pvs` reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Physical {
-    /// Its device, or something in brackets for one that is missing.
+    /// Path of its device; text in brackets for a missing device.
     pub device: String,
-    /// Its UUID.
+    /// LVM's UUID of the physical volume.
     pub uuid: String,
-    /// Whether its disk isn't there, or can't be read.
+    /// Whether its disk is missing or unreadable.
     pub is_missing: bool,
-    /// Bytes that nothing has.
+    /// Unallocated bytes.
     pub free: u64,
-    /// Logical volumes that have something on it, hidden ones too.
+    /// Logical volumes with extents on this disk, hidden ones included.
     pub volumes: Vec<String>,
 }
 
-/// Looks a volume up.
+/// Looks up a logical volume.
+///
+/// # Errors
+/// [`LvmError::NoVolume`] if it does not exist.
 pub fn logical(volume: &Volume) -> Result<Logical, LvmError> {
     let place = volume.to_string();
     let fields = "lv_name,lv_layout,lv_size,vg_extent_size,lv_active,sync_percent";
@@ -66,7 +69,7 @@ pub fn logical(volume: &Volume) -> Result<Logical, LvmError> {
         "vg_name=\"{}\" && lv_name=\"{}\"",
         volume.group, volume.name
     );
-    // Of a group that isn't there nothing is selected.
+    // If the group does not exist, nothing is selected.
     let words = report(&["lvs", "--select", &select, "-o", fields]);
     let said = lvm(&words)?;
     parse_logical(&said)
@@ -77,7 +80,7 @@ pub fn logical(volume: &Volume) -> Result<Logical, LvmError> {
         .ok_or_else(|| LvmError::NoVolume(volume.clone()))
 }
 
-/// All physical volumes of a group; none: there is no such group.
+/// All physical volumes of a group; empty if the group does not exist.
 pub fn physical(group: &str) -> Result<Vec<Physical>, LvmError> {
     let select = format!("vg_name=\"{group}\"");
     let fields = "pv_name,pv_uuid,pv_missing,pv_free,lv_name";
@@ -89,7 +92,7 @@ pub fn physical(group: &str) -> Result<Vec<Physical>, LvmError> {
     })
 }
 
-/// The device of a physical volume that is in no group yet.
+/// The device of the physical volume with this UUID, if it belongs to no group yet.
 pub fn orphan(uuid: &str) -> Result<Option<String>, LvmError> {
     let select = format!("pv_uuid=\"{uuid}\"");
     let words = report(&["pvs", "--select", &select, "-o", "pv_name,vg_name"]);
@@ -102,8 +105,8 @@ pub fn orphan(uuid: &str) -> Result<Option<String>, LvmError> {
     Ok(orphan.and_then(|row| row.get("pv_name").cloned()))
 }
 
-/// Makes a disk a physical volume of a group. No metadata of the group are written to it: what a
-/// lender serves is not asked for them.
+/// Makes a disk a physical volume of a group. The disk gets no metadata area, so that LVM never
+/// reads the group's metadata from a lender.
 pub fn add_disk(group: &str, device: &str, uuid: &str) -> Result<(), LvmError> {
     let start = format!("{DATA_START}b");
     lvm(&[
@@ -121,19 +124,19 @@ pub fn add_disk(group: &str, device: &str, uuid: &str) -> Result<(), LvmError> {
     lvm(&["vgextend", group, device]).map(drop)
 }
 
-/// Takes a disk that nothing lies on out of its group, and makes it no physical volume any more.
+/// Removes an unused disk from its group, and removes its physical volume label.
 pub fn remove_disk(group: &str, device: &str) -> Result<(), LvmError> {
     lvm(&["vgreduce", group, device])?;
     forget_disk(device)
 }
 
-/// Makes a disk that is in no group no physical volume any more.
+/// Removes the physical volume label of a disk that is in no group.
 pub fn forget_disk(device: &str) -> Result<(), LvmError> {
     lvm(&["pvremove", "--yes", device]).map(drop)
 }
 
-/// Takes disks that are missing out of their group; `used`: also those that mirrors' images lie on,
-/// which have nothing below them then.
+/// Removes missing disks from their group. `used`: also disks with images of mirrors; these images
+/// then have no disk.
 pub fn remove_missing(group: &str, used: bool) -> Result<(), LvmError> {
     let mut words = vec!["vgreduce", "--yes", "--removemissing"];
     if used {
@@ -143,7 +146,7 @@ pub fn remove_missing(group: &str, used: bool) -> Result<(), LvmError> {
     lvm(&words).map(drop)
 }
 
-/// Begins to make a volume a mirror, with a second image on a disk.
+/// Starts to make a volume a mirror, with its second image on `device`.
 pub fn add_image(volume: &Volume, device: &str) -> Result<(), LvmError> {
     let place = volume.to_string();
     load("raid")?;
@@ -160,14 +163,14 @@ pub fn add_image(volume: &Volume, device: &str) -> Result<(), LvmError> {
     Ok(())
 }
 
-/// How fast images are made the same at least, also while the volume is used; the kernel's own
-/// least is 1 MB/s.
+/// Sets the least speed of a mirror's synchronization to 16 MiB/s, even while the volume is in use.
+/// The kernel's default is 1 MB/s.
 pub fn hurry(volume: &Volume) -> Result<(), LvmError> {
     let place = volume.to_string();
     lvm(&["lvchange", "--yes", "--minrecoveryrate", "16m", &place]).map(drop)
 }
 
-/// Has a mirror read from other images than those on these disks, as long as there is one.
+/// Marks the images on these disks as write-mostly: reads use other images as long as there is one.
 pub fn write_mostly(volume: &Volume, devices: &[String]) -> Result<(), LvmError> {
     let place = volume.to_string();
     let marks: Vec<String> = devices.iter().map(|device| format!("{device}:y")).collect();
@@ -179,7 +182,7 @@ pub fn write_mostly(volume: &Volume, devices: &[String]) -> Result<(), LvmError>
     lvm(&words).map(drop)
 }
 
-/// Takes the image on a disk out of a mirror; `None`: the one that has nothing below it any more.
+/// Removes a mirror's image on `device`; `None`: the image whose disk is missing.
 pub fn remove_image(volume: &Volume, device: Option<&str>) -> Result<(), LvmError> {
     let place = volume.to_string();
     let mut words = vec!["lvconvert", "--yes", "--mirrors", "0", &place];
@@ -187,7 +190,7 @@ pub fn remove_image(volume: &Volume, device: Option<&str>) -> Result<(), LvmErro
     lvm(&words).map(drop)
 }
 
-/// Moves a volume off a disk; `to`: to this one.
+/// Moves a volume off `device`; to the disk `to` if it is given.
 pub fn move_off(volume: &Volume, device: &str, to: Option<&str>) -> Result<(), LvmError> {
     load("mirror")?;
     let mut words = vec!["pvmove", "--yes", "--interval", "1", "--atomic", "--name"];
@@ -196,13 +199,14 @@ pub fn move_off(volume: &Volume, device: &str, to: Option<&str>) -> Result<(), L
     lvm(&words).map(drop)
 }
 
-/// Undoes a move off a disk that was begun.
+/// Aborts an unfinished move off a disk.
 pub fn stop_move(device: &str) -> Result<(), LvmError> {
     lvm(&["pvmove", "--abort", device]).map(drop)
 }
 
-/// Images of a mirror in their order, as the kernel has them: `A` whole, `a` not yet the same, `D`
-/// failed (`Documentation/admin-guide/device-mapper/dm-raid.rst`); `None`: it is no mirror.
+/// Health of a mirror's images in order, as the kernel reports it: `A` in sync, `a` not yet in
+/// sync, `D` failed (`Documentation/admin-guide/device-mapper/dm-raid.rst`). `None`: the volume is
+/// no mirror.
 pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
     let device = volume.device();
     let said = said_by("dmsetup", &["status", &device])?;
@@ -215,9 +219,8 @@ pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
         .map(|images| (*images).to_owned()))
 }
 
-/// Has the kernel load what maps a device so (`raid`, `mirror`), if it isn't there. LVM would run
-/// modprobe, which a service may be forbidden (`ProtectKernelModules=`); the kernel's own request
-/// isn't.
+/// Lets the kernel load a device-mapper target (`raid`, `mirror`). LVM would run modprobe, which
+/// `ProtectKernelModules=` may forbid to a service. The kernel's own request is not forbidden.
 fn load(target: &str) -> Result<(), LvmError> {
     said_by("dmsetup", &["target-version", target]).map(drop)
 }
@@ -271,7 +274,7 @@ fn number<T: std::str::FromStr>(row: &Row, field: &str) -> Result<T, String> {
     text.parse().map_err(|_| format!("{field} is '{text}'"))
 }
 
-/// Fields that are a word or nothing, or 1 or 0 where `lvm.conf` says so
+/// Whether a yes/no field is set. Fields hold a word or nothing, or 1 or 0 if `lvm.conf` says so
 /// (`report/binary_values_as_numeric`).
 fn is_set(row: &Row, field: &str) -> Result<bool, String> {
     text(row, field).map(|text| !["", "0"].contains(&text))
@@ -293,7 +296,7 @@ fn parse_logical(said: &str) -> Result<Option<Logical>, String> {
 
 fn parse_physical(said: &str) -> Result<Vec<Physical>, String> {
     let mut all: Vec<Physical> = Vec::new();
-    // One row for each piece that something has, and for each that is free.
+    // There is one row for each allocated segment, and for each free one.
     let mut rows = parse(said, "pv")?;
     rows.extend(parse(said, "pvseg")?);
     for row in &rows {

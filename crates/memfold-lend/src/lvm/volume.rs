@@ -9,20 +9,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::registry_error::MAX_NAME;
 
-/// Where the signature of swap space is (`include/linux/swap.h`, `union swap_header`), with pages
+/// Offset and text of the swap signature (`include/linux/swap.h`, `union swap_header`), for pages
 /// of 4 KiB.
 const SWAP_SIGNATURE: (u64, &[u8; 10]) = (4096 - 10, b"SWAPSPACE2");
 
-/// Longest name of a group or volume (`lvm(8)`).
+/// Length limit of a group's or volume's name (`lvm(8)`).
 const LONGEST: usize = 127;
 
-/// A logical volume: `VG/LV`.
+/// Name of a logical volume, `VG/LV`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Volume {
-    /// Its volume group.
+    /// Name of the volume group.
     pub group: String,
-    /// Its own name.
+    /// Name of the logical volume, without its volume group.
     pub name: String,
 }
 
@@ -44,7 +44,7 @@ impl FromStr for Volume {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // `lvm(8)`, "VALID NAMES".
+        // Rules: `lvm(8)`, "VALID NAMES".
         let is_name = |name: &str| {
             (1..=LONGEST).contains(&name.len())
                 && !name.starts_with('-')
@@ -67,7 +67,7 @@ impl FromStr for Volume {
 }
 
 impl Volume {
-    /// What the registry calls it, where VMs have their names.
+    /// Name of the volume in the registry, in the field for a VM's name.
     #[must_use]
     pub fn holder(&self) -> String {
         let mut name = format!("lvm.{}.{}", self.group, self.name).replace('+', "_");
@@ -75,14 +75,14 @@ impl Volume {
         name
     }
 
-    /// Its device.
+    /// Path of the volume's device.
     #[must_use]
     pub fn device(&self) -> String {
         format!("/dev/{self}")
     }
 }
 
-/// Whether a device holds swap space.
+/// Returns whether a device holds swap space.
 pub fn is_swap(device: &str) -> io::Result<bool> {
     let (at, signature) = SWAP_SIGNATURE;
     let mut bytes = [0; 10];
