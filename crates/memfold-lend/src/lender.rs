@@ -119,7 +119,7 @@ impl Lender {
     }
 
     /// Takes everything back, and waits while borrowers copy bytes that exist nowhere else. Stops
-    /// waiting after [`GOOD_BYE`], or when `hurry` returns true. Exports that remain end when this
+    /// waiting after 45 s, or when `hurry` returns true. Exports that remain end when this
     /// value is dropped.
     pub fn end_and_wait(&self, hurry: &dyn Fn() -> bool) {
         self.end();

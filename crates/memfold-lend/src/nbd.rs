@@ -11,16 +11,17 @@
 
 use std::io::{self, Read, Write};
 
-/// Most bytes of a request. QEMU keeps to it, since it is told (`NBD_INFO_BLOCK_SIZE`).
+/// Most bytes of a read or write request. QEMU is told the limit (`NBD_INFO_BLOCK_SIZE`) and keeps
+/// to it.
 pub const MAX_BYTES: u32 = 1 << 20;
 
-/// Requests are whole blocks of so many bytes.
+/// Block size in bytes. Offset and length of a request are multiples of it.
 pub const BLOCK: u32 = 4096;
 
-/// Bytes of a request without what follows it.
+/// Bytes of a request's header, without a write's data.
 pub const REQUEST_BYTES: usize = 28;
 
-/// Bytes of a reply without what follows it.
+/// Bytes of a reply's header, without a read's data.
 pub const REPLY_BYTES: usize = 16;
 
 const NBD_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -29,7 +30,7 @@ const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
 
-/// Handshake flags of both ends.
+/// Handshake flags, for client and server.
 const FIXED_NEWSTYLE: u16 = 1;
 const NO_ZEROES: u16 = 2;
 
@@ -48,7 +49,7 @@ const REP_ERR_BLOCK_SIZE: u32 = (1 << 31) + 8;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
 
-/// Flags of an export.
+/// Transmission flags of an export.
 const HAS_FLAGS: u16 = 1;
 const READ_ONLY: u16 = 1 << 1;
 const SEND_FLUSH: u16 = 1 << 2;
@@ -56,10 +57,10 @@ const SEND_TRIM: u16 = 1 << 5;
 const SEND_WRITE_ZEROES: u16 = 1 << 6;
 const SEND_FAST_ZERO: u16 = 1 << 11;
 
-/// Most bytes of an option, or of the answer to one, that are read.
+/// Size limit of an option, and of a reply to an option, in bytes.
 const MAX_OPTION: u32 = 64 << 10;
 
-/// Most options before a client has to be done, and most answers to one.
+/// Most options of a client before its `GO`, and most replies to one option.
 const MAX_OPTIONS: u32 = 64;
 
 /// `NBD_EIO`
@@ -68,22 +69,22 @@ pub const EIO: u32 = 5;
 /// `NBD_EINVAL`
 pub const EINVAL: u32 = 22;
 
-/// What a request wants.
+/// Kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Bytes.
+    /// Reads bytes.
     Read,
-    /// The bytes that follow are to be kept.
+    /// Writes the bytes that follow the header.
     Write,
-    /// No more requests come.
+    /// Ends the connection; no more requests follow.
     Disconnect,
-    /// All that was answered before is to be durable.
+    /// Makes all completed writes durable.
     Flush,
-    /// Nobody needs this any more.
+    /// Discards a range.
     Trim,
-    /// Zeroes are to be kept.
+    /// Writes zeroes to a range.
     WriteZeroes,
-    /// Of another version of the protocol.
+    /// A command that this code does not know.
     Other(u16),
 }
 
@@ -113,20 +114,20 @@ impl Command {
     }
 }
 
-/// A request.
+/// The header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What it wants.
+    /// Kind of the request.
     pub command: Command,
-    /// The client's name for it.
+    /// The client's number for the request, repeated in the reply.
     pub cookie: u64,
-    /// First byte.
+    /// First byte on the disk.
     pub offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u32,
 }
 
-/// What is no NBD.
+/// A violation of the NBD protocol.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Nonsense(pub String);
@@ -141,7 +142,7 @@ fn nonsense(what: impl Into<String>) -> Nonsense {
     Nonsense(what.into())
 }
 
-/// `N` bytes from `at`; the caller has looked that they are there.
+/// `N` bytes at `at`. The caller has checked that they exist.
 fn bytes<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
     let mut found = [0; N];
     found.copy_from_slice(&from[at..at + N]);
@@ -149,7 +150,7 @@ fn bytes<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
 }
 
 impl Request {
-    /// As it goes over the wire, without its flags: memfold needs none.
+    /// Encodes the header. Its flags are 0, because memfold needs none.
     #[must_use]
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut wire = [0; REQUEST_BYTES];
@@ -161,11 +162,11 @@ impl Request {
         wire
     }
 
-    /// Reads one.
+    /// Decodes a header.
     ///
     /// # Errors
-    /// It is none, or its bytes would be more than may be: where the next one begins isn't known
-    /// then.
+    /// The bytes are no request, or a write is longer than [`MAX_BYTES`]. The position of the next
+    /// request is unknown then.
     pub fn decode(wire: &[u8; REQUEST_BYTES]) -> Result<Self, Nonsense> {
         let magic = u32::from_be_bytes(bytes(wire, 0));
         if magic != REQUEST_MAGIC {
@@ -183,7 +184,7 @@ impl Request {
         Ok(request)
     }
 
-    /// Whether it can be carried out on a disk of `size` bytes.
+    /// Whether the request is possible on a disk of `size` bytes.
     #[must_use]
     pub fn is_valid(&self, size: u64) -> bool {
         let end = self.offset.checked_add(u64::from(self.length));
@@ -198,17 +199,17 @@ impl Request {
     }
 }
 
-/// An answer, without the bytes of a read.
+/// The header of a reply, without a read's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reply {
-    /// 0, or an error (`NBD_E...`).
+    /// 0, or an NBD error number (`NBD_E...`).
     pub error: u32,
-    /// The client's name for the request.
+    /// The client's number for the request.
     pub cookie: u64,
 }
 
 impl Reply {
-    /// As it goes over the wire.
+    /// Encodes the header.
     #[must_use]
     pub fn encode(&self) -> [u8; REPLY_BYTES] {
         let mut wire = [0; REPLY_BYTES];
@@ -218,10 +219,10 @@ impl Reply {
         wire
     }
 
-    /// Reads one.
+    /// Decodes a header.
     ///
     /// # Errors
-    /// It is none.
+    /// The bytes are no reply.
     pub fn decode(wire: &[u8; REPLY_BYTES]) -> Result<Self, Nonsense> {
         let magic = u32::from_be_bytes(bytes(wire, 0));
         if magic != REPLY_MAGIC {
@@ -261,11 +262,11 @@ fn take_bytes(stream: &mut impl Read, length: u32) -> io::Result<Vec<u8>> {
     Ok(wire)
 }
 
-/// The server's part of the handshake, with a client that has to know of block sizes, for a disk of
-/// `size` bytes.
+/// The server's part of the handshake, for a disk of `size` bytes. The client must support block
+/// sizes.
 ///
 /// # Errors
-/// The client is gone, gave up, or talks nonsense.
+/// The client disconnected, aborted, or violated the protocol.
 pub fn welcome(stream: &mut (impl Read + Write), size: u64) -> io::Result<()> {
     let mut hello = Vec::with_capacity(18);
     hello.extend(NBD_MAGIC.to_be_bytes());
@@ -302,7 +303,8 @@ pub fn welcome(stream: &mut (impl Read + Write), size: u64) -> io::Result<()> {
                 answer(REP_ACK, &[])?;
                 return Err(io::Error::other("the client aborted the negotiation"));
             }
-            // It can't be refused otherwise, and its client knows nothing of block sizes.
+            // This option cannot be refused otherwise. A client that uses it supports no block
+            // sizes.
             OPT_EXPORT_NAME => {
                 return Err(nonsense("a client that does not support block sizes").into());
             }
@@ -338,8 +340,8 @@ fn block_size_info() -> Vec<u8> {
     data
 }
 
-/// Whether a `GO` asks for block sizes, and so keeps to them; `None`: it is malformed. The export's
-/// name doesn't matter, there is one.
+/// Whether a `GO` asks for block sizes, and so will keep to them. `None`: the option is malformed.
+/// The export's name is ignored, because there is only one export.
 fn wants_block_size(data: &[u8]) -> Option<bool> {
     let (name, rest) = data.split_at_checked(4)?;
     let name = u32::from_be_bytes(bytes(name, 0)) as usize;
@@ -355,10 +357,10 @@ fn wants_block_size(data: &[u8]) -> Option<bool> {
     )
 }
 
-/// The client's first words to a server.
+/// The first part of the client's handshake.
 ///
 /// # Errors
-/// The server is gone or talks nonsense.
+/// The server disconnected or violated the protocol.
 pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
     let (magic, option) = (take_u64(stream)?, take_u64(stream)?);
     if (magic, option) != (NBD_MAGIC, OPTION_MAGIC) {
@@ -368,7 +370,7 @@ pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
     if flags & FIXED_NEWSTYLE == 0 {
         return Err(nonsense("the server is too old (no fixed newstyle)").into());
     }
-    // Without that flag 124 zeroes would follow in a case that doesn't occur here.
+    // Without this flag, the reply to an unused option would end with 124 zero bytes.
     let ours = FIXED_NEWSTYLE | (flags & NO_ZEROES);
     stream.write_all(&u32::from(ours).to_be_bytes())
 }
@@ -381,7 +383,7 @@ fn option(option: u32, data: &[u8]) -> Vec<u8> {
     wire
 }
 
-/// An answer to an option: its kind and its bytes.
+/// Reads a reply to an option: its kind and its data.
 fn take_answer(stream: &mut impl Read, to: u32) -> io::Result<(u32, Vec<u8>)> {
     let magic = take_u64(stream)?;
     let option = take_u32(stream)?;
@@ -393,10 +395,11 @@ fn take_answer(stream: &mut impl Read, to: u32) -> io::Result<(u32, Vec<u8>)> {
     Ok((reply, take_bytes(stream, length)?))
 }
 
-/// Asks a server for TLS, which begins if that is no error. Both ends go on with the options in it.
+/// Asks a server to start TLS. After success, TLS begins, and both ends continue with options
+/// inside it.
 ///
 /// # Errors
-/// The server refuses, is gone or talks nonsense.
+/// The server refuses, disconnected, or violated the protocol.
 pub fn ask_tls(stream: &mut (impl Read + Write)) -> io::Result<()> {
     stream.write_all(&option(OPT_STARTTLS, &[]))?;
     match take_answer(stream, OPT_STARTTLS)? {
@@ -409,12 +412,12 @@ fn refusal(what: &str, reply: u32) -> io::Error {
     io::Error::other(format!("the server refuses {what} (NBD answer {reply:#x})"))
 }
 
-/// Asks a server for its export, and gives that one's bytes. Requests can follow.
+/// Asks a server for its export and returns the export's size in bytes. Requests can follow.
 ///
 /// # Errors
-/// The server refuses, is gone, talks nonsense, or lets nobody write.
+/// The server refuses, disconnected, violated the protocol, or the export is read-only.
 pub fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
-    // No name, nothing to be told beside the size.
+    // An empty export name, and no request for information beside the size.
     stream.write_all(&option(OPT_GO, &[0; 6]))?;
     let mut export = None;
     for _ in 0..MAX_OPTIONS {

@@ -5,34 +5,37 @@ use serde::{Deserialize, Serialize};
 use super::lease::{Durability, LenderId};
 use super::registry_error::{RegistryError, check_bytes, check_name};
 
-/// What a lender has for others, lent or not.
+/// RAM that a lender offers to others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
-    /// Who lends.
+    /// The lender's daemon.
     pub lender: LenderId,
-    /// Bytes in all.
+    /// Total size of the offered RAM in bytes, lent RAM included.
     pub bytes: u64,
 }
 
-/// What a borrower wants.
+/// A borrower's request for RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Want {
-    /// Name of the host that borrows. It is never given its own RAM.
+    /// Name of the host that borrows. It never gets its own RAM.
     pub borrower: String,
-    /// The VM that gets it.
+    /// Name of the VM that uses the RAM.
     pub vm: String,
-    /// Bytes, of one lender.
+    /// Size in bytes. All of it comes from one lender.
     pub bytes: u64,
-    /// What keeps them if the lender dies.
+    /// Where the bytes survive if the lender dies.
     #[serde(default)]
     pub durability: Durability,
-    /// Lenders that it must not be of: those that hold the other copy.
+    /// Lenders to avoid, because they hold the other copy.
     #[serde(default)]
     pub apart_from: Vec<String>,
 }
 
 impl Want {
-    /// Checks what came from elsewhere.
+    /// Checks a request from another host.
+    ///
+    /// # Errors
+    /// A name or the size is not allowed.
     pub fn check(&self) -> Result<(), RegistryError> {
         check_name("borrower", &self.borrower)?;
         check_name("vm", &self.vm)?;

@@ -18,59 +18,59 @@ use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::tls::{OwnCertificate, TlsFiles};
 
-/// Members of one cluster, at most.
+/// Most members of one etcd cluster.
 const MOST_MEMBERS: usize = 16;
 
-/// Longest token that is read, characters.
+/// Length limit of a token, in characters.
 const LONGEST_TOKEN: u64 = 256;
 
-/// Why a registry can't be used as it was named.
+/// Reason why a registry cannot be used under the given address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlaceError {
-    /// It isn't an address.
+    /// The text is not an address.
     #[error(
         "'{said}' is not the address of a registry ({why}); give the path of a socket, https://HOST:PORT of another daemon, or etcd+https://HOST:PORT,..."
     )]
     Address {
-        /// What was said.
+        /// The text as given.
         said: String,
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
-    /// An option is missing.
+    /// A required option is missing.
     #[error("a registry at {place} needs {option}: {why}")]
     Missing {
-        /// Where.
+        /// Address of the registry.
         place: String,
-        /// Which option.
+        /// Name of the option.
         option: &'static str,
-        /// What it is for.
+        /// Purpose of the option.
         why: &'static str,
     },
-    /// An option makes no sense there.
+    /// An option does not apply to this kind of registry.
     #[error("{option} does not apply to the registry at {place}; leave it out")]
     Unused {
-        /// Where.
+        /// Address of the registry.
         place: String,
-        /// Which option.
+        /// Name of the option.
         option: &'static str,
     },
-    /// A file can't be used.
+    /// A file cannot be used.
     #[error("cannot use {path} for the registry: {why}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
 
-/// A server by name and port.
+/// A server, by name and port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Name or address, without brackets.
+    /// Host name or IP address, without brackets.
     pub host: String,
-    /// Port.
+    /// TCP port.
     pub port: u16,
 }
 
@@ -85,7 +85,7 @@ impl fmt::Display for Member {
 }
 
 impl Member {
-    /// `HOST:PORT`, `[IPV6]:PORT`
+    /// Parses `HOST:PORT` or `[IPV6]:PORT`.
     fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
         let port = port.parse().ok().filter(|&port| port != 0)?;
@@ -93,7 +93,7 @@ impl Member {
             Some(rest) => rest.strip_suffix(']').filter(|h| h.contains(':'))?,
             None => Some(host).filter(|h| !h.contains(':'))?,
         };
-        // An address, or a name as name services have them.
+        // An IP address, or a valid DNS name.
         ServerName::try_from(host).ok()?;
         Some(Self {
             host: host.to_owned(),
@@ -107,38 +107,38 @@ impl Member {
     }
 }
 
-/// Files that options name.
+/// Files for authentication, as named by options.
 #[derive(Clone, Debug, Default)]
 pub struct RegistryFiles {
-    /// Certificates of those who may vouch for the registry, PEM.
+    /// Certificates of the CAs that may sign the registry's certificate, PEM.
     pub ca: Option<PathBuf>,
-    /// The token that another daemon's `memfold host add` has given to this host.
+    /// Token that `memfold host add` on the registry's host created for this host.
     pub token: Option<PathBuf>,
     /// This host's own certificate, PEM.
     pub certificate: Option<PathBuf>,
-    /// Its key.
+    /// Private key of that certificate, PEM.
     pub key: Option<PathBuf>,
 }
 
-/// Where the registry is, if another program serves it.
+/// Address of a registry that another process serves, with the files for authentication.
 #[derive(Clone, Debug)]
 pub enum RegistryAt {
-    /// A daemon of this host.
+    /// A daemon on this host, by its Unix socket.
     Socket(PathBuf),
-    /// A daemon of another host.
+    /// A daemon on another host.
     Daemon {
-        /// Where.
+        /// Address of the daemon.
         member: Member,
-        /// Who vouches for it.
+        /// CA certificates that verify the daemon.
         tls: TlsFiles,
-        /// What says who we are.
+        /// File of the token that identifies this host.
         token: PathBuf,
     },
-    /// An etcd.
+    /// An etcd cluster.
     Etcd {
-        /// Its members.
+        /// Members of the cluster.
         members: Vec<Member>,
-        /// Who vouches for them, and for us; `None`: it is on this host.
+        /// TLS files for both sides; `None`: etcd is on this host.
         tls: Option<TlsFiles>,
     },
 }
@@ -158,8 +158,11 @@ impl fmt::Display for RegistryAt {
 }
 
 impl RegistryAt {
-    /// What was said, with the files that go with it. These are read once, so that a wrong one is
-    /// told now and not by a VM that can't borrow.
+    /// Parses an address and checks the files that go with it. The files are read once here, so
+    /// that an error appears now and not when a VM cannot borrow.
+    ///
+    /// # Errors
+    /// The address is malformed, or an option or file is missing, unusable, or not applicable.
     pub fn new(said: &str, files: &RegistryFiles) -> Result<Self, PlaceError> {
         let bad = |why| PlaceError::Address {
             said: said.to_owned(),
@@ -253,7 +256,7 @@ fn required(
         .ok_or(PlaceError::Missing { place, option, why })
 }
 
-/// An option that was given, where none is of use.
+/// The first option that was given, for registries that use none.
 fn first_of(files: &RegistryFiles) -> Option<&'static str> {
     [
         (files.ca.is_some(), "--registry-ca"),
@@ -264,8 +267,8 @@ fn first_of(files: &RegistryFiles) -> Option<&'static str> {
     .find_map(|(given, option)| given.then_some(option))
 }
 
-/// A token from its file, which nobody else may read. Read anew each time: it may be replaced while
-/// the daemon runs.
+/// Reads a token from its file, which no other user may read. The file is read for each use,
+/// because it may be replaced while the daemon runs.
 pub fn read_token(path: &Path) -> Result<String, PlaceError> {
     let failed = |why: String| PlaceError::File {
         path: path.to_owned(),

@@ -11,35 +11,35 @@ use std::time::Duration;
 /// One look at the host's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// When, since some instant.
+    /// Time of the look, since a fixed instant.
     pub at: Duration,
-    /// `MemTotal`.
+    /// `MemTotal`, in bytes.
     pub total_bytes: u64,
-    /// `MemAvailable`: what can be had without swapping.
+    /// `MemAvailable` in bytes: memory that programs can get without swapping.
     pub available_bytes: u64,
-    /// Of the last 10 s, percent in which a task waited for memory. `None`: the kernel doesn't
-    /// tell.
+    /// Percent of the last 10 s in which at least one task waited for memory (PSI `some`). `None`:
+    /// the kernel has no PSI.
     pub some_avg10: Option<f64>,
-    /// Of the last 60 s.
+    /// The same percentage over the last 60 s.
     pub some_avg60: Option<f64>,
-    /// Of the last 10 s, percent in which all tasks waited.
+    /// Percent of the last 10 s in which all tasks waited for memory (PSI `full`).
     pub full_avg10: Option<f64>,
-    /// Pages that were reclaimed and needed again, since boot.
+    /// Number of pages that were reclaimed and needed again, since boot.
     pub refaults: u64,
-    /// Pages read from swap, since boot.
+    /// Number of pages read from swap, since boot.
     pub swap_ins: u64,
-    /// What this host's VMs are taken to call in at once of what they share (the brake's debt x
-    /// cover): not the kernel's to know.
+    /// Bytes that this host's VMs may claim at once by writing shared pages (the brake's debt x
+    /// cover). The daemon sets it, not the kernel.
     pub owed_bytes: u64,
-    /// How many of this host's guests lack memory themselves, by their own word.
+    /// Number of this host's guests that report that they lack memory.
     pub short_guests: u32,
-    /// Exports of this host that are being allocated: what goes meanwhile doesn't go on, and how
-    /// much of it has gone yet isn't known.
+    /// Bytes of this host's exports that are still being allocated. Memory that shrinks because of
+    /// them does not shrink further, and how much of it is already gone is unknown.
     pub beginning_bytes: u64,
 }
 
 impl Sample {
-    /// Now; `proc` is `/proc` but in tests.
+    /// Reads the figures now. `proc` is `/proc`, except in tests.
     pub fn read(proc: &Path, at: Duration) -> io::Result<Self> {
         let text = |name: &str| std::fs::read_to_string(proc.join(name));
         let (meminfo, vmstat) = (text("meminfo")?, text("vmstat")?);
@@ -48,13 +48,13 @@ impl Sample {
         Self::parse(&format!("{meminfo}\n{vmstat}\n{pressure}"), at).ok_or_else(no_available)
     }
 
-    /// Only what there is and what is available of it, which is had in no time.
+    /// Reads only total and available memory, which costs almost no time.
     pub fn glance(proc: &Path) -> io::Result<Self> {
         let meminfo = std::fs::read_to_string(proc.join("meminfo"))?;
         Self::parse(&meminfo, Duration::ZERO).ok_or_else(no_available)
     }
 
-    /// From the lines of the three files.
+    /// Parses the lines of the three files.
     fn parse(text: &str, at: Duration) -> Option<Self> {
         let mut sample = Self {
             at,
@@ -93,7 +93,7 @@ fn no_available() -> io::Error {
     io::Error::other("/proc/meminfo has no MemAvailable")
 }
 
-/// `MemAvailable` now.
+/// Reads `MemAvailable` now, in bytes.
 pub fn available_bytes(proc: &Path) -> io::Result<u64> {
     Sample::glance(proc).map(|sample| sample.available_bytes)
 }

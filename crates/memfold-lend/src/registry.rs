@@ -24,19 +24,19 @@ use super::offer::{Offer, Want};
 use super::registry_error::RegistryError;
 pub use super::registry_error::{check_bytes, check_name};
 
-/// Keeps leases. Every implementation passes `registry_tests::suite`.
+/// A registry of offers and leases. Every implementation must pass `registry_tests::suite`.
 pub trait Registry: Send + Sync {
-    /// Says what a lender has, for `ttl`. A later incarnation takes the name over, and leases of
-    /// the one before have ended.
+    /// Publishes a lender's offer for `ttl`. A later incarnation replaces an earlier one under the
+    /// same name, and the earlier one's leases have ended.
     fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError>;
 
-    /// A lender lends no more; its leases stay until they are ended.
+    /// Withdraws a lender's offer. Its leases stay until they are ended.
     fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError>;
 
-    /// Sets bytes of one lender aside, of the one that has the most free.
+    /// Reserves bytes for a lease, at the lender with the most free bytes.
     fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError>;
 
-    /// The lender has exported a lease that was taken.
+    /// Records that the lender has exported a taken lease, and at which endpoint.
     fn publish(
         &self,
         id: LeaseId,
@@ -44,31 +44,32 @@ pub trait Registry: Send + Sync {
         endpoint: &Endpoint,
     ) -> Result<(), RegistryError>;
 
-    /// How the borrower reaches a lease; `None` until it is exported.
+    /// The endpoint of a lease; `None` until it is exported.
     fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError>;
 
-    /// The borrower still needs it, for `ttl` from now. Whether it was over and is so no more
-    /// doesn't matter, as long as it hasn't ended.
+    /// Extends the borrower's need of a lease to `ttl` from now. An expired lease can be renewed as
+    /// long as it has not ended.
     fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError>;
 
-    /// The copy that the borrower had on its disk is none any more: the lent bytes are the only
-    /// ones from now on ([`super::Durability::None`]). If they are asked for already, there is time
-    /// to copy them now, once. Fine if it is known.
+    /// Records that the copy on the borrower's disk is lost: from now on the lent bytes are the
+    /// only ones ([`super::Durability::None`]). If the lender already asked for them, the deadline
+    /// is extended once, by the time to copy them. Succeeds if this is already known.
     fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError>;
 
-    /// The lender needs it back `within` a time; a deadline that was set before stays if it is
-    /// earlier. Who has to copy it first has the time for that, whatever the lender says: it may
-    /// not know yet.
+    /// Asks for a lease back `within` a time. An earlier deadline stays. A borrower that must copy
+    /// the bytes first gets the time for that, whatever the lender asks: the lender may not know of
+    /// it yet.
     fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration)
     -> Result<(), RegistryError>;
 
-    /// The borrower needs it no more. Fine if it has ended already.
+    /// Records that the borrower no longer needs a lease. Succeeds if the lease has already ended.
     fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError>;
 
-    /// Its bytes can be reached no more: the lender has them back. Fine if it has ended already.
+    /// Records that a lease's bytes can no longer be reached and are the lender's again. Succeeds
+    /// if the lease has already ended.
     fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError>;
 
-    /// Everything, without keys.
+    /// All offers and leases, without keys.
     fn picture(&self) -> Result<Picture, RegistryError>;
 }
 

@@ -10,47 +10,47 @@ use super::lease::{LeaseId, LeaseState, MAX_TTL};
 /// Most bytes of one offer or lease: 1 PiB.
 const MAX_BYTES: u64 = 1 << 50;
 
-/// Longest name of a host.
+/// Length limit of the name of a host or VM, in bytes.
 pub(super) const MAX_NAME: usize = 64;
 
-/// Why a registry refuses.
+/// Reason why a registry refuses a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum RegistryError {
-    /// A value that makes no sense.
+    /// A value is not allowed.
     #[error("{field}: {why}")]
     Value {
-        /// Which.
+        /// Name of the field.
         field: String,
-        /// What is wrong and what would be right.
+        /// The reason, and what is allowed.
         why: String,
     },
-    /// Nobody has so much to spare.
+    /// No lender has enough free bytes.
     #[error(
         "no lender has {wanted} to spare; {} is the most that one of {lenders} offers to '{borrower}' now. Lend more there (memfold lend --max), or use a smaller swap disk",
         ByteSize(*largest)
     )]
     NothingToSpare {
-        /// What was asked for.
+        /// Bytes that were asked for.
         wanted: ByteSize,
-        /// Who asked.
+        /// Host that asked.
         borrower: String,
         /// Most bytes that one lender has free.
         largest: u64,
-        /// Lenders looked at.
+        /// Number of lenders considered.
         lenders: usize,
     },
-    /// No such lease, or it isn't theirs who ask.
+    /// The lease does not exist, or does not belong to the caller.
     #[error(
         "'{who}' has no lease {id}: the lender has ended it, or it never existed; 'memfold leases' lists all leases"
     )]
     NoLease {
-        /// Number that was asked for.
+        /// Number of the lease.
         id: LeaseId,
-        /// Who asked.
+        /// Name of the caller.
         who: String,
     },
-    /// Another daemon lends under this name.
+    /// A later daemon lends under this name.
     #[error(
         "another daemon has begun to lend as '{lender}'; give each host its own name (memfold serve --host)"
     )]
@@ -58,22 +58,22 @@ pub enum RegistryError {
         /// The name.
         lender: String,
     },
-    /// What was asked doesn't fit what the lease is now.
+    /// The lease's state does not allow the request.
     #[error("lease {id} is {state} and cannot be {wanted}")]
     State {
-        /// Number of the lease that is in another state.
+        /// Number of the lease.
         id: LeaseId,
-        /// What it is.
+        /// State of the lease.
         state: LeaseState,
-        /// What it was to become.
+        /// State that was asked for.
         wanted: String,
     },
-    /// The registry can't be reached or used now.
+    /// The registry cannot be reached or used now.
     #[error("cannot use the registry at {place}: {why}")]
     Unusable {
-        /// Where it is.
+        /// Address of the registry.
         place: String,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
@@ -85,7 +85,7 @@ pub(super) fn value(field: &str, why: impl Into<String>) -> RegistryError {
     }
 }
 
-/// Checks the name of a host or VM: it comes from another host, and gets into paths and logs.
+/// Checks the name of a host or VM. Names come from other hosts, and get into paths and logs.
 pub fn check_name(field: &str, name: &str) -> Result<(), RegistryError> {
     let letter = |c: char| c.is_ascii_alphanumeric();
     let good = (1..=MAX_NAME).contains(&name.len())
@@ -100,7 +100,7 @@ pub fn check_name(field: &str, name: &str) -> Result<(), RegistryError> {
     ))
 }
 
-/// Checks a number of bytes.
+/// Checks that a size is between `least` and 1 PiB.
 pub fn check_bytes(bytes: u64, least: u64) -> Result<(), RegistryError> {
     if (least..=MAX_BYTES).contains(&bytes) {
         return Ok(());
@@ -111,7 +111,7 @@ pub fn check_bytes(bytes: u64, least: u64) -> Result<(), RegistryError> {
     ))
 }
 
-/// Checks a time until a deadline.
+/// Checks that a time is at most [`MAX_TTL`]. Returns it in milliseconds.
 pub fn check_ttl(ttl: Duration) -> Result<u64, RegistryError> {
     if ttl <= MAX_TTL {
         return Ok(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX));

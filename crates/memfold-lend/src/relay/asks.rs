@@ -17,48 +17,48 @@ use serde::{Deserialize, Serialize};
 use super::compare::{self, Limits};
 use super::sums::Sums;
 
-/// Longest line.
+/// Length limit of a line, in bytes.
 const MAX_LINE: u64 = 8192;
 
-/// How much a thread that computes gives way to others.
+/// Nice value of the comparing thread.
 const NICE: i32 = 10;
 
-/// A question.
+/// A question to a relay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ask {
-    /// Whether this file holds what was written. Answered after a while ([`Limits`]).
+    /// Asks whether this file holds what was written. The answer takes a while ([`Limits`]).
     Compare(PathBuf),
-    /// From now on a lender may take so many milliseconds for an answer.
+    /// Sets the time limit for a lender's answer, in milliseconds.
     Patience(u64),
 }
 
-/// The answer.
+/// The relay's answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// Every block of it is what was written.
+    /// Every block of the file matches.
     Same,
-    /// This one isn't.
+    /// The block with this number differs.
     Differs(u64),
-    /// It is done.
+    /// The setting was changed.
     Done,
-    /// It can't be told, and why.
+    /// The question could not be answered, for this reason.
     Failed(String),
 }
 
-/// How long a lender may take for an answer. It may change while that is waited for.
+/// Time limit for a lender's answer. It may change while an answer is awaited.
 #[derive(Debug)]
 pub struct Patience(AtomicU64);
 
 impl Patience {
-    /// So long.
+    /// A limit of `ms` milliseconds.
     #[must_use]
     pub const fn ms(ms: u64) -> Self {
         Self(AtomicU64::new(ms))
     }
 
-    /// Now.
+    /// The limit now.
     #[must_use]
     pub fn get(&self) -> Duration {
         Duration::from_millis(self.0.load(Ordering::Relaxed))
@@ -69,7 +69,7 @@ impl Patience {
     }
 }
 
-/// Where a relay whose client connected to `socket` is asked.
+/// Path of the socket for questions to the relay whose client socket is `socket`.
 #[must_use]
 pub fn place(socket: &Path) -> PathBuf {
     socket.with_extension("ask")
@@ -98,7 +98,7 @@ fn answer(
 }
 
 fn compare(file: &Path, sums: &Sums, limits: Limits) -> Answer {
-    // Of this thread alone (setpriority(2): Linux takes the caller as a thread).
+    // Applies to this thread only (setpriority(2): Linux treats the caller as a thread).
     if let Err(error) = setpriority_process(None, NICE) {
         memfold_host::say!("cannot lower the priority of the comparing thread: {error}");
     }
@@ -110,10 +110,10 @@ fn compare(file: &Path, sums: &Sums, limits: Limits) -> Answer {
     }
 }
 
-/// Begins to answer, as long as this process lives.
+/// Starts a thread that answers questions for as long as this process lives.
 ///
 /// # Errors
-/// There is no socket or no thread.
+/// The socket or the thread cannot be created.
 pub(super) fn begin(
     socket: &Path,
     sums: Arc<Sums>,

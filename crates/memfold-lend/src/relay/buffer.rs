@@ -2,18 +2,17 @@
 
 use std::io::{self, Read, Write};
 
-/// Bytes that are read at a time.
+/// Bytes of one read.
 pub(super) const READ: usize = 256 << 10;
 
-/// Most bytes that are read ahead of what is done with them: more than answers to all that is under
-/// way.
+/// Most unprocessed bytes that are buffered. It exceeds the answers to all requests in progress.
 pub(super) const MOST: usize = 8 << 20;
 
-/// Bytes that come or go, in order.
+/// A queue of bytes.
 #[derive(Debug, Default)]
 pub(super) struct Buffer {
     pub(super) bytes: Vec<u8>,
-    /// How many of them are done with.
+    /// Number of bytes that are processed already.
     done: usize,
 }
 
@@ -32,7 +31,8 @@ impl Buffer {
             self.bytes.clear();
             self.done = 0;
         } else if self.done > READ {
-            // Moved when it's as much as was read, so that a byte is moved once on average.
+            // Moves bytes only when as many are processed as one read brings: each byte moves once
+            // on average.
             self.bytes.drain(..self.done);
             self.done = 0;
         }
@@ -42,7 +42,7 @@ impl Buffer {
         self.rest().first_chunk().copied()
     }
 
-    /// Reads what is there, up to [`MOST`]; whether that was the end.
+    /// Reads the available bytes, up to [`MOST`]. Returns whether the end was reached.
     pub(super) fn fill(
         &mut self,
         from: &mut impl Read,
@@ -54,8 +54,8 @@ impl Buffer {
                 Ok(0) => return Ok(true),
                 Ok(count) => {
                     self.bytes.extend_from_slice(&scratch[..count]);
-                    // More than that is told by the next look, unless it has left the socket
-                    // already.
+                    // The next poll reports further bytes, unless they have already left the
+                    // socket.
                     if !ahead && count < scratch.len() {
                         return Ok(false);
                     }
@@ -68,7 +68,7 @@ impl Buffer {
         Ok(false)
     }
 
-    /// Writes as much as goes.
+    /// Writes as many bytes as the socket takes.
     pub(super) fn drain(&mut self, to: &mut impl Write) -> io::Result<()> {
         while !self.is_empty() {
             match to.write(self.rest()) {

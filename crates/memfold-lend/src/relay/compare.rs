@@ -18,26 +18,27 @@ use super::sums::Sums;
 
 const BLOCK_BYTES: usize = BLOCK as usize;
 
-/// Blocks that are read at a time.
+/// Blocks of one read.
 const AT_ONCE: u64 = 64;
 
-/// Time between two looks at a block that differs.
+/// Time between two reads of a block that differs.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// How long is waited for what.
+/// Time limits of a comparison.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Before the first look: a write that had failed by now may not have come to the sums yet. A
-    /// lender that takes longer for an answer is given up.
+    /// Delay before the first read. A write that failed until now may not be in the checksums yet;
+    /// a lender that takes longer for an answer is given up.
     pub before: Duration,
-    /// How long a block may differ that isn't written meanwhile.
+    /// How long a block may differ while it is not being written.
     pub stays: Duration,
-    /// How long one may differ that is: it's never seen whole then, and isn't believed.
+    /// How long a block may differ while it is being written. Then it was never seen whole, and
+    /// counts as different.
     pub most: Duration,
 }
 
 impl Limits {
-    /// For lenders that have 3 s for an answer.
+    /// Limits for lenders whose answers may take 3 s.
     pub const REAL: Self = Self {
         before: Duration::from_secs(10),
         stays: Duration::from_secs(10),
@@ -45,10 +46,10 @@ impl Limits {
     };
 }
 
-/// The first block of the file that isn't what was written, if there is one.
+/// Returns the first block of the file that differs from what was written, if there is one.
 ///
 /// # Errors
-/// It can't be read, or is too short.
+/// The file cannot be read, or is too short.
 pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u64>> {
     std::thread::sleep(limits.before);
     let mut bytes = vec![0; BLOCK_BYTES * usize::try_from(AT_ONCE).unwrap_or(1)];
@@ -73,11 +74,11 @@ pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u6
     Ok(None)
 }
 
-/// Whether nothing was ever written to these blocks: they needn't be read, and take no page cache.
-/// The file was made with room for all.
+/// Whether nothing was ever written to these blocks. They need not be read, which would fill the
+/// page cache. The file was created in its full size.
 fn is_hole(file: &File, block: u64, count: u64) -> bool {
     let [from, end] = [block, block + count].map(|block| block * u64::from(BLOCK));
-    // Behind the last data there is `ENXIO`, also at the file's end (lseek(2)).
+    // Behind the last data, lseek(2) returns `ENXIO`, also at the file's end.
     let is_there = file.metadata().is_ok_and(|facts| facts.len() >= end);
     is_there
         && match seek(file, SeekFrom::Data(from)) {
@@ -86,7 +87,7 @@ fn is_hole(file: &File, block: u64, count: u64) -> bool {
         }
 }
 
-/// Whether a block that differed does so for good.
+/// Whether a block that differed keeps differing.
 fn stays_other(
     file: &File,
     sums: &Sums,

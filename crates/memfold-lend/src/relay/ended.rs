@@ -4,28 +4,28 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// Why a relay left its client.
+/// Reason why a relay disconnected its client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
-    /// A lender served other bytes than were written, or talked nonsense.
+    /// A lender served wrong bytes, or violated the protocol.
     Lied,
     /// A lender refused a request.
     Failed,
-    /// A lender did not answer.
+    /// A lender did not answer in time.
     Silent,
-    /// A lender ended its connection.
+    /// A lender closed its connection.
     Gone,
 }
 
-/// How it ended, for the daemon: beside its socket, with the ending `.end`.
+/// The record of a relay's end, in a file beside its socket with the extension `.end`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ended {
-    /// Which lender was at fault; `None`: none alone.
+    /// Number of the lender at fault; `None`: no single one.
     pub lender: Option<usize>,
-    /// What it did.
+    /// The lender's failure.
     pub why: Why,
-    /// In words.
+    /// Description of the failure.
     pub what: String,
 }
 
@@ -46,7 +46,7 @@ impl Ended {
         }
     }
 
-    /// Where a relay that listens there says how it ended.
+    /// Path of the record of the relay whose client socket is `socket`.
     #[must_use]
     pub fn file(socket: &Path) -> PathBuf {
         socket.with_extension("end")

@@ -7,31 +7,31 @@ use serde::{Deserialize, Serialize};
 
 use crate::endpoint::Endpoint;
 
-/// What a relay is to do; it comes over its standard input, since it holds keys.
+/// Orders for a relay. They come over its standard input, because they contain keys.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Orders {
-    /// Where it is to listen.
+    /// Path of the Unix socket to listen on.
     pub socket: PathBuf,
-    /// Bytes of the disk.
+    /// Size of the disk, in bytes.
     pub bytes: u64,
-    /// Exports, in the order of their stripes.
+    /// Endpoints of the exports, in the order of the stripes.
     pub lenders: Vec<Endpoint>,
-    /// How long a lender may take for an answer, in milliseconds. 4 MiB may be asked before it:
-    /// with 3 s a link needs 11 Mbit/s.
+    /// Time limit for a lender's answer, in milliseconds. Up to 4 MiB of earlier requests may be in
+    /// progress: with 3 s, a link needs 11 Mbit/s.
     pub patience_ms: u64,
 }
 
-/// What a relay says on its standard output before its client comes.
+/// The relay's answer on its standard output, before its client connects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Said {
-    /// It listens, and is connected to all lenders.
+    /// The relay listens, and is connected to all lenders.
     Ready,
-    /// It has ended.
+    /// The relay has ended.
     Failed {
-        /// Which lender is at fault, if one is.
+        /// Number of the lender at fault, if there is one.
         lender: Option<usize>,
-        /// In words.
+        /// The reason.
         why: String,
     },
 }

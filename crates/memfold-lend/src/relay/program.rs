@@ -20,12 +20,12 @@ use super::stream::Stream;
 use super::stripes::Stripes;
 use super::sums::Sums;
 
-/// How long the client may take to connect and for its handshake.
+/// Time limit for the client to connect, and for its handshake.
 const CLIENT: Duration = Duration::from_secs(10);
 
-/// `memfold relay`: carries out what standard input says. Whether it ended as it should.
+/// Runs `memfold relay` with the orders from standard input. Returns whether it ended as intended.
 pub fn main() -> bool {
-    // Keys and a guest's bytes are in no dump. It may be forbidden to say so.
+    // Core dumps must not contain keys and a guest's bytes. Writing the file may be forbidden.
     let _ = std::fs::write("/proc/self/coredump_filter", "0");
     let served = ready().map(|(client, began)| {
         let Began {
@@ -41,7 +41,8 @@ pub fn main() -> bool {
         if let Err(ended) = &served {
             note(&socket, ended);
         }
-        // Only now has the client's connection ended, so that who sees that finds the note.
+        // The client's connection ends only now, so that a process that sees its end finds the
+        // record.
         drop(relay);
         served.is_ok()
     });
@@ -60,7 +61,7 @@ fn note(socket: &Path, ended: &Ended) {
     }
 }
 
-/// Until the client is there; `None`: it has been said why that comes to nothing.
+/// Waits for the client. `None`: the relay failed, and the reason was reported.
 fn ready() -> Option<(UnixStream, Began)> {
     let began = begin();
     let said = match &began {
@@ -76,7 +77,7 @@ fn ready() -> Option<(UnixStream, Began)> {
         .write_all(&line)
         .and_then(|()| io::stdout().flush());
     let mut began = began.ok()?;
-    // Nobody waits for it who isn't there any more. One client in its life.
+    // If nobody reads the answer, there will be no client. The relay serves one client only.
     let client = began.listener.take();
     let client =
         client.map(|listener| heard.and_then(|()| accept(&listener, began.stripes.bytes)))?;
@@ -92,7 +93,7 @@ fn ready() -> Option<(UnixStream, Began)> {
     }
 }
 
-/// One that waits for its client.
+/// A relay that waits for its client.
 struct Began {
     listener: Option<UnixListener>,
     lenders: Vec<Stream>,
@@ -108,8 +109,8 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
     io::stdin().read_to_end(&mut orders).map_err(own)?;
     let orders: Orders =
         serde_json::from_slice(&orders).map_err(|error| own(io::Error::other(error)))?;
-    // What isn't touched isn't locked, and needs no memory: sums of blocks that were never written,
-    // most of the program.
+    // Pages that are never touched are not locked and need no memory: checksums of unwritten
+    // blocks, and most of the program.
     let locked = mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT);
     locked.map_err(|error| {
         own(io::Error::other(format!(
