@@ -45,7 +45,7 @@ mod etcd_tests;
 #[cfg(test)]
 mod registry_tests;
 
-// Names that other crates know these by.
+// Names under which other crates use these modules.
 pub use {connection as wire, impact as blast, surplus as judge};
 
 pub use endpoint::{Address, Endpoint, Key, Transport};

@@ -26,13 +26,13 @@ use super::offer::{Offer, Want};
 use super::registry::Registry;
 use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
 
-/// How long one waits for another's transaction.
+/// How long to wait for another client's transaction.
 const BUSY: Duration = Duration::from_secs(5);
 
-/// `user_version` of the database that this code understands.
+/// `user_version` of databases that this code reads.
 const VERSION: i64 = 2;
 
-/// What a registry that was not there since the boot gives everybody to be heard of again.
+/// Time that everybody has to report again, if the registry's records are of an earlier boot.
 const AFTER_BOOT_MS: i64 = 60_000;
 
 const SCHEMA: &str = "
@@ -60,7 +60,7 @@ CREATE INDEX leases_of ON leases (host);
 PRAGMA user_version = 1;
 ";
 
-/// The boot whose clock all times are of.
+/// The boot whose clock all times refer to.
 const SCHEMA_2: &str = "
 CREATE TABLE clock (boot TEXT NOT NULL) STRICT;
 PRAGMA user_version = 2;
@@ -70,7 +70,7 @@ const LEASE: &str = "SELECT id, host, incarnation, borrower, vm, bytes, state, e
 
 type Clock = Arc<dyn Fn() -> i64 + Send + Sync>;
 
-/// Leases in a file.
+/// A registry in a database file.
 pub struct SqliteRegistry {
     path: PathBuf,
     connection: Mutex<Connection>,
@@ -84,13 +84,16 @@ impl fmt::Debug for SqliteRegistry {
 }
 
 impl SqliteRegistry {
-    /// Opens the database, and makes it if there is none. It is readable for its owner only: it
-    /// holds keys.
+    /// Opens the database, and creates it if there is none. Only its owner can read it, because it
+    /// contains keys.
+    ///
+    /// # Errors
+    /// The file cannot be used, or has another version.
     pub fn open(path: &Path) -> Result<Self, RegistryError> {
         Self::open_at(path, Arc::new(now_ms), &boot_id())
     }
 
-    /// The same, with another clock: milliseconds since that boot.
+    /// Opens the database with another clock, which returns milliseconds since the boot `boot`.
     pub fn open_at(path: &Path, clock: Clock, boot: &str) -> Result<Self, RegistryError> {
         let unusable = |why: String| RegistryError::Unusable {
             place: path.display().to_string(),
@@ -100,16 +103,16 @@ impl SqliteRegistry {
             let mut connection = Connection::open(path)?;
             connection.busy_timeout(BUSY)?;
             connection.pragma_update(None, "journal_mode", "WAL")?;
-            // A power failure must not bring back a lease as it was: its bytes may be someone
-            // else's.
+            // After a power failure, a lease must not return in an older state: its bytes may
+            // belong to another borrower.
             connection.pragma_update(None, "synchronous", "FULL")?;
             let transaction =
                 connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let version: i64 = transaction.query_row("PRAGMA user_version", [], |r| r.get(0))?;
             if version == 0 {
                 transaction.execute_batch(SCHEMA)?;
-                // A lender may still export leases of a database that was here before: their
-                // numbers don't come again.
+                // A lender may still export leases of a lost database. Their numbers must not be
+                // used again.
                 transaction.execute(
                     "INSERT INTO sqlite_sequence (name, seq) VALUES ('leases', ?1)",
                     [chance(path)?],
@@ -124,7 +127,7 @@ impl SqliteRegistry {
             transaction.commit()?;
             Ok(connection)
         };
-        // Before SQLite makes it, so that it never is anybody else's to read.
+        // Before `SQLite` creates the file, so that no other user can ever read it.
         let made = std::fs::File::options()
             .create(true)
             .append(true)
@@ -148,7 +151,7 @@ impl SqliteRegistry {
         })
     }
 
-    /// One transaction; `work` sees the time at which it began.
+    /// Runs one transaction. `work` receives the time at which the transaction began.
     fn once<T>(
         &self,
         work: impl FnOnce(&Transaction<'_>, i64) -> Result<T, Failure>,
@@ -181,7 +184,7 @@ fn now_ms() -> i64 {
         .saturating_add(now.tv_nsec / 1_000_000)
 }
 
-/// A number below 2^31.
+/// A random number below 2^31.
 fn chance(path: &Path) -> rusqlite::Result<i64> {
     let mut bytes = [0; 4];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
@@ -189,7 +192,8 @@ fn chance(path: &Path) -> rusqlite::Result<i64> {
     Ok(i64::from(u32::from_le_bytes(bytes) >> 1))
 }
 
-/// Has all times be of this boot: those of another are unknown, so that everybody is given time.
+/// Makes all times relative to this boot. Times of another boot are meaningless, so everybody gets
+/// new time.
 fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::Result<()> {
     let known: Option<String> = transaction
         .query_row("SELECT boot FROM clock", [], |row| row.get(0))
@@ -199,7 +203,7 @@ fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::R
     }
     transaction.execute("DELETE FROM clock", [])?;
     transaction.execute("INSERT INTO clock VALUES (?1)", [boot])?;
-    // Nobody is heard of yet, so nothing is taken from them.
+    // Nobody has reported yet, so nothing is taken from these lenders.
     transaction.execute("UPDATE lenders SET heard_ms = ?1, expires_ms = ?1", [now])?;
     transaction.execute(
         "UPDATE leases SET expires_ms = ?1, recall_ms = IIF(recall_ms IS NULL, NULL, ?1)",
@@ -225,7 +229,7 @@ impl From<RegistryError> for Failure {
     }
 }
 
-/// `SQLite`'s integers have a sign. What we put in was checked, and is below 2^63.
+/// `SQLite`'s integers are signed. Stored values were checked and are below 2^63.
 fn stored(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
@@ -272,7 +276,7 @@ fn find(
             read_lease(row, now)
         })
         .optional()?;
-    // Whose it is, is nobody else's affair.
+    // Callers must not learn who owns another's lease.
     lease.filter(is_theirs).ok_or_else(|| {
         let who = who.to_owned();
         RegistryError::NoLease { id, who }.into()
@@ -475,7 +479,7 @@ impl Registry for SqliteRegistry {
             }
             let only = Durability::None;
             let time = check_ttl(only.time_to_give_back(lease.bytes))?;
-            // What isn't asked for (NULL) stays so.
+            // A lease that was not recalled (NULL) stays so.
             transaction.execute(
                 "UPDATE leases SET durability = ?2, recall_ms = MAX(recall_ms, ?3) WHERE id = ?1",
                 params![stored(id.0), only.name(), now.saturating_add(stored(time))],

@@ -28,54 +28,56 @@ use std::time::Duration;
 
 use super::pressure::Sample;
 
-/// For so long the surplus must have been there before it is offered.
+/// How long the surplus must have existed before it is offered.
 const CALM: Duration = Duration::from_secs(10);
 
-/// Least reserve.
+/// Least reserve, in bytes.
 const LEAST_RESERVE: u64 = 256 << 20;
 
-/// Reserve: this part of the host's RAM.
+/// The reserve is this fraction of the host's RAM (1/16).
 const RESERVE_PART: u64 = 16;
 
-/// A host whose tasks wait so many percent of the time (`some`) has nothing to spare.
+/// A host whose tasks wait for memory more than this percentage of the time (PSI `some`) has
+/// nothing to spare.
 const BUSY_SOME: f64 = 1.0;
 
-/// Longest time that it takes until memory is back that is asked for: what lending promises.
+/// Longest time until recalled memory is back, as lending promises.
 const GIVE_BACK: Duration = Duration::from_secs(5);
 
-/// A pace is that of the slowest of so many such times in a row: what is taken at a stroke doesn't
-/// go on.
+/// The pace is the slowest of [`STRETCHES`] consecutive stretches of this length: memory taken in
+/// one sudden step does not keep shrinking.
 const STRETCH: Duration = Duration::from_secs(1);
 const STRETCHES: usize = 3;
 
-/// Where all tasks wait so many percent of the time (`full`), what is lent is taken back.
+/// If all tasks wait for memory more than this percentage of the time (PSI `full`), lent memory is
+/// taken back.
 const BAD_FULL: f64 = 5.0;
 
-/// Refaults a second that go with ordinary reading of files (4 MiB/s); more, and page cache is
-/// short. A host that has more than this part of its RAM available doesn't drop pages for want of
-/// it: a control group's limit does, or proactive reclaim.
+/// Refaults a second that come with ordinary reading of files (4 MiB/s). More of them mean that
+/// page cache is short, unless more than 1/[`PLENTY_PART`] of the RAM is available. Then a control
+/// group's limit or proactive reclaim causes them.
 const BUSY_REFAULTS: f64 = 1024.0;
 const PLENTY_PART: u64 = 4;
 
-/// Sizes are rounded down to this: small changes aren't worth telling.
+/// Offers are rounded down to a multiple of this: small changes are not worth a message.
 const GRAIN: u64 = 16 << 20;
 
-/// How little a host has left that takes memory back.
+/// How urgently a host needs memory back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Hurry {
-    /// Enough to wait for it.
+    /// There is time to wait for borrowers.
     #[default]
     No,
-    /// Below a quarter of its reserve: who has a copy only has to let go, and gets next to no time
-    /// for it.
+    /// Less than a quarter of the reserve is left. Borrowers with a copy only need to let go, and
+    /// get almost no time for it.
     Copied,
-    /// Less than an eighth of it is available, whatever is owed: the kernel would swap, and then
-    /// end exports by itself, before anybody has heard.
+    /// Less than an eighth of the reserve is available, whatever is owed. The kernel would soon
+    /// swap, and then kill exports itself before anybody hears of it.
     Now,
 }
 
 impl Hurry {
-    /// By a look at the host.
+    /// The urgency of one look at the host.
     #[must_use]
     pub const fn by(now: &Sample) -> Self {
         let reserve = Judge::reserve(now.total_bytes);
@@ -89,26 +91,26 @@ impl Hurry {
     }
 }
 
-/// What follows.
+/// Result of a judgement.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
-    /// Bytes that may be lent in all, those that are lent included.
+    /// Bytes that may be lent in all, lent ones included.
     pub offer_bytes: u64,
-    /// Bytes that must come back.
+    /// Bytes that must be given back.
     pub recall_bytes: u64,
     /// Whether they must come back sooner than borrowers are promised.
     pub hurry: Hurry,
-    /// Why no more is offered, in words.
+    /// Reason why no more is offered.
     pub why: String,
 }
 
-/// Looks at the host and says what it can lend.
+/// Decides from looks at the host how much it can lend.
 #[derive(Clone, Debug)]
 pub struct Judge {
     max_bytes: u64,
-    /// Looks, and what was lent then.
+    /// Recent looks, each with the bytes lent then.
     looked: VecDeque<(Sample, u64)>,
-    /// Looks in a row that found too little.
+    /// Consecutive looks that found too little memory.
     short: u32,
 }
 
@@ -123,12 +125,12 @@ impl Judge {
         }
     }
 
-    /// From now on so much may be lent at most.
+    /// Changes the most that may be lent.
     pub const fn set_max(&mut self, bytes: u64) {
         self.max_bytes = bytes;
     }
 
-    /// What the host keeps for itself, of so much RAM.
+    /// Bytes that a host with `total_bytes` of RAM keeps for itself.
     #[must_use]
     pub const fn reserve(total_bytes: u64) -> u64 {
         let part = total_bytes / RESERVE_PART;
@@ -139,7 +141,7 @@ impl Judge {
         }
     }
 
-    /// Judges by a new look, `lent_bytes` being lent (and locked) now.
+    /// Judges a new look at the host. `lent_bytes` are lent, and so locked, now.
     pub fn judge(&mut self, now: Sample, lent_bytes: u64) -> Verdict {
         let before = self.looked.back().map(|(before, _)| *before);
         self.looked.push_back((now, lent_bytes));
@@ -159,9 +161,10 @@ impl Judge {
             Hurry::No
         };
         let recall_bytes = missing.max(beyond);
-        // The least of the last while: what came and went again is no surplus.
+        // The least surplus of the recent looks: memory that came and went is no surplus.
         let available = self.looked.iter().map(|(look, _)| spare(look)).min();
-        // What is lent and not allocated yet is still available, and must not be lent twice.
+        // Memory that is lent but not allocated yet still counts as available. It must not be lent
+        // twice.
         let kept = reserve.saturating_add(now.beginning_bytes);
         let surplus = available.unwrap_or(0).saturating_sub(kept);
         let busy = before
@@ -201,8 +204,8 @@ impl Judge {
         } else {
             0
         };
-        // Once may be a program that allocates and frees, as long as there is time to look again. A
-        // pace is seen for longer.
+        // A single look may catch a program that allocates and frees, as long as there is time to
+        // look again. The pace is measured over a longer time anyway.
         let soon_too_little = going > 0 && soon < reserve / 2;
         let now_too_little = Hurry::by(now) == Hurry::Now;
         if self.short < 2 && !soon_too_little && !now_too_little {
@@ -212,7 +215,7 @@ impl Judge {
         missing.max(GRAIN).min(lent_bytes)
     }
 
-    /// What will have gone when memory that is asked for now is back, if it goes on as it did.
+    /// Bytes that will be gone when memory recalled now is back, if the present pace continues.
     // Below 2^63.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     fn going(&self, now: &Sample, lent_bytes: u64) -> u64 {
@@ -221,7 +224,7 @@ impl Judge {
         for _ in 0..STRETCHES {
             let is_earlier = |look: &&Sample| end.at.saturating_sub(look.at) >= STRETCH;
             let steady = self.looked.iter().rev();
-            // Exports take memory when they begin, which is what they are for.
+            // Exports that begin take memory, as intended.
             let mut steady =
                 steady.take_while(|(look, lent)| *lent == lent_bytes && look.beginning_bytes == 0);
             let Some(begin) = steady.by_ref().map(|(look, _)| look).find(is_earlier) else {
@@ -235,18 +238,18 @@ impl Judge {
     }
 }
 
-/// What is available and owed to nobody.
+/// Memory that is available and not owed to this host's VMs.
 const fn spare(sample: &Sample) -> u64 {
     sample.available_bytes.saturating_sub(sample.owed_bytes)
 }
 
-/// Whether tasks of this host have waited for memory, by the kernel's own averages.
+/// Whether tasks of this host waited for memory, by the kernel's averages. Returns the reason.
 fn waited(now: &Sample) -> Option<String> {
     let some = now.some_avg10?.max(now.some_avg60?);
     (some > BUSY_SOME).then(|| format!("this host's tasks wait for memory ({some} % of the time)"))
 }
 
-/// Whether this host lacks memory, by what has happened between two looks.
+/// Whether this host lacked memory between two looks. Returns the reason.
 fn waits(before: &Sample, now: &Sample) -> Option<String> {
     let seconds = now.at.saturating_sub(before.at).as_secs_f64();
     if seconds <= 0.0 {

@@ -6,12 +6,12 @@ use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-/// This host's certificate.
+/// This host's certificate and key.
 #[derive(Clone, Debug)]
 pub struct OwnCertificate {
-    /// The certificate and those that vouch for it, PEM.
+    /// The certificate and its chain, PEM.
     pub certificate: PathBuf,
-    /// Its private key, PEM.
+    /// Private key of the certificate, PEM.
     pub key: PathBuf,
 }
 
@@ -19,9 +19,9 @@ pub struct OwnCertificate {
 /// runs.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// Who may vouch for a server, PEM.
+    /// Certificates of the CAs that may sign a server's certificate, PEM.
     pub ca: PathBuf,
-    /// What servers that ask for it are shown.
+    /// Certificate to show to servers that ask for one.
     pub own: Option<OwnCertificate>,
 }
 
@@ -39,7 +39,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> 
 }
 
 impl TlsFiles {
-    /// What they say; else which can't be used, and why.
+    /// Reads the files. An error names the file and the reason.
     pub fn config(&self) -> Result<ClientConfig, FileError> {
         let mut roots = RootCertStore::empty();
         for certificate in certificates(&self.ca)? {

@@ -5,7 +5,7 @@ use std::path::Path;
 use tokio_rustls::rustls::pki_types::PrivateKeyDer;
 use tokio_rustls::rustls::pki_types::pem::{Error, PemObject};
 
-/// Reads the first private key of a file; else why it can't be used.
+/// Reads the first private key of a file. An error describes why it cannot be used.
 pub fn read(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_file(path).map_err(|error| match error {
         Error::NoItemsFound if is_encrypted(path) => format!(

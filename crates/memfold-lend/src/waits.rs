@@ -8,24 +8,24 @@ use utoipa::ToSchema;
 
 use super::graph::is_swap_device;
 
-/// Bounds between which answers are counted, in nanoseconds: those of [`Waits`].
+/// Bounds of the latency histogram, in nanoseconds. They match the fields of [`Waits`].
 const BOUNDS: [u64; 3] = [100_000_000, 1_000_000_000, 5_000_000_000];
 
-/// How long a guest has waited for answers of its swap disk since it borrowed first. What hasn't
-/// been answered yet isn't counted.
+/// How long a guest has waited for answers of its swap disk since its first borrowing. Pending
+/// requests are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Waits {
-    /// Answers.
+    /// Number of answered requests.
     pub requests: u64,
-    /// Of these, after more than 0.1 s.
+    /// Number of requests answered after more than 0.1 s.
     pub over_100_ms: u64,
-    /// After more than 1 s.
+    /// Number of requests answered after more than 1 s.
     pub over_1_s: u64,
-    /// After more than 5 s.
+    /// Number of requests answered after more than 5 s.
     pub over_5_s: u64,
 }
 
-/// What has been counted so far. If nothing was yet, counting begins, and there is nothing to tell.
+/// Reads the counts. If QEMU is not counting yet, counting is started, and the result is `None`.
 pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
     let all = qmp.query("query-blockstats")?;
     let Some(device) = all
@@ -36,7 +36,7 @@ pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
     };
     let counted = read(&device["stats"]);
     if counted.is_none() {
-        // A read counts as a write does: the guest waits for room.
+        // Writes count like reads: the guest waits for memory to become free.
         qmp.execute(
             "block-latency-histogram-set",
             json!({ "id": device["qdev"], "boundaries": BOUNDS }),
@@ -45,7 +45,7 @@ pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
     Ok(counted)
 }
 
-/// From a device's `stats`.
+/// Sums the histograms in a device's `stats`.
 fn read(stats: &Value) -> Option<Waits> {
     let mut waits = Waits::default();
     for kind in ["rd_latency_histogram", "wr_latency_histogram"] {

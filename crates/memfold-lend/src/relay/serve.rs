@@ -30,25 +30,25 @@ use super::stream::Stream;
 use super::stripes::Stripes;
 use super::sums::Sums;
 
-/// Most bytes of requests under way.
+/// Most bytes of requests in progress.
 const UNDER_WAY: u64 = 4 << 20;
 
-/// Shorter than that is a wait that isn't slept through if the last one was so, too: to be woken
-/// takes up to as long as a lender's answer. At most so much CPU is spent in vain for each request,
-/// and none while nothing is asked.
+/// A wait shorter than this is spent polling instead of sleeping, if the previous wait was as
+/// short: waking up takes as long as a lender's answer. At most this much CPU is wasted per
+/// request, and none while there are no requests.
 const SOON: Duration = Duration::from_micros(250);
 
 const BLOCK_BYTES: u64 = BLOCK as u64;
 
-/// A request of the client that isn't answered yet.
+/// A client's request without an answer yet.
 #[derive(Debug)]
 struct Waiting {
-    /// Its name for lenders; that of the client may come twice.
+    /// The request's number at lenders. The client's own cookies may repeat.
     number: u64,
     request: Request,
-    /// Pieces without an answer.
+    /// Number of pieces without an answer.
     pieces: usize,
-    /// What is read.
+    /// Bytes of a read, filled piece by piece.
     data: Vec<u8>,
 }
 
@@ -62,7 +62,7 @@ impl Waiting {
     }
 }
 
-/// A part of a request that a lender is asked for.
+/// The part of a request that one lender is asked for.
 #[derive(Debug)]
 struct Piece {
     number: u64,
@@ -77,11 +77,11 @@ struct Lender {
     stream: Stream,
     inbox: Buffer,
     outbox: Buffer,
-    /// Oldest first.
+    /// Pieces without an answer, oldest first.
     asked: VecDeque<Piece>,
 }
 
-/// Waits for one of them; without sleeping for the first [`SOON`], if told so.
+/// Waits until a descriptor is ready. With `soon`, polls for the first [`SOON`] without sleeping.
 fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::io::Result<()> {
     let now = Timespec {
         tv_sec: 0,
@@ -92,13 +92,13 @@ fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::
         if poll(fds, Some(&now))? > 0 {
             return Ok(());
         }
-        // What is waited for may need this very core: the lender's packets, a guest's processor.
+        // Another thread may need this core: the lender's packets, or a guest's virtual CPU.
         std::thread::yield_now();
     }
     poll(fds, most).map(|_| ())
 }
 
-/// A disk that is served to one client.
+/// A disk served to one client.
 #[derive(Debug)]
 pub struct Relay {
     client: UnixStream,
@@ -109,19 +109,19 @@ pub struct Relay {
     sums: Arc<Sums>,
     waiting: Vec<Waiting>,
     bytes_under_way: u64,
-    /// How long a lender may take for an answer, and what its connection was told.
+    /// Time limit for a lender's answer. `told` is the limit last set on the connections.
     patience: Arc<Patience>,
     told: Duration,
     next: u64,
     scratch: Vec<u8>,
-    /// The client has no more requests.
+    /// Whether the client sends no more requests.
     leaves: bool,
-    /// Whether the last wait for the client, and for a lender, was a short one.
+    /// Whether the last wait was short: for the client, and for a lender.
     soon: [bool; 2],
 }
 
 impl Relay {
-    /// Between a client and lenders that have said all of their handshakes.
+    /// A relay between a client and lenders whose handshakes are complete.
     #[must_use]
     pub fn new(
         client: UnixStream,
@@ -154,11 +154,11 @@ impl Relay {
         }
     }
 
-    /// Serves until the client has gone.
+    /// Serves until the client disconnects.
     ///
     /// # Errors
-    /// A lender has failed: the client has heard of that, and is still connected until this is
-    /// dropped.
+    /// A lender failed. Pending requests were answered with errors. The client stays connected
+    /// until this value is dropped.
     pub fn serve(&mut self) -> Result<(), Ended> {
         let ended = self.work();
         match &ended {
@@ -171,7 +171,7 @@ impl Relay {
     fn work(&mut self) -> Result<(), Ended> {
         while !self.leaves {
             let ready = self.look()?;
-            // What has come counts before the time that it took.
+            // An answer that has arrived counts even if the time limit has just passed.
             for number in 0..self.lenders.len() {
                 if ready[number + 1] {
                     self.hear_lender(number)?;
@@ -191,7 +191,8 @@ impl Relay {
         self.bytes_under_way >= UNDER_WAY
     }
 
-    /// Waits until something can be done: of the client first, then of each lender.
+    /// Waits until something can be done. Returns which sockets can be read: the client's, then
+    /// each lender's.
     fn look(&mut self) -> Result<Vec<bool>, Ended> {
         let wants = |outbox: &Buffer, reads: bool| {
             let mut wants = PollFlags::empty();
@@ -237,7 +238,7 @@ impl Relay {
     fn hear_client(&mut self) {
         match self.inbox.fill(&mut self.client, &mut self.scratch, false) {
             Ok(false) => {}
-            // What it asked before it left needs no answer.
+            // Requests of a client that has left need no answer.
             Ok(true) | Err(_) => self.leaves = true,
         }
     }
@@ -261,7 +262,7 @@ impl Relay {
         Ok(())
     }
 
-    /// Takes one answer of a lender, if all of it is there.
+    /// Processes one answer of a lender, if it has arrived completely.
     fn take_answer(&mut self, number: usize) -> Result<bool, Ended> {
         let lender = &mut self.lenders[number];
         let Some(head) = lender.inbox.first::<REPLY_BYTES>() else {
@@ -342,11 +343,11 @@ impl Relay {
         self.outbox.bytes.extend_from_slice(data);
     }
 
-    /// Takes requests of the client as long as they can be carried out at once.
+    /// Processes the client's requests for as long as they can be started at once.
     fn take_requests(&mut self) {
         while let Some(head) = self.inbox.first::<REQUEST_BYTES>() {
             let Ok(request) = Request::decode(&head) else {
-                // QEMU never does; where its next request would begin isn't known.
+                // QEMU never sends this. The position of the next request is unknown.
                 self.leaves = true;
                 return;
             };
@@ -381,7 +382,7 @@ impl Relay {
                     );
                     self.answer(&request, 0, &[]);
                 }
-                // Lent memory isn't durable, and what was answered is there.
+                // Lent memory is not durable, and answered writes are already at the lender.
                 Command::Flush | Command::Other(_) => self.answer(&request, 0, &[]),
             }
             self.inbox.skip(whole);
@@ -393,7 +394,7 @@ impl Relay {
             command,
             cookie: piece.number,
             offset: piece.at,
-            // Not more than the client's.
+            // Never longer than the client's request.
             length: u32::try_from(piece.length).unwrap_or(0),
         };
         let lender = &mut self.lenders[lender];
@@ -452,7 +453,7 @@ impl Relay {
         let number = self.next;
         self.next += 1;
         let mut pieces = 0;
-        // Its bytes follow its head; both are skipped by the caller.
+        // The data follow the header; the caller skips both.
         let inbox = std::mem::take(&mut self.inbox);
         let data = &inbox.rest()[REQUEST_BYTES..];
         for run in self.stripes.runs(offset, length) {
@@ -525,8 +526,8 @@ impl Relay {
         Ok(())
     }
 
-    /// The client has gone: lenders are left as NBD wants it, so that they count no connection as
-    /// broken.
+    /// The client has gone. Disconnects from lenders as NBD requires, so that they do not count a
+    /// broken connection.
     fn say_good_bye(&mut self) {
         for lender in &mut self.lenders {
             let leave = Request {
@@ -536,22 +537,22 @@ impl Relay {
                 length: 0,
             };
             lender.outbox.bytes.extend_from_slice(&leave.encode());
-            // They hear it from the connection's end otherwise.
+            // Otherwise the end of the connection tells them.
             let _ = lender.outbox.drain(&mut lender.stream);
         }
     }
 
-    /// A lender has failed: whoever waits hears that at once.
+    /// A lender has failed. Answers all pending requests with an error at once.
     fn give_up(&mut self) {
         for waiting in std::mem::take(&mut self.waiting) {
             self.answer(&waiting.request, EIO, &[]);
         }
-        // It hears it from the connection's end otherwise.
+        // Otherwise the end of the connection tells the client.
         let _ = self.outbox.drain(&mut self.client);
     }
 }
 
-/// Within a request, which is far shorter than memory.
+/// An index range within a request, which is far shorter than the address space.
 fn range(from: u64, length: u64) -> std::ops::Range<usize> {
     let at = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
     at(from)..at(from + length)

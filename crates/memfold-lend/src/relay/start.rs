@@ -19,67 +19,67 @@ use super::asks::{self, Answer, Ask};
 use super::ended::Ended;
 use super::orders::{Orders, Said};
 
-/// How long a relay may take to connect to all its lenders. Each may take 3 s for each of a few
+/// Time limit for a relay to connect to all its lenders. Each lender may take 3 s for each of a few
 /// answers.
 const READY: Duration = Duration::from_secs(10);
 
-/// Longest thing that it says.
+/// Length limit of the relay's answer, in bytes.
 const MAX_SAID: usize = 4096;
 
-/// How long one that is to end may take.
+/// Time limit for a relay to end.
 const END: Duration = Duration::from_secs(1);
 
-/// How long a relay may take to accept who asks it.
+/// Time limit for a relay to accept a question.
 const ASK: Duration = Duration::from_millis(500);
 
-/// A relay that runs, or ran: kept in the VM's note, so that the next daemon finds it.
+/// A relay that runs or ran. It is part of the VM's record, so that the next daemon finds it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
-    /// Its process.
+    /// The relay's process.
     pub process: Identity,
-    /// Where its client connected. The file is gone by then.
+    /// Path of the client's socket. The file is removed once the client is connected.
     pub socket: PathBuf,
 }
 
-/// Why there is no relay. Nothing is left of it then.
+/// Reason why there is no relay. No process or socket of it is left then.
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
-    /// It can't be started.
+    /// The program cannot be started.
     #[error("cannot start {program} as the relay")]
     Start {
-        /// The program.
+        /// Path of the program.
         program: PathBuf,
-        /// From the kernel.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// It says that it can't.
+    /// The relay reports that it failed.
     #[error("{why}")]
     Failed {
-        /// Which lender is at fault, if one is.
+        /// Number of the lender at fault, if there is one.
         lender: Option<usize>,
-        /// In words.
+        /// The reason.
         why: String,
     },
 }
 
-/// Starts a relay, which writes what it has to say to `log`; gives it once it is connected to all
-/// its lenders and listens.
+/// Starts a relay, which writes its messages to `log`. Returns when the relay listens and is
+/// connected to all its lenders.
 ///
 /// # Errors
-/// It can't be started, or a lender isn't what it should be.
+/// The relay cannot be started, or a lender cannot be reached or is unusable.
 pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, RelayError> {
     let failed = |source| RelayError::Start {
         program: program.to_owned(),
         source,
     };
-    // What a daemon has left that was killed before QEMU was connected.
+    // A daemon that was killed before QEMU connected leaves sockets behind.
     remove_sockets(orders);
     let mut command = Command::new(program);
     command
         .arg("relay")
         .current_dir("/")
-        // The daemon's, not a relay's (sd_notify(3)).
+        // These belong to the daemon, not to a relay (sd_notify(3)).
         .env_remove("NOTIFY_SOCKET")
         .env_remove("WATCHDOG_USEC")
         .env_remove("WATCHDOG_PID")
@@ -125,7 +125,7 @@ fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, RelayError> {
     let failed = |why: String| RelayError::Failed { lender: None, why };
     let text = serde_json::to_vec(orders).map_err(|error| failed(error.to_string()))?;
     if let Some(mut input) = child.stdin.take() {
-        // One that has ended already says why.
+        // A relay that has ended already reports the reason.
         let _ = input.write_all(&text);
     }
     let mut said = Vec::new();
@@ -160,7 +160,7 @@ fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, RelayError> {
     })
 }
 
-/// Waits for the child's end on a thread of its own, so that it never stays a zombie while we live.
+/// Reaps the child on a thread of its own, so that it never stays a zombie.
 fn reap(mut child: Child) {
     let thread = std::thread::Builder::new()
         .name("reap-relay".into())
@@ -171,17 +171,17 @@ fn reap(mut child: Child) {
 }
 
 impl Running {
-    /// Whether it stands still (`SIGSTOP`, a debugger), so that its client waits.
+    /// Whether the relay is stopped (`SIGSTOP`, a debugger), so that its client waits.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         let pid = self.process.pid.unsigned_abs();
         is_stopped(pid) && Process::open(self.process).is_ok()
     }
 
-    /// Asks it something.
+    /// Sends the relay a question.
     ///
     /// # Errors
-    /// It has ended, or is of a version that can't be asked.
+    /// The relay has ended, or its version takes no questions.
     pub fn ask(&self, ask: &Ask) -> io::Result<Asked> {
         let mut stream = memfold_host::socket::connect(&asks::place(&self.socket), ASK)?;
         stream.set_nonblocking(true)?;
@@ -194,7 +194,8 @@ impl Running {
         })
     }
 
-    /// Sees to it that it has ended, whose client's connection has; how it ended, if it said so.
+    /// Ensures that a relay whose client has disconnected ends, and removes its files. Returns the
+    /// record of its end, if it wrote one.
     #[must_use]
     pub fn end(&self) -> Option<Ended> {
         if let Ok(process) = Process::open(self.process) {
@@ -218,7 +219,7 @@ impl Running {
     }
 }
 
-/// A question that isn't answered yet.
+/// A question that awaits its answer.
 #[derive(Debug)]
 pub struct Asked {
     stream: UnixStream,
@@ -226,10 +227,10 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// The answer, if it is there.
+    /// The answer, if it has arrived.
     ///
     /// # Errors
-    /// There will be none.
+    /// There will be no answer.
     pub fn answer(&mut self) -> io::Result<Option<Answer>> {
         let mut some = [0; 512];
         loop {

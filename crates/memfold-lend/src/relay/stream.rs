@@ -16,17 +16,17 @@ use openssl::ssl::{Ssl, SslContext, SslMethod, SslMode, SslStream, SslVerifyMode
 use super::super::{connection, nbd};
 use crate::endpoint::{Address, Endpoint, Key};
 
-/// How long a lender may take to accept, and for each answer of the handshake.
+/// Time limit for a lender to accept, and for each answer of the handshake.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Suites of TLS 1.3 whose hash is the one of such keys (SHA-256, RFC 8446, 4.2.11).
+/// Cipher suites of TLS 1.3 whose hash fits such keys (SHA-256, RFC 8446, 4.2.11).
 const SUITES: &str = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 
 /// A connection to a lender.
 pub enum Stream {
-    /// To this host.
+    /// To a lender on this host.
     Unix(UnixStream),
-    /// To another.
+    /// To a lender on another host.
     Tls(SslStream<TcpStream>),
 }
 
@@ -40,11 +40,11 @@ impl std::fmt::Debug for Stream {
 }
 
 impl Stream {
-    /// Connects to an export that has `bytes` at least. Once connected, a host that isn't heard of
-    /// is waited for with `patience`.
+    /// Connects to an export of at least `bytes` bytes. Afterwards, a silent host is waited for
+    /// with `patience`.
     ///
     /// # Errors
-    /// Nobody is there, or it isn't what it should be.
+    /// The export cannot be reached, lacks the key, or is too small.
     pub fn open(endpoint: &Endpoint, bytes: u64, patience: Duration) -> io::Result<Self> {
         let mut stream = match (&endpoint.address, &endpoint.key) {
             (Address::Unix(path), _) => {
@@ -82,10 +82,10 @@ impl Stream {
         Ok(stream)
     }
 
-    /// From now on a host that isn't heard of is waited for with `patience`.
+    /// Sets how long a silent host is waited for.
     ///
     /// # Errors
-    /// From the kernel.
+    /// The kernel refuses the socket options.
     pub fn keep_alive(&self, patience: Duration) -> io::Result<()> {
         match self {
             Self::Unix(_) => Ok(()),
@@ -93,16 +93,16 @@ impl Stream {
         }
     }
 
-    /// Whether it has read more from its socket than it has handed out, so that no look at that
-    /// tells.
+    /// Whether the stream may hold bytes that it has read from its socket but not returned, so that
+    /// polling the socket does not show them.
     #[must_use]
     pub const fn reads_ahead(&self) -> bool {
         matches!(self, Self::Tls(_))
     }
 }
 
-/// TLS 1.3 by that key, and by nothing else: a server that shows a certificate instead is refused,
-/// since nobody is trusted to vouch for one.
+/// Starts TLS 1.3 with this pre-shared key only. A server that shows a certificate instead is
+/// refused, because no CA is trusted here.
 fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
     let secret = unhex(&key.hex).ok_or_else(|| io::Error::other("the lease's key is not valid"))?;
     let identity = key.identity.clone();
@@ -113,10 +113,10 @@ fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
     context.set_mode(
         SslMode::ENABLE_PARTIAL_WRITE | SslMode::ACCEPT_MOVING_WRITE_BUFFER | SslMode::AUTO_RETRY,
     );
-    // One call of the kernel for a record, not two.
+    // One system call for a TLS record instead of two.
     context.set_read_ahead(true);
     context.set_psk_client_callback(move |_, _, name, into| {
-        // With a zero behind it.
+        // The identity is followed by a zero byte.
         let room = name.len() > identity.len() && into.len() >= secret.len();
         if room {
             name[..identity.len()].copy_from_slice(identity.as_bytes());

@@ -10,52 +10,52 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of the disk that one lender holds in a piece.
+/// Bytes of the disk that are contiguous at one lender.
 ///
-/// What a guest swaps in at once (eight pages, by `vm.page-cluster`) and most of what it swaps out
-/// comes from one lender then, since a second one would cost a request more than it would save: 32
-/// KiB take 0.26 ms on 1 Gbit/s. The 1 MiB at a time that is copied when the disk is switched is
-/// spread over up to 16.
+/// The pages that a guest swaps in at once (eight, by `vm.page-cluster`), and most of those that it
+/// swaps out, then come from one lender. A second lender would cost a request more than it saves:
+/// 32 KiB take 0.26 ms on 1 Gbit/s. The copy of the whole disk during a switch uses 1 MiB at a
+/// time, which spreads over up to 16 units.
 pub const UNIT: u64 = 64 << 10;
 
-/// Most lenders of one disk. With each more it's likelier that one of them is lost.
+/// Most lenders of one disk. Each further lender makes the loss of one of them more likely.
 pub const MOST: u64 = 8;
 
-/// How a disk is laid out.
+/// Layout of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stripes {
-    /// Lenders.
+    /// Number of lenders.
     pub count: u64,
-    /// Bytes of the disk.
+    /// Size of the disk, in bytes.
     pub bytes: u64,
 }
 
-/// Bytes that are in one piece on the disk and at a lender.
+/// Bytes that are contiguous on the disk and at a lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// By number.
+    /// Number of the lender.
     pub lender: usize,
     /// First byte at the lender.
     pub at: u64,
-    /// First byte, from the request's first one on.
+    /// First byte, relative to the request's offset.
     pub from: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
 }
 
-/// What of a request is one lender's: in one piece there.
+/// One lender's part of a request; contiguous at the lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// By number.
+    /// Number of the lender.
     pub lender: usize,
     /// First byte at the lender.
     pub at: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
 }
 
 impl Stripes {
-    /// Bytes that each lender needs.
+    /// Bytes that each lender must have.
     #[must_use]
     pub const fn of_each(&self) -> u64 {
         if self.count == 1 {
@@ -65,7 +65,7 @@ impl Stripes {
         }
     }
 
-    /// The pieces of a request, in its order.
+    /// The chunks of a request, in the order of the disk.
     pub fn chunks(&self, offset: u64, length: u64) -> impl Iterator<Item = Chunk> + use<> {
         let (count, end) = (self.count, offset + length);
         let mut next = offset;
@@ -81,7 +81,7 @@ impl Stripes {
                 (unit % count, unit / count * UNIT + within, length)
             };
             let chunk = Chunk {
-                // At most MOST.
+                // Always below [`MOST`].
                 lender: usize::try_from(lender).unwrap_or(usize::MAX),
                 at,
                 from: next - offset,
@@ -92,7 +92,7 @@ impl Stripes {
         })
     }
 
-    /// What each lender that a request needs is to be asked for.
+    /// The part of a request for each lender that it needs.
     #[must_use]
     pub fn runs(&self, offset: u64, length: u64) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();

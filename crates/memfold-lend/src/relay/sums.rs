@@ -21,10 +21,10 @@ use super::super::nbd::BLOCK;
 
 const BLOCK_BYTES: usize = BLOCK as usize;
 
-/// The sums of a disk.
+/// The checksums of a disk.
 pub struct Sums {
     key: [u8; blake3::KEY_LEN],
-    /// 0: zeroes.
+    /// One checksum for each block; 0: zeroes.
     of: Box<[AtomicU64]>,
 }
 
@@ -35,20 +35,20 @@ impl std::fmt::Debug for Sums {
 }
 
 fn index(block: u64) -> usize {
-    // More blocks than addresses were never allocated.
+    // The caller uses block numbers of this disk only, which fit.
     usize::try_from(block).unwrap_or(usize::MAX)
 }
 
 impl Sums {
-    /// Of a disk of so many bytes that holds zeroes.
+    /// The checksums of a disk of `bytes` bytes that holds zeroes.
     ///
     /// # Errors
-    /// There is no key or no memory to be had.
+    /// No random key or no memory is available.
     pub fn new(bytes: u64) -> io::Result<Self> {
         let mut key = [0; blake3::KEY_LEN];
         std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
         let blocks = usize::try_from(bytes / u64::from(BLOCK)).map_err(io::Error::other)?;
-        // Zeroed memory that is the kernel's until it is written to.
+        // Zeroed memory that the kernel allocates only when it is written.
         let of = <[AtomicU64]>::new_box_zeroed_with_elems(blocks)
             .map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
         Ok(Self { key, of })
@@ -62,18 +62,18 @@ impl Sums {
         self.of[index(block)].store(sum, Ordering::Relaxed);
     }
 
-    /// Of the block's bytes; 0: zeroes.
+    /// The checksum of a block's bytes; 0: zeroes.
     fn sum_of(&self, block: &[u8]) -> u64 {
         if is_zero(block) { 0 } else { self.sum(block) }
     }
 
-    /// How many blocks the disk has.
+    /// Number of blocks of the disk.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.of.len() as u64
     }
 
-    /// The block's sum, if that isn't the one of these bytes.
+    /// Returns the block's checksum if these bytes do not match it.
     #[must_use]
     pub fn other_than(&self, block: u64, bytes: &[u8]) -> Option<u64> {
         let sum = self.at(block);
@@ -87,8 +87,8 @@ impl Sums {
         u64::from_le_bytes(first).max(1)
     }
 
-    /// Remembers what is written from a block on. Whether any of it has to be kept elsewhere: not
-    /// if all of it is zeroes.
+    /// Records the data written from `block` on. Returns whether any of it must be stored at a
+    /// lender; zeroes need not be.
     pub fn written(&self, block: u64, data: &[u8]) -> bool {
         let mut any = false;
         for (block, data) in (block..).zip(data.chunks_exact(BLOCK_BYTES)) {
@@ -99,22 +99,22 @@ impl Sums {
         any
     }
 
-    /// From a block on, so many hold zeroes.
+    /// Records that `blocks` blocks from `block` on hold zeroes.
     pub fn zeroed(&self, block: u64, blocks: u64) {
         (block..block + blocks).for_each(|block| self.set(block, 0));
     }
 
-    /// Whether so many blocks from one on all hold zeroes.
+    /// Whether `blocks` blocks from `block` on all hold zeroes.
     #[must_use]
     pub fn are_zero(&self, block: u64, blocks: u64) -> bool {
         (block..block + blocks).all(|block| self.at(block) == 0)
     }
 
-    /// Copies what a lender says is there from a block on, as far as it is true; where a block
-    /// holds zeroes, `into` keeps what it has.
+    /// Verifies a lender's data from `block` on, and copies it to `into`. Where a block holds
+    /// zeroes, `into` keeps its contents.
     ///
     /// # Errors
-    /// The block that is another one than was written.
+    /// The number of the block that differs from the one written.
     pub fn checked(&self, block: u64, said: &[u8], into: &mut [u8]) -> Result<(), u64> {
         let blocks = said.chunks_exact(BLOCK_BYTES);
         for (block, (said, into)) in (block..).zip(blocks.zip(into.chunks_exact_mut(BLOCK_BYTES))) {
@@ -132,7 +132,7 @@ impl Sums {
 }
 
 fn is_zero(data: &[u8]) -> bool {
-    // Most pages differ from zeroes at their beginning.
+    // Most pages that are not zero differ within their first bytes.
     data.iter().take(64).all(|byte| *byte == 0)
         && data
             .chunks_exact(16)
