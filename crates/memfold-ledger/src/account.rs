@@ -8,108 +8,109 @@ use serde::{Deserialize, Serialize};
 use super::debt::DebtReport;
 use super::disagreement::Disagreement;
 
-/// One page store.
+/// Account of one page store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreAccount {
-    /// Its trust domain.
+    /// Trust domain whose VMs may map the store.
     pub domain: String,
-    /// Its file.
+    /// Device and inode of the store's file.
     pub identity: StoreIdentity,
-    /// Memory that the file holds (`st_blocks`), mapped by somebody or not.
+    /// Memory that the file allocates (`st_blocks`), whether or not a process maps it.
     pub allocated_bytes: ByteSize,
 }
 
-/// One VM: its guest RAM, each page in exactly one place, and the QEMU process around it.
+/// Account of one VM: its guest RAM, with each page in exactly one class, and its QEMU process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmAccount {
     /// The VM's name.
     pub name: String,
-    /// Its trust domain; without one it shares with nobody.
+    /// Trust domain of the VM. A VM without one shares with no other VM.
     pub domain: Option<String>,
-    /// Its QEMU process.
+    /// Process number of QEMU.
     pub pid: i32,
 
-    /// Guest RAM as QEMU made it. The sum of the parts below: private, unfolded, folded (two), file
-    /// (two), zero, swapped, free.
+    /// Guest RAM as created by QEMU. It is the sum of these classes: private, unfolded, folded
+    /// (two), file (two), zero, swapped, free.
     pub ram_bytes: ByteSize,
-    /// Anonymous memory present outside page-store mappings.
+    /// Anonymous memory that is present, outside page-store mappings.
     pub private_bytes: ByteSize,
-    /// Private copies inside page-store mappings: folded once, written since.
+    /// Private copies inside page-store mappings: pages that were folded and written since.
     pub unfolded_bytes: ByteSize,
-    /// Mapped to a page store, not copied, and in this process's page tables.
+    /// Pages mapped to a page store, not copied, and in this process's page tables.
     pub folded_resident_bytes: ByteSize,
-    /// Mapped to a page store and not touched since.
+    /// Pages mapped to a page store, and not touched since.
     pub folded_untouched_bytes: ByteSize,
-    /// Present pages of other files: a template's image, or a shared RAM backend.
+    /// Present pages of other files: a snapshot's image, or a shared RAM backend.
     pub file_resident_bytes: ByteSize,
-    /// Mapped to other files and not touched.
+    /// Pages mapped to other files and not touched.
     pub file_untouched_bytes: ByteSize,
-    /// Backed by the shared zero page: costs nothing.
+    /// Pages backed by the shared zero page, which cost nothing.
     pub zero_bytes: ByteSize,
-    /// Swapped out.
+    /// Pages in swap.
     pub swapped_bytes: ByteSize,
-    /// Not backed by anything: never used, or given back.
+    /// Pages without backing: never used, or given back.
     pub free_bytes: ByteSize,
 
-    /// In memory: private + unfolded + folded resident + file resident.
+    /// Guest RAM in memory: private + unfolded + folded resident + file resident.
     pub backed_bytes: ByteSize,
-    /// Folded: resident + untouched.
+    /// Folded memory: folded resident + folded untouched.
     pub folded_bytes: ByteSize,
-    /// Of the backed pages, those that ksmd merged (smaps `KSM`, Linux >= 6.6).
+    /// Part of the backed pages that ksmd has merged (smaps `KSM`, Linux >= 6.6).
     pub ksm_merged_bytes: Option<ByteSize>,
-    /// Of the backed pages, those mapped by huge pages.
+    /// Part of the backed pages that huge pages map.
     pub huge_bytes: ByteSize,
-    /// Guest RAM resident, by smaps: the kernel's second opinion on `backed_bytes`.
+    /// Resident guest RAM according to smaps; a second figure of the kernel for `backed_bytes`.
     pub ram_rss_bytes: ByteSize,
-    /// Guest RAM's proportional set size.
+    /// Proportional set size (PSS) of guest RAM.
     pub ram_pss_bytes: ByteSize,
 
     /// PSS of the process outside guest RAM.
     pub qemu_pss_bytes: ByteSize,
-    /// Of `qemu_pss_bytes`, TCG's buffer of translated code (writable and executable anonymous
+    /// Part of `qemu_pss_bytes`: TCG's buffer of translated code (writable and executable anonymous
     /// memory); zero under KVM.
     pub tcg_pss_bytes: ByteSize,
-    /// Of `qemu_pss_bytes`, its shares of segments' pages.
+    /// Part of `qemu_pss_bytes`: the process's shares of segments' pages.
     #[serde(default)]
     pub segment_pss_bytes: ByteSize,
-    /// Of `segment_pss_bytes`, of images that are held in memory (tmpfs): part of
-    /// `pss_shmem_bytes`, too.
+    /// Part of `segment_pss_bytes`: images that are held in memory (tmpfs). They are part of
+    /// `pss_shmem_bytes` as well.
     #[serde(default)]
     pub segment_shmem_bytes: ByteSize,
     /// Pages of segments in this process's page tables.
     #[serde(default)]
     pub segment_resident_bytes: ByteSize,
-    /// Page tables of the process (`VmPTE`); no part of any PSS.
+    /// Page tables of the process (`VmPTE`); not part of any PSS.
     pub page_table_bytes: ByteSize,
 
     /// PSS of the whole process (`smaps_rollup`).
     pub pss_bytes: ByteSize,
-    /// Of it, anonymous memory.
+    /// Part of `pss_bytes`: anonymous memory.
     pub pss_anon_bytes: ByteSize,
-    /// Of it, memory files, page stores among them.
+    /// Part of `pss_bytes`: shared memory and memory files, page stores included.
     pub pss_shmem_bytes: ByteSize,
-    /// Of the process's PSS, its shares of page-store pages. Never too large; too small by at most
-    /// what KSM merged inside page-store mappings.
+    /// Part of the process's PSS: its shares of page-store pages. Never too large; too small by at
+    /// most the pages that KSM merged inside page-store mappings.
     pub store_pss_bytes: ByteSize,
-    /// Of `ram_pss_bytes`, its shares of other files' pages: those of the image that it runs from.
+    /// Part of `ram_pss_bytes`: shares of other files' pages, such as the image that the VM runs
+    /// from.
     #[serde(default)]
     pub file_pss_bytes: ByteSize,
 
-    /// Mappings of the process; the kernel refuses more than `vm.max_map_count`.
+    /// Number of mappings of the process. The kernel allows at most `vm.max_map_count`.
     pub mappings: u64,
-    /// Of them, page-store mappings in guest RAM.
+    /// Number of page-store mappings in guest RAM.
     pub store_mappings: u64,
 }
 
 impl VmAccount {
-    /// What the VM's QEMU costs beside guest RAM and segments: PSS of the rest of the process, and
+    /// Memory of the VM's QEMU beside guest RAM and segments: PSS of the rest of the process, and
     /// its page tables.
     #[must_use]
     pub fn overhead_bytes(&self) -> ByteSize {
         self.qemu_pss_bytes - self.segment_pss_bytes + self.page_table_bytes
     }
 
-    /// The sum of all places that a guest page can be in; equals `ram_bytes`.
+    /// The sum of all classes of guest pages; equals `ram_bytes`.
     #[must_use]
     pub fn sum_of_parts(&self) -> ByteSize {
         self.private_bytes
@@ -124,47 +125,47 @@ impl VmAccount {
     }
 }
 
-/// What memfold itself costs.
+/// Memory used by memfold itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnCost {
-    /// PSS of memfold's process.
+    /// PSS of the daemon and its relays.
     pub pss_bytes: ByteSize,
-    /// Of it, anonymous memory.
+    /// Part of the daemon's PSS: anonymous memory, without relays.
     pub pss_anon_bytes: ByteSize,
-    /// Of it, memory files.
+    /// Part of the daemon's PSS: shared memory and memory files.
     pub pss_shmem_bytes: ByteSize,
-    /// Of it, shares of page-store pages that the daemon itself maps. It fills stores by
-    /// `write(2)`, so 0 but in tests.
+    /// Part of `pss_bytes`: shares of page-store pages that the daemon maps. It fills stores by
+    /// `write(2)`, so this is 0 except in tests.
     pub store_pss_bytes: ByteSize,
-    /// Page tables of the process.
+    /// Page tables of the daemon and its relays.
     pub page_table_bytes: ByteSize,
-    /// Of it, tables about pages (attributes, hints, maps), as the engine counts them.
+    /// Part of `pss_bytes`: tables about pages (attributes, hints, maps), as counted by the engine.
     pub metadata_bytes: ByteSize,
 }
 
-/// The kernel's own merging.
+/// Figures of KSM, the kernel's same-page merging.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KsmAccount {
-    /// 1 while ksmd runs.
+    /// `run`: 1 while ksmd runs.
     pub run: u64,
-    /// Pages that merged pages were replaced by.
+    /// Number of merged pages in memory.
     pub pages_shared: u64,
-    /// Mappings that would each have a page of their own: the pages saved.
+    /// Number of further mappings of merged pages, which is the number of pages saved.
     pub pages_sharing: u64,
-    /// What KSM saved less its metadata (`general_profit`); may be negative. While KSM is stopped,
-    /// ended processes stay in it.
+    /// Bytes that KSM saves less its metadata (`general_profit`); may be negative. While KSM is
+    /// stopped, ended processes still count.
     pub general_profit_bytes: i64,
-    /// Pages merged in live processes (Linux >= 6.1).
+    /// Number of pages merged in live processes (Linux >= 6.1).
     pub merging_pages: Option<u64>,
-    /// Pages of zeroes that `use_zero_pages` has mapped to the kernel's zero page, in live
-    /// processes; not in `merging_pages` (Linux >= 6.6).
+    /// Number of zero pages in live processes that `use_zero_pages` has mapped to the kernel's zero
+    /// page; not part of `merging_pages` (Linux >= 6.6).
     #[serde(default)]
     pub zero_pages: Option<u64>,
     /// CPU time of ksmd since boot, seconds.
     pub ksmd_cpu_s: f64,
 }
 
-/// The host.
+/// Account of the host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostAccount {
     /// `MemTotal`.
@@ -175,73 +176,75 @@ pub struct HostAccount {
     pub anon_pages_bytes: ByteSize,
     /// `Shmem`.
     pub shmem_bytes: ByteSize,
-    /// The kernel's own: `SUnreclaim`, `KernelStack`, `PageTables`, `SecPageTables`, `Percpu`.
+    /// The kernel's own memory: `SUnreclaim`, `KernelStack`, `PageTables`, `SecPageTables`,
+    /// `Percpu`.
     pub kernel_bytes: ByteSize,
-    /// What `MemAvailable` keeps back: zone reserves, and the part of caches below the low
+    /// Memory that `MemAvailable` excludes: zone reserves, and the part of caches below the low
     /// watermark.
     pub reserve_bytes: ByteSize,
-    /// Free pages in the CPUs' own lists, which `MemAvailable` leaves out; may exceed 1 GiB.
+    /// Free pages in the CPUs' own lists, which `MemAvailable` leaves out. They may exceed 1 GiB.
     pub per_cpu_free_bytes: ByteSize,
-    /// Anonymous PSS of all processes that are neither a VM nor memfold.
+    /// Anonymous PSS of all processes except VMs and memfold.
     pub others_anon_bytes: ByteSize,
-    /// Of these, what this host lends to others: locked, and never swapped.
+    /// Part of `others_anon_bytes` that this host lends to others. It is locked and never swapped.
     #[serde(default)]
     pub lent_bytes: ByteSize,
     /// `vm.max_map_count`.
     pub max_map_count: u64,
 
-    /// The page stores.
+    /// Accounts of the page stores.
     pub stores: Vec<StoreAccount>,
-    /// What they allocate together.
+    /// Memory allocated by all page stores.
     pub stores_bytes: ByteSize,
-    /// Memory of snapshots' images that are laid out for the VMs that run from them, whoever has
-    /// touched it (`st_blocks`).
+    /// Memory of snapshots' images that VMs run from (`st_blocks`), whether or not a VM has touched
+    /// it.
     #[serde(default)]
     pub images_bytes: ByteSize,
-    /// KSM, where the kernel has it.
+    /// KSM's figures; absent if the kernel has no KSM.
     pub ksm: Option<KsmAccount>,
-    /// memfold.
+    /// Memory used by memfold itself.
     pub own: OwnCost,
 
     /// Sum of the PSS of all QEMU processes.
     pub vms_pss_bytes: ByteSize,
-    /// Sum over VMs, memfold and page stores, each physical page once; page tables of these
-    /// processes included.
+    /// Sum over VMs, memfold and page stores, with each physical page counted once. Page tables of
+    /// these processes are included.
     pub physical_bytes: ByteSize,
-    /// Of `physical_bytes`, what the kernel can't drop: all but page cache of ordinary files.
+    /// Part of `physical_bytes` that the kernel cannot drop: all but page cache of ordinary files.
     pub unreclaimable_bytes: ByteSize,
 
-    /// Pages of VMs mapped to a store and not copied, less the store's pages.
+    /// Saving by folding: VMs' pages that are mapped to a store and not copied, less the store's
+    /// pages.
     pub saved_by_folding_bytes: i64,
-    /// Pages of snapshots' images that VMs have in their page tables, less their shares of them:
-    /// what VMs that run from one image have in common is in memory once.
+    /// Saving by clones: image pages in VMs' page tables, less the VMs' shares of them. Pages
+    /// common to VMs of one image are in memory once.
     #[serde(default)]
     pub saved_by_clones_bytes: i64,
-    /// Pages of segments that VMs have in their page tables, less their shares of them.
+    /// Saving by segments: segments' pages in VMs' page tables, less the VMs' shares of them.
     #[serde(default)]
     pub saved_by_segments_bytes: i64,
-    /// KSM's `general_profit`, but never more than the pages merged in live processes.
+    /// Saving by KSM: `general_profit`, limited to the pages merged in live processes.
     pub saved_by_ksm_bytes: i64,
-    /// Zero pages given back, as the engine counts them.
+    /// Saving by zero pages that were given back, as counted by the engine.
     pub saved_by_zero_drop_bytes: ByteSize,
-    /// All four less memfold's own PSS (without its shares of the store) and page tables.
+    /// Sum of all savings, less memfold's own PSS (without its shares of the store) and page
+    /// tables.
     pub saved_net_bytes: i64,
 }
 
-/// The ledger of one moment: what `memfold report --json` prints and the daemon serves.
+/// The ledger at one moment, as printed by `memfold report --json` and served by the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// When it was taken, seconds since 1970.
+    /// Time of the report, in seconds since 1970.
     pub taken_unix_s: f64,
-    /// The host.
+    /// Account of the host.
     pub host: HostAccount,
-    /// The VMs.
+    /// Accounts of the VMs.
     pub vms: Vec<VmAccount>,
-    /// What guests could call in by writing; where no daemon has taken the report: nothing is known
-    /// of it.
+    /// Memory that guests could claim by writing. Absent in a report that was not made by a daemon.
     #[serde(default)]
     pub debt: Option<DebtReport>,
-    /// Sums that don't agree within 2 %; empty is right.
+    /// Sums that differ by more than 2 %; normally empty.
     #[serde(default)]
     pub disagreements: Vec<Disagreement>,
 }

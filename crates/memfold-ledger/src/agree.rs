@@ -5,15 +5,15 @@ use memfold_units::ByteSize;
 use super::account::{HostAccount, Report, VmAccount};
 use super::disagreement::Disagreement;
 
-/// The promise: sums agree within this share.
+/// Largest difference between two sums that counts as agreement.
 const TOLERANCE_PERCENT: f64 = 2.0;
 
-/// Differences below this are noise of reading a running VM (64 pages), however small the sums.
+/// Smaller differences are noise of reading a running VM (64 pages), however small the sums are.
 const SLACK_BYTES: u64 = 64 * 4096;
 
 fn off_percent(ledger: u64, kernel: u64) -> f64 {
     let off = (ledger as f64 - kernel as f64) / kernel.max(1) as f64;
-    // Two digits behind the point.
+    // Rounded to two decimals.
     (off * 1e4).round() / 1e2
 }
 
@@ -40,7 +40,7 @@ impl Checks {
     }
 }
 
-/// Everything in `report` that doesn't agree within 2 %; empty is right.
+/// Returns the sums in `report` that differ by more than 2 %; normally none.
 #[must_use]
 pub fn check(report: &Report) -> Vec<Disagreement> {
     let mut checks = Checks(Vec::new());
@@ -105,8 +105,8 @@ pub fn check(report: &Report) -> Vec<Disagreement> {
     checks.0
 }
 
-/// What is not in `MemAvailable`: VMs, memfold, stores, other processes, other memory files, the
-/// kernel, and what it keeps back.
+/// Memory that is not in `MemAvailable`: VMs, memfold, stores, other processes, other memory files,
+/// the kernel, and the kernel's reserves.
 fn not_available(report: &Report) -> ByteSize {
     let host = &report.host;
     let page_tables: ByteSize = report.vms.iter().map(|v| v.page_table_bytes).sum();
@@ -117,7 +117,7 @@ fn not_available(report: &Report) -> ByteSize {
         .sum();
     let our_shmem = shmem + host.own.pss_shmem_bytes - host.own.store_pss_bytes + host.stores_bytes;
     let other_shmem = host.shmem_bytes - our_shmem;
-    // Page tables are among the kernel's too: once.
+    // Page tables are part of the kernel's memory too; they must count once.
     host.unreclaimable_bytes - page_tables - host.own.page_table_bytes
         + host.others_anon_bytes
         + other_shmem
@@ -126,10 +126,10 @@ fn not_available(report: &Report) -> ByteSize {
         + host.per_cpu_free_bytes
 }
 
-/// The change of `MemAvailable` between two reports, against the change of the ledger's sums:
-/// sharper than [`check`] where VMs use a small part of the host. What other processes and the
-/// kernel took or gave back meanwhile is counted, and hides nothing: the difference of both changes
-/// has to be within 2 % of the larger of what the VMs took and what `MemAvailable` lost.
+/// Compares the change of `MemAvailable` between two reports with the change of the ledger's sums.
+/// This is sharper than [`check`] where VMs use a small part of the host. Memory that other
+/// processes and the kernel took or gave back meanwhile is part of the sums, so it hides nothing.
+/// The two changes may differ by 2 % of the larger of the VMs' change and `MemAvailable`'s change.
 #[must_use]
 pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
     let taken = |report: &Report| report.host.mem_total_bytes - report.host.mem_available_bytes;
@@ -155,7 +155,7 @@ pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
 }
 
 impl Report {
-    /// A report of these accounts, taken now, checked.
+    /// Makes a report of these accounts with the present time, and checks it.
     #[must_use]
     pub fn new(host: HostAccount, vms: Vec<VmAccount>) -> Self {
         let taken_unix_s = std::time::SystemTime::now()

@@ -19,26 +19,26 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// For so long things must have been better before a level falls.
+/// How long conditions must be better before a level falls.
 pub const CALM: Duration = Duration::from_secs(10);
 
-/// Above these parts of what is available, a level is reached.
+/// A level is reached above this part of the available memory.
 const WARNING: f64 = 0.8;
 const BRAKED: f64 = 1.0;
 
-/// A level is left a tenth of what is available below where it was reached.
+/// A level is left when the strain is this much below the point where it was reached.
 const HYSTERESIS: f64 = 0.1;
 
-/// How far it has come.
+/// Level of the brake.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// What could be called in could be had.
+    /// All memory that guests may need at once is available.
     #[default]
     Ok,
-    /// Not much more may be shared.
+    /// Almost no more memory may be shared.
     Warning,
     /// Nothing more is shared, and no VM is started.
     Braked,
@@ -54,19 +54,19 @@ impl fmt::Display for Level {
     }
 }
 
-/// What a host keeps for itself.
+/// Memory that a host keeps for itself.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reserve {
-    /// So many bytes.
+    /// A number of bytes.
     Bytes(ByteSize),
-    /// This part of its RAM, in percent (0 to 100).
+    /// Percent of the host's RAM (0 to 100).
     Percent(f64),
 }
 
 impl Reserve {
-    /// Of so much RAM.
+    /// The reserve of a host with `total_bytes` of RAM, in bytes.
     #[must_use]
-    // Percent of a number are below it.
+    // A percentage of a number does not exceed it.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     pub fn of(self, total_bytes: u64) -> u64 {
         match self {
@@ -104,20 +104,20 @@ impl FromStr for Reserve {
     }
 }
 
-/// What an operator may set.
+/// Settings of the brake that an operator may change.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BrakePolicy {
-    /// What the host keeps for itself.
+    /// Memory that the host keeps for itself.
     pub reserve: Reserve,
-    /// How much of the debt must be there for guests that call it in at once, in percent (0 to 100;
-    /// 0: no brake).
+    /// Percent of the debt that must be available for guests that claim it at once (0 to 100; 0
+    /// disables the brake).
     pub cover_percent: f64,
 }
 
 impl Default for BrakePolicy {
     fn default() -> Self {
         Self {
-            // A sixteenth, as lending keeps.
+            // One sixteenth, the same reserve as for lending.
             reserve: Reserve::Percent(6.25),
             cover_percent: 50.0,
         }
@@ -127,33 +127,33 @@ impl Default for BrakePolicy {
 /// One look at a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Look {
-    /// When, since some instant.
+    /// Time of the look, since a fixed instant.
     pub at: Duration,
-    /// What guests could call in.
+    /// Bytes that guests could claim by writing.
     pub debt_bytes: u64,
-    /// `MemTotal`.
+    /// `MemTotal`, in bytes.
     pub total_bytes: u64,
-    /// `MemAvailable`.
+    /// `MemAvailable`, in bytes.
     pub available_bytes: u64,
 }
 
 impl BrakePolicy {
-    /// What guests are taken to call in at once.
+    /// Bytes that guests are assumed to claim at once.
     #[must_use]
-    // Percent of a number are below it.
+    // A percentage of a number does not exceed it.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     pub fn needed_bytes(&self, debt_bytes: u64) -> u64 {
         (debt_bytes as f64 * self.cover_percent / 100.0) as u64
     }
 
-    /// What could be had for it.
+    /// Bytes that are available for such claims.
     #[must_use]
     pub fn absorbable_bytes(&self, look: &Look) -> u64 {
         look.available_bytes
             .saturating_sub(self.reserve.of(look.total_bytes))
     }
 
-    /// Needed over available: 0 where nothing is needed, infinite where nothing is left for it.
+    /// Needed over available memory: 0 if nothing is needed, infinite if nothing is available.
     #[must_use]
     pub fn strain(&self, look: &Look) -> f64 {
         let needed = self.needed_bytes(look.debt_bytes);
@@ -164,22 +164,22 @@ impl BrakePolicy {
     }
 }
 
-/// The level, and its memory.
+/// The brake: its level, and since when conditions were better.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Brake {
     level: Level,
-    /// Since when a lower level would do, and the highest that was seen since.
+    /// Since when a lower level would suffice, and the highest level seen since.
     better: Option<(Duration, Level)>,
 }
 
 impl Brake {
-    /// The level.
+    /// The present level.
     #[must_use]
     pub const fn level(&self) -> Level {
         self.level
     }
 
-    /// Judges by a new look.
+    /// Judges a new look and returns the level.
     pub fn judge(&mut self, policy: &BrakePolicy, look: &Look) -> Level {
         let strain = policy.strain(look);
         let reached = |warning: f64, braked: f64| {

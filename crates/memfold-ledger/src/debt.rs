@@ -18,92 +18,93 @@ use utoipa::ToSchema;
 
 use super::brake::Level;
 
-/// What one VM could call in.
+/// Debt of one VM: memory that it could claim by writing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmDebt {
-    /// The VM.
+    /// Name of the VM.
     pub name: String,
-    /// Mapped to a page store and not written since.
+    /// Bytes mapped to a page store and not written since.
     pub folded_bytes: u64,
-    /// Views of the image that it runs from, where that holds something, and not written since.
+    /// Bytes of the image that the VM runs from, where the image has data, and not written since.
     pub snapshot_bytes: u64,
-    /// Given back because it held only zeroes, and not written since.
+    /// Bytes given back because they held only zeroes, and not written since.
     pub zero_bytes: u64,
 }
 
 impl VmDebt {
-    /// All of it.
+    /// Sum of all classes.
     #[must_use]
     pub const fn total_bytes(&self) -> u64 {
         self.folded_bytes + self.snapshot_bytes + self.zero_bytes
     }
 }
 
-/// Something that the brake did.
+/// An action of the brake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct BrakeEvent {
-    /// When, seconds since 1970.
+    /// Time of the action, in seconds since 1970.
     pub at_unix_s: f64,
-    /// The level then.
+    /// Level at that time.
     pub level: Level,
-    /// `MemAvailable` then, or what a control group left.
+    /// `MemAvailable` at that time, or the memory that a control group's limit left.
     pub mem_available_bytes: u64,
-    /// The debt then.
+    /// Debt at that time, in bytes.
     pub debt_bytes: u64,
-    /// In words.
+    /// Description of the action.
     pub what: String,
 }
 
-/// The debt of a host, and what there is for it: `GET /v1/debt`.
+/// The debt of a host, and the memory available for it: `GET /v1/debt`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DebtReport {
-    /// How far it has come.
+    /// Level of the brake.
     pub level: Level,
-    /// Whether folding and KSM make no more debt: since the level was `braked`, until it is `ok`.
+    /// Whether folding and KSM may add no debt. Set when the level becomes `braked`, cleared when
+    /// it is `ok`.
     pub sharing_held: bool,
-    /// Why, in words.
+    /// Description of the reason.
     pub why: String,
-    /// All that guests could call in: the sum of the five that follow.
+    /// Bytes that guests could claim in all: the sum of the next five fields.
     pub debt_bytes: u64,
-    /// Mapped to page stores.
+    /// Bytes mapped to page stores.
     pub folded_bytes: u64,
-    /// Views of snapshots' images.
+    /// Bytes of views of snapshots' images.
     pub snapshot_bytes: u64,
-    /// Zero pages given back.
+    /// Bytes of zero pages given back.
     pub zero_bytes: u64,
-    /// Merged by KSM, whosever it is.
+    /// Bytes merged by KSM, in any process.
     pub ksm_bytes: u64,
-    /// Images of VMs that are just being started, which no look has found yet.
+    /// Bytes of images of VMs that are just starting and are not in any account yet.
     pub starting_bytes: u64,
-    /// Memory of page stores, which comes back once everything folded has been written.
+    /// Bytes of page stores, which are freed once all folded pages are written.
     pub store_bytes: u64,
-    /// How much of the debt must be there for guests that call it in at once, percent.
+    /// Percent of the debt that must be available for guests that claim it at once.
     pub cover_percent: f64,
-    /// So many bytes of it.
+    /// The same part of the debt, in bytes.
     pub needed_bytes: u64,
-    /// `MemAvailable`, or what the limit of a control group leaves that all VMs are in, if that is
-    /// less.
+    /// `MemAvailable`, or the memory that a control group's limit leaves if all VMs are in that
+    /// group and it leaves less.
     pub mem_available_bytes: u64,
-    /// That control group's directory.
+    /// Directory of that control group.
     #[serde(default)]
     pub limited_by: Option<String>,
-    /// What the host keeps for itself.
+    /// Bytes that the host keeps for itself.
     pub reserve_bytes: u64,
-    /// What could be had: what is available less the reserve.
+    /// Bytes available for the debt: available memory less the reserve.
     pub absorbable_bytes: u64,
-    /// `SwapFree`; in no other figure.
+    /// `SwapFree`, in bytes; not part of any other figure.
     pub swap_free_bytes: u64,
-    /// Store pages given back while the brake was on or near, since the daemon began.
+    /// Bytes of store pages given back while the brake was on or near, since the daemon's start.
     pub given_back_bytes: u64,
-    /// VM by VM, without KSM's part.
+    /// Debt of each VM, without KSM's part.
     pub vms: Vec<VmDebt>,
-    /// What the brake did last, oldest first.
+    /// Recent actions of the brake, oldest first.
     pub events: Vec<BrakeEvent>,
 }
 
 impl DebtReport {
-    /// Doctor's line: what the brake does, the debt against what the host could give, and what
-    /// would change it.
+    /// The check for `memfold doctor`: the brake's level, the debt against the available memory,
+    /// and a remedy.
     #[must_use]
     pub fn check(&self) -> Check {
         let size = |bytes: u64| ByteSize(bytes).to_string();
@@ -144,7 +145,7 @@ impl DebtReport {
     }
 }
 
-/// What gets the brake off.
+/// Remedy that releases the brake.
 const LESS_DEBT: &str = "memfold debt (shows what each VM could claim), then memfold vm stop VM, or free memory on this host; memfold debt --reserve SIZE --cover PERCENT changes the limits";
 
 #[cfg(test)]

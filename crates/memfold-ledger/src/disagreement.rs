@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 /// Two sums that should be equal and are not.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Disagreement {
-    /// The VM, or `None` for the host.
+    /// Name of the VM; `None` for the host.
     pub vm: Option<String>,
-    /// What was compared.
+    /// Description of the compared sums.
     pub what: String,
     /// The ledger's sum.
     pub ledger_bytes: ByteSize,
-    /// The kernel's.
+    /// The kernel's sum.
     pub kernel_bytes: ByteSize,
-    /// Their difference over the kernel's, percent.
+    /// The difference in percent of the kernel's sum.
     pub off_percent: f64,
 }
 

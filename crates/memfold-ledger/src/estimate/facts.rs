@@ -4,50 +4,50 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Pages that follow one another in a VM's memory and in the file that they cache.
+/// Consecutive pages in a VM's memory that cache consecutive pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FileRun {
-    /// Address in QEMU of the first.
+    /// Address of the first page in QEMU.
     pub hva: u64,
-    /// How many.
+    /// Number of pages.
     pub pages: u32,
-    /// The file: its place in [`VmFacts::files`].
+    /// The file: an index into [`VmFacts::files`].
     pub file: u32,
-    /// The first one's number in the file.
+    /// Number of the first page in the file.
     pub page: u32,
 }
 
-/// A file that VMs of a domain have in common, or one has alone.
+/// A file that VMs cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct KnownFile {
-    /// Absolute path in the guest; where files of several paths have the same bytes, one of these.
+    /// Absolute path in the guest. Of several paths with the same bytes, one is named.
     pub path: String,
-    /// Its length.
+    /// Length of the file, in bytes.
     pub file_bytes: u64,
 }
 
-/// A VM.
+/// A daemon's knowledge of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct KnownVm {
-    /// Its name.
+    /// Name of the VM.
     pub name: String,
-    /// Its trust domain; null: it shares with nobody.
+    /// Trust domain; null: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// QEMU's process.
+    /// Process number of QEMU.
     pub pid: i32,
-    /// Where its RAM lies in QEMU: first byte, byte after the last.
+    /// Ranges of the VM's RAM in QEMU: first byte, and byte after the last.
     pub ram: Vec<(u64, u64)>,
-    /// `MemFree` of the guest; null: its agent doesn't say.
+    /// `MemFree` of the guest, in bytes; null: its agent does not report it.
     pub free_bytes: Option<u64>,
-    /// What its memory caches of files; null: it has no agent that says so.
+    /// File pages that the VM caches; null: no agent reports them.
     pub runs: Option<Vec<FileRun>>,
 }
 
-/// All of it.
+/// A daemon's knowledge of all its VMs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmFacts {
     /// The daemon's VMs.
     pub vms: Vec<KnownVm>,
-    /// Files that their runs speak of.
+    /// Files that the VMs' runs refer to.
     pub files: Vec<KnownFile>,
 }
