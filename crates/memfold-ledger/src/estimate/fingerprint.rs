@@ -26,37 +26,37 @@ use super::look::Looked;
 use super::sample::Again;
 use super::targets::Target;
 
-/// Of this form.
+/// Format number of the fingerprints that this code reads and writes.
 pub const FORMAT: u32 = 1;
 
-/// Contents of a VM at most: what two have in common is right within about 1.5 % of either, at 95
-/// %.
+/// Most contents of a VM in a fingerprint. The common part of two VMs is then right within about
+/// 1.5 % of either, at 95 % confidence.
 const MOST_CONTENTS: usize = 1 << 14;
 
-/// Greatest level that a content's 64 bits can say.
+/// Greatest level that a content's 64 bits can hold.
 const MOST_LEVEL: u32 = 63;
 
-/// Why there is no key.
+/// Reason why there is no key.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
-    /// The file can't be read or made.
+    /// The key file cannot be read or created.
     #[error("cannot read or create the key {path}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// From the kernel.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// It holds something else.
+    /// The file does not contain a key.
     #[error("{0} is not a key file, which contains one line of 64 hexadecimal digits")]
     Format(PathBuf),
-    /// Others may read it.
+    /// Other users may read the file.
     #[error("other users may read the key {0}; run 'chmod 600 {0}'")]
     Open(PathBuf),
 }
 
-/// What hosts that compare fingerprints share, and nobody else has.
+/// The secret key that hosts share to compare fingerprints.
 #[derive(Clone)]
 pub struct Key([u8; 32]);
 
@@ -67,7 +67,8 @@ impl std::fmt::Debug for Key {
 }
 
 impl Key {
-    /// The key in a file; a new one, if there is no such file. `true`: it is new.
+    /// Reads the key from a file, or creates the file with a new key. The boolean is true for a new
+    /// key.
     pub fn open(path: &Path) -> Result<(Self, bool), KeyError> {
         let failed = |source| KeyError::File {
             path: path.into(),
@@ -92,7 +93,7 @@ impl Key {
             return Err(KeyError::Open(path.into()));
         }
         let mut text = String::new();
-        // No more than a key has, whatever it is that was named.
+        // Reads no more than a key has, whatever file was named.
         (&mut file)
             .take(128)
             .read_to_string(&mut text)
@@ -128,13 +129,14 @@ impl Key {
         *blake3::keyed_hash(&self.0, what).as_bytes()
     }
 
-    /// By which two files are known to be of one key.
+    /// Identifier of the key. It shows whether two fingerprints were made with the same key, and
+    /// does not reveal the key.
     #[must_use]
     pub fn id(&self) -> String {
         hex(&self.hash(b"memfold fingerprint: name of the key")[..8])
     }
 
-    /// What the sample is drawn by.
+    /// Seed of the sampling hash.
     #[must_use]
     pub fn seed(&self) -> u64 {
         first(&self.hash(b"memfold fingerprint: seed of the sample"))
@@ -159,61 +161,62 @@ fn first(hash: &[u8; 32]) -> u64 {
         .fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// The level from which on a content is in samples.
+/// The sample level up to which a content is drawn.
 #[must_use]
 pub const fn level_of(content: u64) -> u32 {
     (content >> 58) as u32
 }
 
-/// A VM's.
+/// Fingerprint of one VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmPrint {
-    /// Its name.
+    /// Name of the VM.
     pub name: String,
-    /// Its trust domain; null: it shares with nobody.
+    /// Trust domain; null: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// RAM in memory, shared or not.
+    /// Bytes of RAM in memory, shared or not.
     pub ram_bytes: u64,
-    /// What its QEMU takes beside RAM.
+    /// Bytes that QEMU takes beside RAM.
     pub beside_bytes: u64,
-    /// Contents that it holds, drawn, each once, sorted.
+    /// Sampled contents of the VM, each once, sorted.
     pub contents: Vec<u64>,
 }
 
-/// A host's.
+/// Fingerprint of one host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fingerprint {
-    /// [`FORMAT`].
+    /// Format number, [`FORMAT`].
     pub format: u32,
-    /// The host's name.
+    /// Name of the host.
     pub host: String,
-    /// [`Key::id`].
+    /// Identifier of the key, [`Key::id`].
     pub key: String,
-    /// Of 2^level contents one is drawn.
+    /// Level of the sample: one content in 2^level is drawn.
     pub level: u32,
-    /// `MemTotal`.
+    /// `MemTotal`, in bytes.
     pub memory_bytes: u64,
-    /// What others than its VMs have taken of it.
+    /// Bytes used on the host by everything except its VMs.
     pub others_bytes: u64,
-    /// Its VMs.
+    /// Fingerprints of the host's VMs.
     pub vms: Vec<VmPrint>,
 }
 
-/// What the host's memory is taken by.
+/// Memory of the host, total and available.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostMemory {
-    /// `MemTotal`.
+    /// `MemTotal`, in bytes.
     pub total_bytes: u64,
-    /// `MemAvailable`.
+    /// `MemAvailable`, in bytes.
     pub available_bytes: u64,
 }
 
-/// The fingerprint of what was looked at, with [`super::Options::reads_files`] and the key's seed.
+/// Makes the fingerprint of the pages read. The pages must be read with
+/// [`super::Options::reads_files`] and with the key's seed.
 pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Result<Fingerprint> {
     let mut contents: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
-    // What changes between two looks is nobody's twin for long.
+    // A page that changed between the two reads has no lasting twin.
     let stays = looked
         .sample
         .pages
@@ -238,7 +241,7 @@ pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Res
         of_vm.sort_unstable();
         of_vm.dedup();
     }
-    // The same for all: a content is drawn everywhere or nowhere.
+    // The level is the same for all VMs: a content is drawn everywhere or nowhere.
     while contents
         .values()
         .any(|of_vm| of_vm.iter().filter(|&&c| level_of(c) >= level).count() > MOST_CONTENTS)
@@ -251,7 +254,7 @@ pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Res
         of_vm.retain(|&content| level_of(content) >= level);
         let (ram, beside) = match taken_by(target) {
             Ok(taken) => taken,
-            // It has ended meanwhile.
+            // The VM has ended meanwhile.
             Err(_) if !Path::new(&format!("/proc/{}", target.pid)).exists() => continue,
             Err(error) => return Err(error),
         };
@@ -276,7 +279,7 @@ pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Res
     })
 }
 
-/// PSS of a VM's RAM, and of the rest of its process.
+/// PSS of a VM's RAM, and PSS of the rest of its process, in bytes.
 fn taken_by(target: &Target) -> io::Result<(u64, u64)> {
     let maps = Process::new(target.pid).and_then(|process| process.smaps());
     let maps = maps.map_err(io::Error::other)?;

@@ -30,65 +30,65 @@ use super::pace::Told;
 use super::sample::{Again, Frequent, Sample, Seen};
 use super::targets::{Range, Target};
 
-/// Pages read by one system call: what a core's cache holds until they are hashed.
+/// Pages read by one system call. They fit into a core's cache until they are hashed.
 const BATCH: usize = 128;
 
-/// Pages that the sample has room for at least.
+/// Least size of the sample, in pages.
 const LEAST_SAMPLE: usize = 1 << 16;
 
-/// Least time between the two looks at a page.
+/// Least time between the two reads of a page.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
-/// Of a limited time, the part that the first look may take.
+/// Part of a limited time that the first read may take.
 const FIRST_LOOK: f64 = 0.75;
 
-/// One in so many pages without a twin is looked at again.
+/// One in this many pages without a twin is read again.
 const LONERS: u64 = 8;
 
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
 
-/// A VM's pages.
+/// A VM's pages by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pages {
-    /// Of its memory, there or not.
+    /// All pages of its memory, in memory or not.
     pub memory: u64,
-    /// Of files or shared memory: folded, of an image, of a segment.
+    /// Pages of files or shared memory: folded, of an image, of a segment.
     pub file: u64,
-    /// The kernel's zero page.
+    /// Pages mapped to the kernel's zero page.
     pub kernel_zero: u64,
-    /// Swapped out.
+    /// Pages in swap.
     pub swapped: u64,
-    /// Of hugetlbfs.
+    /// Pages of hugetlbfs.
     pub hugetlb: u64,
-    /// In memory and of nobody else, unless KSM has merged them: what is looked at.
+    /// Pages in memory that belong to this VM only, or were merged by KSM. These are read.
     pub private: u64,
-    /// Of the private: mapped by huge pages.
+    /// Part of the private pages that huge pages map.
     pub huge: u64,
-    /// Of the private: KSM may merge them.
+    /// Part of the private pages that KSM may merge.
     pub mergeable: u64,
-    /// Of the private: read.
+    /// Number of private pages that were read.
     pub read: u64,
-    /// Of the private: not there any more when they were to be read.
+    /// Number of private pages that had disappeared before they were read.
     pub gone: u64,
 }
 
-/// What was seen.
+/// Result of the two reads.
 #[derive(Debug)]
 pub struct Looked {
     /// The VMs that did not end meanwhile.
     pub targets: Vec<Target>,
-    /// Their pages.
+    /// Page counts of these VMs, in the same order.
     pub vms: Vec<Pages>,
     /// The sample, sorted by content.
     pub sample: Sample,
     /// Whether every private page was read.
     pub complete: bool,
-    /// Pages that were looked at again.
+    /// Number of pages that were read again.
     pub again_pages: u64,
 }
 
-/// Consecutive pages, by number.
+/// Consecutive pages, by page number.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     first: u64,
@@ -102,7 +102,10 @@ struct Batch {
     pieces: Span<usize>,
 }
 
-/// Looks twice.
+/// Reads the memory of the VMs twice.
+///
+/// # Errors
+/// No VM is left, memory may not be read, the kernel lacks `PAGEMAP_SCAN`, or the user interrupted.
 pub fn look(
     targets: Vec<Target>,
     options: &Options,
@@ -151,15 +154,15 @@ pub fn look(
     Ok(looked)
 }
 
-/// Pages of the sample: a quarter of all, so that the second look costs little beside the first. Of
-/// a gigabyte that leaves an error bar of about one percent.
+/// Size of the sample: a quarter of all pages, so that the second read costs little beside the
+/// first. A quarter of a gigabyte leaves an error bar of about one percent.
 fn room(vms: &[Pages], options: &Options) -> usize {
     let private: u64 = vms.iter().map(|pages| pages.private).sum();
     let quarter = usize::try_from(private / 4).unwrap_or(usize::MAX);
     quarter.max(LEAST_SAMPLE).min(options.sample_pages)
 }
 
-/// When the first look is to end, if the time is limited.
+/// Time at which the first read must end, if the time is limited.
 fn first_end(pace: &Pace<'_>) -> Option<Duration> {
     pace.limit().map(|limit| limit.mul_f64(FIRST_LOOK))
 }
@@ -168,7 +171,7 @@ fn pid(target: &Target) -> io::Result<Pid> {
     Pid::from_raw(target.pid).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// `None`: it has ended.
+/// The page map of a VM; `None`: the VM has ended.
 fn pagemap_of(target: &Target) -> Result<Option<Pagemap>, EstimateError> {
     match pid(target).and_then(Pagemap::open) {
         Ok(pagemap) => Ok(Some(pagemap)),
@@ -196,7 +199,7 @@ fn failed(pid: i32, source: io::Error) -> EstimateError {
     }
 }
 
-/// What is there, and what of it is to be read. `None`: the VM has ended.
+/// Counts a VM's pages, and lists those to be read. `None`: the VM has ended.
 fn scan(
     target: &Target,
     pagemap: &Pagemap,
@@ -248,7 +251,7 @@ fn scan(
     Ok(Some(pages))
 }
 
-/// Counts a region; `true`: it is to be read.
+/// Counts a region. Returns whether its pages are to be read.
 fn count(pages: &mut Pages, range: &Range, region: &Region, reads_files: bool) -> bool {
     let n = region.pages();
     if reads_files && !range.hugetlb && region.is(category::FILE) && region.is(category::PRESENT) {
@@ -273,7 +276,7 @@ fn count(pages: &mut Pages, range: &Range, region: &Region, reads_files: bool) -
     false
 }
 
-/// In an order by chance (Fisher and Yates).
+/// Shuffles a list (Fisher and Yates).
 fn shuffle<T>(all: &mut [T], seed: u64) {
     for at in (1..all.len()).rev() {
         let chance = xxh3_64_with_seed(&at.to_ne_bytes(), seed);
@@ -282,8 +285,8 @@ fn shuffle<T>(all: &mut [T], seed: u64) {
     }
 }
 
-/// Frame numbers of all pages of these pieces; 0 where there is none, or we may not know. One read
-/// where the pieces lie close together.
+/// Frame numbers of all pages of these pieces; 0 if there is none, or if it may not be read. Pieces
+/// that lie close together are read at once.
 fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
     let end = |piece: &Piece| piece.first + u64::from(piece.pages);
     let near = |from: &Piece, to: &Piece| end(to) - from.first <= 8 * BATCH as u64;
@@ -292,7 +295,7 @@ fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
     while let Some(first) = rest.first() {
         let (together, behind) = rest.split_at(rest.partition_point(|piece| near(first, piece)));
         let (together, behind) = match together {
-            // A piece that is longer than that by itself.
+            // A single piece may be longer than the limit.
             [] => rest.split_at(1),
             _ => (together, behind),
         };
@@ -368,7 +371,7 @@ fn first(
     Ok(())
 }
 
-/// Looks again at what has a twin, and at some of the rest.
+/// Reads pages again that have a twin, and some of the others.
 fn second(
     looked: &mut Looked,
     options: &Options,
@@ -376,13 +379,13 @@ fn second(
     told: Told<'_>,
 ) -> Result<(), EstimateError> {
     let read: u64 = looked.vms.iter().map(|pages| pages.read).sum();
-    // Single pages take longer than whole stretches.
+    // Reading single pages takes longer than reading whole stretches.
     let cost = pace.cpu().mul_f64(1.5 / read.max(1) as f64);
     let from = pace.elapsed() + BETWEEN_LOOKS;
     let from = pace.limit().map_or(from, |limit| from.min(limit));
     let sample = &mut looked.sample;
     sample.pages.sort_unstable_by_key(|seen| seen.hash);
-    // Less of a sample, if there is no time to look at all of it again.
+    // Shrinks the sample if there is no time to read all of it again.
     if let Some(limit) = pace.limit() {
         while sample.pages.len() > 1024 && cost.mul_f64(wanted(sample) as f64) > pace.left(limit) {
             sample.halve();
@@ -412,7 +415,7 @@ fn second(
             looked.again_pages += numbers.len() as u64;
             told("second look", looked.again_pages, total);
             if !pace.keep(pace.limit())? {
-                // What nobody looked at again is taken for the same.
+                // Pages that were not read again count as unchanged.
                 return Ok(());
             }
         }
@@ -420,7 +423,7 @@ fn second(
     Ok(())
 }
 
-/// Whether pages of one content are looked at again.
+/// Whether the pages of one content are read again.
 fn is_wanted(group: &[Seen]) -> bool {
     group.len() > 1 || group[0].hash % LONERS == 0
 }
@@ -432,15 +435,15 @@ fn wanted(sample: &Sample) -> usize {
     sample.zero.kept.len() + groups.chain(frequent).sum::<usize>()
 }
 
-/// Pages without a twin that one of them which was looked at again stands for.
+/// Number of pages without a twin that each re-read one of them stands for.
 #[must_use]
 pub const fn loners() -> f64 {
     LONERS as f64
 }
 
-/// Marks which copies of a frequent content lie in a frame with others: KSM has merged them. Where
-/// the place of every copy is known, one of each frame isn't marked; where only some are, a frame
-/// that shows two of them holds many more.
+/// Marks copies of a frequent content that share a frame with other copies: KSM has merged them. If
+/// the places of all copies are known, one copy of each frame stays unmarked. If only some are
+/// known, a frame that shows two of them holds many more.
 fn mark_merged(frequent: &mut Frequent) {
     let whole = frequent.is_whole();
     let mut first: HashMap<u64, usize> = HashMap::default();
@@ -474,8 +477,8 @@ impl Reader {
         }
     }
 
-    /// Tells `each` the place in `pages`, ascending, and the hash; `None` for one that isn't there
-    /// any more.
+    /// Reads pages. Calls `each` with each page's index in `pages`, ascending, and its hash; `None`
+    /// for a page that no longer exists.
     fn read(
         &mut self,
         target: &Target,

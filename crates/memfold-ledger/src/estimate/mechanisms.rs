@@ -16,11 +16,12 @@ use super::split::{DomainSplit, Split};
 use super::statistics::{Estimate, Sum};
 use super::targets::Target;
 
-/// ksmd's CPU for each merged page, its scanning included (`bench ksm`: steered, median of three
-/// rounds, two VMs of 1 GiB).
+/// CPU time of ksmd for each merged page in microseconds, scanning included (`bench ksm`: steered,
+/// median of three rounds, two VMs of 1 GiB).
 const KSM_US: f64 = 10.3;
 
-/// CPU for folding a page, by the pages of its run (`bench fold`, median).
+/// CPU time for folding one page in microseconds, by the length of its run in pages (`bench fold`,
+/// median).
 const FOLD_US: [(f64, f64); 5] = [
     (1.0, 8.74),
     (4.0, 3.01),
@@ -29,46 +30,46 @@ const FOLD_US: [(f64, f64); 5] = [
     (512.0, 0.77),
 ];
 
-/// The host's CPU for giving a page of 4 KiB back in a block of 2 MiB (`MADV_DONTNEED`, median of
-/// seven rounds; 0.01 in a huge page, decision 23).
+/// CPU time of the host in microseconds for giving back a 4 KiB page in a 2 MiB block
+/// (`MADV_DONTNEED`, median of seven rounds; 0.01 in a huge page, decision 23).
 const GIVE_BACK_US: f64 = 0.25;
 
-/// A way to save memory.
+/// A mechanism that saves memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Way {
-    /// Files in a segment instead of in page caches.
+    /// Segment: files in a shared segment instead of in page caches.
     Segment,
-    /// VMs as clones of one snapshot.
+    /// Clones: VMs that run from one snapshot.
     Clone,
-    /// The same pages of the same files, folded.
+    /// Folding: equal pages of equal files are shared.
     Fold,
-    /// Pages of zeroes, given back.
+    /// Zero pages: pages of zeroes are given back.
     Zero,
-    /// KSM, of the memory that is offered to it.
+    /// KSM, with the memory that is offered to it.
     Ksm,
-    /// KSM, if all VMs offered theirs.
+    /// KSM, if all VMs offered their memory.
     KsmIfOffered,
-    /// What guests have free, given back.
+    /// Free page reporting: guests' free memory is given back.
     FreePageReporting,
 }
 
-/// What it would bring.
+/// Expected result of one mechanism.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Mechanism {
-    /// Which.
+    /// The mechanism.
     pub way: Way,
-    /// Its saving; null: it can't be known from outside, see `words`.
+    /// Expected saving; null: it cannot be known from outside, see `words`.
     pub saved: Option<Estimate>,
-    /// Where the saving depends on what isn't known: at most this.
+    /// Upper limit of the saving, if it depends on unknown facts.
     pub at_most_bytes: Option<u64>,
-    /// CPU until it is saved, in seconds of one core; null: not measured.
+    /// CPU time until it is saved, in seconds of one core; null: not measured.
     pub cpu_seconds: Option<f64>,
-    /// What it is about, in words.
+    /// Description of the mechanism and its conditions.
     pub words: String,
 }
 
-/// Every mechanism.
+/// The expected results of all mechanisms.
 #[must_use]
 pub fn all(looked: &Looked, split: &Split, files: &[KnownFile]) -> Vec<Mechanism> {
     let mut all = vec![
@@ -173,7 +174,7 @@ fn fold(looked: &Looked, split: &Split) -> Mechanism {
         way: Way::Fold,
         saved: knows.then(|| saved.bytes()),
         at_most_bytes: None,
-        // Of k copies k are folded and k - 1 saved: at most two for each that is saved.
+        // Of `k` copies `k` are folded and `k - 1` saved: at most two folds for each saved page.
         cpu_seconds: knows.then(|| saved.total() * 2.0 * fold_us(mean) / 1e6),
         words: if knows {
             format!(
@@ -185,8 +186,8 @@ fn fold(looked: &Looked, split: &Split) -> Mechanism {
     }
 }
 
-/// CPU for a page in a run of `pages`, between two measured lengths as if it went down evenly with
-/// the logarithm of both.
+/// CPU time per page in a run of `pages` pages, in microseconds. Between measured lengths it is
+/// interpolated linearly in the logarithms of both.
 fn fold_us(pages: f64) -> f64 {
     let last = FOLD_US[FOLD_US.len() - 1];
     if pages <= 1.0 {
@@ -265,8 +266,8 @@ fn free_page_reporting(looked: &Looked) -> Mechanism {
     }
 }
 
-/// Pages that the guest has free, less what isn't there anyhow: nothing else of its RAM can be
-/// missing.
+/// Free pages of the guest that the host backs. Pages of its RAM that are not in memory are assumed
+/// to be free.
 fn free_and_backed(free: u64, pages: &Pages) -> u64 {
     let there = pages.private + pages.file + pages.swapped + pages.hugetlb;
     let missing = pages.memory.saturating_sub(there);

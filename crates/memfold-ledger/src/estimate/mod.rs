@@ -51,8 +51,8 @@ pub use pace::{Pace, Told};
 pub use report::EstimateReport;
 pub use targets::{Domains, Range, Target};
 
-/// Looks at the memory of `targets` and says what could be saved. `files`: those that their runs
-/// speak of.
+/// Reads the memory of `targets` and estimates possible savings. `files` are the files that their
+/// runs refer to.
 pub fn estimate(
     targets: Vec<Target>,
     files: &[KnownFile],

@@ -1,25 +1,26 @@
 //! Options of an estimate.
 
-/// Pages of the sample at most: 40 bytes each.
+/// Default limit of the sample, in pages of 40 bytes each.
 pub const SAMPLE_PAGES: usize = 1 << 20;
 
 /// Options of an estimate.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Pages of the sample at most.
+    /// Most pages in the sample.
     pub sample_pages: usize,
-    /// Chooses the sample. By chance, so that no guest can keep contents out of it.
+    /// Seed of the sampling hash. It is random, so that no guest can keep contents out of the
+    /// sample.
     pub seed: u64,
-    /// How KSM is set here: pages that one merged page stands for (`max_page_sharing`).
+    /// KSM's `max_page_sharing`: pages that one merged page can stand for.
     pub max_page_sharing: u64,
-    /// And whether zeroes become the kernel's own zero page (`use_zero_pages`).
+    /// KSM's `use_zero_pages`: whether pages of zeroes are mapped to the kernel's zero page.
     pub use_zero_pages: bool,
-    /// Read pages of files too: what is folded, or of a snapshot's image, already.
+    /// Whether pages of files are read too: pages that are folded or of a snapshot's image already.
     pub reads_files: bool,
 }
 
 impl Options {
-    /// Everything, with KSM as it is set here, or at its defaults where there is none.
+    /// Options with KSM's present settings, or with its defaults on a kernel without KSM.
     #[must_use]
     pub fn here() -> Self {
         use std::hash::{BuildHasher, Hasher};

@@ -7,17 +7,17 @@ use memfold_sys::cpu::thread_cpu_ns;
 
 use super::error::EstimateError;
 
-/// Of the budget, the part that reading and hashing may use. The rest is for what comes after,
-/// which doesn't sleep: scanning page tables, and grouping the sample.
+/// Part of the budget for reading and hashing. The rest is for later work that does not sleep:
+/// scanning page tables, and grouping the sample.
 const FOR_READING: f64 = 0.9;
 
-/// Debts shorter than this are not slept off: waking up costs some 10 us.
+/// Shorter sleeps are skipped: waking up costs about 10 us.
 const LEAST_SLEEP: Duration = Duration::from_millis(3);
 
-/// Longest sleep before looking whether somebody wants an end.
+/// Longest sleep before the stop flag is checked.
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 
-/// The budget of the calling thread, from its making on.
+/// The CPU budget of the calling thread, counted from [`Pace::new`].
 #[derive(Debug)]
 pub struct Pace<'a> {
     share: f64,
@@ -28,7 +28,7 @@ pub struct Pace<'a> {
 }
 
 impl<'a> Pace<'a> {
-    /// `share` of one core, for `limit` at most; ends when `stop` is set.
+    /// A budget of `share` of one core, for at most `limit`. Setting `stop` ends the work.
     #[must_use]
     pub fn new(share: f64, limit: Option<Duration>, stop: &'a AtomicBool) -> Self {
         Self {
@@ -40,13 +40,13 @@ impl<'a> Pace<'a> {
         }
     }
 
-    /// Share of one core that was allowed.
+    /// Allowed share of one core.
     #[must_use]
     pub const fn share(&self) -> f64 {
         self.share
     }
 
-    /// Longest time.
+    /// Longest duration of the work.
     #[must_use]
     pub const fn limit(&self) -> Option<Duration> {
         self.limit
@@ -64,15 +64,15 @@ impl<'a> Pace<'a> {
         self.began.elapsed()
     }
 
-    /// CPU time that may be used until `at` (since [`Pace::new`]), beyond what is used already.
+    /// CPU time that may still be used until `at` (since [`Pace::new`]).
     #[must_use]
     pub fn left(&self, at: Duration) -> Duration {
         at.mul_f64(self.share * FOR_READING)
             .saturating_sub(self.cpu())
     }
 
-    /// Sleeps off what was used beyond the budget, but not beyond `end` (since [`Pace::new`]).
-    /// Whether there is time left.
+    /// Sleeps until the used CPU time is within the budget, but not beyond `end` (since
+    /// [`Pace::new`]). Returns whether there is time left.
     pub fn keep(&self, end: Option<Duration>) -> Result<bool, EstimateError> {
         let due = self.cpu().div_f64(self.share * FOR_READING);
         if due.saturating_sub(self.elapsed()) < LEAST_SLEEP {
@@ -102,7 +102,7 @@ fn thread_cpu() -> Duration {
     Duration::from_nanos(thread_cpu_ns())
 }
 
-/// How far it is: what is being done, pages done, pages in all.
+/// Callback for progress: name of the step, pages done, pages in all.
 pub type Told<'a> = &'a mut dyn FnMut(&'static str, u64, u64);
 
 #[cfg(test)]

@@ -18,87 +18,87 @@ use serde::{Deserialize, Serialize};
 
 use super::fingerprint::{FORMAT, Fingerprint, VmPrint, level_of};
 
-/// A byte that a host lacks counts as so many that are taken.
+/// Weight of a byte that a host lacks, against a byte that is used.
 const LACK: u64 = 16;
 
-/// Moves at most: a bound, reached by nobody so far.
+/// Most moves: a safety limit that has never been reached.
 const MOST_MOVES: usize = 10_000;
 
-/// Contents of all VMs that are gone through at most.
+/// Most contents of all VMs that are compared.
 const MOST_CONTENTS: usize = 1 << 18;
 
-/// Why nothing can be proposed.
+/// Reason why nothing can be proposed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlaceError {
-    /// One host has nowhere to move VMs to.
+    /// One host has no other to move VMs to.
     #[error(
         "give the fingerprints of at least two hosts ('memfold estimate --fingerprint FILE --key KEY' on each)"
     )]
     OneHost,
-    /// Of another memfold.
+    /// A fingerprint has the format of another memfold version.
     #[error(
         "the fingerprint of '{host}' has format {format}; this memfold reads format {FORMAT} only"
     )]
     Format {
-        /// The host.
+        /// Name of the host.
         host: String,
-        /// Its format.
+        /// Format of its fingerprint.
         format: u32,
     },
-    /// Nothing in them can be compared.
+    /// Two fingerprints were made with different keys and cannot be compared.
     #[error(
         "the fingerprints of '{0}' and '{1}' were made with different keys; copy the key of one host to the other and make both again"
     )]
     Keys(String, String),
-    /// Twice the same.
+    /// Two fingerprints are of the same host.
     #[error("two fingerprints are of host '{0}'; leave out the older one")]
     Twice(String),
 }
 
-/// What is proposed.
+/// A proposal of moves.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Proposal {
-    /// The hosts, as they were given.
+    /// The hosts, in the order given.
     pub hosts: Vec<PlacedHost>,
-    /// What to do, in this order. An exchange is two moves.
+    /// The moves, in order. An exchange is two moves.
     pub moves: Vec<Move>,
-    /// What the hosts would take now if all that could be shared were shared.
+    /// Bytes that all hosts use now, if all shareable contents were shared.
     pub now_bytes: u64,
-    /// And then.
+    /// The same after the moves.
     pub then_bytes: u64,
-    /// The 95 % error bar of the difference, from sampling.
+    /// Error bar (95 %) of the difference, from sampling.
     pub plus_minus_bytes: u64,
 }
 
-/// A host before and after.
+/// A host before and after the moves.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlacedHost {
-    /// Its name.
+    /// Name of the host.
     pub host: String,
-    /// What may be taken of it: its memory less the reserve.
+    /// Bytes that may be used on the host: its memory less the reserve.
     pub limit_bytes: u64,
-    /// What it takes now, if all that could be shared were.
+    /// Bytes used now, if all shareable contents were shared.
     pub now_bytes: u64,
-    /// And then.
+    /// The same after the moves.
     pub then_bytes: u64,
-    /// VMs that it has then.
+    /// VMs on the host after the moves.
     pub vms: Vec<String>,
 }
 
-/// A VM that is to move.
+/// A VM to move.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Move {
-    /// The VM.
+    /// Name of the VM.
     pub vm: String,
-    /// From this host.
+    /// Host that the VM runs on.
     pub from: String,
-    /// To that one.
+    /// Host to move the VM to.
     pub to: String,
-    /// What it saves in all; of an exchange, its first move says what both save.
+    /// Bytes saved by the move. The first move of an exchange carries the saving of both.
     pub saves_bytes: i64,
 }
 
-/// What a VM holds: trust domains and contents, as numbers.
+/// A VM's contents and trust domain, as numbers.
 struct Vm<'a> {
     print: &'a VmPrint,
     contents: Vec<u64>,
@@ -115,10 +115,10 @@ struct Host {
     others: u64,
     limit: u64,
     vms: BTreeSet<usize>,
-    /// How many of its VMs of a trust domain hold a content.
+    /// Number of the host's VMs of a trust domain that hold a content.
     holders: HashMap<(u32, u64), u32>,
     apart: u64,
-    /// Contents held more than once, each time but one.
+    /// Number of copies of contents beyond the first.
     common: u64,
 }
 
@@ -158,7 +158,7 @@ impl Model<'_> {
         host.vms.remove(&vm);
     }
 
-    /// What the two hosts of a step take and lack, before and after it.
+    /// Memory used and lacked by the two hosts of a step, before and after it.
     fn weigh(&mut self, step: Step) -> (Weight, Weight) {
         let before = self.weight(step);
         self.apply(step);
@@ -220,9 +220,9 @@ impl Model<'_> {
         steps
     }
 
-    /// The step that saves most of those that save enough; of equals the first, so that the same
-    /// fingerprints give the same proposal. None leaves a host with less than it has to keep, or
-    /// with less still; to give one what it lacks is worth [`LACK`] times as much as to save.
+    /// The step that saves most, among those that save enough. Of equal steps it is the first, so
+    /// that the same fingerprints give the same proposal. No step may increase what a host lacks.
+    /// Reducing a lack counts [`LACK`] times as much as saving.
     fn best(&mut self, steps: Vec<Step>, least_bytes: u64) -> Option<Step> {
         let mut best: Option<(i128, Step)> = None;
         for step in steps {
@@ -245,13 +245,13 @@ impl Model<'_> {
     }
 }
 
-/// What two hosts take together, and what each lacks, in bytes.
+/// Memory that two hosts use together, and memory that each lacks, in bytes.
 struct Weight {
     taken: i128,
     lacks: [u64; 2],
 }
 
-/// VMs and hosts by their numbers.
+/// A change of placement. VMs and hosts are numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Move {
@@ -296,8 +296,11 @@ impl Step {
     }
 }
 
-/// Proposes moves that save `least_bytes` each at least, and leave `reserve_percent` of each host's
-/// memory.
+/// Proposes moves that save at least `least_bytes` each, and leave `reserve_percent` of each host's
+/// memory free.
+///
+/// # Errors
+/// The fingerprints cannot be compared, or there are fewer than two.
 pub fn propose(
     prints: &[Fingerprint],
     least_bytes: u64,
@@ -325,7 +328,7 @@ pub fn propose(
         let had = common(&model);
         model.apply(step);
         let has = common(&model);
-        // What is lost here and won there was drawn twice.
+        // Contents lost at one host and won at the other were drawn twice.
         drawn += had[0].abs_diff(has[0]) + had[1].abs_diff(has[1]);
         let after: u64 = all(&model).iter().sum();
         let saves = i64::try_from(i128::from(before) - i128::from(after)).unwrap_or(i64::MAX);
@@ -344,7 +347,8 @@ pub fn propose(
         }
     }
     let then = all(&model);
-    // Drawn contents are counted like rare events: the deviation is the root of their number.
+    // Sampled contents are counted like rare events: the deviation is the square root of their
+    // number.
     let plus_minus = 1.96 * (drawn as f64).sqrt() * model.bytes_a_content as f64;
     let hosts = prints.iter().enumerate().map(|(number, print)| PlacedHost {
         host: print.host.clone(),
@@ -366,7 +370,7 @@ pub fn propose(
     })
 }
 
-/// Bytes, rounded down.
+/// Rounds down to whole bytes.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // a cast of a float ends at the type's bounds
 const fn whole(bytes: f64) -> u64 {
     bytes as u64
@@ -396,8 +400,8 @@ fn check(prints: &[Fingerprint]) -> Result<(), PlaceError> {
 }
 
 fn model(prints: &[Fingerprint], reserve_percent: f64) -> Model<'_> {
-    // What is drawn on every host, and of many VMs no more than can be gone through for each pair
-    // of them.
+    // Uses the contents that are sampled on every host, and no more than can be compared for each
+    // pair of VMs.
     let mut level = prints.iter().map(|print| print.level).max().unwrap_or(0);
     let all = || {
         prints
@@ -425,7 +429,7 @@ fn model(prints: &[Fingerprint], reserve_percent: f64) -> Model<'_> {
             common: 0,
         });
         for vm in &print.vms {
-            // Without a trust domain it is one of its own, wherever it goes.
+            // A VM without a trust domain is one of its own on every host.
             let name = match &vm.domain {
                 Some(domain) => format!("domain/{domain}"),
                 None => format!("vm/{number}/{}", vm.name),

@@ -16,51 +16,51 @@ use utoipa::ToSchema;
 
 use memfold_ksm::ranges::{self, Mapping};
 
-/// What a mapping is, by who could share it.
+/// Kind of a mapping, by who could share it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// A file's, executable and read-only.
+    /// Executable and read-only pages of a file.
     Text,
-    /// A file's, read-only data.
+    /// Read-only data of a file.
     ReadOnly,
-    /// A file's, private and writable.
+    /// Private writable mapping of a file.
     PrivateFile,
-    /// Shared memory or files.
+    /// Shared memory, or a shared mapping of a file.
     Shared,
-    /// Nobody else's: heap, stack, anonymous.
+    /// Private anonymous memory: heap, stack, and others.
     Anonymous,
 }
 
 /// Resident memory of one kind and mode.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Mode {
-    /// Kind.
+    /// Kind of the mappings.
     pub kind: Kind,
-    /// As `/proc/PID/maps` shows it.
+    /// Permissions as in `/proc/PID/maps`.
     pub permissions: String,
-    /// Resident.
+    /// Resident bytes.
     pub resident_bytes: u64,
-    /// Of it, the file's own pages: not written by the program.
+    /// Part of the resident bytes: the file's own pages, not written by the program.
     pub file_bytes: u64,
 }
 
-/// A program.
+/// Shareable memory of a program.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ProgramReport {
-    /// As it was asked for.
+    /// Name or process number that was asked for.
     pub program: String,
-    /// Its processes. What they have in common counts for each of them.
+    /// Its processes. Pages that several of them map count for each.
     pub pids: Vec<i32>,
-    /// By kind and mode.
+    /// Resident memory by kind and mode.
     pub modes: Vec<Mode>,
-    /// Resident in all.
+    /// Resident bytes in all.
     pub resident_bytes: u64,
-    /// Of it, mapped without `w`: the study's measure.
+    /// Part of it that is mapped without `w`: the study's measure.
     pub not_writable_bytes: u64,
     /// The same in percent.
     pub not_writable_percent: f64,
-    /// Of it, pages of private mappings that are their file's own: what VMs could share.
+    /// Part of the resident bytes that VMs could share: file pages of private mappings.
     pub shareable_bytes: u64,
     /// The same in percent.
     pub shareable_percent: f64,
@@ -81,8 +81,8 @@ fn kind(mapping: &Mapping) -> Kind {
     }
 }
 
-/// Processes of a program: the one of that number, or all of that name (`/proc/PID/comm`, which the
-/// kernel cuts at 15 bytes).
+/// Processes of a program: the one with that number, or all with that name (`/proc/PID/comm`, which
+/// the kernel cuts at 15 bytes).
 pub fn find(proc_root: &Path, program: &str) -> io::Result<Vec<i32>> {
     let number: Option<i32> = program.parse().ok();
     let name = &program.as_bytes()[..program.len().min(15)];
@@ -99,7 +99,7 @@ pub fn find(proc_root: &Path, program: &str) -> io::Result<Vec<i32>> {
     Ok(found)
 }
 
-/// Reads the mappings of these processes. One that ends meanwhile is left out.
+/// Reads the mappings of these processes. A process that ends meanwhile is left out.
 pub fn read(proc_root: &Path, program: &str, pids: &[i32]) -> io::Result<ProgramReport> {
     let mut report = ProgramReport {
         program: program.to_owned(),

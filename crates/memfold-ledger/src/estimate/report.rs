@@ -12,61 +12,61 @@ use super::split::{DomainSplit, FileSplit, Split, VmSplit};
 use super::statistics::{Estimate, Sum, whole};
 use super::targets::Target;
 
-/// A VM.
+/// Estimate for one VM. Its classes add up to `private_bytes`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmEstimate {
-    /// Its name.
+    /// Name of the VM.
     pub name: String,
-    /// QEMU's process.
+    /// Process number of QEMU.
     pub pid: i32,
-    /// Its trust domain; null: it shares with nobody.
+    /// Trust domain; null: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// Its memory, there or not.
+    /// All bytes of its memory, in memory or not.
     pub memory_bytes: u64,
-    /// In memory, of its own, and looked at: the sum of the classes below.
+    /// Bytes in memory that belong to this VM only and were examined: the sum of the classes below.
     pub private_bytes: u64,
-    /// Of files or shared memory, the kernel's zero page, swapped out, of hugetlbfs: not looked at.
+    /// Bytes of files or shared memory; not examined.
     pub file_bytes: u64,
-    /// See above.
+    /// Bytes mapped to the kernel's zero page; not examined.
     pub kernel_zero_bytes: u64,
-    /// See above.
+    /// Bytes in swap; not examined.
     pub swapped_bytes: u64,
-    /// See above.
+    /// Bytes of hugetlbfs; not examined.
     pub hugetlb_bytes: u64,
-    /// Of the private: KSM may merge it.
+    /// Part of the private bytes that KSM may merge.
     pub mergeable_bytes: u64,
-    /// Of zeroes.
+    /// Pages of zeroes.
     pub zero: Estimate,
     /// Copies within the VM beyond the first.
     pub within: Estimate,
-    /// Its part of what VMs of its domain have in common, all but one copy.
+    /// The VM's part of contents common to VMs of its domain, all but one copy.
     pub between: Estimate,
-    /// Merged by KSM already.
+    /// Pages that KSM has merged already.
     pub merged: Estimate,
-    /// Changed between the two looks.
+    /// Pages that changed between the two reads.
     pub volatile: Estimate,
-    /// What stays: contents of its own, and its part of the one copy that stays of the others.
+    /// The rest: unique contents, and the VM's part of the one remaining copy of others.
     pub rest_bytes: u64,
-    /// Mapped by huge pages.
+    /// Bytes mapped by huge pages.
     pub huge_bytes: u64,
-    /// Huge pages that sharing would break.
+    /// Number of huge pages that sharing would split.
     pub broken_huge_pages: u64,
-    /// The error bar of that.
+    /// Error bar (95 %) of `broken_huge_pages`.
     pub plus_minus_huge_pages: u64,
-    /// Page cache of files, by the agent; null: nobody says so.
+    /// Bytes of page cache according to the agent; null: no agent reports it.
     pub cached_bytes: Option<u64>,
-    /// Not there any more when it was to be read.
+    /// Bytes that had disappeared before they were read.
     pub gone_bytes: u64,
 }
 
-/// A trust domain, or a VM that has none.
+/// Estimate for a trust domain, or for a VM without one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DomainEstimate {
-    /// Its name; null: a VM without a domain.
+    /// Name of the trust domain; null: a VM without one.
     pub domain: Option<String>,
-    /// Its VMs.
+    /// Names of its VMs.
     pub vms: Vec<String>,
-    /// Zero, within and between together.
+    /// Sum of `zero`, `within` and `between`.
     pub saved: Estimate,
     /// Pages of zeroes.
     pub zero: Estimate,
@@ -74,69 +74,69 @@ pub struct DomainEstimate {
     pub within: Estimate,
     /// Copies in other VMs of the domain.
     pub between: Estimate,
-    /// Of within and between: page cache of files; null: no agent says what is one.
+    /// Part of `within` and `between` that is page cache of files; null: no agent reports files.
     pub of_files: Option<Estimate>,
-    /// What KSM merges of memory that is offered to it (`MADV_MERGEABLE`).
+    /// Saving by KSM in memory that is offered to it (`MADV_MERGEABLE`).
     pub ksm: Estimate,
 }
 
-/// A file.
+/// Estimate for one file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct FileEstimate {
-    /// Its path in the guests.
+    /// Path of the file in the guests.
     pub path: String,
-    /// The trust domain.
+    /// Trust domain of the VMs.
     pub domain: Option<String>,
-    /// What VMs of the domain cache of it.
+    /// Bytes of the file that VMs of the domain cache.
     pub cached_bytes: u64,
-    /// What sharing would save of that.
+    /// Part of the cached bytes that sharing would save.
     pub saved: Estimate,
 }
 
-/// How it was looked.
+/// How the memory was read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct How {
-    /// Time that it took.
+    /// Duration, in seconds.
     pub seconds: f64,
-    /// CPU time that it took.
+    /// CPU time, in seconds.
     pub cpu_seconds: f64,
-    /// Of one core, while it lasted.
+    /// CPU time in percent of one core.
     pub cpu_percent: f64,
-    /// What was allowed.
+    /// Allowed CPU time in percent of one core.
     pub cpu_limit_percent: f64,
-    /// Read in the first look.
+    /// Bytes read in the first read.
     pub read_bytes: u64,
-    /// Of the private memory, in percent. Below 100, copies in the rest weren't found: what is
-    /// between and within is at least this.
+    /// Percent of the private memory that was read. Below 100, copies in the rest were not found:
+    /// `within` and `between` are then lower bounds.
     pub read_percent: f64,
-    /// Read a second time.
+    /// Bytes read a second time.
     pub read_again_bytes: u64,
-    /// One content in so many was remembered; 1: all.
+    /// One content in this many was sampled; 1: all.
     pub one_in: f64,
 }
 
-/// All of it.
+/// Result of an estimate.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EstimateReport {
-    /// By VM.
+    /// Estimates by VM.
     pub vms: Vec<VmEstimate>,
-    /// By trust domain.
+    /// Estimates by trust domain.
     pub domains: Vec<DomainEstimate>,
-    /// What could be saved in all domains together.
+    /// Possible saving in all domains together.
     pub saved: Estimate,
-    /// Copies in other domains beyond one. Not allowed to be shared, and in none of the sums.
+    /// Copies in other domains beyond one. They must not be shared, and are in no sum.
     pub across_domains: Estimate,
-    /// Huge pages that it would break.
+    /// Number of huge pages that sharing would split.
     pub broken_huge_pages: u64,
-    /// The error bar of that.
+    /// Error bar (95 %) of `broken_huge_pages`.
     pub plus_minus_huge_pages: u64,
-    /// By file, most saving first.
+    /// Estimates by file, largest saving first.
     pub files: Vec<FileEstimate>,
-    /// What each mechanism would bring. They overlap: no sum.
+    /// Expected result of each mechanism. The savings overlap and cannot be added.
     pub mechanisms: Vec<Mechanism>,
-    /// How it was looked.
+    /// How the memory was read.
     pub how: How,
-    /// Whether a daemon said what it knows: names, trust domains, files.
+    /// Whether a daemon reported names, trust domains and files.
     pub daemon: bool,
 }
 
@@ -197,7 +197,7 @@ fn domain(split: &DomainSplit, looked: &Looked) -> DomainEstimate {
     }
 }
 
-/// Puts everything together.
+/// Makes the report.
 #[must_use]
 pub fn report(
     looked: &Looked,
@@ -237,7 +237,7 @@ pub fn report(
         how: How::default(),
         daemon: false,
     };
-    // Last, so that its own cost is in it.
+    // Last, so that the report's own cost is included.
     report.how = how(looked, pace);
     report
 }
