@@ -13,8 +13,8 @@ use super::read::{ReadError, pagemap_of};
 /// Pages whose frame numbers are read at once.
 const BATCH_PAGES: u64 = 1 << 16;
 
-/// Host frame numbers of the guest pages `[first, first + pages)`; `None` for pages outside RAM,
-/// not in memory, or when we may not know (frame numbers need root). The zero page has a frame
+/// Host frame numbers of the guest pages `[first, first + pages)`. `None` for a page outside RAM,
+/// not in memory, or whose number may not be read (that needs root). The zero page has a frame
 /// number like any other.
 pub fn frames(
     pid: i32,
@@ -40,8 +40,8 @@ pub fn frames(
     Ok(found)
 }
 
-/// How many physical pages guest RAM of both VMs maps. The zero page is not counted: every process
-/// on the host shares it.
+/// Number of physical pages that guest RAM of both VMs maps. The zero page is not counted, because
+/// every process on the host shares it.
 pub fn shared_frames(a: (i32, &RamLayout), b: (i32, &RamLayout)) -> Result<u64, ReadError> {
     let (a, b) = (all_frames(a.0, a.1)?, all_frames(b.0, b.1)?);
     let mut b = b.iter().peekable();
@@ -55,7 +55,7 @@ pub fn shared_frames(a: (i32, &RamLayout), b: (i32, &RamLayout)) -> Result<u64, 
     Ok(shared)
 }
 
-/// Frame numbers of all guest RAM present, sorted, each once, without the zero page.
+/// Frame numbers of all guest RAM in memory, sorted, each once, without the zero page.
 fn all_frames(pid: i32, layout: &RamLayout) -> Result<Vec<u64>, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
     let pagemap = pagemap_of(pid)?;
@@ -79,7 +79,7 @@ fn all_frames(pid: i32, layout: &RamLayout) -> Result<Vec<u64>, ReadError> {
             }
         }
     }
-    // Without the right to see frame numbers "nothing shared" would be a lie.
+    // If frame numbers are hidden, the result "nothing shared" would be wrong.
     if all.is_empty() && hidden > 0 {
         return Err(failed(io::Error::new(
             io::ErrorKind::PermissionDenied,

@@ -17,45 +17,45 @@
 
 use foldhash::HashMap;
 
-/// What the second look found.
+/// Result of the second read of a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Again {
-    /// Nobody looked.
+    /// The page was not read again.
     #[default]
     NotLooked,
-    /// The same bytes.
+    /// The bytes were the same.
     Same,
-    /// Other bytes, or nothing.
+    /// The bytes differed, or the page was gone.
     Changed,
 }
 
-/// A page as it was seen.
+/// A page as it was read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// Of its bytes.
+    /// Hash of its bytes.
     pub hash: u64,
-    /// Its address in QEMU over 4096.
+    /// Its address in QEMU divided by 4096.
     pub page: u64,
-    /// Host frame number; 0: we may not know.
+    /// Host frame number; 0: it may not be read.
     pub frame: u64,
     /// Number of the VM.
     pub vm: u32,
-    /// Mapped by a huge page.
+    /// Whether a huge page maps it.
     pub huge: bool,
-    /// KSM has merged it.
+    /// Whether KSM has merged it.
     pub merged: bool,
-    /// The second look.
+    /// Result of the second read.
     pub again: Again,
 }
 
 impl Seen {
-    /// The huge page that it may lie in: VM and address over 2 MiB.
+    /// The 2 MiB block that the page is in: VM, and address divided by 2 MiB.
     #[must_use]
     pub const fn huge_page(&self) -> (u32, u64) {
         (self.vm, self.page >> 9)
     }
 
-    /// A number by chance that depends on its place alone.
+    /// A pseudorandom number that depends on the page's place only.
     fn place(&self) -> u64 {
         // SplitMix64's finalizer (Steele, Lea, Flood 2014).
         let mut z = (self.page ^ u64::from(self.vm) << 52).wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -65,24 +65,24 @@ impl Seen {
     }
 }
 
-/// A content with many copies: all are counted, of some the places are kept.
+/// A content with many copies. All copies are counted; the places of some are kept.
 #[derive(Clone, Debug, Default)]
 pub struct Frequent {
-    /// Contents that this one stands for: 1, unless it was drawn before it was found to be
-    /// frequent.
+    /// Number of contents that this one stands for: 1, unless it was sampled before it was found to
+    /// be frequent.
     pub weight: f64,
-    /// Pages of each VM.
+    /// Number of copies in each VM.
     pub pages: Vec<u64>,
-    /// Huge pages that hold some, and how many.
+    /// Huge pages that hold copies, and the number of copies in each.
     pub huge: HashMap<(u32, u64), u32>,
-    /// Pages drawn by their place.
+    /// Copies whose places are kept, sampled by place.
     pub kept: Vec<Seen>,
     level: u32,
     room: usize,
 }
 
 impl Frequent {
-    /// Keeps `room` places.
+    /// An empty record that keeps at most `room` places.
     #[must_use]
     pub fn new(weight: f64, room: usize) -> Self {
         Self {
@@ -92,7 +92,7 @@ impl Frequent {
         }
     }
 
-    /// Another copy.
+    /// Adds a copy.
     pub fn add(&mut self, seen: Seen) {
         let vm = seen.vm as usize;
         if self.pages.len() <= vm {
@@ -110,32 +110,32 @@ impl Frequent {
         }
     }
 
-    /// Keeps half of the places.
+    /// Drops half of the kept places.
     pub fn halve(&mut self) {
         self.level += 1;
         let level = self.level;
         self.kept.retain(|s| s.place().leading_zeros() >= level);
     }
 
-    /// Whether the place of every copy is kept.
+    /// Whether the places of all copies are kept.
     #[must_use]
     pub const fn is_whole(&self) -> bool {
         self.level == 0
     }
 
-    /// Copies in a VM.
+    /// Number of copies in a VM.
     #[must_use]
     pub fn of(&self, vm: usize) -> u64 {
         self.pages.get(vm).copied().unwrap_or(0)
     }
 }
 
-/// The sample, and what is counted apart.
+/// The sample, and the contents that are counted separately.
 #[derive(Debug)]
 pub struct Sample {
     room: usize,
     level: u32,
-    /// Pages of the contents drawn.
+    /// Pages of the sampled contents.
     pub pages: Vec<Seen>,
     /// Pages of zeroes.
     pub zero: Frequent,
@@ -143,11 +143,12 @@ pub struct Sample {
     pub frequent: HashMap<u64, Frequent>,
 }
 
-/// Contents that are counted apart at most.
+/// Most contents that are counted separately.
 const MOST_FREQUENT: usize = 1024;
 
 impl Sample {
-    /// Remembers about `room` pages, and as many places of zeroes over 16.
+    /// An empty sample of about `room` pages. It keeps the places of `room / 16` pages of zeroes as
+    /// well.
     #[must_use]
     pub fn new(room: usize) -> Self {
         Self {
@@ -159,7 +160,7 @@ impl Sample {
         }
     }
 
-    /// A page that is not of zeroes.
+    /// Adds a page that does not hold only zeroes.
     pub fn add(&mut self, seen: Seen) {
         if let Some(frequent) = self.frequent.get_mut(&seen.hash) {
             frequent.add(seen);
@@ -171,7 +172,7 @@ impl Sample {
         }
     }
 
-    /// Draws half of the contents; those with many copies are counted apart from now on.
+    /// Drops half of the contents. Contents with many copies are counted separately from now on.
     pub fn halve(&mut self) {
         self.pages.sort_unstable_by_key(|seen| seen.hash);
         let many = (self.room / MOST_FREQUENT).max(8);
@@ -196,13 +197,13 @@ impl Sample {
         self.pages = left;
     }
 
-    /// Zero bits that a drawn content's hash begins with.
+    /// Number of zero bits that a sampled content's hash begins with.
     #[must_use]
     pub const fn level(&self) -> u32 {
         self.level
     }
 
-    /// Contents that each one drawn stands for.
+    /// Number of contents that each sampled one stands for.
     #[must_use]
     pub fn weight(&self) -> f64 {
         f64::from(self.level).exp2()

@@ -21,82 +21,82 @@ use super::sample::{Again, Frequent, Seen};
 use super::statistics::Sum;
 use super::targets::Target;
 
-/// Pages of a huge page.
+/// Number of 4 KiB pages in a huge page.
 const WHOLE: u32 = 512;
 
-/// A VM's part, in pages.
+/// One VM's part, in pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmSplit {
-    /// Of zeroes.
+    /// Pages of zeroes.
     pub zero: Sum,
-    /// Of these: what memfold's library gives back. Huge pages are left whole unless all of one is
-    /// zero, or folding splits it.
+    /// Part of `zero` that memfold's library gives back. A huge page stays whole unless all of it
+    /// is zero, or folding splits it.
     pub zero_given_back: Sum,
     /// Copies within the VM beyond the first.
     pub within: Sum,
-    /// Its part of what VMs of its domain have in common.
+    /// The VM's part of contents common to VMs of its domain.
     pub between: Sum,
-    /// Changed between the looks.
+    /// Pages that changed between the two reads.
     pub volatile: Sum,
-    /// Shared already with other pages that were looked at (KSM): of a frame that k pages lie in,
-    /// (k - 1) / k for each.
+    /// Pages that KSM has already merged with other pages that were read. Of `k` pages in one
+    /// frame, each counts (k - 1) / k.
     pub merged: Sum,
-    /// Huge pages that sharing would break.
+    /// Huge pages that sharing would split.
     pub broken_huge_pages: Sum,
 }
 
-/// A trust domain's part, in pages. A VM without one is alone in its own.
+/// One trust domain's part, in pages. A VM without a domain is alone in its own.
 #[derive(Clone, Debug, Default)]
 pub struct DomainSplit {
-    /// Its name.
+    /// Name of the trust domain.
     pub name: Option<String>,
-    /// Its VMs, by number.
+    /// Numbers of its VMs.
     pub vms: Vec<usize>,
-    /// Of zeroes.
+    /// Pages of zeroes.
     pub zero: Sum,
     /// Copies within VMs.
     pub within: Sum,
     /// Copies in other VMs.
     pub between: Sum,
-    /// All three together: their errors aren't independent.
+    /// Sum of the three, kept separately because their errors are not independent.
     pub saved: Sum,
-    /// Of within and between: page cache of files.
+    /// Part of `within` and `between` that is page cache of files.
     pub of_files: Sum,
-    /// The same pages of the same files in several VMs: what folding finds.
+    /// Equal pages of equal files in several VMs, which folding finds.
     pub folded: Sum,
-    /// What KSM merges of memory that is offered to it.
+    /// Pages saved by KSM in memory that is offered to it.
     pub ksm: Sum,
-    /// What KSM would merge if all were.
+    /// Pages that KSM would save if all memory were offered.
     pub ksm_if_offered: Sum,
 }
 
-/// A file's part.
+/// One file's part.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FileSplit {
-    /// Its number.
+    /// Number of the file.
     pub file: u32,
-    /// The domain's number.
+    /// Number of the domain.
     pub domain: usize,
-    /// Pages that VMs cache of it.
+    /// Pages of the file that VMs cache.
     pub cached_pages: u64,
-    /// What sharing would save of them.
+    /// Cached pages that sharing would save.
     pub saved: Sum,
 }
 
-/// Everything, in pages.
+/// Result of the split, in pages.
 #[derive(Debug, Default)]
 pub struct Split {
-    /// By VM, as they were looked at.
+    /// By VM, in the order of the targets.
     pub vms: Vec<VmSplit>,
     /// By domain.
     pub domains: Vec<DomainSplit>,
     /// Copies in other domains beyond one.
     pub across: Sum,
-    /// By file, most saving first.
+    /// By file, largest saving first.
     pub files: Vec<FileSplit>,
 }
 
-/// Splits what was seen.
+/// Splits the pages read into classes.
 #[must_use]
 pub fn split(looked: &Looked, files: &[KnownFile], options: &Options) -> Split {
     let mut splitter = Splitter::new(looked, options);
@@ -120,14 +120,14 @@ struct Splitter<'a> {
     weight: f64,
     max_page_sharing: f64,
     use_zero_pages: bool,
-    /// The domain of each VM.
+    /// Domain number of each VM.
     domain: Vec<usize>,
     split: Split,
     files: HashMap<(usize, u32), Sum>,
-    /// Pages that would be shared, of each huge page.
+    /// Number of pages that would be shared, in each huge page.
     shared_in_huge: HashMap<(u32, u64), u32>,
     broken: HashSet<(u32, u64)>,
-    /// Regions of 2 MiB of which files cache so many pages that folding splits a huge page there.
+    /// Blocks of 2 MiB in which files cache enough pages for folding to split a huge page.
     splittable: HashSet<(u32, u64)>,
 }
 
@@ -166,7 +166,7 @@ impl<'a> Splitter<'a> {
         }
     }
 
-    /// All copies of one content.
+    /// Adds all copies of one content.
     fn content(&mut self, copies: &[Seen], weight: f64) {
         let alone = copies.len() == 1;
         let mut stable = Vec::with_capacity(copies.len());
@@ -179,7 +179,7 @@ impl<'a> Splitter<'a> {
             }
         }
         if alone {
-            // Seen in one domain, with nothing to save.
+            // It was seen in one domain only, with nothing to save.
             return;
         }
         stable.sort_unstable_by_key(|s| (self.domain[s.vm as usize], s.vm, s.page));
@@ -196,7 +196,7 @@ impl<'a> Splitter<'a> {
         }
     }
 
-    /// Copies of one content in VMs of one domain, sorted by VM.
+    /// Adds the copies of one content in VMs of one domain, sorted by VM.
     fn in_domain(&mut self, copies: &[Seen], weight: f64) {
         let number = self.domain[copies[0].vm as usize];
         let mut in_frame: HashMap<u64, u32> = HashMap::default();
@@ -254,13 +254,13 @@ impl<'a> Splitter<'a> {
         }
     }
 
-    /// Frames that KSM frees of `frames` that `pages` pages of one content lie in: one frame for
-    /// each `max_page_sharing` pages stays.
+    /// Frames that KSM frees, of `frames` frames that hold `pages` pages of one content. One frame
+    /// remains for every `max_page_sharing` pages.
     fn merged(&self, pages: f64, frames: f64) -> f64 {
         (frames - (pages / self.max_page_sharing).ceil()).max(0.0)
     }
 
-    /// Credits files with their part of what is saved; all of it.
+    /// Credits files with their parts of the saving. Returns the sum of these parts.
     fn of_files(&mut self, domain: usize, own: &[&Seen], saved: f64, weight: f64) -> f64 {
         let mut files: Vec<u32> = own
             .iter()
@@ -276,7 +276,7 @@ impl<'a> Splitter<'a> {
         files.len() as f64 * each
     }
 
-    /// Of pages that cache the same page of the same file in several VMs: all but one.
+    /// Counts pages that cache the same page of the same file in several VMs: all but one of each.
     fn folded(&self, own: &[&Seen]) -> f64 {
         let folds = |s: &&&Seen| !s.huge || self.splittable.contains(&s.huge_page());
         let mut places: Vec<((u32, u32), u32)> = own
@@ -290,7 +290,7 @@ impl<'a> Splitter<'a> {
         same_place.map(|vms| vms.len() as f64 - 1.0).sum()
     }
 
-    /// A content with many copies, of which some were looked at again.
+    /// Adds a content with many copies, some of which were read again.
     fn frequent(&mut self, frequent: &Frequent) {
         let looked = frequent.kept.len() as f64;
         if looked == 0.0 {
@@ -352,12 +352,12 @@ impl<'a> Splitter<'a> {
             let changed = count(&|seen| seen.again == Again::Changed);
             let merged = count(&|seen| seen.again != Again::Changed && seen.merged);
             let population = zero.of(vm);
-            // What was not read for want of time is like what was: the order was by chance.
+            // Unread pages are like the pages read, because the order was random.
             let pages = &self.pages[vm];
             let unread = pages.private as f64 / pages.read.max(1) as f64;
             let share = |found: u64| Sum::of_share(found, looked, population).times(unread);
             let (own, volatile, merged) = match looked {
-                // None drawn: few there are.
+                // None was sampled, so there are few.
                 0 => {
                     let mut all = Sum::default();
                     all.add(population as f64, 1.0);
@@ -385,7 +385,8 @@ impl<'a> Splitter<'a> {
             split.zero_given_back = own.times(given.max(0.0));
             split.volatile.join(volatile);
             split.merged.join(merged);
-            // One page stays for each so many, unless the kernel's zero page takes their place.
+            // One page stays for every `max_page_sharing`, unless the kernel's zero page replaces
+            // all.
             let left = if self.use_zero_pages {
                 1.0
             } else {
@@ -410,7 +411,8 @@ impl<'a> Splitter<'a> {
             if self.broken.contains(place) {
                 continue;
             }
-            // It has about this many such pages, and was found if one of them was drawn.
+            // The huge page has about this many such pages, and was found if one of them was
+            // sampled.
             let pages = f64::from(*pages) / drawn;
             let found = 1.0 - (1.0 - drawn).powf(pages);
             let broken = &mut self.split.vms[place.0 as usize].broken_huge_pages;
@@ -461,7 +463,7 @@ fn splittable(targets: &[Target]) -> HashSet<(u32, u64)> {
     enough.map(|(place, _)| place).collect()
 }
 
-/// Of a VM's private pages, the part that is offered to KSM.
+/// Part of a VM's private pages that is offered to KSM, 0 to 1.
 fn offered_share(pages: &Pages) -> f64 {
     pages.mergeable as f64 / pages.private.max(1) as f64
 }

@@ -4,10 +4,10 @@ use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Standard deviations on each side that hold 95 % of a normal distribution.
+/// Number of standard deviations on each side that enclose 95 % of a normal distribution.
 const CONFIDENCE: f64 = 1.96;
 
-/// A sum over a population of which each member was drawn with a known probability (Horvitz and
+/// A sum over a population whose members were each drawn with a known probability (Horvitz and
 /// Thompson 1952).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sum {
@@ -16,29 +16,29 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// A member with value `x`, drawn with probability `1 / weight`. An estimate of its part of the
-    /// variance is `x^2 (1 - p) / p^2`.
+    /// Adds a member with value `x` that was drawn with probability `p = 1 / weight`. Its part of
+    /// the variance is estimated as `x^2 (1 - p) / p^2`.
     pub fn add(&mut self, x: f64, weight: f64) {
         self.total += x * weight;
         self.variance += x * x * weight * (weight - 1.0);
     }
 
-    /// A sum that doesn't depend on this one.
+    /// Adds an independent sum.
     pub fn join(&mut self, other: Self) {
         self.total += other.total;
         self.variance += other.variance;
     }
 
-    /// So many members of a population were found to be of a kind, among `looked` that were drawn
-    /// from `population`.
+    /// Estimates how many members of a population are of a kind, if `found` of `looked` drawn
+    /// members were.
     #[must_use]
     pub fn of_share(found: u64, looked: u64, population: u64) -> Self {
         if looked == 0 {
             return Self::default();
         }
         let (found, looked, population) = (found as f64, looked as f64, population as f64);
-        // As if one more of each kind had been seen: what was never found in a small sample isn't
-        // certain not to be there.
+        // One more of each kind is assumed: a kind that was not found in a small sample may still
+        // exist.
         let likely = (found + 1.0) / (looked + 2.0);
         let rest = (1.0 - looked / population).max(0.0);
         Self {
@@ -47,7 +47,7 @@ impl Sum {
         }
     }
 
-    /// Multiplied by a number that is known.
+    /// Multiplies the sum by a known number.
     #[must_use]
     pub fn times(self, factor: f64) -> Self {
         Self {
@@ -56,19 +56,19 @@ impl Sum {
         }
     }
 
-    /// The sum, in what was added.
+    /// The sum, in the unit of the added values.
     #[must_use]
     pub const fn total(&self) -> f64 {
         self.total
     }
 
-    /// Half the width of its 95 % confidence interval.
+    /// Half the width of the 95 % confidence interval.
     #[must_use]
     pub fn plus_minus(&self) -> f64 {
         CONFIDENCE * self.variance.sqrt()
     }
 
-    /// A sum of pages, in bytes.
+    /// Converts a sum of pages to bytes.
     #[must_use]
     pub fn bytes(&self) -> Estimate {
         Estimate {
@@ -78,8 +78,8 @@ impl Sum {
     }
 }
 
-/// The nearest whole number that is not negative.
-// Saturates, and pages of one host are far below 2^52.
+/// Rounds to the nearest whole number, at least 0.
+// The cast saturates, and a host's pages are far below 2^52.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 #[must_use]
 pub fn whole(x: f64) -> u64 {
@@ -89,9 +89,9 @@ pub fn whole(x: f64) -> u64 {
 /// An amount of memory with its error bar.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Estimate {
-    /// The estimate.
+    /// Estimated amount, in bytes.
     pub bytes: u64,
-    /// Half of its 95 % confidence interval; 0: every page was looked at.
+    /// Half of the 95 % confidence interval, in bytes; 0: every page was read.
     pub plus_minus_bytes: u64,
 }
 

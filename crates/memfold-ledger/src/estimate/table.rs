@@ -9,7 +9,7 @@ use super::mechanisms::{Mechanism, Way};
 use super::report::{EstimateReport, How, VmEstimate};
 use super::statistics::Estimate;
 
-/// Files shown.
+/// Most files shown.
 const FILES: usize = 15;
 
 const LEGEND: &str = "\
@@ -17,7 +17,7 @@ PRIVATE: in memory and the VM's own. FILE: already shared by file (folded, a sna
 ZERO, WITHIN, BETWEEN could be saved: zero pages; copies within the VM; its part of what the domain's VMs have in common.
 MERGED: already by KSM. VOLATILE: changed between two reads. HUGE: private memory in huge pages.";
 
-/// The whole.
+/// Returns the whole report as text.
 #[must_use]
 pub fn render(report: &EstimateReport) -> String {
     let mut text = format!("{}\n{LEGEND}\n", vms(report).trim_fmt());
@@ -64,7 +64,7 @@ fn size(bytes: u64) -> String {
     ByteSize(bytes).to_string()
 }
 
-/// With its error bar, where it has one.
+/// The amount, with its error bar if it has one.
 pub(super) fn amount(estimate: Estimate) -> String {
     match estimate.plus_minus_bytes {
         0 => size(estimate.bytes),
@@ -110,8 +110,8 @@ fn row(vm: &VmEstimate, name: &str, pid: &str) -> [String; 13] {
     ]
 }
 
-/// Of the columns shown. Errors are added as if they were one: those of a content that several VMs
-/// have are.
+/// Sums the columns shown. Errors are added linearly: for a content that several VMs hold, they are
+/// the same error.
 fn sum(vms: &[VmEstimate]) -> VmEstimate {
     let mut sum = VmEstimate::default();
     for vm in vms {

@@ -13,35 +13,35 @@ use super::facts::{FileRun, KnownVm, VmFacts};
 /// A range of a process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// First byte.
+    /// Address of the first byte.
     pub start: u64,
-    /// Byte after the last.
+    /// Address after the last byte.
     pub end: u64,
-    /// Whether KSM may merge it.
+    /// Whether KSM may merge its pages.
     pub mergeable: bool,
-    /// Whether it is of huge pages of hugetlbfs, which nobody shares.
+    /// Whether it consists of hugetlbfs pages, which cannot be shared.
     pub hugetlb: bool,
 }
 
-/// A VM.
+/// A VM whose memory is read.
 #[derive(Clone, Debug, Default)]
 pub struct Target {
-    /// Its name.
+    /// Name of the VM.
     pub name: String,
-    /// Its process.
+    /// Process number of QEMU.
     pub pid: i32,
-    /// Its trust domain; `None`: it shares with nobody.
+    /// Trust domain; `None`: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// Its memory, by address.
+    /// Ranges of its memory, by address.
     pub ranges: Vec<Range>,
-    /// What of it caches which files, by address; `None`: nobody says so.
+    /// File pages that the VM caches, by address; `None`: unknown.
     pub runs: Option<Vec<FileRun>>,
-    /// `MemFree` of the guest.
+    /// `MemFree` of the guest, in bytes.
     pub free_bytes: Option<u64>,
 }
 
 impl Target {
-    /// What groups VMs that may share: the trust domain, or the VM alone.
+    /// Key that groups VMs that may share: the trust domain, or the VM alone.
     #[must_use]
     pub fn group(&self) -> String {
         match &self.domain {
@@ -50,7 +50,7 @@ impl Target {
         }
     }
 
-    /// The file and the page of it that the page at `page` (address over 4096) caches.
+    /// The file, and the page in it, that the page number `page` (address / 4096) caches.
     #[must_use]
     pub fn file_at(&self, page: u64) -> Option<(u32, u32)> {
         let runs = self.runs.as_deref()?;
@@ -61,7 +61,7 @@ impl Target {
             .then(|| Some((run.file, run.page.checked_add(u32::try_from(inside).ok()?)?)))?
     }
 
-    /// Whether KSM may merge the page at `page` (address over 4096).
+    /// Whether KSM may merge the page number `page` (address / 4096).
     #[must_use]
     pub fn is_mergeable(&self, page: u64) -> bool {
         let address = page << 12;
@@ -71,12 +71,12 @@ impl Target {
     }
 }
 
-/// Which VMs may share, as the caller says.
+/// Trust domains as chosen by the caller.
 #[derive(Clone, Debug, Default)]
 pub struct Domains {
-    /// All with all.
+    /// Whether all VMs may share with each other.
     pub one: bool,
-    /// These processes are of these domains.
+    /// Trust domains of single processes.
     pub of: Vec<(i32, String)>,
 }
 
@@ -91,8 +91,11 @@ impl Domains {
     }
 }
 
-/// Finds the QEMUs of this host; only those that `selected` names by name or process number, if it
-/// names any.
+/// Finds the QEMUs of this host. If `selected` is not empty, only those that it names, by name or
+/// process number.
+///
+/// # Errors
+/// No such VM runs, or its memory map may not be read.
 pub fn find(
     proc_root: &Path,
     selected: &[String],
@@ -134,7 +137,7 @@ pub fn find(
                 runs: known.and_then(|vm| vm.runs.clone()).map(in_order),
                 free_bytes: known.and_then(|vm| vm.free_bytes),
             }),
-            // It has ended meanwhile.
+            // The VM has ended meanwhile.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(source) if source.kind() == std::io::ErrorKind::PermissionDenied => {
                 return Err(EstimateError::NotAllowed { pid, source });
@@ -179,7 +182,8 @@ fn name_of(pid: i32, facts: &VmFacts) -> String {
         .unwrap_or_else(|| format!("process {pid}"))
 }
 
-/// Guest memory, and whatever else of the process may merge: small blocks (video memory, ROMs) too.
+/// Guest memory, and other mergeable memory of the process: small blocks such as video memory or
+/// ROMs too.
 fn memory(proc_root: &Path, pid: i32, known: Option<&KnownVm>) -> std::io::Result<Vec<Range>> {
     let ram = known.map_or(&[][..], |vm| &vm.ram);
     let mut mappings = ranges::guest(proc_root, pid, ram)?;
@@ -189,7 +193,7 @@ fn memory(proc_root: &Path, pid: i32, known: Option<&KnownVm>) -> std::io::Resul
         .filter(ranges::Mapping::is_mergeable);
     mappings.extend(offered);
     mappings.sort_unstable_by_key(|mapping| (mapping.start, mapping.end));
-    // Read twice: mappings may have been joined or cut in between.
+    // The mappings were read twice, and may have been merged or split in between.
     let mut found: Vec<Range> = Vec::new();
     for mapping in mappings {
         let from = found.last().map_or(0, |last| last.end);

@@ -2,27 +2,27 @@
 
 use super::Series;
 
-/// Points that a trend is made of, at most: all pairs of them are looked at.
+/// Most points of a trend. All pairs of points are compared.
 const MOST: usize = 60;
 
-/// And at least.
+/// Fewest points of a trend.
 const LEAST: usize = 8;
 
-/// A gap of so many steps is an end: the VM was another one before.
+/// A gap of more than this many steps ends a run of samples: the VM was another one before.
 const GAP: i64 = 4;
 
-/// A trend.
+/// Growth of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth {
-    /// Bytes an hour; negative: it shrinks.
+    /// Bytes per hour; negative if it shrinks.
     pub bytes_per_hour: i64,
-    /// Seconds that it was measured over.
+    /// Length of the measured time, in seconds.
     pub over_s: i64,
 }
 
-/// The trend of private and not folded memory in a VM's series: the median slope of all pairs of
-/// points (Theil and Sen), so that a peak doesn't count. Of the newest run of samples without a
-/// gap, less its first quarter, in which a guest boots. `None`: too few samples.
+/// The trend of private and unfolded memory in a VM's series. It is the median slope of all pairs
+/// of points (Theil and Sen), so that peaks do not count. Only the newest run of samples without a
+/// gap is used, without its first quarter, in which a guest boots. `None`: too few samples.
 #[must_use]
 pub fn growth(series: &Series) -> Option<Growth> {
     let of = |name: &str| {

@@ -18,49 +18,49 @@ pub use growth::{Growth, growth};
 pub use series::{HOST_SERIES, Lent, VM_SERIES, host_values, vm_values};
 pub use store::{History, HistoryError, KEEP_COARSE_S, KEEP_FINE_S};
 
-/// One of the changes that were seen between two samples.
+/// A change seen between two samples.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
-    /// When it was seen, seconds since 1970.
+    /// Time when it was seen, in seconds since 1970.
     pub at_unix_s: i64,
     /// What it is about: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `brake`,
     /// `snapshot`, `lending`, `daemon`.
     pub kind: String,
-    /// Whether somebody should look at it.
+    /// Whether the operator should look at it.
     pub warning: bool,
-    /// The VM, if it is about one.
+    /// Name of the VM, if the event concerns one.
     pub vm: Option<String>,
-    /// What happened.
+    /// Description of the change.
     pub text: String,
 }
 
 /// Figures over time.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Series {
-    /// Seconds of each point: a point is the mean of what was sampled in them.
+    /// Seconds per point. A point is the mean of the samples in that time.
     pub step_s: i64,
-    /// The points' beginnings, seconds since 1970.
+    /// Start time of each point, in seconds since 1970.
     pub t: Vec<i64>,
     /// Names of the figures.
     pub names: Vec<String>,
-    /// One list of points for each name; null: not known then.
+    /// For each name, one value per point; null: not known at that time.
     pub values: Vec<Vec<Option<i64>>>,
 }
 
-/// One figure of all VMs over time.
+/// PSS of all VMs over time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Trends {
-    /// Seconds of each point.
+    /// Seconds per point.
     pub step_s: i64,
     /// VMs that were sampled in that time, by name.
     pub vms: Vec<Trend>,
 }
 
-/// One VM's.
+/// PSS of one VM over time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Trend {
-    /// The VM.
+    /// Name of the VM.
     pub name: String,
-    /// Means of its PSS, oldest first, over all of the time that was asked for; null: no sample.
+    /// Mean PSS of each point, oldest first, for the whole requested time; null: no sample.
     pub pss_bytes: Vec<Option<i64>>,
 }

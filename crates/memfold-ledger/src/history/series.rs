@@ -5,8 +5,8 @@ use memfold_units::ByteSize;
 
 use crate::{Report, VmAccount};
 
-/// Figures of the host. The first five, with cache and free memory, are where every byte of
-/// `MemTotal` is. New ones come last: that is the order of the database's columns.
+/// Names of the host's figures. The first five, together with cache and free memory, add up to
+/// `MemTotal`. New names are appended: the order is that of the database's columns.
 pub const HOST_SERIES: [&str; 20] = [
     "vms_bytes",
     "stores_bytes",
@@ -30,7 +30,7 @@ pub const HOST_SERIES: [&str; 20] = [
     "borrowed_bytes",
 ];
 
-/// Figures of a VM.
+/// Names of a VM's figures.
 pub const VM_SERIES: [&str; 8] = [
     "private_bytes",
     "unfolded_bytes",
@@ -53,16 +53,16 @@ fn milliseconds(seconds: f64) -> i64 {
     ms
 }
 
-/// What the ledger doesn't say of a host.
+/// Lent and borrowed memory, which the ledger does not know.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lent {
-    /// Of this host's memory to others.
+    /// Bytes of this host's memory that are lent to others.
     pub lent_bytes: u64,
-    /// Swap disks of this host's VMs that lie in memory of others.
+    /// Bytes of this host's VMs' swap disks that are in other hosts' memory.
     pub borrowed_bytes: u64,
 }
 
-/// In the order of [`HOST_SERIES`]; `None`: not known. CPU times are totals.
+/// Values in the order of [`HOST_SERIES`]; `None`: unknown. CPU times are totals.
 #[must_use]
 pub fn host_values(
     ledger: &Report,
@@ -96,7 +96,7 @@ pub fn host_values(
     ]
 }
 
-/// In the order of [`VM_SERIES`].
+/// Values in the order of [`VM_SERIES`].
 #[must_use]
 pub fn vm_values(vm: &VmAccount) -> [i64; VM_SERIES.len()] {
     [

@@ -10,63 +10,63 @@ use super::{Event, HOST_SERIES, Series, Trend, Trends, VM_SERIES};
 
 /// How long fine samples are kept, in seconds.
 pub const KEEP_FINE_S: i64 = 24 * 3600;
-/// How long coarse ones are kept.
+/// How long coarse samples are kept, in seconds.
 pub const KEEP_COARSE_S: i64 = 90 * 24 * 3600;
-/// Seconds of a coarse sample.
+/// Length of a coarse sample, in seconds.
 const COARSE_STEP_S: i64 = 1800;
-/// Most samples of VMs, fine and coarse: about 70 bytes each. 100 VMs have 720,000 in all.
+/// Most rows of VMs' samples, fine and coarse, of about 70 bytes each. 100 VMs have 720,000 rows.
 const MOST_VM_ROWS: i64 = 1_000_000;
-/// Most events.
+/// Most events that are kept.
 const MOST_EVENTS: i64 = 5000;
-/// The file never grows beyond so many pages of 4,096 bytes: 256 MiB.
+/// Size limit of the file in pages of 4,096 bytes: 256 MiB.
 const MOST_PAGES: i64 = 65_536;
-/// `user_version` of the database that this code understands.
+/// `user_version` of databases that this code reads.
 const VERSION: i64 = 2;
-/// What makes a database of each version, from 1 on, one of the next.
+/// Statements that upgrade a database from each version, starting with 1, to the next.
 const UPGRADES: [&str; 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
     ALTER TABLE host ADD COLUMN debt_absorbable_bytes INTEGER;
     ALTER TABLE host ADD COLUMN lent_bytes INTEGER;
     ALTER TABLE host ADD COLUMN borrowed_bytes INTEGER;"];
 
-/// Why the history can't be written or read.
+/// Reason why the history cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum HistoryError {
-    /// The file can't be made.
+    /// The file cannot be created.
     #[error("cannot use {path}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The kernel's error.
         #[source]
         source: std::io::Error,
     },
     /// The database failed.
     #[error("cannot use the history at {path}")]
     Database {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The database's error.
         #[source]
         source: rusqlite::Error,
     },
-    /// A later version of memfold made it.
+    /// A later version of memfold created the database.
     #[error(
         "the history at {path} has version {version}, this memfold reads versions up to {VERSION}; move the file away"
     )]
     Version {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its version.
+        /// Version of the database.
         version: i64,
     },
 }
 
-/// The history.
+/// The history database.
 #[derive(Debug)]
 pub struct History {
     path: PathBuf,
     connection: Connection,
-    /// Beginning of the coarse step that fine samples are gathered for.
+    /// Start of the coarse step whose fine samples are being collected.
     gathering: Option<i64>,
 }
 
@@ -76,7 +76,7 @@ fn columns(names: &[&str]) -> String {
 }
 
 fn schema() -> String {
-    // Fine samples have step 0: they may come at any interval.
+    // Fine samples have step 0, because they may come at any interval.
     format!(
         "CREATE TABLE host (step INTEGER NOT NULL, t INTEGER NOT NULL, {}, PRIMARY KEY (step, t)) STRICT, WITHOUT ROWID;
          CREATE TABLE vm_names (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL) STRICT;
@@ -100,7 +100,7 @@ fn is_full(error: &rusqlite::Error) -> bool {
 }
 
 impl History {
-    /// Opens the history, and makes it if there is none; for its owner alone.
+    /// Opens the history, and creates it if there is none. Only its owner can read it.
     pub fn open(path: &Path) -> Result<Self, HistoryError> {
         let file = |source| HistoryError::File {
             path: path.to_owned(),
@@ -120,7 +120,7 @@ impl History {
             let connection = Connection::open(path)?;
             connection.busy_timeout(std::time::Duration::from_secs(5))?;
             connection.pragma_update(None, "journal_mode", "WAL")?;
-            // What the last seconds before a power failure were is no loss.
+            // Losing the last seconds before a power failure does no harm.
             connection.pragma_update(None, "synchronous", "NORMAL")?;
             connection.pragma_update(None, "max_page_count", MOST_PAGES)?;
             connection.pragma_update(None, "journal_size_limit", 4 << 20)?;
@@ -160,7 +160,7 @@ impl History {
         }
     }
 
-    /// Adds a sample and what changed, and lets go of what is too old or too much.
+    /// Adds a sample and events. Deletes data that is too old or too much.
     pub fn add(
         &mut self,
         at_unix_s: i64,
@@ -169,15 +169,15 @@ impl History {
         events: &[Event],
     ) -> Result<(), HistoryError> {
         let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
-        // First: it makes room. Of what a daemon before this one has left, too: none may live as
-        // long as a step.
+        // Comes first, because it frees space. It also handles data of an earlier daemon, which may
+        // have lived for less than a step.
         let tidied = if self.gathering.replace(step) == Some(step) {
             Ok(())
         } else {
             self.make_coarse(step)
         };
         let mut added = self.add_rows(at_unix_s, host, vms, events);
-        // A full disk says the same.
+        // A full disk causes the same error.
         if added.as_ref().is_err_and(is_full) && self.is_at_its_limit() {
             self.make_room().map_err(|source| self.failed(source))?;
             added = self.add_rows(at_unix_s, host, vms, events);
@@ -195,7 +195,7 @@ impl History {
         number("page_count") * 10 >= number("max_page_count") * 9
     }
 
-    /// The file is as large as it may become: the oldest quarter goes.
+    /// Deletes the oldest quarter when the file has reached its size limit.
     fn make_room(&mut self) -> rusqlite::Result<()> {
         tracing::warn!(path = %self.path.display(), "history full, oldest quarter deleted; nothing is needed");
         let transaction = self.connection.transaction()?;
@@ -220,7 +220,7 @@ impl History {
         let transaction = self.connection.transaction()?;
         {
             let marks = |n: usize| vec!["?"; n].join(", ");
-            // Two samples of one second: the later one.
+            // Of two samples in one second, the later one counts.
             let mut add = transaction.prepare_cached(&format!(
                 "INSERT OR REPLACE INTO host VALUES ({})",
                 marks(HOST_SERIES.len() + 2)
@@ -249,9 +249,9 @@ impl History {
         transaction.commit()
     }
 
-    /// Means of all whole steps before `now_step` that have none yet, and the end of what is too
-    /// old. What a clock that was ahead has left stays where it is until its time comes, and is in
-    /// nobody's way.
+    /// Computes the means of all complete steps before `now_step` that have none, and deletes data
+    /// that is too old. Samples with a time in the future (the clock was ahead) stay until their
+    /// time comes, and do no harm.
     fn make_coarse(&mut self, now_step: i64) -> rusqlite::Result<()> {
         let transaction = self.connection.transaction()?;
         let bucket = format!("t - t % {COARSE_STEP_S}");
@@ -298,14 +298,14 @@ impl History {
         transaction.commit()
     }
 
-    /// The host since `from`, in `points` points at most: fine where fine samples are kept that
-    /// long, else coarse.
+    /// The host's figures since `from`, in at most `points` points. Fine samples are used if they
+    /// are kept for that long, otherwise coarse ones.
     pub fn host(&self, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
         self.series("host", "", &[], &HOST_SERIES, (now, from), points)
             .map_err(|source| self.failed(source))
     }
 
-    /// A VM since `from`. One that was never seen has no points.
+    /// A VM's figures since `from`. An unknown VM has no points.
     pub fn vm(&self, name: &str, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
         let condition = "AND vm = (SELECT id FROM vm_names WHERE name = ?5)";
         self.series("vms", condition, &[&name], &VM_SERIES, (now, from), points)
@@ -348,10 +348,10 @@ impl History {
         Ok(found)
     }
 
-    /// PSS of all VMs since `from`, in `points` points at most: all VMs have as many, from `from`
-    /// to `now`.
+    /// PSS of all VMs since `from`, in at most `points` points. All VMs have the same points, from
+    /// `from` to `now`.
     pub fn trends(&self, now: i64, from: i64, points: i64) -> Result<Trends, HistoryError> {
-        // Samples have whole seconds.
+        // Samples have a resolution of one second.
         let points = points.min(now - from).max(1);
         let bucket = ((now - from) / points).max(1);
         let read = || -> rusqlite::Result<Trends> {
@@ -382,7 +382,7 @@ impl History {
         read().map_err(|source| self.failed(source))
     }
 
-    /// The last events, newest first.
+    /// The last `count` events, newest first.
     pub fn events(&self, count: i64) -> Result<Vec<Event>, HistoryError> {
         let read = || -> rusqlite::Result<Vec<Event>> {
             let mut select = self.connection.prepare_cached(
