@@ -7,32 +7,32 @@ use memfold_vm::RamLayout;
 
 use super::read::Vma;
 
-/// What a stretch of addresses is mapped to.
+/// Kind of a stretch's mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Anonymous memory, or nothing.
+    /// Anonymous memory, or no mapping.
     Anonymous,
-    /// A page store.
+    /// A mapping of a page store.
     Store,
-    /// Another file.
+    /// A mapping of another file.
     File,
 }
 
-/// A stretch `[start, end)` of one kind.
+/// A range `[start, end)` of addresses with one kind of mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stretch {
-    /// First byte.
+    /// Address of the first byte.
     pub start: Hva,
-    /// Byte after the last.
+    /// Address after the last byte.
     pub end: Hva,
-    /// What it is mapped to.
+    /// Kind of the mapping.
     pub kind: Kind,
 }
 
-/// Pages by place. `huge` counts pages that are in one of the others too.
+/// Number of pages in each class. Pages in `huge` are also counted in another class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Places {
-    /// Anonymous, present, outside stores.
+    /// Anonymous pages in memory, outside stores.
     pub private: u64,
     /// Private copies inside store mappings.
     pub unfolded: u64,
@@ -44,17 +44,18 @@ pub struct Places {
     pub file_resident: u64,
     /// Other files' pages not in the page table.
     pub file_untouched: u64,
-    /// The zero page.
+    /// Pages mapped to the zero page.
     pub zero: u64,
-    /// Swapped out.
+    /// Pages in swap.
     pub swapped: u64,
-    /// Nothing there.
+    /// Pages without backing.
     pub free: u64,
-    /// Mapped by huge pages.
+    /// Pages that huge pages map.
     pub huge: u64,
 }
 
-/// The addresses of guest RAM in QEMU, sorted, without overlap: RAM blocks and slots together.
+/// The address ranges of guest RAM in QEMU, sorted and without overlap: RAM blocks and slots
+/// together.
 #[must_use]
 pub fn ram_ranges(layout: &RamLayout) -> Vec<(Hva, Hva)> {
     let blocks = layout.blocks.iter().map(|b| (b.hva, b.pages));
@@ -75,7 +76,7 @@ pub fn ram_ranges(layout: &RamLayout) -> Vec<(Hva, Hva)> {
     merged
 }
 
-/// What `[start, end)` is mapped to, without gaps, in order. `vmas` sorted by address.
+/// The mappings of `[start, end)`, without gaps and in order. `vmas` must be sorted by address.
 #[must_use]
 pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -> Vec<Stretch> {
     let mut found = Vec::new();
@@ -113,10 +114,10 @@ pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -
     found
 }
 
-/// Where a page is.
+/// Class of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// Anonymous, present, outside stores.
+    /// Anonymous, in memory, outside stores.
     Private,
     /// A private copy inside a store mapping.
     Unfolded,
@@ -130,15 +131,15 @@ pub enum Place {
     FileUntouched,
     /// The zero page.
     Zero,
-    /// Swapped out.
+    /// In swap.
     Swapped,
-    /// Nothing there.
+    /// Without backing.
     Free,
 }
 
-/// Tells of every page of `stretches` where it is, in order, as runs `[start, end)`. `regions` are
-/// the present or swapped pages there, in order. The last argument: mapped by huge pages of its
-/// own.
+/// Classifies every page of `stretches`, in order, and reports runs `[start, end)` of one class to
+/// `told`. `regions` are the pages there that are present or swapped, in order. The last argument
+/// of `told` is true for pages that huge pages map.
 pub fn each_run(
     stretches: &[Stretch],
     regions: &[Region],
@@ -158,14 +159,14 @@ pub fn each_run(
                 if at < from {
                     told(absent, at, from, false);
                 }
-                // The huge zero page costs as little as the small one.
+                // A huge zero page costs as little as a small one.
                 let huge =
                     region.is(category::HUGE | category::PRESENT) && !region.is(category::ZERO);
                 told(place(stretch.kind, region), from, to, huge);
                 at = to;
             }
-            // The kernel joins pages of equal categories over the borders of mappings, so a region
-            // may go on.
+            // The kernel joins pages of equal categories across mappings, so a region may continue
+            // in the next stretch.
             if region.end > stretch.end {
                 break;
             }
@@ -185,7 +186,8 @@ fn place(kind: Kind, region: &Region) -> Place {
     } else if region.is(category::FILE) {
         match kind {
             Kind::Store => Place::FoldedResident,
-            // Anonymous here: a mapping that came between reading the mappings and the page map.
+            // Anonymous: the mapping appeared after the mappings were read and before the page map
+            // was.
             Kind::File | Kind::Anonymous => Place::FileResident,
         }
     } else if kind == Kind::Store {
@@ -195,8 +197,8 @@ fn place(kind: Kind, region: &Region) -> Place {
     }
 }
 
-/// Puts every page of `stretches` in its place. `regions` are the present or swapped pages there,
-/// in order.
+/// Counts the pages of `stretches` by class. `regions` are the pages there that are present or
+/// swapped, in order.
 #[must_use]
 pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
     let mut places = Places::default();

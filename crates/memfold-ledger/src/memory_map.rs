@@ -11,7 +11,7 @@ use super::memory::{Place, each_run, ram_ranges};
 use super::read::{Proc, ReadError, pagemap_of};
 use super::take::look;
 
-/// What a cell's figures count, in their order. `template`: of a snapshot's image, or of another
+/// Names of the counts in a cell, in order. `template`: pages of a snapshot's image or of another
 /// file.
 pub const STATES: [&str; 7] = [
     "private", "unfolded", "folded", "template", "zero", "swapped", "free",
@@ -20,43 +20,43 @@ pub const STATES: [&str; 7] = [
 /// Most cells of a map.
 pub const MOST_CELLS: u64 = 8192;
 
-/// A segment beside RAM.
+/// A segment that the VM maps beside its RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MappedSegment {
-    /// `NAME@GENERATION`.
+    /// The segment, as `NAME@GENERATION`.
     pub segment: String,
-    /// Bytes that the VM maps of it.
+    /// Bytes that the VM maps.
     pub bytes: u64,
-    /// Of these, in its page tables.
+    /// Part of these bytes that is in the VM's page tables.
     pub resident_bytes: u64,
 }
 
-/// Where a cell begins; those after it follow.
+/// Address of a cell. The cells after it follow without a gap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CellPlace {
-    /// Its number, from 0.
+    /// Number of the cell, from 0.
     pub cell: u64,
-    /// The guest's physical address; null: QEMU has memory there that the guest doesn't see as
-    /// such.
+    /// Guest-physical address; null: QEMU's memory at this place is not part of the guest's address
+    /// space.
     pub address: Option<u64>,
 }
 
-/// The map.
+/// Map of a VM's RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MemoryMap {
-    /// The VM.
+    /// Name of the VM.
     pub vm: String,
-    /// Guest RAM in bytes: the sum of all cells.
+    /// Size of guest RAM in bytes; the sum of all cells.
     pub ram_bytes: u64,
-    /// Bytes of a cell; the last of a range may have fewer.
+    /// Bytes of a cell. The last cell of a range may be smaller.
     pub cell_bytes: u64,
-    /// The names of a cell's figures.
+    /// Names of the counts in a cell.
     pub states: Vec<String>,
-    /// Pages of each state, cell by cell, as the guest has them.
+    /// Number of pages in each state, for each cell, in the order of guest addresses.
     pub cells: Vec<[u64; 7]>,
-    /// Where cells lie, for those that don't follow the one before.
+    /// Addresses of cells that do not follow the previous cell.
     pub places: Vec<CellPlace>,
-    /// The segments that it maps, beside RAM.
+    /// Segments that the VM maps beside its RAM.
     pub segments: Vec<MappedSegment>,
 }
 
@@ -72,7 +72,7 @@ const fn state(place: Place) -> usize {
     }
 }
 
-/// Adds pages `[from, to)` of a range to its cells.
+/// Adds the pages `[from, to)` of a range to its cells.
 fn add(cells: &mut [[u64; 7]], from: u64, to: u64, cell_pages: u64, state: usize) {
     let mut at = from;
     while at < to {
@@ -86,8 +86,8 @@ fn add(cells: &mut [[u64; 7]], from: u64, to: u64, cell_pages: u64, state: usize
     }
 }
 
-/// Adds where the cells of a range begin, but for those that follow the one before; the last of the
-/// range before may have been short.
+/// Adds the addresses of a range's cells, except cells that follow the previous one. The last cell
+/// of the previous range may have been short.
 fn extend(places: &mut Vec<CellPlace>, begins: impl Iterator<Item = CellPlace>, cell_bytes: u64) {
     for (number, begin) in begins.enumerate() {
         let follows = places.last().filter(|_| number > 0).is_some_and(|last| {
@@ -100,10 +100,10 @@ fn extend(places: &mut Vec<CellPlace>, begins: impl Iterator<Item = CellPlace>, 
     }
 }
 
-/// The map of a VM's RAM, in about `cells` cells ([`MOST_CELLS`] at most).
+/// Makes the map of a VM's RAM, with about `cells` cells ([`MOST_CELLS`] at most).
 ///
 /// # Errors
-/// If the process ended, or we may not read it, or the kernel has no `PAGEMAP_SCAN`.
+/// The process ended, may not be read, or the kernel has no `PAGEMAP_SCAN`.
 pub fn memory_map(
     (pid, name): (i32, &str),
     layout: &RamLayout,
@@ -115,7 +115,7 @@ pub fn memory_map(
     let pagemap = pagemap_of(pid)?;
     let mut ranges = ram_ranges(layout);
     let address = |at: Hva| layout.pfn_of(at).map(|pfn| pfn.0 * PAGE_SIZE);
-    // What the guest doesn't see comes last.
+    // Memory outside the guest's address space comes last.
     ranges.sort_by_key(|(start, _)| address(*start).unwrap_or(u64::MAX));
     let pages = |(start, end): &(Hva, Hva)| (end.0 - start.0) / PAGE_SIZE;
     let all: u64 = ranges.iter().map(pages).sum();

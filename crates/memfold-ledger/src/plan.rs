@@ -26,95 +26,95 @@ use utoipa::ToSchema;
 use super::account::{Report, VmAccount};
 use super::debt::DebtReport;
 
-/// Why nothing can be planned.
+/// Reason why nothing can be planned.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// Nothing is measured.
+    /// No VM runs, so nothing is measured.
     #[error("no VM runs, and a plan is computed from running VMs; start one of each kind first")]
     NoVms,
-    /// A name that nobody has.
+    /// No VM has this name.
     #[error("no VM named '{0}' runs; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
-    /// A VM in two kinds.
+    /// A VM is named in two kinds.
     #[error("VM '{0}' is named in two kinds; leave it out of one")]
     Twice(String),
-    /// A kind that nobody has named.
+    /// No kind has this name.
     #[error("no kind '{0}'; the kinds are {1}")]
     NoSuchKind(String, String),
-    /// A daemon of another version.
+    /// The daemon is of another version.
     #[error(
         "the daemon's report lacks the figures of shared memory; use a daemon and a client of the same version"
     )]
     NoDebt,
 }
 
-/// A kind: VMs that are alike.
+/// A kind of VMs that are alike.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Kind {
-    /// Its name.
+    /// Name of the kind.
     pub name: String,
-    /// VMs that were measured.
+    /// Names of the measured VMs.
     pub vms: Vec<String>,
-    /// What one more takes of the host: anonymous memory and memory files of its QEMU but for
-    /// shares of what others map too, and page tables.
+    /// Bytes that one more VM takes: anonymous memory and memory files of its QEMU, without shares
+    /// of pages that others map too, and its page tables.
     pub own_bytes: u64,
-    /// Of that, page cache in the guest that its agent knows of and that is not shared.
+    /// Part of `own_bytes`: unshared page cache in the guest, according to its agent.
     pub page_cache_bytes: u64,
-    /// The 95 % error bar of `own_bytes`, from how much the measured VMs differ; null: only one was
-    /// measured.
+    /// Error bar (95 %) of `own_bytes`, from the differences between the measured VMs; null: only
+    /// one was measured.
     pub plus_minus_bytes: Option<u64>,
-    /// What each shares: folded, of a snapshot's image, merged by KSM.
+    /// Bytes that each VM shares: folded, of a snapshot's image, or merged by KSM.
     pub shared_bytes: u64,
-    /// What each could call in by writing.
+    /// Bytes that each VM could claim by writing.
     pub owed_bytes: u64,
-    /// What each would take if it came to use all of its RAM and shared nothing.
+    /// Bytes that each VM would take if it used all of its RAM and shared nothing.
     pub most_bytes: u64,
-    /// What each has grown by an hour lately, in the mean; null: too few samples.
+    /// Mean growth of a VM lately, in bytes per hour; null: too few samples.
     pub grows_bytes_per_hour: Option<i64>,
-    /// What each is taken to grow by in the time that is planned ahead.
+    /// Bytes by which each VM is assumed to grow within the planned time.
     pub grown_bytes: u64,
-    /// More of it that fit beside what runs now, by both limits.
+    /// Number of further VMs of this kind that fit beside the running VMs, by both limits.
     pub more_fit: u64,
-    /// More of it that fit by memory alone, were nothing ever called in.
+    /// Number of further VMs that fit by memory alone, if no guest ever claimed shared memory.
     pub more_fit_by_memory: u64,
-    /// How many are predicted.
+    /// Number of VMs of this kind in the prediction.
     pub wanted: u64,
-    /// For the error bar of a sum: one VM's standard deviation.
+    /// Standard deviation of one VM, for the error bar of a sum.
     #[serde(skip)]
     pub deviation: f64,
 }
 
-/// A plan.
+/// A prediction of memory use.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Plan {
-    /// Memory planned for.
+    /// Bytes of memory to plan for.
     pub memory_bytes: u64,
-    /// What the host keeps for itself.
+    /// Bytes that the host keeps for itself.
     pub reserve_bytes: u64,
-    /// How much of what is owed is to be there, percent.
+    /// Percent of the owed bytes that must be available.
     pub cover_percent: f64,
-    /// Not available now (`MemTotal` - `MemAvailable`).
+    /// Bytes used now (`MemTotal` - `MemAvailable`).
     pub used_bytes: u64,
-    /// Owed now.
+    /// Bytes owed now.
     pub owed_bytes: u64,
-    /// The kinds.
+    /// The kinds of VMs.
     pub kinds: Vec<Kind>,
-    /// What would be used with the VMs wanted.
+    /// Predicted bytes in use with the wanted VMs.
     pub predicted_bytes: u64,
-    /// The 95 % error bar of that; null: a kind of which more are wanted was measured once.
+    /// Error bar (95 %) of the prediction; null: a kind with additional VMs was measured only once.
     pub plus_minus_bytes: Option<u64>,
-    /// What would be owed then.
+    /// Predicted bytes owed.
     pub predicted_owed_bytes: u64,
-    /// Hours that are planned ahead.
+    /// Hours to plan ahead.
     pub ahead_hours: f64,
-    /// Of `predicted_bytes`, what the VMs grow by until then.
+    /// Part of `predicted_bytes`: growth of the VMs until then.
     pub grown_bytes: u64,
-    /// Whether they fit.
+    /// Whether the wanted VMs fit.
     pub fits: bool,
 }
 
-/// Which VMs are a kind, if nobody says so: those of a trust domain; a VM without one is a kind of
-/// its own.
+/// The kinds if none are given: one for each trust domain. A VM without a domain is a kind of its
+/// own.
 #[must_use]
 pub fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -125,34 +125,34 @@ pub fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     kinds.into_iter().collect()
 }
 
-/// Pages that each VM caches, and of them those that are shared, by its name.
+/// For each VM by name: cached pages, and the part of them that is shared.
 #[must_use]
 pub fn caches(stats: &EngineStats) -> BTreeMap<String, (u64, u64)> {
     let of = |vm: &VmStats| (vm.name.clone(), (vm.cached_pages, vm.matched_folded_pages));
     stats.vms.iter().map(of).collect()
 }
 
-/// Growth of each VM by its name, bytes an hour.
+/// Growth of each VM by name, in bytes per hour.
 pub type Growths = BTreeMap<String, i64>;
 
-/// What to plan.
+/// Input of a plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Order {
     /// Kinds: a name and its VMs. Empty: those of [`kinds_by_domain`].
     pub kinds: Vec<(String, Vec<String>)>,
-    /// Kinds of which another number is wanted than runs, and that number.
+    /// Wanted numbers of VMs, for kinds whose number should differ from the running VMs.
     pub vms: Vec<(String, u64)>,
-    /// Memory to plan for; none: the host's.
+    /// Bytes of memory to plan for; `None`: the host's memory.
     pub memory_bytes: Option<u64>,
     /// Hours to plan ahead.
     pub ahead_hours: f64,
 }
 
 impl Order {
-    /// The plan of what runs now.
+    /// Computes the plan from the running VMs.
     ///
     /// # Errors
-    /// If nothing runs, or a name is wrong.
+    /// No VM runs, or a name is unknown.
     pub fn plan(
         &self,
         report: &Report,
@@ -167,10 +167,10 @@ impl Order {
     }
 }
 
-/// A kind as operators write it: `KIND=VM,VM`.
+/// Parses a kind as operators write it: `KIND=VM,VM`.
 ///
 /// # Errors
-/// If it isn't, in words.
+/// A message that describes the right form.
 pub fn parse_kind(text: &str) -> Result<(String, Vec<String>), String> {
     let (name, vms) = text.split_once('=').unwrap_or((text, ""));
     let vms: Vec<String> = vms.split(',').map(str::to_owned).collect();
@@ -182,10 +182,10 @@ pub fn parse_kind(text: &str) -> Result<(String, Vec<String>), String> {
     Ok((name.to_owned(), vms))
 }
 
-/// How many of a kind, as operators write it: `KIND=NUMBER`.
+/// Parses a number of VMs as operators write it: `KIND=NUMBER`.
 ///
 /// # Errors
-/// If it isn't, in words.
+/// A message that describes the right form.
 pub fn parse_number(text: &str) -> Result<(String, u64), String> {
     let parts = text.split_once('=').filter(|(name, _)| !name.is_empty());
     let parts = parts.and_then(|(name, number)| Some((name, number.parse::<u32>().ok()?)));
@@ -194,10 +194,10 @@ pub fn parse_number(text: &str) -> Result<(String, u64), String> {
     Ok((name.to_owned(), u64::from(number)))
 }
 
-/// Hours to plan ahead: 0 to a year.
+/// Parses the hours to plan ahead: 0 to a year.
 ///
 /// # Errors
-/// If it isn't, in words.
+/// A message with the allowed range.
 pub fn parse_hours(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(hours) if (0.0..=8760.0).contains(&hours) => Ok(hours),
@@ -205,8 +205,8 @@ pub fn parse_hours(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom; behind the
-/// last, the normal distribution's.
+/// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom. Beyond the
+/// last, the normal distribution is used.
 const T: [f64; 10] = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23];
 
 fn t(degrees: usize) -> f64 {
@@ -214,8 +214,8 @@ fn t(degrees: usize) -> f64 {
     T.get(at).copied().unwrap_or(1.96)
 }
 
-/// The part of a VM's anonymous memory that is its share of pages which KSM has merged: those are
-/// there already for the next VM.
+/// Part of a VM's anonymous memory that is its share of pages merged by KSM. These pages exist
+/// already for the next VM.
 fn ksm_share(report: &Report, vm: &VmAccount) -> u64 {
     let Some(ksm) = report.host.ksm else { return 0 };
     let all = ksm.pages_shared + ksm.pages_sharing;
@@ -227,8 +227,8 @@ fn ksm_share(report: &Report, vm: &VmAccount) -> u64 {
     u64::try_from(share).unwrap_or(merged)
 }
 
-/// What only this VM takes. Of an image or a segment in memory, its share is of what is there
-/// already.
+/// Bytes that only this VM takes. An image or a segment in memory exists already, so the VM's share
+/// of it is not counted.
 fn own(report: &Report, vm: &VmAccount) -> u64 {
     let files = vm.pss_shmem_bytes - vm.store_pss_bytes - vm.segment_shmem_bytes;
     let image = if report.host.images_bytes.0 > 0 {
@@ -240,7 +240,7 @@ fn own(report: &Report, vm: &VmAccount) -> u64 {
     (anonymous + (files - image) + vm.page_table_bytes).0
 }
 
-/// Bytes of a sum that is not negative.
+/// Rounds to whole bytes, at least 0.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 fn whole(bytes: f64) -> u64 {
     bytes.max(0.0).round() as u64
@@ -300,7 +300,7 @@ impl Kind {
         })
     }
 
-    /// Takes the growth of those of its VMs of which it is known for that of each.
+    /// Assumes for each VM the mean growth of those VMs of the kind whose growth is known.
     #[allow(clippy::cast_possible_truncation)] // as much as its terms
     fn grow(&mut self, growths: &Growths, ahead_hours: f64) {
         let known: Vec<f64> = self
@@ -318,19 +318,19 @@ impl Kind {
         self.grown_bytes = whole(mean * ahead_hours).min(most);
     }
 
-    /// More than were measured; below zero: fewer.
+    /// Number of VMs beyond the measured ones; negative if fewer are wanted.
     fn more(&self, wanted: u64) -> f64 {
         wanted as f64 - self.vms.len() as f64
     }
 
-    /// Variance of what `more` of it take together: each differs, and so does the mean of those
-    /// that were measured.
+    /// Variance of the memory of `more` VMs together: each VM differs, and the measured mean is
+    /// uncertain.
     fn variance(&self, more: f64) -> f64 {
         let number = self.vms.len() as f64;
         self.deviation.powi(2) * (more.abs() + more.powi(2) / number)
     }
 
-    /// For the error bar of `more` of it; `None`: not known.
+    /// Error bar of the memory of `more` VMs; `None`: unknown.
     fn plus_minus(&self, more: f64) -> Option<f64> {
         if more == 0.0 {
             return Some(0.0);
@@ -340,13 +340,14 @@ impl Kind {
 }
 
 impl Plan {
-    /// Whether this fits: bytes used with their error bar, and what is owed beside them.
+    /// Whether a plan fits: used bytes with their error bar, and the owed bytes beside them.
     fn holds(&self, used: f64, error: f64, owed: f64) -> bool {
         let room = self.memory_bytes.saturating_sub(self.reserve_bytes) as f64;
         used + error <= room && owed * self.cover_percent / 100.0 <= (room - used).max(0.0)
     }
 
-    /// How many more of a kind fit beside what runs now, and grows by so much.
+    /// Number of further VMs of a kind that fit beside the running VMs, which grow by `grown_now`
+    /// bytes.
     fn more(&self, kind: &Kind, grown_now: f64, cover: bool) -> u64 {
         let each = (kind.own_bytes + kind.grown_bytes) as f64;
         let fits = |more: u64| {
@@ -356,8 +357,8 @@ impl Plan {
             let error = kind.plus_minus(more).unwrap_or(0.0);
             self.holds(used, error, if cover { owed } else { 0.0 })
         };
-        // Each takes something, so that it ends; the bound is for kinds that were measured as
-        // nothing.
+        // Each VM takes some memory, so the search ends. The bound is for kinds that were measured
+        // as taking nothing.
         let (mut low, mut high) = (0_u64, 1_u64 << 20);
         while low < high {
             let middle = (low + high).div_ceil(2);
@@ -371,7 +372,7 @@ impl Plan {
     }
 }
 
-/// A plan from a report, for an order that names its kinds. `caches`: see [`caches`].
+/// Computes a plan for an order that names its kinds. For `caches`, see [`caches`].
 fn plan(
     report: &Report,
     caches: &BTreeMap<String, (u64, u64)>,
@@ -403,7 +404,7 @@ fn plan(
         kind.grow(growths, order.ahead_hours);
         plan.kinds.push(kind);
     }
-    // Beside what runs now, which grows as well.
+    // Beside the running VMs, which grow as well.
     let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
     let grown_now = sum(&|k| k.vms.len() as f64 * k.grown_bytes as f64);
     let more_fit = |kind: &Kind, cover| plan.more(kind, grown_now, cover);
@@ -430,7 +431,7 @@ fn plan(
         .iter()
         .map(|k| k.plus_minus(k.more(k.wanted)))
         .collect();
-    // Kinds differ each for itself.
+    // The kinds' errors are independent.
     let error = errors.map(|all| all.iter().map(|e| e.powi(2)).sum::<f64>().sqrt());
     plan.fits = plan.holds(used, error.unwrap_or(0.0), owed);
     plan.predicted_bytes = whole(used);

@@ -13,36 +13,36 @@ use memfold_sys::pagemap::Pagemap;
 use memfold_units::{ByteSize, Hva, PageCount};
 use rustix::process::Pid;
 
-/// A kernel file that could not be used.
+/// A kernel file could not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// It could not be read: the process ended, or we may not.
+    /// The file could not be read: the process ended, or reading is not allowed.
     #[error("cannot read {path}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The kernel's error.
         source: std::io::Error,
     },
-    /// It does not look as `proc(5)` says.
+    /// The file does not have the format of `proc(5)`.
     #[error("{path}: unexpected text '{text}'")]
     Format {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The line or value.
+        /// The unexpected line or value.
         text: String,
     },
-    /// Scanning a page map failed.
+    /// The page map could not be scanned.
     #[error("cannot scan the page map of process {pid}")]
     Pagemap {
         /// The process.
         pid: i32,
-        /// Why.
+        /// The kernel's error.
         source: std::io::Error,
     },
 }
 
-/// The page map of a process.
+/// Opens the page map of a process.
 pub(super) fn pagemap_of(pid: i32) -> Result<Pagemap, ReadError> {
     Pid::from_raw(pid)
         .ok_or_else(|| std::io::ErrorKind::NotFound.into())
@@ -59,26 +59,26 @@ impl ReadError {
     }
 }
 
-/// One mapping of a process.
+/// A mapping of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vma {
-    /// First byte.
+    /// Address of the first byte.
     pub start: Hva,
-    /// Byte after the last.
+    /// Address after the last byte.
     pub end: Hva,
-    /// May be written.
+    /// Whether it is writable.
     pub write: bool,
-    /// May be executed.
+    /// Whether it is executable.
     pub execute: bool,
-    /// `MAP_SHARED`.
+    /// Whether it is shared (`MAP_SHARED`).
     pub shared: bool,
-    /// Offset in the file, bytes.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// The file mapped; `None` for anonymous memory.
+    /// Device and inode of the mapped file; `None` for anonymous memory.
     pub file: Option<StoreIdentity>,
 }
 
-/// What `smaps` says of one mapping.
+/// Figures of one mapping in `smaps`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Smap {
     /// The mapping.
@@ -97,7 +97,7 @@ pub struct Smap {
     pub vm_flags: String,
 }
 
-/// What `smaps_rollup` says of a process.
+/// Figures of a process in `smaps_rollup`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rollup {
     /// `Rss`.
@@ -112,23 +112,23 @@ pub struct Rollup {
     pub pss_shmem_bytes: ByteSize,
 }
 
-/// What `/proc/zoneinfo` says of free memory.
+/// Figures of free memory from `/proc/zoneinfo`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Zones {
-    /// `totalreserve_pages`: free memory that `MemAvailable` leaves out.
+    /// `totalreserve_pages`: free memory that `MemAvailable` excludes.
     pub total_reserve_bytes: ByteSize,
-    /// The low watermarks of all zones.
+    /// Sum of the low watermarks of all zones.
     pub low_bytes: ByteSize,
-    /// Free pages in the CPUs' own lists. `MemFree` and `MemAvailable` don't count them, and since
-    /// Linux 6.7 tunes the length of these lists they may hold more than a gigabyte after a large
-    /// process ended.
+    /// Free pages in the CPUs' own lists, which `MemFree` and `MemAvailable` do not count. Since
+    /// Linux 6.7 tunes the length of these lists, they may hold more than a gigabyte after a large
+    /// process has ended.
     pub per_cpu_free_bytes: ByteSize,
 }
 
-/// `Key: value kB` lines by key, values in bytes.
+/// Lines of the form `Key: value kB`, by key; values in bytes.
 pub type Fields = HashMap<String, ByteSize>;
 
-/// A `/proc`.
+/// A `/proc` directory.
 #[derive(Clone, Debug)]
 pub struct Proc {
     root: PathBuf,
@@ -141,7 +141,7 @@ impl Default for Proc {
 }
 
 impl Proc {
-    /// The tree at `root`.
+    /// The directory at `root`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -154,7 +154,7 @@ impl Proc {
         }
     }
 
-    /// The mappings of a process, sorted by address. Cheap: no page table is walked.
+    /// Returns the mappings of a process, sorted by address. Cheap: the kernel walks no page table.
     pub fn maps(&self, pid: i32) -> Result<Vec<Vma>, ReadError> {
         let (path, text) = self.read(&format!("{pid}/maps"))?;
         lines(&text)
@@ -162,14 +162,14 @@ impl Proc {
             .collect()
     }
 
-    /// The mappings of a process with what is resident in each. The kernel walks all page tables:
-    /// about 0.1 µs a page.
+    /// Returns the mappings of a process with their resident memory. The kernel walks all page
+    /// tables, which takes about 0.1 µs per page.
     pub fn smaps(&self, pid: i32) -> Result<Vec<Smap>, ReadError> {
         let (path, text) = self.read(&format!("{pid}/smaps"))?;
         let mut all: Vec<Smap> = Vec::new();
         for line in lines(&text) {
-            // A field starts with a capital letter, a mapping with a hexadecimal address in small
-            // letters.
+            // A field begins with a capital letter, a mapping with a hexadecimal address in lower
+            // case.
             if !line.first().is_some_and(u8::is_ascii_uppercase) {
                 let vma = vma(line).ok_or_else(|| ReadError::format(&path, line))?;
                 all.push(Smap {
@@ -203,11 +203,11 @@ impl Proc {
         Ok(all)
     }
 
-    /// The whole process's memory in proportional shares. `None` for a kernel thread, which has
-    /// none.
+    /// Returns the figures of the whole process in proportional shares. `None` for a kernel thread,
+    /// which has no memory.
     pub fn rollup(&self, pid: i32) -> Result<Option<Rollup>, ReadError> {
         let (path, text) = self.read(&format!("{pid}/smaps_rollup"))?;
-        // The first line is a mapping's header, whose colon is in its device number.
+        // The first line is the header of a mapping; its colon belongs to the device number.
         let fields = fields(&path, lines(&text).skip(1))?;
         let field = |key: &str| fields.get(key).copied().unwrap_or_default();
         Ok(fields.get("Pss").map(|pss| Rollup {
@@ -219,12 +219,12 @@ impl Proc {
         }))
     }
 
-    /// `VmPTE` of a process.
+    /// Returns `VmPTE` of a process: the size of its page tables.
     pub fn page_tables(&self, pid: i32) -> Result<ByteSize, ReadError> {
         self.status(pid, "VmPTE:")
     }
 
-    /// `RssAnon` of a process: readable even where its `smaps_rollup` is not.
+    /// Returns `RssAnon` of a process, which is readable even if `smaps_rollup` is not.
     pub fn rss_anon(&self, pid: i32) -> Result<ByteSize, ReadError> {
         self.status(pid, "RssAnon:")
     }
@@ -237,13 +237,13 @@ impl Proc {
         kilobytes(line).ok_or_else(|| ReadError::format(&path, line))
     }
 
-    /// `/proc/meminfo`, values in bytes.
+    /// Returns `/proc/meminfo`, with values in bytes.
     pub fn meminfo(&self) -> Result<Fields, ReadError> {
         let (path, text) = self.read("meminfo")?;
         fields(&path, lines(&text))
     }
 
-    /// Processes, kernel threads among them.
+    /// Returns the numbers of all processes, kernel threads included.
     pub fn pids(&self) -> Result<Vec<i32>, ReadError> {
         let entries = fs::read_dir(&self.root).map_err(|source| ReadError::File {
             path: self.root.clone(),
@@ -254,14 +254,14 @@ impl Proc {
             .collect())
     }
 
-    /// `vm.max_map_count`.
+    /// Returns `vm.max_map_count`.
     pub fn max_map_count(&self) -> Result<u64, ReadError> {
         let (path, text) = self.read("sys/vm/max_map_count")?;
         number(text.trim_ascii()).ok_or_else(|| ReadError::format(&path, &text))
     }
 
-    /// What `/proc/zoneinfo` says of free memory, computed as `mm/page_alloc.c`
-    /// (`calculate_totalreserve_pages`) and `mm/show_mem.c` (`si_mem_available`) do.
+    /// Returns the figures of free memory in `/proc/zoneinfo`, computed like the kernel does in
+    /// `mm/page_alloc.c` (`calculate_totalreserve_pages`) and `mm/show_mem.c` (`si_mem_available`).
     pub fn zones(&self) -> Result<Zones, ReadError> {
         #[derive(Default)]
         struct Zone {
@@ -288,7 +288,7 @@ impl Proc {
             let mut value = rest.filter_map(number);
             match key {
                 Some(b"low") => zone.low = value.next().unwrap_or(0),
-                // Also the per-CPU lists' `high:`, which come after the zone's own.
+                // The lists of each CPU have a `high:` as well; it comes after the zone's own.
                 Some(b"high") if zone.high == 0 => zone.high = value.next().unwrap_or(0),
                 Some(b"managed") => zone.managed = value.next().unwrap_or(0),
                 Some(b"count") => zone.per_cpu += value.next().unwrap_or(0),
@@ -320,7 +320,7 @@ fn fields<'a>(path: &Path, lines: impl Iterator<Item = &'a [u8]>) -> Result<Fiel
         .collect()
 }
 
-/// `   123 kB` in bytes; a value without unit (`HugePages_Total`) as it is.
+/// Parses `   123 kB` into bytes. A value without unit (`HugePages_Total`) is returned unchanged.
 fn kilobytes(text: &[u8]) -> Option<ByteSize> {
     let text = text.trim_ascii();
     match text.strip_suffix(b" kB") {
@@ -333,7 +333,7 @@ fn number(digits: &[u8]) -> Option<u64> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-/// `561038c76000-561038c78000 r--p 00000000 fe:00 247278    /usr/bin/head`
+/// Parses a line such as `561038c76000-561038c78000 r--p 00000000 fe:00 247278    /usr/bin/head`.
 fn vma(line: &[u8]) -> Option<Vma> {
     let hex = |t: &[u8]| u64::from_str_radix(std::str::from_utf8(t).ok()?, 16).ok();
     let mut words = line.split(|b| *b == b' ').filter(|w| !w.is_empty());

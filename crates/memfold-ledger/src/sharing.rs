@@ -17,7 +17,7 @@ use utoipa::ToSchema;
 use super::memory::ram_ranges;
 use super::read::{Proc, ReadError, Vma, pagemap_of};
 
-/// By what a page is shared.
+/// Mechanism by which a page is shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum By {
     Folding,
@@ -25,7 +25,7 @@ enum By {
     Segment,
 }
 
-/// Pages of one file, not copied.
+/// A run of pages of one file that the VM has not copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct FilePages {
     file: (u64, u64),
@@ -34,38 +34,38 @@ struct FilePages {
     by: By,
 }
 
-/// A VM's part in the matrix.
+/// A VM in the matrix.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Sharer {
-    /// The VM.
+    /// Name of the VM.
     pub vm: String,
-    /// Its trust domain.
+    /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Pages of files that it maps and hasn't copied, each once.
+    /// Bytes of file pages that it maps and has not copied, each page once.
     pub mapped_bytes: u64,
 }
 
-/// What two VMs have in common.
+/// Memory that two VMs have in common.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SharedPair {
-    /// One VM.
+    /// Name of one VM.
     pub a: String,
-    /// The other.
+    /// Name of the other VM.
     pub b: String,
-    /// Pages of a page store.
+    /// Bytes of a page store.
     pub folded_bytes: u64,
-    /// Pages of a snapshot's image, or of another file.
+    /// Bytes of a snapshot's image, or of another file.
     pub template_bytes: u64,
-    /// Pages of segments.
+    /// Bytes of segments.
     pub segment_bytes: u64,
 }
 
-/// The matrix: pairs that have nothing in common are left out.
+/// The matrix. Pairs without common pages are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Sharing {
-    /// All VMs, by name.
+    /// All VMs, in the order given.
     pub vms: Vec<Sharer>,
-    /// Pairs, each once.
+    /// All pairs with common pages, each once.
     pub pairs: Vec<SharedPair>,
 }
 
@@ -77,10 +77,10 @@ pub struct FilesOf {
     pages: Vec<FilePages>,
 }
 
-/// Reads which file pages a VM maps and hasn't copied.
+/// Reads which file pages a VM maps and has not copied.
 ///
 /// # Errors
-/// If the process ended, or we may not read it, or the kernel has no `PAGEMAP_SCAN`.
+/// The process ended, may not be read, or the kernel has no `PAGEMAP_SCAN`.
 pub fn files_of(
     (pid, vm, domain): (i32, &str, Option<&str>),
     layout: &RamLayout,
@@ -123,8 +123,8 @@ pub fn files_of(
     })
 }
 
-/// Stretches of a mapping that hold the file's own pages; `untouched`: those that are in no page
-/// table, too.
+/// Reports the ranges of a mapping that hold the file's own pages. `untouched`: pages that are in
+/// no page table count too.
 fn uncopied(vma: &Vma, regions: &[Region], untouched: bool, mut told: impl FnMut(Hva, Hva)) {
     let mut at = vma.start;
     for region in regions {
@@ -142,7 +142,7 @@ fn uncopied(vma: &Vma, regions: &[Region], untouched: bool, mut told: impl FnMut
     }
 }
 
-/// Sorted, each page once.
+/// Sorts and merges runs, so that each page occurs once.
 fn united(mut pages: Vec<FilePages>) -> Vec<FilePages> {
     pages.sort_unstable();
     let mut all: Vec<FilePages> = Vec::new();
@@ -157,7 +157,7 @@ fn united(mut pages: Vec<FilePages>) -> Vec<FilePages> {
     all
 }
 
-/// Pages in both, by what they are shared.
+/// Number of pages that both VMs map, by mechanism.
 fn common(a: &[FilePages], b: &[FilePages]) -> BTreeMap<By, u64> {
     let mut found = BTreeMap::new();
     let (mut i, mut j) = (0, 0);
@@ -177,7 +177,7 @@ fn common(a: &[FilePages], b: &[FilePages]) -> BTreeMap<By, u64> {
     found
 }
 
-/// The matrix of these VMs.
+/// Makes the matrix of these VMs.
 #[must_use]
 pub fn sharing(vms: &[FilesOf]) -> Sharing {
     let mut pairs = Vec::new();

@@ -12,7 +12,7 @@ backed = private + unfolded + folded pages in its page table + template or share
 copied.  unfolded: folded once, written since.  zero and free cost nothing.  PSS: each page divided by how many map it.
 QEMU: the process beside guest RAM (TCG's code included), with its page tables.";
 
-/// The whole report: VMs, host, what was saved, and what doesn't agree.
+/// Returns the whole report as text: VMs, host, savings, and sums that disagree.
 #[must_use]
 pub fn render(report: &Report) -> String {
     let mut text = String::new();
@@ -31,7 +31,7 @@ pub fn render(report: &Report) -> String {
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    // Lines around the header and at the ends, none between rows.
+    // Lines only around the header and at both ends, not between rows.
     for line in [
         TableComponent::HorizontalLines,
         TableComponent::MiddleIntersections,
@@ -88,7 +88,7 @@ fn vms(vms: &[VmAccount]) -> Table {
     table
 }
 
-/// The sum of the columns shown.
+/// Sums of the columns shown.
 fn total(vms: &[VmAccount]) -> VmAccount {
     let mut sum = VmAccount::default();
     for vm in vms {
@@ -177,7 +177,7 @@ fn size(bytes: ByteSize) -> String {
     bytes.to_string()
 }
 
-/// Bytes, in words that may be negative.
+/// A number of bytes as text, with a sign if it is negative.
 pub fn signed(bytes: i64) -> String {
     let sign = if bytes < 0 { "-" } else { "" };
     format!("{sign}{}", ByteSize(bytes.unsigned_abs()))

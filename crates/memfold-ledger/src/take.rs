@@ -12,11 +12,12 @@ use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount};
 use super::memory::{Kind, Places, Stretch, ram_ranges, sort_pages, stretches};
 use super::read::{Proc, ReadError, Smap, Vma, pagemap_of};
 
-/// Times that something which changes while it is read is read.
+/// How often figures are read again if they change while they are read.
 const ATTEMPTS: usize = 3;
 
 impl StoreAccount {
-    /// Of an open page-store file: what it allocates, `st_blocks` in units of 512 bytes (stat(2)).
+    /// Account of an open page-store file. Its allocation is `st_blocks` in units of 512 bytes
+    /// (stat(2)).
     pub fn of(domain: &str, file: impl AsFd) -> std::io::Result<Self> {
         let stat = rustix::fs::fstat(&file)?;
         Ok(Self {
@@ -27,14 +28,14 @@ impl StoreAccount {
     }
 }
 
-/// The account of one VM.
+/// Makes the account of one VM.
 ///
-/// The VM runs on while it is read: sums agree as well as the few milliseconds between two reads
-/// let them.
+/// The VM keeps running while it is read. Sums agree as well as the few milliseconds between two
+/// reads allow.
 ///
 /// # Errors
-/// If the process ended, or we may not read it (that needs root), or the kernel has no
-/// `PAGEMAP_SCAN` (Linux < 6.7).
+/// The process ended, may not be read (that needs root), or the kernel has no `PAGEMAP_SCAN` (Linux
+/// < 6.7).
 pub fn vm(
     pid: i32,
     name: &str,
@@ -50,7 +51,8 @@ pub fn vm(
     let smaps = proc.smaps(pid)?;
     let rollup = proc.rollup(pid)?.unwrap_or_default();
     let shares = shares(&smaps, &ram, stores, |start, end| {
-        // A process that ended meanwhile has nothing there; reading its status below says so.
+        // A process that ended meanwhile has nothing there. Reading its status below reports the
+        // end.
         resident(&pagemap, start, end).unwrap_or(0)
     });
     let bytes = |pages: u64| PageCount(pages).bytes();
@@ -98,7 +100,7 @@ pub fn vm(
     })
 }
 
-/// Of mappings of segments: they lie outside RAM.
+/// Sums a figure over the mappings of segments, which are outside RAM.
 fn of_segments(
     smaps: &[Smap],
     segments: &[StoreIdentity],
@@ -108,19 +110,19 @@ fn of_segments(
     smaps.iter().filter(of_one).map(bytes).sum()
 }
 
-/// Whether the file that is mapped lies in memory (`TMPFS_MAGIC` of `linux/magic.h`). Of a process
-/// that has ended, nothing does.
+/// Whether the mapped file is held in memory (`TMPFS_MAGIC` in `linux/magic.h`). False for a
+/// process that has ended.
 fn is_in_memory(pid: i32, smap: &Smap) -> bool {
     let (start, end) = (smap.vma.start.0, smap.vma.end.0);
     rustix::fs::statfs(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))
         .is_ok_and(|place| place.f_type == 0x0102_1994)
 }
 
-/// What memfold's own process costs, and its relays to lenders; `metadata_bytes` as its engine
-/// counts them.
+/// Makes the account of memfold's own process and of its relays to lenders. `metadata_bytes` comes
+/// from the engine.
 ///
-/// Relays' anonymous pages are left out of `pss_anon_bytes`: they are among those of other
-/// processes already.
+/// Relays' anonymous pages are not in `pss_anon_bytes`, because they are already counted among
+/// other processes.
 pub fn own(
     metadata_bytes: ByteSize,
     stores: &[StoreIdentity],
@@ -138,7 +140,7 @@ pub fn own(
         metadata_bytes,
     };
     for relay in relays {
-        // One that has ended meanwhile costs nothing.
+        // A relay that has ended meanwhile costs nothing.
         if let Ok(Some(rollup)) = proc.rollup(*relay) {
             own.pss_bytes += rollup.pss_bytes;
             own.page_table_bytes += proc.page_tables(*relay).unwrap_or_default();
@@ -147,8 +149,8 @@ pub fn own(
     Ok(own)
 }
 
-/// The account of the host. `zero_dropped_bytes`: zero pages given back to the host and not written
-/// since, as the engine counts.
+/// Makes the account of the host. `zero_dropped_bytes`: zero pages given back and not written
+/// since, as counted by the engine.
 pub fn host(
     vms: &[VmAccount],
     stores: &[StoreAccount],
@@ -169,8 +171,8 @@ pub fn host(
             own,
             zero_dropped_bytes,
         )?;
-        // Processes come and go while they are added up: again, when that moved the sum by a
-        // percent.
+        // Processes start and end while they are added up. If the sum changed by more than a
+        // percent, it is computed again.
         let moved = host.anon_pages_bytes.0.abs_diff(anon.unwrap_or_default().0);
         if attempt == ATTEMPTS || moved <= host.anon_pages_bytes.0 / 100 {
             return Ok(host);
@@ -191,8 +193,8 @@ fn host_from(
     let info = proc.meminfo()?;
     let field = |key: &str| info.get(key).copied().unwrap_or_default();
     let zones = proc.zones()?;
-    // si_mem_available: caches count only down to the low watermark, and at most half of them is
-    // kept.
+    // As in si_mem_available: caches count only down to the low watermark, and at most half of them
+    // is kept.
     let kept = |cache: u64| (cache / 2).min(zones.low_bytes.0);
     let file_cache = field("Active(file)").0 + field("Inactive(file)").0;
     let reserve_bytes =
@@ -240,7 +242,7 @@ fn host_from(
         max_map_count: proc.max_map_count()?,
         stores: stores.to_vec(),
         stores_bytes,
-        // Whoever has laid them out knows.
+        // The caller that laid out the images sets this.
         images_bytes: ByteSize(0),
         ksm,
         own,
@@ -262,7 +264,7 @@ fn host_from(
 }
 
 impl KsmAccount {
-    /// KSM now; `None` on a kernel without it.
+    /// Reads KSM's present figures; `None` on a kernel without KSM.
     #[must_use]
     pub fn read() -> Option<Self> {
         let controls = ksm::Controls::default();
@@ -280,7 +282,7 @@ impl KsmAccount {
         })
     }
 
-    /// `general_profit` without what only ended processes had merged.
+    /// `general_profit`, without pages that only ended processes had merged.
     #[must_use]
     pub fn saved_bytes(&self) -> i64 {
         let most = self
@@ -295,7 +297,8 @@ fn signed(bytes: ByteSize) -> i64 {
     i64::try_from(bytes.0).unwrap_or(i64::MAX)
 }
 
-/// Places of all pages of `ram`, the number of mappings, and how many of them map a store in `ram`.
+/// Classifies all pages of `ram`. Also returns the number of mappings, and of those that map a
+/// store in `ram`.
 fn scan(
     proc: &Proc,
     pid: i32,
@@ -310,17 +313,17 @@ fn scan(
     Ok((places, looked.mappings.len() as u64, folded))
 }
 
-/// What a process's memory looks like at one moment.
+/// A process's memory at one moment.
 pub(super) struct Looked {
-    /// What `ram` is mapped to, in the order of its ranges.
+    /// Mappings of `ram`, in the order of its ranges.
     pub stretches: Vec<Stretch>,
-    /// Its pages that are present or swapped.
+    /// Pages of `ram` that are present or swapped.
     pub regions: Vec<Region>,
     /// All mappings of the process.
     pub mappings: Vec<Vma>,
 }
 
-/// Reads mappings and page map of `ram`; again, when the mappings have changed meanwhile.
+/// Reads mappings and page map of `ram`. Repeats this if the mappings changed meanwhile.
 pub(super) fn look(
     proc: &Proc,
     pid: i32,
@@ -351,7 +354,7 @@ pub(super) fn look(
     }
 }
 
-/// Pages of `[start, end)` in memory, without the zero page: what `Rss` counts.
+/// Number of pages of `[start, end)` in memory, without the zero page, as `Rss` counts.
 fn resident(pagemap: &Pagemap, start: Hva, end: Hva) -> std::io::Result<u64> {
     let regions = pagemap.scan(start, end, Filter::RESIDENT)?;
     Ok(regions
@@ -360,7 +363,7 @@ fn resident(pagemap: &Pagemap, start: Hva, end: Hva) -> std::io::Result<u64> {
         .sum())
 }
 
-/// Whether guest RAM is mapped to the same files in both.
+/// Whether guest RAM is mapped to the same files in both lists.
 fn same_in(ram: &[(Hva, Hva)], before: &[Vma], after: &[Vma]) -> bool {
     fn files<'a>(ram: &'a [(Hva, Hva)], vmas: &'a [Vma]) -> impl Iterator<Item = &'a Vma> {
         vmas.iter()
@@ -377,13 +380,13 @@ struct Shares {
     other_pss: ByteSize,
     tcg_pss: ByteSize,
     store_pss: ByteSize,
-    /// Inside RAM, of files that are no page stores.
+    /// Shares of files inside RAM that are no page stores.
     file_pss: ByteSize,
 }
 
-/// The process's PSS, inside guest RAM and outside.
+/// Splits the process's PSS into guest RAM and the rest.
 ///
-/// `resident` counts the pages in memory in a range; it is asked for mappings that lie partly in
+/// `resident` counts the pages in memory in a range. It is called for mappings that are partly in
 /// RAM.
 fn shares(
     smaps: &[Smap],
@@ -407,9 +410,9 @@ fn shares(
         let (inside, whole) = match parts[..] {
             [] => (0, 1),
             [(start, end)] if (start, end) == (vma.start, vma.end) => (1, 1),
-            // A mapping only partly in RAM: anonymous memory that the kernel joined with its
-            // neighbour. QEMU puts a guard page behind each block and aligns its start, so this is
-            // rare; divide by what is resident.
+            // A mapping only partly in RAM: anonymous memory that the kernel merged with its
+            // neighbour. QEMU aligns each block's start and adds a guard page behind it, so this is
+            // rare. Divides by the resident pages.
             _ => {
                 let inside = parts
                     .iter()
@@ -433,7 +436,7 @@ fn shares(
         }
         let outside = smap.pss_bytes - pss_inside;
         sum.other_pss += outside;
-        // QEMU maps its translation buffer writable and executable; nothing else in it is.
+        // QEMU's translation buffer is its only writable and executable mapping.
         if vma.file.is_none() && vma.write && vma.execute {
             sum.tcg_pss += outside;
         }
@@ -441,9 +444,9 @@ fn shares(
     sum
 }
 
-/// Anonymous PSS of all other processes. Those that end meanwhile and kernel threads are left out.
-/// A process with more rights than ours hides its shares (ptrace(2), access mode checks): of it,
-/// `RssAnon`.
+/// Anonymous PSS of all other processes. Kernel threads, and processes that end meanwhile, are left
+/// out. For a process with more rights than ours, which hides its shares (ptrace(2), access mode
+/// checks), `RssAnon` is used.
 fn others(proc: &Proc, vms: &[VmAccount]) -> Result<ByteSize, ReadError> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     Ok(proc
