@@ -9,59 +9,59 @@ use utoipa::ToSchema;
 pub enum Cause {
     /// The kernel has no KSM.
     NoKsm,
-    /// `run` is 0: ksmd stands still.
+    /// `run` is 0: ksmd is stopped.
     Stopped,
-    /// `run` is 2: everything was unmerged.
+    /// `run` is 2: ksmd is stopped and everything was unmerged.
     Unmerged,
-    /// memfold steers KSM and has it stand still for now.
+    /// memfold steers KSM and has paused it.
     Held,
     /// KSM runs for another trust domain.
     AnotherDomain,
-    /// The VM has no trust domain: it shares with nobody.
+    /// The VM has no trust domain, so it shares with no other VM.
     NoDomain,
     /// QEMU was told not to offer its memory (`mem-merge=off`).
     MergeOff,
-    /// QEMU offered it, and the kernel refused: a seccomp filter is on the process that isn't
+    /// QEMU offered its memory and the kernel refused: the process has a seccomp filter beside
     /// QEMU's own.
     Refused,
-    /// The memory is not advised mergeable, for another reason.
+    /// The memory is shared memory, which KSM does not scan.
     NotAdvised,
-    /// Shared memory.
+    /// The pages are of hugetlbfs.
     Shared,
-    /// Pages of hugetlbfs.
+    /// The memory is a shared view of a file: persistent memory, or a DAX segment.
     Hugetlb,
-    /// A shared view of a file: persistent memory, a DAX segment.
+    /// The pages are folded: they are in memfold's page store.
     Pmem,
-    /// Folded: it lies in memfold's page store.
+    /// The memory is a private view of a file: a snapshot's image, or a memory backend on a file.
     Folded,
-    /// A private view of another file: the image of a snapshot, a memory backend on a file.
+    /// The pages are not in memory: never used, or given back.
     FileView,
-    /// Not in memory: never used, or given back.
+    /// The pages are in swap.
     NotPresent,
-    /// Swapped out.
+    /// ksmd has not completed two passes since the VM started.
     Swapped,
-    /// ksmd has not passed twice yet.
+    /// The pages are newer than ksmd's last pass over them.
     TooYoung,
-    /// ksmd has not looked at it yet, though it has passed: new since.
+    /// No other page has the same content.
     NotVisited,
-    /// Its content was nowhere else.
+    /// The pages change too fast.
     Unique,
-    /// It changes too fast.
+    /// The pages are in transparent huge pages.
     Volatile,
-    /// It lies in transparent huge pages.
+    /// The content has more mappings than `max_page_sharing`.
     HugePages,
-    /// More mappings than `max_page_sharing` have this content.
+    /// Pages of zeroes are merged like any others (`use_zero_pages` is 0).
     MaxPageSharing,
-    /// Pages of zeroes are merged as any others (`use_zero_pages` is 0).
+    /// Pages of different NUMA nodes do not merge (`merge_across_nodes` is 0).
     UseZeroPages,
-    /// Pages of different NUMA nodes don't merge (`merge_across_nodes` is 0).
+    /// `smart_scan` skips pages for a while.
     AcrossNodes,
     /// `smart_scan` leaves pages out for a while.
     SmartScan,
 }
 
 impl Cause {
-    /// Whether these pages don't merge at all until somebody changes something.
+    /// Whether the affected pages cannot merge at all until somebody changes something.
     #[must_use]
     pub const fn blocks(self) -> bool {
         matches!(

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::error::KsmError;
 
-/// What can be set, by the kernel's names. `None`: this kernel lacks it; when written: left as it
-/// is.
+/// KSM's settings, by the kernel's names. `None`: this kernel lacks the setting; when written:
+/// leave it unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -34,8 +34,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// What a freshly booted kernel has (`mm/ksm.c`), with `run` = 1: 100 pages each 20 ms, smart
-    /// scan, no advisor.
+    /// The settings of a freshly booted kernel (`mm/ksm.c`), but with `run` = 1: 100 pages every 20
+    /// ms, smart scan, no advisor.
     #[must_use]
     pub fn kernel_default() -> Self {
         Self {
@@ -53,7 +53,7 @@ impl Settings {
     }
 }
 
-/// A directory of KSM controls.
+/// A directory of KSM settings and counters.
 #[derive(Clone, Debug)]
 pub struct Controls {
     pub(super) root: PathBuf,
@@ -66,12 +66,12 @@ impl Default for Controls {
 }
 
 impl Controls {
-    /// The controls in `root`.
+    /// The directory `root`; `/sys/kernel/mm/ksm` except in tests.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// The text of one control; `None` where the kernel lacks it.
+    /// Reads the text of one file; `None` if the kernel lacks it.
     pub fn text(&self, name: &str) -> Result<Option<String>, KsmError> {
         let path = self.root.join(name);
         match fs::read_to_string(&path) {
@@ -87,7 +87,7 @@ impl Controls {
         }
     }
 
-    /// Names of all files there, sorted.
+    /// Names of all files in the directory, sorted.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
@@ -99,7 +99,7 @@ impl Controls {
         names
     }
 
-    /// The number in one control or counter; `None` where the kernel lacks it.
+    /// Reads the number in one file; `None` if the kernel lacks it.
     pub fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, KsmError> {
         let Some(text) = self.text(name)? else {
             return Ok(None);
@@ -111,10 +111,11 @@ impl Controls {
         Ok(Some(parsed))
     }
 
-    /// Writes one control. Writing 2 to `run` returns when everything is unmerged.
+    /// Writes one setting. A write of 2 to `run` returns when everything is unmerged.
     pub fn write(&self, name: &str, value: &dyn fmt::Display) -> Result<(), KsmError> {
         let (path, value) = (self.root.join(name), value.to_string());
-        // No creation: a name that the kernel lacks must not become a file in a test's tree either.
+        // Creates no file: a name that the kernel lacks must not become a file in a test's
+        // directory.
         let written = File::options()
             .write(true)
             .truncate(true)
@@ -127,7 +128,7 @@ impl Controls {
         })
     }
 
-    /// All settings now.
+    /// Reads all settings.
     pub fn settings(&self) -> Result<Settings, KsmError> {
         Ok(Settings {
             run: self.number("run")?,
@@ -151,11 +152,11 @@ impl Controls {
         })
     }
 
-    /// Writes every setting that `wanted` names, this kernel has, and that differs; `run` last.
+    /// Writes every setting in `wanted` that this kernel has and that differs; `run` last.
     ///
-    /// The kernel refuses `merge_across_nodes` and `max_page_sharing` while anything is merged
-    /// (EBUSY), and `pages_to_scan` while an advisor runs: unmerge before changing the former; the
-    /// advisor is switched off first and on last here.
+    /// While anything is merged, the kernel refuses changes of `merge_across_nodes` and
+    /// `max_page_sharing` (EBUSY): unmerge first. While an advisor runs, it refuses changes of
+    /// `pages_to_scan`: this function switches the advisor off first, and on last.
     pub fn apply(&self, wanted: &Settings) -> Result<(), KsmError> {
         let now = self.settings()?;
         let set = |name: &str, now: Option<u64>, wanted: Option<u64>| match (now, wanted) {
@@ -165,8 +166,8 @@ impl Controls {
         if now.advisor_mode.as_deref().is_some_and(|m| m != "none") {
             self.write("advisor_mode", &"none")?;
         }
-        // Without the advisor a kernel goes back to the pages_to_scan of its own choice: read
-        // again.
+        // Without the advisor, the kernel returns to its own choice of pages_to_scan, so the value
+        // is read again.
         set(
             "pages_to_scan",
             self.number("pages_to_scan")?,
@@ -198,8 +199,8 @@ impl Controls {
     /// Gives every merged page its own copy again (`run` = 2), then sets `run` to `after`.
     pub fn unmerge(&self, after: u64) -> Result<(), KsmError> {
         self.write("run", &2)?;
-        // The kernel frees what it merged before the write returns, but counts it off with the next
-        // mappings' exit at the latest.
+        // The kernel frees merged pages before the write returns. Its counters may follow only when
+        // the next process exits.
         let deadline = Instant::now() + Duration::from_secs(5);
         while self.number::<u64>("pages_sharing")?.unwrap_or(0) > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));

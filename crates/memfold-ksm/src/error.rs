@@ -9,7 +9,7 @@ use std::path::PathBuf;
 pub enum KsmError {
     #[error("this kernel has no KSM: {0} is missing (CONFIG_KSM)")]
     Missing(PathBuf),
-    /// A process keeps its memory map locked; 0: it is not known which.
+    /// A process keeps its memory map locked. 0: the process is unknown.
     #[error(
         "cannot list mergeable memory: process {0} holds the lock of its memory map while it waits in the kernel (see 'ps -o pid,stat,wchan:30,args -p {0}')"
     )]

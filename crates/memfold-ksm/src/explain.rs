@@ -17,60 +17,60 @@ use super::passes::{Passes, Places};
 
 pub use super::facts::Steered;
 
-/// A cause in a VM.
+/// A cause, and the pages of a VM that it affects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Finding {
-    /// Which.
+    /// The cause.
     pub cause: Cause,
-    /// Whether these pages don't merge at all until somebody changes something.
+    /// Whether these pages cannot merge at all until somebody changes something.
     pub blocks: bool,
-    /// Pages that it concerns.
+    /// Number of affected pages.
     pub pages: u64,
-    /// The same in bytes.
+    /// Affected bytes.
     pub bytes: u64,
-    /// What is the case.
+    /// Description of the cause.
     pub words: String,
-    /// What would change it.
+    /// Remedy.
     pub fix: String,
 }
 
-/// Why a VM's memory merges, or doesn't.
+/// Explanation of a VM's merging.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Explanation {
-    /// The VM.
+    /// Name of the VM.
     pub vm: String,
-    /// QEMU's process.
+    /// Process number of QEMU.
     pub pid: i32,
-    /// Its trust domain.
+    /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Its guest memory: mappings of RAM, and other large ones that the guest sees.
+    /// Bytes of guest memory: mappings of RAM, and other large ones that the guest sees.
     pub guest_bytes: u64,
-    /// Of it, advised mergeable.
+    /// Part of the guest memory that is advised mergeable.
     pub mergeable_bytes: u64,
-    /// Of the mergeable, in memory.
+    /// Part of the mergeable memory that is in memory.
     pub present_bytes: u64,
-    /// Of that, merged (mapped to a page that others map too); pages of zeroes on the kernel's zero
-    /// page included.
+    /// Part of the present memory that is merged (mapped to a page that others map too), zero pages
+    /// on the kernel's zero page included.
     pub merged_bytes: u64,
-    /// What merging saves in this process less its metadata (`ksm_process_profit`).
+    /// Bytes that merging saves in this process, less its metadata (`ksm_process_profit`).
     pub profit_bytes: Option<i64>,
-    /// ksmd's metadata about this process.
+    /// Bytes of ksmd's metadata about this process.
     pub rmap_overhead_bytes: Option<u64>,
-    /// Time since QEMU's start, seconds.
+    /// Seconds since QEMU's start.
     pub age_s: f64,
-    /// A full scan of the host's mergeable memory at the present `pages_to_scan` and
-    /// `sleep_millisecs`, seconds.
+    /// Duration of a full scan of the host's mergeable memory at the present `pages_to_scan` and
+    /// `sleep_millisecs`, in seconds.
     pub pass_s: Option<f64>,
-    /// Until the first pages merge, at most, if some are equal to others; null: some are merged, or
-    /// nothing can merge.
+    /// Longest time until the first pages merge, in seconds, if equal pages exist; null: some are
+    /// merged, or nothing can merge.
     pub first_merge_s: Option<f64>,
-    /// All of it in one line.
+    /// Summary in one line.
     pub verdict: String,
-    /// Why, those that block first, by the pages that they concern.
+    /// The causes. Those that block come first, then the largest numbers of pages.
     pub causes: Vec<Finding>,
 }
 
-/// Finds the causes and what each concerns.
+/// Determines the causes, and the pages that each affects.
 #[must_use]
 pub fn weigh(facts: &Facts) -> Explanation {
     let places = Places::of(facts);
@@ -117,7 +117,7 @@ pub fn weigh(facts: &Facts) -> Explanation {
 
 fn verdict(places: &Places, merged: u64, causes: &[Finding]) -> String {
     let size = |pages: u64| memfold_units::PageCount(pages).bytes();
-    // What is shared already, or not there, keeps nobody from merging.
+    // Memory that is shared already, or absent, is no obstacle to merging.
     let rests = |finding: &&Finding| {
         !matches!(
             finding.cause,
@@ -160,7 +160,7 @@ fn of_host(facts: &Facts, places: &Places, found: &mut Found) {
     if host.settings.merge_across_nodes == Some(0) && host.nodes > 1 {
         found.push((Cause::AcrossNodes, places.unmerged()));
     }
-    // Of how many of this VM's pages, the kernel doesn't say.
+    // The kernel does not tell how many pages of this VM are affected.
     if places.mergeable > 0 && host.status.stable_node_chains.is_some_and(|n| n > 0) {
         found.push((Cause::MaxPageSharing, 0));
     }
@@ -227,8 +227,8 @@ fn of_content(facts: &Facts, places: &Places, passes: &Passes, found: &mut Found
         None => places.unmerged(),
     }
     .min(places.unmerged());
-    // The kernel counts these two for the whole host alone: their ratio there is taken for this
-    // VM's.
+    // The kernel counts these two only for the whole host. Their ratio there is assumed for this
+    // VM.
     let (unshared, volatile) = (
         host.status.pages_unshared.unwrap_or(0),
         host.status.pages_volatile.unwrap_or(0),

@@ -4,7 +4,7 @@ use super::cause::Cause;
 use super::facts::Facts;
 use super::passes::Passes;
 
-/// Seconds, for people.
+/// A duration for people.
 fn time(seconds: f64) -> String {
     match seconds {
         s if s < 120.0 => format!("{s:.0} s"),
@@ -17,7 +17,7 @@ fn number(value: Option<u64>) -> String {
     value.map_or_else(|| "?".to_owned(), |value| value.to_string())
 }
 
-/// What is the case.
+/// Describes a cause.
 pub(super) fn words(cause: Cause, facts: &Facts, passes: &Passes) -> String {
     match cause {
         Cause::NoKsm
@@ -123,7 +123,7 @@ fn of_content(cause: Cause, facts: &Facts, passes: &Passes) -> String {
     }
 }
 
-/// What would change it.
+/// Describes the remedy for a cause.
 pub(super) fn fix(cause: Cause, facts: &Facts) -> String {
     let domain = facts.domain.as_deref().unwrap_or("D");
     match cause {

@@ -11,73 +11,73 @@ use super::ranges::{self, Mapping};
 use super::status::{Ksmd, Status, stat_field};
 use super::zeroes;
 
-/// What a daemon knows of a VM.
+/// A daemon's knowledge of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// Its name.
+    /// Name of the VM.
     pub name: String,
-    /// Its trust domain.
+    /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Where its RAM lies: first byte, byte after the last.
+    /// Ranges of its RAM in QEMU: first byte, and byte after the last.
     pub ram: Vec<(u64, u64)>,
 }
 
-/// The host's side.
+/// KSM's figures of the host.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostSide {
-    /// Its controls.
+    /// KSM's settings.
     pub settings: Settings,
-    /// Its counters.
+    /// KSM's counters.
     pub status: Status,
-    /// CPU seconds of ksmd since boot.
+    /// CPU time of ksmd since boot, in seconds.
     pub ksmd_cpu_s: Option<f64>,
-    /// Anonymous pages in memory of all processes with mergeable memory.
+    /// Number of anonymous pages in memory, of all processes with mergeable memory.
     pub mergeable_pages: u64,
-    /// NUMA nodes.
+    /// Number of NUMA nodes.
     pub nodes: u64,
 }
 
-/// What a daemon that steers KSM knows of it.
+/// State of a daemon that steers KSM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Steered {
-    /// For which trust domain.
+    /// Trust domain that KSM runs for.
     pub domain: String,
-    /// Why KSM stands still for now.
+    /// Reason why KSM is paused; `None`: it runs.
     pub held: Option<String>,
-    /// Full scans since it began.
+    /// Number of full scans since steering began.
     pub scans: u64,
 }
 
-/// All that explains a VM.
+/// All facts that explain a VM's merging.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Facts {
-    /// The VM's name.
+    /// Name of the VM.
     pub vm: String,
-    /// Its trust domain.
+    /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Whether a daemon knows the VM: then it has its trust domain, or none.
+    /// Whether a daemon knows the VM. Only then `domain` is meaningful.
     pub known: bool,
-    /// Its process.
+    /// KSM's figures of the VM's process.
     pub process: Process,
-    /// Its guest memory.
+    /// Mappings of its guest memory.
     pub mappings: Vec<Mapping>,
-    /// QEMU was told not to offer its memory.
+    /// Whether QEMU was told not to offer its memory.
     pub merge_off: bool,
-    /// A seccomp filter is on the process that isn't QEMU's own (`-sandbox`), which lets `madvise`
-    /// pass.
+    /// Whether the process has a seccomp filter beside QEMU's own (`-sandbox`), which permits
+    /// `madvise`.
     pub filtered: bool,
-    /// Pages of zeroes in its mergeable memory, by a sample; `None`: unknown.
+    /// Number of zero pages in its mergeable memory, from a sample; `None`: unknown.
     pub zero_pages: Option<u64>,
-    /// Seconds since its start.
+    /// Seconds since QEMU's start.
     pub age_s: f64,
-    /// `None`: the kernel has no KSM.
+    /// Figures of the host; `None`: the kernel has no KSM.
     pub host: Option<HostSide>,
-    /// `None`: no daemon steers KSM, or none was asked.
+    /// State of the daemon that steers KSM; `None`: none steers, or none was asked.
     pub steered: Option<Steered>,
 }
 
 impl HostSide {
-    /// The host now; `None`: its kernel has no KSM.
+    /// Reads the host's figures; `None`: its kernel has no KSM.
     pub fn read(controls: &Controls, proc_root: &Path) -> Result<Option<Self>, KsmError> {
         let settings = match controls.settings() {
             Ok(settings) => settings,
@@ -111,10 +111,11 @@ fn nodes(directory: &Path) -> u64 {
 }
 
 impl Facts {
-    /// Of process `pid`, a QEMU. `known`: what a daemon knows of it, if one was asked.
+    /// Reads the facts of process `pid`, a QEMU. `known`: a daemon's knowledge of it, if one was
+    /// asked.
     ///
     /// # Errors
-    /// If the process has ended, or we may not look at it.
+    /// The process has ended, or may not be read.
     pub fn read(
         controls: &Controls,
         proc_root: &Path,
@@ -162,8 +163,8 @@ fn words(directory: &Path) -> io::Result<Vec<String>> {
         .collect())
 }
 
-/// Whether a seccomp filter is on a process (`proc_pid_status(5)`) that isn't QEMU's own: it has
-/// one, and lets `madvise` pass (`system/qemu-seccomp.c`).
+/// Whether a process has a seccomp filter (`proc_pid_status(5)`) beside QEMU's own, which permits
+/// `madvise` (`system/qemu-seccomp.c`).
 fn filtered(status: &str, words: &[String]) -> bool {
     let number = |name: &str| -> Option<u32> {
         let mut lines = status.lines();
@@ -174,13 +175,13 @@ fn filtered(status: &str, words: &[String]) -> bool {
         matches!(pair[0].as_str(), "-sandbox" | "--sandbox") && pair[1].starts_with("on")
     };
     let own = u32::from(words.windows(2).any(is_sandbox));
-    // How many there are is told since Linux 5.9.
+    // Linux reports the number of filters since 5.9.
     number("Seccomp:") == Some(2) && number("Seccomp_filters:").is_none_or(|all| all > own)
 }
 
-/// QEMU merges `-machine` options: the last word on `mem-merge` counts. A memory backend's
-/// `merge=off` changes nothing as long as it is on (`ram_block_add` in `system/physmem.c` asks the
-/// machine alone).
+/// Whether `mem-merge` is off. QEMU combines all `-machine` options, and the last value counts. A
+/// memory backend's `merge=off` has no effect while the machine's option is on (`ram_block_add` in
+/// `system/physmem.c` checks only the machine).
 fn merge_off(words: &[String]) -> bool {
     let machine = words
         .windows(2)

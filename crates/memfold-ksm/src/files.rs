@@ -8,18 +8,17 @@ use utoipa::ToSchema;
 use super::controls::Controls;
 use super::error::KsmError;
 
-/// Whether a file sets something or counts something.
+/// Role of a file: setting or counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// It can be written.
+    /// A setting, which can be written.
     Control,
-    /// The kernel counts.
+    /// A counter of the kernel.
     Counter,
 }
 
-/// What a file holds: KSM's numbers, negative for a profit that is a loss, and words
-/// (`advisor_mode`).
+/// Contents of a file. Most are numbers; a profit may be negative. `advisor_mode` is a word.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum Value {
@@ -38,20 +37,20 @@ impl std::fmt::Display for Value {
     }
 }
 
-/// One file now.
+/// One file and its present contents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Entry {
-    /// The kernel's name.
+    /// The kernel's name of the file.
     pub name: String,
-    /// Control or counter.
+    /// Whether the file is a setting or a counter.
     pub role: Role,
-    /// What it holds; null: this kernel lacks it.
+    /// Contents; null: this kernel lacks the file.
     pub value: Option<Value>,
-    /// In what it counts.
+    /// Unit of the value.
     pub unit: String,
-    /// What it means.
+    /// Meaning of the value.
     pub meaning: String,
-    /// The first Linux that has it.
+    /// First Linux version that has the file.
     pub since: String,
 }
 
@@ -73,7 +72,7 @@ const CONTROLS: [[&str; 4]; 13] = [
     ["advisor_max_pages_to_scan", "pages", "6.8", "highest pages_to_scan that the advisor sets"],
 ];
 
-/// Its counters, in the same way.
+/// KSM's counters, in the same form.
 #[rustfmt::skip] // a table
 const COUNTERS: [[&str; 4]; 11] = [
     ["pages_shared", "pages", "2.6.32", "merged pages in memory"],
@@ -89,7 +88,8 @@ const COUNTERS: [[&str; 4]; 11] = [
     ["general_profit", "bytes", "6.4", "bytes that merging saves less its metadata; while KSM is stopped, ended processes still count"],
 ];
 
-/// Every control and counter, in ksm.rst's order; behind them files that a newer kernel has.
+/// All settings and counters, in the order of ksm.rst; files that only a newer kernel has come
+/// last.
 pub fn entries(controls: &Controls) -> Result<Vec<Entry>, KsmError> {
     let read = |name: &str| -> Result<Option<Value>, KsmError> {
         let text = controls.text(name)?;

@@ -14,24 +14,24 @@ use super::controls::{Controls, Settings};
 use super::error::KsmError;
 use super::status::merging_pages;
 
-/// What becomes of pages that were merged while the settings were others.
+/// Fate of pages that were merged while the settings were changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Merged {
-    /// Each gets its own copy again, if none was merged before.
+    /// Each page gets its own copy again, if nothing was merged before.
     AsBefore,
-    /// They stay merged: giving each its own copy takes as much memory at once as merging has
+    /// The pages stay merged. Giving each its own copy takes as much memory at once as merging has
     /// saved.
     Stay,
 }
 
-/// What the note on disk holds.
+/// Contents of the file with the previous settings.
 #[derive(Debug, Serialize, Deserialize)]
 struct Note {
     root: PathBuf,
     settings: Settings,
-    /// Whether pages were merged before: then they stay merged.
+    /// Whether pages were merged before. Then merged pages stay merged.
     merged_before: bool,
-    /// The kernel's boot: after another boot there is nothing to put back.
+    /// Identifier of the boot. After another boot there is nothing to restore.
     boot_id: String,
 }
 
@@ -45,28 +45,32 @@ impl Note {
     }
 }
 
-/// Guards that this process holds.
+/// Number of guards that this process holds.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// The settings as they were, put back on drop (also when unwinding), and by [`restore_leftover`]
-/// after a kill.
+/// KSM's previous settings. They are restored on drop (also when unwinding), and by
+/// [`restore_leftover`] after a kill.
 #[derive(Debug)]
 pub struct Guard {
     note: Note,
     note_path: PathBuf,
-    // Held, not used: the kernel drops the lock with the process.
+    // Held for its lock, which the kernel releases when the process ends.
     _lock: File,
     restored: bool,
 }
 
 impl Guard {
-    /// Keeps the settings of `controls`, in memory and in a note in `state_dir`, which must exist.
-    /// One holder at a time. Puts back first what a killed holder left.
+    /// Saves the settings of `controls`, in memory and in a file in `state_dir`, which must exist.
+    /// Only one process can hold a guard. First restores the settings that a killed holder left.
+    ///
+    /// # Errors
+    /// [`KsmError::Busy`] if another process holds a guard; others if files cannot be read or
+    /// written.
     pub fn take(controls: &Controls, state_dir: &Path) -> Result<Self, KsmError> {
         Self::take_as(controls, state_dir, Merged::AsBefore)
     }
 
-    /// The same, with a word on the pages that are merged by then.
+    /// Like [`Guard::take`], and chooses the fate of pages that get merged meanwhile.
     pub fn take_as(
         controls: &Controls,
         state_dir: &Path,
@@ -77,19 +81,19 @@ impl Guard {
         let note = Note {
             root: controls.root.clone(),
             settings: controls.settings()?,
-            // The counters may be of processes that are gone: ask the live ones, where the kernel
-            // tells.
+            // The host's counters may include ended processes. Live processes are asked if the
+            // kernel tells.
             merged_before: match merging_pages(Path::new("/proc")) {
                 _ if merged == Merged::Stay => true,
                 Some(pages) => pages > 0,
                 None => controls.number::<u64>("pages_shared")?.unwrap_or(0) > 0,
             },
-            // Empty where the kernel doesn't tell: then notes are always of this boot, which is the
-            // careful side.
+            // Empty if the kernel does not tell. Saved settings then always count as those of this
+            // boot, which is the safe assumption.
             boot_id: boot_id(),
         };
         let note_path = note_path(state_dir);
-        // Written aside and renamed: a kill never leaves half a note.
+        // Written to another file and renamed, so that a kill never leaves half a file.
         let aside = note_path.with_extension("new");
         serde_json::to_vec_pretty(&note)
             .map_err(io::Error::other)
@@ -108,13 +112,13 @@ impl Guard {
         })
     }
 
-    /// The settings that will be put back.
+    /// The settings that will be restored.
     #[must_use]
     pub fn before(&self) -> &Settings {
         &self.note.settings
     }
 
-    /// Puts the settings back now, and says so when it fails (a drop can only log).
+    /// Restores the settings now and returns an error if that fails. (A drop can only log it.)
     pub fn restore(mut self) -> Result<(), KsmError> {
         self.put_back()
     }
@@ -144,8 +148,10 @@ impl Drop for Guard {
     }
 }
 
-/// Puts back what a killed process left, if its note is in `state_dir`; whether there was
-/// something. An error if its owner lives.
+/// Restores the settings that a killed process left in `state_dir`. Returns whether there were any.
+///
+/// # Errors
+/// [`KsmError::Busy`] if their owner lives.
 pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     if !note_path(state_dir).exists() {
         return Ok(false);
@@ -154,8 +160,8 @@ pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     restore_note(state_dir)
 }
 
-/// The same for the process that holds the guard itself, when it ends without unwinding (Ctrl-C).
-/// Another process's note is left to it: a daemon may be steering.
+/// Restores the settings that this process itself saved, when it ends without unwinding (Ctrl-C).
+/// Settings saved by another process, such as a steering daemon, are left alone.
 pub fn restore_own(state_dir: &Path) -> Result<bool, KsmError> {
     if HELD.load(Ordering::Acquire) == 0 {
         return Ok(false);

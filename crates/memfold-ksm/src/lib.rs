@@ -13,8 +13,8 @@
 //! KSM merges all memory on the host that was advised mergeable, and knows no trust domains. Run it
 //! only while all mergeable memory belongs to one domain.
 
-/// Where memfold notes the settings that it changes, for whoever comes after a kill: one place, so
-/// that one at a time changes them.
+/// Directory in which memfold saves the settings that it changes, so that they can be restored
+/// after a kill. There is only one, so that one process at a time changes them.
 pub const NOTES: &str = memfold_vm::DEFAULT_STATE;
 
 mod cause;

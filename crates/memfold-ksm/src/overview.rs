@@ -16,31 +16,31 @@ use super::pressure::Pressure;
 use super::processes::{self, Process};
 use super::steer::Mode;
 
-/// A VM's part, or another process's.
+/// KSM's figures of one process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
 pub struct Part {
-    /// The VM's name; of a QEMU that no daemon knows and of other processes, the process's.
+    /// Name of the VM, or of the process if no daemon knows it as a VM.
     pub name: String,
-    /// Its trust domain, if a daemon knows the VM.
+    /// Trust domain, if a daemon knows the VM.
     pub domain: Option<String>,
     /// Process number.
     pub pid: i32,
     /// Whether KSM may merge some of its memory.
     pub mergeable: bool,
-    /// Pages that are merged (mapped to a page that others map too), those on the kernel's zero
-    /// page apart.
+    /// Number of merged pages (mapped to a page that others map too), without pages on the kernel's
+    /// zero page.
     pub ksm_merging_pages: Option<u64>,
-    /// Pages of zeroes that KSM has put onto the kernel's zero page.
+    /// Number of zero pages that KSM has mapped to the kernel's zero page.
     pub ksm_zero_pages: Option<u64>,
-    /// ksmd's notes, one for each page that it watches.
+    /// Number of ksmd's metadata items, one for each page that it tracks.
     pub ksm_rmap_items: Option<u64>,
-    /// What KSM saves by the kernel's account, bytes; negative: its notes cost more.
+    /// Bytes that KSM saves according to the kernel; negative: its metadata take more.
     pub ksm_process_profit: Option<i64>,
     /// Whether the process has offered all of its memory (`PR_SET_MEMORY_MERGE`).
     pub ksm_merge_any: Option<bool>,
-    /// ksmd's metadata about this process: `ksm_merging_pages` and `ksm_zero_pages` in bytes less
-    /// `ksm_process_profit`.
+    /// Bytes of ksmd's metadata about this process: `ksm_merging_pages` and `ksm_zero_pages` in
+    /// bytes less `ksm_process_profit`.
     pub rmap_overhead_bytes: Option<u64>,
 }
 
@@ -67,87 +67,87 @@ impl Part {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
 pub struct Totals {
-    /// Pages that are merged (mapped to a page that others map too), those on the kernel's zero
-    /// page apart.
+    /// Number of merged pages (mapped to a page that others map too), without pages on the kernel's
+    /// zero page.
     pub ksm_merging_pages: u64,
-    /// Pages of zeroes that KSM has put onto the kernel's zero page.
+    /// Number of zero pages that KSM has mapped to the kernel's zero page.
     pub ksm_zero_pages: u64,
-    /// ksmd's notes, one for each page that it watches.
+    /// Number of ksmd's metadata items, one for each page that it tracks.
     pub ksm_rmap_items: u64,
-    /// What KSM saves by the kernel's account, bytes; negative: its notes cost more.
+    /// Bytes that KSM saves according to the kernel; negative: its metadata take more.
     pub ksm_process_profit: i64,
-    /// ksmd's metadata.
+    /// Bytes of ksmd's metadata.
     pub rmap_overhead_bytes: u64,
 }
 
-/// How a daemon steers KSM.
+/// State of a daemon that steers KSM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Steering {
-    /// For this trust domain.
+    /// Trust domain that KSM runs for.
     pub domain: String,
-    /// CPU of ksmd at most, percent of one.
+    /// Most CPU of ksmd, in percent of one CPU.
     pub cpu_percent: f64,
-    /// Time for a full scan, seconds.
+    /// Target duration of a full scan, in seconds.
     pub target_s: f64,
-    /// By the kernel's advisor.
+    /// Whether the kernel's advisor sets the scan rate.
     pub advisor: bool,
-    /// How it scans; null while KSM stands still.
+    /// Scan mode; null while KSM is paused.
     pub mode: Option<Mode>,
-    /// Why, in words.
+    /// Description of the reason for the mode.
     pub why: String,
-    /// Why KSM stands still; null: it runs.
+    /// Reason why KSM is paused; null: it runs.
     pub held: Option<String>,
-    /// Set now.
+    /// Present value of `pages_to_scan`.
     pub pages_to_scan: u64,
-    /// Set now.
+    /// Present value of `sleep_millisecs`.
     pub sleep_millisecs: u64,
-    /// ksmd's CPU over the last seconds, percent of one.
+    /// CPU of ksmd over the last seconds, in percent of one CPU.
     pub ksmd_cpu_percent: f64,
-    /// ksmd's CPU per page that it looks at, microseconds.
+    /// CPU of ksmd per scanned page, in microseconds.
     pub cost_us_per_page: f64,
-    /// Full scans since it began.
+    /// Full scans since steering began.
     pub full_scans: u64,
-    /// Seconds since it began.
+    /// Seconds since steering began.
     pub running_s: f64,
-    /// CPU of ksmd since it began, seconds.
+    /// CPU of ksmd since steering began, in seconds.
     pub ksmd_cpu_s: f64,
     /// VMs of other trust domains that were started with `mem-merge=off` meanwhile.
     pub kept_out: Vec<String>,
 }
 
-/// All of it.
+/// KSM on this host: settings, counters, and processes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Overview {
     /// Whether the kernel has KSM.
     pub available: bool,
-    /// Every file of `/sys/kernel/mm/ksm`.
+    /// All files of `/sys/kernel/mm/ksm`.
     pub files: Vec<Entry>,
-    /// CPU time of ksmd since boot, seconds; null where it can't be seen.
+    /// CPU time of ksmd since boot, in seconds; null if it cannot be seen.
     pub ksmd_cpu_s: Option<f64>,
-    /// Anonymous memory of the processes with mergeable memory: what a full scan looks at, and a
-    /// little of QEMU's own.
+    /// Anonymous memory of the processes with mergeable memory: the memory that a full scan
+    /// examines, and a little of QEMU's own.
     pub mergeable_bytes: u64,
-    /// A full scan at the present settings, seconds.
+    /// Duration of a full scan at the present settings, in seconds.
     pub pass_s: Option<f64>,
-    /// What waits on this host.
+    /// Pressure of CPU and memory on this host.
     pub pressure: Pressure,
-    /// Whether a daemon was asked: then VMs have names and trust domains.
+    /// Whether a daemon was asked. Only then VMs have names and trust domains.
     pub daemon: bool,
-    /// How that daemon steers KSM; null: it doesn't.
+    /// State of the daemon's steering; null: it does not steer KSM.
     pub steering: Option<Steering>,
-    /// VMs: the daemon's, and every QEMU with mergeable memory.
+    /// VMs: those of the daemon, and all QEMUs with mergeable memory.
     pub vms: Vec<Part>,
     /// Other processes with mergeable memory.
     pub others: Vec<Part>,
-    /// Their sum.
+    /// Sums over `vms` and `others`.
     pub totals: Totals,
 }
 
-/// VMs that a daemon knows, by process: name and trust domain.
+/// VMs that a daemon knows, by process number: name and trust domain.
 pub type Names = BTreeMap<i32, (String, Option<String>)>;
 
 impl Overview {
-    /// Of this host, now. `known`: the daemon's VMs; `None`: no daemon was asked.
+    /// Reads the figures of this host. `known`: the daemon's VMs; `None`: no daemon was asked.
     pub fn now(known: Option<&Names>) -> Result<Self, KsmError> {
         Self::read(&Controls::default(), Path::new("/proc"), known)
     }

@@ -2,7 +2,7 @@
 
 use super::facts::{Facts, HostSide};
 
-/// The pages of a VM by what becomes of them.
+/// Number of a VM's pages by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Places {
     pub(super) guest: u64,
@@ -29,7 +29,7 @@ impl Places {
             if mapping.has("ht") {
                 sum.hugetlb += pages;
             } else if mapping.has("sh") || mapping.permissions.ends_with('s') {
-                // Memory files are shared memory; other files are meant to be there after the VM.
+                // Memory files are shared memory. Other files are meant to outlive the VM.
                 let memory = ["/memfd:", "/dev/shm/", "/dev/zero"];
                 if memory.iter().any(|root| mapping.path.starts_with(root)) {
                     sum.shared += pages;
@@ -58,20 +58,20 @@ impl Places {
         sum
     }
 
-    /// In memory and not merged.
+    /// Number of mergeable pages in memory that are not merged.
     pub(super) const fn unmerged(&self) -> u64 {
         self.present - self.merged
     }
 }
 
-/// What passes mean for a VM.
+/// Progress of ksmd's passes over a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Passes {
-    /// Seconds.
+    /// Duration of a full scan, in seconds.
     pub(super) pass_s: Option<f64>,
-    /// Share of its mergeable pages that ksmd has looked at.
+    /// Part of the VM's mergeable pages that ksmd has scanned, 0 to 1.
     pub(super) visited: f64,
-    /// Two passes have not been complete since it was there.
+    /// Whether ksmd has not completed two passes since the VM started.
     pub(super) young: bool,
 }
 
@@ -96,16 +96,16 @@ impl Passes {
         }
     }
 
-    /// Two passes, less what of the first is done.
+    /// Duration of two passes, less the completed part of the first.
     pub(super) fn first_merge_s(&self) -> Option<f64> {
         Some((2.0 - self.visited) * self.pass_s?)
     }
 }
 
-/// The first guess of ksmd's CPU seconds per scanned page, where nothing was scanned yet.
+/// Assumed CPU time of ksmd per page in seconds, before any page was scanned.
 const COST_S: f64 = 3e-6;
 
-/// A full scan at the present settings, seconds. `None`: ksmd is told to scan nothing.
+/// Duration of a full scan at the present settings, in seconds. `None`: ksmd scans nothing.
 pub(super) fn pass_s(host: &HostSide) -> Option<f64> {
     let batch = host.settings.pages_to_scan.filter(|&pages| pages > 0)? as f64;
     let sleep_s = host.settings.sleep_millisecs? as f64 / 1e3;

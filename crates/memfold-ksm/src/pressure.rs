@@ -9,24 +9,24 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Of the last ten seconds, the share in percent in which at least one task waited (`some avg10`).
-/// `None`: the kernel doesn't tell (no `CONFIG_PSI`, or `psi=0`).
+/// Percent of the last ten seconds in which at least one task waited (`some avg10`). `None`: the
+/// kernel does not tell (no `CONFIG_PSI`, or `psi=0`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Pressure {
-    /// For a CPU.
+    /// Waiting for a CPU.
     pub cpu_some_avg10: Option<f64>,
-    /// For memory.
+    /// Waiting for memory.
     pub memory_some_avg10: Option<f64>,
 }
 
 impl Pressure {
-    /// Now.
+    /// The present pressure of this host.
     #[must_use]
     pub fn now() -> Self {
         Self::read(Path::new("/proc/pressure"))
     }
 
-    /// In the directory `root`.
+    /// The pressure in the files of directory `root`.
     #[must_use]
     pub fn read(root: &Path) -> Self {
         let some = |name: &str| some_avg10(&fs::read_to_string(root.join(name)).ok()?);
@@ -37,7 +37,7 @@ impl Pressure {
     }
 }
 
-/// `some avg10=1.17 avg60=4.06 avg300=4.69 total=106052673` -> 1.17
+/// Parses `some avg10=1.17 avg60=4.06 avg300=4.69 total=106052673` to 1.17.
 fn some_avg10(text: &str) -> Option<f64> {
     let line = text.lines().find_map(|line| line.strip_prefix("some "))?;
     let word = line.split(' ').find_map(|w| w.strip_prefix("avg10="))?;

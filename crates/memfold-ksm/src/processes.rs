@@ -17,10 +17,10 @@ use memfold_units::PAGE_SIZE;
 use super::error::KsmError;
 use super::status::ProcessStatus;
 
-/// A look at thousands of processes takes some milliseconds of CPU.
+/// Time limit for reading all processes. For thousands it takes some milliseconds of CPU.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Looks that were given up and hang still.
+/// Reads that were given up and still hang.
 static HANGING: Mutex<Vec<Look>> = Mutex::new(Vec::new());
 
 /// A process with mergeable memory, or a QEMU.
@@ -28,20 +28,20 @@ static HANGING: Mutex<Vec<Look>> = Mutex::new(Vec::new());
 pub struct Process {
     /// Process number in the daemon's PID namespace.
     pub pid: i32,
-    /// Its name, `/proc/PID/comm`.
+    /// Process name, `/proc/PID/comm`.
     pub comm: String,
     /// Whether its program is a QEMU.
     pub qemu: bool,
     /// Whether KSM may merge some of its memory.
     pub mergeable: bool,
-    /// KSM's figures of it.
+    /// KSM's figures of the process.
     pub status: ProcessStatus,
-    /// Anonymous pages that it has in memory.
+    /// Number of its anonymous pages in memory.
     pub anonymous_pages: u64,
 }
 
 impl Process {
-    /// Process `pid`; `None` if it has ended, or is a kernel thread.
+    /// Reads process `pid`; `None` if it has ended, or is a kernel thread.
     #[must_use]
     pub fn read(proc_root: &Path, pid: i32) -> Option<Self> {
         Self::look(proc_root, pid, Wanted::Any)
@@ -57,12 +57,13 @@ impl Process {
         if wanted == Wanted::Mergeable && told == Some(false) {
             return None;
         }
-        // The kernel cuts names at 15 bytes, wherever a character ends; and they can be anything.
+        // The kernel cuts names at 15 bytes, even within a character, and a name can hold any
+        // bytes.
         let comm = fs::read(directory.join("comm")).ok()?;
         let comm = String::from_utf8_lossy(&comm).trim_end().to_owned();
         let named_qemu = comm.starts_with("qemu-system") || comm == "qemu-kvm";
-        // Told since Linux 6.13 or so. Before, a QEMU's mappings tell, and of others what was
-        // merged or looked at.
+        // Linux tells since about 6.13. Before, QEMU's mappings tell; of other processes, merged or
+        // scanned pages do.
         let mergeable = told.unwrap_or_else(|| {
             let visited = |pages: Option<u64>| pages.is_some_and(|pages| pages > 0);
             visited(status.ksm_merging_pages)
@@ -88,14 +89,14 @@ impl Process {
         })
     }
 
-    /// Pages merged, those of zeroes included.
+    /// Number of merged pages, zero pages included.
     #[must_use]
     pub fn merged_pages(&self) -> u64 {
         self.status.ksm_merging_pages.unwrap_or(0) + self.status.ksm_zero_pages.unwrap_or(0)
     }
 
-    /// ksmd's metadata about it: the kernel's own formula (profit = saved - metadata), turned
-    /// round.
+    /// Bytes of ksmd's metadata about the process, from the kernel's formula (profit = saved -
+    /// metadata).
     #[must_use]
     pub fn rmap_overhead_bytes(&self) -> Option<u64> {
         let profit = self.status.ksm_process_profit?;
@@ -111,16 +112,16 @@ enum Wanted {
     Mergeable,
 }
 
-/// All processes with mergeable memory, and all QEMUs, by number.
+/// All processes with mergeable memory, and all QEMUs, by process number.
 ///
 /// # Errors
-/// [`KsmError::Hung`], after [`PATIENCE`] or at once if it is known already.
+/// [`KsmError::Hung`], after [`PATIENCE`], or at once while an earlier read hangs.
 pub fn all(proc_root: &Path) -> Result<Vec<Process>, KsmError> {
     look(proc_root, Wanted::MergeableOrQemu)
 }
 
-/// All processes with mergeable memory, by number. On new kernels one small file is read of each
-/// other process.
+/// All processes with mergeable memory, by process number. On new kernels, one small file is read
+/// of each other process.
 ///
 /// # Errors
 /// As [`all`].
@@ -128,10 +129,10 @@ pub fn mergeable(proc_root: &Path) -> Result<Vec<Process>, KsmError> {
     look(proc_root, Wanted::Mergeable)
 }
 
-/// A look at all processes, by a thread.
+/// A read of all processes, on its own thread.
 struct Look {
     proc_root: PathBuf,
-    /// The process that is looked at.
+    /// The process that is being read.
     at: Arc<AtomicI32>,
     found: Receiver<Vec<Process>>,
 }
@@ -161,7 +162,8 @@ impl Look {
 }
 
 fn look(proc_root: &Path, wanted: Wanted) -> Result<Vec<Process>, KsmError> {
-    // Locked for the whole look: others would hang at the same process, each with a thread.
+    // Locked during the whole read: other callers would hang at the same process, each with a
+    // thread.
     let mut hanging = HANGING.lock().unwrap_or_else(PoisonError::into_inner);
     hanging.retain(|look| matches!(look.found.try_recv(), Err(TryRecvError::Empty)));
     if let Some(look) = hanging.iter().find(|look| look.proc_root == proc_root) {
@@ -189,8 +191,8 @@ fn find(proc_root: &Path, wanted: Wanted, at: &AtomicI32) -> Vec<Process> {
     found
 }
 
-/// Resident less shared of `/proc/PID/statm` (`proc_pid_statm(5)`); `None` for kernel threads,
-/// which have no memory.
+/// Resident less shared pages of `/proc/PID/statm` (`proc_pid_statm(5)`); `None` for kernel
+/// threads, which have no memory.
 fn anonymous_pages(directory: &Path) -> Option<u64> {
     let text = fs::read_to_string(directory.join("statm")).ok()?;
     let mut fields = text.split_ascii_whitespace();
@@ -205,7 +207,7 @@ fn page_bytes() -> u64 {
     u64::try_from(rustix::param::page_size()).unwrap_or(PAGE_SIZE)
 }
 
-/// Whatever it is named (`-name process=`).
+/// Whether the program is a QEMU, whatever the process is named (`-name process=`).
 fn runs_qemu(directory: &Path) -> bool {
     fs::read_link(directory.join("exe")).is_ok_and(|program| {
         let name = program.file_name().unwrap_or_default().to_string_lossy();

@@ -8,20 +8,20 @@ use std::path::Path;
 
 use memfold_units::PAGE_SIZE;
 
-/// Mappings without a gap of at least this length together are taken for guest memory: QEMU's own
+/// Adjacent mappings of at least this length together count as guest memory: QEMU's own mappings
 /// are smaller, or executable.
 const GUEST_BYTES: u64 = 16 << 20;
 
-/// A mapping.
+/// A mapping of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mapping {
-    /// First byte.
+    /// Address of the first byte.
     pub start: u64,
-    /// Byte after the last.
+    /// Address after the last byte.
     pub end: u64,
-    /// `rwxp` or `rwxs`.
+    /// Permissions: `rwxp` or `rwxs`.
     pub permissions: String,
-    /// The file; empty: anonymous.
+    /// Path of the file; empty for anonymous memory.
     pub path: String,
     /// `VmFlags`.
     pub flags: Vec<String>,
@@ -38,25 +38,25 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Length in pages.
+    /// Length of the mapping in pages.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         (self.end - self.start) / PAGE_SIZE
     }
 
-    /// Whether the kernel shows flag `name`.
+    /// Whether `VmFlags` contains `name`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.flags.iter().any(|flag| flag == name)
     }
 
-    /// Whether KSM may merge in it.
+    /// Whether KSM may merge its pages.
     #[must_use]
     pub fn is_mergeable(&self) -> bool {
         self.has("mg")
     }
 
-    /// Private anonymous memory that nobody offered.
+    /// Whether it is private anonymous memory that was not offered to KSM.
     fn is_unadvised(&self) -> bool {
         let anonymous = self.path.is_empty() && !self.permissions.ends_with('s');
         anonymous && !self.is_mergeable() && !self.has("ht")
@@ -64,16 +64,19 @@ impl Mapping {
 
     fn may_be_guest(&self) -> bool {
         let may = |at: usize, letter: u8| self.permissions.as_bytes().get(at) == Some(&letter);
-        // Libraries and the heap are QEMU's own, and so is what TCG translates.
+        // Libraries, the heap and TCG's translated code are QEMU's own.
         let own = self.path.starts_with('[') || !(may(1, b'w') || may(3, b's'));
-        // And the page store, through which memfold's library compares.
+        // The page store is too; memfold's library maps it to compare pages.
         let own = own || (may(3, b's') && self.path.contains("memfold:"));
         may(0, b'r') && !may(2, b'x') && !own
     }
 }
 
-/// The mappings that hold guest memory, by address. Those of `ram` (first byte, byte after the
-/// last) where that is known, and all large ones else.
+/// The mappings of guest memory, by address: those in `ram` (first byte, byte after the last) if
+/// that is known, otherwise all large ones.
+///
+/// # Errors
+/// The process has ended, or may not be read.
 pub fn guest(proc_root: &Path, pid: i32, ram: &[(u64, u64)]) -> io::Result<Vec<Mapping>> {
     let text = fs::read_to_string(proc_root.join(pid.to_string()).join("smaps"))?;
     Ok(guest_of(parse(&text), ram))
@@ -100,8 +103,8 @@ fn guest_of(mappings: Vec<Mapping>, ram: &[(u64, u64)]) -> Vec<Mapping> {
         }
     }
     close(&mut span);
-    // Large buffers of QEMU's own are anonymous, and nobody offers them. So isn't RAM that may not
-    // merge: told by where it lies, or by there being nothing else.
+    // QEMU's own large buffers are anonymous and not offered. So is RAM that must not merge. It is
+    // told apart by its address, or because nothing else was offered.
     let offered = found.iter().any(Mapping::is_mergeable);
     found.retain(|m| !m.is_unadvised() || is_known(ram, m) || (ram.is_empty() && !offered));
     found
@@ -112,7 +115,7 @@ fn is_known(ram: &[(u64, u64)], mapping: &Mapping) -> bool {
         .any(|(start, end)| mapping.start < *end && *start < mapping.end)
 }
 
-/// Reads the text of `smaps`. Lines that are not as expected are left out.
+/// Parses the text of `smaps`. Unexpected lines are skipped.
 #[must_use]
 pub fn parse(text: &str) -> Vec<Mapping> {
     let mut all: Vec<Mapping> = Vec::new();
@@ -143,7 +146,7 @@ pub fn parse(text: &str) -> Vec<Mapping> {
     all
 }
 
-/// `start-end perms offset dev inode path` (`proc_pid_maps(5)`).
+/// Parses `start-end perms offset dev inode path` (`proc_pid_maps(5)`).
 fn first_line(line: &str) -> Option<Mapping> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
