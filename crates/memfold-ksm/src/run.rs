@@ -9,7 +9,7 @@ use super::error::KsmError;
 use super::guard::{Guard, lock};
 use super::status::{Ksmd, Status};
 
-/// KSM running under memfold; the settings of before come back when this is dropped.
+/// KSM running under memfold. The previous settings are restored when this is dropped.
 #[derive(Debug)]
 pub struct Run {
     controls: Controls,
@@ -17,9 +17,9 @@ pub struct Run {
 }
 
 impl Run {
-    /// Keeps the present settings (see [`Guard::take`]) and starts KSM with `settings`. Nothing
-    /// merged before is unmerged, unless a setting that the kernel refuses to change while pages
-    /// are merged has to change.
+    /// Saves the present settings (see [`Guard::take`]) and starts KSM with `settings`. Pages
+    /// merged before stay merged, unless a setting must change that the kernel refuses to change
+    /// while pages are merged.
     pub fn start(
         controls: &Controls,
         state_dir: &Path,
@@ -46,10 +46,9 @@ impl Run {
         })
     }
 
-    /// Stops merging and puts the settings back. With `unmerge` every merged page gets its own copy
-    /// again first; without, what is merged stays merged as long as KSM was in use before; on a
-    /// host where nothing was merged before, it is unmerged too, because that is part of leaving
-    /// the host as it was.
+    /// Stops merging and restores the settings. With `unmerge`, every merged page first gets its
+    /// own copy again. Without it, merged pages stay merged if KSM was in use before. If nothing
+    /// was merged before, pages are unmerged in any case, to leave the host as it was.
     pub fn stop(self, unmerge: bool) -> Result<(), KsmError> {
         self.controls.write("run", &0)?;
         if unmerge {
@@ -58,22 +57,23 @@ impl Run {
         self.guard.restore()
     }
 
-    /// The controls in use.
+    /// The settings and counters in use.
     #[must_use]
     pub fn controls(&self) -> &Controls {
         &self.controls
     }
 }
 
-/// KSM stands still, and no other memfold starts it, until this is dropped; then it is as it was.
+/// A pause of KSM. Until this is dropped, ksmd is stopped, and no other memfold starts it. Then the
+/// previous state returns.
 #[derive(Debug)]
 pub struct Paused {
     _settings: Option<Guard>,
     _lock: Option<File>,
 }
 
-/// Keeps KSM from merging; what is merged stays merged. When this returns, ksmd is not at work any
-/// more (`run_store` in `mm/ksm.c` waits for it). Where KSM doesn't run, nothing is written.
+/// Pauses KSM; merged pages stay merged. When this returns, ksmd is idle (`run_store` in `mm/ksm.c`
+/// waits for it). If KSM does not run, nothing is written.
 pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Paused, KsmError> {
     let run = match controls.text("run") {
         Err(KsmError::Missing(_)) => None,
@@ -93,24 +93,25 @@ pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Paused, KsmError> 
     })
 }
 
-/// What [`EqualCpu::step`] found and set.
+/// Measurement and settings of one [`EqualCpu::step`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
-    /// CPU that ksmd used since [`EqualCpu::new`].
+    /// CPU time of ksmd since [`EqualCpu::new`].
     pub used: Duration,
     /// Whether ksmd may run until the next step.
     pub running: bool,
-    /// Pages a batch.
+    /// Pages per batch.
     pub pages_to_scan: u64,
-    /// Pause between batches.
+    /// Pause between batches, in milliseconds.
     pub sleep_millisecs: u64,
 }
 
-/// Holds ksmd's CPU time to a budget that the caller gives as it grows: what the other side of a
-/// comparison has used.
+/// Holds ksmd's CPU time to a growing budget of the caller: the CPU time of the other side in a
+/// comparison.
 ///
-/// Each step sets the scan rate for the next interval from what a scanned page cost so far, so that
-/// ksmd's total reaches the budget's: the rate at which the budget grew lately, and the arrears
+/// Each step sets the scan rate of the next interval from the measured cost of a scanned page, so
+/// that ksmd's total reaches the budget. The rate is the budget's recent growth, plus the arrears
+/// spread over [`CATCH_UP`].
 /// within [`CATCH_UP`].
 #[derive(Debug)]
 pub struct EqualCpu {
@@ -130,22 +131,22 @@ struct Sample {
     scanned: Option<u64>,
 }
 
-/// Time in which arrears are made up.
+/// Time over which arrears are made up.
 const CATCH_UP: Duration = Duration::from_secs(2);
 
-/// The first guess of ksmd's CPU per scanned page; replaced by measurement after the first step.
+/// Assumed CPU time of ksmd per page in seconds. A measurement replaces it after the first step.
 const FIRST_COST_S: f64 = 2e-6;
 
-/// Share of one CPU that ksmd gets at most: it is one thread, and must sleep for its settings to
-/// take effect.
+/// Largest part of one CPU for ksmd. It is a single thread, and must sleep for its settings to take
+/// effect.
 const MOST: f64 = 0.95;
 
 impl EqualCpu {
-    /// Begins to hold ksmd to a budget, from zero now; KSM stands still until the first
-    /// [`step`](Self::step). `run` is KSM started before.
+    /// Starts to hold ksmd to a budget that is zero now. KSM is paused until the first
+    /// [`step`](Self::step). `run` is a started KSM.
     ///
     /// # Errors
-    /// If ksmd can't be seen, or its controls not be written.
+    /// ksmd cannot be seen, or its settings cannot be written.
     pub fn new(run: &Run) -> Result<Self, KsmError> {
         let controls = run.controls().clone();
         let ksmd = Ksmd::find().ok_or_else(|| KsmError::Missing("/proc/*/comm: ksmd".into()))?;
@@ -173,8 +174,8 @@ impl EqualCpu {
         })
     }
 
-    /// Measures and sets the rate for the next interval; call about once a second. `allowed`: the
-    /// whole budget since [`new`](Self::new).
+    /// Measures, and sets the rate for the next interval. Call it about once a second. `allowed` is
+    /// the whole budget since [`new`](Self::new).
     pub fn step(&mut self, allowed: Duration) -> Result<Step, KsmError> {
         let now = Sample {
             at: Instant::now(),
@@ -186,7 +187,7 @@ impl EqualCpu {
         let used_s = now.used.saturating_sub(self.last.used).as_secs_f64();
         let scanned = match (now.scanned, self.last.scanned) {
             (Some(now), Some(last)) => now.saturating_sub(last) as f64,
-            // Before Linux 6.6 nothing tells; at most this many.
+            // Linux before 6.6 does not tell. This is an upper bound.
             _ if self.set.running => {
                 seconds * 1e3 / self.set.sleep_millisecs.max(1) as f64
                     * self.set.pages_to_scan as f64
@@ -226,8 +227,8 @@ impl EqualCpu {
     }
 }
 
-/// Pages a batch and pause in ms that make ksmd use `rate` CPU seconds a second at `cost` seconds a
-/// page; `None`: stand still.
+/// Pages per batch and pause in milliseconds, so that ksmd uses `rate` CPU seconds a second at
+/// `cost` seconds per page. `None`: pause ksmd.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // clamped before
 pub(super) fn pace(rate: f64, cost: f64) -> Option<(u64, u64)> {
     // The shortest: the kernel's default.

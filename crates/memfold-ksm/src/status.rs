@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::controls::Controls;
 use super::error::KsmError;
 
-/// Counters of `/sys/kernel/mm/ksm`, by the kernel's names, in pages unless ksm.rst says otherwise.
-/// `None`: this kernel lacks it.
+/// Counters in `/sys/kernel/mm/ksm`, by the kernel's names, in pages unless ksm.rst says otherwise.
+/// `None`: this kernel lacks the counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -30,7 +30,7 @@ pub struct Status {
 }
 
 impl Status {
-    /// The counters now.
+    /// Reads the counters.
     pub fn read(controls: &Controls) -> Result<Self, KsmError> {
         Ok(Self {
             pages_shared: controls.number("pages_shared")?,
@@ -48,8 +48,8 @@ impl Status {
     }
 }
 
-/// One process's part, from `/proc/PID/ksm_stat` and `/proc/PID/ksm_merging_pages`, by the kernel's
-/// names.
+/// KSM's figures of one process, from `/proc/PID/ksm_stat` and `/proc/PID/ksm_merging_pages`, by
+/// the kernel's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -57,14 +57,15 @@ pub struct ProcessStatus {
     pub ksm_rmap_items: Option<u64>,
     pub ksm_zero_pages: Option<u64>,
     pub ksm_merging_pages: Option<u64>,
-    /// Bytes.
+    /// Bytes saved, less metadata; may be negative.
     pub ksm_process_profit: Option<i64>,
     pub ksm_merge_any: Option<bool>,
     pub ksm_mergeable: Option<bool>,
 }
 
 impl ProcessStatus {
-    /// Of process `pid` in the tree `proc_root`. All `None` on a kernel before 6.1.
+    /// Reads the figures of process `pid` in the directory `proc_root`. All are `None` before Linux
+    /// 6.1.
     pub fn read(proc_root: &Path, pid: i32) -> Result<Self, KsmError> {
         let directory = proc_root.join(pid.to_string());
         let mut status = Self::default();
@@ -94,11 +95,11 @@ impl ProcessStatus {
     }
 }
 
-/// Pages merged in all live processes together: the sum of `ksm_merging_pages`; `None` on a kernel
-/// before 6.1.
+/// Number of merged pages in all live processes: the sum of `ksm_merging_pages`. `None` before
+/// Linux 6.1.
 ///
-/// While ksmd stands still, `pages_shared`, `pages_sharing` and `general_profit` go on counting
-/// what ended processes had merged (`mm/ksm.c`: only ksmd takes off the items of an ended process).
+/// While ksmd is stopped, `pages_shared`, `pages_sharing` and `general_profit` still include ended
+/// processes, because only ksmd removes their items (`mm/ksm.c`). This sum does not include them.
 /// This sum doesn't.
 #[must_use]
 pub fn merging_pages(proc_root: &Path) -> Option<u64> {
@@ -126,20 +127,21 @@ fn text(path: &Path) -> Result<Option<String>, KsmError> {
     }
 }
 
-/// The kernel thread that merges.
+/// ksmd, the kernel thread that merges.
 #[derive(Clone, Debug)]
 pub struct Ksmd {
     directory: PathBuf,
 }
 
 impl Ksmd {
-    /// ksmd of this host; `None` when there is none (no KSM, or a PID namespace that hides it).
+    /// Finds ksmd of this host. `None`: there is none (no KSM, or a PID namespace that hides it).
     #[must_use]
     pub fn find() -> Option<Self> {
         Self::find_in(Path::new("/proc"))
     }
 
-    /// ksmd in the tree `proc_root`: the process of that name that kthreadd (PID 2) started.
+    /// Finds ksmd in the directory `proc_root`: the process of that name whose parent is kthreadd
+    /// (PID 2).
     #[must_use]
     pub fn find_in(proc_root: &Path) -> Option<Self> {
         fs::read_dir(proc_root)
@@ -155,8 +157,8 @@ impl Ksmd {
             .map(|directory| Self { directory })
     }
 
-    /// CPU time since boot: `schedstat` (nanoseconds), or where a kernel lacks it `utime` + `stime`
-    /// (ticks of 10 ms).
+    /// CPU time since boot, from `schedstat` (nanoseconds). If the kernel lacks it: `utime` +
+    /// `stime` (ticks of 10 ms).
     pub fn cpu_time(&self) -> Result<Duration, KsmError> {
         let path = self.directory.join("schedstat");
         if let Some(nanoseconds) = text(&path)?
@@ -176,8 +178,8 @@ impl Ksmd {
     }
 }
 
-/// Field `number` of `/proc/PID/stat` as `proc_pid_stat(5)` counts them; from 3 on, behind the
-/// name, which may hold anything.
+/// Field `number` of `/proc/PID/stat` as counted by `proc_pid_stat(5)`, from 3 on. These fields
+/// follow the name, which may contain any characters.
 pub(super) fn stat_field(stat: &str, number: usize) -> Option<u64> {
     let behind_name = &stat[stat.rfind(')')? + 1..];
     behind_name

@@ -22,121 +22,121 @@ use utoipa::ToSchema;
 use super::pressure::Pressure;
 use super::run::pace;
 
-/// What steering is to reach.
+/// Limits and target of steering.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Goal {
-    /// CPU of ksmd at most, as a share of one CPU.
+    /// Most CPU of ksmd, as a part of one CPU.
     pub cpu_share: f64,
-    /// Time for one full scan of the mergeable memory.
+    /// Target duration of a full scan of the mergeable memory.
     pub target: Duration,
 }
 
-/// What is measured at a moment.
+/// Measurements at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// Since steering began.
+    /// Time since steering began.
     pub at: Duration,
-    /// ksmd's CPU time, since any moment.
+    /// CPU time of ksmd, since any fixed moment.
     pub cpu: Duration,
     /// `pages_scanned`; `None` before Linux 6.6.
     pub scanned: Option<u64>,
     /// `full_scans`.
     pub full_scans: u64,
-    /// Pages merged now in live processes, `ksm_zero_pages` included.
+    /// Number of merged pages in live processes, `ksm_zero_pages` included.
     pub merged_pages: u64,
-    /// Anonymous pages in memory of the processes whose memory may merge.
+    /// Number of anonymous pages in memory, of the processes with mergeable memory.
     pub mergeable_pages: u64,
-    /// Counts up when a VM comes.
+    /// Number of VMs that have started since steering began.
     pub arrivals: u64,
-    /// What waits on this host.
+    /// Pressure of CPU and memory on this host.
     pub pressure: Pressure,
 }
 
-/// How steering scans, and what made it so.
+/// Scan mode of steering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// The whole budget: a VM came, or memory grew, and two full scans have not passed since.
+    /// The whole CPU budget: a VM started or memory grew, and two full scans have not passed since.
     Boost,
-    /// A full scan each target.
+    /// One full scan per target time.
     Steady,
-    /// Slowly: two passes in a row brought nothing.
+    /// A tenth of the steady speed: two passes in a row merged nothing.
     Idle,
 }
 
-/// What to set until the next step.
+/// Settings until the next step, and their reason.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
-    /// How.
+    /// Scan mode.
     pub mode: Mode,
-    /// Share that pressure leaves of the speed, 0.1 to 1.
+    /// Part of the speed that pressure allows, 0.1 to 1.
     pub pressure_factor: f64,
-    /// Pages a second.
+    /// Scan rate in pages a second.
     pub pages_per_second: f64,
-    /// CPU at most, as a share of one.
+    /// Expected CPU of ksmd, as a part of one CPU.
     pub cpu_share: f64,
-    /// `pages_to_scan`.
+    /// Value for `pages_to_scan`.
     pub pages_to_scan: u64,
-    /// `sleep_millisecs`.
+    /// Value for `sleep_millisecs`.
     pub sleep_millisecs: u64,
-    /// Why, in words.
+    /// Description of the reason.
     pub why: String,
 }
 
-/// Share of the speed that is left when nothing is found, or everything waits.
+/// Part of the speed that remains when passes merge nothing, or under full pressure.
 const LEAST: f64 = 0.1;
 
-/// Passes in a row that bring nothing until steering idles, and that a boost lasts.
+/// Number of passes that a boost lasts, and of fruitless passes in a row until steering idles.
 const PASSES: u64 = 2;
 
-/// A pass brought something if this share of the mergeable memory merged, or was lost, in it...
+/// A pass was useful if at least this part of the mergeable memory merged or unmerged in it...
 const WORTH: f64 = 0.001;
 
-/// ...and this many pages at least.
+/// ...and at least this many pages.
 const WORTH_PAGES: u64 = 64;
 
-/// Growth of the mergeable memory that begins a boost.
+/// Growth of the mergeable memory that starts a boost.
 const GROWTH: f64 = 0.1;
 
-/// `some avg10` in percent from which on pressure slows ksmd, and at which it is at [`LEAST`].
-/// Tasks on a host whose CPUs are all busy wait for some CPU nearly all the time; memory is another
-/// matter: what waits for it waits for disks.
+/// Pressure (`some avg10`, in percent) at which ksmd begins to slow down, and at which it reaches
+/// [`LEAST`]. On a host with all CPUs busy, tasks wait for CPU nearly all the time, so that limit
+/// is high. Waiting for memory is worse, because it means waiting for disks.
 const CPU_PRESSURE: (f64, f64) = (50.0, 95.0);
 const MEMORY_PRESSURE: (f64, f64) = (10.0, 40.0);
 
-/// Pages that tell what one costs.
+/// Fewest scanned pages from which the cost of a page is measured.
 const LEAST_PAGES: f64 = 50.0;
 
-/// The first guess of ksmd's CPU seconds per scanned page; replaced by measurement.
+/// Assumed CPU time of ksmd per page in seconds, until it is measured.
 const FIRST_COST_S: f64 = 3e-6;
 
-/// The controller.
+/// The controller of the scan rate.
 #[derive(Clone, Debug)]
 pub struct Steer {
     goal: Goal,
     last: Option<Sample>,
     cost_s: f64,
-    /// Since when what a page costs is measured; `None`: from the next step on.
+    /// Start of the present cost measurement; `None`: it starts with the next step.
     measured: Option<Sample>,
-    /// What was asked of ksmd since the last step, in pages a second, and in pages since
-    /// `measured`: stands in for `pages_scanned`.
+    /// Scan rate set since the last step, in pages a second, and pages set since `measured`. They
+    /// replace `pages_scanned` on kernels without it.
     rate: f64,
     asked: f64,
-    /// `full_scans` at which the boost ends.
+    /// Value of `full_scans` at which the boost ends.
     boost_until: Option<u64>,
-    /// Mergeable pages when the last boost began.
+    /// Number of mergeable pages when the last boost began.
     boost_pages: u64,
-    /// `full_scans` and merged pages when the present pass began.
+    /// Values of `full_scans` and merged pages when the present pass began.
     pass: (u64, u64),
-    /// Passes in a row that brought nothing.
+    /// Consecutive passes that merged nothing.
     barren: u64,
     idle: bool,
-    /// CPU of ksmd lately, as a share of one.
+    /// Recent CPU of ksmd, as a part of one CPU.
     used_share: f64,
 }
 
 impl Steer {
-    /// A controller that has seen nothing yet: it begins with a boost.
+    /// A controller without measurements. It begins with a boost.
     #[must_use]
     pub const fn new(goal: Goal) -> Self {
         Self {
@@ -155,25 +155,25 @@ impl Steer {
         }
     }
 
-    /// ksmd's CPU seconds per scanned page, as measured lately.
+    /// Recently measured CPU time of ksmd per scanned page, in seconds.
     #[must_use]
     pub const fn cost_s(&self) -> f64 {
         self.cost_s
     }
 
-    /// ksmd's CPU over the last seconds, as a share of one.
+    /// CPU of ksmd over the last seconds, as a part of one CPU.
     #[must_use]
     pub const fn used_share(&self) -> f64 {
         self.used_share
     }
 
-    /// KSM stood still for another reason: what was used and scanned meanwhile says nothing.
+    /// Discards running measurements, because KSM was paused for another reason.
     pub fn interrupted(&mut self) {
         self.measured = None;
         self.rate = 0.0;
     }
 
-    /// Decides from what is now.
+    /// Decides the settings until the next step.
     pub fn step(&mut self, now: &Sample) -> Decision {
         self.measure(now);
         if self.measured.is_none() {
@@ -196,7 +196,7 @@ impl Steer {
         }
         let used = now.cpu.saturating_sub(last.cpu).as_secs_f64();
         let share = used / seconds;
-        // About five seconds long, whatever the interval.
+        // An average over about five seconds, whatever the interval between steps.
         let weight = 1.0 - (-seconds / 5.0).exp();
         self.used_share += (share - self.used_share) * weight;
         self.asked += self.rate * seconds;
@@ -204,19 +204,19 @@ impl Steer {
         let used = now.cpu.saturating_sub(from.cpu).as_secs_f64();
         let scanned = match (now.scanned, from.scanned) {
             (Some(now), Some(from)) => now.saturating_sub(from) as f64,
-            // Before Linux 6.6 nothing tells; at most this many.
+            // Linux before 6.6 does not tell. This is an upper bound.
             _ => self.asked,
         };
-        // However long it takes until there are as many: a page that was found dear is scanned
-        // seldom, and has to be found cheap again.
+        // There is no time limit for this many pages: when pages were found costly, few are
+        // scanned, and a later lower cost must still be noticed.
         if scanned < LEAST_PAGES || used <= 0.0 {
             return;
         }
         self.measured = Some(*now);
         self.asked = 0.0;
         let cost = used / scanned;
-        // What gets dearer is believed at once, because the budget is a promise; what gets cheaper
-        // by and by.
+        // A higher cost counts at once, because the budget is a promise. A lower cost counts
+        // gradually.
         self.cost_s = if cost > self.cost_s {
             cost
         } else {
@@ -233,7 +233,8 @@ impl Steer {
 
     fn count_passes(&mut self, now: &Sample) {
         let (scans, merged) = self.pass;
-        // Losses count as well: what is rewritten all the time merges again and again.
+        // Unmerged pages count as well: memory that is rewritten all the time merges again and
+        // again.
         let moved = now.merged_pages.abs_diff(merged) >= Self::worth(now);
         if self.idle && moved {
             self.idle = false;
@@ -253,7 +254,7 @@ impl Steer {
     }
 
     fn boost(&mut self, now: &Sample) {
-        // Writing 2 to `run` takes everything apart and counts scans from 0 again.
+        // Writing 2 to `run` unmerges everything, and counts scans from 0 again.
         let came = self
             .last
             .is_none_or(|last| now.arrivals > last.arrivals || now.full_scans < last.full_scans);
@@ -268,11 +269,11 @@ impl Steer {
             self.boost_until = None;
             self.boost_pages = now.mergeable_pages;
         }
-        // A VM that ended leaves room for the growth of others.
+        // A VM that ended makes later growth of others count again.
         self.boost_pages = self.boost_pages.min(now.mergeable_pages);
     }
 
-    /// What [`Self::step`] has found: boost, idle or steady.
+    /// The mode that [`Self::step`] has determined.
     fn mode(&self) -> Mode {
         match self.boost_until {
             Some(_) => Mode::Boost,
@@ -320,7 +321,7 @@ impl Steer {
         };
         let pages_per_second = speed * factor;
         let cpu_share = (pages_per_second * self.cost_s).min(goal.cpu_share);
-        // The least that ksmd can be told: a page each ten seconds.
+        // The slowest setting of ksmd: one page every ten seconds.
         let (pages_to_scan, sleep_millisecs) =
             pace(cpu_share.max(1e-9), self.cost_s).unwrap_or((1, 10_000));
         Decision {
@@ -335,7 +336,7 @@ impl Steer {
     }
 }
 
-/// What pressure leaves of the speed, and what waits.
+/// Part of the speed that pressure allows, and a description of the pressure.
 fn factor(pressure: Pressure) -> (f64, Option<String>) {
     let left = |value: Option<f64>, (from, to): (f64, f64)| {
         let over = (value.unwrap_or(0.0) - from) / (to - from);

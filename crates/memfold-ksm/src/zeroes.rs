@@ -10,26 +10,25 @@ use rustix::process::Pid;
 
 use super::ranges::Mapping;
 
-/// Pages that are read at most, one in each of equal steps. One call reads them (`IOV_MAX`).
+/// Most pages that are read, one in each of equal steps. A single call reads them (`IOV_MAX`).
 const SAMPLE: u64 = 512;
 
-/// 2^64 over the golden ratio: its multiples fall everywhere (Knuth, The Art of Computer
+/// 2^64 divided by the golden ratio. Its multiples are evenly spread (Knuth, The Art of Computer
 /// Programming, 6.4).
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// Pages in memory that are no holes, not of a file, and not the kernel's own page of zeroes.
+/// Pages in memory that belong to no file and are not the kernel's zero page.
 const ANONYMOUS: Filter = Filter {
     all_of: category::PRESENT,
     any_of: 0,
     none_of: category::FILE | category::ZERO,
 };
 
-/// Pages of zeroes in the mergeable ones of `mappings`, which are process `pid`'s, scaled up from
-/// those looked at.
+/// Estimates the number of zero pages in the mergeable ones of `mappings` of process `pid`, scaled
+/// up from the sample.
 ///
 /// # Errors
-/// If the process has ended, may not be looked at, or the kernel has no `PAGEMAP_SCAN` (before
-/// Linux 6.7).
+/// The process has ended, may not be read, or the kernel has no `PAGEMAP_SCAN` (before Linux 6.7).
 pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
     let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
     let pagemap = Pagemap::open(pid)?;
@@ -41,8 +40,8 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
     let step = all.div_ceil(SAMPLE).max(1);
     let (mut chosen, mut before, mut number) = (Vec::new(), 0, 0_u64);
     for region in &present {
-        // Anywhere within each step, as if by chance: what repeats at a distance of its own is met
-        // as often as it is there.
+        // A pseudorandom place within each step, so that a regular pattern of pages is sampled in
+        // proportion.
         let place = |number: u64| number * step + (number.wrapping_mul(GOLDEN) >> 32) % step;
         while place(number) < before + region.pages() {
             let page = region.start.add_pages(place(number) - before);
@@ -55,7 +54,7 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
         return Ok(0);
     }
     let mut bytes = vec![0; chosen.len() * PAGE_BYTES];
-    // Less than all of it, if something has gone meanwhile.
+    // Fewer bytes are read if pages have disappeared meanwhile.
     let read = memory::read_many(pid, &chosen, &mut bytes)? / PAGE_BYTES;
     let pages = bytes.chunks_exact(PAGE_BYTES).take(read);
     let zeroes = pages.filter(|page| page.iter().all(|&byte| byte == 0));
