@@ -24,39 +24,39 @@ pub enum Cause {
     /// QEMU offered its memory and the kernel refused: the process has a seccomp filter beside
     /// QEMU's own.
     Refused,
-    /// The memory is shared memory, which KSM does not scan.
+    /// The memory is not advised mergeable, for another reason.
     NotAdvised,
-    /// The pages are of hugetlbfs.
+    /// The memory is shared memory, which KSM does not scan.
     Shared,
-    /// The memory is a shared view of a file: persistent memory, or a DAX segment.
+    /// The pages are of hugetlbfs.
     Hugetlb,
-    /// The pages are folded: they are in memfold's page store.
+    /// The memory is a shared view of a file: persistent memory, or a DAX segment.
     Pmem,
-    /// The memory is a private view of a file: a snapshot's image, or a memory backend on a file.
+    /// The pages are folded: they are in memfold's page store.
     Folded,
-    /// The pages are not in memory: never used, or given back.
+    /// The memory is a private view of a file: a snapshot's image, or a memory backend on a file.
     FileView,
-    /// The pages are in swap.
+    /// The pages are not in memory: never used, or given back.
     NotPresent,
-    /// ksmd has not completed two passes since the VM started.
+    /// The pages are in swap.
     Swapped,
-    /// The pages are newer than ksmd's last pass over them.
+    /// ksmd has not completed two passes since the VM started.
     TooYoung,
-    /// No other page has the same content.
+    /// The pages are newer than ksmd's last pass over them.
     NotVisited,
-    /// The pages change too fast.
+    /// No other page has the same content.
     Unique,
-    /// The pages are in transparent huge pages.
+    /// The pages change too fast.
     Volatile,
-    /// The content has more mappings than `max_page_sharing`.
+    /// The pages are in transparent huge pages.
     HugePages,
-    /// Pages of zeroes are merged like any others (`use_zero_pages` is 0).
+    /// The content has more mappings than `max_page_sharing`.
     MaxPageSharing,
-    /// Pages of different NUMA nodes do not merge (`merge_across_nodes` is 0).
+    /// Pages of zeroes are merged like any others (`use_zero_pages` is 0).
     UseZeroPages,
-    /// `smart_scan` skips pages for a while.
+    /// Pages of different NUMA nodes do not merge (`merge_across_nodes` is 0).
     AcrossNodes,
-    /// `smart_scan` leaves pages out for a while.
+    /// `smart_scan` skips pages for a while.
     SmartScan,
 }
 
