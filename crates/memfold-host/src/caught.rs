@@ -8,17 +8,17 @@ thread_local! {
     static CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a panic of this thread would be caught by [`caught`].
+/// Whether this thread is inside [`caught`], so that a panic would be caught.
 #[must_use]
 pub fn is_caught() -> bool {
     CAUGHT.get()
 }
 
-/// Does some work that may panic, such as with what a guest has sent. What the work changes must be
-/// of no use afterwards, or whole at any time.
+/// Runs work that may panic, for example on data from a guest. Data that the work changes must be
+/// unused afterwards, or consistent at any time.
 ///
 /// # Errors
-/// It has panicked, which the log tells.
+/// The work panicked; the panic is in the log.
 pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Panicked> {
     let before = CAUGHT.replace(true);
     let done = catch_unwind(AssertUnwindSafe(work));
@@ -26,7 +26,7 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Panicked> {
     done.map_err(|_| Panicked)
 }
 
-/// The work has panicked.
+/// The error of work that panicked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Panicked;
 

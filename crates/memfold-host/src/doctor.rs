@@ -6,48 +6,48 @@ use serde::Serialize;
 use super::facts::HostFacts;
 use super::kvm::KvmVerdict;
 
-/// The kernel's default of `vm.max_map_count`; folding a busy VM takes about 5,000 of it.
+/// The kernel's default of `vm.max_map_count`. Folding a busy VM takes about 5,000 mappings.
 const DEFAULT_MAP_COUNT: u64 = 65_530;
-/// What `memfold demo` needs: three VMs of 512 MiB and their QEMUs.
+/// Memory that `memfold demo` needs: three VMs of 512 MiB and their QEMUs.
 const DEMO_MEMORY: ByteSize = ByteSize::mib(2560);
 
-/// How a check ended.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// Works.
+    /// The checked feature works.
     Ok,
-    /// The main job runs; something beside it doesn't.
+    /// The main job runs, but a secondary feature does not.
     Warn,
-    /// The main job can't run.
+    /// The main job cannot run.
     Fail,
 }
 
 /// One line of doctor's report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// What was looked at.
+    /// Name of the checked feature.
     pub name: &'static str,
-    /// How it ended.
+    /// Result of the check.
     pub status: Status,
-    /// What was found and what it means.
+    /// Description of the finding and its consequence.
     pub meaning: String,
-    /// The command that fixes it.
+    /// Command that fixes the problem.
     pub fix: Option<String>,
 }
 
-/// What works on this host.
+/// Doctor's report on this host.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Whether the main job (boot VMs, fold them) can run.
+    /// Whether the main job (booting and folding VMs) can run.
     pub can_run: bool,
     /// The checks, in order.
     pub checks: Vec<Check>,
-    /// What they were made from.
+    /// Facts that the checks are based on.
     pub host: HostFacts,
 }
 
-/// Judges the facts.
+/// Judges the host's facts.
 #[must_use]
 pub fn examine(host: HostFacts) -> Report {
     let mut checks = Vec::new();
@@ -82,8 +82,8 @@ fn bad(name: &'static str, status: Status, meaning: impl Into<String>, fix: &str
 
 const NEWER_KERNEL: &str = "install Linux 6.8 or newer (Debian 13's, or on Debian 12: apt install -t bookworm-backports linux-image-amd64)";
 
-/// Capabilities without which root can't fold: their bits (`include/uapi/linux/capability.h`),
-/// names, and what each is for.
+/// Capabilities that root needs for folding: bit (`include/uapi/linux/capability.h`), name, and
+/// purpose.
 const CAPABILITIES: [(u32, &str, &str); 2] = [
     (
         19,

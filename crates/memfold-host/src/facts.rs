@@ -12,23 +12,23 @@ use super::files;
 use super::kvm::{self, KvmVerdict};
 use super::qemu::QemuFacts;
 
-/// What userfaultfd offers.
+/// Support for userfaultfd.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Userfault {
-    /// Whether one that takes kernel-mode faults can be had.
+    /// Whether a userfaultfd that handles kernel-mode faults can be opened.
     pub available: bool,
-    /// `UFFDIO_MOVE`.
+    /// Whether `UFFDIO_MOVE` is supported.
     pub can_move: bool,
-    /// `UFFDIO_WRITEPROTECT`.
+    /// Whether `UFFDIO_WRITEPROTECT` is supported.
     pub can_write_protect: bool,
-    /// Why it can't be had.
+    /// Reason why none can be opened.
     pub error: Option<String>,
 }
 
-/// The kernel's own merging (`/sys/kernel/mm/ksm`).
+/// Settings of KSM, the kernel's same-page merging (`/sys/kernel/mm/ksm`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Ksm {
-    /// `run`: 0 off, 1 on, 2 off and unmerged.
+    /// `run`: 0 off, 1 on, 2 off and everything unmerged.
     pub run: u32,
     /// `pages_to_scan`.
     pub pages_to_scan: u64,
@@ -38,38 +38,38 @@ pub struct Ksm {
     pub advisor_mode: Option<String>,
 }
 
-/// QEMU, and what of it memfold uses.
+/// QEMU and the features that memfold uses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Qemu {
-    /// The program; `None`: there is none that works.
+    /// The QEMU program; `None`: no working program was found.
     pub facts: Option<QemuFacts>,
-    /// Whether the balloon can report free pages.
+    /// Whether the balloon supports free page reporting.
     pub free_page_reporting: bool,
     /// Whether the seccomp sandbox is built in.
     pub sandbox: bool,
-    /// Why there is none.
+    /// Reason why no program was found.
     pub error: Option<String>,
 }
 
 /// A program that memfold calls.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Tool {
-    /// Its name.
+    /// Name of the program.
     pub name: &'static str,
-    /// What needs it.
+    /// Feature that needs the program.
     pub used_for: &'static str,
-    /// Debian's package.
+    /// Debian package that contains the program.
     pub package: &'static str,
-    /// Where it is; `None`: missing.
+    /// Path of the program; `None`: missing.
     pub path: Option<PathBuf>,
 }
 
-/// Everything that `memfold doctor` looks at.
+/// All facts that `memfold doctor` checks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostFacts {
-    /// `uname -r`.
+    /// Kernel release, as in `uname -r`.
     pub kernel: String,
-    /// Effective user is root.
+    /// Whether the effective user is root.
     pub root: bool,
     /// Effective capabilities, `CapEff` of `proc_pid_status(5)`.
     pub capabilities: u64,
@@ -77,31 +77,31 @@ pub struct HostFacts {
     pub userfault: Userfault,
     /// `vm.unprivileged_userfaultfd`.
     pub unprivileged_userfaultfd: Option<u64>,
-    /// Why `PAGEMAP_SCAN` doesn't work; `None`: it does.
+    /// Reason why `PAGEMAP_SCAN` fails; `None`: it works.
     pub pagemap_scan_error: Option<String>,
-    /// KSM; `None`: the kernel has none.
+    /// Settings of KSM; `None`: the kernel has no KSM.
     pub ksm: Option<Ksm>,
-    /// `vm.max_map_count`, mappings.
+    /// `vm.max_map_count`: most mappings of a process.
     pub max_map_count: Option<u64>,
-    /// The chosen word of `/sys/kernel/mm/transparent_hugepage/enabled`.
+    /// The selected word in `/sys/kernel/mm/transparent_hugepage/enabled`.
     pub transparent_hugepage: Option<String>,
-    /// `MemAvailable` in bytes.
+    /// `MemAvailable`, in bytes.
     pub available_bytes: u64,
     /// QEMU.
     pub qemu: Qemu,
     /// KVM.
     pub kvm: KvmVerdict,
-    /// memfold's library; an error's text: it is missing.
+    /// Path of memfold's library, or the reason why it is missing.
     pub library: Result<PathBuf, String>,
-    /// Names of the guest images that are there; an error's text: why none is.
+    /// Names of the available guest images, or the reason why there are none.
     pub guest_images: Result<Vec<String>, String>,
-    /// Programs.
+    /// Programs that memfold calls.
     pub tools: Vec<Tool>,
 }
 
 impl HostFacts {
-    /// Looks at everything. Takes about a second, and up to ten when KVM is tried for the first
-    /// time; `state` keeps its verdict.
+    /// Collects all facts. Takes about a second, and up to ten when KVM is tried for the first
+    /// time. The verdict on KVM is cached in the directory `state`.
     #[must_use]
     pub fn probe(state: &Path) -> Self {
         let qemu = qemu();
@@ -159,7 +159,7 @@ fn userfault() -> Userfault {
     }
 }
 
-/// Scans a page of our own that is certainly there.
+/// Scans a page of this process that is certainly in memory.
 fn pagemap_scan() -> std::io::Result<()> {
     let here = vec![1u8; 3 * memfold_units::PAGE_BYTES];
     let inside = here.as_ptr().expose_provenance() as u64 + PAGE_SIZE;
@@ -170,7 +170,7 @@ fn pagemap_scan() -> std::io::Result<()> {
     };
     let map = Pagemap::open(rustix::process::getpid())?;
     let found = map.scan(page, page.add_pages(1), filter)?;
-    // Keeps the buffer until after the scan.
+    // Keeps the buffer alive until after the scan.
     if std::hint::black_box(&here).is_empty() || found.is_empty() {
         return Err(std::io::Error::other(
             "PAGEMAP_SCAN missed a page that is in memory",

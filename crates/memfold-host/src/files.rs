@@ -6,17 +6,20 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// File name of the library.
+/// File name of the library that is preloaded into QEMU.
 pub const LIBRARY: &str = "libmemfold_qemu.so";
 
-/// Environment variable that names the library.
+/// Environment variable with the path of the library.
 pub const LIBRARY_VARIABLE: &str = "MEMFOLD_QEMU_LIBRARY";
 
-/// Environment variable that names the directory of guest images.
+/// Environment variable with the directory of guest images.
 pub const CACHE_VARIABLE: &str = "MEMFOLD_CACHE";
 
-/// The library: what `MEMFOLD_QEMU_LIBRARY` names, else beside the running program (or one
-/// directory up, for tests), else in `/usr/lib/memfold`. `NotFound` tells where it was looked for.
+/// Finds the library: at `MEMFOLD_QEMU_LIBRARY` if set, else beside the running program (or one
+/// directory up, for tests), else in `/usr/lib/memfold`.
+///
+/// # Errors
+/// `NotFound` names the paths that were tried.
 pub fn library() -> io::Result<PathBuf> {
     let candidates = if let Some(path) = std::env::var_os(LIBRARY_VARIABLE) {
         vec![PathBuf::from(path)]
@@ -37,20 +40,20 @@ pub fn library() -> io::Result<PathBuf> {
     ))
 }
 
-/// A guest image. Its files are never written: use an overlay.
+/// A guest image. Its files must never be written; VMs use an overlay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestImage {
-    /// Raw ext4 file system, the guest's `/dev/vda`.
+    /// Path of a raw ext4 file system, the guest's `/dev/vda`.
     pub disk: PathBuf,
-    /// Its kernel.
+    /// Path of the kernel.
     pub kernel: PathBuf,
-    /// Its initramfs.
+    /// Path of the initramfs.
     pub initrd: PathBuf,
-    /// The kernel's version.
+    /// Version of the kernel.
     pub kernel_version: String,
 }
 
-/// The directory of guest images: `MEMFOLD_CACHE`, else `memfold` in `XDG_CACHE_HOME` or
+/// Returns the directory of guest images: `MEMFOLD_CACHE`, else `memfold` in `XDG_CACHE_HOME` or
 /// `~/.cache`.
 pub fn image_directory() -> io::Result<PathBuf> {
     let set = |name| {
@@ -90,8 +93,8 @@ fn entries() -> io::Result<BTreeMap<String, Entry>> {
     Ok(entries)
 }
 
-/// The bootable guest images that `make setup` built, by name, with absolute paths; only those
-/// whose files are all there.
+/// Returns the bootable guest images built by `make setup`, by name, with absolute paths. Images
+/// with missing files are left out.
 pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
     let bootable = |entry: Entry| {
         let image = GuestImage {
@@ -109,7 +112,7 @@ pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
         .collect())
 }
 
-/// The disks that `make setup` built and that hold data alone, by name (`linux-source`).
+/// Returns the data disks built by `make setup`, by name (`linux-source`).
 pub fn data_disks() -> io::Result<BTreeMap<String, PathBuf>> {
     let found = entries()?.into_iter();
     Ok(found
@@ -118,8 +121,7 @@ pub fn data_disks() -> io::Result<BTreeMap<String, PathBuf>> {
         .collect())
 }
 
-/// Where the shell would find `name`; also looks where programs for the administrator are, which a
-/// user's `PATH` lacks.
+/// Finds a program in `PATH`, `/usr/sbin` and `/sbin`. A user's `PATH` may lack the latter two.
 #[must_use]
 pub fn program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
@@ -129,9 +131,10 @@ pub fn program(name: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
-/// The path by which this program is started again: its own, or in a test of it the one beside.
+/// Returns the path for starting this program again: its own, or in tests the `memfold` beside it.
 ///
 /// # Errors
+/// This is another program, and there is no `memfold` beside it.
 /// There is none: this is another program.
 pub fn own_program() -> io::Result<PathBuf> {
     const NAME: &str = "memfold";
@@ -141,7 +144,7 @@ pub fn own_program() -> io::Result<PathBuf> {
         return Ok(own);
     }
     if name == Some("memfold (deleted)") {
-        // Another version has taken its place; this one is still there to be started.
+        // The file was replaced by another version; the running one can still be started.
         return Ok("/proc/self/exe".into());
     }
     // target/release/deps, target/release

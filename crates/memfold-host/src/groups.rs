@@ -6,15 +6,15 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Where systemd mounts them.
+/// Directory where systemd mounts control groups.
 const ROOT: &str = "/sys/fs/cgroup";
 
-/// Names of one version of the interface.
+/// File names of one version of the interface.
 #[derive(Debug, PartialEq, Eq)]
 struct Files {
     limit: &'static str,
     used: &'static str,
-    /// Lines of `memory.stat`: page cache, which the kernel takes back first.
+    /// Lines of `memory.stat` that count page cache, which the kernel reclaims first.
     cached: [&'static str; 2],
 }
 
@@ -30,33 +30,33 @@ const V2: Files = Files {
     cached: ["inactive_file", "active_file"],
 };
 
-/// A control group whose limit for memory may bound processes.
+/// A control group whose memory limit may apply to processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
     directory: PathBuf,
     files: &'static Files,
 }
 
-/// What a limit leaves, in bytes.
+/// Memory limit of a group, and the memory that it leaves, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// The limit. A huge one if there is none (version 1).
+    /// The limit. Without one, version 1 shows a huge number.
     pub limit: u64,
-    /// Up to the limit, page cache given back.
+    /// Bytes left up to the limit, with page cache counted as free.
     pub available: u64,
 }
 
 impl Group {
-    /// Those that all of these processes are in: the limits that bind them together. Processes that
-    /// have ended don't count.
+    /// The groups that contain all of these processes: their limits apply to all together. Ended
+    /// processes are ignored.
     #[must_use]
     pub fn of_all(pids: &[i32]) -> Vec<Self> {
         Self::of_all_in(Path::new("/proc"), Path::new(ROOT), pids)
     }
 
-    /// Those whose limits bind VMs together, the next one too. Of a VM alone nothing says where the
-    /// next will be, so only the groups count that this process is in as well: a limit that was set
-    /// for that VM must not stop others.
+    /// The groups whose limits apply to all VMs, the next one included. With a single VM, it is
+    /// unknown where the next will run. Then only groups count that also contain this process: a
+    /// limit set for that VM alone must not stop others.
     #[must_use]
     pub fn of_vms(pids: Vec<i32>) -> Vec<Self> {
         let own = rustix::process::getpid().as_raw_nonzero().get();
@@ -83,7 +83,7 @@ impl Group {
         })
     }
 
-    /// The group that `/proc/PID/cgroup` names, and those it lies in.
+    /// The group named in `/proc/PID/cgroup`, and all groups that contain it.
     fn around(root: &Path, text: &str) -> Vec<Self> {
         // hierarchy:controllers:path; version 2 has no controllers there.
         let lines = text.lines().filter_map(|line| {
@@ -111,7 +111,7 @@ impl Group {
             .collect()
     }
 
-    /// What its limit leaves; `None` if it has none.
+    /// Memory that the group's limit leaves; `None` if it has no limit.
     #[must_use]
     pub fn room(&self) -> Option<Room> {
         let read = |name| std::fs::read_to_string(self.directory.join(name)).ok();
@@ -132,7 +132,7 @@ impl Group {
         })
     }
 
-    /// Its directory.
+    /// Directory of the group.
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
-/// Runs a program and collects what it prints. At the deadline it is killed, with all that it has
-/// started, and the error is `TimedOut`. Its standard input is what the command says; that of the
-/// caller if it says nothing.
+/// Runs a program and collects its output. At the time limit, the program and all processes in its
+/// group are killed, and the error is `TimedOut`. Standard input is as set in `command`; otherwise
+/// the caller's.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     output_of(
         command
@@ -23,8 +23,8 @@ pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     )
 }
 
-/// The same of a child that leads its process group; what it writes to other places than pipes is
-/// not collected.
+/// Like [`output`], for a running child that leads its process group. Only output to pipes is
+/// collected.
 pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
     let collected = collect(&mut child, Instant::now() + limit);
     if matches!(collected, Ok(Some(_))) {
@@ -36,9 +36,9 @@ pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
             stderr,
         });
     }
-    // The group is gone if all of it has ended.
+    // Fails if the whole group has ended.
     let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
-    // One that waits for a disk ends only when the disk answers.
+    // A process that waits for a disk ends only when the disk answers.
     let reaped = std::thread::Builder::new()
         .name("reap-helper".into())
         .spawn(move || child.wait());
@@ -55,7 +55,7 @@ pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
     ))
 }
 
-/// What a child prints until it ends; `None`: it has not ended in time.
+/// Collects a child's output until it ends; `None`: it did not end in time.
 fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, Vec<u8>)>> {
     let end = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     let (mut out, mut err) = (child.stdout.take(), child.stderr.take());
@@ -70,7 +70,8 @@ fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, 
             left,
             &[out.as_ref().map(AsFd::as_fd), err.as_ref().map(AsFd::as_fd)],
         )?;
-        // What it has started may keep its pipes open: after its end, what lies there is all.
+        // The child's own children may keep the pipes open: after its end, the pipes' present
+        // contents are all.
         let more = read(&mut out, &mut stdout)? | read(&mut err, &mut stderr)?;
         if ended && !more {
             return Ok(Some((stdout, stderr)));
@@ -78,7 +79,7 @@ fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, 
     }
 }
 
-/// Waits until the process has ended (whether it has), or something is to be read.
+/// Waits until the process ends or a pipe has data. Returns whether it has ended.
 fn wait(end: BorrowedFd<'_>, left: Duration, pipes: &[Option<BorrowedFd<'_>>]) -> io::Result<bool> {
     let left = Timespec::try_from(left).map_err(io::Error::other)?;
     let mut fds = vec![PollFd::from_borrowed_fd(end, PollFlags::IN)];
@@ -96,7 +97,7 @@ fn wait(end: BorrowedFd<'_>, left: Duration, pipes: &[Option<BorrowedFd<'_>>]) -
     }
 }
 
-/// Reads what is there, if anything is; whether there was. A pipe that ends is dropped.
+/// Reads available data, if any. Returns whether there was some. A pipe at its end is dropped.
 fn read<R: Read + AsFd>(pipe: &mut Option<R>, into: &mut Vec<u8>) -> io::Result<bool> {
     let Some(open) = pipe else {
         return Ok(false);

@@ -12,27 +12,27 @@ use serde::{Deserialize, Serialize};
 use super::files::GuestImage;
 use super::qemu::QemuFacts;
 
-/// How long the probe guest has for its kernel's first words. On hardware they come within a
+/// Time limit for the first output of the probe guest's kernel. On hardware it appears within a
 /// second.
 const PATIENCE: Duration = Duration::from_secs(8);
 
-/// The first thing a Linux kernel prints.
+/// Beginning of a Linux kernel's first output.
 const FIRST_WORDS: &[u8] = b"Linux version";
 
-/// The verdict on KVM.
+/// Verdict on KVM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "verdict", rename_all = "lowercase")]
 pub enum KvmVerdict {
-    /// A probe guest's kernel ran.
+    /// KVM works: a probe guest's kernel ran.
     Works,
-    /// It can't be used.
+    /// KVM cannot be used.
     Unusable {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// The device opens, and no probe guest could be tried.
+    /// The device opens, but no probe guest could be tried.
     Untried {
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
@@ -51,9 +51,9 @@ struct Cached {
     verdict: KvmVerdict,
 }
 
-/// Probes KVM, or gives the earlier verdict for the same host kernel, QEMU and guest kernel. It is
-/// kept in `kvm.json`, in `state` and beside the image: another daemon of this host need not wait
-/// for the probe again.
+/// Tests KVM, or returns the cached verdict for the same host kernel, QEMU and guest kernel. The
+/// cache is `kvm.json`, in `state` and beside the image, so that other daemons of this host need no
+/// test.
 pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmVerdict {
     if let Err(e) = std::fs::File::options()
         .read(true)
@@ -108,14 +108,14 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
     cached.verdict
 }
 
-/// Files that keep the verdict.
+/// Paths of the cache files.
 fn places(image: &GuestImage, state: &Path) -> Vec<PathBuf> {
     let places = [Some(state), image.kernel.parent()];
     let places = places.into_iter().flatten();
     places.map(|place| place.join("kvm.json")).collect()
 }
 
-/// The verdict that a file keeps, if it is of this key.
+/// The verdict in a cache file, if it has this key.
 fn kept(place: &Path, key: &str) -> Option<KvmVerdict> {
     let bytes = std::fs::read(place).ok()?;
     let cached: Cached = serde_json::from_slice(&bytes).ok()?;
@@ -131,17 +131,17 @@ fn remember(place: &Path, cached: &Cached) -> io::Result<()> {
     std::fs::rename(part, place)
 }
 
-/// What became of the probe guest.
+/// Result of the probe guest.
 enum Outcome {
-    /// Its kernel ran.
+    /// The guest's kernel ran.
     Spoke,
-    /// It said nothing in time.
+    /// The guest printed nothing in time.
     Silent,
-    /// QEMU ended, with these last words.
+    /// QEMU ended with this message.
     Ended(String),
 }
 
-/// Boots the image's kernel, without disk, and waits for its first words on the serial console.
+/// Boots the image's kernel without a disk, and waits for its first output on the serial console.
 fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<Outcome> {
     let mut child = Command::new(&qemu.program)
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
@@ -159,7 +159,7 @@ fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<Outcome> {
         Some(console) => listen(console),
         None => Ok(Outcome::Silent),
     };
-    // Whatever was heard, the guest ends here; killing one that has ended is no error.
+    // The guest always ends here; killing an ended process is no error.
     child.kill()?;
     let output = child.wait_with_output()?;
     Ok(match heard? {
@@ -176,7 +176,7 @@ fn listen(mut console: std::process::ChildStdout) -> io::Result<Outcome> {
     let deadline = Instant::now() + PATIENCE;
     let mut heard = Vec::new();
     let mut chunk = [0; 4096];
-    // A console that only ever says other things is no Linux kernel's.
+    // A console without these words is not a Linux kernel's.
     while heard.len() < 1 << 20 {
         let left = deadline.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(io::Error::other)?;

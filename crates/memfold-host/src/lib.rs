@@ -19,8 +19,8 @@ pub use groups::{Group, Room};
 pub use kvm::KvmVerdict;
 pub use qemu::{QemuError, QemuFacts};
 
-/// Writes a line to standard error, which is a log here. `eprintln!` panics where that log can't be
-/// written.
+/// Writes a line to standard error, which is a log. Unlike `eprintln!`, it does not panic if that
+/// log cannot be written.
 #[macro_export]
 macro_rules! say {
     ($($words:tt)*) => {{
@@ -31,20 +31,20 @@ macro_rules! say {
 
 static COMMIT: std::sync::OnceLock<&str> = std::sync::OnceLock::new();
 
-/// Tells which commit the program is built from. The program knows it, and not this library: it
-/// would be compiled anew for each commit.
+/// Sets the commit that the program is built from. The program passes it in, because this library
+/// would otherwise be recompiled for each commit.
 pub fn set_commit(commit: &'static str) {
-    // The first word stays.
+    // A second call has no effect.
     let _ = COMMIT.set(commit);
 }
 
-/// The commit that the program is built from; `unknown` in other programs.
+/// The commit that the program is built from; `unknown` if it was not set.
 #[must_use]
 pub fn commit() -> &'static str {
     COMMIT.get().copied().unwrap_or("unknown")
 }
 
-/// An error with its causes, in one line.
+/// An error with all its causes, in one line.
 #[must_use]
 pub fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());

@@ -6,18 +6,18 @@ use std::sync::{Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// How far a step has come.
+/// Progress of one step.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Step {
-    /// What is being done.
+    /// Name of the step.
     pub step: String,
-    /// Bytes that it is done for: of RAM, or of disks.
+    /// Bytes that are done, of RAM or of disks.
     pub done_bytes: u64,
-    /// Bytes that it is to be done for; 0: that is not known.
+    /// Bytes of the whole step; 0: unknown.
     pub total_bytes: u64,
 }
 
-/// The steps of something long, one after the other.
+/// Progress of an operation with consecutive steps.
 #[derive(Debug, Default)]
 pub struct Progress {
     step: Mutex<(&'static str, u64)>,
@@ -25,19 +25,19 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Begins a step of so many bytes; 0: nobody knows how many.
+    /// Begins a step of `total_bytes` bytes; 0: unknown.
     pub fn begin(&self, step: &'static str, total_bytes: u64) {
         let mut now = self.step.lock().unwrap_or_else(PoisonError::into_inner);
         self.done.store(0, Ordering::Relaxed);
         *now = (step, total_bytes);
     }
 
-    /// So many bytes more are done.
+    /// Adds `bytes` to the bytes that are done.
     pub fn add(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// How far it is now.
+    /// The present progress.
     #[must_use]
     pub fn now(&self) -> Step {
         let (step, total_bytes) = *self.step.lock().unwrap_or_else(PoisonError::into_inner);

@@ -11,56 +11,56 @@ use serde::Serialize;
 
 use super::{files, helper};
 
-/// How long QEMU may take to say what it can do.
+/// Time limit for QEMU to report its capabilities.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Environment variable that names another QEMU program.
+/// Environment variable with the path of another QEMU program.
 pub const PROGRAM_VARIABLE: &str = "MEMFOLD_QEMU";
 
-/// Name of the program, looked up in `PATH`.
+/// File name of the QEMU program, looked up in `PATH`.
 pub const PROGRAM: &str = "qemu-system-x86_64";
 
-/// Oldest version that memfold works with.
+/// Oldest supported version of QEMU.
 pub const OLDEST: (u64, u64, u64) = (10, 0, 0);
 
-/// Why QEMU can't be used.
+/// Reason why QEMU cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
-    /// It can't be started.
+    /// The program cannot be started.
     #[error("cannot run {program}")]
     Run {
-        /// The program.
+        /// Path of the program.
         program: PathBuf,
-        /// From the kernel.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// It says something that we don't understand.
+    /// The program's output cannot be parsed.
     #[error("cannot parse the output of '{program} {argument}': {text}")]
     Text {
-        /// The program.
+        /// Path of the program.
         program: PathBuf,
-        /// What it was asked.
+        /// The option that it was called with.
         argument: &'static str,
-        /// The start of its answer.
+        /// Beginning of its output.
         text: String,
     },
 }
 
-/// What one QEMU program is.
+/// Facts about a QEMU program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct QemuFacts {
-    /// The program.
+    /// Path of the program.
     pub program: PathBuf,
-    /// Major, minor, micro.
+    /// Version: major, minor, micro.
     pub version: (u64, u64, u64),
     /// The newest versioned q35 machine type, such as `pc-q35-10.0`.
     pub machine: String,
-    /// Accelerators built in.
+    /// Names of the built-in accelerators.
     pub accelerators: Vec<String>,
 }
 
-/// What differs as soon as another program is installed.
+/// Identity of a program file, which changes when another version is installed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Stamp {
     path: PathBuf,
@@ -82,14 +82,15 @@ impl Stamp {
 }
 
 impl QemuFacts {
-    /// Asks the QEMU that `MEMFOLD_QEMU` names, else the one in `PATH`.
+    /// Queries the QEMU at `MEMFOLD_QEMU`, else the one in `PATH`.
     pub fn probe() -> Result<Self, QemuError> {
         let named = std::env::var_os(PROGRAM_VARIABLE).map(PathBuf::from);
         let program = named.or_else(|| files::program(PROGRAM));
         Self::of(&program.unwrap_or_else(|| PROGRAM.into()))
     }
 
-    /// Asks `program`, or remembers what it said: three starts of QEMU take longer than a clone's.
+    /// Queries `program`, or returns its cached answer: three starts of QEMU take longer than that
+    /// of a clone.
     pub fn of(program: &Path) -> Result<Self, QemuError> {
         static KNOWN: Mutex<Option<(Stamp, QemuFacts)>> = Mutex::new(None);
         let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -131,7 +132,7 @@ impl QemuFacts {
         })
     }
 
-    /// Whether it is new enough.
+    /// Whether the version is at least [`OLDEST`].
     #[must_use]
     pub fn is_supported(&self) -> bool {
         self.version >= OLDEST
@@ -145,7 +146,7 @@ impl QemuFacts {
             .any(|l| l.trim().starts_with(&format!("{property}="))))
     }
 
-    /// Whether it was built with the seccomp sandbox.
+    /// Whether the seccomp sandbox is built in.
     pub fn has_sandbox(&self) -> Result<bool, QemuError> {
         Ok(output(&self.program, "-help", &[])?.contains("-sandbox on"))
     }

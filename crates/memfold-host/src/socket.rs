@@ -12,8 +12,10 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// Connects within `limit`. `TimedOut`: the process at the other end accepts nobody. Later writes
-/// have no limit: set one.
+/// Connects within `limit`. Later writes have no time limit; the caller must set one.
+///
+/// # Errors
+/// `TimedOut` if the process at the other end accepts no connections.
 pub fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
     let deadline = Instant::now() + limit;
     let address = SocketAddrUnix::new(path)?;

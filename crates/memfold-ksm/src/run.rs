@@ -112,7 +112,6 @@ pub struct Step {
 /// Each step sets the scan rate of the next interval from the measured cost of a scanned page, so
 /// that ksmd's total reaches the budget. The rate is the budget's recent growth, plus the arrears
 /// spread over [`CATCH_UP`].
-/// within [`CATCH_UP`].
 #[derive(Debug)]
 pub struct EqualCpu {
     controls: Controls,

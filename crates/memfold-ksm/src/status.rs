@@ -100,7 +100,6 @@ impl ProcessStatus {
 ///
 /// While ksmd is stopped, `pages_shared`, `pages_sharing` and `general_profit` still include ended
 /// processes, because only ksmd removes their items (`mm/ksm.c`). This sum does not include them.
-/// This sum doesn't.
 #[must_use]
 pub fn merging_pages(proc_root: &Path) -> Option<u64> {
     let processes = fs::read_dir(proc_root).ok()?;
