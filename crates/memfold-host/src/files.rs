@@ -135,7 +135,6 @@ pub fn program(name: &str) -> Option<PathBuf> {
 ///
 /// # Errors
 /// This is another program, and there is no `memfold` beside it.
-/// There is none: this is another program.
 pub fn own_program() -> io::Result<PathBuf> {
     const NAME: &str = "memfold";
     let own = std::env::current_exe()?;
