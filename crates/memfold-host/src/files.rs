@@ -134,7 +134,7 @@ pub fn program(name: &str) -> Option<PathBuf> {
 /// Returns the path for starting this program again: its own, or in tests the `memfold` beside it.
 ///
 /// # Errors
-/// This is another program, and there is no `memfold` beside it.
+/// The running program is another one, and there is no `memfold` beside it.
 pub fn own_program() -> io::Result<PathBuf> {
     const NAME: &str = "memfold";
     let own = std::env::current_exe()?;

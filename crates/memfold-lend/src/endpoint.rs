@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::registry_error::{RegistryError, check_name, value};
 
-/// What an export speaks.
+/// Protocol of an export.
 #[derive(
     Clone,
     Copy,

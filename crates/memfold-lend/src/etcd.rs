@@ -1,15 +1,15 @@
 //! The registry in an etcd, for clusters. Every host asks etcd directly, so no memfold daemon has
 //! to run for the other hosts.
 //!
-//! | key | holds | changed |
+//! | key | contents | how it changes |
 //! |---|---|---|
-//! | `lender/HOST/account` | run, bytes offered, bytes of each lease that hasn't ended | by comparing its revision |
-//! | `lender/HOST/heard` | for how long the offer holds | vanishes with a lease of etcd's |
-//! | `lease/ID/what` | lender, borrower, VM, bytes, state | by comparing its revision |
-//! | `lease/ID/renewed` | for how long it holds | vanishes with a lease of etcd's |
-//! | `lease/ID/recall` | within which time the lender wants it back | |
+//! | `lender/HOST/account` | run of the daemon, bytes offered, bytes of each lease that has not ended | if its revision is unchanged |
+//! | `lender/HOST/heard` | how long the offer holds | expires with an etcd lease |
+//! | `lease/ID/what` | lender, borrower, VM, bytes, state | if its revision is unchanged |
+//! | `lease/ID/renewed` | how long the lease holds | expires with an etcd lease |
+//! | `lease/ID/recall` | time within which the lender wants the lease back | |
 //! | `endpoint/ID` | address and key of the export | |
-//! | `last` | the last lease's number | by comparing its revision |
+//! | `last` | number of the last lease | if its revision is unchanged |
 //!
 //! **Why no byte is lent twice.** Every request that creates or ends a lease changes the lender's
 //! account. etcd carries out the transaction only if the account is unchanged since it was read. Of

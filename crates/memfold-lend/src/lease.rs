@@ -40,7 +40,7 @@ pub struct LenderId {
     pub incarnation: Incarnation,
 }
 
-/// What keeps the bytes of a swap disk on lent RAM if its lender dies.
+/// Place where the bytes of a swap disk on lent RAM survive if its lender dies.
 #[derive(
     Clone,
     Copy,

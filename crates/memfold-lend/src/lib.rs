@@ -6,6 +6,15 @@
 //!       nbdkit, one a lease <------------ NBD ----------- relay <------- NBD ------- QEMU of the VM
 //!       or tgtd             <-- iSCSI --- see `iscsi` ----´
 //! ```
+//! 1. A lender's daemon decides how much RAM it can spare ([`surplus`]) and offers it in the
+//!    [`registry`].
+//! 2. A borrower's daemon takes a *lease*: RAM of one lender for one VM.
+//! 3. The lender exports the lease's RAM as a network disk ([`export`]).
+//! 4. The borrower starts a [`relay`], which verifies every block, and lets QEMU mirror the VM's
+//!    swap disk onto it while the guest runs ([`graph`]).
+//! 5. When either side wants the RAM back, the swap disk moves back, and the lease ends.
+//!
+//! [`lvm`] lends to a host's own swap volume instead of a VM's swap disk.
 
 mod borrowing;
 pub mod calls;

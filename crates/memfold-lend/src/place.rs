@@ -1,11 +1,11 @@
 //! Addresses of a registry as operators write them, and the files for authentication there.
 //!
-//! | said | what is there |
+//! | address | registry |
 //! |---|---|
-//! | `/run/memfold/memfold.sock` | a daemon of this host |
-//! | `https://HOST:PORT` | a daemon of another host: TLS, and a token of ours |
-//! | `etcd+https://HOST:PORT,HOST:PORT` | the members of an etcd cluster: TLS, and a certificate of ours if it asks for one |
-//! | `etcd+http://127.0.0.1:PORT` | an etcd of this host |
+//! | `/run/memfold/memfold.sock` | a daemon on this host |
+//! | `https://HOST:PORT` | a daemon on another host: TLS, and this host's token |
+//! | `etcd+https://HOST:PORT,HOST:PORT` | the members of an etcd cluster: TLS, and this host's certificate if etcd asks for one |
+//! | `etcd+http://127.0.0.1:PORT` | an etcd on this host |
 
 use std::fmt;
 use std::fs::File;

@@ -23,7 +23,7 @@ pub use store::{History, HistoryError, KEEP_COARSE_S, KEEP_FINE_S};
 pub struct Event {
     /// Time when it was seen, in seconds since 1970.
     pub at_unix_s: i64,
-    /// What it is about: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `brake`,
+    /// Subject of the event: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `brake`,
     /// `snapshot`, `lending`, `daemon`.
     pub kind: String,
     /// Whether the operator should look at it.

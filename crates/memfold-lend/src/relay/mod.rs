@@ -7,8 +7,8 @@
 //! ```
 //! The relay is this program again (`memfold relay`), as a process that outlives the daemon. Its
 //! starter passes it its [`Orders`] and waits until it reports that it is ready. It serves one
-//! client, and has one connection to each lender. It ends when the first of these connections ends.
-//! Nobody has to end it: cutting its client's connection is enough. To QEMU, a killed relay looks
+//! client, and has one connection to each lender. It ends when the first of these connections ends,
+//! so cutting its client's connection ends it. To QEMU, a killed relay looks
 //! like a dead lender.
 //!
 //! The relay's pages are locked, because guests wait for the memory that it serves.

@@ -10,8 +10,8 @@
 //! - At most [`UNDER_WAY`] bytes of requests are in progress. This limits memory, and the time that
 //!   an answer may take.
 //! - The first wrong block, refusal, timeout or disconnect of any lender ends the relay. Pending
-//!   requests are answered with an error, and the client is disconnected. It continues on its other
-//!   copy.
+//!   requests are answered with an error, and the client is disconnected. The VM continues on its
+//!   other copy.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
