@@ -186,7 +186,7 @@ mod tests {
         let mut iscsi = unix("/run/x");
         iscsi.transport = Transport::Iscsi;
         refused(iscsi, "iSCSI needs an IP address");
-        // What a daemon of before has written.
+        // A record that an earlier daemon wrote.
         let text = serde_json::to_string(&unix("/run/x")).unwrap();
         assert!(!text.contains("transport"), "{text}");
         assert_eq!(

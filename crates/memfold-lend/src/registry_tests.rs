@@ -1,4 +1,4 @@
-//! What every registry has to keep: one suite, run over each implementation.
+//! The guarantees of a registry: one test suite, run over each implementation.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};

@@ -226,7 +226,7 @@ mod tests {
         contents
     }
 
-    /// What merging all would save.
+    /// Pages that merging all copies would save.
     fn truth() -> f64 {
         let saved = population().into_iter().map(|(a, b)| a + b - 1);
         saved.sum::<u64>() as f64

@@ -648,7 +648,7 @@ mod tests {
 
     #[test]
     fn a_history_of_an_older_version_goes_on_with_what_it_holds() {
-        /// What version 1 kept of the host.
+        /// Number of the host's figures in version 1.
         const OLD: usize = 16;
         let (directory, history) = open();
         let path = directory.path().join("records/history.sqlite");

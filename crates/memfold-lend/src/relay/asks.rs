@@ -197,7 +197,7 @@ mod tests {
         file.write_all_at(&[7; 4096], 5 * 4096).unwrap();
         assert_eq!(hear(&running, &compare).unwrap(), Answer::Same);
 
-        // Who asks nonsense hears so.
+        // A malformed question gets an error as its answer.
         let mut stream = UnixStream::connect(place(&running.socket)).unwrap();
         stream.write_all(b"{\"compare\": 1}\n").unwrap();
         let mut said = String::new();

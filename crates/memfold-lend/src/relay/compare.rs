@@ -153,7 +153,7 @@ mod tests {
         let (file, sums) = copy();
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
         for at in [0, 1, 64, BLOCKS - 1] {
-            // What a write that failed leaves.
+            // A failed write leaves this.
             sums.written(at, &block(999));
             assert_eq!(compare(&file, &sums, QUICK).unwrap(), Some(at));
             put(&file, at, 999);
@@ -181,7 +181,7 @@ mod tests {
         put(&file, 150, 7);
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
         assert!(!is_hole(&file, 128, 64) && is_hole(&file, 0, 64));
-        // What was zeroed since, and isn't zero.
+        // The block was zeroed since, but the file's copy is not zero.
         sums.zeroed(150, 1);
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), Some(150));
     }
