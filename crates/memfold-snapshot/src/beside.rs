@@ -1,5 +1,5 @@
-//! What a snapshot needs besides memory and disks: copies of files that its VM's command line
-//! names, what its other media are, and its CPU.
+//! Saves the parts of a snapshot other than memory and disks: copies of files that the VM's command
+//! line names, records of its read-only media, and its CPU features.
 
 use std::fs::File;
 use std::io;

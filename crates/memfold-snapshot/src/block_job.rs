@@ -1,4 +1,4 @@
-//! Block jobs of QEMU, waited for by asking.
+//! Waits for QEMU block jobs by polling `query-jobs`.
 
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! Pages of a VM's memory that its disks hold too, and where in files of this host.
+//! Finds pages of a VM's memory that its disks hold too, and their places in files of the host.
 //!
 //! ```text
 //!   guest       "these pages cache 8 MiB of my second disk, from byte 3 GiB on"     Candidate
@@ -6,8 +6,8 @@
 //!   qemu-img    byte 3 GiB of disk 0 is byte 17 MiB of the file that it is built on DiskMap
 //!   save        each page is compared with these bytes when it is read              Writer
 //! ```
-//! All but the last is a guess, which may be wrong or out of date: the bytes decide. A guest that
-//! lies gets a larger snapshot of its own.
+//! Only the last step decides, by comparing bytes. The other steps yield guesses, which may be
+//! wrong or outdated. A guest that lies only makes its own snapshot larger.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -1,5 +1,5 @@
-//! Whether the files that a VM's disks are built on are those that it was started with, and the
-//! ones that their headers name.
+//! Checks that the backing files of a VM's disks are the files that QEMU has open and that the
+//! qcow2 headers name.
 
 use std::collections::HashSet;
 use std::fs;

@@ -1,5 +1,5 @@
-//! The wall clock of a guest that stood still: it goes on at the moment at which the guest was
-//! stopped, however long that was ago.
+//! Corrects the wall clock of a guest that was stopped. Such a clock resumes at the moment of the
+//! stop, however long ago that was.
 //!
 //! ```text
 //!   look   the guest says its time; the host's clock is read before and after that
@@ -7,8 +7,8 @@
 //!          steps: timerfd_create(2), TFD_TIMER_CANCEL_ON_SET; adjtimex(2) says "unsynchronized" until a time daemon has looked again)
 //!   look   what is left, which is what the first look was wrong by and what the step took
 //! ```
-//! The difference is added by the guest, so that the way to the guest is no part of the error: only
-//! the guest's own `date` is.
+//! The guest itself adds the difference to its clock. So the time that a request takes to reach the
+//! guest does not add to the error; only the run time of the guest's `date` does.
 
 use std::time::{Duration, SystemTime};
 

@@ -1,8 +1,9 @@
-//! Comparing memory that is in hand with what files may hold of it, piece by piece.
+//! Compares memory with the contents of files, piece by piece, to find pages that can be saved by
+//! reference.
 //!
-//! A run that a file holds becomes one reference for each chunk of the image that it lies in.
-//! Pieces and chunks are compared by several workers in any order, so that a worker does not know
-//! whether what lies beside its own is equal too: it believes that it is.
+//! A run of pages that a file holds becomes one reference for each chunk of the image that the run
+//! touches. Several workers compare pieces and chunks in any order. A worker does not know the
+//! results for the neighbouring pieces, so it assumes that they are equal too.
 
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,10 +1,9 @@
-//! The CPU that a guest was given. Its kernel has looked once, when it booted, and uses what it
-//! found; one of its snapshot's VMs that lacks a part of it would die of illegal instructions, or
-//! hang.
+//! The features of a guest's CPU. A guest kernel detects them once, at boot. A VM restored on a CPU
+//! that lacks one of them would die of illegal instructions, or hang.
 //!
-//! QEMU tells the CPUID of a running VM's CPU, after what the accelerator doesn't have was taken
-//! out, as bits (`feature-words`) and by names (a property each). Bits are one question, names are
-//! hundreds: they are asked for when a VM is saved, and to say what is missing.
+//! QEMU reports the CPUID of a running VM's CPU, without features that the accelerator lacks, as
+//! bits (`feature-words`) and by name (one property each). The bits take one query, the names
+//! hundreds. So names are read only when a VM is saved, and to report missing features.
 
 use std::collections::BTreeSet;
 

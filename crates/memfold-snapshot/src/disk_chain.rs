@@ -1,4 +1,4 @@
-//! The chain of a disk's overlays: as QEMU has it open, and as the headers say.
+//! Reads the chain of a disk's overlays, as QEMU has it open and as the qcow2 headers record it.
 
 use std::fs;
 use std::io;

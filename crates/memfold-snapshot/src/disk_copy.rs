@@ -1,5 +1,5 @@
-//! Disks that a VM writes in place: copied into the snapshot as they were at its instant, while the
-//! VM writes on.
+//! Copies disks that a VM writes in place (without an overlay) into the snapshot, as they were at
+//! the snapshot's instant, while the VM continues to write.
 //!
 //! ```text
 //!                            device
@@ -9,8 +9,8 @@
 //!   VM's own file <--------- disk |
 //!                               access -- backup job --> new (in the draft: the snapshot's disk)
 //! ```
-//! The VM's disk is its own file all the time: whatever fails, here or in the daemon, costs the
-//! snapshot and no write of the VM. A filter that can't put something aside breaks the snapshot
+//! The VM's disk remains its own file throughout. A failure here or in the daemon loses the
+//! snapshot but no write of the VM. If the filter cannot save old data, the snapshot breaks
 //! (`on-cbw-error`), not the VM.
 
 use std::fs::File;

@@ -1,5 +1,5 @@
-//! A snapshot that is being made: a directory of its own, locked, that becomes the snapshot or
-//! goes.
+//! A snapshot that is being made: a locked directory, which is either renamed to the snapshot's
+//! name or removed.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;

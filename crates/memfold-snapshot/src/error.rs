@@ -1,4 +1,4 @@
-//! Why something was not done with a snapshot.
+//! Errors of operations on snapshots: save, restore, verify, remove.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use memfold_vm::foreign::ForeignError;
 use memfold_vm::{QmpError, RamError};
 
-/// Why something was not done with a snapshot. Nothing is half done then.
+/// Error of an operation on a snapshot. After an error, no partial result remains.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum SnapshotError {
@@ -48,7 +48,7 @@ pub enum SnapshotError {
     Broken { name: String, why: String },
 }
 
-/// Says which file could not be used.
+/// Returns a function that adds the path to an I/O error.
 pub(super) fn failed<P: AsRef<Path> + Copy>(path: P) -> impl Fn(io::Error) -> SnapshotError + Copy {
     move |source| SnapshotError::Files {
         path: path.as_ref().into(),

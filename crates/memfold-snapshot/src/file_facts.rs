@@ -1,4 +1,4 @@
-//! What a file is: its length, its checksum, its times, and whether it is a block device.
+//! Reads facts about files: length, checksum, modification time, and block-device identity.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,12 +1,12 @@
-//! What a guest has free, and nobody has written to since: it is left out of an image.
+//! Finds pages that are free in the guest and unwritten since; a RAM image leaves them out.
 //!
 //! ```text
 //!   writes tracked ----[ the agent lists free pages ]---- VM stands still ---- list less what was written
 //! ```
-//! A page that was free at some moment of the list, and was not written to from before it until the
-//! VM stood still, holds nothing that anybody can want: whoever takes a page from the kernel writes
-//! to it before reading it. Devices write through the process's page tables, so that QEMU's own
-//! writes are seen too; VMs with pinned memory are not asked.
+//! Write tracking begins before the agent lists free pages. A page that is on the list, and was not
+//! written to until the VM was stopped, holds nothing of value, because a kernel writes to a newly
+//! allocated page before anything reads it. QEMU's device emulation writes through the process's
+//! page tables, so its writes are tracked too. VMs with pinned memory are not asked for a list.
 
 use std::io;
 use std::ops::Range;

@@ -1,4 +1,5 @@
-//! Disks at one instant: a new overlay is put over each temporary one, which is frozen by that.
+//! Freezes all disks with temporary overlays at one instant: a new overlay is put over each, and
+//! the VM no longer writes to the old one.
 
 use std::fs;
 use std::path::{Path, PathBuf};

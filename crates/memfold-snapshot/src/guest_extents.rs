@@ -1,8 +1,8 @@
-//! Where on its disks a guest's files lie, as its agent says (`memfold-agent --extents`).
+//! Asks a guest's agent where on the guest's disks files lie (`memfold-agent --extents`).
 //!
-//! The paths go to the agent in the script that starts it: a line each, with each byte that is no
-//! plain character as `\ooo`. Its answer is a line a run, by the numbers of the paths. It is a
-//! guess that the guest may lie about: it is bounded, and the bytes are compared.
+//! The script that starts the agent contains the paths, one per line, with bytes other than plain
+//! characters as `\ooo`. The answer has one line per extent and refers to paths by number. The
+//! guest may lie, so the answer's length is bounded, and later the bytes are compared.
 
 use std::fmt::Write;
 

@@ -1,9 +1,9 @@
-//! Whether a VM is one that its snapshot could bring back: what QEMU has now is what its
-//! description starts, and can be saved.
+//! Checks that a VM can be saved: QEMU's current hardware is the hardware that the VM's description
+//! starts, and QEMU can save its state.
 //!
-//! QEMU's own save asks for blockers; `xen-save-devices-state` writes the state of devices that
-//! can't be moved all the same. What was plugged while the VM ran is in no description, and a disk
-//! that memfold doesn't know of would go on changing under the snapshot.
+//! Unlike QEMU's own migration, `xen-save-devices-state` ignores migration blockers, so they are
+//! checked here. Devices that were hot-plugged are in no description, and an unknown writable disk
+//! would continue to change after the snapshot.
 
 use memfold_vm::{Qmp, VmSpec};
 use serde_json::{Value, json};

@@ -1,10 +1,10 @@
-//! What this host's memory has room for.
+//! Reads how much memory the host has available.
 
 use std::{fs, io};
 
 use memfold_units::PAGE_SIZE;
 
-/// `MemAvailable` of `/proc/meminfo`.
+/// Returns `MemAvailable` of `/proc/meminfo`, in pages.
 pub(super) fn host_available_pages() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let line = text

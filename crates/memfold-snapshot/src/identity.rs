@@ -1,11 +1,12 @@
-//! What sets a restored VM apart from others that run from the same memory.
+//! Renews the identity of a restored VM, so that it differs from other VMs that run from the same
+//! memory.
 //!
 //! ```text
 //!   QEMU    a new VM generation ID: a kernel with that driver begins its random numbers anew before user code runs
 //!   agent   the same again, for kernels without; on request MAC addresses, host name, machine ID, SSH host keys
 //! ```
-//! The script runs when the agent answers. It may run twice (a daemon that died), and does the same
-//! then.
+//! The script runs when the agent answers. If a daemon died meanwhile, the script may run a second
+//! time, with the same result.
 
 use std::fs::File;
 use std::io::{self, Read};

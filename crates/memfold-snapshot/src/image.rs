@@ -1,4 +1,4 @@
-//! The RAM image: a sparse file that can be mapped as it is.
+//! The RAM image: a sparse file that QEMU's process can map directly.
 //!
 //! ```text
 //!   ram        | block 0: page 0, 1, 2 ...  | block 1 ...     each block at its offset, a whole number of chunks
@@ -6,10 +6,10 @@
 //!   ram.sums   | chunk 0 | chunk 1 | ...                      XXH3-128 of each 2 MiB of `ram`, holes as zeroes
 //! ```
 //!
-//! What is saved is decided by the kernel's page tables of the QEMU process: pages in memory, *in
-//! swap*, and views of files (the page store, a template), whose pages may never have been touched
-//! through this process. Never touched and discarded pages, and those that are the kernel's zero
-//! page, are holes. So are pages that turn out to hold only zeroes.
+//! The kernel's page tables of the QEMU process decide which pages are saved: pages in memory,
+//! pages *in swap*, and mappings of files (the page store, a template), even if this process never
+//! touched them. Pages that were never touched or were discarded, the kernel's zero page, and pages
+//! that hold only zeroes become holes.
 
 use std::fs::File;
 use std::io;

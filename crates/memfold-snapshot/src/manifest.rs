@@ -1,4 +1,4 @@
-//! What a snapshot says of itself: `manifest.json`.
+//! The manifest of a snapshot, `manifest.json`: what was saved, how, and from which VM.
 
 use std::fs;
 use std::io;

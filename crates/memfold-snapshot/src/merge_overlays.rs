@@ -1,13 +1,14 @@
-//! A save that fails behind its switch of disks, or whose daemon was killed there, leaves the VM
-//! writing to a newer overlay than it needs. The VM goes back to the older one:
+//! Merges surplus overlays of a VM. If a save fails after it has switched the disks to new
+//! overlays, or its daemon is killed then, the VM writes to an overlay that it no longer needs. The
+//! VM is switched back to the older one:
 //!
 //! ```text
 //!   base <-- older (frozen) <-- newer (the VM writes)
-//!   base <-- older (the VM writes)                      what the newer one held was written to the older one (block-commit)
+//!   base <-- older (the VM writes)                      newer's contents were written to older (block-commit)
 //! ```
-//! The older one may be a snapshot's by then: it has a second name, and stays as it is. Nor is a
-//! file written to that a VM maps as its memory: pages that the VM has not written itself would
-//! change.
+//! An older overlay that a snapshot holds has a second name (hard link) and is left unchanged.
+//! Files that a VM maps as its memory are not written either, because pages that the VM has not yet
+//! written itself would change.
 
 use std::fs;
 use std::ops::DerefMut;

@@ -1,4 +1,4 @@
-//! Disks and other files of a VM's own, copied from a snapshot: they stay when the VM ends.
+//! Copies disks and other files from a snapshot for one VM. The copies remain when the VM ends.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};

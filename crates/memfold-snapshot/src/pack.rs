@@ -1,4 +1,4 @@
-//! Compressed images.
+//! Reads and writes compressed RAM images.
 //!
 //! ```text
 //!   ram.zst     frame | frame | ...               each a chunk of 2 MiB, holes as zeroes; in any order

@@ -1,5 +1,5 @@
-//! What an image consists of besides `ram`, when the VM has gone on and its disks are frozen:
-//! references to disks, and a compressed rest.
+//! Writes the parts of an image other than `ram`, after the disks are frozen and the VM has
+//! resumed: the table of references to disks, and the compressed image.
 
 use std::fs::{self, File};
 use std::io::Write as _;

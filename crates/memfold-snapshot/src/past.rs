@@ -1,15 +1,15 @@
-//! Reading what memory held at the instant when a VM stood still, while it goes on.
+//! Reads a VM's memory as it was at the instant of the snapshot, while the VM runs on.
 //!
 //! ```text
-//!   VM stands still   what is wanted is listed, the library protects it (KeepPast)
-//!   VM goes on        we read a chunk, then settle each of its pages:
-//!                       its entry goes from 0 to DONE, and it is protected still: it was read as it was
-//!                       its entry names a slot: the bytes of then are there
-//!                       neither: nobody knows what we have read, and the snapshot fails
+//!   VM is stopped     the wanted pages are listed, and the library write-protects them (KeepPast)
+//!   VM runs           memfold reads a chunk, then settles each page by its table entry:
+//!                       changed from 0 to DONE, page still protected: the page was read unchanged
+//!                       the entry names a slot: the library kept the old bytes there
+//!                       neither: the age of the bytes read is unknown, and the snapshot fails
 //! ```
-//! The third is no theory: KSM replaces a protected page by a merged one that is not protected
-//! (`replace_page` in `mm/ksm.c` makes the new page table entry without the mark of userfaultfd).
-//! So KSM stands still meanwhile, and what is not protected any more is not believed.
+//! The third case does happen: KSM replaces a protected page by a merged page that is not protected
+//! (`replace_page` in `mm/ksm.c` makes the new page table entry without the userfaultfd mark). So
+//! KSM is stopped meanwhile, and pages that have lost their protection are not accepted.
 
 use std::fs::File;
 use std::io;

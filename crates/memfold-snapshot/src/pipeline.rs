@@ -1,21 +1,20 @@
-//! Work on the bytes of snapshots, by all cores at once: saves, checks, compression, searches and
-//! checksums of disks.
+//! Processes the bytes of snapshots on all cores in parallel: saving, verifying, compressing,
+//! searching, and computing checksums of disks.
 //!
 //! ```text
 //!            +- worker 1: read a piece, hash it, find its zeroes, write it -+
 //!   chunks --+- worker 2: the same, of the next chunk                       +--> page cache --> Writeback --> disk
 //!            +- ...       one for each core                                -+       (one fsync at the end, by Draft::commit)
 //! ```
-//! 1. Each worker takes the next chunk that nobody has taken, and does all stages of it. One worker
-//!    reads while another writes.
-//! 2. A worker handles a chunk in pieces that stay in its core's cache, so that memory is read
+//! 1. Each worker takes the next unprocessed chunk and runs all stages on it. One worker reads
+//!    while another writes.
+//! 2. A worker processes a chunk in pieces that fit its core's cache, so that memory is read only
 //!    once.
-//! 3. A thread of its own has the kernel write to the disk what is in the page cache. Workers never
-//!    wait for the disk, nor does a VM that stands still for them.
+//! 3. A separate thread starts writeback from the page cache to the disk. Workers never wait for
+//!    the disk, so a stopped VM does not wait for it either.
 //!
-//! What always holds: the first error, or panic, ends each worker after the chunk that it has in
-//! hand. Each worker has one buffer, of two chunks (4 MiB) at most, and there are [`MAX_WORKERS`]
-//! at most.
+//! Invariants: after the first error or panic, each worker ends with its current chunk. Each worker
+//! has one buffer of at most two chunks (4 MiB). There are at most [`MAX_WORKERS`] workers.
 
 use std::fs::File;
 use std::io;

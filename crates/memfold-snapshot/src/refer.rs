@@ -1,11 +1,12 @@
-//! Pages of an image that disks hold anyhow: kept by reference.
+//! References: pages of an image that a disk holds too, saved as the file and offset where they
+//! lie.
 //!
 //! ```text
 //!   ram        ####....##..     what no disk holds
 //!   ram.refs   pages 4 to 7 = file 0, blocks 900 to 903
 //! ```
-//! A guest's file systems put file contents at multiples of 4 KiB, and disk images keep them there.
-//! Which pages that may be, the guest says ([`super::candidates`]); the bytes decide when memory is
+//! A guest's file systems align file contents to 4 KiB, and disk images preserve that alignment.
+//! The guest names candidate pages ([`super::candidates`]); their bytes are compared when memory is
 //! read ([`super::writer`]).
 
 use memfold_units::{PAGE_BYTES, PAGE_SIZE};

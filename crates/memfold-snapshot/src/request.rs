@@ -1,4 +1,4 @@
-//! What is to be saved, and how.
+//! The input of a save: the snapshot's name, options, and results of the steps before it.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use super::candidates::Candidate;
 use super::free::Frames;
 use super::manifest::{Keep, Steps};
 
-/// What is to be saved, and how.
+/// The input of a save: the snapshot's name, options, and results of the steps before it.
 #[allow(clippy::struct_excessive_bools)] // what was asked for, and what the guest has
 #[derive(Clone, Debug)]
 pub struct Request {

@@ -1,10 +1,10 @@
-//! Bringing a snapshot back to life.
+//! Restores a VM from a snapshot.
 //!
-//! QEMU starts with `-incoming defer` and plain anonymous RAM; the library maps the RAM image
-//! privately over it, so that QEMU believes it anonymous (balloon and free page reporting work) and
-//! untouched pages stay the page cache's, one for all clones; over that, what disks hold of it,
-//! from the disks' files, which are written to no more; other RAM blocks (firmware, tables) are
-//! small and are copied; then QEMU reads the device state.
+//! QEMU starts with `-incoming defer` and plain anonymous RAM. The library maps the RAM image
+//! privately over it: QEMU still treats the RAM as anonymous, so balloon and free page reporting
+//! work, and all clones share untouched pages in the page cache. Over the image, the library maps
+//! pages kept by reference from the disks' files, which are never written again. Other RAM blocks
+//! (firmware, tables) are small and are copied. Then QEMU reads the device state.
 
 use std::fs::File;
 use std::os::fd::AsFd;

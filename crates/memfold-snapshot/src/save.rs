@@ -1,4 +1,4 @@
-//! Saving a VM at one instant.
+//! Saves a VM's memory, devices and disks as of one instant.
 //!
 //! ```text
 //!   1. overlays        a new one for each temporary overlay, added to QEMU, not used yet; files for copies of other disks
@@ -14,9 +14,9 @@
 //!   6. --keep hot: where the disks hold pages is written down (parts); --compress: the rest is compressed (pack)
 //!   7. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
 //! ```
-//! Until step 4 nothing of the VM is changed. If anything fails behind it, the VM goes back to its
-//! older overlays (`merge_overlays`), or keeps the longer chain until the next save: nothing that
-//! it has written is lost.
+//! Before step 4 the VM is not changed. If a later step fails, the VM is switched back to its older
+//! overlays (`merge_overlays`), or keeps the longer chain until the next save. No write of the VM
+//! is lost.
 
 use std::fs::{self, File};
 use std::io;

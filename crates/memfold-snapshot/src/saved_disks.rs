@@ -1,4 +1,4 @@
-//! Where the disks of a VM lie once they are saved.
+//! Records where the disks of a saved VM lie, and gives frozen overlays a name in the snapshot.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,4 +1,5 @@
-//! Where snapshots lie: one directory each, whole or not there.
+//! The directory of all snapshots (called shelf). Each snapshot is a subdirectory, which exists
+//! only when it is complete.
 //!
 //! ```text
 //!   SHELF/NAME/            0700
@@ -7,7 +8,7 @@
 //!     ram, ram.sums        RAM image and its checksums
 //!     ram.zst, ram.index   a compressed image, instead of ram
 //!     ram.refs             pages of it that disks hold
-//!     working-set          pages that a VM used first (not a part of what was saved)
+//!     working-set          pages that a restored VM touched first (a hint for --prefetch)
 //!     devices              QEMU's device state
 //!     disk0.qcow2 ...      frozen disks
 //!   SHELF/.NAME.draft/     a save that is under way (locked), or was cut off (removed by the next daemon)

@@ -1,5 +1,5 @@
-//! What is saved while the VM stands still: device state, RAM as far as it is not copied later, and
-//! the instant of its disks.
+//! Saves what must be of one instant while the VM is stopped: device state, RAM (unless it is
+//! copied later, in a live save), and the switch of the disks.
 
 use std::fs::File;
 use std::io;

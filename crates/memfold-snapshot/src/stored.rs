@@ -1,12 +1,12 @@
-//! An image as it is read again, chunk by chunk.
+//! Reads a stored RAM image back, chunk by chunk.
 //!
 //! ```text
 //!   ram, or ram.zst + ram.index  --+
 //!   disks, by ram.refs           --+-->  chunk  -- ram.sums: right? -->  mapped, or laid out in memory
 //! ```
-//! An image that lies in `ram`, and refers to long runs of disks, is mapped as it is. One that is
-//! compressed, or refers to single pages, is *laid out* first: once for all VMs that run from it,
-//! in sealed memory, which needs nothing of the files any more.
+//! An image in `ram` whose references cover long runs is mapped directly. An image that is
+//! compressed, or refers to single pages, is first *laid out*: assembled in sealed memory, once for
+//! all VMs that run from it. After that, the files are no longer needed.
 
 use std::fs::File;
 use std::io;

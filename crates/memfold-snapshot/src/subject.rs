@@ -1,4 +1,4 @@
-//! The VM that is saved: what it is, and which temporary files go with it.
+//! The VM that is saved: its description, and the temporary files that belong to it.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! Who uses a snapshot: VMs that run from its memory, and disks that are built on its disks.
+//! Finds the users of a snapshot: VMs that run from its memory, and disks whose backing files are
+//! its disks.
 
 use std::fs;
 use std::io::{self, ErrorKind};

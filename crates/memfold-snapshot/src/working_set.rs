@@ -1,5 +1,5 @@
-//! What a VM uses of its memory first of all, after a restore: recorded once, and then at hand for
-//! those that want it.
+//! The working set of a snapshot: the pages that a VM touches first after a restore. It is recorded
+//! at the first restore and prefetched by later ones on request.
 //!
 //! ```text
 //!   first restore       VM runs 10 s ---- its page tables say what it touched ---- working-set

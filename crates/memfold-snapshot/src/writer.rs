@@ -1,5 +1,5 @@
-//! Writing a RAM image: memory is read, hashed, compared with what disks may hold of it, and
-//! written by all cores at once ([`pipeline`]).
+//! Writes a RAM image. All cores in parallel ([`pipeline`]) read memory, hash it, compare it with
+//! the disks, and write the rest.
 
 use std::fs::File;
 use std::io;

@@ -1,7 +1,7 @@
-//! Files that a VM's QEMU writes and that are none of its disks: variables of firmware, memory of
-//! files, logs, what a chardev writes. A second VM that was started with the same words would write
-//! them as well. What counts is what QEMU has open for writing, not what its command line looks
-//! like.
+//! Finds files other than disks that a VM's QEMU writes: firmware variables, file-backed memory,
+//! logs, output of character devices. A second VM with the same command line would write to the
+//! same files, so a snapshot needs copies. QEMU's open file descriptors decide which files these
+//! are, not its command line.
 
 use std::collections::HashSet;
 use std::fs::{self, File, Metadata};

@@ -1,5 +1,5 @@
-//! Memory is read as it was while others write to it, on this process's own memory and with the
-//! library's own code.
+//! Tests that memory is read as it was at the snapshot's instant while threads write to it. They
+//! use the memory of the test process and the library's own code.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _};

@@ -1,14 +1,15 @@
-//! What an agent's messages cost, and how much of that comes in a second: a guest that talks too
-//! much waits.
+//! Rate limits for the messages of a guest's agent, in bytes and in pages per second. A guest that
+//! exceeds a limit waits; the daemon and other guests do not.
 
 use std::time::{Duration, Instant};
 
 use memfold_wire::agent::FromAgent;
 
-/// What a message costs whoever takes it in, in pages. A few bytes can speak of many pages, or have
-/// tables thrown away and made anew; a guest that does so all the time waits, and nobody else does.
+/// Returns the cost of processing a message, in pages. A message of a few bytes can name many pages
+/// or make the daemon rebuild whole tables, so its length alone does not tell its cost.
 pub(super) fn weight(message: &FromAgent) -> usize {
-    /// More is nonsense, and a longer wait would only keep the guest's next boot out.
+    /// Upper bound of one message's cost. A higher cost would only delay the messages of the
+    /// guest's next boot.
     const MOST: u64 = 1 << 22;
     const WHOLE_TABLE: u64 = 1 << 16;
     let sum = |pages: &mut dyn Iterator<Item = u32>| pages.map(u64::from).sum::<u64>();
@@ -27,7 +28,7 @@ pub(super) fn weight(message: &FromAgent) -> usize {
     usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
 }
 
-/// Bytes or pages that may come, refilled with time; holds one second's worth.
+/// A token bucket of bytes or pages. Time refills it; it holds at most one second's worth.
 pub(super) struct Budget {
     per_s: f64,
     left: f64,
@@ -44,7 +45,7 @@ impl Budget {
         }
     }
 
-    /// Takes `bytes` off; how long to wait when they are more than was left.
+    /// Takes `bytes` out of the bucket. Returns how long to wait if the bucket held fewer.
     pub(super) fn spend(&mut self, bytes: usize) -> Option<Duration> {
         let now = Instant::now();
         let refill = now.duration_since(self.at).as_secs_f64() * self.per_s;

@@ -1,12 +1,13 @@
-//! The daemon's end of the connection to the agent in the guest.
+//! The daemon's end of the connection to memfold's agent in a guest.
 //!
 //! ```text
 //!   connect -> [Hello -> Welcome, Inventory -> messages ...] -> error or end -> wait, connect again
 //!                 ^------------- a new Hello: the guest rebooted, or its agent began anew
 //! ```
-//! One thread reads. It hands every message to the sink and blocks as long as the sink does; then
-//! QEMU's buffer fills and the guest waits, so a guest that talks too much costs bounded memory.
-//! What comes is decoded and checked for limits ([`memfold_wire`]) and otherwise untrusted.
+//! One thread reads. It passes every message to the sink and blocks as long as the sink does.
+//! Meanwhile QEMU's buffer fills and the guest waits, so a flood of messages costs the host bounded
+//! memory. Messages are decoded and checked for limits ([`memfold_wire`]); their content stays
+//! untrusted.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};

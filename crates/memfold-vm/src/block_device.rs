@@ -1,5 +1,6 @@
-//! Block devices, by what survives a boot: a name like `/dev/sdb` and the node's number and time
-//! are of this boot, and the next may give them to another disk.
+//! Identifies block devices across boots of the host. A name such as `/dev/sdb`, a device number
+//! and the times of a device node are valid for one boot only; the next boot may assign them to
+//! another disk.
 
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};

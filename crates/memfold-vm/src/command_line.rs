@@ -1,4 +1,4 @@
-//! QEMU's command line for a VM.
+//! Builds QEMU's command line for a VM.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

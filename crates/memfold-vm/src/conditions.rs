@@ -1,7 +1,7 @@
-//! What this VM allows, and why not the rest (DESIGN 3.1).
+//! Conditions under which a VM's RAM can be folded, and the reasons if it cannot (DESIGN 3.1).
 //!
-//! The kernel's word goes before QEMU's: descriptors and locked memory are read from `/proc`, so
-//! that hot-plugged devices and options that QEMU doesn't report are seen as well.
+//! The kernel's facts take precedence over QEMU's. Open descriptors and locked memory are read from
+//! `/proc`, because QEMU does not report all options and hot-plugged devices.
 
 use std::fs;
 

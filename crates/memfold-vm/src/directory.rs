@@ -5,11 +5,11 @@
 //!   qmp.sock       QMP for people and commands       daemon.sock    QMP for the daemon
 //!   library.sock   the library in QEMU               agent.sock     the guest agent's port
 //!   console.sock   the serial console
-//!   console.log    all it ever said                  qemu.log       QEMU's own output
-//!   launch.lock    held while it is being started   overlays.json  temporary overlays of one that is being started
-//!   incoming       there while it is being restored renewal.json   what a restored one is still to get anew
-//!   segments.json  what it maps now              borrowed.json  lent RAM under its swap disk
-//!   lentN-M        until a relay has its client  relay.log      what relays had to say
+//!   console.log    output of the serial console      qemu.log       QEMU's own output
+//!   launch.lock    locked while QEMU is started      overlays.json  overlays, until process.json is there
+//!   incoming       exists while it is restored       renewal.json   identities still to be renewed
+//!   segments.json  segments that the VM maps now     borrowed.json  lent RAM under its swap disk
+//!   lentN-M        socket of a relay, for QEMU       relay.log      output of relays
 //!   wish.json      lent RAM that an operator asked for
 //! ```
 

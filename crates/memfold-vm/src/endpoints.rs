@@ -1,5 +1,5 @@
-//! Where a running QEMU's links are, found from outside: the library in its memory map, the agent's
-//! port in its device tree.
+//! Finds the sockets of a running QEMU from outside: memfold's library through the process's memory
+//! map and environment, the agent's port through QEMU's device tree.
 
 use std::fs;
 use std::io;

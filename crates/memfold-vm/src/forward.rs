@@ -1,5 +1,5 @@
-//! Ports of the host that lead into a guest, through a network in user mode. One process alone can
-//! have each.
+//! Forwarded ports: host ports that QEMU's user-mode network forwards into a guest. Only one
+//! process can listen on each.
 
 use std::fmt;
 use std::io;

@@ -1,6 +1,6 @@
-//! The format of a disk image, settled when a VM is first described: what name and description say
-//! has to fit what the file begins with. Neither alone decides: a name may be wrong, and what a raw
-//! disk begins with is its guest's.
+//! Determines the format of a disk image when a VM is first described. The description or the
+//! file's name must agree with the first bytes of the file. Neither alone decides: a name may be
+//! wrong, and the first bytes of a raw disk are written by its guest.
 
 use std::fs::File;
 use std::io::{self, Read};

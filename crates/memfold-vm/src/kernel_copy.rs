@@ -1,19 +1,18 @@
-//! QEMU's own copy of the kernel that it boots with `-kernel`, of which one is enough for all
-//! clones.
+//! Shares one copy of the kernel image (`-kernel`) among all QEMU processes of a trust domain.
 //!
-//! QEMU reads a Linux image into memory (`hw/i386/x86-common.c`, `x86_load_linux`) and hands it to
-//! the guest's boot code, again at each reboot. So every QEMU process holds some 11 MiB that nobody
-//! ever writes to, and a clone, which doesn't boot, doesn't even read them. Right after a VM's
-//! start they are exchanged for a private view of one sealed copy for all VMs of its trust domain
-//! with the same image: the same bytes, whenever they are read.
+//! QEMU reads a Linux image into memory (`hw/i386/x86-common.c`, `x86_load_linux`) and passes it to
+//! the guest's boot code at each boot. So every QEMU process holds some 11 MiB that are never
+//! written, and that a clone, which does not boot, does not even read. Right after a VM's start,
+//! this memory is replaced by a private mapping of one sealed copy. All VMs of a trust domain with
+//! the same image map that copy.
 //!
 //! ```text
 //!   image file   | boot sector and setup | the kernel proper ................................. |
 //!   in QEMU               | 16 bytes of malloc's | the kernel proper ......................... |   at a page's start
 //!   the copy                                   .....| whole pages of it                    |....
 //! ```
-//! Wherever something isn't as it is expected, QEMU keeps its own: another malloc, another kind of
-//! image, other bytes.
+//! If anything differs from what is expected (another malloc, another image format, other bytes),
+//! QEMU keeps its own memory.
 
 use std::collections::VecDeque;
 use std::fs::File;

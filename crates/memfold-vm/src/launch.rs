@@ -1,4 +1,4 @@
-//! Starting a VM: a process that outlives us.
+//! Starts a VM as a QEMU process that outlives the daemon.
 
 use std::fs::{self, File};
 use std::io;

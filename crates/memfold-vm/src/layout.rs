@@ -1,5 +1,4 @@
-//! Where guest RAM lies: guest-physical ranges, QEMU's RAM blocks, and their addresses in the QEMU
-//! process.
+//! Maps guest-physical addresses to QEMU's RAM blocks and to addresses in the QEMU process (HVA).
 //!
 //! ```text
 //!   GPA   0 ........ 2G   [hole: PCI, firmware]   4G ...... 6G

@@ -7,7 +7,7 @@
 //!                     |-- LibraryLink  fold orders
 //!                     `-- Process      pid + start time, pidfd
 //! ```
-//! Everything here blocks; callers have threads.
+//! All functions of this crate block; callers run them on threads.
 
 mod agent_budget;
 pub mod agent_link;

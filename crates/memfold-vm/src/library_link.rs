@@ -1,4 +1,4 @@
-//! The daemon's end of the connection to memfold's library in QEMU: one order, one reply.
+//! The daemon's end of the connection to memfold's library in QEMU. Each order gets one reply.
 
 use std::fs::File;
 use std::io::{ErrorKind, Write};

@@ -1,4 +1,4 @@
-//! A running VM: ours, found again after a daemon's death, or attached to.
+//! A running VM: started by memfold, rediscovered after a daemon's death, or attached to.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;

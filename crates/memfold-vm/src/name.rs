@@ -1,4 +1,4 @@
-//! Names of VMs, trust domains and what else becomes a directory.
+//! Validates names of VMs, trust domains and other objects whose names become directories.
 
 use super::spec_error::SpecError;
 

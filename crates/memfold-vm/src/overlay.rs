@@ -1,4 +1,4 @@
-//! Temporary overlays of disks: empty qcow2 files that take a VM's writes.
+//! Creates temporary disk overlays: empty qcow2 files that receive a VM's writes.
 
 use std::fs::File;
 use std::io;

@@ -1,6 +1,7 @@
-//! Files besides disks that a VM writes and that its further QEMU arguments name: variables of
-//! firmware, logs. A VM of a snapshot has copies of them in its directory; tokens stand for these
-//! in its arguments, so that a description says the same wherever the VM's directory is.
+//! Files other than disks that a VM's additional QEMU arguments name and that QEMU writes, such as
+//! firmware variables and logs. A VM started from a snapshot gets its own copies in its directory.
+//! Tokens stand for their paths in the arguments, so the description does not depend on where that
+//! directory is.
 
 use std::ffi::OsString;
 use std::io;

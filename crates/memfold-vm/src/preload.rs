@@ -1,4 +1,4 @@
-//! memfold's library in a QEMU that we start.
+//! Preloads memfold's library into a QEMU that memfold starts.
 
 use std::ffi::OsString;
 use std::io;

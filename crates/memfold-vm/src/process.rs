@@ -1,5 +1,5 @@
-//! QEMU processes, told apart by pid *and* start time, so that a pid used again is never taken for
-//! ours.
+//! QEMU processes, identified by pid *and* start time, so that a process that reuses a pid is never
+//! mistaken for a VM.
 
 use std::fs;
 use std::io;

@@ -1,4 +1,4 @@
-//! QEMU's option syntax: words and values of a command line.
+//! Writes values in QEMU's command-line syntax.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;

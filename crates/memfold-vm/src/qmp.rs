@@ -1,7 +1,7 @@
-//! A small QMP client that takes QEMU's answers as they come.
+//! A small QMP client that returns QEMU's answers as plain JSON.
 //!
-//! Source: QEMU `docs/interop/qmp-spec.rst`. Answers are plain JSON values: a schema older or newer
-//! than ours is no error. QEMU serves one client a socket at a time; a second one waits without a
+//! Source: QEMU `docs/interop/qmp-spec.rst`. Answers are not checked against a schema, so older and
+//! newer QEMUs work. QEMU serves one client per socket at a time; a second client waits and gets no
 //! greeting.
 
 use std::collections::VecDeque;

@@ -1,5 +1,5 @@
-//! A VM that is started only to see whether QEMU takes what it is described by: no guest
-//! instruction runs, and nothing outside its own directory is written.
+//! Adapts a VM description for a trial start, which only tests whether QEMU accepts the command
+//! line. No guest instruction runs, and QEMU writes nothing outside the VM's own directory.
 
 use super::spec::VmSpec;
 

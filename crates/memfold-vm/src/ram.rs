@@ -1,4 +1,4 @@
-//! The RAM layout as QEMU tells it.
+//! Reads a VM's RAM layout from QEMU's monitor.
 //!
 //! ```text
 //!   info ramblock   block "ram0" -> address in QEMU (HVA), length, page size
@@ -6,8 +6,8 @@
 //!   query-memory-devices   which of those are no system RAM after all (NVDIMM, virtio-pmem)
 //!   info mtree -f   address space "memory": guest-physical range -> block + offset, the hole below 4 GiB left out
 //! ```
-//! The flat view changes when the firmware maps its shadow areas below 1 MiB and when memory is
-//! plugged: read it again after boot and after hot-plug.
+//! The flat view (`info mtree -f`) changes when the firmware maps its shadow areas below 1 MiB and
+//! when memory is hot-plugged. Read the layout again after boot and after each hot-plug.
 
 use std::collections::{BTreeMap, BTreeSet};
 

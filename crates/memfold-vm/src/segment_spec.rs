@@ -1,4 +1,4 @@
-//! What a description says of a segment.
+//! The description of a segment within a VM description.
 
 use std::path::PathBuf;
 

@@ -1,11 +1,11 @@
-//! Segments as a VM's devices: files mapped read-only and shared, which the guest sees as
-//! persistent memory (virtio-pmem).
+//! Segments as devices of a VM: files that QEMU maps read-only and shared, and that the guest sees
+//! as persistent memory (virtio-pmem).
 //!
 //! ```text
 //!   memory-backend-file "segment0"  --->  virtio-pmem-pci "seg0"  in  pcie-root-port "segport0"        one for each slot
 //! ```
-//! QEMU can plug such a device while the VM runs, and can't take it out again: a slot keeps its
-//! segment as long as the VM lives.
+//! QEMU can plug such a device into a running VM but cannot unplug it. A slot keeps its segment
+//! until the VM ends.
 
 use std::ffi::OsString;
 use std::os::fd::BorrowedFd;

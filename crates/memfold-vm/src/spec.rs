@@ -1,4 +1,5 @@
-//! What a VM is to be: from a TOML file, from flags, and back from the state directory.
+//! The description of a VM, read from a TOML file, built from command-line flags, or read back from
+//! the state directory.
 
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,8 @@
-//! Why a description of a VM is refused.
+//! Errors of reading or validating a VM description.
 
 use std::path::PathBuf;
 
-/// Why a description of a VM is refused.
+/// Error of reading or validating a VM description.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum SpecError {

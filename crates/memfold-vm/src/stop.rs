@@ -1,4 +1,5 @@
-//! Ending a VM: its guest is asked first, then QEMU is told to quit, then it is killed.
+//! Stops a VM. The guest is asked to shut down first; then QEMU gets the `quit` command; then its
+//! process is killed.
 
 use std::cell::RefCell;
 use std::io;

@@ -1,4 +1,4 @@
-//! A VM's swap disk: a virtio-blk disk of its own, whose contents are worth nothing once the VM has
+//! A VM's swap disk: a separate virtio-blk disk whose contents are worthless after the VM has
 //! ended.
 //!
 //! ```text
@@ -8,7 +8,7 @@
 //!        |
 //!   swap-file0  a temporary file beside overlays, with room for all of it, removed with the VM
 //! ```
-//! The file has a swap header from the start, so that the guest needs no mkswap:
+//! The file is created with a swap header, so the guest needs no `mkswap`, only
 //! `swapon -L memfold-swap`.
 
 use std::fs::File;

@@ -1,5 +1,5 @@
-//! Tokens that stand for files in words of QEMU's command line, so that a description says the same
-//! wherever these files are.
+//! Tokens that stand for file paths in QEMU's command line, so that a description does not depend
+//! on where the files are.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;

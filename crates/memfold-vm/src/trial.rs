@@ -1,11 +1,11 @@
-//! Whether a QEMU starts of a command line that was copied from another's: one is started, waits,
-//! and is ended.
+//! Tests whether QEMU starts with a copied command line: starts such a QEMU paused, compares its
+//! devices with the original's, and kills it.
 //!
 //! ```text
 //!   words of the copy + files as disks, empty, as large --> QEMU -S --> same devices, RAM blocks, media? --> writes its device state --> killed
 //! ```
-//! Nothing of the VM's is opened for writing, no guest code runs, and the RAM is never touched.
-//! What a restore would say only when the VM is gone, the save says so while it runs.
+//! Nothing of the original VM is opened for writing, no guest code runs, and guest RAM is never
+//! touched. Thus a save reports, while the VM still runs, errors that only a restore would find.
 
 use std::collections::BTreeMap;
 use std::fs::File;

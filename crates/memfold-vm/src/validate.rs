@@ -1,4 +1,4 @@
-//! Whether a description can be started: every field for itself, and what contradicts what.
+//! Validates a VM description: each field by itself, and fields that contradict each other.
 
 use memfold_units::ByteSize;
 

@@ -1,12 +1,12 @@
-//! Files of options (`-readconfig`), and the words that they stand for.
+//! Expands `-readconfig` files of a QEMU command line into the options that they stand for.
 //!
 //! ```text
 //!   [device "ehci"]               -device id=ehci,driver=ich9-usb-ehci1,addr=1d.7
 //!     driver = "ich9-usb-ehci1"
 //!     addr = "1d.7"
 //! ```
-//! `qemu_config_parse` (`util/qemu-config.c`) reads them so; Proxmox VE has its devices of q35
-//! there.
+//! Source: `qemu_config_parse` in QEMU's `util/qemu-config.c`. Proxmox VE keeps the devices of its
+//! q35 machines in such a file.
 
 use std::io;
 use std::path::Path;

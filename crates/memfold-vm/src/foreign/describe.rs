@@ -1,5 +1,4 @@
-//! The description of a QEMU that others have started, of its command line and of what it says of
-//! itself.
+//! Describes a VM that memfold did not start, from its QEMU's command line and QMP answers.
 
 use std::fs;
 use std::io;

@@ -1,8 +1,9 @@
-//! `-drive` and its short forms (`-hda`, `-cdrom`, `-fda`, a word alone ...): which drive is which.
+//! Resolves the drives of a QEMU command line: `-drive` and its short forms (`-hda`, `-cdrom`,
+//! `-fda`, a bare file name, ...).
 //!
-//! QEMU gives each drive an interface, a bus, a unit and a name, by its options and those of the
-//! drives before (`drive_new` in `blockdev.c`). Another QEMU is given the same by name, so that it
-//! makes the same devices of them, in the same order.
+//! QEMU derives each drive's interface, bus, unit and name from its own options and from the drives
+//! before it (`drive_new` in `blockdev.c`). The copy names all four explicitly, so that its QEMU
+//! makes the same devices in the same order.
 
 use super::options::Named;
 use super::value::{Value, parse};

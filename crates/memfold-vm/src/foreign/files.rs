@@ -1,6 +1,6 @@
-//! Files that a copied command line names: kernel, firmware, ROMs. A snapshot has copies of them,
-//! made with the rights of the QEMU's user, so that what is named is nothing that this user can't
-//! read, at that moment or later.
+//! Files that a copied command line names: kernel, firmware, ROMs. A snapshot holds copies of them.
+//! They are read with the rights of QEMU's user, so a manipulated command line cannot expose files
+//! that this user cannot read.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};

@@ -1,4 +1,5 @@
-//! What QEMU's options take of the host that one process alone can have: ports, sockets, displays.
+//! Host resources that only one process can hold (ports, sockets, displays), as claimed by QEMU's
+//! options.
 
 use std::io::ErrorKind;
 use std::net::TcpListener;

@@ -1,13 +1,13 @@
-//! A QEMU that others have started: what another one with the same devices is started with, for a
-//! VM that runs from its snapshot.
+//! VMs that memfold did not start. From such a QEMU's command line, memfold makes the command line
+//! of a second QEMU with the same devices, which runs the VM's snapshots.
 //!
 //! ```text
 //!   /proc/PID/cmdline --rewrite--> words that make the same devices      + QMP: machine type, disks, memory
 //!                                      |
 //!                     VmSpec { foreign: .. } --launch--> QEMU, with disks, monitors, console and agent's port of memfold's
 //! ```
-//! Its command line is believed as far as its own user could do what it says: a guest that has
-//! taken its QEMU over may have written it. No disk of its host's is opened for another QEMU, and
+//! A guest that has taken over its QEMU may have rewritten the command line, so it is trusted only
+//! as far as QEMU's own user could act on it. No disk that it names is opened for the second QEMU;
 //! other files are copied with that user's rights.
 
 mod config;

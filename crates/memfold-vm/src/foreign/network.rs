@@ -1,7 +1,8 @@
-//! Networks of another QEMU: the same for the guest's card, and nothing of the host's.
+//! Network backends for the copy of a QEMU: equivalent for the guest's network card, without any
+//! resource of the host.
 //!
-//! What a card was told of its network is in its state: whether packets have headers of offloads
-//! (taps have), and how many queues there are.
+//! A card's device state records properties of its backend, which the copy must have too: whether
+//! packets carry offload headers (those of taps do), and the number of queues.
 
 use super::value::{Value, parse};
 

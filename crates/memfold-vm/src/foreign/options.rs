@@ -1,6 +1,7 @@
-//! QEMU's options: how many words each has, and what becomes of it in another QEMU.
+//! Table of QEMU's options: whether each takes a value, and whether the copy of a command line
+//! keeps, drops, rewrites or refuses it.
 //!
-//! Source: `qemu-options.hx` of QEMU 10. A test asks the QEMU that is installed.
+//! Source: `qemu-options.hx` of QEMU 10. A test compares the table with the installed QEMU.
 
 use Fate::{Dropped, Kept, Made, Refused};
 

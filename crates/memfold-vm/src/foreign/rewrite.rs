@@ -1,6 +1,7 @@
-//! The words of another's command line that make the same devices, without those of its host.
+//! Rewrites a QEMU command line for a second QEMU: the same devices, without the host resources of
+//! the first.
 //!
-//! | words | in the copy |
+//! | option | in the copy |
 //! |---|---|
 //! | machine, CPUs, memory's size, devices, firmware tables, kernel | as they are |
 //! | RAM backends | plain memory of the same name and size |
@@ -14,9 +15,9 @@
 //! | sound | goes nowhere |
 //! | monitors, displays, sandbox, files of its own | left out |
 //!
-//! An option that [`options`](super::options) doesn't know is refused: a device that isn't as it
-//! was would not take its state. What is left out and no second VM can have (ports, sockets,
-//! displays) is told.
+//! Options that [`options`](super::options) does not list are refused, because a device that
+//! differs cannot load the saved device state. Ports, sockets and displays that are left out are
+//! reported to the operator.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,5 @@
-//! What a VM is started with in place of memfold's own command line.
+//! The part of a VM description that replaces memfold's own QEMU command line, for VMs that memfold
+//! did not start originally.
 
 use std::path::PathBuf;
 

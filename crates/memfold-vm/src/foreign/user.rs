@@ -1,4 +1,4 @@
-//! The user that a QEMU runs as.
+//! Looks up the user that a QEMU process runs as.
 
 use std::fs;
 use std::io;

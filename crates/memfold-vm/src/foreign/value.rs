@@ -1,5 +1,5 @@
-//! The value of one of QEMU's options: `kind,key=value,...` (a comma in a value is written twice),
-//! or JSON.
+//! Parses and writes the value of a QEMU option: `kind,key=value,...` (a comma in a value is
+//! doubled), or JSON.
 
 use serde_json::{Map, Value as Json};
 

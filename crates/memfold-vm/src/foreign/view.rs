@@ -1,9 +1,9 @@
-//! The files of this host as a QEMU sees them: by its working directory, in its mount namespace,
-//! with the rights of its user.
+//! Opens files as a QEMU process sees them: relative to its working directory, in its mount
+//! namespace, with the rights of its user.
 //!
-//! A QEMU in a container names files of the container. `/proc/PID/root` leads there, but an
-//! absolute link in it would lead back here, so that every path is resolved with that directory as
-//! its root (`openat2(2)`: `RESOLVE_IN_ROOT`).
+//! The paths of a QEMU in a container are paths inside that container. `/proc/PID/root` leads
+//! there, but an absolute symbolic link in it would lead back to the host. So every path is
+//! resolved with that directory as its root (`openat2(2)`: `RESOLVE_IN_ROOT`).
 
 use std::fs::{self, File, Metadata};
 use std::io;

@@ -1,4 +1,4 @@
-//! The agent link against agents of our own making, honest and not.
+//! Tests of the agent link against simulated agents, well-behaved and hostile.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,5 +1,5 @@
-//! VMs on a real QEMU. Most are paused at start (`-S`): their RAM, monitor and process are as real,
-//! and they cost nothing.
+//! Tests with VMs on a real QEMU. Most start paused (`-S`): RAM, monitor and process are real, and
+//! no guest uses CPU.
 
 mod agent;
 
