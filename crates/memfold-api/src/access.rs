@@ -1,4 +1,4 @@
-//! Who may do what: roles, sessions over TCP, and hosts that ask the registry of leases.
+//! Access control: roles, sessions over TCP, and hosts that use the registry of leases.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

@@ -1,4 +1,4 @@
-//! The client that the command line uses.
+//! A blocking HTTP client of the daemon's API, which the command line uses.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! Debt: what the brake holds back.
+//! Settings of debt, the memory that guests can demand back at once, and of the brake that limits
+//! it.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

@@ -1,9 +1,9 @@
-//! What comes instead of an answer.
+//! The body of an error response.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What comes instead, with a status of 400 and above.
+/// The body of a response with an HTTP status of 400 and above.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {
     /// Which condition failed.

@@ -1,4 +1,4 @@
-//! Folding: its budget.
+//! Settings of folding: its CPU budget and rate.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

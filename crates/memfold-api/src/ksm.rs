@@ -1,4 +1,4 @@
-//! The kernel's merging, started and stopped.
+//! Requests that start and stop KSM, the kernel's merging of equal pages.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

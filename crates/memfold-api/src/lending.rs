@@ -1,4 +1,4 @@
-//! RAM lent and borrowed.
+//! Requests and reports of lending RAM to other hosts and borrowing it.
 
 use std::net::{IpAddr, Ipv4Addr};
 

@@ -1,5 +1,5 @@
-//! What goes over the daemon's interface, and the client that the command line uses. No server, and
-//! no daemon. Units are in the names of fields.
+//! Request and response types of the daemon's HTTP API, and the client that the command line uses.
+//! The crate contains no server code. Field names contain the units.
 
 mod access;
 mod client;
@@ -31,12 +31,12 @@ pub use snapshot::*;
 pub use swap::*;
 pub use vm::*;
 
-/// Where the daemon listens if nothing else is said.
+/// Default path of the daemon's Unix socket.
 pub const DEFAULT_SOCKET: &str = "/run/memfold/memfold.sock";
 
-/// Where the daemon keeps its VMs if nothing else is said.
+/// Default directory of the daemon's VMs.
 pub use memfold_vm::DEFAULT_STATE;
 
-/// Where the daemon keeps its history and its audit log if neither that nor the state directory is
-/// given: it outlives a reboot.
+/// Default directory of the daemon's history and audit log, used if neither that directory nor the
+/// state directory is given. Its contents survive a reboot.
 pub const DEFAULT_RECORDS: &str = "/var/lib/memfold";

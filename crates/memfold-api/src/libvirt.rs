@@ -1,4 +1,4 @@
-//! Domains of libvirt over the interface.
+//! Requests about libvirt domains.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

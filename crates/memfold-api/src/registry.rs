@@ -1,4 +1,5 @@
-//! The registry that another program serves: another daemon, by socket or TLS, or etcd.
+//! Connects to a registry of leases that another program serves: another daemon (Unix socket or
+//! TLS), or etcd.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,13 +15,13 @@ use memfold_lend::{EtcdRegistry, Registry, RegistryAt};
 use crate::client::Client;
 use crate::error::ErrorBody;
 
-/// Where the registry that this daemon serves is asked.
+/// URL path of the registry that a daemon serves.
 pub const REGISTRY_PATH: &str = "/v1/registry";
 
-/// How long another daemon's registry may take for an answer.
+/// Timeout of a request to another daemon's registry.
 const REGISTRY_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The registry that another program serves.
+/// Returns a client of the registry at `at`.
 pub fn registry_at(at: &RegistryAt) -> Arc<dyn Registry> {
     let place = at.to_string();
     match at {

@@ -1,4 +1,4 @@
-//! What the daemon is, and where every byte is.
+//! The daemon's version, and its report of memory use.
 
 use std::path::PathBuf;
 

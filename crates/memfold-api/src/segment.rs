@@ -1,4 +1,4 @@
-//! Segments: built, ranked, attached.
+//! Requests and reports of building, ranking and attaching segments.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

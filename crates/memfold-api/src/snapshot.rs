@@ -1,4 +1,4 @@
-//! Snapshots: saved, restored, verified; and the one of a VM right after its boot.
+//! Requests and reports of saving, restoring and verifying snapshots, and of boot snapshots.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! The swap disk of a VM.
+//! Status of a VM's swap disk.
 
 use memfold_lend::Durability;
 use serde::{Deserialize, Serialize};

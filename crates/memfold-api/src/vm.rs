@@ -1,4 +1,4 @@
-//! VMs: listed, attached, stopped, and commands in their guests.
+//! Requests and reports of listing, attaching and stopping VMs, and of running commands in guests.
 
 use std::path::PathBuf;
 

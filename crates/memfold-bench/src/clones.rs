@@ -1,15 +1,15 @@
-//! Clones of one warm VM: how long each takes to run, and how much memory it is.
+//! Study of clones of one warm VM: how long each takes to start, and how much memory it uses.
 //!
-//! A Debian VM boots, a program in it takes random bytes that are nowhere else, and it is saved
-//! without its page cache. Then clones are started one after the other, all to run at once; the
-//! next when the one before is set apart. Then all are ended, and the same number is started again,
-//! each as soon as the one before runs: how that goes is decided by the CPU that guests use right
-//! after their start.
+//! A Debian VM boots, a program in it fills memory with random bytes, and the VM is saved without
+//! its page cache. Then clones are started one after the other, and all keep running. Each starts
+//! when the identity of the one before has been renewed. Then all are ended, and the same number is
+//! started in a burst, each as soon as the one before runs. The burst depends mainly on the CPU
+//! time that guests use right after their start.
 //!
-//! | key | what |
+//! | key | meaning |
 //! |---|---|
 //! | `p50_ms`, `p95_ms`, `max_ms` | from the command to the first byte that guest code wrote to the clone's serial console, and the command's end |
-//! | `burst` | the same of the second row |
+//! | `burst` | the same for the burst |
 //! | `clones_ok` | clones that hold the program's random bytes in memory (restored, not rebooted), have a machine ID, a MAC address and a host name of their own, and began their random numbers anew |
 //! | `pss_percent_of_booted` | proportional set size (`smaps_rollup`) of a clone's QEMU, on average, over that of the booted VM's, which has nobody to share with: clones fold with each other what they have read since, as a daemon does by itself. Before folding, and without what the emulator translated (nothing under KVM), too |
 //! | `freed_back_percent` | of the private memory (`RssAnon`) that a clone took by reading files, what the host had again 6 s after the clone dropped its caches |

@@ -1,5 +1,5 @@
-//! The command line of the studies; and what `memfold` starts for its own commands: the demo and
-//! the self-test.
+//! The command line of `memfold-bench`: the studies, and the demo and self-test, which `memfold`
+//! starts for its own commands.
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host.
 

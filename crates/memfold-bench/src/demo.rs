@@ -1,4 +1,5 @@
-//! `memfold demo`: the main job on three real VMs, next to what KSM achieves on the same ones.
+//! `memfold demo`: folds three real VMs, and compares the memory saved with that of KSM on the same
+//! VMs.
 
 use std::time::{Duration, Instant};
 

@@ -1,13 +1,14 @@
-//! Study A's figure 3: memory that a browser and an office suite add, VM by VM, with their files on
-//! disks and executed in place from one segment; and how long they take to show a window.
+//! Study A's figure 3: the memory that a browser and an office suite add per VM, with their files
+//! on disks or executed in place from one segment, and the time until they show a window.
 //!
-//! VMs boot from disks, or from a segment of the whole system. One after the other starts the
-//! program; what it adds to the VM's own memory and to that of the segment is measured when nothing
-//! happens any more. Needs the image `trixie-desktop` (`guest/build trixie-desktop`).
+//! VMs boot from disks, or from a segment of the whole system. One VM after the other starts the
+//! program. When memory use is stable, the study measures how much the program has added to the
+//! VM's own memory and to the segment's. It needs the image `trixie-desktop`
+//! (`guest/build trixie-desktop`).
 //!
-//! Then three VMs side by side, with their files on a disk that the host has in its page cache, on
-//! one that it reads past that (`cache=none`), and in the segment: the program is ended and started
-//! again by turns, with the guest's caches dropped before (cold) and as they are (warm).
+//! Then three VMs run side by side, with their files on a disk in the host's page cache, on a disk
+//! that bypasses it (`cache=none`), and in the segment. The program is restarted in each VM in
+//! turn, with the guest's caches dropped before (cold) and not dropped (warm).
 
 use std::time::Instant;
 

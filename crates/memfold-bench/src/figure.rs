@@ -1,4 +1,4 @@
-//! Line charts as SVG: text in, text out, nothing drawn that is not in the data.
+//! Draws line charts as SVG text.
 
 use std::fmt::Write as _;
 use std::path::Path;

@@ -1,11 +1,11 @@
-//! Study: what folding costs, by run length, next to a bare compare of the same bytes and to ksmd
-//! on the same data.
+//! Study of the CPU cost of folding by run length, compared with a bare comparison of the same
+//! bytes and with ksmd on the same data.
 //!
-//! Folding runs in this process, by the code that runs in QEMU. Figures are CPU time of the thread
-//! that works (ksmd's from `/proc/PID/schedstat`), so other load on the machine matters little.
-//! Runs are one page apart in RAM, so that their mappings don't merge: a guest's runs don't either.
-//! The page store is the daemon's, filled as the daemon fills it. The compare has both sides mapped
-//! beforehand, which folding has not: it is the limit, not what any program gets.
+//! Folding runs in this process, with the code that runs in QEMU. Figures are CPU time of the
+//! working thread (ksmd's from `/proc/PID/schedstat`), so other load on the machine matters little.
+//! Runs are one page apart in RAM, so that their mappings do not merge, as in a guest. The page
+//! store is the daemon's, and is filled as the daemon fills it. The bare comparison has both sides
+//! mapped beforehand, unlike folding, so it is a theoretical limit.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

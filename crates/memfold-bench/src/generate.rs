@@ -1,5 +1,5 @@
-//! `memfold-bench generate`, for packages: manual page and completions of shells, from what the
-//! program says of itself.
+//! `memfold-bench generate`, for packages: writes the manual page and shell completions from the
+//! definition of the command line.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

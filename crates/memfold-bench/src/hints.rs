@@ -1,9 +1,9 @@
-//! Study C: what folding by the guests' hints shares while two VMs compile, and what it costs, next
-//! to KSM.
+//! Study C: the memory that folding by guests' hints shares while two VMs compile, and its CPU
+//! cost, compared with KSM.
 //!
-//! Two VMs of 512 MiB boot from images that were built separately, and read and hash their files,
-//! so that their page caches are full. Then, at time 0, both begin to compile and one mechanism
-//! begins to share:
+//! Two VMs of 512 MiB boot from separately built images, and read and hash their files, so that
+//! their page caches are full. At time 0, both begin to compile, and one mechanism begins to share
+//! memory:
 //!
 //! | arm | mechanism |
 //! |---|---|
@@ -13,13 +13,13 @@
 //! | `ksm_default` | KSM as a freshly booted kernel has it: 100 pages each 20 ms |
 //! | `ksm_equal_cpu_N` | KSM with a rate that makes ksmd's CPU time follow that of folding in `fold_N` |
 //!
-//! Every arm has freshly booted VMs of its own; the arms are gone through in turn in each repeat.
-//! *Shared* is memory saved: guest pages that map a page of the store and were not copied since,
-//! less the pages of the store; KSM's `pages_sharing`. Pages of zeroes that folding gives back are
-//! not counted (KSM's are). Afterwards the guests hash all files again.
+//! Every arm has freshly booted VMs; each repeat runs all arms in turn. *Shared* is the memory
+//! saved. For folding: guest pages that map a page of the store and were not copied since, minus
+//! the pages of the store. For KSM: `pages_sharing`. Zero pages that folding frees are not counted
+//! (KSM's are). Afterwards the guests hash all files again.
 //!
-//! How much folding slows guests down comes from the VMs that work side by side: a machine's own
-//! speed drifts by several times what is looked for, but for all four alike.
+//! The slowdown by folding is measured with VMs that work side by side, because a machine's speed
+//! drifts by several times the slowdown, but equally for all four VMs.
 
 mod arm;
 mod results;

@@ -1,4 +1,4 @@
-//! Hosts on which no VM can run.
+//! Checks that VMs can run on this host.
 
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
@@ -9,8 +9,8 @@ use memfold_host::{HostFacts, examine, own_program};
 
 use crate::output::Output;
 
-/// Comes back where VMs can run; elsewhere this process becomes `memfold doctor`, which says why
-/// not (exit code 3).
+/// Returns if VMs can run here. Otherwise replaces this process by `memfold doctor`, which prints
+/// the reason and exits with code 3.
 pub fn check_host(output: &Output) -> anyhow::Result<()> {
     if examine(HostFacts::probe(DEFAULT_STATE.as_ref())).can_run {
         return Ok(());

@@ -1,12 +1,13 @@
-//! Study B: what the kernel's own merging brings and costs.
+//! Study B: the memory that KSM, the kernel's own merging, saves, and its cost.
 //!
 //! | part | |
 //! |---|---|
-//! | `foci` | 1 VM and more that are idle, that compute, that hold random data, that hold the same data: their RAM apart and merged; faults and time of reading and writing before and after |
-//! | `speed` | time and CPU until 90 % of what can be merged is: kernel's defaults, `memfold ksm start`, the kernel's advisor |
+//! | `foci` | 1 and more VMs that are idle, compute, hold random data, or hold the same data: their RAM unmerged and merged; faults and times of reading and writing before and after |
+//! | `speed` | time and CPU until 90 % of the mergeable memory is merged: kernel's defaults, `memfold ksm start`, the kernel's advisor |
 //! | `slowdown` | a program that computes and one that writes to memory, by ksmd's speed (study C's figure 1) |
 //!
-//! KSM stands still before each measurement, with everything taken apart. It must not be in use.
+//! Before each measurement, KSM is stopped and all pages are unmerged. The host must not use KSM
+//! for anything else.
 
 mod foci;
 mod guest;

@@ -1,4 +1,4 @@
-//! Results as JSON, for programs, or as text, for people.
+//! Writes results as JSON, for programs, or as text, for people.
 
 use std::io::{ErrorKind, Write as _};
 

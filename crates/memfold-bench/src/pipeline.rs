@@ -1,5 +1,5 @@
-//! Part of study E: how fast RAM becomes an image on the disk, next to what this host's memory and
-//! disk can do at best.
+//! Part of study E: the throughput of writing a RAM image to disk, compared with the limits of this
+//! host's memory and disk.
 //!
 //! Another process holds random bytes. In each round, one after the other:
 //!
@@ -14,8 +14,8 @@
 //! | `save` | the same until all is on the disk |
 //! | `verify` | the image read again from the page cache, and its checksums compared |
 //!
-//! All are MB/s (10^6 bytes). Ratios are of values of one round. How many rounds there were is in
-//! `rounds`.
+//! All values are in MB/s (10^6 bytes). Ratios are of values of one round. `rounds` holds the
+//! number of rounds.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};

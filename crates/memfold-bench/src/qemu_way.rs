@@ -1,6 +1,6 @@
-//! QEMU's own ways to save a VM and restore it, which memfold's is compared with: `migrate file:`,
-//! as a stream or with mapped-ram and multifd (2 channels), and `savevm`. The VM is stopped
-//! meanwhile. As memfold's own, a save ends when it is on disk.
+//! QEMU's own ways to save and restore a VM, for comparison with memfold's: `migrate file:`, as a
+//! stream or with mapped-ram and multifd (2 channels), and `savevm`. The VM is stopped meanwhile.
+//! As with memfold, a save ends when all data is on disk.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;

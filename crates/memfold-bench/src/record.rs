@@ -1,4 +1,5 @@
-//! What every study writes: its results with all that is needed to judge them.
+//! The JSON record that every study writes: its results, and the version and host that they were
+//! measured with.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Study D: a VM that swaps, on this host's disk and on RAM that another host lends over a link of
+//! Study D: a VM that swaps to this host's disk, and to RAM that another host lends over a link of
 //! 10 Gbit/s.
 //!
 //! | arm | the swap disk |
@@ -10,16 +10,16 @@
 //! | `lent_alone` | lent RAM alone, as the study had it |
 //! | `lent_alone_iscsi` | the same by the study's transport, iSCSI, which is not encrypted |
 //!
-//! One VM, one program: an array of 0.5 to 4 times its RAM, every word of it known, is read and
-//! written in sequence and at random, in blocks; each arm in turn, several rounds, while the
-//! program keeps its array and the disk moves under it. Then lenders are killed at random instants
-//! while the array is read and written, a GiB in use is given back meanwhile, and `PostgreSQL`
-//! sorts in too little RAM.
+//! One VM runs one program, which reads and writes an array of 0.5 to 4 times the VM's RAM in
+//! blocks, sequentially and at random, and checks every word. The arms are measured in turn, in
+//! several rounds; the program keeps its array while the swap disk is switched. Then lenders are
+//! killed at random instants while the array is read and written, a GiB of lent RAM in use is
+//! returned, and `PostgreSQL` sorts with too little RAM.
 //!
-//! Before that, what QEMU's own way to a lender costs without a guest (`block_path`).
+//! Before that, `block_path` measures the cost of QEMU's block layer to a lender, without a guest.
 //!
-//! The link is a pair of virtual interfaces between two network namespaces, shaped by `tc`; what it
-//! takes for a round trip is measured, too.
+//! The link is a pair of virtual interfaces between two network namespaces, shaped by `tc`. Its
+//! round-trip time is measured, too.
 
 mod guest;
 mod lender;

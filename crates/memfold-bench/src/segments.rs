@@ -1,23 +1,23 @@
-//! Study A: memory of VMs whose files are executed in place from one image, next to VMs that read
+//! Study A: memory of VMs that execute files in place from one image, compared with VMs that read
 //! them from disks.
 //!
 //! | arm | the VMs | study A's row |
 //! |---|---|---|
 //! | `none` | boot from disks of their own | no sharing |
 //! | `tree` | the same, with all of `/usr` and `/opt` laid over as one segment | DCSS |
-//! | `segment` | the same, with the best files alone, by what the first arm's VMs cached (`--top-files`) | what it leaves open |
+//! | `segment` | the same, with only the best files, ranked by the page caches of the first arm's VMs (`--top-files`) | choice left open |
 //! | `root` | boot from a segment of the whole system, writes go to their disks | DCSS |
 //! | `clone` | run from one snapshot of such a VM as `none`'s | NSS, and more: all of memory, not the kernel alone |
 //! | `both` | run from one snapshot of such a VM as `segment`'s | both |
 //!
-//! Several VMs run at once in each arm, nothing else. A VM's *attributable memory* is its RAM that
-//! is backed (shared pages by its share of them) and its share of segments' pages; what describes
-//! segments (`struct page`) and buffers for I/O lie in its RAM. It is taken when the VMs are idle,
-//! then with apache2 serving pages in all; and a program's cold start (its files not cached in the
-//! guest) is timed, side by side in VMs of both kinds. Guests give back what they free in pieces of
-//! 64 KiB, in every arm.
+//! In each arm several VMs run at once, and nothing else. A VM's *attributable memory* is its
+//! backed RAM (of shared pages, its share) and its share of segments' pages. Its RAM includes the
+//! descriptions of segments (`struct page`) and I/O buffers. The memory is measured when the VMs
+//! are idle, then with apache2 serving pages in all. Then a program's cold start (its files not
+//! cached in the guest) is timed, side by side in VMs of both kinds. In every arm, guests report
+//! free memory in pieces of 64 KiB.
 //!
-//! Also (not in `--quick`): one directory at a time.
+//! Without `--quick`, the study also shares one directory at a time.
 
 use std::time::Duration;
 

@@ -1,5 +1,4 @@
-//! The self-test: what a user runs on hardware that nobody has tried before, to see that memfold
-//! may be trusted there.
+//! The self-test: proves on the user's own hardware that folding loses no byte.
 //!
 //! ```text
 //!   library    pages of this process folded and refolded while threads count in them          no count lost

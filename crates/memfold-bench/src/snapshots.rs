@@ -1,9 +1,8 @@
-//! Study E: how long it takes to save and restore a VM without its soft state, and how large that
-//! is, next to QEMU's own way.
+//! Study E: time and size of saving and restoring a VM without its soft state (its page cache),
+//! compared with QEMU's own ways.
 //!
-//! A VM's programs use 200 MB; everything else of its memory is filled with page cache, read from a
-//! disk of random bytes. Then the same VM is saved in each of these ways, one after the other, and
-//! is restored from all:
+//! A VM's programs use 200 MB; page cache, read from a disk of random bytes, fills the rest of its
+//! memory. Then the same VM is saved in each of these ways in turn, and restored from each:
 //!
 //! | way | what it does |
 //! |---|---|
@@ -13,13 +12,13 @@
 //! | `memfold` | `snapshot save --keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
 //! | `live` | the same with `--live`, five times, while a program writes to memory: how long the VM stands still |
 //!
-//! What the disk and the memory of this host could do for RAM at best is measured without a VM
-//! ([`pipeline`](super::pipeline)). How warm a restored VM is, is measured with another one
+//! The limits of this host's disk and memory are measured without a VM
+//! ([`pipeline`](super::pipeline)). The throughput of restored VMs is measured with another VM
 //! ([`warmth`](super::warmth)).
 //!
-//! Times are from the command to its end, dropping included, and to `running` in a new QEMU
-//! process. What a VM's program holds in memory has a checksum, taken again in every restored VM.
-//! Files are left in the host's page cache as the save left them.
+//! Save times are from the command to its end, dropping caches included; restore times are until a
+//! new QEMU process is `running`. The VM's program computes a checksum of its memory, and again in
+//! every restored VM. Before a restore, files stay in the host's page cache as the save left them.
 
 use std::fs::File;
 use std::io::{BufWriter, Write as _};

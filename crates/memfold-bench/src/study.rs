@@ -1,4 +1,4 @@
-//! A study: what it is asked for, and what it gives.
+//! The interface of a study: its options, and its results.
 
 use anyhow::ensure;
 use clap::Args;

@@ -1,8 +1,8 @@
-//! How warm a VM is when it comes back: a program's throughput in its first 30 seconds, a part of
+//! Measures how warm a restored VM is: a program's throughput in its first 30 seconds. Part of
 //! `bench snapshots`.
 //!
-//! A program reads files of the disk, drawn by chance, all the time: while the VM is saved, and on
-//! and on in every VM that is restored. How many files it read in 30 s is compared with the 30 s
+//! A program reads random files of the disk without pause: while the VM is saved, and in every
+//! restored VM. The number of files that it reads in 30 s is compared with the number in the 30 s
 //! before the first save.
 //!
 //! | arm | snapshot | how it is restored |
@@ -13,7 +13,7 @@
 //! | `hot` | `--keep hot` | as it is |
 //! | `hot_prefetch` | `--keep hot` | `--prefetch` |
 //!
-//! What a cold VM reads comes from the host's page cache: a disk would be slower.
+//! A cold VM reads from the host's page cache; reading from a disk would be slower.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! The program from outside: words and exit codes. Nothing is measured here.
+//! Tests of the command line: output and exit codes. No study runs.
 
 use std::process::{Command, Output};
 

@@ -1,4 +1,4 @@
-//! The two protocols.
+//! Fuzzes the two message protocols: with the guest's agent, and with the library in QEMU.
 
 use std::fmt::Debug;
 

@@ -1,5 +1,5 @@
-//! What the agent reads from its kernel, and the daemon's globs. The real pages and texts are the
-//! agent's test fixtures.
+//! Fuzzes the agent's parsers of kernel data, and the daemon's glob matcher. The seeds are the
+//! agent's test fixtures, captured from real kernels.
 
 use memfold_agent::format::{EventFormat, PageFormat};
 use memfold_agent::glob;

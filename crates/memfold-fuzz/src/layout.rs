@@ -1,4 +1,5 @@
-//! QEMU's answers about its RAM: a QEMU that was attached may be any version, or no QEMU at all.
+//! Fuzzes the parser of QEMU's answers about its RAM. An attached process may be any version of
+//! QEMU, or another program.
 
 use memfold_units::{PAGE_SIZE, Pfn};
 use memfold_vm::ram;

@@ -1,12 +1,12 @@
-//! What is fuzzed of memfold: every reader of bytes that somebody else wrote.
+//! Fuzz targets of memfold: every parser of bytes that another program wrote.
 //!
 //! ```text
 //!   guest  --FromAgent-->  daemon  --ToAgent-->  agent        kernel --ring pages, formats, mountinfo--> agent
 //!   daemon --Order--> library in QEMU --Reply--> daemon       QEMU --info ramblock, info mtree, JSON--> daemon
 //! ```
-//! A [`Subject`] runs a reader on any bytes. It must not panic, and what it accepts must keep the
-//! promises of its documentation; both are asserted here, once, for the two ways of fuzzing:
-//! `fuzz/` (cargo-fuzz, nightly) and `tests/mutate.rs` (stable, always there).
+//! A [`Subject`] runs a parser on arbitrary bytes. The parser must not panic, and the values that
+//! it accepts must satisfy its documentation. Both are asserted here, once, for the two ways of
+//! fuzzing: `fuzz/` (cargo-fuzz, nightly) and `tests/mutate.rs` (stable, always there).
 
 mod frames;
 mod guest_kernel;
@@ -18,7 +18,7 @@ mod subject;
 
 pub use subject::Subject;
 
-/// All of them.
+/// All fuzz targets.
 pub const SUBJECTS: [Subject; 12] = [
     frames::FROM_AGENT,
     frames::TO_AGENT,
@@ -34,10 +34,10 @@ pub const SUBJECTS: [Subject; 12] = [
     nbd::NBD,
 ];
 
-/// The subject of this name.
+/// Returns the subject named `name`.
 ///
 /// # Panics
-/// If there is none: a fuzz target without its subject.
+/// If no subject has this name (a fuzz target without its subject).
 #[must_use]
 pub fn subject(name: &str) -> Subject {
     let found = SUBJECTS.into_iter().find(|s| s.name == name);

@@ -1,5 +1,5 @@
-//! Fuzzing without a compiler's help: valid inputs, changed at random; those that led somewhere new
-//! are changed further.
+//! Fuzzes without compiler instrumentation: changes valid inputs at random, and keeps the inputs
+//! that led to a new kind of result for further changes.
 
 use std::time::{Duration, Instant};
 

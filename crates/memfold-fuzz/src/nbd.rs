@@ -1,4 +1,4 @@
-//! NBD, both ends of it: what lenders say to a relay, and QEMU.
+//! Fuzzes both ends of NBD: the relay as a client of lenders, and as a server of QEMU.
 
 use std::io::{self, Read, Write};
 

@@ -1,4 +1,4 @@
-//! What a guest says it has free, and where on its disks its files lie.
+//! Fuzzes the parsers of a guest's list of free pages and of the places of its files on disk.
 
 use memfold_snapshot::{free, guest_extents};
 

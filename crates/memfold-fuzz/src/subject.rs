@@ -1,4 +1,4 @@
-//! What is fuzzed: a reader, with its valid inputs.
+//! A fuzz target: a parser with its valid inputs.
 
 /// A reader under test.
 #[derive(Clone, Copy, Debug)]

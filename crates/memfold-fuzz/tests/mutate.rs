@@ -1,6 +1,6 @@
-//! Every reader of foreign bytes, on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (2) each.
-//! What made one panic is printed in hexadecimal. `MEMFOLD_FUZZ_SEEDS` names a directory to write
-//! the valid inputs to, for cargo-fuzz.
+//! Runs every fuzz target on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (default 2) each. An
+//! input that makes one panic is printed in hexadecimal. `MEMFOLD_FUZZ_SEEDS` names a directory to
+//! write the valid inputs to, for cargo-fuzz.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! A laboratory: real VMs in a daemon of this process, gone without a trace when it is dropped or
-//! interrupted.
+//! A laboratory: real VMs in a daemon within this process. Dropping or interrupting it removes all
+//! of them and their files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
 //! Guests for tests and studies.
 //!
-//! [`Lab`] is a daemon of this process with VMs of its own, gone without a trace when it is dropped
-//! or interrupted. [`Warm`] brings guests in a second: one of each shape boots, and later ones
-//! begin where it stood.
+//! [`Lab`] is a daemon within this process with its own VMs; dropping or interrupting it removes
+//! everything. [`Warm`] starts guests in a second: one guest of each shape boots, and later ones
+//! are restored from its state after the boot.
 
 mod lab;
 mod warm;

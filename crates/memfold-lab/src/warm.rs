@@ -1,5 +1,5 @@
-//! Guests in a second: a guest of each shape boots once, and every later one begins where that one
-//! stood after its boot.
+//! Starts guests in a second: one guest of each shape boots and is saved, and every later one is
+//! restored from its state after the boot.
 //!
 //! ```text
 //!   first guest of a shape     boots; shell on its console; disks flushed; stop; `migrate file:STATE`; quit
@@ -9,13 +9,13 @@
 //!                              then `migrate-incoming file:SHAPE/state`
 //! ```
 //!
-//! QEMU reads the RAM into plain anonymous memory, so these guests are to folding, KSM, balloon and
-//! snapshots what booted ones are. A clone of memfold's own would not be: its RAM is mapped from an
-//! image (docs/decisions/0036).
+//! QEMU reads the RAM into plain anonymous memory, so folding, KSM, balloon and snapshots treat
+//! these guests like booted ones. memfold's own clones would differ, because their RAM is mapped
+//! from an image (docs/decisions/0036).
 //!
-//! What the guest sees must be the same in both: the shape is all of a description but what only
-//! the host sees (name, trust domain, user, cache mode, merging). Disks besides the root disk are
-//! blank in the first guest, which keeps nothing of them in its page cache.
+//! The guest must see the same hardware in both. So the shape is the VM's description without the
+//! settings that only the host sees (name, trust domain, user, cache mode, merging). In the first
+//! guest, disks other than the root disk are blank, and none of their pages stay in its page cache.
 
 use std::fs::{File, Permissions};
 use std::io::{Read, Write};

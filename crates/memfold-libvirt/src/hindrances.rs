@@ -1,8 +1,8 @@
-//! What in a domain's XML keeps its memory from being folded: said when it is enabled, and not only
-//! after its next start.
+//! Finds the settings in a domain's XML that prevent folding of its memory, so that the operator
+//! learns of them when the domain is enabled, before its next start.
 //!
-//! The daemon asks QEMU and the kernel for the same of a VM that runs ([`memfold_vm::conditions`]);
-//! what is said here may leave out what was plugged in or typed otherwise.
+//! For a running VM, the daemon asks QEMU and the kernel ([`memfold_vm::conditions`]). The XML may
+//! not show devices that were hot-plugged, or options that are written in another way.
 //! Elements: <https://libvirt.org/formatdomain.html>.
 
 use memfold_vm::conditions;

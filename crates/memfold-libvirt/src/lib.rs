@@ -1,11 +1,12 @@
-//! Domains of libvirt: enabled in their XML, found when they run.
+//! Integrates libvirt domains: enables memfold in their XML, and finds their QEMU processes when
+//! they run.
 //!
 //! ```text
 //!   memfold libvirt enable   ---virsh define--->  the domain's XML: <emulator> wrapper, <channel> of the agent, <metadata> trust domain
 //!   virsh start: libvirt --> wrapper --> QEMU with the library, and a QMP socket for the daemon, in the domain's own directory
 //!   daemon:  RUN/*.pid --> its process --> these sockets     virsh dumpxml --> trust domain
 //! ```
-//! The XML is the only truth: nothing else is kept of a domain.
+//! All state about a domain is in its XML; memfold keeps no other record.
 
 pub mod hindrances;
 mod running;

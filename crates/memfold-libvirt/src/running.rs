@@ -1,4 +1,4 @@
-//! QEMUs that libvirt runs, and memfold's sockets in them.
+//! Finds the QEMU processes that libvirt runs, and memfold's sockets in them.
 
 use std::ffi::OsStr;
 use std::io;

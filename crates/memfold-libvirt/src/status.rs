@@ -1,4 +1,5 @@
-//! What becomes of libvirt's domains: which are enabled, and which of them the daemon has.
+//! Reports the status of libvirt's domains: which are enabled, and which of them the daemon
+//! manages.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! libvirt's own command, which is there wherever libvirt is.
+//! Runs `virsh`, libvirt's command-line client, and parses its output.
 
 use std::io::{self, Write as _};
 use std::process::{Command, Stdio};

@@ -1,5 +1,5 @@
-//! The program that domains have as their `<emulator>`: beside a QEMU, with `memfold-` before its
-//! name.
+//! Installs the wrapper program that enabled domains have as their `<emulator>`. It lies in QEMU's
+//! directory, and its name is QEMU's with the prefix `memfold-`.
 
 use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;

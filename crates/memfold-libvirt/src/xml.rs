@@ -1,13 +1,13 @@
-//! What memfold changes in a domain's XML. Everything else stays as it is, byte for byte: the text
-//! is cut and joined, never written anew.
+//! Changes a domain's XML to enable or disable memfold. Only the changed elements are edited in the
+//! text; everything else remains byte for byte.
 //!
 //! ```text
 //!   <metadata> <memfold:vm domain="shop" emulator="/usr/bin/qemu-system-x86_64" channel="added" controllers="virtio-serial:0"/> </metadata>
 //!   <devices>  <emulator>/usr/bin/memfold-qemu-system-x86_64</emulator>
 //!              <channel type='unix'> <target type='virtio' name='org.memfold.agent.0'/> </channel>
 //! ```
-//! The mark in the metadata says what was there before and what was added, so that it can be taken
-//! back.
+//! The mark in the metadata records the previous settings and the added elements, so that the
+//! change can be undone.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -1,13 +1,12 @@
-//! Building a generation: files are chosen and copied, and become an EROFS image that guests can
-//! map.
+//! Builds a generation of a segment: chooses files, copies them, and packs them into an EROFS image
+//! that guests can map.
 //!
 //! ```text
 //!   byte 0       1024                                                     padded to 2 MiB
 //!   | nothing  | superblock | inodes, names | bytes of files, each from the beginning of a page | zeroes |
 //! ```
-//! Files are neither compressed nor put next to their inodes, so that all their pages can be mapped
-//! as they lie there (DAX). Everything that changes from run to run is taken out: the same files
-//! give the same bytes.
+//! Files are neither compressed nor stored inline with their inodes, so that guests can map all
+//! their pages directly (DAX). Builds are reproducible: the same files give the same bytes.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,4 +1,4 @@
-//! What an image's bytes are known by.
+//! Computes the digest that identifies an image's bytes.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use memfold_host::progress::Progress;
 
-/// BLAKE3 of a file.
+/// Returns the BLAKE3 digest of a file, 64 hexadecimal digits.
 pub fn digest(path: &Path, progress: &Progress) -> io::Result<String> {
     let mut file = File::open(path)?;
     progress.begin("checksum made", file.metadata()?.len());

@@ -1,9 +1,9 @@
-//! Why something was not done with a segment.
+//! Errors of operations on segments: build, verify, attach, remove.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why something was not done with a segment. Nothing is half done then.
+/// Error of an operation on a segment. After an error, no partial result remains.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum SegmentError {
@@ -48,7 +48,7 @@ pub enum SegmentError {
     Impossible(String),
 }
 
-/// Says which file could not be used.
+/// Returns a function that adds the path to an I/O error.
 pub(super) fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
     move |source| SegmentError::Files {
         path: path.into(),

@@ -1,8 +1,8 @@
-//! Files of an ext2, ext3 or ext4 image, by debugfs of e2fsprogs: it needs neither a loop device
+//! Unpacks ext2, ext3 and ext4 images with `debugfs` (e2fsprogs), which needs neither a loop device
 //! nor a mount.
 //!
-//! What it loses of them is asked of it again and put right: a build has to give the same image
-//! every time, and one whose programs work.
+//! `debugfs` does not restore all file attributes. They are queried separately and set afterwards,
+//! so that builds are reproducible and programs keep their set-user-ID bits and capabilities.
 
 use std::fs;
 use std::io;

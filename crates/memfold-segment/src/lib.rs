@@ -6,9 +6,9 @@
 //!   rank     which files are worth their place, by the pages that VMs really cache                (rank)
 //!   attach   QEMU maps the image (virtio-pmem) -> guest mounts it with DAX -> lays it over its own tree    (memfold_daemon::daemon)
 //! ```
-//! An image never changes once it is published: a new generation lies beside it. Its pages are the
-//! host's page cache, one copy for all VMs, which the host may reclaim; `--pinned` keeps a copy in
-//! memory instead.
+//! A published image never changes; a new generation is a separate image. Its pages are in the
+//! host's page cache, one copy for all VMs, and the host may reclaim them. With `--pinned`, a copy
+//! is kept in memory instead.
 
 mod build;
 mod digest;

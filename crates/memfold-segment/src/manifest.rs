@@ -1,4 +1,4 @@
-//! What a segment says of itself: `manifest.json`.
+//! The manifest of a segment's generation, `manifest.json`: what it contains and how it was built.
 
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};

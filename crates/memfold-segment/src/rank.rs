@@ -1,10 +1,10 @@
-//! Which files are worth their place in a segment, by the pages that VMs really cache.
+//! Ranks files by the memory that they would save in a segment, from the pages that VMs cache now.
 //!
-//! A file of `n` pages of which `u` of `v` VMs cache `t` each costs `u * t` pages in guest page
-//! caches. In a segment, its touched pages are there once in each trust domain (at most `n`, at
-//! least the `t` that most have), and every VM that maps the segment spends 64 bytes on describing
-//! each of its `n` pages: `net = u * t - t - v * n / 64`. What one VM alone uses gains nothing.
-//! This is the choice by file that study A leaves open.
+//! A file of `n` pages, of which `u` of `v` VMs cache `t` pages each, takes `u * t` pages in guest
+//! page caches. In a segment, its touched pages exist once per trust domain (at least `t`, at most
+//! `n`). Every VM that maps the segment spends 64 bytes (`struct page`) on each of its `n` pages.
+//! So `net = u * t - t - v * n / 64`. A file that only one VM uses saves nothing. Study A leaves
+//! this choice by file open.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

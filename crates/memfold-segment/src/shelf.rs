@@ -1,4 +1,5 @@
-//! Where segments lie: one directory for each generation, whole or not there.
+//! The directory of all segments (called shelf). Each generation is a subdirectory, which exists
+//! only when it is complete.
 //!
 //! ```text
 //!   SHELF/NAME/GENERATION/    image            what VMs map, read-only and (where the file system can) immutable

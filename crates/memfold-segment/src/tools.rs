@@ -1,4 +1,4 @@
-//! Programs that fetch, unpack and pack: found, confined, run.
+//! Finds, sandboxes and runs the external programs that fetch, unpack and pack files.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};

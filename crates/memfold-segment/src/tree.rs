@@ -1,4 +1,5 @@
-//! The files that go into a segment: chosen, copied to a place of their own, and summed up.
+//! Chooses the files of a segment, copies them to a build directory, and computes a digest of the
+//! tree.
 
 use std::collections::HashMap;
 use std::fs::{self, File};

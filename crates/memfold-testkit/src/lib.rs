@@ -1,5 +1,5 @@
-//! What every test of memfold may use: skips that are counted, and waits with deadlines that fit
-//! the machine.
+//! Helpers for memfold's tests: skips that are counted, and waits whose deadlines adapt to the
+//! machine's speed.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -8,7 +8,7 @@
 //! });
 //! ```
 //!
-//! Variables of the environment:
+//! Environment variables:
 //!
 //! | variable | meaning |
 //! |---|---|

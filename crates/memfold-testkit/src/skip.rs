@@ -1,4 +1,4 @@
-//! Tests that cannot run here say so in one way, and are counted.
+//! Skips tests that cannot run on this machine, and counts the skips.
 
 use std::fs::File;
 use std::io::Write;

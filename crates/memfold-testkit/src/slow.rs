@@ -1,4 +1,4 @@
-//! How much slower this machine is, at this moment, than the ones that deadlines were chosen on.
+//! Measures how much slower this machine is now than the machines that deadlines were chosen for.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};

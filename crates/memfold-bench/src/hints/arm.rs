@@ -1,4 +1,4 @@
-//! One arm of the study: fresh VMs, one mechanism, one compile.
+//! Runs one arm of study C: boots fresh VMs, starts one mechanism, and measures one compilation.
 
 use std::time::{Duration, Instant};
 

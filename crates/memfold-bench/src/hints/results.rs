@@ -1,4 +1,4 @@
-//! From the arms to the study's figures.
+//! Computes study C's results and figures from its arms.
 
 use std::collections::{BTreeMap, BTreeSet};
 

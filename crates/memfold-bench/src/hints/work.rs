@@ -1,4 +1,4 @@
-//! What the guests compile.
+//! The software that the guests of study C compile.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What merging brings with one VM more and more, by what they do; and what it changes for programs
+//! Measures the memory that KSM saves by number of VMs and by workload, and the effect on programs
 //! whose memory is merged.
 
 use std::time::{Duration, Instant};

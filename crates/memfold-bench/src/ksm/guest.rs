@@ -1,4 +1,4 @@
-//! What the guests of the study do; see `guest.py`.
+//! Controls the program that the guests of study B run (`guest.py`).
 
 use std::path::Path;
 use std::time::Duration;

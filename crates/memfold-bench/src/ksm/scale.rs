@@ -1,4 +1,4 @@
-//! How much of everything.
+//! The scale of study B: number and size of VMs, data, and repetitions.
 
 use memfold_units::ByteSize;
 

@@ -1,5 +1,5 @@
-//! How much ksmd slows guests down, by its speed: study C's figure 1. One program computes, the
-//! other writes to its memory, in two guests each on a core.
+//! Measures how much ksmd slows guests down, by its scan rate (study C's figure 1). Two guests,
+//! each on its own core, run a program that computes, then one that writes to its memory.
 
 use std::time::Duration;
 

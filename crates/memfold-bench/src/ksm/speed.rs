@@ -1,5 +1,5 @@
-//! How long KSM takes to merge what there is to merge, and what that costs: at the kernel's
-//! defaults, steered by memfold, steered by the kernel.
+//! Measures how long KSM takes to merge all equal pages, and its CPU time: at the kernel's
+//! defaults, with memfold's rate control, and with the kernel's advisor.
 
 use std::time::{Duration, Instant};
 

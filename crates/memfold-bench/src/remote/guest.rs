@@ -1,4 +1,4 @@
-//! The VM that swaps, and what it runs.
+//! The VM that swaps in study D, and the programs that it runs.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! The host at the other end of the link, which lends, and has the registry.
+//! The lender of study D: a daemon at the other end of the link, which also serves the registry.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! A link of 10 Gbit/s to a second host on this one: a network namespace, joined by veth.
+//! A simulated link of 10 Gbit/s to a second host: a network namespace on this host, connected by a
+//! veth pair.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};

@@ -1,5 +1,5 @@
-//! What QEMU's own way to lent memory costs, without a guest: 4 KiB at a time from a lender at the
-//! other end of the link.
+//! Measures the latency of QEMU's path to lent memory without a guest: accesses of 4 KiB to a
+//! lender at the other end of the link.
 //!
 //! ```text
 //!   bare     a client of NBD with TLS -----------------------------> nbdkit
@@ -7,12 +7,12 @@
 //!   blocks   qemu-io, quorum, nbd --Unix socket--> relay, with TLS -> nbdkit
 //!                            file (the copy)
 //! ```
-//! From a lease of their own each. `direct` is no way that memfold goes: it is what QEMU's own
-//! client adds.
+//! Each way has its own lease. memfold does not use `direct`; it shows the cost of QEMU's NBD
+//! client alone.
 //!
-//! In turns of [`TURN`] accesses, one behind the other, as a guest that swaps asks: who is asked
-//! again at once needn't be woken first. What it takes when each access comes out of the blue is
-//! told beside it (`apart`).
+//! The ways take turns of [`TURN`] consecutive accesses, as a swapping guest makes them: a process
+//! that gets the next request at once need not be woken. `apart` holds the latency of isolated
+//! accesses.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;

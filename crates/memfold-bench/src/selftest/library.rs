@@ -1,5 +1,5 @@
-//! The fold protocol on memory of this process, while threads write to it: what a kernel that moves
-//! pages otherwise than it says, or a library that loses a write, would show first.
+//! Stress test of the fold protocol on this process's memory, while threads write to it. It finds
+//! kernels that move pages incorrectly and libraries that lose a write.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -1,10 +1,10 @@
-//! What was proved, for people.
+//! Formats the result of the self-test as text.
 
 use comfy_table::{ContentArrangement, Table, presets};
 
 use super::SelfTest;
 
-/// What was proved, for people.
+/// Returns the result of the self-test as text for people.
 pub fn text(test: &SelfTest) -> String {
     let mut table = Table::new();
     table
