@@ -28,38 +28,38 @@ use memfold_host::caught::caught;
 
 use super::agent_budget::{Budget, weight};
 
-/// First and longest wait before connecting again.
+/// First and longest wait before a reconnect.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// First and longest time that an agent is given for its Hello. An agent may not notice that the
-/// host side went and came back, in a restored VM above all: it sees both at once, and then waits
-/// like us. The next connection is another chance.
+/// First and longest time to wait for an agent's Hello. An agent may not notice that the host side
+/// closed and reopened the connection, above all in a restored VM, and then waits as the link does.
+/// The next connection is another chance.
 const SILENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(16));
-/// A connection that held this long was a good one: the next wait is short again.
+/// After a connection of at least this length, the wait before a reconnect is short again.
 const GOOD_CONNECTION: Duration = Duration::from_secs(10);
-/// Longest time that QEMU may take to accept us. Whoever ends a link waits for it.
+/// Longest time that QEMU may take to accept a connection. Dropping a link may wait this long.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time that a write to the guest may take.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Pieces of command output (64 KiB each) that wait for their reader.
+/// Queue length of a command's output, in pieces of 64 KiB.
 const OUTPUT_PIECES: usize = 64;
-/// Greetings in so much time that one connection may bring. More are a flood, and behind it waits
-/// what the next agent has to say: the connection ends, and QEMU throws away what was on its way.
-/// (A unit that restarts its agent every second says hello ten times.)
+/// Most Hello messages on one connection within this time. More are a flood, which delays the next
+/// agent's messages: the connection is closed, and QEMU discards what was in transit. (A systemd
+/// unit that restarts its agent every second causes ten.)
 const GREETINGS: (usize, Duration) = (16, Duration::from_secs(10));
 /// Most output that [`AgentLink::run`] keeps, in bytes, both streams together.
 const MAX_OUTPUT: usize = 64 << 20;
 
-/// What the agent is told, and what it may cost.
+/// Options of an agent link: paths that the agent reports, and limits on its messages.
 #[derive(Clone, Debug)]
 pub struct AgentOptions {
     /// Globs of paths to report; empty means all.
     pub include: Vec<String>,
-    /// Globs of paths to leave out.
+    /// Globs of paths to exclude.
     pub exclude: Vec<String>,
-    /// Bytes a second that are read at most; beyond, the guest waits.
+    /// Most bytes per second read from the agent; beyond this limit, the guest waits.
     pub max_bytes_per_s: u32,
-    /// Pages a second that the guest may speak of; beyond, it waits. A message that has tables
-    /// thrown away counts as many.
+    /// Most pages per second that messages may name; beyond this limit, the guest waits. A message
+    /// that makes the daemon rebuild tables counts as many pages.
     pub max_pages_per_s: u32,
 }
 
@@ -75,10 +75,10 @@ impl Default for AgentOptions {
     }
 }
 
-/// What the agent said of itself and its guest. Untrusted.
+/// Facts about the agent and its guest, from the agent's Hello. Untrusted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AgentFacts {
-    /// Its package version.
+    /// Package version of the agent.
     pub agent: String,
     /// `uname -r` in the guest.
     pub kernel: String,
@@ -86,28 +86,28 @@ pub struct AgentFacts {
     pub boot_id: String,
     /// The guest's host name.
     pub host_name: String,
-    /// What keeps it from doing parts of its work.
+    /// Conditions in the guest that prevent parts of the agent's work.
     pub problems: Vec<String>,
 }
 
-/// What the sink gets, in order.
+/// Events that an agent link passes to its sink, in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AgentEvent {
-    /// A session begins: file numbers and hints of earlier ones mean nothing any more.
+    /// A session begins. File numbers and hints of earlier sessions are no longer valid.
     Session(AgentFacts),
     /// A message of this session; never `Hello`, `Output` or `Exited`.
     Message(FromAgent),
-    /// The connection ended; the link connects again by itself.
+    /// The connection ended; the link reconnects by itself.
     Lost {
-        /// Why.
+        /// Error message of the connection.
         reason: String,
     },
 }
 
-/// Totals since the link was made.
+/// Counters since the link was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct AgentStats {
-    /// Bytes read.
+    /// Bytes read from the agent.
     pub bytes: u64,
     /// Messages decoded.
     pub messages: u64,
@@ -115,13 +115,13 @@ pub struct AgentStats {
     pub sessions: u64,
     /// Connections dropped because the guest broke the protocol.
     pub protocol_errors: u64,
-    /// Messages that came outside a session or for no known command, and were dropped.
+    /// Messages dropped because they came outside a session or belonged to no running command.
     pub dropped: u64,
-    /// Times the reader waited because the guest talked too much.
+    /// Times that the reader waited because the guest exceeded its limits.
     pub throttled: u64,
 }
 
-/// Why a command in the guest has no result.
+/// Error of a message to the agent, or of a command in the guest.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum AgentError {
@@ -139,7 +139,7 @@ pub enum AgentError {
     Write(#[source] std::io::Error),
 }
 
-/// What a command in the guest gave.
+/// Result of a command in the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CommandResult {
     /// Standard output.
@@ -155,7 +155,7 @@ enum CommandEvent {
     Exited(i32),
 }
 
-/// A connection to an agent that lasts as long as this value.
+/// A connection to a guest's agent. It reconnects as needed until this value is dropped.
 #[derive(Debug)]
 pub struct AgentLink {
     shared: Arc<Shared>,
@@ -168,7 +168,8 @@ struct Shared {
     options: AgentOptions,
     state: Mutex<State>,
     changed: Condvar,
-    /// Apart from the state: a slow guest must not hold up who only looks.
+    /// Serializes writes. It is separate from the state's lock, so that a slow guest does not block
+    /// readers of the state.
     writer: Mutex<()>,
     stats: [AtomicU64; 6],
 }
@@ -194,9 +195,9 @@ enum Counter {
 }
 
 impl AgentLink {
-    /// Begins to connect to the agent's port at `path`, and goes on until dropped. `sink` runs on
-    /// the link's thread: it may block (the guest then waits), and must not call
-    /// [`run`](Self::run).
+    /// Starts a thread that connects to the agent's port at `path`, and reconnects until the link
+    /// is dropped. `sink` runs on that thread: it may block (the guest then waits), and must not
+    /// call [`run`](Self::run).
     pub fn start(
         path: &Path,
         options: AgentOptions,
@@ -223,13 +224,13 @@ impl AgentLink {
         Self { shared, thread }
     }
 
-    /// The agent of the current session, if there is one.
+    /// Returns facts about the agent of the current session; `None` without a session.
     #[must_use]
     pub fn session(&self) -> Option<AgentFacts> {
         self.shared.lock().session.clone()
     }
 
-    /// Waits until an agent has said hello.
+    /// Waits until a session exists.
     pub fn wait_session(&self, timeout: Duration) -> Result<AgentFacts, AgentError> {
         let deadline = Instant::now() + timeout;
         let mut state = self.shared.lock();
@@ -250,7 +251,7 @@ impl AgentLink {
         }
     }
 
-    /// Totals since the link was made.
+    /// Returns counters since the link was started.
     #[must_use]
     pub fn stats(&self) -> AgentStats {
         let [
@@ -276,8 +277,8 @@ impl AgentLink {
         self.shared.send(message)
     }
 
-    /// As long as this is kept, nobody sends anything: QEMU would take it into the guest's memory
-    /// whether the VM runs or not.
+    /// Blocks all sending to the agent until the guard is dropped. QEMU would write sent data into
+    /// the guest's memory even while the VM is stopped.
     pub fn quiet(&self) -> MutexGuard<'_, ()> {
         self.shared
             .writer
@@ -285,7 +286,8 @@ impl AgentLink {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for an inventory: what was told before and isn't told again counts no more.
+    /// Asks the agent for an inventory. Entries that it reported before, and does not repeat,
+    /// become invalid.
     pub fn take_inventory(&self) -> Result<(), AgentError> {
         let state = self.shared.lock();
         if state.session.is_none() {
@@ -295,7 +297,7 @@ impl AgentLink {
         self.shared.send(&ToAgent::Inventory)
     }
 
-    /// Runs `/bin/sh -c script` in the guest and collects what it prints.
+    /// Runs `/bin/sh -c script` in the guest and collects its output.
     pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
         let mut kept = 0;
@@ -311,8 +313,8 @@ impl AgentLink {
         Ok(result)
     }
 
-    /// Runs `/bin/sh -c script` in the guest and hands on what it prints as it comes; gives its
-    /// exit code. The command is killed when the time is over or when `output` says false
+    /// Runs `/bin/sh -c script` in the guest, passes its output to `output` as it arrives, and
+    /// returns its exit code. The command is killed after `timeout`, or when `output` returns false
     /// ([`AgentError::TooMuchOutput`]).
     pub fn run_streaming(
         &self,
@@ -391,7 +393,7 @@ impl Drop for AgentLink {
 }
 
 impl State {
-    /// Ends the session: commands lose their senders, so who waits for them wakes.
+    /// Ends the session. Commands lose their senders, which wakes their waiting callers.
     fn end_session(&mut self) {
         self.session = None;
         self.commands.clear();
@@ -488,7 +490,7 @@ impl Shared {
         Ok(stream)
     }
 
-    /// Sleeps unless the link is dropped meanwhile; whether it was.
+    /// Sleeps for `time`, or until the link is dropped. Returns whether it was dropped.
     fn pause(&self, time: Duration) -> bool {
         let state = self.lock();
         let (state, _) = self
@@ -498,7 +500,7 @@ impl Shared {
         state.stop
     }
 
-    /// Has the guest wait that talks too much; whether the link was dropped meanwhile.
+    /// Makes a guest that exceeds its limits wait. Returns whether the link was dropped meanwhile.
     fn throttle(&self, wait: Option<Duration>) -> bool {
         wait.is_some_and(|time| {
             self.count(Counter::Throttled, 1);
@@ -506,7 +508,7 @@ impl Shared {
         })
     }
 
-    /// Reads until the connection ends; why it did. `None`: nobody said hello for as long as
+    /// Reads until the connection ends, and returns the reason. `None`: no Hello came within
     /// `silence`.
     fn converse(
         &self,
@@ -634,8 +636,8 @@ impl Shared {
         }
     }
 
-    /// Sends from the reader's thread. A failure shuts the connection down, which the next read
-    /// tells.
+    /// Sends from the reader's thread. A failure shuts the connection down, and the next read
+    /// reports it.
     fn answer(&self, message: &ToAgent) {
         if let Err(error) = self.send(message) {
             tracing::debug!(path = %self.path.display(), %error, "cannot answer the agent");

@@ -12,40 +12,41 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::process::boot_id;
 
-/// Where udev gives devices names that stay, best first.
+/// Directories of udev's persistent device names, best first.
 const LINKS: [&str; 3] = ["/dev/disk/by-id", "/dev/disk/by-partuuid", "/dev/mapper"];
 
-/// Bytes of each sample: superblocks, partition tables and their copies lie in the first and the
-/// last.
+/// Length of each sample in bytes. The first and the last sample contain superblocks, partition
+/// tables and their backups.
 const SAMPLE: u64 = 64 << 10;
 
-/// How many samples there are in between.
+/// Number of samples between the first and the last.
 const SAMPLES: u64 = 256;
 
-/// What a block device was at one moment.
+/// Identity and state of a block device at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockDevice {
-    /// Who made it, in its driver's words: a device mapper's UUID, a WWID, a serial number, the
+    /// Identifier from the device's driver: a device mapper's UUID, a WWID, a serial number, or the
     /// file of a loop device.
     pub id: Option<String>,
     /// Length in bytes.
     pub bytes: u64,
     /// XXH3 (128 bits, hexadecimal) of samples of its content.
     pub samples: String,
-    /// The same of what a file system writes when it is mounted: the first [`HEAD`] of the device,
-    /// and of each partition in its table. Unset in snapshots of before.
+    /// XXH3 (128 bits, hexadecimal) of the parts that a file system writes when it is mounted: the
+    /// first [`HEAD`] bytes of the device and of each partition in its table. Unset in snapshots of
+    /// older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<String>,
-    /// The host's boot of the next two.
+    /// Boot ID of the host for which `disk_number` and `sectors_written` are valid.
     pub boot: String,
-    /// The kernel's number of this disk since its boot.
+    /// Sequence number that the kernel gave the disk in this boot.
     pub disk_number: Option<u64>,
-    /// Sectors that the kernel has written to it since then.
+    /// Sectors that the kernel has written to the device in this boot.
     pub sectors_written: Option<u64>,
 }
 
 impl BlockDevice {
-    /// What a path leads to; `None`: no block device.
+    /// Reads the block device at `path`; `None` if the path leads to something else.
     pub fn of(path: &Path) -> io::Result<Option<Self>> {
         let facts = fs::metadata(path)?;
         if !facts.file_type().is_block_device() {
@@ -77,7 +78,8 @@ impl BlockDevice {
         }))
     }
 
-    /// Why this, which was saved, is not what is there now.
+    /// Compares this saved device with `now`. Returns the difference, or `None` if the device is
+    /// unchanged.
     #[must_use]
     pub fn differs(&self, now: &Self) -> Option<String> {
         let same_disk = self.boot == now.boot
@@ -108,7 +110,7 @@ impl BlockDevice {
     }
 }
 
-/// Where the kernel tells of a device.
+/// Returns the device's directory in sysfs.
 fn kernel_place(facts: &fs::Metadata) -> io::Result<PathBuf> {
     let device = facts.rdev();
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
@@ -120,7 +122,7 @@ fn text(path: &Path) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-/// By what a device's driver knows it.
+/// Returns the identifier that the device's driver uses.
 fn id(place: &Path) -> Option<String> {
     if let Some(number) = text(&place.join("partition")) {
         return Some(format!("partition {number} of {}", id(place.parent()?)?));
@@ -138,7 +140,7 @@ fn id(place: &Path) -> Option<String> {
         .or_else(|| named("device/serial", "disk"))
 }
 
-/// The device that a driver knows by this.
+/// Finds the device with the driver's identifier `wanted`.
 fn find(wanted: &str) -> Option<PathBuf> {
     let all = fs::read_dir("/sys/dev/block").ok()?.flatten();
     let mut places = all.filter_map(|entry| fs::canonicalize(entry.path()).ok());
@@ -164,7 +166,7 @@ fn samples(file: &File, bytes: u64) -> io::Result<String> {
 /// btrfs at 64 KiB, LVM's and RAID's records within 1 MiB.
 const HEAD: u64 = 1 << 20;
 
-/// Partitions that are looked at.
+/// Most partitions that are read.
 const MOST_PARTITIONS: usize = 32;
 
 fn heads(file: &File, bytes: u64) -> io::Result<String> {
@@ -182,8 +184,8 @@ fn heads(file: &File, bytes: u64) -> io::Result<String> {
     Ok(format!("{:032x}", hash.digest128()))
 }
 
-/// First bytes of the partitions that a table (GPT, or the primary ones of an MBR) tells of. A
-/// guest may have written it: none lies outside the device.
+/// Returns the offsets in bytes of the partitions in a device's table (GPT, or primary partitions
+/// of an MBR). A guest may have written the table, so offsets outside the device are left out.
 fn partitions(file: &File, bytes: u64) -> Vec<u64> {
     let read = |at: u64, length: usize| {
         let mut buffer = vec![0; length];
@@ -232,8 +234,9 @@ fn partitions(file: &File, bytes: u64) -> Vec<u64> {
         .collect()
 }
 
-/// A path that leads to the same block device after the next boot: as it was given, if it is a
-/// link; else a link of udev's, if there is one. What is no block device has its real path.
+/// Returns a path that leads to the same block device after the next boot: `path` itself if it is a
+/// link, else a persistent link of udev's, if one exists. For other files, returns the canonical
+/// path.
 pub fn lasting_path(path: &Path) -> io::Result<PathBuf> {
     let real = path.canonicalize()?;
     let facts = fs::metadata(&real)?;

@@ -12,8 +12,8 @@ use super::segments;
 use super::spec::{DiskSpec, Network, VmSpec};
 use super::swap;
 
-/// QEMU's whole command line. `overlays`: one for each disk with `snapshot`, in order, and the swap
-/// disk's file, if it has one.
+/// Returns QEMU's whole command line. `overlays` holds one file for each disk with `snapshot`, in
+/// order, and the swap disk's file, if the VM has one.
 #[must_use]
 pub fn arguments(
     spec: &VmSpec,
@@ -109,7 +109,7 @@ fn disk_arguments(line: &mut Line, spec: &VmSpec, overlays: &[PathBuf]) {
     }
 }
 
-/// What has nothing to do with the guest: how the process is called, what it may do, and as whom.
+/// Adds options that the guest does not see: the process's name, sandbox and user.
 fn frame<'a>(line: &'a mut Line, spec: &VmSpec) -> &'a mut Line {
     line.add("-name", format!("guest={},debug-threads=on", spec.name))
         .add("-display", "none")
@@ -121,7 +121,7 @@ fn frame<'a>(line: &'a mut Line, spec: &VmSpec) -> &'a mut Line {
     line
 }
 
-/// The same for a VM whose devices others have described.
+/// Returns the command line of a VM that memfold did not start originally.
 fn foreign_arguments(
     spec: &VmSpec,
     foreign: &Foreign,
@@ -155,8 +155,9 @@ fn foreign_arguments(
     line.0
 }
 
-/// QEMU's own sandbox. Giving privileges up needs the calls that it forbids otherwise (also under
-/// `children`); without privileges and with `spawn` denied there is nothing that they could gain.
+/// Returns the value of `-sandbox`. Dropping privileges needs system calls that the sandbox would
+/// forbid (also under `children`). Without privileges and with `spawn` denied, these calls gain
+/// nothing.
 fn sandbox(spec: &VmSpec) -> String {
     let privileges = if spec.user.is_some() { "allow" } else { "deny" };
     format!("on,obsolete=deny,elevateprivileges={privileges},spawn=deny,resourcecontrol=deny")
@@ -173,7 +174,7 @@ fn agent_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &
     line.with_path("-chardev", &socket, &directory.agent(), "")
 }
 
-/// `is_shared`: several devices use it.
+/// Adds the console's character device. `is_shared`: several devices use it.
 fn console_chardev<'a>(
     line: &'a mut Line,
     id: &str,
@@ -190,14 +191,14 @@ fn console_chardev<'a>(
     line.add("-chardev", console)
 }
 
-/// The node that a disk's device uses.
+/// The block node that a disk's device uses.
 struct Node<'a> {
     name: &'a str,
-    /// What `-drive` is given besides, where that makes it; else `-blockdev` does.
+    /// Further options of `-drive`, if that creates the node; `None`: `-blockdev` creates it.
     of_drive: Option<&'a str>,
 }
 
-/// A file of a disk, and the node of its format.
+/// One layer of a disk: a file, and the block node of its format.
 struct Layer<'a> {
     node: &'a str,
     format: &'static str,
@@ -208,7 +209,8 @@ struct Layer<'a> {
     backing: &'a str,
 }
 
-/// A disk's nodes: its file and format, and over them those of its overlay, if it has one.
+/// Adds a disk's block nodes: file and format, and over them the nodes of its overlay, if it has
+/// one.
 fn node_arguments(
     line: &mut Line,
     number: usize,
@@ -240,7 +242,7 @@ fn node_arguments(
     }
 }
 
-/// `of_drive`: what `-drive` is given besides, where that makes the node.
+/// Adds the nodes of one layer. `of_drive`: further options of `-drive`, if that creates the node.
 fn layer_arguments(line: &mut Line, layer: &Layer<'_>, disk: &DiskSpec, of_drive: Option<&str>) {
     let common = format!(
         "cache.direct={},cache.no-flush={},read-only={},discard=unmap",
@@ -278,8 +280,8 @@ fn is_block_device(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
 }
 
-/// Through the page cache and never flushed: a host that crashes takes the VM with it, and its swap
-/// is worth nothing then.
+/// Adds the swap disk. Its file is written through the page cache and never flushed: a crash of the
+/// host ends the VM, too, and then its swap is worthless.
 fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
     let Some(file) = file else { return };
     let cache = "cache.direct=off,cache.no-flush=on";

@@ -13,14 +13,14 @@ use super::endpoints::command_line;
 use super::qmp::Qmp;
 use super::ram::{self, RamError};
 
-/// A condition that isn't met, and what would change it.
+/// A condition that is not met, with its remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Reason {
-    /// What is the case.
+    /// The unmet condition, as text.
     pub condition: String,
-    /// What would have to change.
+    /// The change that would fulfil the condition, as text.
     pub remedy: String,
-    /// Whether it ends by itself (a migration), so that folding only pauses.
+    /// Whether the condition ends by itself (such as a migration), so that folding only pauses.
     pub passing: bool,
 }
 
@@ -30,25 +30,26 @@ impl std::fmt::Display for Reason {
     }
 }
 
-/// What a VM allows now.
+/// The conditions of a VM at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct VmConditions {
-    /// Why its RAM can't be folded; empty: it can.
+    /// Reasons why the VM's RAM cannot be folded; empty: it can.
     pub fold: Vec<Reason>,
-    /// Why folded pages can't be folded again while it runs (they can at a pause); empty: they can.
+    /// Reasons why folded pages cannot be folded again while the VM runs (they can be while it is
+    /// paused); empty: they can.
     pub refold_live: Vec<Reason>,
-    /// What it costs its host besides; nothing of it keeps RAM from being folded.
+    /// Settings that cost the host resources but do not prevent folding.
     pub costs: Vec<Reason>,
 }
 
 impl VmConditions {
-    /// Whether RAM may be folded now.
+    /// Returns whether the VM's RAM may be folded now.
     #[must_use]
     pub fn may_fold(&self) -> bool {
         self.fold.is_empty()
     }
 
-    /// Whether a write-protected refold is safe now.
+    /// Returns whether folding again with write protection, while the VM runs, is safe now.
     #[must_use]
     pub fn may_refold_live(&self) -> bool {
         self.may_fold() && self.refold_live.is_empty()
@@ -63,8 +64,8 @@ fn reason(condition: impl Into<String>, remedy: &str) -> Reason {
     }
 }
 
-/// Asks QEMU and the kernel. `library` says whether memfold's library is in this QEMU: then a
-/// userfaultfd is its own.
+/// Reads the conditions from QEMU and the kernel. `library`: whether memfold's library is in this
+/// QEMU; then an open userfaultfd is the library's own.
 pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamError> {
     let mut found = VmConditions::default();
     memory(qmp, &mut found)?;
@@ -83,7 +84,7 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
     Ok(found)
 }
 
-/// What `-overcommit cpu-pm=on` means: HLT, PAUSE and MWAIT don't leave the guest (QEMU's
+/// Text for `-overcommit cpu-pm=on`: HLT, PAUSE and MWAIT do not exit to the host (QEMU's
 /// `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
 pub const KEEPS_CPUS: &str = "the guest never yields a CPU, not even when idle (-overcommit cpu-pm=on): each vCPU takes a whole core of this host";
 
@@ -92,7 +93,7 @@ fn keeps_cpus(pid: Pid) -> bool {
     says_cpu_pm(words.iter().map(String::as_str))
 }
 
-/// Whether words of a command line say so.
+/// Returns whether a command line contains `-overcommit cpu-pm=on`.
 pub fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {
     let (mut is_overcommit, mut is_on) = (false, false);
     for word in words {
@@ -110,8 +111,8 @@ pub fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {
     is_on
 }
 
-/// Reads what decides whether folded ranges may be folded again while the VM runs: devices and
-/// block nodes, which can be plugged at any time.
+/// Reads only the conditions for folding again while the VM runs: devices and block nodes, which
+/// can be hot-plugged at any time.
 pub fn read_refold_live(qmp: &mut Qmp) -> Result<VmConditions, RamError> {
     let mut found = VmConditions::default();
     plugged(qmp, &mut found)?;
@@ -209,8 +210,8 @@ fn migration(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     Ok(())
 }
 
-/// Device types that reach guest memory behind the kernel's page tables, or pin it while they
-/// write.
+/// Finds devices that access guest memory without the kernel's page tables, or that pin it while
+/// they write.
 fn devices(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     for path in ["/machine/peripheral", "/machine/peripheral-anon"] {
         let list = qmp.execute("qom-list", json!({ "path": path }))?;
@@ -253,8 +254,8 @@ fn device_kind(kind: &str, found: &mut VmConditions) {
     }
 }
 
-/// Drivers that go through the kernel's page cache or copy by system calls unless `cache.direct` is
-/// on.
+/// Block drivers that use the kernel's page cache, or copy by system calls, unless `cache.direct`
+/// is on.
 const BUFFERED_DRIVERS: [&str; 27] = [
     "file",
     "host_device",

@@ -23,26 +23,26 @@ use serde::{Deserialize, Serialize};
 
 use super::process::Identity;
 
-/// Where VMs' state lies if nothing else is said. On tmpfs: gone after a reboot, as the VMs are.
+/// Default state directory. It is on tmpfs: like the VMs, its contents are gone after a reboot.
 pub const DEFAULT_STATE: &str = "/run/memfold";
 
 /// Longest path of a Unix socket in bytes (`sun_path` less the final zero, unix(7)).
 pub const MAX_SOCKET_PATH: usize = 107;
 
-/// What was started. Written right after the start.
+/// Record of a started QEMU, written right after the start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// QEMU's process.
+    /// Pid and start time of QEMU's process.
     pub process: Identity,
-    /// The QEMU program.
+    /// Path of the QEMU program.
     pub qemu: PathBuf,
-    /// Its version.
+    /// QEMU's version: major, minor, micro.
     pub version: (u64, u64, u64),
-    /// Versioned machine type, and options that device states depend on.
+    /// Versioned machine type, and machine options that device states depend on.
     pub machine: String,
     /// `kvm` or `tcg`.
     pub accel: String,
-    /// memfold's library, if it was preloaded.
+    /// Path of memfold's library, if it was preloaded.
     pub library: Option<PathBuf>,
     /// Temporary disk overlays, removed with the VM.
     pub overlays: Vec<PathBuf>,
@@ -63,13 +63,13 @@ macro_rules! files {
 }
 
 impl VmDirectory {
-    /// Where VM `name` has its files.
+    /// Returns the directory of VM `name`; it need not exist.
     #[must_use]
     pub fn of(state: &Path, name: &str) -> Self {
         Self(state.join("vms").join(name))
     }
 
-    /// All VMs' directories, sorted; none if there is no state yet.
+    /// Returns all VMs' directories, sorted; empty if the state directory does not exist.
     pub fn all(state: &Path) -> io::Result<Vec<Self>> {
         let entries = match fs::read_dir(state.join("vms")) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -86,13 +86,13 @@ impl VmDirectory {
         Ok(found)
     }
 
-    /// The directory itself.
+    /// Returns the directory's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// The VM's name.
+    /// Returns the VM's name.
     #[must_use]
     pub fn name(&self) -> String {
         let name = self.0.file_name().unwrap_or_default();
@@ -100,7 +100,7 @@ impl VmDirectory {
     }
 
     files! {
-        /// The description.
+        /// The VM's description ([`VmSpec`](super::VmSpec)).
         spec = "spec.json";
         /// The [`Record`].
         record = "process.json";
@@ -114,40 +114,43 @@ impl VmDirectory {
         library = "library.sock";
         /// The serial console.
         console = "console.sock";
-        /// All that the serial console said.
+        /// Log of the serial console's output.
         console_log = "console.log";
-        /// QEMU's output.
+        /// Log of QEMU's own output.
         qemu_log = "qemu.log";
-        /// Segments that it maps, in the order of their slots: those of the description and those
-        /// that were attached since.
+        /// Segments that the VM maps, in the order of their slots: those of its description, and
+        /// those attached since.
         segments = "segments.json";
         /// Temporary overlays, until the [`Record`] names them.
         overlays = "overlays.json";
-        /// Lent RAM under its swap disk, or to be.
+        /// Lent RAM that the VM's swap disk uses, or is about to use.
         borrowed = "borrowed.json";
-        /// What an operator has asked to borrow for it.
+        /// Lent RAM that an operator has asked for.
         wish = "wish.json";
-        /// What relays between its swap disk and lenders had to say.
+        /// Log of the relays between the swap disk and lenders.
         relay_log = "relay.log";
-        /// There as long as the VM waits for what it is restored from.
+        /// Marker that exists until the restore of the VM is complete.
         incoming = "incoming";
-        /// Locked while the VM is being started or removed.
+        /// Lock file, locked while the VM is started or removed.
         lock_file = "launch.lock";
     }
 
-    /// Where the relay of a lent part of its swap disk listens.
+    /// Returns the socket path of the relay for part `part` of the swap disk's generation
+    /// `generation`.
     #[must_use]
     pub fn relay(&self, generation: u64, part: usize) -> PathBuf {
         self.0.join(format!("lent{generation}-{part}"))
     }
 
-    /// Its own copy of a file that its arguments name, and that it writes.
+    /// Returns the path of the VM's own copy of file `number` among the files that its arguments
+    /// name and QEMU writes.
     #[must_use]
     pub fn own_file(&self, number: usize) -> PathBuf {
         self.0.join(format!("file{number}"))
     }
 
-    /// Makes the directory, readable for its owner only; `AlreadyExists` if there is one.
+    /// Creates the directory, accessible only to its owner. Fails with `AlreadyExists` if it
+    /// exists.
     pub fn create(&self) -> io::Result<()> {
         let mut builder = DirBuilder::new();
         builder.mode(0o700);
@@ -157,7 +160,8 @@ impl VmDirectory {
         builder.recursive(false).create(&self.0)
     }
 
-    /// Takes the lock, held until the file is dropped; `None` if another process has it.
+    /// Takes the lock, which is held until the returned file is dropped; `None` if another process
+    /// has it.
     pub fn lock(&self) -> io::Result<Option<File>> {
         let file = File::options()
             .create(true)
@@ -171,7 +175,7 @@ impl VmDirectory {
         }
     }
 
-    /// Writes one of the JSON files, whole or not at all.
+    /// Writes one of the JSON files atomically.
     pub fn write_json<T: Serialize>(&self, path: &Path, content: &T) -> io::Result<()> {
         let part = path.with_extension("part");
         fs::write(&part, serde_json::to_vec_pretty(content)?)?;
@@ -183,7 +187,7 @@ impl VmDirectory {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
 
-    /// Removes the directory and these overlays; what is gone already is no error.
+    /// Removes the directory and these overlays. Missing files are no error.
     pub fn remove(&self, overlays: &[PathBuf]) -> io::Result<()> {
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;

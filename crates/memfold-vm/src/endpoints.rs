@@ -16,12 +16,12 @@ use super::foreign::root_of;
 use super::layout::RamBlock;
 use super::qmp::{Qmp, QmpError};
 
-/// memfold's library in a process.
+/// Whether and where memfold's library is in a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryPlace {
-    /// Whether it is mapped.
+    /// Whether the process has the library mapped.
     pub loaded: bool,
-    /// Its socket, from the process's environment.
+    /// The library's socket, from the process's environment.
     pub socket: Option<PathBuf>,
 }
 
@@ -43,7 +43,7 @@ fn variable(environment: &[u8], name: &str) -> Option<PathBuf> {
     })
 }
 
-/// The words of a process's command line.
+/// Returns the arguments of a process's command line.
 pub fn command_line(pid: Pid) -> io::Result<Vec<String>> {
     let bytes = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()))?;
     let words = bytes.split(|b| *b == 0).filter(|w| !w.is_empty());
@@ -52,7 +52,7 @@ pub fn command_line(pid: Pid) -> io::Result<Vec<String>> {
         .collect())
 }
 
-/// The guest's name from `-name guest=NAME,...` or `-name NAME,...`.
+/// Returns the guest's name from `-name guest=NAME,...` or `-name NAME,...`.
 #[must_use]
 pub fn guest_name(command_line: &[String]) -> Option<String> {
     let at = command_line.iter().position(|w| w == "-name")?;
@@ -64,8 +64,8 @@ pub fn guest_name(command_line: &[String]) -> Option<String> {
         .map(ToOwned::to_owned)
 }
 
-/// The Unix socket of the agent's port in QEMU, process `pid`; `None` if the VM has no such port,
-/// or not on a socket.
+/// Returns the Unix socket of the agent's port in QEMU, process `pid`; `None` if the VM has no such
+/// port, or its character device is no socket.
 pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError> {
     let tree = qmp.human("info qtree")?;
     let Some(chardev) = port_chardev(&tree) else {
@@ -82,7 +82,7 @@ pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError
         .and_then(|path| Some(seen_from_here(pid, working_directory(pid)?.join(path)))))
 }
 
-/// What a process names so, which may be in a container.
+/// Translates a path of a process, which may be in a container, to a path of the host.
 fn seen_from_here(pid: Pid, path: PathBuf) -> PathBuf {
     match (root_of(pid), path.strip_prefix("/")) {
         (Ok(root), Ok(rest)) => root.join(rest),
@@ -94,8 +94,8 @@ fn working_directory(pid: Pid) -> Option<PathBuf> {
     fs::read_link(format!("/proc/{}/cwd", pid.as_raw_nonzero())).ok()
 }
 
-/// The chardev of the port, from `info qtree`: the properties of a device follow its line and are
-/// indented deeper.
+/// Returns the character device of the agent's port, from `info qtree`. A device's properties
+/// follow its line and are indented deeper.
 fn port_chardev(tree: &str) -> Option<String> {
     tree.split("dev: ").find_map(|device| {
         let property = |name: &str| {
@@ -116,8 +116,8 @@ fn socket_path(filename: &str) -> Option<PathBuf> {
     (!path.is_empty()).then(|| Path::new(path).into())
 }
 
-/// The advice that QEMU gave a RAM block, from the flags of its mappings. Folded parts have the
-/// store's mapping; an anonymous part tells, and when none is left, any.
+/// Returns the `madvise` settings that QEMU gave a RAM block, from the flags of its mappings.
+/// Folded parts map the store, so an anonymous part is preferred; without one, any part is used.
 pub fn advice(pid: Pid, block: &RamBlock) -> io::Result<Advice> {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", pid.as_raw_nonzero()))?;
     let end = Hva(block
@@ -149,7 +149,7 @@ fn advice_in(smaps: &str, start: Hva, end: Hva) -> Option<Advice> {
     of_file
 }
 
-/// Start, end, and whether it is anonymous, of a mapping's first line (`proc_pid_smaps(5)`).
+/// Parses a mapping's first line (`proc_pid_smaps(5)`): start, end, and whether it is anonymous.
 fn mapping(line: &str) -> Option<((u64, u64), bool)> {
     let mut fields = line.split_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
