@@ -13,14 +13,14 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "String", into = "String")]
 pub struct Forward {
     is_udp: bool,
-    /// The host's; 127.0.0.1 where none is given.
+    /// Host address; 127.0.0.1 by default.
     address: Ipv4Addr,
     host: u16,
     guest: u16,
 }
 
 impl Forward {
-    /// Reads QEMU's `hostfwd`: `tcp:ADDRESS:PORT-ADDRESS:PORT`.
+    /// Parses QEMU's `hostfwd` syntax: `tcp:ADDRESS:PORT-ADDRESS:PORT`.
     #[must_use]
     pub fn of_rule(rule: &str) -> Option<Self> {
         let (host, guest) = rule.split_once('-')?;
@@ -45,7 +45,7 @@ impl Forward {
         })
     }
 
-    /// As QEMU's `hostfwd` has it.
+    /// Returns the rule in QEMU's `hostfwd` syntax.
     #[must_use]
     pub fn rule(&self) -> String {
         let protocol = if self.is_udp { "udp" } else { "tcp" };
@@ -58,7 +58,8 @@ impl Forward {
         format!("{protocol}:{address}:{host}-:{guest}")
     }
 
-    /// The same with a port in the place of 0. Fails if another process has it.
+    /// Binds the port briefly to check that it is free, and returns the rule with the port found in
+    /// place of 0. Fails if another process holds the port.
     pub fn claim(&self) -> io::Result<Self> {
         let place = SocketAddrV4::new(self.address, self.host);
         let found = if self.is_udp {
@@ -72,7 +73,7 @@ impl Forward {
         })
     }
 
-    /// Whether it is any free port.
+    /// Returns whether the host port is 0 (any free port).
     #[must_use]
     pub const fn is_any(&self) -> bool {
         self.host == 0

@@ -12,8 +12,8 @@ use rustix::fs::OFlags;
 use super::spec::{DiskFormat, DiskSpec};
 use super::spec_error::{SpecError, value};
 
-/// Formats by what their files hold at a byte (QEMU: block/*.c, `bdrv_probe`). LUKS is not among
-/// them: a disk that its guest encrypts is raw.
+/// Formats with the offset and bytes of their magic numbers (QEMU: block/*.c, `bdrv_probe`). LUKS
+/// is not listed, because a disk that its guest encrypts is raw.
 const MARKS: [(&str, usize, &[u8]); 7] = [
     ("qcow2", 0, b"QFI\xfb"),
     ("VMDK", 0, b"KDMV"),
@@ -24,7 +24,7 @@ const MARKS: [(&str, usize, &[u8]); 7] = [
     ("QED", 0, b"QED\0"),
 ];
 
-/// Notes a disk's format if its description doesn't; refuses what contradicts its content.
+/// Sets a disk's format if its description does not; refuses a format that contradicts the content.
 pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
     // A directory, a name of nothing: others say so. Who describes the VM may have less rights than
     // who starts it.
@@ -62,7 +62,7 @@ pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
     }
 }
 
-/// What a file or a block device begins with; `None`: it is something else.
+/// Returns the first bytes of a file or block device; `None`: the path is something else.
 fn head(path: &Path) -> io::Result<Option<Vec<u8>>> {
     // A FIFO would wait for who writes.
     let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);

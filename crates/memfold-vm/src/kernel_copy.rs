@@ -30,23 +30,24 @@ use rustix::process::Pid;
 
 use super::Vm;
 
-/// What glibc's malloc writes ahead of a piece that it maps (`malloc/malloc.c`, `sysmalloc_mmap`).
+/// Bytes that glibc's malloc puts before a chunk that it maps (`malloc/malloc.c`,
+/// `sysmalloc_mmap`).
 const AHEAD: u64 = 16;
 
-/// Largest image that is looked at.
+/// Largest image that is shared, in bytes.
 const MAX_IMAGE: u64 = 256 << 20;
 
-/// A mapping may hold more than the copy, where the kernel has merged neighbours; guest RAM isn't
-/// searched.
+/// Most bytes by which a mapping may exceed the copy. The kernel may have merged neighbouring
+/// mappings; the limit excludes guest RAM from the search.
 const MAX_OTHER: u64 = 16 << 20;
 
-/// Copies that are kept for the next clone. What VMs have mapped stays theirs.
+/// Number of copies kept for later clones. Copies that VMs have mapped exist regardless.
 const KEPT: usize = 4;
 
-/// Bytes that tell where the copy begins, ahead of the comparison of all.
+/// Bytes that locate the copy in memory, before all bytes are compared.
 const BEGINNING: usize = 256;
 
-/// Which image it is, and whose.
+/// Identity of a copy: trust domain and image file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Key {
     domain: String,
@@ -54,14 +55,14 @@ struct Key {
     modified: (i64, i64),
 }
 
-/// One copy of the kernel proper.
+/// One copy of the kernel, without boot sector and setup.
 #[derive(Debug)]
 struct Copy {
-    /// [`BEGINNING`] bytes.
+    /// The first [`BEGINNING`] bytes.
     beginning: Vec<u8>,
-    /// All bytes.
+    /// Length in bytes.
     bytes: u64,
-    /// Its whole pages, as they lie in QEMU. Nobody can change them.
+    /// A sealed file of the copy's whole pages, aligned as in QEMU's memory.
     pages: File,
 }
 
@@ -70,11 +71,11 @@ struct Copy {
 pub struct KernelCopies(Mutex<VecDeque<(Key, Arc<Copy>)>>);
 
 impl KernelCopies {
-    /// Exchanges QEMU's copy of its kernel for a view of the common one; the bytes that are QEMU's
-    /// own no more.
+    /// Replaces QEMU's own copy of its kernel by a mapping of the shared one. Returns the number of
+    /// bytes that QEMU no longer holds itself.
     ///
     /// # Errors
-    /// It was not exchanged, and QEMU has its own.
+    /// The copy was not replaced; QEMU keeps its own.
     pub fn share(&self, vm: &Vm) -> io::Result<u64> {
         let spec = vm.spec().filter(|spec| spec.foreign.is_none());
         let wanted =
@@ -169,7 +170,7 @@ impl Copy {
         })
     }
 
-    /// Whether all of it is at this address of a process.
+    /// Returns whether the whole copy is at this address of a process.
     fn is_at(&self, pid: Pid, start: Hva) -> io::Result<bool> {
         let mut at = start.0 - AHEAD + PAGE_SIZE;
         // So little that a core's cache holds both.
@@ -190,7 +191,7 @@ impl Copy {
     }
 }
 
-/// Where a process has that copy in anonymous memory.
+/// Finds the copy in a process's anonymous memory.
 fn find(pid: Pid, copy: &Copy) -> io::Result<Option<Hva>> {
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
     let mut beginning = vec![0; copy.beginning.len()];
@@ -210,7 +211,8 @@ fn find(pid: Pid, copy: &Copy) -> io::Result<Option<Hva>> {
     Ok(None)
 }
 
-/// The span of a line of `/proc/PID/maps` (proc(5)) about private memory without a file, writable.
+/// Parses a line of `/proc/PID/maps` (proc(5)). Returns the range if it is private, writable memory
+/// without a file.
 fn anonymous(line: &str) -> Option<(u64, u64)> {
     let mut fields = line.split_ascii_whitespace();
     let (from, to) = fields.next()?.split_once('-')?;

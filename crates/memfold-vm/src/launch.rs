@@ -26,10 +26,11 @@ use super::spec::{AccelChoice, DiskSpec, VmSpec};
 use super::spec_error::SpecError;
 use super::swap;
 
-/// How long QEMU may take until its monitor answers.
+/// Longest time until QEMU's monitor answers.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A device state without RAM comes from a file; it says nothing about the command line.
+/// Arguments of a QEMU that waits for a device state without RAM from a file. The state contains no
+/// description of the command line.
 const INCOMING: [&str; 4] = [
     "-incoming",
     "defer",
@@ -37,16 +38,16 @@ const INCOMING: [&str; 4] = [
     "migration.send-configuration=off",
 ];
 
-/// How long a QEMU that was killed may take to end, until it is left to the kernel.
+/// Longest wait for a killed QEMU to end.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Bytes of QEMU's output that an error repeats.
 const LOG_TAIL: usize = 4096;
 
-/// How long before its end QEMU may have said why it ends.
+/// Log lines at most this much older than QEMU's end count as its cause.
 const LAST_WORDS: Duration = Duration::from_secs(10);
 
-/// Why a VM was not started. Nothing is left of it then.
+/// Error of starting a VM. After an error, none of the VM's files and processes remain.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum LaunchError {
@@ -109,13 +110,13 @@ pub enum LaunchError {
     Start { what: String, output: String },
 }
 
-/// Whether a start is to be given up.
+/// A flag that cancels the start of a VM.
 #[derive(Debug, Default)]
 pub struct Cancel(AtomicBool);
 
 impl Cancel {
-    /// Gives the start of a VM under `state` up. A QEMU that was started already is killed, so that
-    /// nobody waits for it.
+    /// Cancels the start of VM `name` under `state`. A QEMU that was already started is killed, so
+    /// that nothing waits for it.
     pub fn cancel(&self, state: &Path, name: &str) -> io::Result<()> {
         self.set();
         // If there is no record yet, the starter finds out when it has written one.
@@ -125,13 +126,13 @@ impl Cancel {
         }
     }
 
-    /// Whether it is.
+    /// Returns whether the start was cancelled.
     #[must_use]
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Gives the start up; who started QEMU ends it.
+    /// Cancels the start. The starting thread ends QEMU.
     pub fn set(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
@@ -152,14 +153,14 @@ pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
     start_unless(&Cancel::default(), state, spec, None)
 }
 
-/// What a VM has to be so that a device state fits it.
+/// Properties that a VM must have to load a saved device state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incoming {
     /// QEMU's version when it was saved: major, minor, micro.
     pub qemu: (u64, u64, u64),
     /// Machine type, with its version.
     pub machine: String,
-    /// What carried it out.
+    /// Accelerator when it was saved: `kvm` or `tcg`.
     pub accel: String,
 }
 
@@ -168,8 +169,7 @@ pub fn start_incoming(state: &Path, spec: VmSpec, incoming: &Incoming) -> Result
     start_unless(&Cancel::default(), state, spec, Some(incoming))
 }
 
-/// Starts a VM, which waits for a device state if there is one, unless the start is given up
-/// meanwhile.
+/// Starts a VM unless `cancel` is set meanwhile. With `incoming`, the VM waits for a device state.
 pub fn start_unless(
     cancel: &Cancel,
     state: &Path,
@@ -226,8 +226,7 @@ pub fn start_unless(
     vm.map_err(|error| unknown_machine(error, incoming, &qemu))
 }
 
-/// Says what QEMU means by its words, if it no more knows the machine type of a state that was
-/// saved.
+/// Explains QEMU's error message if this QEMU no longer has the machine type of a saved state.
 fn unknown_machine(
     error: LaunchError,
     incoming: Option<&Incoming>,
@@ -250,7 +249,7 @@ fn unknown_machine(
     }
 }
 
-/// Whether a device state that was saved there can be read here.
+/// Checks that this QEMU can load the device state.
 fn fits(incoming: &Incoming, qemu: &QemuFacts, accel: &str) -> Result<(), LaunchError> {
     let other = |what: &str, then: String, now: String| LaunchError::Incoming {
         what: what.to_owned(),
@@ -293,7 +292,7 @@ fn choose_accel(
     }
 }
 
-/// Says that the VM's files can't be made.
+/// Returns a function that turns an I/O error into a [`LaunchError`] about the VM's files.
 fn failed(directory: &VmDirectory) -> impl Fn(io::Error) -> LaunchError + Copy {
     move |source| LaunchError::Files {
         path: directory.path().into(),
@@ -301,7 +300,7 @@ fn failed(directory: &VmDirectory) -> impl Fn(io::Error) -> LaunchError + Copy {
     }
 }
 
-/// Makes the VM's directory; clears one that a VM left which runs no more.
+/// Creates the VM's directory. Removes a directory that an ended VM left.
 fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
     let failed = failed(directory);
     match directory.create() {
@@ -317,7 +316,7 @@ fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
     }
 }
 
-/// A start, and what has to be undone when it fails.
+/// A start in progress, with the files to remove if it fails.
 struct Attempt<'a> {
     directory: &'a VmDirectory,
     spec: &'a VmSpec,
@@ -330,7 +329,7 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
-    /// Makes the VM's files, of disks only temporary overlays and the swap disk.
+    /// Creates the VM's files. Of its disks, only temporary overlays and the swap disk are created.
     fn make_files(&mut self) -> Result<(), LaunchError> {
         let (directory, spec) = (self.directory, self.spec);
         let failed = failed(directory);
@@ -375,7 +374,7 @@ impl Attempt<'_> {
         Ok(())
     }
 
-    /// QEMU's command line and surroundings.
+    /// Returns the command that starts QEMU: arguments, environment, working directory, output.
     fn command(&self, machine: &str) -> io::Result<Command> {
         let (directory, spec) = (self.directory, self.spec);
         // Appended to, so that the daemon can empty it when it is long.
@@ -473,7 +472,7 @@ impl Attempt<'_> {
     }
 }
 
-/// A QEMU that says what it has to say in a file.
+/// Returns a command for QEMU that writes its output to a log file.
 pub(super) fn qemu_command(program: &Path, log: File) -> io::Result<Command> {
     let mut command = Command::new(program);
     command
@@ -487,7 +486,8 @@ pub(super) fn qemu_command(program: &Path, log: File) -> io::Result<Command> {
     Ok(command)
 }
 
-/// Waits for the child's end on a thread of its own, so that it never stays a zombie while we live.
+/// Waits for the child's end on a separate thread, so that it does not remain a zombie while the
+/// daemon lives.
 pub(super) fn reap(mut child: Child) {
     let thread = std::thread::Builder::new()
         .name("reap-qemu".into())
@@ -524,15 +524,15 @@ fn wait_for_monitor(
     }
 }
 
-/// The last words in QEMU's log.
+/// Returns the last bytes of QEMU's log.
 pub fn log_tail(directory: &VmDirectory) -> String {
     let log = fs::read(directory.qemu_log()).unwrap_or_default();
     let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// What QEMU has said right before it ended, if it ended by itself: of a failed assertion, or of
-/// memory that it has spoiled.
+/// Returns the messages that QEMU logged right before it ended by itself, such as a failed
+/// assertion or corrupted memory.
 pub fn last_words(directory: &VmDirectory) -> Option<String> {
     let written = fs::metadata(directory.qemu_log()).ok()?.modified().ok()?;
     let is_of_the_end = written.elapsed().is_ok_and(|age| age < LAST_WORDS);
@@ -541,8 +541,8 @@ pub fn last_words(directory: &VmDirectory) -> Option<String> {
     (is_of_the_end && !last.contains("terminating on signal")).then(|| last.to_owned())
 }
 
-/// Where a temporary overlay will be, in `TMPDIR` or `/var/tmp`: not in the state directory, which
-/// is RAM.
+/// Returns the path for a temporary overlay, in `TMPDIR` or `/var/tmp`. The state directory is
+/// unsuitable, because it is in RAM.
 fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, LaunchError> {
     let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
     let place = place.canonicalize().map_err(|error| LaunchError::Overlay {
@@ -555,7 +555,7 @@ fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, 
     )))
 }
 
-/// Makes the overlay over the disk.
+/// Creates an overlay over a disk.
 fn make_overlay(disk: &DiskSpec, overlay: &Path) -> Result<(), LaunchError> {
     let backing = Backing {
         file: &disk.path,

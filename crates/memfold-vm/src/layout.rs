@@ -13,7 +13,7 @@ use memfold_units::{Gpa, Hva, PAGE_SIZE, Pfn};
 pub struct RamBlock {
     /// QEMU's name of the block.
     pub name: String,
-    /// Where it starts in the QEMU process.
+    /// Address of the block in the QEMU process.
     pub hva: Hva,
     /// Length in pages.
     pub pages: u64,
@@ -32,7 +32,7 @@ pub struct RamSlot {
     pub block: usize,
 }
 
-/// The RAM of one VM, as QEMU tells it. Slots are sorted by `pfn` and don't overlap.
+/// The RAM layout of one VM, as QEMU reports it. Slots are sorted by `pfn` and do not overlap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RamLayout {
     /// QEMU's RAM blocks that hold system RAM.
@@ -42,14 +42,14 @@ pub struct RamLayout {
 }
 
 impl RamLayout {
-    /// Guest RAM in pages.
+    /// Returns the size of guest RAM in pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.slots.iter().map(|s| s.pages).sum()
     }
 
-    /// The address of page frame `pfn` and how many pages follow it in one piece (itself included);
-    /// `None` outside RAM.
+    /// Returns the address of page frame `pfn` and the number of contiguous pages from there
+    /// (itself included); `None` outside RAM.
     #[must_use]
     pub fn hva_of(&self, pfn: Pfn) -> Option<(Hva, u64)> {
         let at = self
@@ -61,7 +61,7 @@ impl RamLayout {
         (inside < slot.pages).then(|| (slot.hva.add_pages(inside), slot.pages - inside))
     }
 
-    /// The page frame at `hva`; `None` outside RAM.
+    /// Returns the page frame at `hva`; `None` outside RAM.
     #[must_use]
     pub fn pfn_of(&self, hva: Hva) -> Option<Pfn> {
         let slot = self
@@ -71,7 +71,7 @@ impl RamLayout {
         Some(slot.pfn.add_pages(hva.pages_since(slot.hva)))
     }
 
-    /// The address of guest-physical `gpa`, byte-exact.
+    /// Returns the address of guest-physical `gpa`, exact to the byte; `None` outside RAM.
     #[must_use]
     pub fn hva_of_gpa(&self, gpa: Gpa) -> Option<Hva> {
         let (hva, _) = self.hva_of(gpa.pfn())?;

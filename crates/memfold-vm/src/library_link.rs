@@ -12,10 +12,10 @@ use memfold_wire::{Decoder, FrameError, encode};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::Pid;
 
-/// Where a process gets userfaultfds that also catch the kernel's own faults.
+/// Device from which a process gets userfaultfds that also catch faults of the kernel.
 const DEVICE: &str = "/dev/userfaultfd";
 
-/// Why an order was not carried out, or nobody knows whether it was.
+/// Error of an order. After some errors it is unknown whether the order was carried out.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum LibraryError {
@@ -27,7 +27,7 @@ pub enum LibraryError {
     },
     #[error("connection to the library in QEMU lost")]
     Lost(#[source] std::io::Error),
-    /// No reply in time; the connection is of no more use.
+    /// No reply came in time; the connection is unusable.
     #[error("the library in QEMU did not reply within {seconds} s")]
     Timeout { seconds: f64 },
     #[error("broken message between daemon and library")]
@@ -50,10 +50,10 @@ pub enum LibraryError {
     Closed,
 }
 
-/// What the library said of itself.
+/// Facts about the library, from its greeting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryFacts {
-    /// Its package version.
+    /// Package version of the library.
     pub version: String,
     /// Whether anonymous memory can be folded.
     pub can_move: bool,
@@ -61,7 +61,7 @@ pub struct LibraryFacts {
     pub can_write_protect: bool,
     /// Whether an order may stop the VM for a moment.
     pub can_stop: bool,
-    /// Why folding can't work, if it can't.
+    /// Why folding cannot work; `None`: it can.
     pub problem: Option<String>,
 }
 
@@ -75,9 +75,9 @@ pub struct LibraryLink {
 }
 
 impl LibraryLink {
-    /// Connects and says hello. `timeout` is also the time that each later reply may take. The
-    /// library serves one daemon at a time, so a second connection times out here. With `only`,
-    /// nothing is said to another process.
+    /// Connects and exchanges greetings. `timeout` also applies to each later reply. The library
+    /// serves one daemon at a time, so a second connection times out. With `only`, a socket of any
+    /// other process is refused before anything is sent.
     pub fn connect(
         path: &Path,
         timeout: Duration,
@@ -109,7 +109,8 @@ impl LibraryLink {
         Ok(link)
     }
 
-    /// Says hello, with `/dev/userfaultfd` for a library that can't open it.
+    /// Sends the greeting, with a descriptor of `/dev/userfaultfd` for a library that cannot open
+    /// it.
     fn greet(&mut self, device: Option<BorrowedFd<'_>>) -> Result<(), LibraryError> {
         match self.order(&Order::Hello { version: VERSION }, device)? {
             Reply::Hello { version, .. } if version != VERSION => {
@@ -136,7 +137,7 @@ impl LibraryLink {
         }
     }
 
-    /// The process that listens there, as the kernel knows it (`SO_PEERCRED`).
+    /// Returns the process that listens on the socket (`SO_PEERCRED`).
     #[must_use]
     pub fn peer_pid(&self) -> Option<Pid> {
         let stream = self.stream.as_ref()?;
@@ -145,15 +146,15 @@ impl LibraryLink {
             .map(|peer| peer.pid)
     }
 
-    /// What the library said of itself.
+    /// Returns the facts from the library's greeting.
     #[must_use]
     pub const fn facts(&self) -> &LibraryFacts {
         &self.facts
     }
 
-    /// Sends an order, with `descriptor` for those that need one, and waits for its reply, which is
-    /// checked to belong to it. A refusal ([`Reply::Error`]) is [`LibraryError::Refused`]. After
-    /// any other error the connection is closed: connect anew.
+    /// Sends an order, with `descriptor` for orders that need one, waits for the reply, and checks
+    /// that it belongs to the order. A refusal ([`Reply::Error`]) is [`LibraryError::Refused`].
+    /// After any other error the connection is closed and must be replaced.
     pub fn order(
         &mut self,
         order: &Order,
@@ -217,7 +218,7 @@ impl LibraryLink {
     }
 }
 
-/// Connects without waiting: a library that stands still accepts nobody, and its queue is short.
+/// Connects without waiting. A hanging library accepts no connection, and its queue is short.
 fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -231,7 +232,7 @@ fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// Whether `reply` can be the answer to `order`.
+/// Returns whether `reply` can be the answer to `order`.
 fn fits(order: &Order, reply: &Reply) -> bool {
     match (order, reply) {
         (_, Reply::Error { .. })

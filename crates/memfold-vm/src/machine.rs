@@ -22,12 +22,12 @@ use super::ram::{self, RamError};
 use super::segment_spec::SegmentSpec;
 use super::spec::VmSpec;
 
-/// Time that QEMU's monitor and library have for an answer.
+/// Timeout of answers of QEMU's monitor and library.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time that QEMU has to end after `quit`, and after a kill.
+/// Longest time that QEMU may take to end after `quit`, and after a kill.
 pub(super) const QUIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a VM can't be used.
+/// Error of finding, attaching to or stopping a VM.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum MachineError {
@@ -63,7 +63,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// The running VM that has its files in `directory`.
+    /// Opens the running VM that has its files in `directory`.
     pub fn open(directory: &VmDirectory) -> Result<Self, MachineError> {
         let name = directory.name();
         let look = |source: io::Error| {
@@ -91,7 +91,7 @@ impl Vm {
         })
     }
 
-    /// The running VM `name` under `state`.
+    /// Opens the running VM `name` under `state`.
     pub fn find(state: &Path, name: &str) -> Result<Self, MachineError> {
         // A name that could leave the directory is nobody's.
         if check_name("name", name).is_err() {
@@ -100,9 +100,9 @@ impl Vm {
         Self::open(&VmDirectory::of(state, name))
     }
 
-    /// All running VMs under `state`, sorted by name: how a new daemon takes over those of a dead
-    /// one. Directories of VMs that run no more are removed; one that can't be read is told in the
-    /// log and left alone.
+    /// Opens all running VMs under `state`, sorted by name, so that a new daemon takes over the VMs
+    /// of a dead one. Directories of ended VMs are removed. A directory that cannot be read is
+    /// logged and left unchanged.
     pub fn discover(state: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for directory in VmDirectory::all(state)? {
@@ -125,8 +125,8 @@ impl Vm {
         Ok(found)
     }
 
-    /// Removes the directory if its VM has ended; whether it did. False: it runs, or is being
-    /// started.
+    /// Removes the directory if its VM has ended. Returns whether it was removed; false: the VM
+    /// runs, or is being started.
     pub fn clear_if_stale(directory: &VmDirectory) -> io::Result<bool> {
         let Some(_lock) = (match directory.lock() {
             // Removed meanwhile by another process.
@@ -162,14 +162,14 @@ impl Vm {
         Ok(true)
     }
 
-    /// Whether it was being restored, by a daemon that died before that was done.
+    /// Returns whether a daemon died while it restored this VM.
     #[must_use]
     pub fn is_half_restored(&self) -> bool {
         let directory = self.directory.as_ref();
         directory.is_some_and(|directory| directory.incoming().exists())
     }
 
-    /// Its restore is done.
+    /// Marks the VM's restore as complete.
     pub fn came_in(&self) -> io::Result<()> {
         match self
             .directory
@@ -181,7 +181,7 @@ impl Vm {
         }
     }
 
-    /// Changes which temporary files go with the VM.
+    /// Changes the record of temporary files that belong to the VM.
     pub fn change_temporary(&self, change: impl FnOnce(&mut Vec<PathBuf>)) -> io::Result<()> {
         let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
             return Err(io::ErrorKind::Unsupported.into());
@@ -195,7 +195,7 @@ impl Vm {
         directory.write_json(&directory.record(), &now)
     }
 
-    /// An already running QEMU, by its QMP socket. Nothing of it is changed.
+    /// Attaches to a running QEMU by its QMP socket, without changing it.
     pub fn attach(qmp_socket: &Path) -> Result<Self, MachineError> {
         let mut qmp = Qmp::connect(qmp_socket, ANSWER_TIMEOUT)?;
         let bad = |why: String| MachineError::Peer {
@@ -235,31 +235,31 @@ impl Vm {
         })
     }
 
-    /// Its name.
+    /// Returns the VM's name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// QEMU's process.
+    /// Returns QEMU's process.
     #[must_use]
     pub const fn process(&self) -> &Process {
         &self.process
     }
 
-    /// QEMU's process number.
+    /// Returns QEMU's pid.
     #[must_use]
     pub const fn pid(&self) -> Pid {
         self.process.pid()
     }
 
-    /// What was asked for; `None` for an attached VM.
+    /// Returns the VM's description; `None` for an attached VM.
     #[must_use]
     pub const fn spec(&self) -> Option<&VmSpec> {
         self.spec.as_ref()
     }
 
-    /// Segments that it maps now, in the order of their slots.
+    /// Returns the segments that the VM maps now, in the order of their slots.
     #[must_use]
     pub fn segments(&self) -> Vec<SegmentSpec> {
         let now = self.directory.as_ref();
@@ -268,50 +268,50 @@ impl Vm {
             .unwrap_or_default()
     }
 
-    /// What was started; `None` for an attached VM.
+    /// Returns the record of the start; `None` for an attached VM.
     #[must_use]
     pub const fn record(&self) -> Option<&Record> {
         self.record.as_ref()
     }
 
-    /// Its files; `None` for an attached VM.
+    /// Returns the VM's directory; `None` for an attached VM.
     #[must_use]
     pub const fn directory(&self) -> Option<&VmDirectory> {
         self.directory.as_ref()
     }
 
-    /// Its trust domain; an attached VM has none and shares with nobody.
+    /// Returns the VM's trust domain. An attached VM has none, and shares no memory.
     #[must_use]
     pub fn domain(&self) -> Option<&str> {
         self.spec.as_ref()?.domain.as_deref()
     }
 
-    /// Whether memfold's library is in QEMU.
+    /// Returns whether memfold's library is in QEMU.
     #[must_use]
     pub const fn has_library(&self) -> bool {
         self.library_socket.is_some()
     }
 
-    /// The library's socket, if it is in QEMU.
+    /// Returns the library's socket; `None`: it is not in QEMU.
     #[must_use]
     pub fn library_socket(&self) -> Option<&Path> {
         self.library_socket.as_deref()
     }
 
-    /// The socket of the agent's port, if the VM has one.
+    /// Returns the socket of the agent's port; `None`: the VM has no such port.
     #[must_use]
     pub fn agent_socket(&self) -> Option<&Path> {
         self.agent_socket.as_deref()
     }
 
-    /// A new connection to the monitor for people and commands. Close it soon: QEMU serves one
+    /// Opens a connection to the monitor for people and commands. Close it soon: QEMU serves one
     /// client at a time.
     pub fn qmp(&self) -> Result<Qmp, QmpError> {
         self.own(Qmp::connect(&self.qmp_socket, ANSWER_TIMEOUT)?)
     }
 
-    /// A connection to a QEMU that memfold didn't start has to be with that one: a guest that has
-    /// taken it over may put another's socket in the place of its own.
+    /// Checks that the peer of a connection is this VM's QEMU, if memfold did not start it. A guest
+    /// that has taken over its QEMU may replace the socket by another QEMU's.
     fn own(&self, qmp: Qmp) -> Result<Qmp, QmpError> {
         if self.spec.is_some() || qmp.peer_pid() == Some(self.pid()) {
             return Ok(qmp);
@@ -322,29 +322,30 @@ impl Vm {
         })
     }
 
-    /// A new connection to the daemon's own monitor (an attached VM's only one), to be kept.
+    /// Opens the daemon's permanent connection to its own monitor (for an attached VM, the only
+    /// monitor).
     pub fn daemon_qmp(&self) -> Result<Qmp, QmpError> {
         let socket = self.directory.as_ref().map(VmDirectory::daemon_qmp);
         let socket = socket.as_ref().unwrap_or(&self.qmp_socket);
         self.own(Qmp::connect(socket, ANSWER_TIMEOUT)?)
     }
 
-    /// Its RAM now. Read again after boot and after hot-plug: both change it.
+    /// Reads the VM's RAM layout. Boot and hot-plug change it, so read it again after both.
     pub fn layout(&self, qmp: &mut Qmp) -> Result<RamLayout, RamError> {
         ram::read(qmp)
     }
 
-    /// What it allows now.
+    /// Reads the VM's current conditions for folding.
     pub fn conditions(&self, qmp: &mut Qmp) -> Result<VmConditions, RamError> {
         conditions::read(qmp, self.pid(), self.has_library())
     }
 
-    /// The advice that QEMU gave a RAM block.
+    /// Returns the `madvise` settings that QEMU gave a RAM block.
     pub fn advice(&self, block: &RamBlock) -> io::Result<Advice> {
         endpoints::advice(self.pid(), block)
     }
 
-    /// Connects to the library; `None` if it isn't in QEMU.
+    /// Connects to the library; `None`: it is not in QEMU.
     pub fn library_link(&self) -> Option<Result<LibraryLink, LibraryError>> {
         let socket = self.library_socket.as_ref()?;
         // A QEMU that memfold didn't start, and that its guest has taken over, may name the library
@@ -353,7 +354,7 @@ impl Vm {
         Some(LibraryLink::connect(socket, ANSWER_TIMEOUT, only))
     }
 
-    /// Begins to connect to the agent; `None` if the VM has no port for it.
+    /// Starts a link to the agent; `None`: the VM has no port for it.
     pub fn agent_link(
         &self,
         options: AgentOptions,
@@ -364,8 +365,8 @@ impl Vm {
     }
 }
 
-/// QEMU processes that were started for a VM's directory, by the monitor's socket on their command
-/// lines.
+/// Finds QEMU processes that were started for a VM's directory but not recorded, by the monitor's
+/// socket on their command lines.
 fn unrecorded(directory: &VmDirectory) -> io::Result<Vec<Process>> {
     let socket = monitor_argument(&directory.qmp());
     let mut found = Vec::new();

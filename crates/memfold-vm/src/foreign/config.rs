@@ -14,10 +14,10 @@ use std::path::Path;
 use super::options::{self, Named};
 use super::value::Value;
 
-/// No key: the word alone stays the first one.
+/// The implied key of a value's first word, which has no key.
 const IMPLIED: &str = "";
 
-/// Groups of such files that have another name on the command line (`qemu_find_opts`,
+/// Groups of `-readconfig` files whose command-line option has another name (`qemu_find_opts`,
 /// `qemu_parse_config_group`).
 const OTHER_NAMES: [(&str, &str); 4] = [
     ("memory", "m"),
@@ -26,8 +26,8 @@ const OTHER_NAMES: [(&str, &str); 4] = [
     ("acpi", "acpitable"),
 ];
 
-/// The options with others in the place of such files and of `-set`. `read` gives what a file
-/// holds, with no more rights than its QEMU has.
+/// Replaces `-readconfig` and `-set` by the options that they stand for. `read` returns a file's
+/// contents, read with the rights of QEMU's user.
 pub(super) fn expand(
     options: Vec<Named>,
     read: impl Fn(&Path) -> io::Result<String>,
@@ -78,7 +78,7 @@ fn set(options: &mut [Named], text: &str) -> Option<()> {
     Some(())
 }
 
-/// Options and their values; an error is the line that is neither.
+/// Parses a file into options and their values. An error is the line that cannot be parsed.
 fn groups(text: &str) -> Result<Vec<(String, String)>, String> {
     let mut options: Vec<(String, Vec<String>)> = Vec::new();
     for line in text.lines().map(str::trim) {

@@ -20,7 +20,8 @@ use crate::spec::{AccelChoice, DiskFormat, DiskSpec, VmSpec};
 /// Longest name of a block node (QEMU: `BlockDriverState.node_name`).
 const MAX_NODE_NAME: usize = 31;
 
-/// Why a QEMU can't be started a second time.
+/// Error of describing a VM that memfold did not start: why a second QEMU cannot be started like
+/// it.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum ForeignError {
@@ -36,7 +37,7 @@ pub enum ForeignError {
     Impossible(String),
 }
 
-/// The description, and the record, of a VM that others have started.
+/// Returns the description and the record of a VM that memfold did not start.
 pub fn describe(
     vm: &Vm,
     name: &str,
@@ -110,7 +111,7 @@ pub fn describe(
     Ok((spec, record))
 }
 
-/// The words of a command line; empty ones are words, too.
+/// Splits `/proc/PID/cmdline` into arguments, including empty ones.
 fn words(line: &[u8]) -> Option<Vec<String>> {
     let line = line.strip_suffix(&[0]).unwrap_or(line);
     let words = line.split(|byte| *byte == 0);
@@ -147,7 +148,7 @@ fn sizes(nodes: &Json) -> std::collections::BTreeMap<String, u64> {
     facts.collect()
 }
 
-/// The disks that go with a snapshot: all that have a medium.
+/// Returns the disks that a snapshot includes: all devices with a medium.
 fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>), String> {
     let (mut disks, mut described) = (Vec::new(), Vec::new());
     for device in block.as_array().into_iter().flatten() {

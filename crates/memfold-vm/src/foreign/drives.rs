@@ -8,13 +8,13 @@
 use super::options::Named;
 use super::value::{Value, parse};
 
-/// Keys that its device depends on.
+/// Keys of `-drive` that affect the drive's device.
 const OF_ITS_DEVICE: [&str; 3] = ["media", "rerror", "werror"];
 
-/// A drive of the command line.
+/// A drive of the command line, with all defaults resolved.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Drive {
-    /// What `query-block` calls it.
+    /// Name in `query-block`.
     pub(super) backend: String,
     /// `ide`, `virtio`, `none` ...
     pub(super) interface: String,
@@ -24,7 +24,7 @@ pub(super) struct Drive {
 }
 
 impl Drive {
-    /// What a drive is given besides its file.
+    /// Returns the options of `-drive` other than the file.
     pub(super) fn option(&self) -> String {
         let mut option = format!("if={},id={}", self.interface, self.backend);
         // Those of no interface are nowhere.
@@ -40,7 +40,7 @@ impl Drive {
         option
     }
 
-    /// What it is given without a medium; `None`: it can't be without.
+    /// Returns the value of `-drive` without a medium; `None`: this drive cannot be empty.
     pub(super) fn empty_option(&self) -> Option<String> {
         match self.interface.as_str() {
             // Whatever it had.
@@ -59,7 +59,7 @@ impl Drive {
     }
 }
 
-/// What a short form stands for (`system/vl.c`).
+/// Returns the `-drive` value that a short form stands for (`system/vl.c`).
 fn long_form(name: &str, value: &str) -> Option<Value> {
     let fixed = match name {
         "drive" => return Value::parse("file", value),
@@ -80,12 +80,12 @@ fn long_form(name: &str, value: &str) -> Option<Value> {
     Some(options)
 }
 
-/// Whether an option is a drive.
+/// Returns whether an option is `-drive` or one of its short forms.
 pub(super) fn is_drive(name: &str) -> bool {
     long_form(name, "").is_some()
 }
 
-/// All drives, in the order of their options.
+/// Returns all drives, in the order of their options.
 pub(super) fn drives(options: &[Named], machine: &str) -> Result<Vec<Drive>, String> {
     let mut drives: Vec<Drive> = Vec::new();
     for (name, value) in options.iter().filter(|(name, _)| is_drive(name)) {
@@ -158,7 +158,7 @@ fn drive(options: Value, machine: &str, before: &[Drive]) -> Result<Drive, Strin
     })
 }
 
-/// The name of the medium that a device uses, if it uses one.
+/// Returns the name of the drive or node that a `-device` value uses; `None`: it uses none.
 pub(super) fn of_device(value: &str) -> Result<Option<String>, String> {
     Ok(parse("driver", value)?.get("drive").map(str::to_owned))
 }

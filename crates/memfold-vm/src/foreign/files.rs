@@ -17,22 +17,23 @@ use super::value::Value;
 use super::view::View;
 use crate::tokens;
 
-/// Stands for the file of a number.
+/// Prefix of the tokens that stand for files; a file's number follows.
 const TOKEN: &str = "/memfold/file";
 
-/// Devices that any user may read.
+/// Device files that any user may read.
 const DEVICES: [&str; 3] = ["/dev/urandom", "/dev/random", "/dev/hwrng"];
 
 /// Largest file that is copied, in bytes.
 const MOST_BYTES: u64 = 1 << 30;
 
-/// What is read of a file of options, in bytes.
+/// Largest `-readconfig` file that is read, in bytes.
 const MOST_OPTIONS: u64 = 1 << 20;
 
-/// Options whose value is a file as a whole.
+/// Options whose whole value is a file.
 const WHOLE: [&str; 5] = ["bios", "dtb", "initrd", "kernel", "shim"];
 
-/// Keys of other options whose value is a file; the first word of an option has its option's name.
+/// Keys of other options whose value is a file. A value's first word has the option's name as its
+/// key.
 const KEYS: [(&str, &str); 11] = [
     ("acpitable", "data"),
     ("acpitable", "file"),
@@ -47,8 +48,8 @@ const KEYS: [(&str, &str); 11] = [
     ("smbios", "path"),
 ];
 
-/// Names files by their whole paths that an option names from QEMU's working directory. What isn't
-/// there QEMU finds among its own.
+/// Makes the file paths in an option's value absolute, relative to QEMU's working directory. Files
+/// that do not exist there are QEMU's own data files and remain as they are.
 pub(super) fn name_whole(option: &str, value: &str, view: &View) -> String {
     let whole = |word: &str| {
         let path = view.whole(word);
@@ -84,7 +85,7 @@ pub(super) fn name_whole(option: &str, value: &str, view: &View) -> String {
     parsed.render()
 }
 
-/// Puts tokens in the place of all files; which they stand for, in order.
+/// Replaces all file paths by tokens. Returns the paths, in the order of the tokens' numbers.
 pub(super) fn take_out(words: &mut [String], view: &View) -> Result<Vec<PathBuf>, String> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -154,7 +155,7 @@ fn token(path: &str, view: &View, found: &mut Vec<PathBuf>) -> Result<String, St
     Ok(tokens::token(TOKEN, number))
 }
 
-/// The words, with files in the place of tokens.
+/// Returns the words with tokens replaced by file paths.
 pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
     let replaced = |word: &String| tokens::put_in(TOKEN, word, files);
     let words = words.iter().map(replaced);
@@ -163,7 +164,7 @@ pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
         .collect()
 }
 
-/// Copies a file as a user.
+/// Copies a file with the rights of a user.
 fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
     let file = view.open_as(from, user).map_err(|error| {
         let why = format!("as user {}: {}: {error}", user.name, from.display());
@@ -192,7 +193,7 @@ fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
     Err(io::Error::other(why))
 }
 
-/// Copies a file that a QEMU has named, with the rights of its user; `None`: root.
+/// Copies a file that a QEMU's command line names, with the rights of its user; `None`: root.
 pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io::Result<()> {
     let (name, (uid, gid)) = match user {
         None => ("root", (0, 0)),
@@ -205,7 +206,7 @@ pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io:
     copy(from, view, to, &User { name, uid, gid })
 }
 
-/// What a text file holds that a QEMU has named, with the rights of its user.
+/// Reads a text file that a QEMU's command line names, with the rights of its user.
 pub(super) fn read_as(path: &Path, view: &View, user: Option<&str>) -> io::Result<String> {
     let mut copy = tempfile::tempfile()?;
     copy_file(path, view, &copy, user)?;

@@ -11,7 +11,7 @@ use super::options::{self, Named};
 use super::value::{Value, parse};
 use crate::forward::Forward;
 
-/// Options that are a character device as a whole.
+/// Options whose whole value is a character device.
 const CHARACTER: [&str; 6] = [
     "debugcon",
     "monitor",
@@ -21,7 +21,7 @@ const CHARACTER: [&str; 6] = [
     "serial",
 ];
 
-/// What an option takes, in words.
+/// Returns the host resources that an option claims, as text.
 pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
     let first = |text: &str| text.split(',').next().unwrap_or_default().to_owned();
     let leads_out = |text: &str| {
@@ -92,8 +92,8 @@ pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
     Ok(found.into_iter().collect())
 }
 
-/// What an option says of how the host holds RAM, in words: a VM that runs from a snapshot maps it
-/// from there.
+/// Returns an option's settings of how the host provides RAM, as text. They are dropped, because a
+/// VM that runs from a snapshot maps its RAM from there.
 pub(super) fn of_ram(name: &str, text: &str) -> Result<Option<String>, String> {
     Ok(match name {
         "mem-prealloc" => Some("-mem-prealloc (RAM is not filled at the start)".to_owned()),
@@ -113,7 +113,7 @@ pub(super) fn of_ram(name: &str, text: &str) -> Result<Option<String>, String> {
     })
 }
 
-/// What QEMU's arguments take that a user has added, in words.
+/// Returns the host resources that a user's additional QEMU arguments claim, as text.
 #[must_use]
 pub fn of_arguments(arguments: &[String]) -> Vec<String> {
     let named = read(arguments).unwrap_or_default();
@@ -123,7 +123,8 @@ pub fn of_arguments(arguments: &[String]) -> Vec<String> {
     told.flat_map(Result::unwrap_or_default).collect()
 }
 
-/// Leaves out of such arguments what another process has at this moment, and says what.
+/// Removes claims on host resources that another process holds now from additional QEMU arguments.
+/// Returns the removed resources, as text.
 pub fn leave_out_taken(arguments: &mut Vec<String>) -> Vec<String> {
     let mut left = Vec::new();
     // What can't be read stays as it is: QEMU says why.
@@ -155,16 +156,16 @@ fn read(arguments: &[String]) -> Option<Vec<Named>> {
     options::read(&line).ok()
 }
 
-/// What becomes of an option.
+/// Change of an option.
 enum Change {
-    /// It goes.
+    /// The option is removed.
     Gone,
-    /// It has another value.
+    /// The option gets this value.
     Value(String),
 }
 
-/// What becomes of an option that takes what another process has; `None`: it takes nothing of the
-/// kind.
+/// Returns the change of an option that claims a resource which another process holds; `None`: it
+/// claims none.
 fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Change> {
     let mut say = |words: Vec<String>| left.extend(words);
     match name {
@@ -229,8 +230,8 @@ fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Chang
     }
 }
 
-/// Whether a place that an option listens at is another's: `:1` (VNC), `unix:PATH,server`,
-/// `tcp:HOST:PORT,server`.
+/// Returns whether another process holds the address that an option listens on: `:1` (VNC),
+/// `unix:PATH,server`, `tcp:HOST:PORT,server`.
 fn is_place_taken(name: &str, text: &str) -> bool {
     let text = text.strip_prefix("mon:").unwrap_or(text);
     let mut parts = text.split(',');
@@ -266,8 +267,8 @@ fn is_tcp_taken(host: &str, port: &str) -> bool {
     TcpListener::bind((host, port)).is_err_and(|error| error.kind() == ErrorKind::AddrInUse)
 }
 
-/// Whether a process of this network namespace has a tap of this name: the kernel says so of each
-/// open `/dev/net/tun` (`tun_chr_show_fdinfo`).
+/// Returns whether a process of this network namespace has a tap of this name open. The kernel
+/// shows the name in the `fdinfo` of each open `/dev/net/tun` (`tun_chr_show_fdinfo`).
 fn is_tap_taken(name: &str) -> bool {
     let network = |process: &Path| std::fs::read_link(process.join("ns/net")).ok();
     let own = network(Path::new("/proc/self"));
@@ -290,12 +291,12 @@ fn is_tap_of(facts: &str, name: &str) -> bool {
     lines.any(|line| line.strip_prefix("iff:").map(str::trim) == Some(name))
 }
 
-/// Whether somebody listens there: QEMU would put its own in the place.
+/// Returns whether a process listens on a Unix socket. QEMU would replace the socket by its own.
 fn is_unix_taken(path: &str) -> bool {
     UnixStream::connect(Path::new(path)).is_ok()
 }
 
-/// A character device of the same name that leads nowhere.
+/// Returns a null character device with the same name.
 pub(super) fn null_chardev(chardev: &Value) -> String {
     let shared = if chardev.is_on("mux") { ",mux=on" } else { "" };
     format!("null,id={}{shared}", chardev.text("id"))

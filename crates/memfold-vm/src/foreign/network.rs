@@ -6,7 +6,7 @@
 
 use super::value::{Value, parse};
 
-/// What a network is of the host's, and no second QEMU can have.
+/// Network backends that use a resource of the host which no second QEMU can have.
 const OF_THE_HOST: [&str; 6] = [
     "hostfwd",
     "guestfwd",
@@ -16,10 +16,10 @@ const OF_THE_HOST: [&str; 6] = [
     "bootfile",
 ];
 
-/// Keys that a network of any kind has.
+/// Keys that are valid for every kind of network.
 const COMMON: [&str; 6] = ["id", "model", "mac", "macaddr", "name", "netdev"];
 
-/// A network's option in another QEMU, and what is left out of it.
+/// Returns a network's option for the copy, and the host resources left out of it.
 pub(super) fn copy(option: &str, value: &str) -> Result<(String, Vec<String>), String> {
     let mut net = parse("type", value)?;
     let kind = net.kind().to_owned();
@@ -57,7 +57,7 @@ pub(super) fn copy(option: &str, value: &str) -> Result<(String, Vec<String>), S
     Ok((net.render(), left))
 }
 
-/// How many pairs of queues a network has.
+/// Returns the number of queue pairs of a network.
 fn queues(net: &Value) -> u64 {
     // libvirt gives descriptors.
     let fds = net.text("fds");
@@ -67,7 +67,7 @@ fn queues(net: &Value) -> u64 {
     u64::try_from(fds.split(':').count()).unwrap_or(1)
 }
 
-/// The host's end of a network.
+/// Describes the host's end of a network, as text.
 fn host_end(kind: &str, net: &Value) -> String {
     let named = ["ifname", "br", "path", "connect", "listen", "mcast", "udp"];
     let named = named

@@ -5,16 +5,16 @@
 
 use Fate::{Dropped, Kept, Made, Refused};
 
-/// What becomes of an option in another QEMU.
+/// Treatment of an option in the copy of a command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// It stays as it is.
+    /// The option is copied unchanged.
     Kept,
-    /// It is left out: it is the host's, and no device depends on it.
+    /// The option is left out: it concerns the host, and no device depends on it.
     Dropped,
-    /// [`super::rewrite`] puts another in its place.
+    /// [`super::rewrite`] replaces the option.
     Made,
-    /// No other QEMU can have it; why.
+    /// The command line cannot be copied; the message says why.
     Refused(&'static str),
 }
 
@@ -23,7 +23,7 @@ const RAM_FILE: &str =
     "the VM's RAM is a file; start the VM without that option, or with -object memory-backend-ram";
 const XEN: &str = "the VM runs under Xen";
 
-/// Every option: its name, whether a value follows, its fate.
+/// All options: name, whether a value follows, treatment.
 const OPTIONS: &[(&str, bool, Fate)] = &[
     ("D", true, Dropped),
     ("L", true, Made),
@@ -157,13 +157,14 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
 /// An option's name and value.
 pub(super) type Named = (String, Option<String>);
 
-/// Whether a value follows an option, and its fate; `None`: QEMU 10 has no such option.
+/// Returns whether a value follows an option, and its treatment; `None`: QEMU 10 has no such
+/// option.
 pub(super) fn known(name: &str) -> Option<(bool, Fate)> {
     let found = OPTIONS.iter().find(|(known, ..)| *known == name);
     found.map(|(_, has_value, fate)| (*has_value, *fate))
 }
 
-/// Names of options, and their values. `line` begins with the program.
+/// Parses a command line, which begins with the program, into options and values.
 pub(super) fn read(line: &[String]) -> Result<Vec<Named>, String> {
     let mut options = Vec::new();
     let mut words = line.iter().skip(1);

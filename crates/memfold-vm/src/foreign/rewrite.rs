@@ -30,7 +30,7 @@ use super::view::View;
 use super::{files, host_ends, network};
 use crate::qemu_line::on_or_off;
 
-/// What QEMU says of the running VM.
+/// Facts about the running VM, from QEMU's monitor and `/proc`.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Facts {
     /// Machine type, with its version.
@@ -39,48 +39,48 @@ pub(super) struct Facts {
     pub(super) accel: String,
     /// Devices that have a medium.
     pub(super) media: Vec<Medium>,
-    /// Bytes that each node has.
+    /// Length of each block node, in bytes.
     pub(super) sizes: BTreeMap<String, u64>,
-    /// Directory and file system in which QEMU opens the files that it is given.
+    /// Working directory and mount namespace in which QEMU opens files.
     pub(super) view: View,
 }
 
 /// A device with a medium.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Medium {
-    /// What `-drive` calls it, if that made it.
+    /// Name of the drive, if `-drive` created the device.
     pub(super) backend: String,
-    /// Where the device is in QEMU's tree.
+    /// Path of the device in QEMU's object tree.
     pub(super) device: String,
-    /// The node that it uses now.
+    /// Block node that the device uses now.
     pub(super) node: String,
 }
 
-/// The node of a medium in the copy.
+/// The block node of a medium in the copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Node {
     pub(super) name: String,
-    /// What `-drive` is given besides, where that makes the node.
+    /// Further options of `-drive`, if that creates the node.
     pub(super) option: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Copy {
     pub(super) words: Vec<String>,
-    /// The node of each of [`Facts::media`], by where its device is in QEMU's tree.
+    /// Block node for each of [`Facts::media`], by the device's path in QEMU's object tree.
     pub(super) nodes: BTreeMap<String, Node>,
-    /// Character device of the agent's port, and of the console.
+    /// Character device of the agent's port; `console` is that of the console.
     pub(super) agent: Option<String>,
     pub(super) console: Option<String>,
-    /// Whether something else uses the console's character device, too.
+    /// Whether another device also uses the console's character device.
     pub(super) is_console_shared: bool,
-    /// What is left out, and no second VM can have.
+    /// Host resources that are left out, as text, because no second VM can have them.
     pub(super) left_out: Vec<String>,
     pub(super) cards: usize,
     pub(super) balloon: bool,
 }
 
-/// Kinds of devices that are something of the host's, or of another process's.
+/// Kinds of devices that need a resource of the host or another process.
 const HOSTS: &[&str] = &[
     "vfio-",
     "vhost-",
@@ -99,7 +99,7 @@ const HOSTS: &[&str] = &[
     "virtio-9p",
     "xen-",
 ];
-/// Kinds of devices that draw with the host's OpenGL; QEMU can't save what they have drawn
+/// Kinds of devices that draw with the host's OpenGL. QEMU cannot save their state
 /// (`virgl is not yet migratable`).
 const DRAWN_BY_HOST: [&str; 4] = [
     "virtio-gpu-gl",
@@ -107,7 +107,7 @@ const DRAWN_BY_HOST: [&str; 4] = [
     "virtio-gpu-rutabaga",
     "virtio-vga-rutabaga",
 ];
-/// Objects that stay.
+/// Kinds of objects that are copied.
 const OBJECTS: &[&str] = &[
     "iothread",
     "rng-random",
@@ -120,8 +120,8 @@ const OBJECTS: &[&str] = &[
     "acpi-generic-initiator",
     "acpi-generic-port",
 ];
-/// Objects that are left out: secrets of displays, monitors and disks, what they are checked by,
-/// and filters of networks.
+/// Kinds of objects that are left out: secrets and authorization of displays, monitors and disks,
+/// and network filters.
 const OWN_OBJECTS: &[&str] = &[
     "secret",
     "tls-",
@@ -131,10 +131,10 @@ const OWN_OBJECTS: &[&str] = &[
     "colo-compare",
     "pr-manager",
 ];
-/// Character device of the console that is put in the place of another.
+/// Name of the console's character device that replaces another.
 const CONSOLE: &str = "memfold-console";
 
-/// Makes the copy, or says what keeps it from being one.
+/// Makes the copy of a command line.
 pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
     let mut copy = Copy::default();
     look_at_devices(options, &mut copy)?;
@@ -214,7 +214,7 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
     Ok(copy)
 }
 
-/// The same machine; its version is the running one's.
+/// Returns the value of `-machine`, with the version of the running machine type.
 fn machine(value: &str, facts: &Facts) -> Result<Value, String> {
     let mut machine = parse("type", value)?;
     for key in ["confidential-guest-support", "memory-encryption"] {
@@ -226,7 +226,7 @@ fn machine(value: &str, facts: &Facts) -> Result<Value, String> {
     Ok(machine)
 }
 
-/// A value that stays, unless it is of this host or of this run.
+/// Returns an option's value unchanged, or an error if it is specific to this host or this run.
 fn of_no_other(name: &str, value: &str) -> Result<String, String> {
     match name {
         "usbdevice" if value == "braille" => {
@@ -239,7 +239,7 @@ fn of_no_other(name: &str, value: &str) -> Result<String, String> {
     }
 }
 
-/// The same card of sound, which goes nowhere.
+/// Returns the option for the same sound card, without output.
 fn audio(value: &str) -> Result<String, String> {
     let mut audio = parse("driver", value)?;
     audio.drop_keys(|key| key != "model");
@@ -247,7 +247,7 @@ fn audio(value: &str) -> Result<String, String> {
     Ok(audio.render())
 }
 
-/// The value of an option that stays, with its files named by whole paths.
+/// Returns the value of a copied option, with absolute file paths.
 fn found(options: &[Named], name: &str, value: &str, view: &View) -> String {
     let named = files::name_whole(name, value, view);
     if named != value || !["bios", "option-rom"].contains(&name) || value.contains('/') {
@@ -262,7 +262,7 @@ fn found(options: &[Named], name: &str, value: &str, view: &View) -> String {
         .map_or(named, |path| path.to_string_lossy().into_owned())
 }
 
-/// Whether QEMU makes a serial port that nobody asked for (`default_serial` in `system/vl.c`).
+/// Returns whether QEMU creates a default serial port (`default_serial` in `system/vl.c`).
 fn has_own_serial(options: &[Named]) -> Result<bool, String> {
     if options
         .iter()
@@ -274,8 +274,8 @@ fn has_own_serial(options: &[Named]) -> Result<bool, String> {
     Ok(!kinds.any(|device| device.kind() == "isa-serial"))
 }
 
-/// Whether every medium has its device in the copy, and every device its medium: QEMU would not
-/// start otherwise.
+/// Checks that every medium has its device in the copy, and every device its medium. Otherwise QEMU
+/// would not start.
 fn check_media(copy: &Copy, drives: &[Drive]) -> Result<(), String> {
     let mut wanted = BTreeSet::new();
     let mut there: BTreeSet<String> = BTreeSet::new();
@@ -312,7 +312,7 @@ fn gone(name: &str) -> String {
     )
 }
 
-/// The options that a command line has.
+/// Returns the values of the options named in `wanted`.
 fn values<'a>(options: &'a [Named], wanted: &'a [&str]) -> impl Iterator<Item = &'a str> {
     let named = options
         .iter()
@@ -326,7 +326,8 @@ fn devices(options: &[Named]) -> Result<Vec<Value>, String> {
         .collect()
 }
 
-/// Finds what other options need to know of devices, and refuses those that can't be started twice.
+/// Collects facts about devices that other options depend on, and refuses devices that cannot be
+/// started twice.
 fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     for device in devices(options)? {
         let (kind, chardev) = (device.kind(), device.get("chardev").map(str::to_owned));
@@ -365,8 +366,8 @@ fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     Ok(())
 }
 
-/// Finds the console: the first serial port that leads anywhere. Options that need it may be before
-/// it.
+/// Finds the console: the first connected serial port. This runs first, because options that depend
+/// on the console may precede it.
 fn look_at_chardevs(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     let mut ports = values(options, &["serial"]).filter(|port| !["none", "null"].contains(port));
     if let Some(port) = ports.next().filter(|_| copy.console.is_none()) {
@@ -388,7 +389,8 @@ fn look_at_chardevs(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     Ok(())
 }
 
-/// A character device that leads nowhere; `None`: it is one that is made for the copy.
+/// Returns a null character device in place of `value`; `None`: the copy creates this device
+/// separately.
 fn chardev(value: &str, copy: &Copy) -> Result<Option<String>, String> {
     let chardev = parse("backend", value)?;
     let id = chardev.text("id");
@@ -456,9 +458,9 @@ fn serial(value: &str, copy: &Copy) -> String {
     if is_first { console } else { "null".to_owned() }
 }
 
-/// Media, and the nodes and drives that they are of.
+/// Media of a command line, with their nodes and drives.
 struct Media {
-    /// Nodes of firmware.
+    /// Block nodes of firmware (pflash).
     flash: BTreeSet<String>,
     /// Every drive of the command line, in its order.
     drives: Vec<Drive>,
@@ -521,8 +523,8 @@ impl Media {
         )))
     }
 
-    /// What is put in the place of a drive; `None`: its medium is added when the copy is started,
-    /// or nothing uses it.
+    /// Returns the replacement of a drive's option; `None`: its medium is added when the copy is
+    /// started, or no device uses it.
     fn drive(drive: &Drive, facts: &Facts) -> Result<Option<String>, String> {
         let name = &drive.backend;
         let medium = facts.media.iter().find(|medium| medium.backend == *name);
@@ -545,7 +547,8 @@ impl Media {
 }
 
 impl Medium {
-    /// What the command line calls its node. It may have got others over it since.
+    /// Returns the name of the medium's node on the command line. Other nodes may have been put
+    /// over it since.
     fn called(&self, devices: &[Value]) -> String {
         let id = self.device.strip_prefix("/machine/peripheral/");
         let id = id.map_or(self.device.as_str(), |rest| {

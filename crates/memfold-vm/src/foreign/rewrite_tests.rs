@@ -9,12 +9,12 @@ fn line(text: &str) -> Vec<String> {
     ["qemu".to_owned()].into_iter().chain(words).collect()
 }
 
-/// Options of a command line, by lines of an option and its value.
+/// Copies a command line, given as lines of an option and its value.
 fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
     super::copy(&options::read(line)?, facts)
 }
 
-/// The same by words.
+/// Splits text into words.
 fn words(text: &str) -> Vec<String> {
     let words = std::iter::once("qemu").chain(text.split_whitespace());
     words.map(str::to_owned).collect()
@@ -36,7 +36,7 @@ fn facts() -> Facts {
     }
 }
 
-/// The nodes of a copy: where the device is, the node, what `-drive` is given.
+/// Returns the nodes of a copy: device path, node, `-drive` options.
 fn nodes(copy: &Copy) -> Vec<(&str, &str, &str)> {
     let nodes = copy.nodes.iter();
     nodes
@@ -93,7 +93,7 @@ const LIBVIRT: &str = r#"-name guest=a,debug-threads=on
         -sandbox on,obsolete=deny
         -msg timestamp=on"#;
 
-/// What the QEMU of [`LIBVIRT`] says.
+/// Facts of the QEMU of [`LIBVIRT`].
 fn libvirt_facts() -> Facts {
     Facts {
         media: vec![
@@ -212,7 +212,8 @@ fn a_line_that_was_typed_keeps_its_devices_too() {
     );
 }
 
-/// As Proxmox VE 9 writes them (`qm showcmd`), by its documentation: none of its hosts was had.
+/// A command line as Proxmox VE 9 writes it (`qm showcmd`), from its documentation, not from a real
+/// host.
 const PROXMOX: &str = r#"-id 100
         -name a,debug-threads=on
         -no-shutdown
@@ -345,7 +346,7 @@ fn a_medium_and_its_device_go_together() {
     );
 }
 
-/// An option, what becomes of it, and words that must not be there.
+/// An option, its copy, and words that must not occur in the copy.
 const KINDS: &[(&str, &str, &str)] = &[
     ("-watchdog-action reset", "-watchdog-action reset", ""),
     ("-k en-us -name x", "", "en-us"),

@@ -9,37 +9,37 @@ use super::files;
 use super::value::Value;
 use crate::forward::Forward;
 
-/// What a VM is started with in place of memfold's own command line.
+/// Replaces memfold's own QEMU command line for a VM that memfold did not start originally.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Foreign {
-    /// Words of the command line that make machine, memory and devices.
+    /// Words of QEMU's command line that create machine, memory and devices.
     pub words: Vec<String>,
-    /// Its disks, in the order of the description's.
+    /// Disks, in the order of the description's disks.
     pub disks: Vec<ForeignDisk>,
-    /// Character device of the agent's port, if it has one.
+    /// Character device of the agent's port; `None`: the VM has no such port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<String>,
-    /// Character device of its console, if it has one.
+    /// Character device of the console; `None`: the VM has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub console: Option<String>,
-    /// Whether another device uses the console's character device, too.
+    /// Whether another device also uses the console's character device.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub console_shared: bool,
-    /// What the QEMU had of its host and no second one can have: forwarded ports, sockets,
-    /// displays.
+    /// Host resources of the original QEMU that no second one can have (forwarded ports, sockets,
+    /// displays), as text.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
-    /// Network cards.
+    /// Number of network cards.
     #[serde(default)]
     pub cards: usize,
-    /// Files that words stand for (`/memfold/fileNNN`), in order.
+    /// Files that tokens in `words` stand for (`/memfold/fileNNN`), in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<PathBuf>,
 }
 
 impl Foreign {
-    /// The words, as QEMU is given them, with ports that lead into the guest.
+    /// Returns the words for QEMU's command line, with files for tokens and with forwarded ports.
     #[must_use]
     pub fn line(&self, forwards: &[Forward]) -> Vec<String> {
         let mut words = files::put_in(&self.words, &self.files);
@@ -54,14 +54,13 @@ impl Foreign {
         words
     }
 
-    /// Whether ports can lead into the guest.
+    /// Returns whether ports can be forwarded into the guest.
     #[must_use]
     pub fn takes_forwards(&self) -> bool {
         self.user_network().is_some()
     }
 
-    /// The first network in user mode that isn't cut off from the host, and which of the words it
-    /// is.
+    /// Returns the first unrestricted user-mode network, and its index in `words`.
     fn user_network(&self) -> Option<(usize, Value)> {
         let pairs = self.words.windows(2).enumerate();
         let mut networks = pairs.filter_map(|(at, pair)| {
@@ -74,18 +73,18 @@ impl Foreign {
     }
 }
 
-/// A disk that was not described by memfold.
+/// A disk of a VM that memfold did not start originally.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ForeignDisk {
-    /// Its device's place in QEMU's tree, as `query-block` says.
+    /// Path of the disk's device in QEMU's object tree (`qdev` in `query-block`).
     pub device: String,
-    /// The node that the running VM's device uses.
+    /// Block node that the running VM's device uses.
     pub node: String,
-    /// What its device calls the node on the command line.
+    /// Name by which the device refers to the node on the command line.
     pub drive: String,
-    /// What `-drive` is given besides its node, where that makes it: interface, bus, unit, name.
-    /// `None`: `-blockdev` makes it.
+    /// Options of `-drive` other than the node, if `-drive` creates the disk: interface, bus, unit,
+    /// name. `None`: `-blockdev` creates it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub option: Option<String>,
 }

@@ -6,14 +6,14 @@ use std::os::unix::fs::MetadataExt;
 
 use rustix::process::Pid;
 
-/// The user that a QEMU runs as.
+/// User and groups that a QEMU process runs as.
 pub(super) struct User {
     pub(super) name: String,
     pub(super) uid: u32,
     pub(super) gid: u32,
 }
 
-/// Its name; `None`: root.
+/// Returns the name of the user that a process runs as; `None`: root.
 pub(super) fn user(pid: Pid) -> io::Result<Result<Option<String>, String>> {
     let facts = fs::metadata(format!("/proc/{}", pid.as_raw_nonzero()))?;
     let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero()))?;

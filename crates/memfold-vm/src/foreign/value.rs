@@ -7,14 +7,14 @@ use crate::qemu_line::on_or_off;
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Value {
-    /// Key of the first word, which may stand without one.
+    /// Implied key of the first word.
     implied: &'static str,
     is_json: bool,
     pairs: Map<String, Json>,
 }
 
 impl Value {
-    /// Reads it; `None` if it is neither.
+    /// Parses a value; `None` if the text is in neither syntax.
     pub(super) fn parse(implied: &'static str, text: &str) -> Option<Self> {
         if text.starts_with('{') {
             let Json::Object(pairs) = serde_json::from_str(text).ok()? else {
@@ -43,7 +43,7 @@ impl Value {
         })
     }
 
-    /// What a key says, if it says a word; of several, the last.
+    /// Returns a key's value if it is a string; the last one if the key occurs several times.
     pub(super) fn get(&self, key: &str) -> Option<&str> {
         match self.pairs.get(key)? {
             Json::Array(words) if !self.is_json => words.last()?.as_str(),
@@ -51,8 +51,8 @@ impl Value {
         }
     }
 
-    /// All that a key says that may stand there several times. In JSON it is a list, of words or of
-    /// `{"str": WORD}`.
+    /// Returns all values of a key that may occur several times. In JSON these are a list of
+    /// strings or of `{"str": STRING}`.
     pub(super) fn all(&self, key: &str) -> Vec<String> {
         let word = |value: &Json| Some(value.as_str().or(value["str"].as_str())?.to_owned());
         match self.pairs.get(key) {
@@ -62,12 +62,12 @@ impl Value {
         }
     }
 
-    /// What the first word says.
+    /// Returns the value of the implied key.
     pub(super) fn kind(&self) -> &str {
         self.get(self.implied).unwrap_or_default()
     }
 
-    /// What a key says, be it a word or a number.
+    /// Returns a key's value as text, whether it is a string or a number.
     pub(super) fn text(&self, key: &str) -> String {
         match (self.get(key), self.pairs.get(key)) {
             (Some(word), _) => word.to_owned(),
@@ -80,7 +80,7 @@ impl Value {
         self.pairs.insert(key.to_owned(), value.into());
     }
 
-    /// JSON has types: QEMU takes no word for a flag or a number there.
+    /// Sets a flag. In JSON, QEMU does not accept strings for flags and numbers.
     pub(super) fn set_flag(&mut self, key: &str, is_on: bool) {
         let value = if self.is_json {
             is_on.into()
@@ -90,7 +90,7 @@ impl Value {
         self.pairs.insert(key.to_owned(), value);
     }
 
-    /// See [`set_flag`](Self::set_flag).
+    /// Sets a number; see [`set_flag`](Self::set_flag).
     pub(super) fn set_number(&mut self, key: &str, number: u64) {
         let value = if self.is_json {
             number.into()
@@ -100,7 +100,7 @@ impl Value {
         self.pairs.insert(key.to_owned(), value);
     }
 
-    /// Adds one to what a key says that may stand there several times.
+    /// Adds a value to a key that may occur several times.
     pub(super) fn push(&mut self, key: &str, value: &str) {
         if !self.is_json {
             add(&mut self.pairs, key.to_owned(), value.to_owned());
@@ -115,12 +115,12 @@ impl Value {
         }
     }
 
-    /// Leaves out what `unwanted` names.
+    /// Removes the keys for which `unwanted` returns true.
     pub(super) fn drop_keys(&mut self, unwanted: impl Fn(&str) -> bool) {
         self.pairs.retain(|key, _| !unwanted(key));
     }
 
-    /// Whether a key says yes.
+    /// Returns whether a key's value is true (`on` or `yes`).
     pub(super) fn is_on(&self, key: &str) -> bool {
         match self.pairs.get(key) {
             Some(Json::Bool(is_on)) => *is_on,
@@ -128,7 +128,7 @@ impl Value {
         }
     }
 
-    /// Every word in it, with its key; of nested ones the innermost key.
+    /// Returns every string with its key; for nested values, the innermost key.
     pub(super) fn strings(&self) -> Vec<(&str, &str)> {
         let mut found = Vec::new();
         for (key, value) in &self.pairs {
@@ -137,14 +137,14 @@ impl Value {
         found
     }
 
-    /// Changes every word in it.
+    /// Replaces every string for which `change` returns another.
     pub(super) fn change_strings(&mut self, change: &impl Fn(&str, &str) -> Option<String>) {
         for (key, value) in &mut self.pairs {
             change_one(key, value, change);
         }
     }
 
-    /// As QEMU reads it.
+    /// Writes the value in QEMU's syntax.
     pub(super) fn render(&self) -> String {
         if self.is_json {
             return Json::Object(self.pairs.clone()).to_string();
@@ -167,7 +167,7 @@ impl Value {
     }
 }
 
-/// Adds a pair; a key that is there says both.
+/// Adds a pair; an existing key keeps both values.
 fn add(pairs: &mut Map<String, Json>, key: String, value: String) {
     match pairs.get_mut(&key) {
         None => drop(pairs.insert(key, value.into())),
@@ -176,7 +176,7 @@ fn add(pairs: &mut Map<String, Json>, key: String, value: String) {
     }
 }
 
-/// Cuts at commas, but not at double ones, which stand for one.
+/// Splits at single commas. A doubled comma stands for one comma.
 fn parts(text: &str) -> Vec<String> {
     let mut all = vec![String::new()];
     let mut letters = text.chars().peekable();

@@ -16,11 +16,11 @@ use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 
 use super::user::User;
 
-/// What a process sees.
+/// A process's view of the file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View {
     root: PathBuf,
-    /// Its working directory.
+    /// Working directory of the process.
     place: PathBuf,
 }
 
@@ -34,7 +34,7 @@ impl Default for View {
 }
 
 impl View {
-    /// That of a process.
+    /// Returns the view of process `pid`.
     pub fn of(pid: Pid) -> io::Result<Self> {
         Ok(Self {
             root: root_of(pid)?,
@@ -42,14 +42,15 @@ impl View {
         })
     }
 
-    /// The same from another working directory.
+    /// Returns the same view with another working directory.
     #[cfg(test)]
     pub(super) fn at(self, place: &Path) -> Self {
         let place = place.to_owned();
         Self { place, ..self }
     }
 
-    /// A path from its working directory, which has no links in it.
+    /// Returns `path` as an absolute path, relative to the working directory, which contains no
+    /// links.
     pub(super) fn whole(&self, path: impl AsRef<Path>) -> PathBuf {
         let (mut place, mut path) = (self.place.as_path(), path.as_ref());
         while let Ok(rest) = path.strip_prefix("..") {
@@ -67,7 +68,7 @@ impl View {
         File::from(file).metadata()
     }
 
-    /// Opens a file to be read, with no more rights than a user has.
+    /// Opens a file for reading, with the rights of `user` only.
     pub(super) fn open_as(&self, path: &Path, user: &User) -> io::Result<File> {
         let root = self.open_root()?;
         // What was a plain file may be something by now that nobody ever opens at its other end.
@@ -103,7 +104,8 @@ impl View {
     }
 }
 
-/// Where a process's root is: `/` for one that sees this host as we do.
+/// Returns the path of a process's root directory: `/` if the process has the daemon's view of the
+/// host.
 pub fn root_of(pid: Pid) -> io::Result<PathBuf> {
     let of = format!("/proc/{}", pid.as_raw_nonzero());
     let same = |name: &str| -> io::Result<bool> {
