@@ -44,7 +44,7 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of QEMU's output that an error repeats.
 const LOG_TAIL: usize = 4096;
 
-/// Log lines at most this much older than QEMU's end count as its cause.
+/// A log that was last written longer ago than this does not explain QEMU's end.
 const LAST_WORDS: Duration = Duration::from_secs(10);
 
 /// Error of starting a VM. After an error, none of the VM's files and processes remain.
@@ -531,8 +531,8 @@ pub fn log_tail(directory: &VmDirectory) -> String {
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// Returns the messages that QEMU logged right before it ended by itself, such as a failed
-/// assertion or corrupted memory.
+/// Returns the last line of QEMU's log if QEMU wrote it right before it ended by itself, such as a
+/// failed assertion or a report of corrupted memory.
 pub fn last_words(directory: &VmDirectory) -> Option<String> {
     let written = fs::metadata(directory.qemu_log()).ok()?.modified().ok()?;
     let is_of_the_end = written.elapsed().is_ok_and(|age| age < LAST_WORDS);

@@ -11,22 +11,23 @@ use memfold_host::helper;
 
 use super::spec::VmSpec;
 
-/// How long `qemu-img` may take to make an overlay: what it is built on may lie on a host that does
-/// not answer.
+/// Longest time that `qemu-img` may take to create an overlay. The backing file may be on a remote
+/// host that does not answer.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What an overlay is built on.
+/// The backing file of an overlay.
 pub struct Backing<'a> {
-    /// Absolute. It is written into the overlay's header.
+    /// Absolute path, written into the overlay's header.
     pub file: &'a Path,
     /// `raw` or `qcow2`.
     pub format: &'a str,
-    /// Bytes of the disk, if `file` is to be there only later; else it is opened, and tells.
+    /// Size of the disk in bytes, if `file` does not exist yet; `None`: `qemu-img` opens `file` to
+    /// read its size.
     pub virtual_bytes: Option<u64>,
 }
 
-/// Makes an empty overlay, readable for its owner only, in a directory that others may write to;
-/// `AlreadyExists` if there is a file. If it fails, there is none.
+/// Creates an empty overlay, readable for its owner only. The directory may be writable for others.
+/// Fails with `AlreadyExists` if the file exists. After an error, no file remains.
 pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
     let file = new_file(path)?;
     format(file, backing).inspect_err(|_| {
@@ -34,7 +35,7 @@ pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
     })
 }
 
-/// Makes an empty disk, readable for its owner only. If it fails, there is none.
+/// Creates an empty disk, readable for its owner only. After an error, no file remains.
 pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
     let file = new_file(path)?;
     let mut command = create_command();
@@ -46,8 +47,8 @@ pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
     })
 }
 
-/// Gives a temporary file to the user that a VM's QEMU becomes: it opens the file again when a
-/// snapshot freezes it, and later ones without having been root.
+/// Changes the owner of a temporary file to the user that a VM's QEMU switches to. QEMU reopens the
+/// file when a snapshot freezes it, and opens later files without root's rights.
 pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
     let Some(name) = &spec.user else {
         return Ok(());
@@ -57,7 +58,7 @@ pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
     std::os::unix::fs::chown(path, Some(uid), Some(gid))
 }
 
-/// A file that was not there, for its owner alone.
+/// Creates a new file, accessible only to its owner. Fails if the file exists.
 pub(super) fn new_file(path: &Path) -> io::Result<File> {
     File::options()
         .read(true)
@@ -73,8 +74,8 @@ fn create_command() -> Command {
     command
 }
 
-/// `qemu-img` gets the open file and not its name: it may outlive us, and would make the file anew
-/// once someone has removed it.
+/// Formats an overlay. `qemu-img` gets the open file instead of its path: it may outlive this
+/// process, and would create the file again after someone has removed it.
 fn format(file: File, backing: &Backing) -> io::Result<()> {
     let mut command = create_command();
     command.args(["-F", backing.format, "-b"]);
@@ -98,8 +99,8 @@ fn run(command: &mut Command, file: File) -> io::Result<()> {
     Err(io::Error::other(format!("qemu-img: {}", words.trim())))
 }
 
-/// What makes the names of a VM's overlays differ: nanoseconds since 1970, in a width that a QEMU
-/// node's name has room for.
+/// Returns a number that makes the names of a VM's overlays unique: nanoseconds since 1970, short
+/// enough for the name of a QEMU block node.
 #[must_use]
 pub fn unique() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);

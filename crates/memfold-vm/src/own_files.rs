@@ -14,17 +14,17 @@ use super::overlay;
 use super::spec::VmSpec;
 use super::tokens::{self, put_in};
 
-/// Stands for the file of a number.
+/// Prefix of the tokens that stand for files; a file's number follows.
 const TOKEN: &str = "/memfold/own";
 
-/// What stands for a file in an argument.
+/// Returns the token that stands for file `number` in an argument.
 #[must_use]
 pub fn token(number: usize) -> String {
     tokens::token(TOKEN, number)
 }
 
-/// The argument with `name` in the place of a path for which `is_it` holds; `None`: it names no
-/// such path.
+/// Replaces the path for which `is_it` returns true by `name` in an argument; `None`: the argument
+/// contains no such path.
 pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Option<String> {
     if argument.starts_with('/') && is_it(Path::new(argument)) {
         return Some(name.to_owned());
@@ -66,7 +66,7 @@ fn rename_in(value: &mut Value, is_it: &dyn Fn(&Path) -> bool, name: &str) -> bo
     }
 }
 
-/// Gives a VM that is about to start its own copies.
+/// Copies the files for a VM that is about to start.
 pub(super) fn make(directory: &VmDirectory, spec: &VmSpec) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     for (number, from) in spec.files.iter().enumerate() {
@@ -79,7 +79,7 @@ pub(super) fn make(directory: &VmDirectory, spec: &VmSpec) -> io::Result<()> {
 }
 
 impl VmSpec {
-    /// Its further arguments, as QEMU is given them.
+    /// Returns the VM's additional QEMU arguments, with file paths in place of tokens.
     #[must_use]
     pub fn more_arguments(&self, directory: &VmDirectory) -> Vec<OsString> {
         let own: Vec<PathBuf> = (0..self.files.len())

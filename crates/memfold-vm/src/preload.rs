@@ -11,7 +11,8 @@ use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 
 use super::directory::VmDirectory;
 
-/// Has QEMU load the library, which listens among the VM's files and has a monitor of its own.
+/// Makes QEMU load the library, which listens on a socket in the VM's directory and gets its own
+/// QMP monitor.
 pub(super) fn add(
     command: &mut Command,
     library: &Path,
@@ -23,8 +24,8 @@ pub(super) fn add(
     add_monitor(command)
 }
 
-/// By a pair of sockets: QEMU has one end, the library, which is in the same process, the other.
-/// Neither needs a path, which a QEMU that has given its rights up could not reach.
+/// Adds a QMP monitor for the library over a socket pair: QEMU has one end, and the library in the
+/// same process the other. No path is needed, which a QEMU without root's rights could not reach.
 fn add_monitor(command: &mut Command) -> io::Result<()> {
     let (qemus, librarys) = UnixStream::pair()?;
     let qemus = session::pass(command, qemus.into());
@@ -36,7 +37,8 @@ fn add_monitor(command: &mut Command) -> io::Result<()> {
     Ok(())
 }
 
-/// The library before what is loaded into our children anyway.
+/// Returns the value of `LD_PRELOAD`: the library, followed by the entries of this process's own
+/// `LD_PRELOAD`.
 fn list(library: &Path) -> OsString {
     let mut value = library.as_os_str().to_owned();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {

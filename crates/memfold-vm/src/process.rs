@@ -10,8 +10,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
-/// The kernel's boot; empty where it doesn't tell (`/proc/sys/kernel/random/boot_id`,
-/// `proc_sys_kernel(5)`).
+/// Returns the boot ID of the host (`/proc/sys/kernel/random/boot_id`, `proc_sys_kernel(5)`); empty
+/// if it cannot be read.
 #[must_use]
 pub fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id")
@@ -19,7 +19,7 @@ pub fn boot_id() -> String {
         .unwrap_or_default()
 }
 
-/// Whether a process stands still (`SIGSTOP`, a debugger: `proc_pid_stat(5)`).
+/// Returns whether a process is stopped by `SIGSTOP` or a debugger (`proc_pid_stat(5)`).
 #[must_use]
 pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -27,17 +27,17 @@ pub fn is_stopped(pid: u32) -> bool {
     state.is_some_and(|state| state.starts_with(['T', 't']))
 }
 
-/// A process of this boot.
+/// Identifies a process of this boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// Process number.
+    /// Process ID.
     pub pid: i32,
     /// Start time in clock ticks since boot (field 22 of `/proc/PID/stat`, `proc_pid_stat(5)`).
     pub start_ticks: u64,
 }
 
 impl Identity {
-    /// The process that has this number now.
+    /// Reads the identity of the process that has this pid now.
     pub fn of(pid: Pid) -> io::Result<Self> {
         let pid = pid.as_raw_nonzero().get();
         let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
@@ -47,13 +47,15 @@ impl Identity {
     }
 }
 
-/// The fields after the command, which is in parentheses and may hold anything, begin with field 3.
+/// Parses the start time from `/proc/PID/stat`. Fields are counted from the end of the command,
+/// which is in parentheses and may contain anything; field 3 follows it.
 fn start_ticks(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(22 - 3)?.parse().ok()
 }
 
-/// A handle on one process, which stays this process's even when its pid is used again.
+/// A handle to one process (pidfd), which never refers to another process, even if the pid is
+/// reused.
 #[derive(Debug)]
 pub struct Process {
     identity: Identity,
@@ -62,7 +64,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Opens the process; `NotFound` if it has ended, also when another process has its pid by now.
+    /// Opens the process. Fails with `NotFound` if it has ended, even if another process has its
+    /// pid now.
     pub fn open(identity: Identity) -> io::Result<Self> {
         let gone = || io::Error::from(io::ErrorKind::NotFound);
         let pid = Pid::from_raw(identity.pid).ok_or_else(gone)?;
@@ -83,30 +86,30 @@ impl Process {
         }
     }
 
-    /// Pid and start time.
+    /// Returns pid and start time.
     #[must_use]
     pub const fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// Process number; ours as long as [`has_exited`](Self::has_exited) is false.
+    /// Returns the pid, which is valid as long as [`has_exited`](Self::has_exited) returns false.
     #[must_use]
     pub const fn pid(&self) -> Pid {
         self.pid
     }
 
-    /// A descriptor that becomes readable when the process ends (`pidfd_open(2)`).
+    /// Returns a descriptor that becomes readable when the process ends (`pidfd_open(2)`).
     #[must_use]
     pub const fn pidfd(&self) -> &OwnedFd {
         &self.handle
     }
 
-    /// Whether it has ended.
+    /// Returns whether the process has ended.
     pub fn has_exited(&self) -> io::Result<bool> {
         self.wait_exit(Duration::ZERO)
     }
 
-    /// Waits until it has ended; false when the time is over.
+    /// Waits until the process has ended; returns false after `timeout`.
     pub fn wait_exit(&self, timeout: Duration) -> io::Result<bool> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -121,7 +124,7 @@ impl Process {
         }
     }
 
-    /// Kills it. No error if it has ended already.
+    /// Kills the process. No error if it has already ended.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.handle, Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),

@@ -33,7 +33,7 @@ impl Line {
     }
 }
 
-/// QEMU's option syntax: a comma in a value is written twice.
+/// Escapes a value for QEMU's option syntax: doubles each comma.
 pub(super) fn escape(value: &OsStr) -> OsString {
     let mut bytes = Vec::with_capacity(value.len());
     for byte in value.as_bytes() {
@@ -45,7 +45,7 @@ pub(super) fn escape(value: &OsStr) -> OsString {
     OsStr::from_bytes(&bytes).to_owned()
 }
 
-/// What `-qmp` is given for a socket.
+/// Returns the value of `-qmp` for a Unix socket.
 pub(super) fn monitor_argument(socket: &Path) -> OsString {
     let mut argument = OsString::from("unix:");
     argument.push(escape(socket.as_os_str()));
@@ -53,7 +53,7 @@ pub(super) fn monitor_argument(socket: &Path) -> OsString {
     argument
 }
 
-/// QEMU's word for yes or no.
+/// Returns `on` or `off`.
 pub(super) const fn on_or_off(yes: bool) -> &'static str {
     if yes { "on" } else { "off" }
 }

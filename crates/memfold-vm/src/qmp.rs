@@ -15,18 +15,18 @@ use serde_json::{Value, json};
 
 use memfold_host::socket;
 
-/// Longest answer that is read, in bytes.
+/// Largest accepted answer, in bytes.
 const MAX_MESSAGE: usize = 64 << 20;
-/// Events kept until somebody asks for them; the oldest go first.
+/// Most events kept until a caller takes them; the oldest are dropped first.
 const MAX_EVENTS: usize = 1024;
-/// How long QEMU may wait for the host's disks before it answers: others may keep them busy.
+/// Timeout of commands that wait for the host's disks, which other processes may keep busy.
 const DISKS_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Time that a QEMU which has missed a deadline has to show that it answers again: whoever asks
-/// next does not wait as long as the first.
+/// Timeout of the next command after QEMU has missed a deadline, so that later callers do not wait
+/// as long as the first.
 const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Why QEMU gave no answer, or not the one we wanted.
+/// Error of a QMP connection or command.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum QmpError {
@@ -47,7 +47,7 @@ pub enum QmpError {
     },
     #[error("QEMU did not answer {command} within {seconds} s")]
     Timeout { command: String, seconds: f64 },
-    /// Another task of this process had the connection all the time.
+    /// Another task of this process held the connection for the whole time.
     #[error("another task has used QMP socket {path} for {seconds} s; QEMU may be hanging")]
     Busy { path: PathBuf, seconds: f64 },
     #[error("QEMU refused {command}: {description}")]
@@ -70,32 +70,33 @@ pub struct Qmp {
     events: VecDeque<Value>,
     greeting: Value,
     next_id: u64,
-    /// Goes with the next command.
+    /// Descriptor to send with the next command.
     pass: Option<OwnedFd>,
     connections: u64,
-    /// QEMU has missed a deadline, and has answered nothing since.
+    /// QEMU has missed a deadline and has not answered since.
     is_silent: bool,
-    /// How long was waited for the connection that this stands for in vain.
+    /// Set if this value stands for a connection that another task holds: how long the caller
+    /// waited.
     busy: Option<Duration>,
 }
 
-/// A descriptor that QEMU has under a path.
+/// A descriptor passed to QEMU, which QEMU's options refer to by a path.
 #[derive(Debug)]
 pub struct Lent {
     set: u64,
-    /// Its number in QEMU.
+    /// Number of QEMU's descriptor set.
     number: u64,
 }
 
 impl Lent {
-    /// Where QEMU finds it.
+    /// Returns the path for QEMU's file options (`/dev/fdset/N`).
     #[must_use]
     pub fn path(&self) -> String {
         format!("/dev/fdset/{}", self.set)
     }
 
-    /// The same for what knows nothing of QEMU's sets, such as memory backends: to open it takes
-    /// the file's own permission alone, not that of the directories above it.
+    /// Returns a path for options that do not support descriptor sets, such as memory backends.
+    /// Opening it requires permission for the file only, not for its parent directories.
     #[must_use]
     pub fn plain_path(&self) -> String {
         format!("/proc/self/fd/{}", self.number)
@@ -103,7 +104,7 @@ impl Lent {
 }
 
 impl Qmp {
-    /// Connects and negotiates. `timeout` is also the time that each later answer may take.
+    /// Connects and negotiates capabilities. `timeout` also applies to each later answer.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let mut qmp = Self::unconnected(path, timeout);
         qmp.reconnect()?;
@@ -126,8 +127,8 @@ impl Qmp {
         }
     }
 
-    /// Stands for a connection that another task did not let go of within `waited`: all that is
-    /// asked fails ([`QmpError::Busy`]).
+    /// Returns a placeholder for a connection that another task did not release within `waited`.
+    /// Every command on it fails with [`QmpError::Busy`].
     #[must_use]
     pub fn busy(path: &Path, waited: Duration) -> Self {
         Self {
@@ -136,19 +137,19 @@ impl Qmp {
         }
     }
 
-    /// The Unix socket where QEMU listens; it may be gone by now.
+    /// Returns the path of QEMU's Unix socket, which may no longer exist.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether QEMU has missed a deadline and has answered nothing since.
+    /// Returns whether QEMU has missed a deadline and has not answered since.
     #[must_use]
     pub const fn is_silent(&self) -> bool {
         self.is_silent
     }
 
-    /// Drops the connection and makes a new one. Events already received stay.
+    /// Closes the connection and opens a new one. Events already received are kept.
     pub fn reconnect(&mut self) -> Result<(), QmpError> {
         if let Some(waited) = self.busy {
             return Err(QmpError::Busy {
@@ -203,7 +204,7 @@ impl Qmp {
             .map(|_| ())
     }
 
-    /// QEMU's version: major, minor, micro. Zeroes if the greeting doesn't say.
+    /// Returns QEMU's version: major, minor, micro. Zeroes if the greeting does not contain it.
     #[must_use]
     pub fn version(&self) -> (u64, u64, u64) {
         let part = |name: &str| {
@@ -214,16 +215,16 @@ impl Qmp {
         (part("major"), part("minor"), part("micro"))
     }
 
-    /// The process at the other end of the socket (`SO_PEERCRED`: the one that made the listening
-    /// socket).
+    /// Returns the process at the other end of the socket (`SO_PEERCRED`: the process that created
+    /// the listening socket).
     pub fn peer_pid(&self) -> Option<rustix::process::Pid> {
         let stream = self.stream.as_ref()?;
         Some(rustix::net::sockopt::socket_peercred(stream).ok()?.pid)
     }
 
-    /// Carries out `command` and gives its return value. A question (`query-...`, `qom-get`,
-    /// `qom-list`) is asked again on a new connection if the old one broke; a command that may
-    /// change something is not.
+    /// Executes `command` and returns its result. If the connection breaks, queries (`query-...`,
+    /// `qom-get`, `qom-list`) are repeated on a new connection; commands that may change something
+    /// are not.
     #[allow(clippy::needless_pass_by_value)] // callers write json!({...}) in place
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         if self.stream.is_none() {
@@ -238,9 +239,8 @@ impl Qmp {
         }
     }
 
-    /// [`execute`](Self::execute) for a command that QEMU answers only after it has waited for the
-    /// host's disks: it drains requests that are under way, flushes, and opens files on its main
-    /// thread.
+    /// Like [`execute`](Self::execute), with a longer timeout, for commands that wait for the
+    /// host's disks: QEMU drains pending requests, flushes, and opens files on its main thread.
     pub fn execute_on_disks(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let timeout = self.timeout.max(DISKS_TIMEOUT);
         self.execute_within(timeout, command, arguments)
@@ -258,12 +258,12 @@ impl Qmp {
         answer
     }
 
-    /// [`execute`](Self::execute) without arguments.
+    /// Executes a command without arguments; see [`execute`](Self::execute).
     pub fn query(&mut self, command: &str) -> Result<Value, QmpError> {
         self.execute(command, Value::Null)
     }
 
-    /// Gives QEMU a descriptor under a path that its file options understand (`/dev/fdset/N`).
+    /// Passes a descriptor to QEMU, for use in file options as `/dev/fdset/N`.
     pub fn lend(&mut self, descriptor: BorrowedFd<'_>) -> Result<Lent, QmpError> {
         if self.stream.is_none() {
             self.reconnect()?;
@@ -281,13 +281,13 @@ impl Qmp {
         }
     }
 
-    /// QEMU needs the descriptor no more.
+    /// Makes QEMU close the descriptor.
     pub fn take_back(&mut self, lent: &Lent) -> Result<(), QmpError> {
         self.execute("remove-fd", json!({ "fdset-id": lent.set }))
             .map(drop)
     }
 
-    /// Carries out a command of the human monitor and gives its text.
+    /// Executes a command of the human monitor and returns its output.
     pub fn human(&mut self, line: &str) -> Result<String, QmpError> {
         let answer = self.execute("human-monitor-command", json!({ "command-line": line }))?;
         match answer {
@@ -359,14 +359,15 @@ impl Qmp {
         }
     }
 
-    /// How often it was connected: between two of them QEMU's events are heard by nobody.
+    /// Returns the number of connections made so far. Events that QEMU sends between two
+    /// connections are lost.
     #[must_use]
     pub const fn connections(&self) -> u64 {
         self.connections
     }
 
-    /// Events of these names received so far, oldest first; they are forgotten here, and others
-    /// stay for those who wait for them.
+    /// Takes the received events with these names, oldest first. Other events are kept for other
+    /// callers.
     pub fn take_events_named(&mut self, names: &[&str]) -> Vec<Value> {
         let is_named = |event: &Value| event["event"].as_str().is_some_and(|n| names.contains(&n));
         let (named, others) = self.events.drain(..).partition(is_named);
@@ -375,8 +376,8 @@ impl Qmp {
         named.into()
     }
 
-    /// Waits until an event with one of these names comes or is already there; gives it, and drops
-    /// those before it. `Ok(None)` when the time is over.
+    /// Waits for an event with one of these names, which may already have been received. Returns it
+    /// and drops earlier events. `Ok(None)`: the timeout is over.
     pub fn wait_event(
         &mut self,
         names: &[&str],
@@ -486,8 +487,8 @@ mod tests {
 
     const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
 
-    /// A QEMU that says `script`'s lines, one list for each line it reads; `ID` stands for the
-    /// request's id.
+    /// A simulated QEMU, which sends one list of lines for each line that it reads; `ID` stands for
+    /// the request's id.
     fn server(connections: Vec<Vec<&'static str>>) -> (tempfile::TempDir, PathBuf) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("q");

@@ -3,8 +3,8 @@
 
 use super::spec::VmSpec;
 
-/// Options whose value is something of the host's that only one process can have, or that is
-/// written.
+/// Options whose value is a host resource that only one process can hold, or a file that QEMU
+/// writes.
 const DROPPED: [&str; 12] = [
     "D",
     "d",
@@ -20,15 +20,15 @@ const DROPPED: [&str; 12] = [
     "loadvm",
 ];
 
-/// Options without a value of that kind.
+/// Options of that kind without a value.
 const DROPPED_FLAGS: [&str; 2] = ["daemonize", "s"];
 
-/// Options that name a character device, or make one.
+/// Options that name or create a character device.
 const CHARACTERS: [&str; 4] = ["debugcon", "monitor", "parallel", "serial"];
 
 impl VmSpec {
-    /// The same VM without what another that runs may have: character devices and networks lead
-    /// nowhere, ports and sockets of the host are left out.
+    /// Returns the description for a trial start beside the running VM: character devices and
+    /// networks are unconnected, and host ports and sockets are left out.
     #[must_use]
     pub fn for_trial(mut self, name: String) -> Self {
         (self.name, self.fold, self.boot_snapshot) = (name, false, false);

@@ -17,13 +17,13 @@ use serde_json::Value;
 use super::layout::{RamBlock, RamLayout, RamSlot};
 use super::qmp::{Qmp, QmpError};
 
-/// Why the layout could not be had.
+/// Error of reading the RAM layout.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum RamError {
     #[error("cannot ask QEMU for its RAM layout")]
     Qmp(#[from] QmpError),
-    /// QEMU's text is not what we know; nothing is guessed from it.
+    /// QEMU's output has an unknown format; nothing is guessed from it.
     #[error("QEMU's {what} is not as expected: {why}")]
     Text { what: &'static str, why: String },
 }
@@ -38,9 +38,9 @@ fn text(what: &'static str, why: impl Into<String>) -> RamError {
 /// A line of `info ramblock`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockFacts {
-    /// QEMU's name.
+    /// QEMU's name of the block.
     pub name: String,
-    /// Page size of its backing in bytes: more than 4096 means hugetlbfs.
+    /// Page size of the block's backing in bytes; more than 4096 means hugetlbfs.
     pub page_bytes: u64,
     /// Length in use, in bytes.
     pub used_bytes: u64,
@@ -51,15 +51,15 @@ pub struct BlockFacts {
 /// A RAM backend, from `query-memdev`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backend {
-    /// Its id, and the name of its RAM block.
+    /// Id of the backend, and name of its RAM block.
     pub id: String,
-    /// Whether it is mapped shared.
+    /// Whether QEMU maps it shared.
     pub share: bool,
     /// Length in bytes.
     pub size_bytes: u64,
 }
 
-/// Asks QEMU for everything and puts it together.
+/// Reads the RAM layout from QEMU.
 pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
     let blocks = qmp.human("info ramblock")?;
     let backends = qmp.query("query-memdev")?;
@@ -68,9 +68,9 @@ pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
     parse(&blocks, &backends, &devices, &tree)
 }
 
-/// Puts QEMU's answers together: `info ramblock`, `query-memdev`, `query-memory-devices`,
-/// `info mtree -f`. Every slot of the layout lies inside its block, slots are in order and don't
-/// overlap; answers that would make it otherwise are errors.
+/// Combines QEMU's answers to `info ramblock`, `query-memdev`, `query-memory-devices` and
+/// `info mtree -f` into a layout. In the result, every slot lies inside its block, and slots are
+/// sorted and do not overlap; answers that contradict this are errors.
 pub fn parse(
     blocks: &str,
     backends: &Value,
@@ -81,12 +81,12 @@ pub fn parse(
     assemble(&parse_blocks(blocks)?, &system, tree)
 }
 
-/// QEMU's RAM blocks.
+/// Reads QEMU's RAM blocks (`info ramblock`).
 pub fn read_blocks(qmp: &mut Qmp) -> Result<Vec<BlockFacts>, RamError> {
     parse_blocks(&qmp.human("info ramblock")?)
 }
 
-/// QEMU's RAM backends.
+/// Reads QEMU's RAM backends (`query-memdev`).
 pub fn read_backends(qmp: &mut Qmp) -> Result<Vec<Backend>, RamError> {
     let answer = qmp.query("query-memdev")?;
     parse_backends(&answer)
@@ -112,14 +112,16 @@ fn parse_backends(answer: &Value) -> Result<Vec<Backend>, RamError> {
         .collect()
 }
 
-/// The id of the backend of a RAM block or region: older machine types name it by its object's
-/// path, and that of a device on a bus has its place before it (virtio-mem: `0000:00:01.0/vm0`).
+/// Returns the id of the backend of a RAM block or region. Older machine types use the object's
+/// path as name; the block of a device on a bus has the device's address before it (virtio-mem:
+/// `0000:00:01.0/vm0`).
 #[must_use]
 pub fn backend_id(block: &str) -> &str {
     block.rsplit('/').next().unwrap_or(block)
 }
 
-/// Ids of the backends that hold system RAM: all but those of NVDIMM and virtio-pmem devices.
+/// Returns the ids of the backends that hold system RAM: all except those of NVDIMM and virtio-pmem
+/// devices.
 fn system_ram(backends: &[Backend], devices: &Value) -> BTreeSet<String> {
     let others: BTreeSet<&str> = devices
         .as_array()
@@ -136,7 +138,7 @@ fn system_ram(backends: &[Backend], devices: &Value) -> BTreeSet<String> {
         .collect()
 }
 
-/// Reads `info ramblock`.
+/// Parses the output of `info ramblock`.
 pub fn parse_blocks(answer: &str) -> Result<Vec<BlockFacts>, RamError> {
     let mut lines = answer.lines().filter(|l| !l.trim().is_empty());
     let header = lines.next().unwrap_or_default();
@@ -201,7 +203,7 @@ struct FlatRange<'a> {
     offset: u64,
 }
 
-/// RAM ranges of the address space "memory" in `info mtree -f`.
+/// Parses the RAM ranges of the address space "memory" in `info mtree -f`.
 fn flat_ranges(tree: &str) -> Result<Vec<FlatRange<'_>>, RamError> {
     let view = tree
         .split("FlatView #")
@@ -218,7 +220,8 @@ fn flat_ranges(tree: &str) -> Result<Vec<FlatRange<'_>>, RamError> {
         .collect()
 }
 
-/// Reads `  0000000000100000-000000007fffffff (prio 0, ram): ram0 @0000000000100000 KVM`.
+/// Parses a line such as
+/// `  0000000000100000-000000007fffffff (prio 0, ram): ram0 @0000000000100000 KVM`.
 fn flat_range(line: &str) -> Option<FlatRange<'_>> {
     let (range, rest) = line.trim().split_once(' ')?;
     let (first, last) = range.split_once('-')?;

@@ -8,29 +8,30 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SegmentSpec {
-    /// `NAME`, the newest generation when the VM starts, or `NAME@GENERATION`; of a running VM
+    /// `NAME` (the newest generation when the VM starts) or `NAME@GENERATION`; for a running VM
     /// always the latter.
     pub name: String,
-    /// The guest's root file system. The first segment only, with a kernel of the description's.
+    /// Whether the segment is the guest's root file system. Allowed only for the first segment, and
+    /// with a kernel in the description.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub root: bool,
-    /// Its image; the daemon fills that in.
+    /// Path of the image; set by the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
-    /// Length of the image in bytes; the daemon fills that in.
+    /// Length of the image in bytes; set by the daemon.
     #[serde(default)]
     pub bytes: u64,
-    /// BLAKE3 of the image; the daemon fills that in. Set already, no other image may take its
-    /// place: of a VM that was saved.
+    /// BLAKE3 of the image; set by the daemon. In the description of a saved VM it is already set,
+    /// and an image with another digest is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// Where the guest sees it, if that is not for QEMU to choose: of a VM that was saved.
+    /// Guest-physical address of the device, for a VM that was saved; unset: QEMU chooses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<u64>,
 }
 
 impl SegmentSpec {
-    /// A segment by name.
+    /// Returns a segment with this name and default settings.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
@@ -43,7 +44,7 @@ impl SegmentSpec {
         }
     }
 
-    /// Its name without the generation.
+    /// Returns the name without the generation.
     #[must_use]
     pub fn base_name(&self) -> &str {
         self.name.split('@').next().unwrap_or(&self.name)

@@ -19,21 +19,21 @@ use super::segment_spec::SegmentSpec;
 use super::spec::VmSpec;
 use super::spec_error::{SpecError, value};
 
-/// Most slots of a VM: each is a PCI Express port.
+/// Most segment slots of a VM. Each is a PCI Express port.
 pub const MAX_SLOTS: u32 = 16;
 
-/// Room for one segment in the guest's address space. It costs the guest nothing as long as it is
-/// empty.
+/// Guest address space reserved for each slot. An empty slot costs the guest nothing.
 pub const SLOT_ROOM: ByteSize = ByteSize(8 << 30);
 
-/// With more RAM than this, q35 puts the rest above 4 GiB (`pc_q35_init`).
+/// RAM size beyond which q35 puts the rest above 4 GiB (`pc_q35_init`).
 const LOW_MEMORY: ByteSize = ByteSize(0xb000_0000);
 
-/// Has a guest give back what it frees in pieces of 64 KiB (`mm/page_reporting.c`): what it caches
-/// little of is scattered, and whole huge pages are seldom free.
+/// Kernel parameter that makes a guest report free memory in pieces of 64 KiB
+/// (`mm/page_reporting.c`). With a small page cache, free memory is scattered, and whole huge pages
+/// are seldom free.
 pub const SMALL_REPORTS: &str = "page_reporting.page_reporting_order=4";
 
-/// Checks what a description says of segments.
+/// Validates the segments of a VM description.
 pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     let wrong = |why: String| Err(value("segments", why));
     if spec.slots() > MAX_SLOTS {
@@ -56,7 +56,8 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Whether a description of a new VM names two generations of one segment, and which.
+/// Returns the segment of which a new VM's description names two generations; `None`: there is
+/// none.
 #[must_use]
 pub fn twice(spec: &VmSpec) -> Option<&str> {
     let names = || spec.segments.iter().map(SegmentSpec::base_name);
@@ -68,7 +69,7 @@ pub fn twice(spec: &VmSpec) -> Option<&str> {
     })
 }
 
-/// Checks that a segment fits into a slot.
+/// Checks that a segment's image fits into a slot.
 pub fn check_one(segment: &SegmentSpec) -> Result<(), SpecError> {
     if segment.bytes <= SLOT_ROOM.0 {
         return Ok(());
@@ -81,7 +82,7 @@ pub fn check_one(segment: &SegmentSpec) -> Result<(), SpecError> {
     Err(value("segments", why))
 }
 
-/// Ports and devices of QEMU's command line.
+/// Adds the slots' ports and devices to QEMU's command line.
 pub(super) fn arguments(line: &mut Line, spec: &VmSpec) {
     for slot in 0..spec.slots() {
         // Far from the numbers that other ports have.
@@ -110,7 +111,8 @@ pub(super) fn arguments(line: &mut Line, spec: &VmSpec) {
     }
 }
 
-/// RAM that hot-plugging may reach, with room for segments.
+/// Returns the value of QEMU's `maxmem`: RAM reachable by hot-plug, plus address space for
+/// segments.
 pub(super) fn max_memory(spec: &VmSpec) -> Option<ByteSize> {
     match (spec.memory_max, spec.slots()) {
         (max, 0) => max,
@@ -121,10 +123,10 @@ pub(super) fn max_memory(spec: &VmSpec) -> Option<ByteSize> {
     }
 }
 
-/// The kernel's command line with what segments need: which one is the root, which ones the guest
-/// lays over its own files when it boots; no memory for bouncing I/O, which a kernel puts aside as
-/// soon as it sees device memory above 4 GiB, where all RAM is below that; and that small pieces of
-/// free memory are given back.
+/// Returns the kernel command line with the parameters that segments need: the root segment; the
+/// segments that the guest overlays on its own files at boot; no bounce buffers, which a kernel
+/// otherwise reserves when it sees device memory above 4 GiB although all RAM is below; and reports
+/// of free memory in small pieces.
 #[must_use]
 pub fn cmdline(spec: &VmSpec) -> Option<String> {
     let given = spec.boot.cmdline.as_deref();
@@ -180,7 +182,8 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     Some(words.join(" "))
 }
 
-/// Plugs a segment, whose image this is, into a running VM. If that fails, nothing of it is left.
+/// Plugs a segment with this image into a running VM. After an error, nothing of it remains in
+/// QEMU.
 pub fn plug(
     qmp: &mut Qmp,
     slot: u32,
@@ -222,8 +225,8 @@ pub fn plug(
     Ok(())
 }
 
-/// Takes a backend out of QEMU that no device uses: of an attach that was cut off. What isn't there
-/// is no failure.
+/// Removes a slot's memory backend that no device uses, left by an interrupted attach. A missing
+/// backend is no error.
 pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
     let backend = format!("segment{slot}");
     if qmp.execute("object-del", json!({ "id": backend })).is_ok() {
@@ -234,7 +237,7 @@ pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
     }
 }
 
-/// Where the guest sees the segment of a slot; `None`: there is no such device.
+/// Returns the guest-physical address of a slot's segment; `None`: the slot has no device.
 pub fn address(qmp: &mut Qmp, slot: usize) -> Result<Option<u64>, QmpError> {
     let devices = qmp.query("query-memory-devices")?;
     let id = format!("seg{slot}");

@@ -12,59 +12,61 @@ use super::directory::{Record, VmDirectory};
 use super::machine::{MachineError, QUIT_TIMEOUT, Vm};
 use super::qmp::{Qmp, QmpError};
 
-/// Time that a monitor has to answer whoever wants to end the VM.
+/// Timeout of monitor answers while a VM is stopped.
 const STOP_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Time until a guest that was asked to shut down is asked again.
+/// Interval between repeated requests to shut down.
 const PRESS_AGAIN: Duration = Duration::from_secs(2);
 
-/// Time that a QEMU which closed its monitor has to end.
+/// Longest time from the close of QEMU's monitor to its end.
 const ENDING: Duration = Duration::from_millis(500);
 
-/// Looks in a row that must find a VM standing still, and the time between two.
+/// Consecutive checks that must find the VM paused before it counts as paused, and the interval
+/// between them.
 const STOOD_LOOKS: u32 = 3;
 const STOOD_LOOK: Duration = Duration::from_millis(100);
 
-/// Carries out a command of QEMU's monitor.
+/// A function that executes a command of QEMU's monitor.
 pub type Ask<'a> = dyn Fn(&str) -> Result<Value, QmpError> + 'a;
 
-/// How a VM was ended, and why so.
+/// Result of stopping a VM.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stopped {
-    /// By its guest, by QEMU's monitor, by a signal, or before anybody asked.
+    /// The way the VM ended.
     pub kind: StopKind,
-    /// Whether its guest was to shut down and did not.
+    /// Whether the guest was asked to shut down and did not do so in time.
     pub overdue: bool,
-    /// How long that took.
+    /// Time from the request to QEMU's end.
     pub took: Duration,
-    /// Why it was switched off, if it was.
+    /// Why QEMU was told to quit or killed; `None`: it was not.
     pub why: Option<String>,
 }
 
-/// How a VM was ended.
+/// The way a VM ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StopKind {
-    /// It had ended before.
+    /// The VM had ended before.
     Already,
     /// The guest shut down.
     PoweredDown,
-    /// QEMU was told to quit: the guest had no time left.
+    /// QEMU was told to quit, because the guest's time was over.
     Quit,
     /// QEMU was killed.
     Killed,
 }
 
 impl Vm {
-    /// Ends the VM: asks the guest to shut down and gives it `timeout`; then tells QEMU to quit;
-    /// then kills it. Its files and temporary overlays are removed.
+    /// Stops the VM: asks the guest to shut down and waits for `timeout`; then tells QEMU to quit;
+    /// then kills it. The VM's files and temporary overlays are removed.
     pub fn stop(&self, timeout: Duration) -> Result<StopKind, MachineError> {
         self.end(timeout, &|| false, None)
             .map(|stopped| stopped.kind)
     }
 
-    /// The same. `ask` has the guest's agent shut it down, and says whether the agent took the
-    /// order. `monitor` carries a command out on a connection that the caller has already.
+    /// Stops the VM like [`stop`](Self::stop). `ask` requests the shutdown through the guest's
+    /// agent, and returns whether the agent accepted it. `monitor` executes commands on the
+    /// caller's existing connection.
     pub fn end(
         &self,
         timeout: Duration,
@@ -83,8 +85,7 @@ impl Vm {
         Ok(stopped)
     }
 
-    /// Kills QEMU, whose guest nobody wants any more, without a question. Its files and temporary
-    /// overlays are removed.
+    /// Kills QEMU without asking the guest. The VM's files and temporary overlays are removed.
     pub fn kill(&self) -> Result<(), MachineError> {
         let (directory, record) = self.started()?;
         let look = |source| self.look(source);
@@ -95,7 +96,7 @@ impl Vm {
         remove_files(directory, record).map_err(look)
     }
 
-    /// Files and record of a VM that memfold started.
+    /// Returns directory and record of a VM that memfold started, or an error for other VMs.
     fn started(&self) -> Result<(&VmDirectory, &Record), MachineError> {
         let started = self.directory.as_ref().zip(self.record.as_ref());
         started.ok_or_else(|| MachineError::NotOurs {
@@ -117,8 +118,8 @@ impl Vm {
         }
     }
 
-    /// Carries a command out on a connection of this call's own: to the daemon's monitor, or, if
-    /// somebody has that, to the other.
+    /// Executes a command on a new connection to the daemon's monitor, or, if that is in use, to
+    /// the other monitor.
     fn ask_alone(&self, own: &mut Option<Qmp>, command: &str) -> Result<Value, QmpError> {
         if own.is_none() {
             let sockets = self.directory.as_ref().map(|d| [d.daemon_qmp(), d.qmp()]);
@@ -212,9 +213,9 @@ impl Vm {
             .flatten())
     }
 
-    /// Asks the guest to shut down, until it does: its agent first, or else the power button, again
-    /// and again. A guest whose kernel is not up yet hears neither. A guest that stands still
-    /// cannot hear it at all.
+    /// Asks the guest to shut down: through its agent, or else with the power button, repeatedly,
+    /// because a guest whose kernel is still booting receives neither. A paused guest cannot react
+    /// at all.
     fn power_down(
         &self,
         timeout: Duration,
@@ -263,7 +264,7 @@ impl Vm {
     }
 }
 
-/// Removes the files of a VM that has ended, unless they are gone and another VM has got its name.
+/// Removes the files of an ended VM, unless another VM has its name now.
 fn remove_files(directory: &VmDirectory, record: &Record) -> io::Result<()> {
     let now = VmDirectory::read_json::<Record>(&directory.record());
     if now.as_ref().is_ok_and(|now| now.process != record.process) {
@@ -274,17 +275,17 @@ fn remove_files(directory: &VmDirectory, record: &Record) -> io::Result<()> {
     directory.remove(&overlays)
 }
 
-/// What became of a guest that was to shut down.
+/// Result of asking a guest to shut down.
 enum Shutdown {
-    /// It did.
+    /// The guest shut down.
     Done,
-    /// It ended before it was asked.
+    /// The VM ended before the guest was asked.
     Gone,
-    /// It was not asked, and why.
+    /// The guest was not asked; the text says why.
     NotAsked(String),
-    /// It did not in time.
+    /// The guest did not shut down in time.
     Overdue,
-    /// QEMU doesn't answer.
+    /// QEMU does not answer.
     Silent(String),
 }
 

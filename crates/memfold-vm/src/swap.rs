@@ -29,19 +29,20 @@ pub const SERIAL: &str = "memfold-swap";
 /// Name of the device in QEMU.
 pub const DEVICE: &str = "swap";
 
-/// Least size of a swap disk.
+/// Minimum size of a swap disk.
 const LEAST: ByteSize = ByteSize::mib(1);
 
-/// Page size of the guests that there are (x86-64).
+/// Page size of guests (x86-64), in bytes.
 const PAGE: u64 = 4096;
 
-/// Name of the node that the device uses in generation `n`, as long as it is on a disk alone.
+/// Returns the name of the device's block node in this generation, while the swap disk is on the
+/// host's disk alone.
 #[must_use]
 pub fn node(generation: u64) -> String {
     format!("swap{generation}")
 }
 
-/// Name of the node of its file.
+/// Returns the name of the block node of the file.
 #[must_use]
 pub fn file_node(generation: u64) -> String {
     format!("swap-file{generation}")
@@ -66,9 +67,9 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Makes a file of `bytes`, readable for its owner only, that has all its room on the disk: a guest
-/// whose swap disk gets full later loses programs. With a swap header if `fresh`. If it fails there
-/// is none.
+/// Creates a file of `bytes` bytes, readable for its owner only, with all blocks allocated, because
+/// a guest whose swap disk runs out of space loses programs. `fresh`: writes a swap header. After
+/// an error, no file remains.
 pub fn create(path: &Path, bytes: u64, fresh: bool) -> io::Result<()> {
     let file = overlay::new_file(path)?;
     fill(&file, bytes, fresh).inspect_err(|_| {
@@ -90,7 +91,7 @@ fn fill(file: &File, bytes: u64, fresh: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// The first page of a swap space (`union swap_header` in `include/linux/swap.h`).
+/// Returns the first page of a swap space (`union swap_header` in `include/linux/swap.h`).
 fn header(bytes: u64) -> io::Result<Vec<u8>> {
     let last = u32::try_from(bytes / PAGE - 1)
         .map_err(|_| io::Error::other("swap disks end at 16 TiB"))?;
@@ -105,8 +106,8 @@ fn header(bytes: u64) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// Where the swap disk of a VM lies, or a copy of it: beside temporary overlays, on a disk and not
-/// in RAM.
+/// Returns a path for the swap disk of a VM, or for a copy of it: in the directory of temporary
+/// overlays, on a disk and not in RAM.
 pub fn place(name: &str) -> io::Result<PathBuf> {
     let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
     let unique = overlay::unique();
@@ -115,10 +116,11 @@ pub fn place(name: &str) -> io::Result<PathBuf> {
         .join(format!("memfold-{name}-swap-{unique:x}.raw")))
 }
 
-/// What the guest runs to use its swap disk; does nothing if it uses it.
+/// Returns the shell script with which a guest activates its swap disk; it does nothing if the disk
+/// is active.
 ///
-/// virtio disks say that they rotate, and Linux then reads the eight pages that lie around each
-/// that it wants. Of one that doesn't it reads ahead what the program wants next, and next to
+/// virtio disks report that they rotate, so Linux would read the eight pages around each wanted
+/// page. From a non-rotating disk it reads ahead along the program's access pattern, or almost
 /// nothing if there is no pattern (`swap_use_vma_readahead`, `mm/swap_state.c`).
 #[must_use]
 pub fn swap_on() -> String {
@@ -133,8 +135,8 @@ pub fn swap_on() -> String {
     )
 }
 
-/// What the guest runs to say how much of its swap disk it uses: that disk's line of `/proc/swaps`,
-/// or exit code 1.
+/// Returns the shell script with which a guest prints its swap disk's line of `/proc/swaps`; exit
+/// code 1 if there is none.
 #[must_use]
 pub fn used() -> String {
     format!(
@@ -145,7 +147,8 @@ pub fn used() -> String {
     )
 }
 
-/// Bytes, from what [`used`] printed (`proc_swaps(5)`: name, type, size, used in KiB, priority).
+/// Parses the output of [`used`] into the number of bytes in use (`proc_swaps(5)`: name, type,
+/// size, used in KiB, priority).
 #[must_use]
 pub fn parse_used(line: &[u8]) -> Option<u64> {
     let text = std::str::from_utf8(line).ok()?;

@@ -7,12 +7,13 @@ use std::path::PathBuf;
 
 use super::qemu_line::escape;
 
-/// What stands for the file of a number; a number of two digits begins with none of one.
+/// Returns the token for file `number`. Numbers are padded, so that no token is a prefix of
+/// another.
 pub(super) fn token(kind: &str, number: usize) -> String {
     format!("{kind}{number:03}")
 }
 
-/// A word with files in the place of the tokens of a kind.
+/// Replaces the tokens of one kind in a word by file paths.
 pub(super) fn put_in(kind: &str, word: &str, files: &[PathBuf]) -> OsString {
     let mut words = word.to_owned();
     for (number, file) in files.iter().enumerate() {

@@ -24,13 +24,13 @@ use super::qmp::Qmp;
 use super::ram::{self, RamError};
 use super::spec::{DiskFormat, DiskSpec, VmSpec};
 
-/// How long it may take to start, and each answer of its monitor.
+/// Timeout of QEMU's start, and of each answer of its monitor.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 const NAME: &str = "try";
 
-/// Ends a QEMU that was started.
+/// A started QEMU, killed when this value is dropped.
 struct Started(Option<Child>);
 
 impl Drop for Started {
@@ -43,7 +43,7 @@ impl Drop for Started {
     }
 }
 
-/// What a QEMU has that another has to have, too.
+/// Parts of a QEMU that a second QEMU must have, too: devices, RAM blocks, media.
 #[derive(Debug)]
 pub struct MachineParts {
     devices: Counts,
@@ -53,7 +53,7 @@ pub struct MachineParts {
 }
 
 impl MachineParts {
-    /// That of a QEMU.
+    /// Reads the parts of a running QEMU.
     pub fn of(qmp: &mut Qmp) -> Result<Self, RamError> {
         let blocks = ram::read_blocks(qmp)?.into_iter();
         let named = blocks.filter(|block| !block.name.is_empty() && block.used_bytes > 0);
@@ -68,7 +68,7 @@ impl MachineParts {
         })
     }
 
-    /// The medium of a disk.
+    /// Returns the medium of a disk in `query-block`.
     fn medium(&self, spec: &VmSpec, disk: usize) -> Option<&Value> {
         let mut devices = self.media.as_array()?.iter();
         let device = devices.find(|device| {
@@ -78,7 +78,7 @@ impl MachineParts {
         device?.get("inserted").filter(|medium| medium.is_object())
     }
 
-    /// What it has and `other` hasn't, and the other way round.
+    /// Returns the differences between this machine and `other`, as text.
     fn differences(&self, other: &Self, spec: &VmSpec) -> Vec<String> {
         let mut found = Vec::new();
         compare("device", &self.devices, &other.devices, &mut found);
@@ -89,8 +89,8 @@ impl MachineParts {
     }
 }
 
-/// Starts a QEMU of `spec` as a restore would; or why it can't be, or would be another machine than
-/// `wanted`.
+/// Starts a QEMU with `spec` as a restore would, and ends it. The error says why QEMU does not
+/// start, or how the machine differs from `wanted`.
 pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     let place = tempfile::Builder::new()
         .prefix("memfold-try.")
@@ -164,7 +164,7 @@ fn wait_for_monitor(started: &mut Started, directory: &VmDirectory) -> Result<Qm
     }
 }
 
-/// The description with files in the place of its disks that hold nothing.
+/// Returns the description with empty files in place of its disks.
 fn with_empty_disks(spec: &VmSpec, wanted: &MachineParts, place: &Path) -> std::io::Result<VmSpec> {
     let mut spec = spec.clone();
     NAME.clone_into(&mut spec.name);
@@ -201,7 +201,7 @@ fn compare(what: &str, before: &Counts, after: &Counts, found: &mut Vec<String>)
     }
 }
 
-/// Devices of `info qtree`: `dev: e1000, id "net0"`.
+/// Counts the devices in `info qtree`, by lines such as `dev: e1000, id "net0"`.
 fn devices(tree: &str) -> Counts {
     let mut counts = Counts::new();
     for line in tree.lines() {

@@ -10,17 +10,17 @@ use super::spec::{Aio, Network, VmSpec};
 use super::spec_error::{SpecError, value};
 use super::swap;
 
-/// Least memory of a VM; below it no Linux kernel boots.
+/// Minimum memory of a VM; with less, no Linux kernel boots.
 const MIN_MEMORY: ByteSize = ByteSize::mib(16);
-/// QEMU's limit of vCPUs on q35.
+/// QEMU's limit on vCPUs of q35.
 const MAX_VCPUS: u32 = 4096;
-/// QEMU's limit of memory slots (`ACPI_MAX_RAM_SLOTS`).
+/// QEMU's limit on memory slots (`ACPI_MAX_RAM_SLOTS`).
 const MAX_SLOTS: u32 = 256;
 
 impl VmSpec {
-    /// Checks every field and that every file is there; makes paths absolute (QEMU runs in another
-    /// directory). Those of block devices stay links: where they lead to may have another name
-    /// after a boot.
+    /// Checks every field and that every file exists, and makes paths absolute, because QEMU runs
+    /// in another directory. Links to block devices are kept, because the device may have another
+    /// name after a boot.
     pub fn validate(&mut self) -> Result<(), SpecError> {
         check_name("name", &self.name)?;
         if let Some(domain) = &self.domain {
@@ -91,7 +91,8 @@ impl VmSpec {
         Ok(())
     }
 
-    /// What is offered to KSM follows from the trust domain; QEMU would believe a later word.
+    /// Refuses arguments that change which memory is offered to KSM. The trust domain decides that,
+    /// but QEMU would obey a later option.
     fn check_arguments(&self) -> Result<(), SpecError> {
         if let Some(place) = self.qemu_directory.as_ref().filter(|p| p.is_relative()) {
             let why = format!("{} is not an absolute path", place.display());
@@ -112,7 +113,8 @@ impl VmSpec {
         }
     }
 
-    /// What is known to keep a VM from being saved, before it starts.
+    /// Refuses a boot snapshot of a VM that is known to be impossible to save, before the VM
+    /// starts.
     fn check_boot_snapshot(&self) -> Result<(), SpecError> {
         check_name("boot_snapshot", &format!("{}-boot", self.name))?;
         let why = if !self.fold {

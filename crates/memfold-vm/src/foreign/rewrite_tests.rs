@@ -9,7 +9,7 @@ fn line(text: &str) -> Vec<String> {
     ["qemu".to_owned()].into_iter().chain(words).collect()
 }
 
-/// Copies a command line, given as lines of an option and its value.
+/// Copies a command line, given as words.
 fn copy(line: &[String], facts: &Facts) -> Result<Copy, String> {
     super::copy(&options::read(line)?, facts)
 }

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 
 use rustix::process::Pid;
 
-/// User and groups that a QEMU process runs as.
+/// Name, user ID and group ID of the user that a QEMU process runs as.
 pub(super) struct User {
     pub(super) name: String,
     pub(super) uid: u32,

@@ -10,7 +10,7 @@ use memfold_vm::{AgentError, AgentEvent, AgentLink, AgentOptions};
 use memfold_wire::agent::{FromAgent, HintRun, OutputStream, ToAgent, VERSION};
 use memfold_wire::{Decoder, encode};
 
-/// Longer than anything here takes, on a busy machine too.
+/// Longer than any step of these tests, even on a busy machine.
 const LONG: Duration = Duration::from_secs(20);
 
 struct Guest {

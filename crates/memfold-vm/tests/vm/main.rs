@@ -31,7 +31,7 @@ fn paused(name: &str, memory: ByteSize) -> VmSpec {
     spec
 }
 
-/// A VM that is ended with the test, also when it fails.
+/// A VM that ends with the test, even if the test fails.
 struct Running(Vm);
 
 impl Running {
@@ -96,8 +96,8 @@ impl Drop for Foreign {
     }
 }
 
-/// Writes a pattern where the layout says that `gpa` is, and reads it back from QEMU by its
-/// guest-physical address.
+/// Writes a pattern to the address that the layout gives for `gpa`, and reads it back from QEMU by
+/// its guest-physical address.
 fn prove(vm: &Vm, qmp: &mut Qmp, layout: &RamLayout, gpa: u64) {
     let hva = layout
         .hva_of_gpa(Gpa(gpa))
@@ -344,7 +344,7 @@ fn a_killed_vm_is_noticed_and_its_files_go() {
     Running::start(state.path(), paused("victim", ByteSize::mib(64)));
 }
 
-/// Started by the next test in a process of its own.
+/// Started by the next test in a separate process.
 #[test]
 #[ignore = "a part of the next test"]
 fn child_starts_a_vm_and_waits_for_its_death() {
