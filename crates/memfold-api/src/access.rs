@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What somebody may do.
+/// Role of a client: the requests that it may make.
 #[derive(
     Clone,
     Copy,
@@ -19,17 +19,17 @@ use utoipa::ToSchema;
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// Ask the registry of leases, in the name of one host.
+    /// Use the registry of leases, in the name of one host.
     #[value(skip)]
     Host,
-    /// See everything that memfold shows, but not the audit log.
+    /// Read everything except the audit log.
     Read,
-    /// Change everything, too.
+    /// Read and change everything.
     Operate,
 }
 
 impl Role {
-    /// In words.
+    /// Returns the role's name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -39,7 +39,7 @@ impl Role {
         }
     }
 
-    /// Whether it may do what needs `other`.
+    /// Returns whether this role permits requests that need `other`.
     #[must_use]
     pub const fn may(self, other: Self) -> bool {
         match other {
@@ -54,18 +54,18 @@ impl Role {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LoginRequest {
-    /// A token, or a code for one login.
+    /// A token, or a login code, which is valid once.
     pub secret: String,
 }
 
 /// `GET /v1/session`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SessionInfo {
-    /// What one may.
+    /// Role of the session.
     pub role: Role,
-    /// Who one is, as the audit log says it.
+    /// Name of the client in the audit log.
     pub who: String,
-    /// By what way: `socket` or `tcp`.
+    /// Connection: `socket` or `tcp`.
     pub via: String,
 }
 
@@ -73,18 +73,18 @@ pub struct SessionInfo {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CodeRequest {
-    /// The role of the session that it begins; not more than one's own.
+    /// Role of the session that the code begins; at most the caller's own role.
     pub role: Role,
 }
 
-/// A code for one login.
+/// A login code, which is valid once.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct LoginCode {
-    /// Addresses of the dashboard with the code behind `#`, which no browser sends to any server.
+    /// URLs of the dashboard with the code after `#`; browsers do not send that part to any server.
     pub urls: Vec<String>,
-    /// The role of the session.
+    /// Role of the session.
     pub role: Role,
-    /// How long it is good, in seconds.
+    /// Validity of the code, in seconds.
     pub valid_s: u64,
 }
 
@@ -92,17 +92,17 @@ pub struct LoginCode {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HostRequest {
-    /// Its name among those that lend and borrow (`memfold serve --host` there).
+    /// Name under which the host lends and borrows (`memfold serve --host` on that host).
     pub host: String,
 }
 
-/// What lets a host ask.
+/// Credentials with which a host uses the registry.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct HostToken {
     /// The name under which this host lends and borrows.
     pub host: String,
-    /// Its token. It is not kept, and so not shown again.
+    /// The host's token. The daemon does not store it and cannot show it again.
     pub token: String,
-    /// Addresses of this daemon, one of which the host is given as `--registry`.
+    /// URLs of this daemon; pass one of them to the host as `--registry`.
     pub urls: Vec<String>,
 }

@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::ErrorBody;
 
-/// Why a request has no answer.
+/// Error of a request to the daemon.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum ClientError {
@@ -44,7 +44,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client of the daemon at `socket`. Connects at each request.
+    /// Returns a client of the daemon at `socket`, which connects anew for each request.
     pub fn new(socket: &Path) -> Result<Self, ClientError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -57,19 +57,19 @@ impl Client {
         })
     }
 
-    /// The same, that waits no longer than so for each answer.
+    /// Sets the timeout of each request.
     #[must_use]
     pub fn within(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
         self
     }
 
-    /// `GET path`.
+    /// Sends `GET path`.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         self.request(Method::GET, path, Bytes::new())
     }
 
-    /// `POST path` with a JSON body.
+    /// Sends `POST path` with a JSON body.
     pub fn post<B: Serialize, T: DeserializeOwned>(
         &self,
         path: &str,
@@ -78,7 +78,7 @@ impl Client {
         self.request(Method::POST, path, serde_json::to_vec(body)?.into())
     }
 
-    /// `PUT path` with a JSON body.
+    /// Sends `PUT path` with a JSON body.
     pub fn put<B: Serialize, T: DeserializeOwned>(
         &self,
         path: &str,
@@ -87,7 +87,7 @@ impl Client {
         self.request(Method::PUT, path, serde_json::to_vec(body)?.into())
     }
 
-    /// `DELETE path`.
+    /// Sends `DELETE path`.
     pub fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         self.request(Method::DELETE, path, Bytes::new())
     }

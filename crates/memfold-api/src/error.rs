@@ -6,11 +6,11 @@ use utoipa::ToSchema;
 /// The body of a response with an HTTP status of 400 and above.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {
-    /// Which condition failed.
+    /// Message: which condition failed.
     pub error: String,
-    /// What would change it, if known.
+    /// Remedy, if known.
     pub hint: Option<String>,
-    /// Whether this host can't do it at all (the command line exits with 3).
+    /// Whether the request is impossible on this host (the command line exits with 3).
     #[serde(default)]
     pub impossible_here: bool,
 }

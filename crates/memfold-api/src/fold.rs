@@ -3,14 +3,14 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// `PUT /v1/fold`: fields that are absent stay as they are.
+/// `PUT /v1/fold`: absent fields keep their values.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct FoldRequest {
-    /// Stop folding, or go on. What is folded stays folded.
+    /// Whether folding pauses. Folded pages stay folded.
     pub paused: Option<bool>,
-    /// CPU that folding may use over time, in percent of one core (0 to 100).
+    /// Average CPU that folding may use, in percent of one core (0 to 100).
     pub cpu_percent: Option<f64>,
-    /// Pages looked at in a second at most; 0 for no limit.
+    /// Most pages examined per second; 0: no limit.
     pub pages_per_second: Option<u64>,
 }

@@ -7,14 +7,14 @@ use utoipa::ToSchema;
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KsmStartRequest {
-    /// For the VMs of this trust domain; null: the only one whose VMs have mergeable memory.
+    /// Trust domain whose VMs are merged; null: the only domain whose VMs have mergeable memory.
     #[serde(default)]
     pub domain: Option<String>,
-    /// CPU that ksmd may use, in percent of one (above 0, to 95).
+    /// CPU that ksmd may use, in percent of one core (above 0, to 95).
     pub cpu_percent: f64,
-    /// Time that a full scan is to take, in seconds (1 or more).
+    /// Target duration of a full scan, in seconds (1 or more).
     pub target_s: f64,
-    /// Have the kernel's advisor set `pages_to_scan` (Linux 6.8).
+    /// Whether the kernel's advisor sets `pages_to_scan` (Linux 6.8 or newer).
     #[serde(default)]
     pub advisor: bool,
 }
@@ -23,7 +23,7 @@ pub struct KsmStartRequest {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KsmStopRequest {
-    /// Give each merged page its own copy again, which takes as much memory at once as merging
+    /// Whether merged pages are separated again. This takes as much memory at once as merging
     /// saves.
     #[serde(default)]
     pub unmerge: bool,

@@ -19,33 +19,33 @@ use crate::swap::SwapPlace;
 pub struct LendRequest {
     /// Most bytes to lend.
     pub max_bytes: u64,
-    /// Address on which exports listen, with TLS and a key each; null: on Unix sockets, for
+    /// Address that exports listen on, each with TLS and its own key; null: Unix sockets, for
     /// borrowers on this host.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub listen: Option<IpAddr>,
-    /// What borrowers are told instead of that address, where a forwarder is between; null: that
-    /// address.
+    /// Address announced to borrowers instead of `listen`, if a forwarder is in between; null:
+    /// `listen`.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub announce: Option<IpAddr>,
-    /// First and last port for exports; null: any that is free.
+    /// First and last port for exports; null: any free port.
     #[serde(default)]
     #[schema(value_type = Option<Vec<u16>>)]
     pub ports: Option<(u16, u16)>,
-    /// What exports speak. By iSCSI a null `listen` means this host's own 127.0.0.1.
+    /// Protocol of exports. With iSCSI, a null `listen` means 127.0.0.1.
     #[serde(default)]
     pub transport: Transport,
-    /// Agrees that what VMs have swapped out is sent in clear text (iSCSI to other hosts).
+    /// Whether sending VMs' swapped-out memory unencrypted is accepted (iSCSI to other hosts).
     #[serde(default)]
     pub cleartext: bool,
 }
 
 impl LendRequest {
-    /// Where exports listen.
+    /// Returns the address that exports listen on.
     ///
     /// # Errors
-    /// Why that can't be: borrowers could not reach them, or it contradicts itself.
+    /// A message if borrowers could not reach the exports, or if settings contradict each other.
     pub fn listens(&self) -> Result<Listen, &'static str> {
         let is_iscsi = self.transport == Transport::Iscsi;
         if self.cleartext && !is_iscsi {
@@ -94,47 +94,46 @@ impl LendRequest {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BorrowRequest {
-    /// Bytes to borrow: at least as many as the VM's swap disk has, which is also what an absent
-    /// value means.
+    /// Bytes to borrow, at least the size of the VM's swap disk; absent: that size.
     #[serde(default)]
     pub bytes: Option<u64>,
-    /// What keeps the bytes if a lender dies.
+    /// Protection of the data if a lender dies.
     #[serde(default)]
     pub durability: Durability,
-    /// Over how many lenders the disk is laid out, 1 to 8; absent: as few as have room for it, and
-    /// one unless there is a copy on disk.
+    /// Number of lenders over which the disk is striped, 1 to 8; absent: as few as can hold it, and
+    /// one if there is no copy on disk.
     #[serde(default)]
     pub stripes: Option<u8>,
 }
 
-/// What a VM has borrowed.
+/// RAM that a VM, or a swap volume of the host, has borrowed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Borrowed {
-    /// The VM; or `VG/LV`, a swap volume of the host.
+    /// Name of the VM; or `VG/LV`, a swap volume of the host.
     pub vm: String,
-    /// Where its swap disk is.
+    /// Location of the swap disk.
     pub place: SwapPlace,
-    /// Bytes of the disk.
+    /// Size of the swap disk, in bytes.
     pub bytes: u64,
-    /// What keeps the bytes if a lender dies; null: nothing is lent.
+    /// Protection of the data if a lender dies; null: nothing is lent.
     pub durability: Option<Durability>,
-    /// Hosts that lend it.
+    /// Names of the lending hosts.
     pub lenders: Vec<String>,
-    /// Over how many lenders each copy is laid out; null: nothing is lent.
+    /// Number of lenders over which each copy is striped; null: nothing is lent.
     #[serde(default)]
     pub stripes: Option<u8>,
-    /// How long its guest has waited for it since it borrowed first; null: not known, or nothing is
-    /// lent.
+    /// Time that the guest has waited for the swap disk since it first borrowed; null: unknown, or
+    /// nothing is lent.
     #[serde(default)]
     pub waits: Option<Waits>,
-    /// Whether that was changed now.
+    /// Whether this request changed anything.
     pub changed: bool,
-    /// How long that took.
+    /// Duration of the request, in milliseconds.
     pub took_ms: u64,
 }
 
 impl Borrowed {
-    /// Where it is, in words.
+    /// Returns the location of the swap disk as text.
     #[must_use]
     pub fn where_it_is(&self) -> String {
         match self.place {
@@ -163,25 +162,25 @@ impl Borrowed {
 /// `GET /v1/leases`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LeaseReport {
-    /// Name of this host.
+    /// Name under which this host lends and borrows.
     pub host: String,
-    /// Where the registry is.
+    /// Address of the registry.
     pub registry: String,
-    /// Why the registry can't be used now: what lenders and leases there are, and so the blast
-    /// radius, is not known. Null: it answers.
+    /// Why the registry cannot be used now. Then lenders, leases and the blast radius are unknown.
+    /// Null: it answers.
     #[serde(default)]
     pub registry_away: Option<String>,
-    /// What this host lends; null: it doesn't.
+    /// RAM that this host lends; null: it does not lend.
     #[schema(value_type = Option<Object>)]
     pub lending: Option<LenderStatus>,
-    /// How that was asked for: what to say again, to change how much. Null: it doesn't lend, or
-    /// takes everything back.
+    /// The request by which this host lends, to be repeated with another `max_bytes`. Null: it does
+    /// not lend, or is taking everything back.
     #[serde(default)]
     pub lends_as: Option<LendRequest>,
     /// VMs and volumes of this host that borrow.
     pub borrowed: Vec<Borrowed>,
-    /// VMs of this host on their own disk, for which lent RAM was asked: they borrow again when a
-    /// lender has room.
+    /// VMs of this host that swap to their own disk although lent RAM was requested. They borrow
+    /// again when a lender has room.
     #[serde(default)]
     pub again: Vec<String>,
     /// All lenders that the registry knows.
@@ -193,11 +192,11 @@ pub struct LeaseReport {
     /// The blast radius: what the death of each lender would do.
     #[schema(value_type = Vec<Object>)]
     pub blast: Vec<Blast>,
-    /// Lenders that served wrong bytes to VMs of this host, of which nothing is borrowed now.
+    /// Lenders that served wrong bytes to VMs of this host, and from which nothing is borrowed now.
     #[schema(value_type = Vec<Object>)]
     pub distrusted: Vec<Distrusted>,
-    /// Wrong bytes that lenders have served to VMs of this host since its daemon began. No VM was
-    /// given any.
+    /// Number of times that lenders served wrong bytes to VMs of this host since its daemon
+    /// started. No VM received any.
     pub lies: u64,
 }
 

@@ -17,7 +17,7 @@ pub struct LibvirtRequest {
 pub struct LibvirtEnableRequest {
     /// Name of the domain in libvirt.
     pub domain: String,
-    /// Its trust domain; null: it shares with nobody.
+    /// Trust domain of the VM; null: it shares memory with no other.
     #[serde(default)]
     pub trust_domain: Option<String>,
 }

@@ -10,11 +10,11 @@ use utoipa::ToSchema;
 /// `GET /v1/version`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct VersionInfo {
-    /// The daemon's package version.
+    /// Package version of the daemon.
     pub version: String,
-    /// Its process id.
+    /// Process ID of the daemon.
     pub pid: i32,
-    /// Where it keeps its VMs.
+    /// State directory of the daemon's VMs.
     #[schema(value_type = String)]
     pub state: PathBuf,
 }
@@ -22,9 +22,9 @@ pub struct VersionInfo {
 /// `GET /v1/report`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct FullReport {
-    /// Where every byte is.
+    /// Memory use of the host and of each VM.
     #[schema(value_type = Object)]
     pub ledger: ledger::Report,
-    /// What folding has done.
+    /// Counters of folding.
     pub fold: EngineStats,
 }

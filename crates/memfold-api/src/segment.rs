@@ -8,23 +8,23 @@ use utoipa::ToSchema;
 pub struct VmSegment {
     /// `NAME@GENERATION`.
     pub segment: String,
-    /// What the guest does with it.
+    /// State of the segment in the guest.
     pub state: SegmentState,
 }
 
-/// What a guest does with a segment.
+/// State of a segment in a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SegmentState {
-    /// It sees the device; nothing is known of more.
+    /// The guest sees the device; nothing more is known.
     Attached,
-    /// It is the guest's root.
+    /// The segment is the guest's root file system.
     Root,
-    /// It lies over the guest's own files.
+    /// The segment is overlaid on the guest's own files.
     Laid,
-    /// It was taken off again; the device stays until the VM ends.
+    /// The overlay was removed; the device remains until the VM ends.
     TakenOff,
-    /// It could not be laid over the guest's own files, and why.
+    /// The segment could not be overlaid on the guest's own files; the text says why.
     Failed(String),
 }
 
@@ -34,38 +34,39 @@ pub enum SegmentState {
 pub struct BuildRequest {
     /// Name of the segment.
     pub name: String,
-    /// Its trust domain.
+    /// Trust domain of the segment.
     pub domain: String,
-    /// One directory or disk image of the daemon's host, packages (`.deb` files, `package:NAME`),
-    /// or a running VM (`vm:NAME`).
+    /// Sources: one directory or disk image on the daemon's host, packages (`.deb` files,
+    /// `package:NAME`), or a running VM (`vm:NAME`).
     pub from: Vec<String>,
-    /// Globs of paths, beginning with a slash; none: `/usr/**` and `/opt/**`, or everything with
-    /// `root`.
+    /// Globs of paths to include, beginning with a slash; empty: `/usr/**` and `/opt/**`, or
+    /// everything with `root`.
     #[serde(default)]
     pub include: Vec<String>,
-    /// Globs of paths to leave out.
+    /// Globs of paths to exclude.
     #[serde(default)]
     pub exclude: Vec<String>,
-    /// Take only the best files for the domain's VMs, by what they cache now, in so many bytes.
+    /// Include only the files with the highest savings, ranked by the page caches of the domain's
+    /// VMs, up to this many bytes.
     #[serde(default)]
     pub top_files_bytes: Option<u64>,
-    /// How many VMs are to map it, for that choice; unset: those that run.
+    /// Number of VMs that will map the segment, for that ranking; unset: the number of running VMs.
     #[serde(default)]
     pub for_vms: Option<u64>,
-    /// Build a whole root file system.
+    /// Whether to build a whole root file system.
     #[serde(default)]
     pub root: bool,
-    /// Hold it in memory.
+    /// Whether to keep the image in memory.
     #[serde(default)]
     pub pinned: bool,
 }
 
-/// What a build made.
+/// Result of a build.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct BuildResult {
     /// The newest generation.
     pub segment: memfold_segment::Manifest,
-    /// Whether it is new; `false`: the newest one held the same files already.
+    /// Whether the generation is new; `false`: the newest generation already held the same files.
     pub is_new: bool,
 }
 
@@ -73,16 +74,16 @@ pub struct BuildResult {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RankRequest {
-    /// VMs whose files are ranked; none: all of the domain.
+    /// VMs whose cached files are ranked; empty: all VMs of the domain.
     #[serde(default)]
     pub vms: Vec<String>,
-    /// Trust domain; unset: all.
+    /// Trust domain; unset: all domains.
     #[serde(default)]
     pub domain: Option<String>,
-    /// How many VMs are to map the segment; unset: as many as cache a file now.
+    /// Number of VMs that will map the segment; unset: for each file, as many as cache it now.
     #[serde(default)]
     pub for_vms: Option<u64>,
-    /// Only files of which one of these globs is true; none: `/usr/**` and `/opt/**`.
+    /// Globs of files to rank; empty: `/usr/**` and `/opt/**`.
     #[serde(default)]
     pub include: Vec<String>,
 }
@@ -93,24 +94,26 @@ pub struct RankRequest {
 pub struct AttachSegmentRequest {
     /// `NAME` or `NAME@GENERATION`.
     pub segment: String,
-    /// Only attach the device; don't have the guest lay it over its files.
+    /// Whether to attach only the device, without an overlay in the guest.
     #[serde(default)]
     pub no_lay: bool,
-    /// Have the guest compare all bytes with its own files first, not only names, sizes and times.
+    /// Whether the guest first compares all bytes with its own files, not only names, sizes and
+    /// times.
     #[serde(default)]
     pub content: bool,
-    /// Only if no other VM maps any generation of it, and none may until this VM takes it off or
-    /// ends: what its guest writes becomes the next generation (`from` = `vm:NAME`).
+    /// Whether this VM is to write the segment's next generation (`from` = `vm:NAME`). Refused if
+    /// another VM maps any generation; no other VM may map one until this VM detaches the segment
+    /// or ends.
     #[serde(default)]
     pub writer: bool,
 }
 
-/// What a guest has done with a segment.
+/// Result of attaching a segment.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct AttachedSegment {
-    /// What is mapped, and where the guest sees it.
+    /// The segment and its state in the guest.
     pub segment: VmSegment,
-    /// What the agent said of it, if it did something.
+    /// Report of the guest's agent, if the agent did something.
     #[schema(value_type = Option<Object>)]
     pub report: Option<serde_json::Value>,
 }

@@ -14,28 +14,27 @@ pub struct SaveRequest {
     pub vm: String,
     /// Name of the snapshot.
     pub name: String,
-    /// What is kept of what the guest can get again.
+    /// Which of the guest's caches are kept.
     #[serde(default)]
     pub keep: Keep,
-    /// Whether the VM goes on while its RAM is copied. The snapshot is of one instant all the same.
+    /// Whether the VM runs while its RAM is copied. The snapshot is still of one instant.
     #[serde(default)]
     pub live: bool,
     /// Whether the RAM image is compressed.
     #[serde(default)]
     pub compress: bool,
-    /// How long the guest may take to drop its caches, in seconds (120 if not given). What it has
-    /// not dropped by then is saved.
+    /// Longest time for the guest to drop its caches, in seconds (default 120). Caches not dropped
+    /// by then are saved.
     #[serde(default)]
     pub drop_s: Option<u32>,
-    /// Whether the guest's clock stays behind by what the VM stood still. Unset: it is set to the
-    /// host's if that was long.
+    /// Whether the guest's clock is left behind by the time that the VM was stopped. Unset: the
+    /// clock is set to the host's if that time was long.
     #[serde(default)]
     pub keep_clock: bool,
 }
 
 impl SaveRequest {
-    /// A save that keeps nothing of what the guest can get again, of a VM that stands still
-    /// meanwhile.
+    /// Returns a request that keeps none of the guest's caches and stops the VM meanwhile.
     pub fn new(vm: impl Into<String>, name: impl Into<String>) -> Self {
         Self {
             vm: vm.into(),
@@ -53,39 +52,40 @@ impl SaveRequest {
 #[allow(clippy::struct_excessive_bools)] // what was asked for
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RestoreRequest {
-    /// Name of the VM that is to run from it.
+    /// Name of the restored VM.
     pub vm: String,
-    /// What it gets anew.
+    /// Which identities of the VM are renewed.
     #[serde(default)]
     pub renew: Renew,
-    /// Start it though nothing would set it apart from another VM that runs from the same memory.
+    /// Whether to start the VM although it could not be given an identity that differs from another
+    /// VM with the same memory.
     #[serde(default)]
     pub force: bool,
-    /// Start it though the brake is on, or would be with it.
+    /// Whether to start the VM although the brake is on, or would be on with it.
     #[serde(default)]
     pub despite_brake: bool,
-    /// Have its memory at hand that a VM used first of all, instead of one page at a time as it
-    /// asks for them.
+    /// Whether to prefetch the pages that a restored VM touches first, instead of loading each page
+    /// when it is touched.
     #[serde(default)]
     pub prefetch: bool,
-    /// Whether the guest's clock stays at the moment of the save. Unset: it is set to the host's
-    /// when the agent answers.
+    /// Whether the guest's clock continues from the moment of the save. Unset: it is set to the
+    /// host's when the agent answers.
     #[serde(default)]
     pub keep_clock: bool,
-    /// A directory that gets the disks which the VM writes, as files of its own (`VM-diskN.qcow2`)
-    /// that stay when it ends. Unset: its writes go to temporary overlays.
+    /// Directory for the VM's own copies of its writable disks (`VM-diskN.qcow2`), which remain
+    /// when the VM ends. Unset: writes go to temporary overlays.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub disks: Option<PathBuf>,
-    /// Ports of the host that lead into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0:
-    /// a free one), in the place of those that the saved VM had.
+    /// Host ports to forward into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: any
+    /// free port), in place of the saved VM's.
     #[serde(default)]
     #[schema(value_type = Vec<String>)]
     pub forwards: Vec<Forward>,
 }
 
 impl RestoreRequest {
-    /// To go on as the VM that was saved.
+    /// Returns a request to continue as the saved VM, with default settings.
     #[must_use]
     pub fn new(vm: impl Into<String>) -> Self {
         Self {
@@ -106,7 +106,7 @@ impl RestoreRequest {
 pub struct VerifyReport {
     /// Name of the snapshot that was verified.
     pub name: String,
-    /// What is wrong with it; empty: nothing.
+    /// Problems found; empty: none.
     pub problems: Vec<String>,
 }
 
@@ -114,21 +114,21 @@ pub struct VerifyReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum BootSnapshot {
-    /// The guest boots.
+    /// The guest is still booting.
     Pending,
-    /// It is there.
+    /// The snapshot exists.
     Ready,
-    /// There is none, and why.
+    /// The snapshot could not be taken; the text says why.
     Failed(String),
 }
 
 /// `POST /v1/vms/{name}/reboot`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RebootRequest {
-    /// Go back to what the VM was right after its boot, disks included, instead of having the guest
-    /// reboot.
+    /// Whether to restore the VM, disks included, to its state right after its boot, instead of
+    /// rebooting the guest.
     #[serde(default)]
     pub from_boot_snapshot: bool,
-    /// Seconds that the guest has until its agent answers again.
+    /// Longest time until the guest's agent answers again, in seconds.
     pub timeout_s: f64,
 }

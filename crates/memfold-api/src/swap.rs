@@ -4,39 +4,42 @@ use memfold_lend::Durability;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A VM's swap disk. What lies on it is no part of guest RAM.
+/// Status of a VM's swap disk. Its contents do not count as guest RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmSwap {
-    /// Bytes of the disk.
+    /// Size of the disk, in bytes.
     pub bytes: u64,
-    /// Where it is.
+    /// Location of the disk.
     pub place: SwapPlace,
-    /// What keeps the bytes if a lender dies; null: nothing is lent.
+    /// Protection of the data if a lender dies; null: nothing is lent.
     pub durability: Option<Durability>,
-    /// What lies on lent memory, by lender: first all of one copy, then those of the next.
+    /// Parts of the disk on lent memory, by lender: all parts of the first copy, then those of the
+    /// next.
     pub lent: Vec<LentPart>,
 }
 
-/// What one lender holds of a VM's swap disk.
+/// Part of a VM's swap disk that one lender holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LentPart {
-    /// Who lends.
+    /// Name of the lending host.
     pub lender: String,
-    /// So much of the disk; rounded up, if it is laid out over several lenders.
+    /// Bytes of the disk that this lender holds; rounded up if the disk is striped over several
+    /// lenders.
     pub bytes: u64,
-    /// Which copy this is a part of: 0, or 1 where there are two.
+    /// Number of the copy that this part belongs to: 0 or 1.
     pub copy: usize,
 }
 
-/// Where a VM's swap disk is.
+/// Location of a VM's swap disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SwapPlace {
     /// On lent RAM.
     Lent,
-    /// On lent RAM, with fewer copies than were asked for.
+    /// On lent RAM, with fewer copies than requested.
     Degraded,
-    /// On this host's disk, though lent RAM was asked for: its lender has died or wanted it back.
+    /// On this host's disk although lent RAM was requested, because the lender died or recalled its
+    /// RAM.
     OnCopy,
     /// On this host's disk.
     OnDisk,

@@ -14,46 +14,47 @@ use crate::swap::VmSwap;
 /// A VM as `memfold vm list` shows it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct VmInfo {
-    /// Unique on this host.
+    /// Name of the VM, unique on this host.
     pub name: String,
-    /// Trust domain; `null`: it shares with nobody.
+    /// Trust domain; `null`: the VM shares memory with no other.
     pub domain: Option<String>,
-    /// QEMU's process.
+    /// QEMU's process ID.
     pub pid: i32,
     /// Guest RAM in bytes.
     pub ram_bytes: u64,
     /// `started` by memfold, or `attached`.
     pub origin: String,
-    /// Its name in libvirt, if that has started it.
+    /// Name of the domain in libvirt, if libvirt started the VM.
     #[serde(default)]
     pub libvirt: Option<String>,
     /// QEMU's version.
     pub qemu: String,
-    /// Whether the guest's agent is connected, with its kernel.
+    /// Kernel version of the guest, if its agent is connected.
     pub agent: Option<String>,
-    /// Conditions that the agent reports, in words.
+    /// Problems that the agent reports, as text.
     pub agent_problems: Vec<String>,
-    /// Why its RAM is not folded; empty: it is.
+    /// Reasons why the VM's RAM is not folded; empty: it is.
     pub fold_problems: Vec<String>,
-    /// Why folded pages can be folded again only at a pause; empty: they can any time.
+    /// Reasons why folded pages can be folded again only while the VM is paused; empty: at any
+    /// time.
     pub refold_problems: Vec<String>,
-    /// What it costs the host besides, such as CPUs that its guest never gives back.
+    /// Settings that cost the host other resources, such as CPUs that the guest never yields.
     #[serde(default)]
     pub costs: Vec<String>,
-    /// Segments that it maps, in the order of their slots.
+    /// Segments that the VM maps, in the order of their slots.
     #[serde(default)]
     pub segments: Vec<VmSegment>,
-    /// What it got anew when it was restored, if this daemon saw to that.
+    /// Identities renewed when the VM was restored, if this daemon restored it.
     #[serde(default)]
     pub renewal: Option<Renewal>,
-    /// What its wall clock showed when it went on after it had stood still, and what became of
-    /// that. Unset: it has not stood still, or keeps its clock.
+    /// Correction of the guest's wall clock after the VM was stopped. Unset: the VM was not
+    /// stopped, or keeps its clock.
     #[serde(default)]
     pub clock: Option<ClockStep>,
-    /// Its swap disk, if memfold made one.
+    /// Swap disk, if memfold created one.
     #[serde(default)]
     pub swap: Option<VmSwap>,
-    /// The snapshot to which it can go back, if it was started with `boot_snapshot`.
+    /// Status of the boot snapshot, if the VM was started with `boot_snapshot`.
     #[serde(default)]
     pub boot_snapshot: Option<BootSnapshot>,
     /// `running`, or why it is not: QEMU's run state (`paused`, `io-error`, `guest-panicked`, ...:
@@ -61,22 +62,23 @@ pub struct VmInfo {
     /// where QEMU does not answer.
     #[serde(default)]
     pub state: String,
-    /// What has brought that about, as far as it is known.
+    /// Cause of the state, if known.
     #[serde(default)]
     pub state_cause: Option<String>,
-    /// What would have it run again.
+    /// Remedy by which the VM would run again.
     #[serde(default)]
     pub state_fix: Option<String>,
-    /// Ports of the host that lead into the guest: `ADDRESS:PORT:GUEST-PORT`.
+    /// Host ports forwarded into the guest: `ADDRESS:PORT:GUEST-PORT`.
     #[serde(default)]
     pub forwards: Vec<String>,
-    /// What it lacks of the host that the VM in its snapshot had, and one VM alone can have.
+    /// Host resources that the VM in its snapshot had and this VM lacks, because only one VM can
+    /// have them.
     #[serde(default)]
     pub left_out: Vec<String>,
 }
 
 impl VmInfo {
-    /// What `memfold libvirt status` needs of a VM, if libvirt has started it.
+    /// Returns the facts for `memfold libvirt status`, if libvirt started the VM.
     #[must_use]
     pub fn of_libvirt(&self) -> Option<KnownVm> {
         Some(KnownVm {
@@ -105,11 +107,11 @@ pub struct AttachRequest {
 pub struct ExecRequest {
     /// Shell text, run by `/bin/sh -c` in the guest.
     pub script: String,
-    /// Longest time it may take, in seconds.
+    /// Timeout in seconds; the command is then killed.
     pub timeout_s: f64,
 }
 
-/// What a command in a guest gave. Output that is not UTF-8 has replacement characters.
+/// Result of a command in a guest. Invalid UTF-8 in its output is replaced.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ExecResult {
     /// Standard output.
@@ -123,24 +125,23 @@ pub struct ExecResult {
 /// `POST /v1/vms/{name}/stop`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopRequest {
-    /// Seconds that the guest has to shut down by itself before it is switched off; 0: it is not
-    /// asked.
+    /// Time for the guest to shut down before QEMU is ended, in seconds; 0: the guest is not asked.
     pub timeout_s: f64,
 }
 
-/// How a VM was ended.
+/// Result of stopping a VM.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopReport {
-    /// The VM.
+    /// Name of the VM.
     pub name: String,
-    /// `powered_down`: its guest shut down; `already`: it had ended before; `quit`, or `killed`
-    /// where QEMU did not answer: it was switched off.
+    /// `powered_down`: the guest shut down; `already`: the VM had ended before; `quit`: QEMU was
+    /// told to quit; `killed`: QEMU did not answer and was killed.
     pub how: String,
-    /// Whether its guest was to shut down and did not in the time that it had.
+    /// Whether the guest was asked to shut down and did not do so in time.
     pub overdue: bool,
-    /// Seconds until it had ended.
+    /// Time until the VM had ended, in seconds.
     pub took_s: f64,
-    /// Why it was switched off, in words.
+    /// Why QEMU was told to quit or killed, as text.
     pub why: Option<String>,
 }
 
@@ -148,7 +149,7 @@ pub struct StopReport {
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
 #[serde(deny_unknown_fields)]
 pub struct RunOptions {
-    /// Start it though the brake is on.
+    /// Whether to start the VM although the brake is on.
     #[serde(default)]
     pub despite_brake: bool,
 }

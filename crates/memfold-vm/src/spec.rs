@@ -11,11 +11,11 @@ use super::forward::Forward;
 use super::segment_spec::SegmentSpec;
 use super::spec_error::{SpecError, value};
 
-/// What carries out the guest's instructions.
+/// The accelerator that runs the guest's instructions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AccelChoice {
-    /// KVM where a probe guest really boots, else TCG.
+    /// KVM if a probe guest boots with it, else TCG.
     #[default]
     Auto,
     /// Hardware virtualization.
@@ -28,14 +28,14 @@ pub enum AccelChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
-    /// The disk's bytes as they are.
+    /// The file contains the disk's bytes directly.
     Raw,
-    /// QEMU's own.
+    /// QEMU's own image format.
     Qcow2,
 }
 
 impl DiskFormat {
-    /// QEMU's name of the driver.
+    /// Returns QEMU's name of the block driver.
     #[must_use]
     pub const fn driver(self) -> &'static str {
         match self {
@@ -49,7 +49,7 @@ impl DiskFormat {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheMode {
-    /// Through the host's page cache. Lets folded pages be folded again while the VM runs.
+    /// Through the host's page cache. Required for folding pages again while the VM runs.
     #[default]
     Writeback,
     /// Direct I/O.
@@ -63,28 +63,28 @@ pub enum CacheMode {
 }
 
 impl CacheMode {
-    /// Whether the host's page cache is passed by (`O_DIRECT`).
+    /// Returns whether I/O bypasses the host's page cache (`O_DIRECT`).
     #[must_use]
     pub const fn direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
     }
-    /// Whether the guest's flushes are ignored.
+    /// Returns whether the guest's flushes are ignored.
     #[must_use]
     pub const fn no_flush(self) -> bool {
         matches!(self, Self::Unsafe)
     }
-    /// Whether the guest sees a volatile write cache.
+    /// Returns whether the guest sees a volatile write cache.
     #[must_use]
     pub const fn write_cache(self) -> bool {
         matches!(self, Self::Writeback | Self::None | Self::Unsafe)
     }
 }
 
-/// How QEMU does a disk's I/O.
+/// Method of a disk's I/O in QEMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aio {
-    /// A pool of threads.
+    /// A thread pool.
     #[default]
     Threads,
     /// `io_uring`.
@@ -94,7 +94,7 @@ pub enum Aio {
 }
 
 impl Aio {
-    /// QEMU's name.
+    /// Returns QEMU's name of the method.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -111,9 +111,10 @@ impl Aio {
 pub struct DiskSpec {
     /// The image file or block device.
     pub path: PathBuf,
-    /// Its format. Unset: qcow2 if the name ends in `.qcow2`, else raw, if what the file begins
-    /// with doesn't say otherwise: then the VM is refused. Nothing is opened as what its bytes say
-    /// alone: a guest could write a header into its raw disk. Checked once; what is set then stays.
+    /// Format of the image. Unset: qcow2 if the name ends in `.qcow2`, else raw; a VM whose image
+    /// begins with the header of another format is refused. The content alone never decides,
+    /// because a guest could write a header into its raw disk. Checked once; the format is then
+    /// stored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<DiskFormat>,
     /// Cache mode.
@@ -122,16 +123,17 @@ pub struct DiskSpec {
     /// I/O method.
     #[serde(default)]
     pub aio: Aio,
-    /// The guest may not write.
+    /// Whether the disk is read-only for the guest.
     #[serde(default)]
     pub read_only: bool,
-    /// Writes go to a temporary overlay, thrown away when the VM ends; the image stays as it is.
+    /// Whether writes go to a temporary overlay, which is removed when the VM ends; the image is
+    /// not changed.
     #[serde(default)]
     pub snapshot: bool,
 }
 
 impl DiskSpec {
-    /// A disk with default settings.
+    /// Returns a disk with default settings.
     #[must_use]
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
@@ -144,7 +146,7 @@ impl DiskSpec {
         }
     }
 
-    /// The format, by name if it isn't set.
+    /// Returns the format; if it is unset, by the file's name.
     #[must_use]
     pub fn format(&self) -> DiskFormat {
         self.format.unwrap_or_else(|| {
@@ -157,17 +159,17 @@ impl DiskSpec {
     }
 }
 
-/// How the VM boots. Nothing set: QEMU's own firmware, from the first disk.
+/// How the VM boots. Default: QEMU's own firmware boots from the first disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BootSpec {
     /// Linux kernel image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<PathBuf>,
-    /// Its initramfs.
+    /// Initramfs of the kernel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initrd: Option<PathBuf>,
-    /// Its command line.
+    /// Command line of the kernel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cmdline: Option<String>,
     /// Firmware image instead of QEMU's own.
@@ -186,15 +188,15 @@ pub enum Network {
     User,
 }
 
-/// Whether KSM may merge a VM's memory with others'. Where it may, it does only while KSM runs on
-/// the host.
+/// Whether KSM may merge a VM's memory with that of other VMs. KSM merges only while it runs on the
+/// host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum MergeChoice {
-    /// If the VM has a trust domain.
+    /// KSM may merge if the VM has a trust domain.
     #[default]
     Domain,
-    /// It may not.
+    /// KSM may not merge.
     Never,
 }
 
@@ -206,95 +208,97 @@ impl MergeChoice {
     }
 }
 
-/// A VM's description.
+/// The description of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[allow(clippy::struct_excessive_bools)] // independent wishes
 pub struct VmSpec {
-    /// Unique on this host.
+    /// Name of the VM, unique on this host.
     pub name: String,
-    /// RAM at start.
+    /// RAM at the start of the VM.
     #[serde(with = "size_text")]
     pub memory: ByteSize,
-    /// RAM that hot-plugging may reach; unset means none can be added.
+    /// Most RAM that hot-plug may reach; unset: none can be added.
     #[serde(
         default,
         with = "optional_size_text",
         skip_serializing_if = "Option::is_none"
     )]
     pub memory_max: Option<ByteSize>,
-    /// Hot-plug slots, with `memory_max`.
+    /// Number of hot-plug slots, if `memory_max` is set.
     #[serde(default = "four")]
     pub memory_slots: u32,
     /// Virtual CPUs.
     #[serde(default = "one")]
     pub vcpus: u32,
-    /// Trust domain: the VMs that may share with each other. Unset: it shares with nobody.
+    /// Trust domain: VMs of the same domain may share memory with each other. Unset: the VM shares
+    /// with no other.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain: Option<String>,
-    /// What carries it out.
+    /// Accelerator.
     #[serde(default)]
     pub accel: AccelChoice,
-    /// QEMU's CPU model (`-cpu`). Unset: all that the host has (`host`, under TCG `max`), so that a
-    /// snapshot needs a host with as much; a fleet's hosts have a named model in common, such as
-    /// `Skylake-Server-v5`.
+    /// QEMU's CPU model (`-cpu`). Unset: all features of the host (`host`, under TCG `max`); then a
+    /// snapshot can be restored only on a host with all these features. For several hosts, choose a
+    /// named model that all support, such as `Skylake-Server-v5`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<String>,
-    /// Balloon with free page reporting: the guest gives freed memory back.
+    /// Whether the VM has a balloon device with free page reporting, by which the guest returns
+    /// freed memory to the host.
     #[serde(default = "yes")]
     pub balloon: bool,
-    /// Network.
+    /// Kind of network.
     #[serde(default)]
     pub network: Network,
-    /// Preload memfold's library into QEMU, so that the VM's RAM can be folded.
+    /// Whether memfold's library is preloaded into QEMU, so that the VM's RAM can be folded.
     #[serde(default = "yes")]
     pub fold: bool,
-    /// Whether KSM may merge its memory.
+    /// Whether KSM may merge the VM's memory.
     #[serde(default, skip_serializing_if = "MergeChoice::is_default")]
     pub merge: MergeChoice,
-    /// User that QEMU runs as once it has opened everything (`-run-with user=`). Unset: the
-    /// daemon's, root.
+    /// User that QEMU switches to after it has opened all files (`-run-with user=`). Unset: the
+    /// daemon's user, root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
-    /// Take a snapshot `NAME-boot` as soon as the guest is up, for
+    /// Whether a snapshot `NAME-boot` is taken as soon as the guest has booted, for
     /// `vm reboot --from-boot-snapshot`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub boot_snapshot: bool,
-    /// Size of a swap disk, made with the VM and removed with it, which can be switched to lent
-    /// RAM. Unset: it has none.
+    /// Size of a swap disk, which is created and removed with the VM and can be switched to lent
+    /// RAM. Unset: the VM has none.
     #[serde(
         default,
         with = "optional_size_text",
         skip_serializing_if = "Option::is_none"
     )]
     pub swap: Option<ByteSize>,
-    /// Ports of the host that lead into the guest, through its network in user mode.
+    /// Host ports that are forwarded into the guest through its user-mode network.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub forwards: Vec<Forward>,
-    /// What a VM of a snapshot lacks of the host that the saved one had. A snapshot's matter: no
-    /// description of a person's has it.
+    /// Host resources of the saved VM that a VM restored from a snapshot lacks, as text. Set by
+    /// snapshots only, never in a user's description.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
-    /// Let it go on by itself that stood still for a full disk, as soon as the disk's file system
-    /// has 16 MiB free. Unset: somebody has to (`vm resume`).
+    /// Whether a VM that QEMU stopped because of a full disk resumes by itself as soon as the
+    /// disk's file system has 16 MiB free. Unset: it waits for `vm resume`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub resume_when_room: bool,
-    /// More QEMU arguments, as they are.
+    /// Additional QEMU arguments, passed unchanged.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
-    /// Directory where QEMU looks for relative paths of `qemu_args`; `/` if it is unset or not
-    /// there. `vm run` says where it was typed.
+    /// Directory of relative paths in `qemu_args`; `/` if it is unset or does not exist. `vm run`
+    /// sets its own working directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qemu_directory: Option<PathBuf>,
-    /// Files that tokens in `qemu_args` stand for, each VM with its own copy. A snapshot's matter:
-    /// no description of a person's has it.
+    /// Files that tokens in `qemu_args` stand for; each VM gets its own copy. Set by snapshots
+    /// only, never in a user's description.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<PathBuf>,
-    /// Slots for segments: those below, and more that can be attached while it runs. Unset: as many
-    /// as are below.
+    /// Number of slots for segments: for `segments`, and for segments attached while the VM runs.
+    /// Unset: as many as `segments` has.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub segment_slots: u32,
-    /// Segments that it maps, in the order of their slots.
+    /// Segments that the VM maps, in the order of their slots.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub segments: Vec<SegmentSpec>,
     /// Kernel or firmware.
@@ -303,8 +307,8 @@ pub struct VmSpec {
     /// Disks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskSpec>,
-    /// What makes its devices, if it comes from a VM that memfold didn't start. A snapshot's
-    /// matter: no description of a person's has it.
+    /// The part of the command line that creates the devices, for a snapshot of a VM that memfold
+    /// did not start. Set by snapshots only, never in a user's description.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub foreign: Option<Foreign>,
 }
@@ -324,7 +328,7 @@ const fn is_zero(number: &u32) -> bool {
 }
 
 impl VmSpec {
-    /// A VM with default settings and no disk.
+    /// Returns a VM with default settings and no disk.
     #[must_use]
     pub fn new(name: impl Into<String>, memory: ByteSize) -> Self {
         Self {
@@ -357,7 +361,7 @@ impl VmSpec {
         }
     }
 
-    /// The node that a disk's device uses as long as no overlay was put over it.
+    /// Returns the block node that a disk's device uses as long as no overlay was put over it.
     #[must_use]
     pub fn disk_node(&self, disk: usize) -> String {
         match self.foreign.as_ref().and_then(|f| f.disks.get(disk)) {
@@ -366,7 +370,7 @@ impl VmSpec {
         }
     }
 
-    /// Whether a place in QEMU's tree of devices (`query-block`: `qdev`) is that of a disk.
+    /// Returns whether a path in QEMU's object tree (`query-block`: `qdev`) is that of disk `disk`.
     #[must_use]
     pub fn is_disk(&self, disk: usize, place: &str) -> bool {
         match &self.foreign {
@@ -375,28 +379,29 @@ impl VmSpec {
         }
     }
 
-    /// Network cards.
+    /// Returns the number of network cards.
     #[must_use]
     pub fn cards(&self) -> usize {
         let own = usize::from(self.network != Network::None);
         self.foreign.as_ref().map_or(own, |foreign| foreign.cards)
     }
 
-    /// Slots for segments.
+    /// Returns the number of slots for segments.
     #[must_use]
     pub fn slots(&self) -> u32 {
         let used = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
         self.segment_slots.max(used)
     }
 
-    /// Whether its memory is offered to KSM: one without a trust domain shares with nobody.
+    /// Returns whether the VM's memory is offered to KSM. A VM without a trust domain shares with
+    /// no other.
     #[must_use]
     pub fn merges(&self) -> bool {
         self.merge == MergeChoice::Domain && self.domain.is_some()
     }
 
-    /// Reads a TOML description. Relative paths in it are taken from its own directory. Not
-    /// validated yet.
+    /// Reads a TOML description. Relative paths are relative to the file's directory. The result is
+    /// not validated yet.
     pub fn from_toml_file(path: &Path) -> Result<Self, SpecError> {
         let text = std::fs::read_to_string(path).map_err(|source| SpecError::Read {
             path: path.into(),
@@ -436,7 +441,7 @@ impl VmSpec {
     }
 }
 
-/// Sizes as people write them (`"512M"`), or plain bytes.
+/// Serializes sizes as text such as `"512M"`; also accepts a number of bytes.
 mod size_text {
     use super::ByteSize;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
