@@ -23,7 +23,7 @@ pub(super) struct Beside {
 }
 
 impl Beside {
-    /// Takes it, and has the description `now` name what was copied.
+    /// Saves these parts into the draft, and makes the description `now` name the copies.
     pub(super) fn take(
         vm: &Vm,
         subject: &Subject,
@@ -75,7 +75,7 @@ fn take_files(
     Ok(taken)
 }
 
-/// Copies the files besides its disks that a VM of memfold's writes.
+/// Copies the files other than disks that a VM started by memfold writes.
 fn take_own_files(
     vm: &Vm,
     subject: &Subject,
@@ -116,8 +116,8 @@ fn take_own_files(
     Ok(taken)
 }
 
-/// Media besides its disks: a VM of its snapshot reads them by their names. Those of a foreign VM
-/// are copied like its disks.
+/// Records the read-only media other than disks. A restored VM reads them by their paths. The media
+/// of a VM that memfold did not start are copied like its disks.
 fn media(spec: &VmSpec, qmp: &mut Qmp) -> Result<Vec<BackingFile>, SnapshotError> {
     if spec.foreign.is_some() {
         return Ok(Vec::new());

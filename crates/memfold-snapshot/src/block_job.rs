@@ -7,15 +7,15 @@ use memfold_host::progress::Progress;
 use memfold_vm::Qmp;
 use serde_json::{Value, json};
 
-/// Time between the first two looks at what QEMU does, and the longest later: each takes its
+/// First interval between two polls. Later intervals are longer, because each poll occupies QEMU's
 /// monitor.
 const FIRST_LOOK: Duration = Duration::from_millis(10);
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Looks in a row that may fail: QEMU's main loop may be busy for long.
+/// Consecutive polls that may fail, because QEMU's main loop may be busy for long.
 const PATIENCE: u32 = 3;
 
-/// What QEMU says of a job, if there is one of this name.
+/// Returns QEMU's record of the job with this name, if it exists.
 pub(super) fn find<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     id: &str,
@@ -27,8 +27,8 @@ pub(super) fn find<M: DerefMut<Target = Qmp>>(
     Ok(jobs.find(|job| job["id"] == id).cloned())
 }
 
-/// Waits until a job, which was begun without `auto-dismiss`, is done, and how it went. One that is
-/// ready to be completed is. `mind` is asked now and then, and ends the waiting with an error.
+/// Waits until a job started without `auto-dismiss` has ended, and returns its result. A job that
+/// is ready is completed. `mind` is called between polls; its error ends the wait.
 pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     id: &str,
@@ -74,7 +74,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     }
 }
 
-/// Forgets a job that has ended.
+/// Dismisses a job that has ended.
 pub(super) fn dismiss<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     id: &str,

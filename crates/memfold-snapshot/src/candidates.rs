@@ -29,45 +29,45 @@ use super::disk_chain::{chain, identity};
 use super::freeze::Frozen;
 use super::image::is_zero;
 
-/// Runs of pages that are compared, at most: what a restore maps for them is half of the 65,530
-/// mappings that a process may have, and folding needs the rest.
+/// Most runs of pages that are compared. A restore needs up to half of a process's 65,530 mappings
+/// for them; folding needs the rest.
 pub const MOST_RUNS: usize = 12_288;
 
-/// Pages of the shortest run that is kept by reference.
+/// Shortest run that is kept by reference, in pages.
 pub const FEWEST_PAGES: u64 = 4;
 
-/// Pages of a guest's disk that are compared with each disk of the VM to find out which one it is.
+/// Pages of a guest's disk that are compared with each disk of the VM to identify it.
 const SAMPLES: usize = 64;
 
-/// Disks of a guest that are looked for.
+/// Most disks of a guest that are identified.
 const MOST_GUEST_DISKS: usize = 64;
 
-/// How long `qemu-img` may take to read the tables of a disk.
+/// Longest time that `qemu-img` may take to read the tables of a disk.
 const MAP_LIMIT: Duration = Duration::from_secs(20);
 
-/// Pages of a VM's memory that one of its disks may hold too, as its guest says.
+/// A run of pages in a VM's memory that, according to its guest, one of its disks holds too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// The first, in QEMU's memory.
+    /// Address of the first page in QEMU's memory.
     pub hva: Hva,
-    /// How many.
+    /// Number of pages.
     pub pages: u64,
-    /// Which disk, by the guest's own number.
+    /// Number of the disk in the guest's answer.
     pub guest_disk: usize,
-    /// Where on that disk, as the guest sees it, in bytes; a multiple of 4096.
+    /// Offset on the guest's disk in bytes; a multiple of 4096.
     pub byte: u64,
 }
 
-/// Pages of a VM's memory that a file may hold too.
+/// A run of pages in a VM's memory that a file may hold too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Run {
-    /// The first, in QEMU's memory.
+    /// Address of the first page in QEMU's memory.
     pub(super) hva: Hva,
-    /// How many.
+    /// Number of pages.
     pub(super) pages: u64,
     /// Number of the file.
     pub(super) file: u32,
-    /// Where in the file, in pages.
+    /// Offset in the file, in pages.
     pub(super) block: u64,
 }
 
@@ -76,32 +76,32 @@ impl Run {
         self.hva.add_pages(self.pages)
     }
 
-    /// Whether `next` goes on where this one ends, in memory and in the file.
+    /// Returns whether `next` continues this run, in memory and in the file.
     fn goes_on_with(&self, next: &Self) -> bool {
         self.end() == next.hva && self.file == next.file && self.block + self.pages == next.block
     }
 }
 
-/// A file that nobody writes to from the instant of the snapshot on.
+/// A file that is not written after the instant of the snapshot.
 #[derive(Debug)]
 pub(super) struct SourceFile {
-    /// The disk that it is the overlay of, which is to be frozen; else it is one that a disk is
-    /// built on, or can only be read.
+    /// Number of the disk whose overlay this is, which will be frozen; `None`: a backing file or a
+    /// read-only disk.
     pub(super) overlay_of: Option<usize>,
-    /// Where it lies now.
+    /// Current path.
     pub(super) path: PathBuf,
     pub(super) file: File,
 }
 
-/// What is to be compared while memory is read.
+/// The runs to compare while memory is read, and the files that may hold them.
 #[derive(Debug, Default)]
 pub(super) struct Candidates {
     pub(super) files: Vec<SourceFile>,
-    /// Ascending; none overlaps.
+    /// Ascending, without overlaps.
     runs: Vec<Run>,
 }
 
-/// Consecutive bytes of a disk that a file has at one place, in whole pages.
+/// Consecutive pages of a disk that a file holds consecutively.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     first: u64,
@@ -110,7 +110,7 @@ struct Part {
     block: u64,
 }
 
-/// Which pages of a disk lie where, ascending.
+/// Places of a disk's pages in files, ascending.
 #[derive(Debug, Default)]
 struct DiskMap(Vec<Part>);
 
@@ -119,19 +119,20 @@ struct DiskMap(Vec<Part>);
 struct Extent {
     start: u64,
     length: u64,
-    /// Which file of the disk's chain, the disk itself first.
+    /// Index of the file in the disk's chain; 0 is the disk itself.
     depth: usize,
     data: bool,
     #[serde(default)]
     zero: bool,
     #[serde(default)]
     compressed: bool,
-    /// None of what is compressed or encrypted.
+    /// Offset in the file; `None` for compressed or encrypted data.
     offset: Option<u64>,
 }
 
 impl DiskMap {
-    /// What of `extents` lies in files as it is. `numbers` are those of the files of the chain.
+    /// Returns the map of those `extents` that files hold uncompressed and unencrypted. `numbers`:
+    /// numbers of the chain's files.
     fn new(extents: &[Extent], numbers: &[Option<u32>]) -> Self {
         let mut parts: Vec<Part> = Vec::new();
         let as_it_is = |e: &&Extent| e.data && !e.zero && !e.compressed;
@@ -159,7 +160,7 @@ impl DiskMap {
         Self(parts)
     }
 
-    /// Where pages of the disk lie, as far as that is known.
+    /// Returns the known places of a candidate's pages in files.
     fn place(&self, candidate: &Candidate) -> impl Iterator<Item = Run> + '_ {
         let first = candidate.byte / PAGE_SIZE;
         let (end, hva) = (first.saturating_add(candidate.pages), candidate.hva);
@@ -181,15 +182,15 @@ impl DiskMap {
     }
 }
 
-/// A disk whose place is looked for: what `qemu-img` opens.
+/// A disk to map: the file and format that `qemu-img` opens.
 struct Target<'a> {
     image: &'a Path,
     format: DiskFormat,
     overlay_of: Option<usize>,
 }
 
-/// The disks that a snapshot names files of the host for. Those that are copied, as of VMs that
-/// write in place, have no place yet.
+/// Returns the disks whose files can be referred to. Disks that will be copied (those written in
+/// place) have no file in the snapshot yet.
 fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
     let mut found = Vec::new();
     for (number, disk) in spec.disks.iter().enumerate() {
@@ -214,7 +215,7 @@ fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
     found
 }
 
-/// What `qemu-img` says of a disk. `-U`: a running VM has it open.
+/// Reads a disk's extents with `qemu-img map`. `-U`: a running VM has the disk open.
 fn extents(target: &Target<'_>) -> Result<Vec<Extent>, String> {
     let mut command = Command::new("qemu-img");
     command
@@ -228,7 +229,7 @@ fn extents(target: &Target<'_>) -> Result<Vec<Extent>, String> {
     serde_json::from_slice(&output.stdout).map_err(|error| error.to_string())
 }
 
-/// Opens a plain file. Others have no length that could be mapped, or make who opens them wait.
+/// Opens a regular file. Other kinds have no mappable length, or block when opened.
 fn open(path: &Path) -> Option<File> {
     let nonblock = i32::try_from(OFlags::NONBLOCK.bits()).ok()?;
     let mut options = File::options();
@@ -239,7 +240,7 @@ fn open(path: &Path) -> Option<File> {
 }
 
 impl Candidates {
-    /// Finds the places of candidates on a VM's disks, for as many as may be mapped.
+    /// Finds the places of candidates on a VM's disks; at most as many as a restore can map.
     pub(super) fn find(
         pid: Pid,
         layout: &RamLayout,
@@ -279,7 +280,7 @@ impl Candidates {
         found
     }
 
-    /// Reads which pages of a disk lie in which file.
+    /// Reads the places of a disk's pages.
     fn map(&mut self, target: &Target<'_>) -> Result<DiskMap, String> {
         let files = match target.format {
             DiskFormat::Qcow2 => chain(target.image).map_err(|error| error.to_string())?,
@@ -312,7 +313,8 @@ impl Candidates {
         u32::try_from(self.files.len() - 1).ok()
     }
 
-    /// Has the kernel read what will be compared: the VM may stand still then.
+    /// Makes the kernel read ahead the pages to compare, because the VM may be stopped during the
+    /// comparison.
     fn fetch(&self) {
         for run in &self.runs {
             let Ok(file) = usize::try_from(run.file) else {
@@ -330,7 +332,7 @@ impl Candidates {
         }
     }
 
-    /// Runs that lie, as far as that, in a range of addresses.
+    /// Returns the runs that overlap a range of addresses.
     pub(super) fn within(&self, range: Range<Hva>) -> impl Iterator<Item = &Run> + '_ {
         let first = self.runs.partition_point(|run| run.end() <= range.start);
         let runs = self.runs[first..].iter();
@@ -343,7 +345,7 @@ impl Candidates {
     }
 }
 
-/// Which disk of the VM each disk of its guest is: the one that holds most of the samples. Whose
+/// Identifies each guest disk with the VM's disk that holds most of its samples. A guest disk whose
 /// samples no disk holds is left out.
 fn match_disks(
     candidates: &[Candidate],
@@ -404,7 +406,7 @@ fn match_disks(
     found
 }
 
-/// Joins runs and leaves out the shortest, so that there are [`MOST_RUNS`] at most.
+/// Joins adjacent runs and drops the shortest, so that at most [`MOST_RUNS`] remain.
 fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for run in placed {

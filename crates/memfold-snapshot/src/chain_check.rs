@@ -13,7 +13,7 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::{MANIFEST, disk_name};
 
-/// Whether the files that a disk is built on are where the headers say.
+/// Checks that a disk's backing files are where the headers say.
 pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
     if !active.file.exists() {
         return Err(SnapshotError::Impossible(format!(
@@ -45,7 +45,7 @@ pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotEr
     })
 }
 
-/// Device and inode number of every file that QEMU has open.
+/// Returns device and inode number of every file that QEMU has open.
 pub(super) fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError> {
     let place = PathBuf::from(format!("/proc/{}/fd", pid.as_raw_nonzero()));
     let entries = fs::read_dir(&place).map_err(failed(&place))?;
@@ -55,8 +55,8 @@ pub(super) fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError>
         .collect())
 }
 
-/// Whether the files that a VM's disks are built on, by their names, are those that QEMU has open.
-/// What lies among the snapshots is not looked at: it may be a copy.
+/// Checks that the paths of a VM's backing files still lead to the files that QEMU has open. Files
+/// in the snapshot directory are not checked, because they may be copies.
 pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     let open = open_files(pid)?;
     let chains = Chains::read(qmp)?;
@@ -83,9 +83,9 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
     Ok(())
 }
 
-/// Whether an overlay that a QEMU without root's rights writes is built on what we said: its header
-/// is QEMU's to write, and who reads it later, as root, opens what it names. It has to be a plain
-/// file, and to name the disk's own file, or that of a snapshot of its trust domain.
+/// Checks the header of an overlay that a QEMU without root's rights writes. QEMU could write any
+/// path into it, which a later reader would open as root. The overlay must be a regular file, and
+/// name the disk's own file or a file of a snapshot of the VM's trust domain.
 pub(super) fn check_header(
     overlay: &Path,
     spec: &VmSpec,
@@ -127,8 +127,8 @@ pub(super) fn check_header(
     )))
 }
 
-/// Whether a file is this disk's part of a snapshot beside `draft`, of this VM or its trust domain:
-/// another's is none of its guest's business.
+/// Returns whether a file is this disk's part of another snapshot of this VM or its trust domain.
+/// Snapshots of other domains must stay inaccessible to the guest.
 fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -> bool {
     let Some(name) = backing
         .parent()

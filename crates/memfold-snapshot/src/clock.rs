@@ -15,17 +15,18 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A clock that is off by no more is right.
+/// A clock with at most this error counts as correct.
 pub const TOLERANCE: Duration = Duration::from_millis(50);
 
-/// What the guest says of its time: seconds since 1970, with nine decimals where its `date` knows
-/// them.
+/// Script that prints the guest's time: seconds since 1970, with nine decimals if the guest's
+/// `date` supports them.
 pub const LOOK: &str = "date +%s.%N";
 
 const SECOND: i128 = 1_000_000_000;
 
-/// The RTC holds the host's time by itself, unless QEMU was told otherwise (`-rtc clock=vm`). It is
-/// written only if it is wrong: `hwclock` knows whether it holds local time (`/etc/adjtime`).
+/// Script that corrects the guest's RTC. The RTC follows the host's time by itself, unless QEMU
+/// runs with `-rtc clock=vm`. It is written only if it is wrong; `hwclock` knows whether it holds
+/// local time (`/etc/adjtime`).
 pub const RTC: &str = "rtc=/sys/class/rtc/rtc0/since_epoch
 [ -r $rtc ] || exit 0
 off=$(($(cat $rtc) - $(date +%s)))
@@ -33,23 +34,23 @@ off=$(($(cat $rtc) - $(date +%s)))
 command -v hwclock > /dev/null || { echo \"the RTC is $off s off, and the guest has no hwclock\"; exit 1; }
 hwclock --systohc";
 
-/// What the wall clock of a guest showed when it went on, and what became of that.
+/// Correction of a guest's wall clock after the VM was stopped.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ClockStep {
     /// Whether the guest's agent has not answered yet.
     pub pending: bool,
     /// Milliseconds that the guest's clock was behind the host's; negative: ahead.
     pub behind_ms: Option<f64>,
-    /// The same after it was set; measured, not assumed.
+    /// Milliseconds that the clock was still behind after it was set, as measured.
     pub left_ms: Option<f64>,
-    /// What `left_ms` may be wrong by, in milliseconds.
+    /// Uncertainty of `left_ms`, in milliseconds.
     pub uncertainty_ms: Option<f64>,
-    /// Why the clock, or the RTC, is not right.
+    /// Why the clock or the RTC is not correct.
     pub problem: Option<String>,
 }
 
 impl ClockStep {
-    /// Before the guest has answered.
+    /// Returns the state before the guest has answered.
     #[must_use]
     pub fn pending() -> Self {
         Self {
@@ -59,17 +60,18 @@ impl ClockStep {
     }
 }
 
-/// How far a guest's clock is off, as one look has found it. In nanoseconds.
+/// Error of a guest's clock, as measured once, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offset {
-    /// How far it is behind the host's.
+    /// Time by which the guest's clock is behind the host's.
     pub behind: i128,
-    /// What that may be wrong by, either way.
+    /// Uncertainty of `behind`, in either direction.
     pub uncertainty: i128,
 }
 
 impl Offset {
-    /// From what the guest said between two moments; `None`: that is no time.
+    /// Computes the offset from the time that the guest printed between `before` and `after`;
+    /// `None`: the text is no time.
     #[must_use]
     pub fn of(said: &[u8], before: SystemTime, after: SystemTime) -> Option<Self> {
         let text = std::str::from_utf8(said).ok()?.trim();
@@ -87,24 +89,23 @@ impl Offset {
         })
     }
 
-    /// Whether it is as right as can be said.
+    /// Returns whether the clock is correct within tolerance and uncertainty.
     #[must_use]
     pub fn is_right(self) -> bool {
         let tolerance = i128::try_from(TOLERANCE.as_nanos()).unwrap_or(0);
         self.behind.abs() <= tolerance.max(self.uncertainty)
     }
 
-    /// Whether it is, after a step, no further off than the way to set it explains: what the look
-    /// `before` was wrong by, the time that the step took, in which the guest's clock stood between
-    /// being read and being set, and what this look is wrong by.
+    /// Returns whether the error left after a step is explained by the method: the uncertainty of
+    /// the measurement `before`, the duration of the step, and the uncertainty of this measurement.
     #[must_use]
     pub fn is_explained(self, before: Self, step: Duration) -> bool {
         let step = i128::try_from(step.as_nanos()).unwrap_or(i128::MAX / 4);
         self.is_right() || self.behind.abs() <= before.uncertainty + step + self.uncertainty
     }
 
-    /// What the guest runs so that it is right; `now` is for one whose `date` knows whole seconds
-    /// only.
+    /// Returns the script that corrects the guest's clock. `now` is for guests whose `date` knows
+    /// whole seconds only.
     #[must_use]
     pub fn step(self, now: SystemTime) -> String {
         let seconds = nanoseconds_of(now).map_or(0, |now| (now + SECOND / 2) / SECOND);
@@ -122,11 +123,11 @@ date -u -s \"@$at\" > /dev/null",
     }
 }
 
-/// How often a clock is set until it is right: a busy guest takes long between two instructions.
+/// Most attempts to set a clock. A busy guest may take long between two instructions.
 const MOST_STEPS: usize = 3;
 
-/// Sets a clock. `look` says how far it is off, if it says anything; `step` sets it by that, and
-/// says how long that took, or `None` if it failed.
+/// Sets a clock. `look` measures its offset; `step` corrects it, and returns how long that took, or
+/// `None` if it failed.
 pub fn set<E>(
     mut look: impl FnMut() -> Result<Option<Offset>, E>,
     mut step: impl FnMut(Offset) -> Result<Option<Duration>, E>,
@@ -171,14 +172,14 @@ fn nanoseconds_of(time: SystemTime) -> Option<i128> {
     i128::try_from(since.as_nanos()).ok()
 }
 
-/// For people: "102.3 s behind".
+/// Returns an offset as text, such as "102.3 s behind".
 #[must_use]
 pub fn in_words(behind_ms: f64) -> String {
     let side = if behind_ms < 0.0 { "ahead" } else { "behind" };
     format!("{:.1} s {side}", behind_ms.abs() / 1000.0)
 }
 
-/// An offset in milliseconds.
+/// Converts an offset to milliseconds.
 #[must_use]
 #[allow(clippy::cast_precision_loss)] // centuries in milliseconds fit
 pub fn milliseconds(nanoseconds: i128) -> f64 {

@@ -15,28 +15,28 @@ use super::image::{CHUNK_PAGES, Source, bytes};
 use super::pipeline::PIECE_BYTES;
 use super::refer::Reference;
 
-/// Pages that a worker reads, hashes and writes before it goes on to the next ones.
+/// Pages that a worker reads, hashes and writes at a time.
 pub(super) const PIECE_PAGES: u64 = PIECE_BYTES as u64 / PAGE_SIZE;
 const _: () = assert!(CHUNK_PAGES % PIECE_PAGES == 0);
-/// Runs that begin within another one, where a page of it differs: this many more than there were
-/// to compare.
+/// Most references that may begin. Runs split where a page differs, so this is a third more than
+/// the runs to compare.
 const MOST_BEGINNINGS: usize = MOST_RUNS + MOST_RUNS / 3;
 
-/// A piece of a chunk, which is in memory.
+/// A piece of a chunk, read into memory.
 pub(super) struct Piece<'a> {
     pub(super) block: &'a Source,
-    /// First page of the block, counted from the image's.
+    /// First page of the block within the image.
     pub(super) place: u64,
-    /// First page, counted from the block's.
+    /// First page of the piece within the block.
     pub(super) first: u64,
     pub(super) bytes: &'a [u8],
 }
 
-/// What memory is compared with.
+/// A comparison of memory with files, shared by all workers.
 #[derive(Debug)]
 pub(super) struct Comparison {
     pub(super) candidates: Candidates,
-    /// How many more references may begin.
+    /// Number of further references that may begin.
     beginnings: AtomicUsize,
 }
 
@@ -48,7 +48,8 @@ impl Comparison {
         }
     }
 
-    /// Finds what files hold of ranges of a piece; what is left to be written.
+    /// Finds the pages in ranges of a piece that files hold. Returns the ranges that remain to be
+    /// written.
     pub(super) fn refer(
         &self,
         piece: &Piece<'_>,
@@ -75,7 +76,7 @@ impl Comparison {
         left
     }
 
-    /// Pages `from` to `to` of a block that a file really holds, as ranges.
+    /// Compares pages `from` to `to` of a block with a file, and returns the equal pages as ranges.
     fn equal(
         &self,
         piece: &Piece<'_>,
@@ -107,8 +108,8 @@ impl Comparison {
         found
     }
 
-    /// Notes that a file holds pages `from` to `to` of a block, unless that is too little for a
-    /// mapping of its own.
+    /// Records that a file holds pages `from` to `to` of a block, unless the run is too short for a
+    /// separate mapping.
     fn note(
         &self,
         piece: &Piece<'_>,

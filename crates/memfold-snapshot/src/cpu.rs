@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::error::SnapshotError;
 
-/// Properties of a CPU that are states, or say how QEMU makes it.
+/// Boolean properties of a CPU that are no features, but states or settings of QEMU.
 const NO_FEATURES: [&str; 9] = [
     "check",
     "enforce",
@@ -26,23 +26,22 @@ const NO_FEATURES: [&str; 9] = [
     "x-migrate-smi-count",
 ];
 
-/// How many features an error names.
+/// Most features that an error lists.
 const NAMED: usize = 12;
 
-/// A guest's CPU.
+/// Model and features of a guest's CPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cpu {
     /// QEMU's model, such as `max-x86_64-cpu`.
     pub model: String,
-    /// CPUID, each register with a feature in it: leaf, sub-leaf and register as QEMU writes them,
-    /// and its bits.
+    /// CPUID registers with features: leaf, sub-leaf and register in QEMU's notation, and the bits.
     pub words: Vec<(String, u64)>,
-    /// Features by QEMU's names.
+    /// Enabled features, by QEMU's names.
     pub features: BTreeSet<String>,
 }
 
 impl Cpu {
-    /// What a VM has; `None`: QEMU does not tell.
+    /// Reads the CPU of a VM; `None`: QEMU does not report it.
     pub fn of(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
         let Some((path, model)) = first(qmp)? else {
             return Ok(None);
@@ -57,7 +56,7 @@ impl Cpu {
         }))
     }
 
-    /// Refuses a VM whose CPU lacks something of this, by its names.
+    /// Refuses a VM whose CPU lacks features of this one; the error lists them.
     pub fn check(&self, name: &str, qmp: &mut Qmp) -> Result<(), SnapshotError> {
         let Some((path, model)) = first(qmp)? else {
             return Ok(());
@@ -92,7 +91,7 @@ impl Cpu {
     }
 }
 
-/// Where the first CPU is in QEMU's tree, and what it is.
+/// Returns path and type of the first CPU in QEMU's object tree.
 fn first(qmp: &mut Qmp) -> Result<Option<(String, String)>, QmpError> {
     let cpus = qmp.query("query-cpus-fast")?;
     let Some(path) = cpus[0]["qom-path"].as_str().map(str::to_owned) else {
@@ -102,7 +101,7 @@ fn first(qmp: &mut Qmp) -> Result<Option<(String, String)>, QmpError> {
     Ok(model.map(|model| (path, model)))
 }
 
-/// A property; null: there is none of this name.
+/// Reads a property; null: there is none of this name.
 fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, QmpError> {
     match qmp.execute("qom-get", json!({ "path": path, "property": property })) {
         Err(QmpError::Refused { .. }) => Ok(Value::Null),
@@ -139,7 +138,7 @@ fn features(qmp: &mut Qmp, path: &str) -> Result<BTreeSet<String>, QmpError> {
     Ok(found)
 }
 
-/// Bits that are in one and not in the other, as text.
+/// Returns bits that are set in `then` but not in `now`, as text.
 fn lacking_bits(then: &[(String, u64)], now: &[(String, u64)]) -> Vec<String> {
     let bits = |word: &str| {
         now.iter()

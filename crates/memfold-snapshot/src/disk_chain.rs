@@ -13,15 +13,15 @@ use serde_json::{Value, json};
 
 use super::error::{SnapshotError, failed};
 
-/// How long `qemu-img` may take to read headers.
+/// Longest time that `qemu-img` may take to read headers.
 const LOOK_LIMIT: Duration = Duration::from_secs(60);
 
-/// What a disk's device writes to.
+/// The top layer of a disk, which its device writes to.
 pub(super) struct Active {
     pub(super) node: String,
     pub(super) file: PathBuf,
     pub(super) virtual_bytes: u64,
-    /// What QEMU has below it, whatever its header says.
+    /// Overlay below it as QEMU has it open, independent of the header.
     pub(super) below: Option<Below>,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct Below {
     pub(super) file: PathBuf,
 }
 
-/// The device of a disk, as `query-block` tells of it.
+/// Returns the entry of a disk's device in `query-block`.
 pub(super) fn device<'a>(devices: &'a Value, spec: &VmSpec, disk: usize) -> Option<&'a Value> {
     devices.as_array()?.iter().find(|device| {
         let place = device["qdev"].as_str().unwrap_or_default();
@@ -39,14 +39,14 @@ pub(super) fn device<'a>(devices: &'a Value, spec: &VmSpec, disk: usize) -> Opti
     })
 }
 
-/// All block devices of a VM, and all block nodes.
+/// All block devices and block nodes of a VM.
 pub(super) struct Chains {
     devices: Value,
     nodes: Value,
 }
 
 impl Chains {
-    /// As QEMU has them now.
+    /// Reads the current chains from QEMU.
     pub(super) fn read(qmp: &mut Qmp) -> Result<Self, QmpError> {
         Ok(Self {
             devices: qmp.query("query-block")?,
@@ -54,7 +54,7 @@ impl Chains {
         })
     }
 
-    /// What a disk's device writes to.
+    /// Returns the top layer of a disk.
     pub(super) fn active(&self, spec: &VmSpec, disk: usize) -> Option<Active> {
         let inserted = &device(&self.devices, spec, disk)?["inserted"];
         let node = inserted["node-name"].as_str()?.to_owned();
@@ -66,8 +66,8 @@ impl Chains {
         })
     }
 
-    /// The overlay right below `node`, as QEMU opened it: the youngest of the older ones, all of
-    /// which are in the chain.
+    /// Returns the overlay right below `node`, as QEMU opened it: the newest of the older overlays,
+    /// all of which are in the chain.
     pub(super) fn below(&self, spec: &VmSpec, disk: usize, node: &str) -> Option<Below> {
         let own = age(spec, disk, node)?;
         let names = self.nodes.as_array()?.iter();
@@ -81,12 +81,12 @@ impl Chains {
     }
 }
 
-/// All block nodes of a VM, those that other nodes are built of among them.
+/// Reads all block nodes of a VM, including those below other nodes.
 pub(super) fn nodes(qmp: &mut Qmp) -> Result<Value, QmpError> {
     qmp.execute("query-named-block-nodes", json!({ "flat": true }))
 }
 
-/// Has QEMU let go of a node, if there is one of this name.
+/// Makes QEMU close a node, if one of this name exists.
 pub(super) fn delete_node(qmp: &mut Qmp, node: &str) -> Result<(), QmpError> {
     match qmp.execute_on_disks("blockdev-del", json!({ "node-name": node })) {
         Err(QmpError::Refused { description, .. }) if description.contains("find") => Ok(()),
@@ -98,7 +98,8 @@ pub(super) fn file_node(node: &str) -> String {
     format!("{node}-file")
 }
 
-/// The file of a node of a disk's chain. It is a node of its own, which `vm run` names so, and we.
+/// Returns the file of a node of a disk's chain. The file has its own node, named by a fixed
+/// scheme.
 pub(super) fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<PathBuf> {
     let name = if node == spec.disk_node(disk) {
         // As `vm run` names that of the first overlay.
@@ -110,7 +111,8 @@ pub(super) fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> 
     Some(file["file"].as_str()?.into())
 }
 
-/// When a node of a disk's chain was added; 0 for the first.
+/// Returns the age key of a disk's node, from its name: the time when it was added; 0 for the
+/// first.
 pub(super) fn age(spec: &VmSpec, disk: usize, name: &str) -> Option<u64> {
     if name == spec.disk_node(disk) {
         return Some(0);
@@ -119,12 +121,12 @@ pub(super) fn age(spec: &VmSpec, disk: usize, name: &str) -> Option<u64> {
     u64::from_str_radix(added, 16).ok()
 }
 
-/// Device and inode number.
+/// Returns a file's device and inode number.
 pub(super) fn identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::metadata(path).map(|facts| (facts.dev(), facts.ino()))
 }
 
-/// What `qemu-img info` says of a qcow2. `-U`: a running VM may have it open.
+/// Runs `qemu-img info` on a qcow2. `-U`: a running VM may have it open.
 fn info(disk: &Path, more: &[&str]) -> io::Result<Output> {
     let mut command = Command::new("qemu-img");
     command.args(["info", "-U", "--output=json", "-f", "qcow2"]);
@@ -132,13 +134,13 @@ fn info(disk: &Path, more: &[&str]) -> io::Result<Output> {
     helper::output(&mut command, LOOK_LIMIT)
 }
 
-/// The header of an overlay; nothing else is opened (without '--backing-chain').
+/// Reads the header of an overlay. Without `--backing-chain`, no other file is opened.
 pub(super) fn header(overlay: &Path) -> io::Result<Value> {
     let output = info(overlay, &[])?;
     Ok(serde_json::from_slice(&output.stdout).unwrap_or_default())
 }
 
-/// Files that a qcow2 is built on, itself first.
+/// Returns the files of a qcow2's chain, the file itself first.
 pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
     let output = info(disk, &["--backing-chain"]).map_err(failed(disk))?;
     let refused = |why: &str| SnapshotError::Qemu(format!("qemu-img: {why}"));

@@ -34,34 +34,34 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
 
-/// Longest time that a guest's write waits for what it writes over to be put aside; then the
-/// snapshot fails.
+/// Longest time that a guest's write waits until the old data is saved; then the snapshot fails.
 const ASIDE_TIMEOUT_S: u32 = 30;
 
-/// How long `qemu-img` may look through a copy.
+/// Longest time that `qemu-img` may take to check a copy.
 const CHECK_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Longest time that a disk may take to be copied.
 const COPY_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
-/// Most room that is left on the file system of the snapshots; of a small one, a twentieth.
+/// Free space that copies leave on the snapshots' file system, in bytes; on a small file system, a
+/// twentieth of it.
 const MOST_RESERVE: u64 = 1 << 30;
 
-/// How long a job may take to end that is not wanted any more.
+/// Longest time that a cancelled job may take to end.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A disk that is to be copied.
+/// A disk to be copied.
 #[derive(Debug)]
 pub(super) struct Copied {
-    /// Its number in the description.
+    /// Number of the disk in the description.
     pub(super) disk: usize,
     device: String,
     bytes: u64,
     old: PathBuf,
 }
 
-/// Names of the nodes and the job of a disk's copy. They are the same in every save: one is made at
-/// a time, and the next one removes what one that was cut off has left.
+/// Names of the nodes and the job of a disk's copy. They are the same in every save: only one save
+/// runs at a time, and the next removes the remains of an interrupted one.
 struct Names {
     disk: String,
     before: String,
@@ -84,8 +84,8 @@ impl Names {
     }
 }
 
-/// Disks that the VM writes in place; of one that memfold didn't start, those too that it only
-/// reads.
+/// Returns the disks that the VM writes in place; for a VM that memfold did not start, also those
+/// that it only reads.
 fn in_place(spec: &VmSpec) -> impl Iterator<Item = usize> + '_ {
     let disks = spec.disks.iter().enumerate();
     disks
@@ -93,7 +93,7 @@ fn in_place(spec: &VmSpec) -> impl Iterator<Item = usize> + '_ {
         .map(|(number, _)| number)
 }
 
-/// Makes room in the draft for every disk that the VM writes in place. The VM knows nothing of it
+/// Creates files in the draft for every disk that the VM writes in place. The VM is not affected
 /// yet.
 pub(super) fn prepare(
     qmp: &mut Qmp,
@@ -175,7 +175,7 @@ fn written<'a>(spec: &'a VmSpec, copies: &'a [Copied]) -> impl Iterator<Item = &
         .filter(|copy| !spec.disks[copy.disk].read_only)
 }
 
-/// From now on what the VM writes over is put aside. The VM stands still.
+/// Inserts the filters, which save old data before the VM overwrites it. The VM must be stopped.
 pub(super) fn begin(qmp: &mut Qmp, spec: &VmSpec, copies: &[Copied]) -> Result<(), SnapshotError> {
     for copy in written(spec, copies) {
         let names = Names::of(spec, copy.disk);
@@ -191,7 +191,8 @@ pub(super) fn begin(qmp: &mut Qmp, spec: &VmSpec, copies: &[Copied]) -> Result<(
     Ok(())
 }
 
-/// Copies the disks as they were, while the VM runs, and lets go of them; how long that took.
+/// Copies the disks as of the snapshot's instant while the VM runs, and removes the filters.
+/// Returns how long that took.
 pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     copies: &[Copied],
@@ -234,7 +235,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     Ok(began.elapsed())
 }
 
-/// Why a disk was not copied.
+/// Returns the error message of a disk that was not copied.
 fn words(disk: usize, why: &str) -> String {
     let cause = if why.contains("Permission denied") {
         // What QEMU says of a filter that has given up.
@@ -247,8 +248,8 @@ fn words(disk: usize, why: &str) -> String {
     format!("cannot copy disk {disk} ({why}): {cause}")
 }
 
-/// Whether the file system of `place` has room for so many bytes, and a reserve: a disk of the VM
-/// may lie there too, and a VM whose disk has no room stands still.
+/// Checks that the file system of `place` has space for `bytes` bytes and a reserve. A disk of the
+/// VM may be on the same file system, and QEMU stops a VM whose disk is full.
 fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     let room = rustix::fs::statvfs(place).map_err(|error| error.to_string())?;
     let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
@@ -264,7 +265,7 @@ fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a copy is whole: QEMU doesn't say how closing it went.
+/// Checks that a copy is complete, because QEMU does not report errors of closing it.
 fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
     let mut command = Command::new("qemu-img");
     command.args(["check", "-q", "-f", "qcow2"]).arg(copy);
@@ -276,8 +277,7 @@ fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
     Err(SnapshotError::Impossible(words(disk, said.trim())))
 }
 
-/// Lets go of the VM's disks, whatever was begun with them, by this daemon or by one that was
-/// killed.
+/// Removes filters and jobs from the VM's disks, whether this daemon or a killed one added them.
 pub(super) fn remove<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     spec: &VmSpec,

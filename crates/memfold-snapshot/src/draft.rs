@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::error::{SnapshotError, failed};
 use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex, read_manifest};
 
-/// A snapshot that is being made. Dropping it removes it, unless it was committed.
+/// A snapshot that is being made. Dropping an uncommitted draft removes it.
 #[derive(Debug)]
 pub struct Draft {
     path: PathBuf,
@@ -22,7 +22,8 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Begins the snapshot `name`, which will lie at `place`, in the directory of all snapshots.
+    /// Creates the draft of snapshot `name` in the directory of all snapshots, `root`. The finished
+    /// snapshot will be at `place`.
     pub(super) fn begin(root: &Path, place: PathBuf, name: &str) -> Result<Self, SnapshotError> {
         if place.exists() {
             return Err(SnapshotError::Taken(name.into()));
@@ -49,13 +50,13 @@ impl Draft {
         })
     }
 
-    /// Says that a file of it could not be used.
+    /// Returns a function that adds the path of one of the draft's files to an I/O error.
     pub(super) fn failed(&self, part: &str) -> impl Fn(io::Error) -> SnapshotError + use<> {
         let path = self.path.join(part);
         move |source| failed(&path)(source)
     }
 
-    /// A new file in it.
+    /// Creates a new file in the draft.
     pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
         let path = self.path.join(part);
         File::options()
@@ -66,24 +67,25 @@ impl Draft {
             .map_err(failed(&path))
     }
 
-    /// Where it is now.
+    /// Returns the draft's current path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where it will be.
+    /// Returns the path of the finished snapshot.
     #[must_use]
     pub fn place(&self) -> &Path {
         &self.place
     }
 
-    /// What another snapshot in the same place says of itself.
+    /// Reads the manifest of another snapshot in the same directory.
     pub fn beside(&self, name: &str) -> Result<Manifest, SnapshotError> {
         read_manifest(&self.place.with_file_name(name), name)
     }
 
-    /// Makes it a snapshot: all files on disk, the manifest last, then the name.
+    /// Turns the draft into a snapshot: syncs all files to disk, writes the manifest last, then
+    /// renames the directory.
     pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let place = self.place.clone();
         let failed = failed(place.as_path());

@@ -12,7 +12,7 @@ use super::error::{SnapshotError, failed};
 use super::manifest::{BackingFile, FileFacts, hex};
 use super::pipeline;
 
-/// Length and checksum of a file.
+/// Reads a file, and returns its length and checksum.
 #[allow(clippy::needless_pass_by_value)] // whoever has its facts is done with it
 pub fn facts(file: File) -> io::Result<FileFacts> {
     let mut hasher = Xxh3::new();
@@ -23,22 +23,23 @@ pub fn facts(file: File) -> io::Result<FileFacts> {
     })
 }
 
-/// The same of the file at `path`.
+/// Reads the file at `path`, and returns its length and checksum.
 pub(super) fn facts_at(path: &Path) -> Result<FileFacts, SnapshotError> {
     File::open(path).and_then(facts).map_err(failed(path))
 }
 
-/// What a path leads to, if that is a block device.
+/// Returns the block device at `path`; `None`: it is something else.
 pub(super) fn device(path: &Path) -> Result<Option<BlockDevice>, SnapshotError> {
     BlockDevice::of(path).map_err(failed(path))
 }
 
-/// Time of the last change of a file in nanoseconds since 1970.
+/// Returns a file's modification time, in nanoseconds since 1970.
 pub(super) fn modified_ns(facts: &fs::Metadata) -> i128 {
     i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
 }
 
-/// What files are now, as far as they are files: of anything else there is nothing to compare.
+/// Returns the current facts of files and block devices. Other paths are left out, because they
+/// have nothing to compare.
 pub(super) fn backing_files(
     paths: impl Iterator<Item = PathBuf>,
 ) -> Result<Vec<BackingFile>, SnapshotError> {

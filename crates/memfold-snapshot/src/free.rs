@@ -17,17 +17,19 @@ use rustix::process::Pid;
 
 use memfold_vm::RamLayout;
 
-/// What the guest is asked: the agent's own program, whose child the shell is.
+/// Script that runs the agent's own program in the guest; the script's shell is a child of the
+/// agent.
 pub const LIST: &str = "exec /proc/$PPID/exe --free-pages";
 
-/// Consecutive page frames of a guest.
+/// A range of page frames of a guest.
 pub type Frames = Range<u64>;
 
-/// Runs of free frames in so many frames: the agent tells groups of 16, and runs don't touch.
+/// At most one run per this many frames: the agent reports groups of 16 frames, and runs do not
+/// touch.
 const FRAMES_A_RUN: u64 = 32;
 
-/// Reads the list that an agent of a VM with `pages` pages of RAM wrote: first frame and number of
-/// frames, a line each.
+/// Parses the list from the agent of a VM with `pages` pages of RAM: first frame and number of
+/// frames, one run per line.
 pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the list is not text".to_owned())?;
     let run = |line: &str| -> Option<Frames> {
@@ -60,8 +62,8 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     Ok(runs)
 }
 
-/// Addresses in `pid` of what of `free` was not written to since writes are tracked, ascending. Of
-/// a VM that stands still.
+/// Returns the addresses in process `pid` of frames in `free` that were not written since tracking
+/// began, ascending. The VM must be stopped.
 pub fn unwritten(pid: Pid, layout: &RamLayout, free: &[Frames]) -> io::Result<Vec<Range<Hva>>> {
     let pagemap = Pagemap::open(pid)?;
     let filter = Filter {
@@ -83,7 +85,7 @@ pub fn unwritten(pid: Pid, layout: &RamLayout, free: &[Frames]) -> io::Result<Ve
     Ok(intersection(&unwritten, &free))
 }
 
-/// Where frames lie in QEMU's process. What lies outside of RAM is left out.
+/// Returns the addresses of frames in QEMU's process. Frames outside RAM are left out.
 fn addresses(layout: &RamLayout, frames: &Frames) -> Vec<Range<Hva>> {
     let inside = |slot: &memfold_vm::RamSlot| {
         let first = frames.start.max(slot.pfn.0);
@@ -94,7 +96,7 @@ fn addresses(layout: &RamLayout, frames: &Frames) -> Vec<Range<Hva>> {
     layout.slots.iter().filter_map(inside).collect()
 }
 
-/// What is in both of two lists of ranges, each by its starts ascending. Ranges of `b` may overlap
+/// Returns the intersection of two lists of ranges, each sorted by start. Ranges of `b` may overlap
 /// each other.
 fn intersection(a: &[Range<Hva>], b: &[Range<Hva>]) -> Vec<Range<Hva>> {
     let mut both: Vec<Range<Hva>> = Vec::new();

@@ -15,32 +15,33 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
 
-/// A disk whose overlay is frozen, or is to be.
+/// A disk whose overlay is frozen, or will be.
 #[derive(Debug)]
 pub(super) struct Frozen {
-    /// Its number in the description.
+    /// Number of the disk in the description.
     pub(super) disk: usize,
-    /// The overlay that is frozen.
+    /// File of the frozen overlay.
     pub(super) path: PathBuf,
-    /// The one that the VM writes then.
+    /// File of the new overlay, which the VM writes afterwards.
     overlay: PathBuf,
-    /// Its block node.
+    /// Block node of the new overlay.
     pub(super) node: String,
-    /// What the VM writes before.
+    /// Block node that the VM writes before the switch.
     active: String,
 }
 
 impl Frozen {
-    /// Whether it is a file of the snapshot in this directory, which may hold a copy instead.
+    /// Returns whether the overlay itself is a file of the snapshot in this directory. The snapshot
+    /// may hold a copy instead.
     pub(super) fn is_in(&self, snapshot: &Path) -> bool {
         let kept = identity(&snapshot.join(disk_name(self.disk)));
         kept.is_ok_and(|kept| identity(&self.path).is_ok_and(|own| own == kept))
     }
 }
 
-/// Adds an overlay for each temporary one, which the VM does not use before [`switch`];
-/// [`drop_unused`] comes before. `note` keeps which there are before there are any: this daemon may
-/// die at any moment.
+/// Adds a new overlay for each temporary one. The VM uses them only after [`switch`]. Call
+/// [`drop_unused`] first. `note` records the new overlays before they are created, because this
+/// daemon may die at any moment.
 pub(super) fn prepare(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -95,8 +96,8 @@ pub(super) fn prepare(
     Ok(frozen)
 }
 
-/// Makes an overlay, over what the frozen one will be called when the snapshot is whole, and has
-/// QEMU open it.
+/// Creates an overlay and makes QEMU open it. Its header names the path that the frozen overlay
+/// will have in the finished snapshot.
 fn add(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -127,7 +128,7 @@ fn add(
     Ok(())
 }
 
-/// Puts all overlays over those that the VM writes, at one instant.
+/// Switches all disks to their new overlays at one instant.
 pub(super) fn switch(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotError> {
     let action = |new: &Frozen| json!({ "type": "blockdev-snapshot", "data": { "node": new.active, "overlay": new.node } });
     if !frozen.is_empty() {
@@ -137,9 +138,9 @@ pub(super) fn switch(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotErr
     Ok(())
 }
 
-/// Whether QEMU writes to none of the frozen overlays any more. It doesn't fail if it can't open
-/// one again for reading alone, as after it has given up its rights in a directory that is not open
-/// to its user; then it would write into the snapshot's disk when it lets go of it.
+/// Checks that QEMU no longer has a frozen overlay open for writing. QEMU reports no error if it
+/// cannot reopen one read-only, for example in a directory that its user cannot access. It would
+/// then write to the snapshot's disk when it closes the overlay.
 pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotError> {
     let nodes = nodes(qmp)?;
     let is_read_only = |name: &str| {
@@ -155,7 +156,7 @@ pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), Snaps
     }
 }
 
-/// Has QEMU let go of overlays that are not used.
+/// Makes QEMU close overlays that are not in use, and removes them.
 pub(super) fn undo(
     qmp: &mut Qmp,
     frozen: &[Frozen],
@@ -178,18 +179,18 @@ pub(super) fn undo(
     let _ = note(&used);
 }
 
-/// An overlay of a VM's that lies in a snapshot.
+/// An overlay of a VM that a snapshot holds.
 #[derive(Debug)]
 pub(super) struct Lain {
-    /// The node right above it.
+    /// Block node right above it.
     above: String,
-    /// Where it lies.
+    /// Path in the snapshot.
     kept: PathBuf,
-    /// What it was called before, and is called in QEMU.
+    /// Path before the snapshot, which QEMU still uses.
     pub(super) path: PathBuf,
 }
 
-/// The overlays of a VM that lie in a snapshot, in its directory `snapshot`.
+/// Returns the overlays of a VM that the snapshot in directory `snapshot` holds.
 pub(super) fn lain(
     pid: Pid,
     qmp: &mut Qmp,
@@ -226,8 +227,8 @@ pub(super) fn lain(
     Ok(found)
 }
 
-/// Gives overlays their own names back, beside those in the snapshot, and has what is built on them
-/// say so.
+/// Gives overlays their former names again, in addition to those in the snapshot, and writes these
+/// names into the headers of the overlays above them.
 pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotError> {
     for overlay in lain {
         let is_there = identity(&overlay.kept).ok() == identity(&overlay.path).ok();
@@ -240,8 +241,8 @@ pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotErro
     Ok(())
 }
 
-/// Has QEMU let go of overlays that a daemon added and was killed before they became part of a
-/// disk's chain. QEMU refuses that for those that are.
+/// Makes QEMU close overlays that a daemon, killed since, had added before they became part of a
+/// disk's chain. QEMU refuses to close overlays that are part of one.
 pub(super) fn drop_unused(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -272,7 +273,7 @@ pub(super) fn drop_unused(
     Ok(())
 }
 
-/// Writes into the header of a node's file what it is built on.
+/// Writes the path of the backing file into the header of a node's file.
 pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
     qmp.execute_on_disks(
         "change-backing-file",
