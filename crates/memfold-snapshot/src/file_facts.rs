@@ -38,8 +38,7 @@ pub(super) fn modified_ns(facts: &fs::Metadata) -> i128 {
     i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
 }
 
-/// Returns the current facts of files and block devices. Other paths are left out, because they
-/// have nothing to compare.
+/// Returns the current facts of files and block devices. Paths that lead to no file are left out.
 pub(super) fn backing_files(
     paths: impl Iterator<Item = PathBuf>,
 ) -> Result<Vec<BackingFile>, SnapshotError> {

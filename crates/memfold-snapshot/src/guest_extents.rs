@@ -6,50 +6,51 @@
 
 use std::fmt::Write;
 
-/// Most bytes of a script: an agent takes no longer text ([`memfold_wire::agent::MAX_TEXT`]).
+/// Longest script in bytes; an agent accepts no longer text ([`memfold_wire::agent::MAX_TEXT`]).
 const MAX_SCRIPT: usize = memfold_wire::agent::MAX_TEXT;
 
-/// Most lines of an answer: what the agent tells at most.
+/// Most lines of an answer, which is also the agent's limit.
 const MAX_LINES: usize = 1 << 15;
 
-/// Most bytes of an answer.
+/// Longest answer, in bytes.
 pub const MAX_ANSWER: usize = MAX_LINES * 64;
 
-/// Most pages of a disk: their bytes can be counted.
+/// Highest page number of a disk, so that byte offsets do not overflow.
 const MAX_BLOCKS: u64 = 1 << 50;
 
-/// What the guest is asked: the agent's own program, whose child the shell is.
+/// Script that runs the agent's own program in the guest; the script's shell is a child of the
+/// agent.
 const BEGIN: &str = "exec /proc/$PPID/exe --extents <<'END'\n";
 const END: &str = "END\n";
 
 /// Device number of a disk in the guest: major, minor.
 pub type GuestDisk = (u32, u32);
 
-/// Pages of a file that lie one behind the other on a disk.
+/// Pages of a file that are consecutive on a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileExtent {
-    /// Number of the path in the question.
+    /// Index of the path in the request.
     pub file: usize,
-    /// The first page, in the file.
+    /// First page within the file.
     pub page: u32,
-    /// How many.
+    /// Number of pages.
     pub pages: u32,
-    /// The disk.
+    /// The guest's disk.
     pub disk: GuestDisk,
-    /// The first page, on the disk.
+    /// First page on the disk.
     pub block: u64,
 }
 
 impl FileExtent {
-    /// Number of the page in the file that follows.
+    /// Returns the number of the file's page after this extent.
     #[must_use]
     pub const fn end(&self) -> u64 {
         self.page as u64 + self.pages as u64
     }
 }
 
-/// The script that asks about the first of these paths, and about how many. A path that cannot be
-/// one is a line that no file has.
+/// Returns a script that asks about as many of these paths as fit, and their number. An invalid
+/// path becomes a line that matches no file.
 #[must_use]
 pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) {
     let mut script = BEGIN.to_owned();
@@ -76,8 +77,7 @@ pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) 
     (script, asked)
 }
 
-/// Reads the agent's answer to a question about `files` paths: ascending by file, and in each file
-/// by page.
+/// Parses the agent's answer about `files` paths. The result is sorted by file, then by page.
 pub fn parse(text: &[u8], files: usize) -> Result<Vec<FileExtent>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the answer is no text".to_owned())?;
     let wrong = |line: &str| {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::error::SnapshotError;
 
-/// Refuses with the reason if not.
+/// Checks that the VM can be saved; the error says why not.
 pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     let status = qmp.query("query-status")?;
     if let Some(why) = not_running(&status) {
@@ -54,14 +54,14 @@ fn blocked(migration: &Value) -> Option<String> {
     })
 }
 
-/// Whether a device of `query-block` is one of the description's disks.
+/// Returns whether a device of `query-block` is one of the description's disks.
 pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
     let path = device["qdev"].as_str().unwrap_or_default();
     (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
 }
 
-/// Whether this is firmware's: its variables are RAM, too, and their file is copied
-/// (`written_files`). A foreign VM's lead nowhere in a copy.
+/// Returns whether a device is firmware flash. Its contents are also in RAM, and its file is copied
+/// (`written_files`). In the copy of a VM that memfold did not start, flash has no file.
 pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
     let text = |key: &str| device[key].as_str().unwrap_or_default();
     let is_file = device["inserted"]["file"]
@@ -71,7 +71,7 @@ pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
         && (is_file || spec.foreign.is_some())
 }
 
-/// A disk that can be written and is none of the description's.
+/// Finds a writable disk that is not in the description.
 fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
     let name = |device: &Value| {
         let named = ["device", "qdev"]
@@ -93,7 +93,7 @@ fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
     ))
 }
 
-/// A TPM keeps what it holds in another process, or in hardware, which a second VM can't have.
+/// Finds a TPM. Its state is in another process or in hardware, which a second VM cannot have.
 fn tpm(tpms: &Value) -> Option<String> {
     let id = tpms.as_array()?.first()?["id"]
         .as_str()
@@ -103,8 +103,8 @@ fn tpm(tpms: &Value) -> Option<String> {
     ))
 }
 
-/// RAM that was plugged while the VM ran. Segments are files of their own, plugged again when a VM
-/// of the snapshot starts.
+/// Finds hot-plugged RAM. Segments are excluded: they are separate files, which a restored VM maps
+/// again.
 fn plugged_memory(devices: &Value) -> Option<String> {
     let devices = devices.as_array()?.iter();
     let plugged = devices
@@ -148,7 +148,7 @@ fn plugged_device(qmp: &mut Qmp) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// Refuses device memory that is no segment, which would not be saved.
+/// Refuses device memory other than segments, because it would not be saved.
 pub(super) fn check_memory(spec: &VmSpec, qmp: &mut Qmp) -> Result<(), SnapshotError> {
     let blocks = memfold_vm::ram::read_blocks(qmp)?;
     let unnamed = blocks

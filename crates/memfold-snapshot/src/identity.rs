@@ -16,63 +16,63 @@ use utoipa::ToSchema;
 
 use memfold_vm::{VmDirectory, VmSpec};
 
-/// File in a VM's directory: a [`Plan`] that is still to be carried out.
+/// File in a VM's directory with the [`Plan`] that is not carried out yet.
 const FILE: &str = "renewal.json";
 
 /// Longest host name (`HOST_NAME_MAX`, `gethostname(2)`).
 const HOST_NAME_MAX: usize = 63;
 
-/// Tells whether the guest's kernel has found its VM generation ID: an ACPI driver until Linux 6.9,
-/// a platform driver since.
+/// Script that tests whether the guest's kernel has found its VM generation ID: an ACPI driver
+/// until Linux 6.9, a platform driver since.
 pub const HAS_GENERATION_ID: &str = "for device in /sys/bus/acpi/drivers/vmgenid/*:* /sys/bus/platform/drivers/vmgenid/*:*; do [ -e \"$device\" ] && exit 0; done; exit 1";
 
-/// What a restored VM gets anew.
+/// Identities that a restored VM renews.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Renew {
-    /// Random numbers: it goes on as the VM that was saved.
+    /// Random numbers only: the VM continues as the saved one.
     #[default]
     Random,
-    /// MAC addresses too: another VM, on the same network perhaps.
+    /// Also MAC addresses: for another VM, perhaps on the same network.
     Network,
-    /// Host name, machine ID and SSH host keys too.
+    /// Also host name, machine ID and SSH host keys.
     Identity,
 }
 
-/// What became of it.
+/// Result of renewing identities.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Renewal {
     /// Whether the guest has not answered yet.
     pub pending: bool,
-    /// What is new.
+    /// Renewed identities, as text.
     pub done: Vec<String>,
-    /// What is still as it was in the snapshot, and why.
+    /// Identities that are unchanged from the snapshot, with reasons.
     pub left: Vec<String>,
 }
 
-/// What is to be new in one VM.
+/// New identities for one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     renew: Renew,
     host_name: String,
-    /// Hexadecimal digits: 64, to be mixed into the random numbers.
+    /// 64 hexadecimal digits, mixed into the guest's random numbers.
     seed: String,
     /// 32 hexadecimal digits, a random UUID.
     machine_id: String,
-    /// The last three bytes of the first MAC address, counted on for the next; the first three are
-    /// QEMU's own.
+    /// Last three bytes of the first MAC address; further cards count up. The first three bytes are
+    /// QEMU's prefix.
     mac: u32,
-    /// Network cards that the VM has.
+    /// Number of the VM's network cards.
     cards: usize,
-    /// Whether the guest's clock stays at the moment of the save.
+    /// Whether the guest's clock continues from the moment of the save.
     #[serde(default)]
     keep_clock: bool,
 }
 
 impl Plan {
-    /// A new one for a VM.
+    /// Returns a plan with random identities for a VM.
     pub fn new(renew: Renew, keep_clock: bool, spec: &VmSpec) -> io::Result<Self> {
         let mut random = File::open("/dev/urandom")?;
         let mut word = || {
@@ -102,18 +102,18 @@ impl Plan {
         })
     }
 
-    /// Whether the guest's clock stays at the moment of the save.
+    /// Returns whether the guest's clock continues from the moment of the save.
     #[must_use]
     pub const fn keeps_clock(&self) -> bool {
         self.keep_clock
     }
 
-    /// Notes it for whatever daemon is there when the agent answers.
+    /// Writes the plan to the VM's directory, for the daemon that runs when the agent answers.
     pub fn write(&self, directory: &VmDirectory) -> io::Result<()> {
         directory.write_json(&directory.path().join(FILE), self)
     }
 
-    /// The one that is still to be carried out.
+    /// Reads the plan that is not carried out yet.
     pub fn read(directory: &VmDirectory) -> io::Result<Option<Self>> {
         match VmDirectory::read_json(&directory.path().join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -121,7 +121,7 @@ impl Plan {
         }
     }
 
-    /// It was carried out.
+    /// Removes the plan after it was carried out.
     pub fn remove(directory: &VmDirectory) -> io::Result<()> {
         match std::fs::remove_file(directory.path().join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -129,8 +129,8 @@ impl Plan {
         }
     }
 
-    /// What the guest is to run, by a shell that is the agent's child; [`Renewal::read`]
-    /// understands what it says.
+    /// Returns the shell script for the guest; the shell must be a child of the agent.
+    /// [`Renewal::read`] parses its output.
     pub fn script(&self) -> String {
         let mut parts = vec![
             REPORT.to_owned(),
@@ -231,7 +231,7 @@ for key in /etc/ssh/ssh_host_*_key; do [ ! -e "$key" ] || { report "SSH host key
 "#;
 
 impl Renewal {
-    /// Before the guest has answered.
+    /// Returns the state before the guest has answered.
     #[must_use]
     pub fn pending() -> Self {
         Self {
@@ -240,7 +240,7 @@ impl Renewal {
         }
     }
 
-    /// From what the script said; an error if it did not come to its end.
+    /// Parses the script's output; an error if the script did not reach its end.
     pub fn read(said: &str) -> Result<Self, String> {
         let told = |prefix: &str| {
             let lines = said.lines();
@@ -258,7 +258,7 @@ impl Renewal {
         })
     }
 
-    /// The script could not be run.
+    /// Returns the result if the script could not be run.
     #[must_use]
     pub fn failed(why: &str) -> Self {
         Self {

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::pipeline;
 
-/// Pages that one checksum covers: a huge page.
+/// Pages that one checksum covers: one huge page.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
 
 /// Bytes of a chunk.

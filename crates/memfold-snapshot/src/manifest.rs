@@ -21,24 +21,24 @@ pub const FORMAT: u32 = 1;
 /// Version of the format of one that is compressed or refers to disks. Newer ones are refused.
 pub const FORMAT_IN_PARTS: u32 = 2;
 
-/// What it says of itself, written last.
+/// File name of the manifest, which is written last.
 pub const MANIFEST: &str = "manifest.json";
-/// The checksum of that.
+/// File name of the manifest's checksum.
 pub(super) const MANIFEST_SUM: &str = "manifest.sum";
-/// RAM image.
+/// File name of the RAM image.
 pub const RAM: &str = "ram";
-/// Its checksums.
+/// File name of the image's checksums.
 pub const SUMS: &str = "ram.sums";
-/// A compressed one.
+/// File name of a compressed image.
 pub const PACKED: &str = "ram.zst";
-/// Where its chunks lie.
+/// File name of the index of a compressed image's chunks.
 pub const INDEX: &str = "ram.index";
-/// Pages that disks hold.
+/// File name of the table of pages that disks hold.
 pub const REFERENCES: &str = "ram.refs";
-/// QEMU's device state.
+/// File name of QEMU's device state.
 pub const DEVICES: &str = "devices";
 
-/// What is kept of what the guest can get again.
+/// Which of the guest's caches a snapshot keeps.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum,
 )]
@@ -47,9 +47,9 @@ pub enum Keep {
     /// Nothing: the guest drops its page cache and its caches of names and inodes first.
     #[default]
     None,
-    /// The page cache, by reference: what the disks hold is not saved a second time.
+    /// The page cache, by reference: pages that the disks hold are not saved a second time.
     Hot,
-    /// All, as it is.
+    /// All caches.
     All,
 }
 
@@ -65,7 +65,7 @@ pub struct FileFacts {
 /// A compressed image: `ram.zst` and `ram.index` instead of `ram`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Packed {
-    /// Length of `ram.zst`, in bytes. What it unpacks to has checksums of its own.
+    /// Length of `ram.zst`, in bytes. `ram.sums` has the checksums of the uncompressed image.
     pub bytes: u64,
     /// `ram.index`.
     pub index: FileFacts,
@@ -79,67 +79,68 @@ pub struct References {
     /// Files that it refers to, in the order of their numbers. A path without a slash lies in the
     /// snapshot's directory.
     pub sources: Vec<PathBuf>,
-    /// How many pages.
+    /// Number of pages kept by reference.
     pub pages: u64,
-    /// How many mappings show them: references that go on where the last one ends are one.
-    /// Snapshots of before 2026-11-26 don't say, and refer to single pages.
+    /// Number of mappings that they need; consecutive references need one. Unset in snapshots from
+    /// before 2026-11-26, which refer to single pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mappings: Option<u64>,
 }
 
-/// Mappings of disks' files in one image that a VM can have: with the gaps between them, and what
-/// folding needs, a process may have 65,530.
+/// Most mappings of disks' files for one image. A process may have 65,530 mappings, including the
+/// gaps between these and the mappings that folding needs.
 pub(super) const MOST_MAPPINGS: u64 = 20_480;
 
 /// A disk at the instant of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedDisk {
-    /// The file that holds the disk as it was: frozen, or read-only from the beginning. A path
-    /// without a slash lies in the snapshot's directory.
+    /// File that holds the saved contents: frozen, or always read-only. A path without a slash is
+    /// in the snapshot's directory.
     pub path: PathBuf,
-    /// Its format, as QEMU calls it.
+    /// QEMU's name of the format.
     pub format: String,
-    /// Whether the VM can't write it, so that clones need no overlay.
+    /// Whether the VM cannot write it; then clones need no overlay.
     pub read_only: bool,
-    /// Length in bytes and time of the last change in nanoseconds since 1970, when it was frozen: a
-    /// disk that was changed since doesn't belong to the RAM any more.
+    /// Length in bytes when the disk was frozen. With `modified_ns`, it reveals a later change; a
+    /// changed disk no longer matches the saved RAM.
     pub bytes: u64,
-    /// See `bytes`.
+    /// Modification time when the disk was frozen, in nanoseconds since 1970.
     pub modified_ns: i128,
-    /// What it was, if it is a block device: its node has no length, and its time is the boot's.
+    /// Identity of a block device, whose device node has no length, and whose time changes with
+    /// each boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<BlockDevice>,
-    /// XXH3 (128 bits, hexadecimal) of a disk that lies in the snapshot, compared when that is
-    /// verified; of others, and of older snapshots, none.
+    /// XXH3 (128 bits, hexadecimal) of a disk in the snapshot's directory, for `snapshot verify`.
+    /// Unset for other disks, and in older snapshots.
     #[serde(default)]
     pub xxh3_128: Option<String>,
-    /// Files that it is built on, nearest first.
+    /// Backing files, nearest first.
     #[serde(default)]
     pub backing: Vec<BackingFile>,
 }
 
-/// A file that a disk is built on, as it was when the disk was frozen.
+/// A backing file of a disk, as it was when the disk was frozen.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BackingFile {
-    /// Where it lies.
+    /// Path of the file.
     pub path: PathBuf,
     /// Length in bytes.
     pub bytes: u64,
-    /// Time of its last change, in nanoseconds since 1970.
+    /// Modification time, in nanoseconds since 1970.
     pub modified_ns: i128,
-    /// What it was, if it is a block device.
+    /// Identity, if it is a block device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<BlockDevice>,
 }
 
-/// A snapshot.
+/// The manifest of a snapshot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// [`FORMAT`].
+    /// [`FORMAT`] or [`FORMAT_IN_PARTS`].
     pub format: u32,
     /// Its name.
     pub name: String,
-    /// Its trust domain: that of the VM.
+    /// Trust domain of the VM, and so of the snapshot.
     pub domain: Option<String>,
     /// The VM that was saved.
     pub vm: String,
@@ -147,7 +148,7 @@ pub struct Manifest {
     pub created_s: u64,
     /// The memfold that saved it.
     pub memfold: String,
-    /// What was kept.
+    /// Which of the guest's caches were kept.
     pub keep: Keep,
     /// The VM's description.
     pub spec: VmSpec,
@@ -155,29 +156,28 @@ pub struct Manifest {
     pub qemu: (u64, u64, u64),
     /// QEMU's machine type, with its version.
     pub machine: String,
-    /// What carried it out: `kvm` or `tcg`.
+    /// Accelerator: `kvm` or `tcg`.
     pub accel: String,
-    /// The CPU that it gave the guest; of older snapshots, none.
+    /// CPU that the guest saw; unset in older snapshots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<Cpu>,
     /// RAM blocks in `ram`.
     pub blocks: Vec<ImageBlock>,
-    /// What of them is in the file.
+    /// Numbers of pages in the file, by kind.
     pub counts: ImageCounts,
-    /// Set if it was taken right after a boot, for `vm reboot`: which process the VM was
-    /// (`daemon::reboot`).
+    /// Set for a boot snapshot (`vm reboot`): the process of the VM (`daemon::reboot`).
     #[serde(default)]
     pub of_boot: Option<String>,
-    /// Whether the VM went on while its RAM was copied.
+    /// Whether the VM ran while its RAM was copied.
     #[serde(default)]
     pub live: bool,
-    /// Pages that it wrote to before they had been copied, so that they were kept for that.
+    /// Pages that the VM wrote before they were copied, so that their old contents were kept.
     #[serde(default)]
     pub kept_pages: u64,
-    /// Why pages that the guest had free were saved like others, if they were.
+    /// Why free pages of the guest were saved; unset: they were left out.
     #[serde(default)]
     pub free_kept: Option<String>,
-    /// Why caches that were to be dropped were saved, as far as they were.
+    /// Why caches that should have been dropped were saved; unset: they were dropped.
     #[serde(default)]
     pub cache_kept: Option<String>,
     /// Whether memfold's agent ran in the guest.
@@ -186,12 +186,12 @@ pub struct Manifest {
     /// Whether the guest's kernel knew its VM generation ID (`snapshot::identity`).
     #[serde(default)]
     pub generation_id: bool,
-    /// Length of `ram`, in bytes; of a compressed image, what it would be.
+    /// Length of the uncompressed image, in bytes.
     pub ram_bytes: u64,
-    /// Set if it is compressed.
+    /// Set if the image is compressed.
     #[serde(default)]
     pub packed: Option<Packed>,
-    /// Set if pages of it are kept by reference.
+    /// Set if pages of the image are kept by reference.
     #[serde(default)]
     pub references: Option<References>,
     /// `ram.sums`.
@@ -200,27 +200,26 @@ pub struct Manifest {
     pub devices: FileFacts,
     /// Disks, in the order of the description.
     pub disks: Vec<SavedDisk>,
-    /// Media that it could only read and that are none of its disks, such as CDs, of a VM that
-    /// memfold started.
+    /// Read-only media other than disks, such as CDs, of a VM that memfold started.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub media: Vec<BackingFile>,
-    /// `file0` and so on: files that its command line names, of a VM that memfold didn't start; of
-    /// others, those that it writes.
+    /// Copied files `file0`, `file1`, ...: of a VM that memfold did not start, the files that its
+    /// command line names; of others, the files that QEMU writes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<FileFacts>,
-    /// What the VM had of its host that one VM alone can have: forwarded ports, sockets, displays.
+    /// Host resources of the VM that only one VM can have: forwarded ports, sockets, displays.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub of_one_vm: Vec<String>,
-    /// Time from the VM's stop to its going on, in milliseconds.
+    /// Time from the VM's stop until it resumed, in milliseconds.
     pub pause_ms: f64,
-    /// Time of the whole save, in milliseconds.
+    /// Duration of the whole save, in milliseconds.
     pub save_ms: f64,
-    /// Its steps.
+    /// Durations of the save's steps.
     #[serde(default)]
     pub steps: Steps,
 }
 
-/// Times of a save's steps, in milliseconds.
+/// Durations of a save's steps, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Steps {
     /// The guest drops its caches.
@@ -229,15 +228,15 @@ pub struct Steps {
     pub list_ms: f64,
     /// QEMU's device state.
     pub devices_ms: f64,
-    /// The RAM image; of a live save, what was looked at and protected while the VM stood still.
+    /// The RAM image; in a live save, only examining and protecting it while the VM was stopped.
     pub ram_ms: f64,
-    /// Of a live save: the RAM image, while the VM runs.
+    /// Writing the RAM image of a live save, while the VM runs.
     #[serde(default)]
     pub copy_ms: f64,
-    /// What the disks hold is found and taken out, while the VM runs.
+    /// Writing the references to disks, while the VM runs.
     #[serde(default)]
     pub refer_ms: f64,
-    /// The rest is compressed, while the VM runs.
+    /// Compressing the image, while the VM runs.
     #[serde(default)]
     pub pack_ms: f64,
     /// Disks frozen.
@@ -247,7 +246,7 @@ pub struct Steps {
     pub disks_copy_ms: f64,
 }
 
-/// A snapshot in short.
+/// Summary of a snapshot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SnapshotInfo {
     /// Its name.
@@ -260,30 +259,31 @@ pub struct SnapshotInfo {
     pub created_s: u64,
     /// RAM of the VM, in bytes.
     pub memory_bytes: u64,
-    /// Bytes that it takes on disk now.
+    /// Bytes that the snapshot takes on disk now.
     pub disk_bytes: u64,
-    /// VMs that run from it.
+    /// VMs that run from the snapshot.
     pub users: Vec<String>,
-    /// Why it can't be used, if it can't.
+    /// Why the snapshot cannot be used; unset: it can.
     pub problem: Option<String>,
 }
 
 impl Manifest {
-    /// RAM of the VM.
+    /// Returns the RAM size of the VM.
     #[must_use]
     pub const fn memory(&self) -> ByteSize {
         self.spec.memory
     }
 
-    /// Whether its RAM image can be mapped as it lies there, with what disks hold over it.
+    /// Returns whether the RAM image can be mapped directly, with mappings of the disks' files over
+    /// it.
     #[must_use]
     pub fn is_mappable(&self) -> bool {
         let can_map = |of: &References| of.mappings.is_some_and(|count| count <= MOST_MAPPINGS);
         self.packed.is_none() && self.references.as_ref().is_none_or(can_map)
     }
 
-    /// Its files next to `manifest.json` and the disks: names, lengths in bytes, and checksums of
-    /// those that have one.
+    /// Returns the snapshot's files other than manifest and disks: names, lengths in bytes, and
+    /// checksums where they exist.
     #[must_use]
     pub fn parts(&self) -> Vec<(&'static str, u64, Option<&FileFacts>)> {
         fn whole<'a>(
@@ -307,14 +307,14 @@ impl Manifest {
         parts
     }
 
-    /// Whether VMs that run from it can be told to be different from each other.
+    /// Returns whether VMs that run from the snapshot can be given different identities.
     #[must_use]
     pub const fn tells_twins_apart(&self) -> bool {
         self.agent || self.generation_id
     }
 }
 
-/// What the snapshot `name` in a directory of its own says of itself.
+/// Reads and checks the manifest of snapshot `name` in its directory.
 pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, SnapshotError> {
     let file = |part: &str| {
         fs::read(path.join(part)).map_err(|source| {

@@ -26,11 +26,11 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
-/// What a page that can't be believed is called.
+/// Error message for a page that lost its protection.
 const UNPROTECTED: &str = "a page of the VM lost its write protection without a reported write: the kernel has put another page in its \
                            place (KSM does, if something starts it meanwhile); save the VM again, or without --live";
 
-/// Pages of a running VM that are wanted as they were.
+/// Pages of a running VM that are to be read as of one instant.
 #[derive(Debug)]
 pub struct Past {
     pagemap: Pagemap,
@@ -42,9 +42,9 @@ pub struct Past {
 }
 
 impl Past {
-    /// Makes the file for the pages of `wanted`, which are ranges of addresses, ascending, none of
-    /// them across two of `blocks`. `None` if no page is wanted. `room`: pages that may be kept; if
-    /// the VM writes to more before they are read, nothing is kept any more.
+    /// Creates the file in which the library keeps old contents of the pages in `wanted`: ascending
+    /// address ranges, each within one of `blocks`. `None`: no page is wanted. `room`: most pages
+    /// that are kept; if the VM writes more before they are read, the snapshot fails.
     pub fn new(
         pid: Pid,
         blocks: &[std::ops::Range<Hva>],
@@ -88,18 +88,18 @@ impl Past {
         Ok(Some(past))
     }
 
-    /// What the library is told.
+    /// Returns the ranges that the library must protect.
     #[must_use]
     pub fn ranges(&self) -> Vec<Range> {
         self.ranges.iter().map(|&(range, _)| range).collect()
     }
 
-    /// The file, for the library.
+    /// Returns a descriptor of the file, for the library.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         self.file.as_fd().try_clone_to_owned()
     }
 
-    /// Pages that the VM has written to before they were read, as far.
+    /// Returns the number of pages so far that the VM wrote before they were read.
     #[must_use]
     pub fn kept_pages(&self) -> u64 {
         self.word(USED_WORD)
@@ -125,8 +125,8 @@ impl Past {
         Ok(first + page.pages_since(Hva(range.hva)))
     }
 
-    /// Makes of `bytes`, which were just read from wanted pages at `start`, what these pages held
-    /// then.
+    /// Replaces the contents of changed pages in `bytes`, just read from wanted pages at `start`,
+    /// by their contents at the instant.
     pub fn settle(&self, start: Hva, bytes: &mut [u8]) -> io::Result<()> {
         let pages = (bytes.len() / PAGE_BYTES) as u64;
         let end = start.add_pages(pages);
@@ -153,7 +153,7 @@ impl Past {
         self.check()
     }
 
-    /// Whether everything has been kept as far.
+    /// Checks that all old contents have been kept so far.
     fn check(&self) -> io::Result<()> {
         match i32::try_from(self.word(ERRNO_WORD)?.load(Ordering::Acquire)) {
             Ok(0) => Ok(()),
@@ -186,8 +186,8 @@ fn other(why: &str) -> io::Error {
     io::Error::other(why)
 }
 
-/// The huge pages in which something is wanted, as at most `most` ranges. Where there would be
-/// more, what lies between those that are nearest to each other is taken in too.
+/// Returns the huge pages that contain wanted pages, as at most `most` ranges. If there would be
+/// more, the nearest ranges are joined.
 fn chunks(
     blocks: &[std::ops::Range<Hva>],
     wanted: &[std::ops::Range<Hva>],

@@ -52,8 +52,8 @@ pub use super::request::{Request, milliseconds};
 pub use super::still::Hold;
 pub use super::subject::Subject;
 
-/// Refuses a VM that can't be saved as it is now, and puts right what an earlier save has left that
-/// was cut off. The VM runs meanwhile.
+/// Refuses a VM that cannot be saved now, and cleans up after an interrupted save. The VM runs
+/// meanwhile.
 pub fn mend<M: DerefMut<Target = Qmp>>(
     subject: &Subject,
     monitor: impl Fn() -> M,
@@ -64,7 +64,7 @@ pub fn mend<M: DerefMut<Target = Qmp>>(
     merge_overlays(&monitor, spec, &subject.record_now().overlays)
 }
 
-/// Saves a VM. `monitor` gives its monitor, which others may use while RAM is copied.
+/// Saves a VM. `monitor` returns its monitor, which other tasks may use while RAM is copied.
 pub fn save<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: impl Fn() -> M,
@@ -140,7 +140,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         made
     }
 
-    /// What has to be of one instant. If it fails, the VM goes on as before.
+    /// Performs the steps that must be of one instant. After an error, the VM runs as before.
     fn stand_still<'r>(
         &self,
         before: &[PathBuf],
@@ -176,7 +176,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         }
     }
 
-    /// What is left to do when the VM has gone on.
+    /// Performs the steps after the VM has resumed.
     fn finish(
         &self,
         (draft, ram, sums): (&Draft, &File, File),
@@ -285,8 +285,8 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
     }
 }
 
-/// Has a VM use the disks that it writes in place as before a save that has failed, or was cut off
-/// with its daemon. Whether it does.
+/// Removes the filters of a failed or interrupted save from the disks that a VM writes in place.
+/// Returns whether all are removed.
 pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) -> bool {
     let gone = disk_copy::remove(monitor, spec);
     if let Err(error) = &gone {
@@ -343,9 +343,8 @@ fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
     }
 }
 
-/// A snapshot is to be removed, and a VM goes on that was saved in it: what is frozen of its disks
-/// is its own again. Its next save merges that with what it has written since. Nothing is done for
-/// a VM whose disks aren't there.
+/// Returns frozen overlays to a VM whose snapshot is about to be removed. Its next save merges them
+/// with newer overlays. Nothing is done if the VM's disks are not in the snapshot.
 pub fn take_back<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: impl Fn() -> M,

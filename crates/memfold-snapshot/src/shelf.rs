@@ -38,40 +38,40 @@ use super::{pack, refer};
 
 pub use super::manifest::{DEVICES, RAM};
 
-/// Where snapshots lie if nothing else is said.
+/// Default directory of snapshots.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
 
-/// All snapshots of a host.
+/// The snapshot directory of a host, with the images that this process has verified or laid out.
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
     /// RAM images whose bytes were right when `ram`, and the files that it refers to, had these
     /// stamps.
     right: Arc<Mutex<HashMap<String, Vec<Stamp>>>>,
-    /// Images that lie in memory, or are being laid out: then their place is locked.
+    /// Images laid out in memory. While an image is being laid out, its entry is locked.
     laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
     /// Held while somebody looks which of these are still wanted.
     letting_go: Arc<Mutex<()>>,
 }
 
-/// An image whose bytes are what was saved, to be mapped.
+/// A verified image, ready to be mapped.
 #[derive(Clone, Debug)]
 pub struct CheckedImage {
-    /// `ram`, or what was laid out in memory.
+    /// The file `ram`, or the image laid out in memory.
     pub ram: Arc<File>,
-    /// What is mapped over it from other files, ascending.
+    /// References to pages mapped over it from other files, ascending.
     pub references: Vec<Reference>,
-    /// Their files.
+    /// Files that `references` refer to.
     pub sources: Vec<Arc<File>>,
 }
 
 /// The checksum of an image's checksums, and its memory.
 type LaidOut = Arc<Mutex<Option<(String, Arc<File>)>>>;
 
-/// Of the memory that a host has available, what images may be laid out in, in percent.
+/// Part of the host's available memory in which images may be laid out, in percent.
 const LAID_OUT_PERCENT: u64 = 90;
 
-/// What differs as soon as a file was written to.
+/// File attributes that change as soon as the file is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     device: u64,
@@ -96,7 +96,8 @@ impl Stamp {
 }
 
 impl Shelf {
-    /// Snapshots in `root`, which need not be there yet. Drafts of daemons that died are removed.
+    /// Opens the snapshot directory `root`, which need not exist yet. Drafts of daemons that died
+    /// are removed.
     pub fn open(root: &Path) -> Self {
         let shelf = Self {
             // It gets into headers of disks, and into what QEMU is told.
@@ -124,14 +125,14 @@ impl Shelf {
         shelf
     }
 
-    /// The directory of a snapshot, there or not.
+    /// Returns the directory of a snapshot, which need not exist.
     pub fn path(&self, name: &str) -> Result<PathBuf, SnapshotError> {
         memfold_vm::check_name("snapshot", name)
             .map_err(|error| SnapshotError::Name(error.to_string()))?;
         Ok(self.root.join(name))
     }
 
-    /// Names of all snapshots, sorted.
+    /// Returns the names of all snapshots, sorted.
     pub fn names(&self) -> io::Result<Vec<String>> {
         let entries = match fs::read_dir(&self.root) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -146,12 +147,13 @@ impl Shelf {
         Ok(names)
     }
 
-    /// Begins a snapshot.
+    /// Creates a draft of snapshot `name`.
     pub fn draft(&self, name: &str) -> Result<Draft, SnapshotError> {
         Draft::begin(&self.root, self.path(name)?, name)
     }
 
-    /// What a snapshot says of itself, its own checksum and the lengths of its files compared.
+    /// Reads a snapshot's manifest, and checks its checksum and the lengths of the snapshot's
+    /// files.
     pub fn manifest(&self, name: &str) -> Result<Manifest, SnapshotError> {
         read_manifest(&self.path(name)?, name)
     }
@@ -227,7 +229,7 @@ impl Shelf {
         Ok(changed)
     }
 
-    /// The image of a snapshot, to be read.
+    /// Opens the image of a snapshot for reading.
     pub fn stored(&self, manifest: &Manifest) -> Result<Stored, SnapshotError> {
         let name = &manifest.name;
         let bad = |part: &str, why: String| SnapshotError::Broken {
@@ -276,7 +278,7 @@ impl Shelf {
         Ok((references, sources))
     }
 
-    /// A small file of a snapshot, whole.
+    /// Reads a whole small file of a snapshot.
     fn read(&self, name: &str, part: &str) -> Result<Vec<u8>, SnapshotError> {
         let mut bytes = Vec::new();
         let mut file = self.file(name, part)?;
@@ -285,7 +287,7 @@ impl Shelf {
         Ok(bytes)
     }
 
-    /// The image of a snapshot in memory, one for all VMs that run from it.
+    /// Lays the image of a snapshot out in memory, once for all VMs that run from it.
     fn lay_out(
         &self,
         manifest: &Manifest,
@@ -324,15 +326,15 @@ impl Shelf {
         self.laid_out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the memory of a laid out image is called in `/proc/PID/maps`, also when the daemon that
-    /// made it is gone.
+    /// Returns the name of a laid-out image's memory in `/proc/PID/maps`, which remains valid after
+    /// the daemon has ended.
     pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
         let file = self.file(name, SUMS)?;
         let facts = file.metadata().map_err(self.failed(name, SUMS))?;
         Ok(format!("memfold-image:{:x}:{}", facts.dev(), facts.ino()))
     }
 
-    /// Memory that laid out images take, but for those that are being laid out now.
+    /// Returns the memory of laid-out images, without those that are being laid out now.
     #[must_use]
     pub fn laid_out_bytes(&self) -> ByteSize {
         let bytes = |place: &LaidOut| {
@@ -343,7 +345,7 @@ impl Shelf {
         ByteSize(self.places().values().filter_map(bytes).sum())
     }
 
-    /// Lets images go that no VM runs from, and that nobody is about to start one from.
+    /// Frees laid-out images from which no VM runs or is being started.
     pub fn let_go(&self) {
         // One after the other: who comes later knows of more VMs that have ended.
         let _turn = self
@@ -368,7 +370,7 @@ impl Shelf {
         });
     }
 
-    /// What holds the bytes of a snapshot's image.
+    /// Returns the name of the file that holds the image's bytes.
     #[must_use]
     pub const fn image_of(manifest: &Manifest) -> &'static str {
         match manifest {
@@ -409,7 +411,7 @@ impl Shelf {
         File::open(&path).map_err(failed(&path))
     }
 
-    /// Bytes that the files of a snapshot take on disk.
+    /// Returns the bytes that a snapshot's files take on disk.
     pub fn disk_bytes(&self, name: &str) -> io::Result<u64> {
         let mut bytes = 0;
         for entry in fs::read_dir(self.root.join(name))?.flatten() {
@@ -433,7 +435,7 @@ impl Shelf {
     }
 }
 
-/// Whether any process but this one maps a file.
+/// Returns whether another process maps a file.
 fn is_mapped(file: &File) -> bool {
     let identity = file.metadata().map(|facts| StoreIdentity {
         dev: facts.dev(),

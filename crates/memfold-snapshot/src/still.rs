@@ -27,21 +27,22 @@ use super::past::Past;
 use super::request::{Request, milliseconds};
 use super::writer::Writer;
 
-/// How a VM is stopped for its snapshot. What is dropped lets it go on, and folds it again.
+/// Stops and resumes a VM for its snapshot. Dropping the value resumes the VM and its folding.
 pub trait Hold {
     /// Stops the VM, whose monitor this is.
     fn stop(&self, qmp: &mut Qmp) -> Result<(), String>;
 
-    /// Has the library keep what these ranges hold, in this file.
+    /// Makes the library keep the contents of these ranges in this file before they are
+    /// overwritten.
     fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String>;
 
-    /// Tracks the VM's writes no more.
+    /// Ends tracking of the VM's writes.
     fn untrack(&self) -> Result<(), String>;
 
-    /// Lets the VM go on, if it was stopped.
+    /// Resumes the VM, if it was stopped.
     fn go_on(&self, qmp: &mut Qmp) -> Result<(), String>;
 
-    /// Nothing more is needed of the VM.
+    /// Releases the VM: the snapshot needs nothing more from it.
     fn let_go(&self);
 }
 

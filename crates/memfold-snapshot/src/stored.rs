@@ -24,22 +24,22 @@ use super::pack::{self, Frame};
 use super::pipeline;
 use super::refer::Reference;
 
-/// An image.
+/// A stored RAM image, opened for reading.
 #[derive(Debug)]
 pub struct Stored {
-    /// Length, when it is whole.
+    /// Length of the complete image, in bytes.
     pub bytes: u64,
-    /// What `ram.sums` holds.
+    /// Contents of `ram.sums`.
     pub sums: Vec<u8>,
-    /// What lies in files of its own.
+    /// Pages in the image's own files.
     pub pages: Pages,
-    /// What disks hold, ascending.
+    /// References to pages that disks hold, ascending.
     pub references: Vec<Reference>,
-    /// Their files.
+    /// Files that `references` refer to.
     pub sources: Vec<File>,
 }
 
-/// What lies in an image's own files.
+/// Pages in an image's own files.
 #[derive(Debug)]
 pub enum Pages {
     /// A sparse file, and what of it is no hole.
@@ -159,13 +159,13 @@ impl Stored {
         Ok(wrong)
     }
 
-    /// Numbers of the chunks that aren't what was saved.
+    /// Reads the whole image and returns the numbers of chunks with wrong checksums.
     pub fn verify(&self, progress: &Progress) -> io::Result<Vec<u64>> {
         self.check(progress, |_, _| Ok(()))
     }
 
-    /// Lays the image out in memory that nobody can change, called `name`; or numbers of the chunks
-    /// that aren't what was saved.
+    /// Lays the image out in sealed memory named `name`. The inner error: the numbers of chunks
+    /// with wrong checksums.
     pub fn lay_out(&self, name: &str, progress: &Progress) -> io::Result<Result<File, Vec<u64>>> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let laid = File::from(memfd_create(name, flags)?);

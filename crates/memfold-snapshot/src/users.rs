@@ -15,7 +15,7 @@ use super::error::{SnapshotError, failed};
 use super::manifest::{RAM, SavedDisk};
 use super::shelf::Shelf;
 
-/// The snapshots that a VM's disks are built on.
+/// Returns the snapshots that a VM's disks are built on.
 #[must_use]
 pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     let files: Vec<PathBuf> = spec
@@ -33,7 +33,7 @@ pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     names
 }
 
-/// Other snapshots whose disks are built on those of this one.
+/// Returns other snapshots whose disks are built on this one's.
 pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
     let place = shelf.path(name)?;
     let mut found = Vec::new();
@@ -55,7 +55,7 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
     Ok(found)
 }
 
-/// Processes that map the RAM image of a snapshot, or what was laid out of it.
+/// Returns the processes that map the RAM image of a snapshot, in its file or laid out.
 pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let found = users_of_each(&[in_maps(shelf, name)?])?;
     Ok(found.into_iter().flatten().collect())

@@ -25,7 +25,7 @@ use super::manifest::Manifest;
 /// nothing is lost.
 pub const FILE: &str = "working-set";
 
-/// How long a VM runs before its page tables are looked at.
+/// Run time of a restored VM before its page tables are read.
 pub const TIME: Duration = Duration::from_secs(10);
 
 /// Parts that are as near to each other, in pages, become one.
@@ -34,7 +34,7 @@ const GAP: u64 = 16;
 /// Pages that are read with one call (`IOV_MAX`).
 const BATCH: usize = 1024;
 
-/// Pages of an image, as they were used.
+/// The pages of an image that a VM touched first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkingSet {
     /// The image: checksum of its checksums.
@@ -66,7 +66,8 @@ pub fn places(manifest: &Manifest, layout: &RamLayout) -> Vec<Place> {
 }
 
 impl WorkingSet {
-    /// What a VM that was restored from an image (checksum of its checksums) has touched since.
+    /// Reads the pages that a restored VM has touched since. `image`: checksum of the image's
+    /// checksums.
     pub fn of(pid: Pid, image: &str, places: &[Place]) -> io::Result<Self> {
         let pagemap = Pagemap::open(pid)?;
         let filter = Filter {
@@ -121,8 +122,8 @@ impl WorkingSet {
         written
     }
 
-    /// Has these pages in the page tables of a VM that was restored from the image; how many are
-    /// there.
+    /// Loads these pages into the page tables of a VM restored from the image. Returns how many are
+    /// present.
     pub fn prefetch(&self, pid: Pid, places: &[Place]) -> io::Result<u64> {
         let mut done = 0;
         let mut bytes = [0; BATCH];
