@@ -24,13 +24,13 @@ pub use xml::{Mark, XmlError};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Why a domain can't be enabled, disabled or taken on.
+/// Error of enabling, disabling or adopting a domain.
 #[derive(Debug, thiserror::Error)]
 pub enum LibvirtError {
-    /// libvirt refused, or can't be asked.
+    /// libvirt refused, or cannot be reached.
     #[error(transparent)]
     Virsh(#[from] VirshError),
-    /// The XML isn't what memfold can work with.
+    /// memfold does not support the domain's XML.
     #[error("domain '{domain}': {source}")]
     Xml {
         /// The domain.
@@ -51,29 +51,29 @@ pub enum LibvirtError {
     Name(#[from] memfold_vm::SpecError),
 }
 
-/// What [`enable`] or [`disable`] has done.
+/// Result of [`enable`] or [`disable`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Change {
     /// The domain.
     pub domain: String,
     /// Its trust domain, if it is enabled and has one.
     pub trust_domain: Option<String>,
-    /// Whether its XML was another one before.
+    /// Whether the XML was changed.
     pub changed: bool,
-    /// Whether it runs, so that what is changed has to wait for its next start.
+    /// Whether the domain runs; then changes take effect at its next start.
     pub running: bool,
-    /// Whether libvirt has saved its memory, and goes on from there, with what the domain was then,
-    /// at its next start.
+    /// Whether libvirt has saved the domain's memory (managed save). Then its next start continues
+    /// with the old settings.
     pub managed_save: bool,
-    /// What in its XML keeps its memory from being folded; empty: nothing.
+    /// Settings in the XML that prevent folding; empty: none.
     #[serde(default)]
     pub not_folded: Vec<String>,
-    /// What it costs the host besides, such as CPUs that its guest never gives back.
+    /// Settings that cost the host other resources, such as CPUs that the guest never yields.
     #[serde(default)]
     pub costs: Vec<String>,
 }
 
-/// Has a domain start with memfold from now on. Safe to repeat.
+/// Enables memfold for a domain, from its next start on. Safe to repeat.
 pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, LibvirtError> {
     if let Some(name) = trust_domain {
         memfold_vm::check_name("domain", name)?;
@@ -105,7 +105,7 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
     })
 }
 
-/// Puts a domain's XML back to what it was. Safe to repeat.
+/// Undoes memfold's changes of a domain's XML. Safe to repeat.
 pub fn disable(domain: &str) -> Result<Change, LibvirtError> {
     let facts = persistent(domain)?;
     let before = virsh::inactive_xml(&facts.name)?;
@@ -142,7 +142,7 @@ impl DomainFacts {
     }
 }
 
-/// The name of a domain among memfold's VMs, whose names have fewer letters.
+/// Returns a domain's name among memfold's VMs, which allow fewer characters.
 #[must_use]
 pub fn vm_name(domain: &str) -> String {
     let letter = |c: char| match c.to_ascii_lowercase() {

@@ -8,25 +8,25 @@ use utoipa::ToSchema;
 
 use super::{DEFAULT_RUN, LibvirtError, Mark, Running, virsh};
 
-/// A domain of libvirt.
+/// Status of a libvirt domain.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DomainStatus {
     /// Its name in libvirt.
     pub domain: String,
     /// Whether it runs.
     pub running: bool,
-    /// What memfold has noted in its XML; null: it isn't enabled.
+    /// memfold's mark in the XML; null: the domain is not enabled.
     #[schema(value_type = Option<Object>)]
     pub mark: Option<Mark>,
     /// Whether it was started with memfold; null: it doesn't run.
     pub started_with_memfold: Option<bool>,
     /// Its name among memfold's VMs, if the daemon has it.
     pub vm: Option<String>,
-    /// What there is to know or to do, in words.
+    /// Status of folding and required action, as text.
     pub folding: String,
 }
 
-/// What the daemon says of a VM that libvirt has started.
+/// The daemon's facts about a VM that libvirt started.
 #[derive(Clone, Debug)]
 pub struct KnownVm {
     /// Its name among memfold's VMs.
@@ -39,7 +39,7 @@ pub struct KnownVm {
     pub folds_again: bool,
 }
 
-/// All of them. `vms`: those of the daemon; `None`: it doesn't answer.
+/// Returns the status of all domains. `vms`: VMs of the daemon; `None`: it does not answer.
 pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError> {
     let running = Running::all(Path::new(DEFAULT_RUN)).unwrap_or_default();
     let one = |domain: String| {

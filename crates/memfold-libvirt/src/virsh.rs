@@ -13,22 +13,22 @@ const CONNECTION: &str = "qemu:///system";
 /// it can do, which takes some of them.
 const PATIENCE_S: u64 = 120;
 
-/// Why libvirt gave no answer, or not the one we wanted.
+/// Error of a `virsh` command.
 #[derive(Debug, thiserror::Error)]
 pub enum VirshError {
-    /// There is no such command.
+    /// `virsh` is not installed.
     #[error("virsh is not installed; install it (Debian: apt install libvirt-clients)")]
     Missing,
     /// It could not be started.
     #[error("cannot run virsh")]
     Start(#[source] io::Error),
-    /// It took too long.
+    /// `virsh` did not finish in time.
     #[error("libvirt did not answer 'virsh {command}' within {PATIENCE_S} s")]
     Timeout {
         /// What was asked.
         command: String,
     },
-    /// It refused.
+    /// `virsh` reported an error.
     #[error("virsh {command}: {words}")]
     Refused {
         /// What was asked.
@@ -59,7 +59,7 @@ pub enum VirshError {
     },
 }
 
-/// What libvirt says of a domain.
+/// Facts about a domain, from `virsh dominfo`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DomainFacts {
     /// Its name.
@@ -72,7 +72,7 @@ pub struct DomainFacts {
     pub managed_save: bool,
 }
 
-/// Of all domains, the names.
+/// Returns the names of all domains.
 pub fn domains() -> Result<Vec<String>, VirshError> {
     let list = run(&["list", "--all", "--name"])?;
     let mut names: Vec<String> = list.lines().map(str::to_owned).collect();
@@ -81,7 +81,7 @@ pub fn domains() -> Result<Vec<String>, VirshError> {
     Ok(names)
 }
 
-/// Of a domain, by its name, id or UUID.
+/// Returns the facts of a domain, by its name, id or UUID.
 pub fn facts(domain: &str) -> Result<DomainFacts, VirshError> {
     let (command, option) = ("dominfo", option(domain));
     let text = run(&[command, &option])?;
@@ -102,13 +102,13 @@ pub fn facts(domain: &str) -> Result<DomainFacts, VirshError> {
     })
 }
 
-/// The XML that a domain will be started with, passwords included.
+/// Returns the XML for a domain's next start, including passwords.
 pub fn inactive_xml(domain: &str) -> Result<String, VirshError> {
     let xml = run(&["dumpxml", "--inactive", "--security-info", &option(domain)])?;
     of_name(domain, xml)
 }
 
-/// The XML of a domain as it runs.
+/// Returns the XML of a running domain.
 pub fn xml(domain: &str) -> Result<String, VirshError> {
     let xml = of_name(domain, run(&["dumpxml", &option(domain)])?)?;
     let runs = roxmltree::Document::parse(&xml)
@@ -137,7 +137,7 @@ fn of_name(domain: &str, xml: String) -> Result<String, VirshError> {
     })
 }
 
-/// Has libvirt keep a domain's XML.
+/// Stores a domain's XML in libvirt (`virsh define`).
 pub fn define(xml: &str) -> Result<(), VirshError> {
     // Readable for its owner alone: there are passwords in it.
     let mut file = tempfile::NamedTempFile::new().map_err(VirshError::Start)?;

@@ -22,10 +22,10 @@ use super::wrapper;
 /// Name space of the mark.
 pub const NAMESPACE: &str = "urn:memfold:libvirt:1";
 
-/// Why XML can't be used.
+/// Error of reading or changing a domain's XML.
 #[derive(Debug, thiserror::Error)]
 pub enum XmlError {
-    /// It is none.
+    /// The text is not valid XML.
     #[error("cannot parse libvirt's XML of the domain: {0}")]
     Syntax(#[from] roxmltree::Error),
     /// An element is missing.
@@ -44,12 +44,12 @@ pub enum XmlError {
     Channel(String),
 }
 
-/// What memfold has noted in a domain.
+/// memfold's mark in a domain's metadata.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mark {
     /// Its trust domain; without one it shares with nobody.
     pub domain: Option<String>,
-    /// The emulator of before.
+    /// Emulator before the domain was enabled.
     pub emulator: PathBuf,
     /// Whether the agent's channel is memfold's.
     pub channel: bool,
@@ -123,14 +123,14 @@ impl Mark {
     }
 }
 
-/// The QEMU that a domain has of its own, whether it is enabled or not.
+/// Returns the domain's original QEMU, whether the domain is enabled or not.
 pub fn own_emulator(xml: &str) -> Result<PathBuf, XmlError> {
     let document = Document::parse(xml)?;
     let path = PathBuf::from(emulator_node(&document)?.text().unwrap_or_default().trim());
     Ok(wrapper::emulator(&path).unwrap_or(path))
 }
 
-/// The XML of a domain that starts with `wrapper` and is in a trust domain, or in none.
+/// Returns the domain's XML with `wrapper` as emulator, and with the trust domain in the mark.
 pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let root = document.root_element();
@@ -175,7 +175,7 @@ pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<S
     Ok(changes.apply(xml))
 }
 
-/// Notes in the mark what controllers libvirt has added for the agent's port.
+/// Records in the mark which controllers libvirt added for the agent's port.
 pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let Some(mark) = Mark::of(&document) else {
@@ -186,7 +186,7 @@ pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
     Ok(changes.apply(xml))
 }
 
-/// The XML of a domain as it was before it was enabled. What its owner has changed since stays so.
+/// Returns the domain's XML without memfold's changes. Changes made by its owner since remain.
 pub fn disable(xml: &str) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let emulator = emulator_node(&document)?;

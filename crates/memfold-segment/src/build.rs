@@ -31,10 +31,11 @@ use super::tree::{Filter, PROGRAMS, Tree, is_full};
 /// Guests take device memory in pieces of this size (`SUBSECTION_SIZE` of Linux on x86-64).
 const ALIGN: u64 = 2 << 20;
 
-/// What guests read of a segment, in the image's root.
+/// File in the image's root in which guests find the segment's description.
 pub const MARK: &str = ".memfold-segment";
 
-/// Directories that guests never lay a segment over: they are the guest's own, or the kernel's.
+/// Directories over which guests never lay a segment, because they belong to the guest or its
+/// kernel.
 const OWN: [&str; 9] = [
     "proc", "sys", "dev", "run", "tmp", "boot", "var", "etc", "root",
 ];
@@ -48,32 +49,32 @@ const BUILT_BYTES: usize = 12;
 /// `EROFS_FEATURE_COMPAT_SB_CHKSUM`
 const HAS_CHECKSUM: u32 = 1;
 
-/// What is to be built.
+/// Request to build a segment.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Name of the segment.
     pub name: String,
     /// Its trust domain.
     pub domain: String,
-    /// What to build it from: one directory or image, or packages.
+    /// Sources: one directory or image, or packages.
     pub from: Vec<String>,
-    /// What the manifest says of that instead, of a copy that was made for this build.
+    /// Source to record in the manifest instead of `from`, if `from` is a copy made for this build.
     pub origin: Option<String>,
-    /// Globs of paths, beginning with a slash; none: programs and libraries (`/usr`, `/opt`), or
-    /// everything of a root.
+    /// Globs of paths to include, beginning with a slash; empty: programs and libraries (`/usr`,
+    /// `/opt`), or everything for a root.
     pub include: Vec<String>,
-    /// Globs of paths to leave out.
+    /// Globs of paths to exclude.
     pub exclude: Vec<String>,
-    /// Take the best files of this ranking, as long as they fit into so many bytes.
+    /// Limit in bytes, and a ranking: only the best files that fit are included.
     pub top: Option<(ByteSize, Vec<Ranked>)>,
-    /// Whether it is to be a VM's root file system.
+    /// Whether the segment is a VM's root file system.
     pub root: bool,
-    /// Whether it is held in memory.
+    /// Whether the image is kept in memory.
     pub pinned: bool,
 }
 
-/// Builds a new generation; or finds that the newest one is the same already, which the second
-/// value says (`false`).
+/// Builds a new generation, and returns its manifest with `true`. If the newest generation has the
+/// same content, returns that with `false`.
 pub fn build(
     shelf: &Shelf,
     request: &Request,
@@ -154,7 +155,7 @@ pub fn build(
     Ok((manifest, true))
 }
 
-/// The root of all that is to be built from.
+/// Opens all sources, and returns the root of their files.
 fn open_sources(from: &[String], draft: &Draft) -> Result<std::path::PathBuf, SegmentError> {
     let sources: Vec<Source> = from
         .iter()
@@ -210,9 +211,9 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
     Ok(tree)
 }
 
-/// The best files, by their gain for each byte of the image, as long as they fit: by the length
-/// that they have in the source, since what guests say of theirs may be anything. What the source
-/// doesn't have takes no room.
+/// Returns the best files, by savings per byte of the image, that fit into `budget`. Lengths are
+/// those in the source, because lengths reported by guests are untrusted. Files missing in the
+/// source count as empty.
 fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     let mut left = budget.0;
     let mut taken = Vec::new();
@@ -231,8 +232,8 @@ fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     taken
 }
 
-/// Which directories guests lay it over: the first ones of the tree, but for those that are a
-/// guest's own.
+/// Returns the directories over which guests lay the segment: the top directories of the tree,
+/// except those that belong to the guest.
 fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError> {
     if request.root {
         return Ok(Vec::new());
@@ -270,7 +271,7 @@ fn write_mark(files: &Path, name: &str, generation: u32, lay: &[String]) -> io::
     File::open(files)?.set_times(times)
 }
 
-/// A file system's number, of what decides its bytes.
+/// Returns a UUID for the file system, derived from everything that determines its bytes.
 fn uuid(name: &str, generation: u32, content: &str) -> String {
     let sum = blake3::hash(format!("{name}\n{generation}\n{content}").as_bytes());
     let hex = sum.to_hex();

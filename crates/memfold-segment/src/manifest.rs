@@ -10,11 +10,11 @@ pub const FORMAT: u32 = 1;
 /// One generation of a segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Manifest {
-    /// [`FORMAT`].
+    /// Format version, [`FORMAT`].
     pub format: u32,
     /// Its name.
     pub name: String,
-    /// 1, 2, ...
+    /// Number of the generation, from 1.
     pub generation: u32,
     /// The only trust domain whose VMs may map it.
     pub domain: String,
@@ -26,52 +26,53 @@ pub struct Manifest {
     pub content: String,
     /// Regular files in it.
     pub files: u64,
-    /// Their bytes.
+    /// Total bytes of these files.
     pub content_bytes: u64,
-    /// Directories that guests lay it over.
+    /// Directories over which guests lay the segment.
     pub lay: Vec<String>,
-    /// Whether it holds a whole system that can be a VM's root.
+    /// Whether the image holds a whole system that can be a VM's root.
     pub root: bool,
-    /// Whether it is held in memory, so that the host can't drop it: at most swap it out.
+    /// Whether the image is kept in memory; then the host cannot drop it, only swap it out.
     pub pinned: bool,
-    /// What it was built from, as it was said.
+    /// Sources as given in the request.
     pub from: Vec<String>,
-    /// When, in seconds since 1970.
+    /// Time of the build, in seconds since 1970.
     pub created_s: u64,
-    /// The memfold that built it.
+    /// Version of the memfold that built it.
     pub memfold: String,
 }
 
 impl Manifest {
-    /// `NAME@GENERATION`.
+    /// Returns `NAME@GENERATION`.
     #[must_use]
     pub fn reference(&self) -> String {
         format!("{}@{}", self.name, self.generation)
     }
 
-    /// Guest RAM that each VM spends on describing it: 64 bytes for each page (`struct page`).
+    /// Returns the guest RAM that describes the segment in each VM: 64 bytes per page
+    /// (`struct page`).
     #[must_use]
     pub const fn struct_page_bytes(&self) -> ByteSize {
         ByteSize(self.image_bytes / 64)
     }
 }
 
-/// A segment in short.
+/// Summary of a generation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SegmentInfo {
-    /// What it says of itself.
+    /// Manifest of the generation.
     pub segment: Manifest,
-    /// Names of VMs that map it; `process N` for those that this daemon doesn't know.
+    /// Names of VMs that map it; `process N` for processes unknown to this daemon.
     pub users: Vec<String>,
-    /// The VM that writes its next generation, so that no other may map it.
+    /// VM that writes the next generation; then no other VM may map the segment.
     pub writer: Option<String>,
-    /// Its pages that are in the host's memory now, in bytes.
+    /// Bytes of the image in the host's memory now.
     pub resident_bytes: u64,
-    /// Guest RAM that each VM spends on describing it, in bytes.
+    /// Guest RAM that describes the segment in each VM, in bytes.
     pub struct_page_bytes: u64,
-    /// What keeps its image from being changed: `immutable` (the file system's flag), `memory` (a
-    /// copy there), or `nothing`.
+    /// Protection of the image against changes: `immutable` (file system flag), `memory` (a copy in
+    /// memory), or `nothing`.
     pub protection: String,
-    /// Why it can't be used, if it can't.
+    /// Why the segment cannot be used; unset: it can.
     pub problem: Option<String>,
 }

@@ -19,19 +19,19 @@ use utoipa::ToSchema;
 use super::error::SegmentError;
 use super::tree::{self, PROGRAMS};
 
-/// A file, and what it would bring in a segment.
+/// A file, with the memory that it would save in a segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Ranked {
     /// Absolute path in the guests.
     pub path: String,
-    /// Its length in bytes.
+    /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// Bytes of it that VMs cache, on average over those that cache any.
+    /// Bytes of the file that a VM caches, on average over the VMs that cache any of it.
     pub touched_bytes: u64,
     /// VMs that cache any of it.
     pub vms: u64,
-    /// Memory that it would save over all of these VMs, what describing it costs taken off;
-    /// negative: it costs more than it saves.
+    /// Memory saved over all these VMs, minus the cost of describing the pages, in bytes; negative:
+    /// the cost is higher.
     pub net_bytes: i64,
 }
 
@@ -106,8 +106,7 @@ pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
     ranked
 }
 
-/// What the ranked files bring together: bytes in an image, and memory saved, of those that gain
-/// anything.
+/// Returns totals over the ranked files that save anything: bytes in an image, and bytes saved.
 #[must_use]
 pub fn sums(ranked: &[Ranked]) -> (ByteSize, i64) {
     let gaining = || ranked.iter().filter(|file| file.net_bytes > 0);

@@ -27,10 +27,10 @@ use super::error::{SegmentError, failed};
 use super::manifest::{FORMAT, Manifest};
 use super::name::Reference;
 
-/// Where segments lie if nothing else is said.
+/// Default directory of segments.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/segments";
 
-/// What VMs map.
+/// File name of the image that VMs map.
 pub const IMAGE: &str = "image";
 const MANIFEST: &str = "manifest.json";
 const WRITER: &str = "writer";
@@ -38,7 +38,7 @@ const WRITER: &str = "writer";
 /// `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// All segments of a host.
+/// The segment directory of a host.
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
@@ -68,7 +68,8 @@ fn stamp(facts: &fs::Metadata) -> Stamp {
 }
 
 impl Shelf {
-    /// Segments in `root`, which need not be there yet. Drafts of daemons that died are removed.
+    /// Opens the segment directory `root`, which need not exist yet; pinned copies are in
+    /// `runtime`. Drafts of daemons that died are removed.
     pub fn open(root: &Path, runtime: &Path) -> Self {
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
@@ -103,7 +104,7 @@ impl Shelf {
         shelf
     }
 
-    /// The number of a segment's next generation.
+    /// Returns the number of a segment's next generation.
     pub fn next_generation(&self, name: &str) -> Result<u32, SegmentError> {
         let newest = self.generations(name)?.last().copied().unwrap_or(0);
         let last = fs::read_to_string(self.last(name)).ok();
@@ -132,8 +133,8 @@ impl Shelf {
         Ok(found)
     }
 
-    /// All generations of all segments, by name and generation; those that can't be read are said
-    /// in the log.
+    /// Returns all generations of all segments, sorted by name and generation. Unreadable ones are
+    /// logged.
     pub fn all(&self) -> Result<Vec<Manifest>, SegmentError> {
         let entries = match fs::read_dir(&self.root) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -164,7 +165,7 @@ impl Shelf {
         Ok(all)
     }
 
-    /// The newest generation of a segment, if there is any.
+    /// Returns the newest generation of a segment; `None`: there is none.
     pub fn newest(&self, name: &str) -> Result<Option<Manifest>, SegmentError> {
         let Some(&generation) = self.generations(name)?.last() else {
             return Ok(None);
@@ -176,7 +177,7 @@ impl Shelf {
         self.manifest(&reference).map(Some)
     }
 
-    /// What a segment says of itself; without a generation, the newest one.
+    /// Returns the manifest of a generation; without a number, of the newest one.
     pub fn manifest(&self, reference: &Reference) -> Result<Manifest, SegmentError> {
         let unknown = || SegmentError::Unknown(reference.to_string());
         let Some(generation) = reference.generation else {
@@ -227,8 +228,8 @@ impl Shelf {
         self.right.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The file that VMs map, its bytes compared with their digest since it was last changed; a
-    /// pinned one is put into memory first.
+    /// Returns the file that VMs map. Its digest is verified unless that was done since its last
+    /// change. The image of a pinned segment is copied into memory first.
     pub fn image(&self, reference: &Reference) -> Result<(Manifest, PathBuf), SegmentError> {
         let manifest = self.manifest(reference)?;
         let stored = self.stored_image(&manifest);
@@ -309,8 +310,8 @@ impl Shelf {
         Ok(())
     }
 
-    /// What is wrong with a segment, if anything is, without reading all of it: whether its image
-    /// is the file that was checked.
+    /// Returns the problem of a segment, without reading the whole image: only checks that the
+    /// image is still the verified file. `None`: no problem.
     #[must_use]
     pub fn problem(&self, manifest: &Manifest) -> Option<String> {
         let image = self.stored_image(manifest);
@@ -333,7 +334,7 @@ impl Shelf {
         }
     }
 
-    /// What keeps the image from being changed.
+    /// Returns the protection of the image against changes.
     #[must_use]
     pub fn protection(&self, manifest: &Manifest) -> &'static str {
         let pinned = self.pinned_image(manifest);
@@ -351,7 +352,7 @@ impl Shelf {
         }
     }
 
-    /// Bytes of it that the host has in memory.
+    /// Returns the bytes of the image in the host's memory.
     #[must_use]
     pub fn resident_bytes(&self, manifest: &Manifest) -> u64 {
         let path = if manifest.pinned {
@@ -365,7 +366,7 @@ impl Shelf {
             .map_or(0, |stat| stat.nr_cache * memfold_units::PAGE_SIZE)
     }
 
-    /// Files that VMs may map of it.
+    /// Returns the identities of the files that VMs may map.
     #[must_use]
     pub fn identities(&self, manifest: &Manifest) -> Vec<StoreIdentity> {
         let files = [self.stored_image(manifest), self.pinned_image(manifest)];
@@ -376,7 +377,7 @@ impl Shelf {
             .collect()
     }
 
-    /// Processes that map each of these segments.
+    /// Returns, for each of these segments, the processes that map it.
     pub fn users(&self, manifests: &[Manifest]) -> Result<Vec<Vec<Pid>>, SegmentError> {
         let texts: Vec<Vec<String>> = manifests
             .iter()
@@ -388,14 +389,14 @@ impl Shelf {
         mapped::processes_with(&texts).map_err(failed(Path::new("/proc")))
     }
 
-    /// The VM that writes a segment's next generation, as it was noted; it may have ended since.
+    /// Returns the recorded VM that writes a segment's next generation. The VM may have ended
+    /// since.
     #[must_use]
     pub fn writer(&self, name: &str) -> Option<String> {
         fs::read_to_string(self.root.join(name).join(WRITER)).ok()
     }
 
-    /// Notes which VM writes the next generation of a segment that is there, or that none does any
-    /// more.
+    /// Records the VM that writes the next generation of an existing segment; `None`: none does.
     pub fn set_writer(&self, name: &str, vm: Option<&str>) -> Result<(), SegmentError> {
         let place = self.root.join(name).join(WRITER);
         let Some(vm) = vm else {
@@ -410,7 +411,7 @@ impl Shelf {
         fs::rename(&part, &place).map_err(failed(&place))
     }
 
-    /// Begins a build.
+    /// Creates a draft for a build.
     pub fn draft(&self, name: &str) -> Result<Draft, SegmentError> {
         let path = self.root.join(format!(".{name}.draft"));
         let mut builder = DirBuilder::new();
@@ -433,7 +434,7 @@ impl Shelf {
         Ok(Draft { path, _lock: lock })
     }
 
-    /// Makes a build the newest generation.
+    /// Publishes a build as the newest generation.
     pub fn publish(&self, draft: &Draft, manifest: &Manifest) -> Result<(), SegmentError> {
         let (image, facts) = (draft.path.join(IMAGE), draft.path.join(MANIFEST));
         let write = || -> io::Result<()> {
@@ -474,7 +475,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Removes a generation. Who asks has made sure that nobody uses it.
+    /// Removes a generation. The caller ensures that nothing uses it.
     pub fn remove(&self, manifest: &Manifest) -> Result<(), SegmentError> {
         let place = self.place(&manifest.name, manifest.generation);
         let image = place.join(IMAGE);
@@ -494,7 +495,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Takes copies out of memory that nobody maps.
+    /// Removes copies in memory that no process maps.
     pub fn let_go(&self) {
         let pinned: Vec<Manifest> = self
             .all()
@@ -515,7 +516,7 @@ impl Shelf {
         }
     }
 
-    /// Lets all images be removed like other files: for a laboratory's end.
+    /// Clears the immutable flag of all images, so that a laboratory can remove its files.
     pub fn unprotect(&self) {
         for manifest in self.all().unwrap_or_default() {
             protect(&self.stored_image(&manifest), false);
@@ -553,7 +554,7 @@ fn protect(image: &Path, on: bool) {
     }
 }
 
-/// A build that is under way. Dropped, it is gone.
+/// A build in progress. Dropping an unpublished draft removes it.
 #[derive(Debug)]
 pub struct Draft {
     path: PathBuf,
@@ -561,7 +562,7 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Its directory.
+    /// Returns the draft's directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -10,12 +10,12 @@ use memfold_host::helper;
 
 use super::error::SegmentError;
 
-/// How long a program may take that fetches, unpacks or packs.
+/// Timeout of a program.
 const LIMIT: Duration = Duration::from_secs(3600);
 
-/// A program that reads what others have made, guests among them, as root: names in an image or a
-/// package may lead anywhere. It sees the host read-only and without its devices and network, and
-/// can write to `room` alone.
+/// Returns a command for a sandboxed program. Such a program reads untrusted images and packages as
+/// root, in which names may lead anywhere. It sees the host read-only, without devices and network,
+/// and can write only to `room`.
 pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     let bwrap = tool(
         "bwrap",
@@ -48,7 +48,7 @@ pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     Ok(command)
 }
 
-/// Where a program is.
+/// Finds a program.
 pub fn tool(
     name: &'static str,
     what: &'static str,
@@ -61,7 +61,7 @@ pub fn tool(
     })
 }
 
-/// Runs a program; what it wrote to standard error.
+/// Runs a program, and returns its standard error.
 pub fn run(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
     run_with_input(name, command.stdin(Stdio::null()))
 }

@@ -14,7 +14,7 @@ use rustix::fs::{AtFlags, CWD, FileType, Timespec, Timestamps, XattrFlags};
 
 use super::error::SegmentError;
 
-/// What is chosen of a system for guests that have one of their own.
+/// Default globs for guests that have a system of their own.
 pub const PROGRAMS: [&str; 2] = ["/usr/**", "/opt/**"];
 
 /// Extended attributes that are carried over: what the kernel acts on when a file is used.
@@ -51,7 +51,7 @@ impl Filter {
         })
     }
 
-    /// Takes of regular files only `paths`, each beginning with a slash.
+    /// Restricts regular files to `paths`, each beginning with a slash.
     #[must_use]
     pub fn only(mut self, paths: impl IntoIterator<Item = Vec<u8>>) -> Self {
         self.only = Some(paths.into_iter().collect());
@@ -119,7 +119,7 @@ pub struct Tree {
     entries: Vec<Entry>,
 }
 
-/// What a tree holds.
+/// Digest and size of a tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Contents {
     /// BLAKE3 over everything, 64 hexadecimal digits.
@@ -131,8 +131,8 @@ pub struct Contents {
 }
 
 impl Tree {
-    /// What `filter` chooses below `root`. Directories come along when something in them is chosen,
-    /// all of them with `everything`.
+    /// Chooses the entries below `root` that `filter` matches. Directories are included if they
+    /// contain a chosen entry; with `everything`, all directories.
     pub fn choose(root: &Path, filter: &Filter, everything: bool) -> io::Result<Self> {
         let mut entries = Vec::new();
         walk(root, Path::new(""), filter, everything, &mut entries)?;
@@ -149,7 +149,7 @@ impl Tree {
         })
     }
 
-    /// Whether nothing but directories was chosen.
+    /// Returns whether only directories were chosen.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries
@@ -157,7 +157,7 @@ impl Tree {
             .all(|entry| entry.kind == Kind::Directory)
     }
 
-    /// The first directories of the tree, each beginning with a slash.
+    /// Returns the top directories of the tree, each beginning with a slash.
     #[must_use]
     pub fn tops(&self) -> Vec<String> {
         let is_top =
