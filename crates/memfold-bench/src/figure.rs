@@ -32,7 +32,7 @@ pub enum Scale {
 /// An axis.
 #[derive(Clone, Debug)]
 pub struct Axis {
-    /// What it shows, with the unit.
+    /// Label of the axis, with the unit.
     pub label: String,
     /// How.
     pub scale: Scale,
@@ -63,7 +63,7 @@ pub struct Series {
     pub name: String,
     /// Points from left to right; those that are not finite are left out.
     pub points: Vec<(f64, f64)>,
-    /// Drawn dashed: what we compare with.
+    /// Whether the line is dashed, for baselines.
     pub dashed: bool,
 }
 

@@ -18,12 +18,12 @@ use memfold_vm::{DiskFormat, DiskSpec, Incoming, LaunchError, Qmp, Vm, VmDirecto
 /// Time for one thing that QEMU does.
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// How QEMU lays RAM out in a file that it migrates to.
+/// Layout of RAM in a file that QEMU migrates to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// Each page in a place of its own, written by two threads.
+    /// Each page at a fixed offset, written by two threads.
     MappedRam,
-    /// As it would go to another host.
+    /// The stream of a migration to another host.
     Stream,
 }
 
@@ -33,12 +33,12 @@ const NO_LIMIT: u64 = 1 << 50;
 /// Name of what `savevm` makes.
 const TAG: &str = "saved";
 
-/// One way to save and restore, measured.
+/// Measurements of one way to save and restore.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Way {
     /// Seconds from the command until all is on disk.
     pub save_s: f64,
-    /// Seconds that the VM stood still.
+    /// Seconds that the VM was stopped.
     pub pause_s: f64,
     /// Seconds until the restored VM runs.
     pub restore_s: f64,

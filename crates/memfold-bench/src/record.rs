@@ -62,7 +62,7 @@ fn field(path: &Path, name: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
-/// The results, a line each; those within others by their whole name.
+/// Returns the results as text, one per line; nested results have their full key path.
 pub fn summary(study: &Value) -> String {
     let mut lines = Vec::new();
     flatten("", &study["results"], &mut lines);
@@ -95,14 +95,14 @@ fn flatten(name: &str, value: &Value, lines: &mut Vec<(String, String)>) {
     }
 }
 
-/// The middle one of some values.
+/// Returns the median of values.
 pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Least, median and greatest of some values.
+/// Returns minimum, median and maximum of values.
 pub fn spread(values: &[f64]) -> Value {
     json!({
         "min": values.iter().copied().fold(f64::INFINITY, f64::min),

@@ -29,9 +29,9 @@ const MEMORY: ByteSize = ByteSize::mib(384);
 const LIBRARY_TIME: Duration = Duration::from_secs(5);
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const WORK_TIMEOUT: Duration = Duration::from_secs(300);
-/// Fewer pages than this of what a Debian's `/usr` has in common prove nothing.
+/// Fewest folded pages that count as proof; two Debian guests have more in common in `/usr`.
 const FEWEST_PAGES: u64 = 2048;
-/// How long the guests write and check.
+/// Time that the guests write and check, in seconds.
 const CHURN_SECONDS: u64 = 45;
 
 /// Part of what a system has in `/usr`, about 60 MB: the same files in every Debian of one version.
@@ -40,31 +40,31 @@ const HASH: &str = "find /usr/bin /usr/sbin /usr/lib/x86_64-linux-gnu -xdev -typ
 const HASH_FROM_DISK: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; ";
 const CHURN: &str = include_str!("selftest/churn.pl");
 
-/// What was proved, and what not.
+/// Result of the self-test.
 #[derive(Clone, Debug, Serialize)]
 pub struct SelfTest {
-    /// Whether all of it was.
+    /// Whether all claims hold.
     pub passed: bool,
     /// The accelerator that QEMU says it uses: `kvm` or `tcg`.
     pub accelerator: String,
-    /// The claims.
+    /// All claims, with results.
     pub claims: Vec<Claim>,
-    /// The stress of the library in this process.
+    /// Result of the library's stress test in this process.
     pub library: LibraryProof,
     /// Figures of the guests.
     pub guests: GuestFigures,
-    /// How long all of it took.
+    /// Duration of the self-test, in seconds.
     pub seconds: f64,
 }
 
-/// One thing that has to be so.
+/// A claim that the self-test checks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Claim {
-    /// What.
+    /// The claim, as text.
     pub what: &'static str,
-    /// Whether it is.
+    /// Whether the claim holds.
     pub holds: bool,
-    /// What was seen.
+    /// Observed values, as text.
     pub seen: String,
 }
 
@@ -81,17 +81,17 @@ pub struct GuestFigures {
     pub differing_pages: u64,
     /// Physical pages that both guests map.
     pub shared_frames: u64,
-    /// Saved by folding, memfold's own memory not yet taken off.
+    /// Memory saved by folding, in bytes, before memfold's own memory is subtracted.
     pub saved_bytes: i64,
     /// Pages written by the guests' programs.
     pub churn_writes: u64,
-    /// Pages that they checked.
+    /// Pages checked by the guests' programs.
     pub churn_checks: u64,
-    /// Pages that held other bytes than they had written.
+    /// Pages that held other bytes than the programs had written.
     pub churn_errors: u64,
     /// Longest time that a page was frozen.
     pub freeze_max_us: f64,
-    /// Half of the freezes were shorter than this.
+    /// Median time of a freeze, rounded up to a power of two nanoseconds, in microseconds.
     pub freeze_median_us: f64,
     /// CPU time of the engine.
     pub engine_cpu_s: f64,
@@ -99,7 +99,7 @@ pub struct GuestFigures {
     pub library_cpu_s: f64,
 }
 
-/// Runs all of it. `progress` is told what begins.
+/// Runs the self-test. `progress` is called with the name of each step.
 pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     let began = Instant::now();
     progress("folding memory of this process while threads write to it");
@@ -190,7 +190,7 @@ fn size(pages: u64) -> String {
     PageCount(pages).bytes().to_string()
 }
 
-/// What QEMU itself says that it runs on.
+/// Returns the accelerator that QEMU reports.
 fn accelerator(lab: &Lab) -> anyhow::Result<String> {
     let vm = Vm::find(lab.directory(), GUESTS[0].0)?;
     let answer = vm.qmp()?.query("query-kvm")?;

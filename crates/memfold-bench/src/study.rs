@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::figure::Figure;
 
-/// How a study is run.
+/// Options of a study.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Options {
     /// Run a smaller and shorter study
@@ -22,7 +22,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Whether of a study only the one part is wanted that can be had alone.
+    /// Returns whether only `part` of a study was requested.
     pub fn is_only(&self, study: &str, part: &str) -> anyhow::Result<bool> {
         ensure!(
             self.arms.iter().all(|name| name == part),
@@ -31,19 +31,20 @@ impl Options {
         Ok(!self.arms.is_empty())
     }
 
-    /// `quick` if the study is to be smaller and shorter, else `full`.
+    /// Returns `quick` for a smaller and shorter study, else `full`.
     pub fn pick<T>(&self, quick: T, full: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
-/// What a study does.
+/// A study: its functions.
 #[derive(Clone, Copy, Debug)]
 pub struct Study {
-    /// Measures: `results`, `samples` and, if it has VMs, `vms`. Units are in the keys' names.
+    /// Runs the study. Returns `results`, `samples` and, if it has VMs, `vms`. Key names contain
+    /// the units.
     pub run: fn(&Options) -> anyhow::Result<Value>,
-    /// Draws what was measured.
+    /// Draws the figures from the measurements.
     pub figures: fn(&Value) -> Vec<Figure>,
-    /// Whether `Options::arms` means something to it.
+    /// Whether the study uses `Options::arms`.
     pub has_arms: bool,
 }

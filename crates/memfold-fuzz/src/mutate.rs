@@ -10,12 +10,12 @@ const POOL: usize = 2048;
 /// Longest input.
 const MAX_BYTES: usize = 16 << 10;
 
-/// What a run did.
+/// Counters of a fuzzing run.
 #[derive(Clone, Copy, Debug)]
 pub struct Fuzzed {
     /// Inputs tried.
     pub inputs: u64,
-    /// Sorts of results seen.
+    /// Kinds of results seen.
     pub results: usize,
 }
 
@@ -40,8 +40,8 @@ impl Random {
     }
 }
 
-/// Runs `subject` on changed inputs for `time`. Calls `before` with each input before it is tried,
-/// so that the caller knows the one that made it panic.
+/// Runs `subject` on changed inputs for `time`. Calls `before` with each input first, so that the
+/// caller knows which input caused a panic.
 pub fn fuzz(subject: Subject, time: Duration, seed: u64, mut before: impl FnMut(&[u8])) -> Fuzzed {
     let mut random = Random(seed | 1);
     let mut pool = (subject.seeds)();

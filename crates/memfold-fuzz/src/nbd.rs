@@ -33,7 +33,7 @@ pub const NBD: Subject = Subject {
     },
 };
 
-/// Says these bytes and no more.
+/// A simulated peer that sends these bytes and then ends the stream.
 struct Peer<'a>(&'a [u8]);
 
 impl Read for Peer<'_> {
@@ -52,7 +52,7 @@ impl Write for Peer<'_> {
     }
 }
 
-/// The first byte says which reader.
+/// Selects the parser by the first byte.
 fn both(data: &[u8]) -> u64 {
     let Some((kind, data)) = data.split_first() else {
         return 0;

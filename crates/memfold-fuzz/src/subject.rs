@@ -1,12 +1,12 @@
 //! A fuzz target: a parser with its valid inputs.
 
-/// A reader under test.
+/// A fuzz target: one parser under test.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject {
-    /// Its name; `fuzz/fuzz_targets` has one file for each.
+    /// Name of the target; `fuzz/fuzz_targets` has one file for each.
     pub name: &'static str,
-    /// Reads the bytes and asserts what must be so. Gives a number that tells sorts of results
-    /// apart, so that inputs that led somewhere new can be kept.
+    /// Parses the bytes and asserts the parser's promises. Returns a number that identifies the
+    /// kind of result, so that inputs with a new kind can be kept.
     pub run: fn(&[u8]) -> u64,
     /// Valid inputs.
     pub seeds: fn() -> Vec<Vec<u8>>,

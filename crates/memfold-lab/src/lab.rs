@@ -22,14 +22,15 @@ use memfold_ledger::BrakePolicy;
 use memfold_lend::RegistryAt;
 use memfold_vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec, log_tail};
 
-/// What an interrupt has to clean up.
+/// Daemon and directory that an interrupt must clean up.
 static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
 
-/// What studies have made besides, in the order they made it.
+/// Cleanup functions of resources outside the laboratory, in the order of their creation.
 static MADE: Mutex<Vec<Box<dyn FnOnce() + Send>>> = Mutex::new(Vec::new());
 
-/// Has an interrupt undo something that lies outside the laboratory, after VMs have ended; the last
-/// comes first. Undoing it once more must do no harm: a run that ends by itself drops it.
+/// Registers a cleanup function for resources outside the laboratory. An interrupt runs these
+/// functions after the VMs have ended, the last one first. A repeated cleanup must be harmless,
+/// because a run that ends normally also cleans up.
 pub fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
     MADE.lock()
         .unwrap_or_else(PoisonError::into_inner)
@@ -47,10 +48,10 @@ const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_t
 /// 10.0.2, `-accel tcg`).
 const CPU: &str = "qemu64";
 
-/// What the console of a guest says that has booted.
+/// Console text that shows that a guest has booted.
 const BOOTED: &str = "login:";
 
-/// Bytes of a guest's console that are shown when it doesn't come up.
+/// Bytes of console output shown if a guest does not boot.
 const LAST_WORDS: usize = 2000;
 
 /// A daemon with its VMs.
@@ -58,7 +59,7 @@ const LAST_WORDS: usize = 2000;
 pub struct Lab {
     daemon: Arc<Daemon>,
     directory: TempDir,
-    /// Guests that boot, and since when.
+    /// Booting guests, and the start times of their boots.
     booting: Mutex<BTreeMap<String, Instant>>,
 }
 
@@ -73,12 +74,13 @@ pub enum DiskMode {
 }
 
 impl Lab {
-    /// A laboratory with folding paused.
+    /// Creates a laboratory with folding paused.
     pub fn new(settings: EngineSettings) -> anyhow::Result<Self> {
         Self::at(settings, None)
     }
 
-    /// The same, as host `lab` at the registry of leases that the daemon at a socket serves.
+    /// Creates a laboratory that is host `lab` at the registry of leases served by the daemon at
+    /// socket `registry`.
     pub fn with_registry(settings: EngineSettings, registry: &Path) -> anyhow::Result<Self> {
         Self::at(settings, Some(RegistryAt::Socket(registry.to_owned())))
     }
@@ -120,19 +122,19 @@ impl Lab {
         })
     }
 
-    /// The daemon.
+    /// Returns the daemon.
     #[must_use]
     pub const fn daemon(&self) -> &Arc<Daemon> {
         &self.daemon
     }
 
-    /// The laboratory's directory.
+    /// Returns the laboratory's directory.
     #[must_use]
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// The description of a VM with a guest image, whose disk is left as it is.
+    /// Returns the description of a VM with a guest image, which the VM does not change.
     pub fn spec(
         name: &str,
         image: &str,
@@ -159,7 +161,7 @@ impl Lab {
         Ok(spec)
     }
 
-    /// Starts a VM; it boots meanwhile.
+    /// Starts a VM, without waiting for its boot.
     pub fn start(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
         self.run(spec)?;
@@ -180,7 +182,7 @@ impl Lab {
         self.booting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a VM that stands where one like it stood right after its boot; the first one like it
+    /// Starts a VM from the saved state of an equal VM right after its boot; the first such VM
     /// boots ([`Warm`]).
     pub fn start_warm(&self, mut spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
@@ -191,8 +193,8 @@ impl Lab {
         warm.load(&VmDirectory::of(self.directory(), &name))
     }
 
-    /// Waits until the agent of a VM answers and its first inventory is complete. A guest that
-    /// hangs as it boots is told with its last words, and boots once more.
+    /// Waits until the agent of a VM answers and its first inventory is complete. If a guest hangs
+    /// during its boot, its last console output is printed, and it boots once more.
     pub fn wait_ready(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
         let mut end = Instant::now() + timeout;
         if let Err(error) = self.daemon.vms().wait_agent(name, timeout) {
@@ -231,7 +233,7 @@ impl Lab {
         )
     }
 
-    /// Runs a command in a guest; its output, or an error if it fails.
+    /// Runs a command in a guest, and returns its output.
     pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> anyhow::Result<String> {
         let result = self
             .daemon
@@ -249,7 +251,7 @@ impl Lab {
         Ok(String::from_utf8_lossy(&result.stdout).into_owned())
     }
 
-    /// Runs a command in several guests at the same time; their outputs, in order.
+    /// Runs a command in several guests in parallel, and returns their outputs, in order.
     pub fn exec_all(
         &self,
         names: &[&str],
@@ -272,7 +274,7 @@ impl Lab {
         })
     }
 
-    /// Folds, or pauses folding.
+    /// Resumes or pauses folding.
     pub fn fold(&self, on: bool) -> anyhow::Result<()> {
         self.daemon.folding().set(&FoldRequest {
             paused: Some(!on),
@@ -281,17 +283,17 @@ impl Lab {
         Ok(())
     }
 
-    /// What folding has done.
+    /// Returns the counters of folding.
     pub fn stats(&self) -> anyhow::Result<EngineStats> {
         Ok(self.daemon.folding().stats()?)
     }
 
-    /// The ledger.
+    /// Returns the daemon's memory report.
     pub fn report(&self) -> anyhow::Result<FullReport> {
         Ok(self.daemon.reports().report()?)
     }
 
-    /// CPU time that QEMU's process of a VM has used, in seconds.
+    /// Returns the CPU time of a VM's QEMU process, in seconds.
     pub fn vm_cpu_s(&self, name: &str) -> anyhow::Result<f64> {
         let vms = self.daemon.vms().list();
         let vm = vms
@@ -316,7 +318,7 @@ impl Lab {
         Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
     }
 
-    /// Ends one VM.
+    /// Stops one VM.
     pub fn stop(&self, name: &str) -> anyhow::Result<()> {
         self.daemon.vms().stop(name, Duration::ZERO)?;
         Ok(())
@@ -395,7 +397,7 @@ fn clean_up_at_interrupt() {
     });
 }
 
-/// What a guest said on its console last, and QEMU itself.
+/// Returns the last output of a guest's console and of QEMU.
 fn last_words(vm: &VmDirectory) -> String {
     let console = std::fs::read(vm.console_log()).unwrap_or_default();
     let tail = &console[console.len().saturating_sub(LAST_WORDS)..];

@@ -39,16 +39,16 @@ pub const WARM_VARIABLE: &str = "MEMFOLD_LAB_WARM";
 /// `scripts/test` counts them.
 pub const GUESTS_VARIABLE: &str = "MEMFOLD_LAB_GUESTS";
 
-/// Changes with the files' layout, so that older ones are not read.
+/// Version of the files' layout; files of older versions are not read.
 const LAYOUT: u32 = 1;
 
-/// How long the first guest may take for its boot.
+/// Longest time of the first guest's boot.
 const BOOT: Duration = Duration::from_secs(240);
 
-/// How long QEMU may take to write or read a state.
+/// Longest time that QEMU may take to write or read a state.
 const TRANSFER: Duration = Duration::from_secs(120);
 
-/// What the shell on a guest's console says when it waits for a command.
+/// Prompt of the shell on a guest's console.
 const PROMPT: &[u8] = b":~# ";
 
 /// What the first guest runs before it is saved: waits until everything is started, and forgets
@@ -56,16 +56,17 @@ const PROMPT: &[u8] = b":~# ";
 const SETTLE: &str = "systemctl is-system-running --wait; for disk in /dev/vd?; do case $disk in */vda) ;; *) blockdev --flushbufs $disk ;; \
      esac; done; sync; echo settled-$((40 + 2))";
 
-/// What it says then.
+/// Output that shows that [`SETTLE`] has finished.
 const SETTLED: &[u8] = b"settled-42";
 
-/// A guest that was saved after its boot.
+/// A guest saved after its boot.
 #[derive(Debug)]
 pub struct Warm {
     state: PathBuf,
 }
 
-/// Why guests of this description boot instead.
+/// Returns why guests with this description cannot be restored and must boot; `None`: they can be
+/// restored.
 fn must_boot(spec: &VmSpec) -> Option<&'static str> {
     if !spec.qemu_args.is_empty() {
         Some("the VM has its own QEMU arguments")
@@ -80,7 +81,7 @@ fn must_boot(spec: &VmSpec) -> Option<&'static str> {
     }
 }
 
-/// The description that the guest sees the same of: what differs for the host alone is taken out.
+/// Returns the description without settings that only the host sees.
 fn shape(spec: &VmSpec) -> VmSpec {
     let mut shape = spec.clone();
     let plain = VmSpec::new("warm", spec.memory);
@@ -103,7 +104,7 @@ fn plain_aio() -> memfold_vm::Aio {
     DiskSpec::new("/").aio
 }
 
-/// Bytes that the guest sees of a disk.
+/// Returns a disk's size in bytes, as the guest sees it.
 fn virtual_bytes(disk: &DiskSpec) -> anyhow::Result<u64> {
     let path = disk.path.display();
     let mut qemu_img = Command::new("qemu-img");
@@ -115,7 +116,8 @@ fn virtual_bytes(disk: &DiskSpec) -> anyhow::Result<u64> {
     bytes.with_context(|| format!("qemu-img tells no size of {path}"))
 }
 
-/// 16 hex digits of everything that the guest sees. The root image's name changes with its content.
+/// Returns a key for everything that the guest sees, 16 hexadecimal digits. The root image's name
+/// changes with its content.
 fn key(shape: &VmSpec) -> anyhow::Result<String> {
     let qemu = QemuFacts::probe()?;
     let mut others = Vec::new();
@@ -148,9 +150,9 @@ fn directory() -> anyhow::Result<PathBuf> {
 }
 
 impl Warm {
-    /// Changes a description so that its guest begins after its boot; whoever starts it calls
-    /// [`Warm::load`] next. The first guest of a shape is booted here. `None`, with the reason on
-    /// standard error, if guests like this one have to boot.
+    /// Changes a description so that its guest starts from the state after its boot. After starting
+    /// QEMU, call [`Warm::load`]. Boots and saves the first guest of a shape. `None`: such guests
+    /// must boot; the reason is printed on standard error.
     pub fn prepare(spec: &mut VmSpec) -> anyhow::Result<Option<Self>> {
         if let Some(why) = must_boot(spec) {
             eprintln!("guest '{}' boots: {why}", spec.name);
@@ -174,7 +176,8 @@ impl Warm {
         }))
     }
 
-    /// Has QEMU, which [`Warm::prepare`]'s description was started with, read the guest and run it.
+    /// Makes a QEMU started with the description from [`Warm::prepare`] load the saved state and
+    /// run.
     pub fn load(&self, vm: &VmDirectory) -> anyhow::Result<()> {
         let began = Instant::now();
         let mut qmp = Qmp::connect(&vm.qmp(), Duration::from_secs(60))?;
@@ -188,8 +191,8 @@ impl Warm {
     }
 }
 
-/// Counts a guest that was booted or restored, and tells it on standard error, where somebody
-/// counts them.
+/// Appends a booted or restored guest to the file named by [`GUESTS_VARIABLE`], if it is set, and
+/// reports it on standard error.
 pub(crate) fn note_guest(how: &str, name: &str, took: Duration) {
     let Some(path) = std::env::var_os(GUESTS_VARIABLE) else {
         return;
@@ -215,7 +218,7 @@ fn wait_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
     }
 }
 
-/// Boots a guest and saves it in `place`, which is there when all of it is.
+/// Boots a guest and saves it in `place`, which appears only when it is complete.
 fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     let draft = place.with_extension("draft");
@@ -276,7 +279,7 @@ fn qemu_img_create(
     Ok(())
 }
 
-/// Waits for the shell on a guest's console, and until it has run [`SETTLE`].
+/// Waits for the shell on a guest's console, and runs [`SETTLE`] in it.
 fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
     let end = Instant::now() + BOOT;
     let mut console = UnixStream::connect(vm.console()).context("no console")?;

@@ -28,7 +28,7 @@ pub struct Ranked {
     pub file_bytes: u64,
     /// Bytes of the file that a VM caches, on average over the VMs that cache any of it.
     pub touched_bytes: u64,
-    /// VMs that cache any of it.
+    /// Number of VMs that cache any of the file.
     pub vms: u64,
     /// Memory saved over all these VMs, minus the cost of describing the pages, in bytes; negative:
     /// the cost is higher.

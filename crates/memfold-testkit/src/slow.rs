@@ -12,10 +12,11 @@ const STEPS: u64 = 12_000_000;
 /// What those steps took on the machines that the deadlines were chosen on.
 const USUAL: Duration = Duration::from_millis(20);
 
-/// The largest factor that is believed; more is a machine on which tests of time make no sense.
+/// Largest factor. On a slower machine, tests of timing are meaningless.
 const MOST: f64 = 10.0;
 
-/// The factor by which deadlines are longer: what `MEMFOLD_TEST_SLOW` says, else measured once.
+/// Returns the factor by which deadlines are lengthened: the value of `MEMFOLD_TEST_SLOW`, or else
+/// a measurement, made once.
 ///
 /// # Panics
 ///
@@ -35,13 +36,13 @@ pub fn slowness() -> f64 {
     })
 }
 
-/// A deadline that was chosen on an idle machine, as long as this machine needs.
+/// Lengthens a deadline, chosen on an idle machine, to this machine's speed.
 pub fn patience(usual: Duration) -> Duration {
     usual.mul_f64(slowness())
 }
 
-/// Measures the factor: arithmetic of a fixed length, by the clock on the wall, so that what else
-/// runs here counts too. The median of five.
+/// Measures the factor as the median of five runs of a fixed amount of arithmetic. Wall time is
+/// measured, so that other load on the machine counts, too.
 pub fn measure_slowness() -> f64 {
     let mut took: Vec<Duration> = (0..5).map(|round| work(round + 1)).collect();
     took.sort_unstable();

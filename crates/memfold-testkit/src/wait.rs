@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::slow::patience;
 
-/// How often a condition is looked at.
+/// Interval between two checks of a condition.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Waits until `condition` holds.
@@ -17,13 +17,11 @@ pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bo
     wait_for(what, limit, || condition().then_some(()).ok_or(""));
 }
 
-/// Waits until `look` brings a value, and returns it. What it says instead is shown if it never
-/// does.
+/// Waits until `look` returns a value, and returns it. If it never does, its last error is shown.
 ///
 /// # Panics
 ///
-/// After `limit`, lengthened by [`patience`], with the words of `what` and the last thing that
-/// `look` said.
+/// After `limit`, lengthened by [`patience`], with `what` and the last error of `look`.
 #[track_caller]
 pub fn wait_for<T, E: std::fmt::Debug>(
     what: &str,

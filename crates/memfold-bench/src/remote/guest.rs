@@ -43,20 +43,20 @@ systemctl stop "$unit"
 [ "$rows" = ROWS ]
 echo "$took $peak""#;
 
-/// Where the swap disk is, and how it is shaped.
+/// Location of the swap disk, and its throttle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arm {
     /// A file on this host's disk, through its page cache.
     Disk,
     /// The same, shaped by QEMU's throttle to [`IOPS`] and [`BANDWIDTH`].
     HardDisk,
-    /// The same, to [`BANDWIDTH`] alone: a head that needn't move.
+    /// The same, throttled to [`BANDWIDTH`] only, like a hard disk without seeks.
     HardDiskStream,
     /// Lent RAM, and a copy on disk.
     Lent,
     /// Lent RAM alone (`--durability none`), as the study had it.
     LentAlone,
-    /// The same by the study's transport, iSCSI, in the clear.
+    /// Lent RAM alone, by the study's transport, iSCSI, unencrypted.
     Iscsi,
 }
 
@@ -88,7 +88,7 @@ impl Arm {
     }
 }
 
-/// What a phase of accesses gave.
+/// Result of a phase of accesses.
 #[derive(Clone, Copy, Debug)]
 pub struct Done {
     pub accesses: u64,
@@ -130,13 +130,13 @@ impl Done {
     }
 }
 
-/// Lent memory that was given back.
+/// Result of returning lent memory.
 #[derive(Clone, Copy, Debug)]
 pub struct GivenBack {
-    /// What was in use of it.
+    /// Part of it that was in use.
     pub used: ByteSize,
     pub took_ms: u64,
-    /// What the program did meanwhile.
+    /// The program's accesses meanwhile.
     pub mixed: Done,
 }
 
