@@ -213,7 +213,7 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
 
 /// Returns the best files, by savings per byte of the image, that fit into `budget`. Lengths are
 /// those in the source, because lengths reported by guests are untrusted. Files missing in the
-/// source count as empty.
+/// source are left out.
 fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     let mut left = budget.0;
     let mut taken = Vec::new();

@@ -15,7 +15,7 @@ use super::error::{SnapshotError, failed};
 /// Bytes of a disk that are copied at once.
 const COPY_BYTES: u64 = 64 << 20;
 
-/// Disks of a VM's own. They go again unless they are kept.
+/// Disks copied for one VM. They are removed on drop unless they are kept.
 #[derive(Debug, Default)]
 pub struct OwnDisks(Vec<PathBuf>);
 
@@ -60,7 +60,7 @@ impl OwnDisks {
         Ok(made)
     }
 
-    /// The VM has them.
+    /// Keeps the disks, after the VM was started with them.
     pub fn keep(mut self) {
         self.0.clear();
     }

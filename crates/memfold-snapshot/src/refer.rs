@@ -13,16 +13,16 @@ use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 
 use super::image::CHUNK_PAGES;
 
-/// Consecutive pages of an image that a file of a disk holds. They lie in one chunk.
+/// Consecutive pages of an image, within one chunk, that a disk's file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
-    /// The first, counted from the image's beginning.
+    /// First page, counted from the beginning of the image.
     pub page: u64,
-    /// How many.
+    /// Number of pages.
     pub pages: u32,
-    /// Which of the image's sources holds them.
+    /// Index of the file in the image's sources.
     pub file: u32,
-    /// Where, in pages.
+    /// Offset in the file, in pages.
     pub block: u64,
 }
 
@@ -51,34 +51,33 @@ impl Reference {
         }
     }
 
-    /// Whether `next` goes on where this one ends, in the image and in the file.
+    /// Returns whether `next` continues this reference, in the image and in the file.
     #[must_use]
     pub fn goes_on_with(&self, next: &Self) -> bool {
         let pages = u64::from(self.pages);
         self.page + pages == next.page && self.file == next.file && self.block + pages == next.block
     }
 
-    /// Bytes that it stands for.
+    /// Returns the length of these pages, in bytes.
     #[must_use]
     pub fn length(&self) -> usize {
         usize::try_from(self.pages).unwrap_or(0) * PAGE_BYTES
     }
 }
 
-/// How many mappings show what references, which ascend, stand for.
+/// Returns the number of mappings that sorted references need.
 #[must_use]
 pub fn mappings(references: &[Reference]) -> u64 {
     references.chunk_by(Reference::goes_on_with).count() as u64
 }
 
-/// References as they lie in `ram.refs`.
+/// Encodes references as in `ram.refs`.
 #[must_use]
 pub fn encode(references: &[Reference]) -> Vec<u8> {
     references.iter().flat_map(Reference::encode).collect()
 }
 
-/// The references of an image of `pages` pages that has `sources` sources; or what is wrong with
-/// them.
+/// Decodes and checks the references of an image with `pages` pages and `sources` sources.
 pub fn decode(bytes: &[u8], pages: u64, sources: usize) -> Result<Vec<Reference>, String> {
     let records = bytes.chunks_exact(Reference::BYTES);
     if !records.remainder().is_empty() {

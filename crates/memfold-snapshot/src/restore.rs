@@ -36,7 +36,7 @@ const MOST_VIEWS: usize = 4096;
 /// How long QEMU may take to read the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The description of a VM that is to run from a snapshot.
+/// Returns the description of a VM that will run from a snapshot.
 pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut spec = manifest.spec.clone();
@@ -78,8 +78,8 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
     Ok(spec)
 }
 
-/// Gives a VM that is to run from a snapshot ports of the host of its own (`asked`), or those of
-/// the saved one that are free; what it lacks of the host that one VM alone can have is noted.
+/// Chooses the host ports of a VM that will run from a snapshot: `asked`, or the saved VM's ports
+/// that are free. Records the host resources that it lacks in the description.
 pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), SnapshotError> {
     spec.left_out = match &spec.foreign {
         Some(foreign) => foreign.left_out.clone(),
@@ -166,7 +166,7 @@ fn check_file(
     }
 }
 
-/// Whether a VM that was started for a snapshot has the CPU and the memory that were saved.
+/// Checks that a VM started for a snapshot has the saved CPU and memory.
 pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     if let Some(cpu) = &manifest.cpu {
         cpu.check(&manifest.name, qmp)?;
@@ -186,8 +186,8 @@ pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// Fills a VM that was started with `-incoming defer` from its image ([`Shelf::checked_image`]),
-/// and lets it run.
+/// Fills a VM started with `-incoming defer` from its image ([`Shelf::checked_image`]), and starts
+/// it.
 pub fn fill(
     vm: &Vm,
     qmp: &mut Qmp,
@@ -373,7 +373,7 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
     Ok(())
 }
 
-/// Reads the disks that lie in a snapshot, and names those that aren't what was saved.
+/// Reads the disks in a snapshot's directory, and returns the names of those that have changed.
 pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut changed = Vec::new();

@@ -6,12 +6,12 @@ use memfold_vm::{Qmp, Record, Vm, VmDirectory, VmSpec, foreign};
 
 use super::error::{SnapshotError, failed};
 
-/// The VM that is saved: what it is, and what was started.
+/// The VM that is saved: its description and record.
 #[derive(Clone, Debug)]
 pub struct Subject {
     pub(super) spec: VmSpec,
     pub(super) record: Record,
-    /// Its files; none of one that memfold didn't start. Its disks are all its own.
+    /// Directory of the VM; `None` for a VM that memfold did not start.
     pub(super) directory: Option<VmDirectory>,
 }
 
@@ -43,7 +43,7 @@ impl Subject {
         })
     }
 
-    /// Its description.
+    /// Returns the VM's description.
     #[must_use]
     pub const fn spec(&self) -> &VmSpec {
         &self.spec
@@ -57,14 +57,14 @@ impl Subject {
             .unwrap_or_else(|| self.record.clone())
     }
 
-    /// Its temporary overlays that are there.
+    /// Returns the VM's existing temporary overlays.
     pub(super) fn overlays_now(&self) -> Vec<PathBuf> {
         let mut overlays = self.record_now().overlays;
         overlays.retain(|overlay| overlay.exists());
         overlays
     }
 
-    /// Notes which temporary files go with the VM.
+    /// Records the temporary files that belong to the VM.
     pub(super) fn write_overlays(&self, overlays: &[PathBuf]) -> Result<(), SnapshotError> {
         let Some(directory) = &self.directory else {
             return Ok(());

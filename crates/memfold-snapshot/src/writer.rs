@@ -26,16 +26,16 @@ use super::refer::Reference;
 
 static ZEROES: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
 
-/// How long all workers together took for each stage of an image.
+/// Time of each stage of writing an image, summed over all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stages {
-    /// Memory was read.
+    /// Reading memory.
     pub read: Duration,
-    /// Checksums were made.
+    /// Computing checksums.
     pub hash: Duration,
-    /// What disks may hold was read from there and compared.
+    /// Reading candidate pages from disks, and comparing them.
     pub compare: Duration,
-    /// Zeroes were found, and the rest was written to the page cache.
+    /// Finding zero pages, and writing the rest to the page cache.
     pub write: Duration,
 }
 
@@ -80,7 +80,7 @@ struct Written {
 }
 
 impl<'a> Writer<'a> {
-    /// Begins an image in `ram`, which is empty.
+    /// Starts an image in `ram`, an empty file.
     pub fn new(plan: &Plan, ram: &'a File) -> io::Result<Self> {
         let chunks = plan.blocks.iter().map(|b| b.pages.div_ceil(CHUNK_PAGES));
         let chunks: u64 = chunks.sum();
@@ -98,18 +98,19 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Has the image go to the disk while it is written, for one that stays as it is.
+    /// Starts writeback to the disk while the image is written. Only for images that are not
+    /// compressed afterwards.
     pub fn write_back(&mut self) -> io::Result<()> {
         self.writeback = Some(Writeback::start(self.ram)?);
         Ok(())
     }
 
-    /// Has what files hold of these pages kept by reference.
+    /// Sets the candidates: pages that files hold are then kept by reference.
     pub(super) fn compare_with(&mut self, candidates: Candidates) {
         self.comparison = Comparison::new(candidates);
     }
 
-    /// What files hold, ascending by page, and these files.
+    /// Returns the references, sorted by page, and the files that they refer to.
     pub(super) fn take_references(&mut self) -> (Vec<Reference>, Candidates) {
         self.references
             .sort_unstable_by_key(|reference| reference.page);
@@ -117,8 +118,8 @@ impl<'a> Writer<'a> {
         (std::mem::take(&mut self.references), candidates)
     }
 
-    /// Copies blocks of the plan, given by their numbers, of a process that stands still, or whose
-    /// `past` is kept.
+    /// Copies the blocks with these numbers of the plan. The process must be stopped, or `past`
+    /// must keep its old contents.
     pub fn blocks(
         &mut self,
         plan: &Plan,
@@ -213,7 +214,7 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// How long the stages took so far.
+    /// Returns the times of the stages so far.
     #[must_use]
     pub fn stages(&self) -> Stages {
         let time = |clock: &AtomicU64| Duration::from_nanos(clock.load(Ordering::Relaxed));
@@ -225,7 +226,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Ends the image with its checksums.
+    /// Completes the image and writes its checksums to `sums`.
     pub fn finish(self, sums: &File) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
         let Stages {
             read,

@@ -120,7 +120,7 @@ impl Value {
         self.pairs.retain(|key, _| !unwanted(key));
     }
 
-    /// Returns whether a key's value is true (`on` or `yes`).
+    /// Returns whether a key's value is true (`on`, `yes`, `true` or `y`).
     pub(super) fn is_on(&self, key: &str) -> bool {
         match self.pairs.get(key) {
             Some(Json::Bool(is_on)) => *is_on,
