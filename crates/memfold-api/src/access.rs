@@ -19,12 +19,12 @@ use utoipa::ToSchema;
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// Use the registry of leases, in the name of one host.
+    /// Ask the registry of leases, in the name of one host.
     #[value(skip)]
     Host,
-    /// Read everything except the audit log.
+    /// See everything that memfold shows, but not the audit log.
     Read,
-    /// Read and change everything.
+    /// Change everything, too.
     Operate,
 }
 

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::figure::Figure;
 
-/// Options of a study.
+/// How a study is run.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Options {
     /// Run a smaller and shorter study

@@ -47,9 +47,9 @@ pub enum Keep {
     /// Nothing: the guest drops its page cache and its caches of names and inodes first.
     #[default]
     None,
-    /// The page cache, by reference: pages that the disks hold are not saved a second time.
+    /// The page cache, by reference: what the disks hold is not saved a second time.
     Hot,
-    /// All caches.
+    /// All, as it is.
     All,
 }
 

@@ -49,7 +49,7 @@ impl DiskFormat {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheMode {
-    /// Through the host's page cache. Required for folding pages again while the VM runs.
+    /// Through the host's page cache. Allows folding pages again while the VM runs.
     #[default]
     Writeback,
     /// Direct I/O.
@@ -193,10 +193,10 @@ pub enum Network {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum MergeChoice {
-    /// KSM may merge if the VM has a trust domain.
+    /// If the VM has a trust domain.
     #[default]
     Domain,
-    /// KSM may not merge.
+    /// It may not.
     Never,
 }
 
