@@ -88,7 +88,7 @@ fn a_domain_without_a_free_port_is_enabled_and_restored_and_hindrances_are_named
         (
             "huge",
             "<memoryBacking><hugepages/></memoryBacking>",
-            &["the VM's RAM is of huge pages (<hugepages"][..],
+            &["the VM's RAM is in huge pages (<hugepages"][..],
         ),
         (
             "shared",
