@@ -28,11 +28,11 @@ unpack_server() {
         (cd "$work" && apt-get -q -o APT::Sandbox::User=root download "$package") >"$work/log" 2>&1 ||
             { tail -n 5 "$work/log" >&2; rm -rf "$work"; fail "apt-get could not download $package"; }
     fi
-    dpkg-deb -x "$work/$package"_*.deb "$work/root"
+    dpkg-deb -x "$work/$package"_*.deb "$work/files"
     rm -rf "$at"
     mkdir "$work/bin"
     for program; do
-        mv "$work"/root/usr/*bin/"$program" "$work/bin"
+        mv "$work"/files/usr/*bin/"$program" "$work/bin"
     done
     mv "$work/bin" "$at"
     rm -rf "$work"

@@ -27,12 +27,12 @@ pub enum KvmVerdict {
     Works,
     /// KVM cannot be used.
     Unusable {
-        /// The reason.
+        /// Step of the probe that failed, with its error or QEMU's last words.
         why: String,
     },
     /// The device opens, but no probe guest could be tried.
     Untried {
-        /// The reason.
+        /// Missing part: QEMU, or a guest image to boot.
         why: String,
     },
 }

@@ -20,7 +20,7 @@ pub use super::facts::Steered;
 /// A cause, and the pages of a VM that it affects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Finding {
-    /// The cause.
+    /// Why KSM does not merge these pages.
     pub cause: Cause,
     /// Whether these pages cannot merge at all until somebody changes something.
     pub blocks: bool,

@@ -42,17 +42,17 @@ pub enum HttpError {
     /// The request was not sent to any server.
     #[error("cannot reach {member}: {why}")]
     Unreached {
-        /// The server.
+        /// Address that was tried.
         member: Member,
-        /// The reason.
+        /// Failed step, with the error of the kernel or of TLS.
         why: String,
     },
     /// The request was sent. It may or may not have been carried out.
     #[error("{member} did not answer: {why}")]
     Unanswered {
-        /// The server.
+        /// Address that the request was sent to.
         member: Member,
-        /// The reason.
+        /// Error of the connection, a fault in the answer, or the timeout.
         why: String,
     },
 }

@@ -34,7 +34,7 @@ pub enum PlaceError {
     Address {
         /// The text as given.
         said: String,
-        /// The reason.
+        /// Part of the text that is wrong.
         why: &'static str,
     },
     /// A required option is missing.
@@ -60,7 +60,7 @@ pub enum PlaceError {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// The reason.
+        /// Error of the kernel or of OpenSSL, or a file mode that lets other users read it.
         why: String,
     },
 }

@@ -73,7 +73,7 @@ pub enum RegistryError {
     Unusable {
         /// Address of the registry.
         place: String,
-        /// The reason.
+        /// Error of the connection, or the registry's refusal.
         why: String,
     },
 }

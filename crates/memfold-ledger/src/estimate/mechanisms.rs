@@ -57,7 +57,7 @@ pub enum Way {
 /// Expected result of one mechanism.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Mechanism {
-    /// The mechanism.
+    /// Mechanism whose saving is estimated.
     pub way: Way,
     /// Expected saving; null: it cannot be known from outside, see `words`.
     pub saved: Option<Estimate>,

@@ -62,7 +62,7 @@ pub enum LvmError {
     Session {
         /// Address of the export.
         portal: SocketAddr,
-        /// The reason.
+        /// Message of `iscsiadm`, or the wait that timed out.
         why: String,
     },
 }

@@ -31,7 +31,7 @@ pub enum Said {
     Failed {
         /// Number of the lender at fault, if there is one.
         lender: Option<usize>,
-        /// The reason.
+        /// Message for the log of the daemon that started the relay.
         why: String,
     },
 }

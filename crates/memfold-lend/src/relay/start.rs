@@ -58,7 +58,7 @@ pub enum RelayError {
     Failed {
         /// Number of the lender at fault, if there is one.
         lender: Option<usize>,
-        /// The reason.
+        /// The relay's own message.
         why: String,
     },
 }

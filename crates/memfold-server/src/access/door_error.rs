@@ -17,7 +17,7 @@ pub enum TcpDoorError {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// The reason.
+        /// Error of the kernel or of the PEM parser.
         why: String,
     },
     /// The private key does not match the certificate.
