@@ -47,7 +47,7 @@ pub mod working_set;
 pub mod writer;
 mod written_files;
 
-pub use candidates::Candidate;
+pub use candidates::{Candidate, FEWEST_PAGES};
 pub use clock::ClockStep;
 pub use error::SnapshotError;
 pub use identity::{Renew, Renewal};

@@ -16,8 +16,8 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use memfold_fold::{Command, PageRun};
-use memfold_snapshot::Candidate;
 use memfold_snapshot::guest_extents::{self, GuestDisk, MAX_ANSWER};
+use memfold_snapshot::{Candidate, FEWEST_PAGES};
 use memfold_units::PAGE_SIZE;
 use memfold_vm::AgentLink;
 use memfold_wire::agent::{FileNumber, OutputStream};
@@ -28,9 +28,6 @@ use crate::machine::Machine;
 
 /// Time limit of all questions to the guest together.
 const LIMIT: Duration = Duration::from_secs(4);
-
-/// Pages of the shortest run that is worth a reference.
-const FEWEST_PAGES: u32 = 4;
 
 /// Pages that a save writes in a second (about 400 MB/s). A question that would take longer than
 /// writing its pages is not asked.
@@ -139,7 +136,7 @@ fn run(agent: &AgentLink, script: &str, limit: Duration) -> Result<Vec<u8>, Stri
 /// Files by the number of cached pages in runs that are worth a reference, most pages first.
 fn rank(runs: impl Iterator<Item = PageRun>) -> Vec<(FileNumber, u64)> {
     let mut pages: HashMap<FileNumber, u64> = HashMap::new();
-    for run in runs.filter(|run| run.pages >= FEWEST_PAGES) {
+    for run in runs.filter(|run| u64::from(run.pages) >= FEWEST_PAGES) {
         *pages.entry(run.file).or_default() += u64::from(run.pages);
     }
     let mut ranked: Vec<_> = pages.into_iter().collect();
@@ -213,9 +210,8 @@ impl Places {
 /// Intersects the cached runs with the places on the guest's disks. The result is ascending by
 /// address.
 fn join(runs: impl Iterator<Item = PageRun>, places: &Places) -> Vec<Candidate> {
-    let fewest = u64::from(FEWEST_PAGES);
     let mut parts = Vec::new();
-    for run in runs.filter(|run| run.pages >= FEWEST_PAGES) {
+    for run in runs.filter(|run| u64::from(run.pages) >= FEWEST_PAGES) {
         let Some(places) = places.of.get(&run.file) else {
             continue;
         };
@@ -228,7 +224,7 @@ fn join(runs: impl Iterator<Item = PageRun>, places: &Places) -> Vec<Candidate> 
             if begin >= end {
                 break;
             }
-            if to - from >= fewest {
+            if to - from >= FEWEST_PAGES {
                 parts.push(Candidate {
                     hva: run.hva.add_pages(from - first),
                     pages: to - from,
