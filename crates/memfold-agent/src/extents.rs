@@ -10,22 +10,14 @@
 //! Nothing is written back, no file content is read, and an answer that would need waiting is left
 //! out. The answer may be out of date: the host compares the bytes.
 
-use std::io::{self, BufRead, BufWriter, Read, Write};
-use std::os::fd::AsRawFd;
+use std::io::{self, BufRead, BufWriter, Write};
 use std::path::Path;
 
 use memfold_sys::extents::{Extent, extents};
 use memfold_units::PAGE_SIZE;
-use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::block_devices::{BlockDevices, Place};
-use crate::mounts::unescape;
-
-/// Most bytes of input that are read.
-const MAX_INPUT: u64 = 1 << 20;
-
-/// Most files that are looked at.
-const MAX_FILES: usize = 1 << 14;
+use crate::file_list::{find, paths};
 
 /// Most runs written for one file, and for all files together.
 const MAX_RUNS: (usize, usize) = (1 << 13, 1 << 15);
@@ -49,14 +41,9 @@ fn write_below(sys: &Path, input: &mut impl BufRead, output: &mut impl Write) ->
     let mut devices = BlockDevices::new(sys);
     let mut output = BufWriter::new(output);
     let mut left = MAX_RUNS.1;
-    for (number, line) in input
-        .take(MAX_INPUT)
-        .split(b'\n')
-        .take(MAX_FILES)
-        .enumerate()
-    {
+    for (number, path) in paths(input).enumerate() {
         // A file that is gone, or on a file system that can't say it, is one that is not told of.
-        let Ok(Some((place, runs))) = look(&unescape(&line?), &mut devices) else {
+        let Ok(Some((place, runs))) = look(&path?, &mut devices) else {
             continue;
         };
         for run in runs.iter().take(left) {
@@ -76,23 +63,13 @@ fn look<'a>(
     path: &[u8],
     devices: &'a mut BlockDevices,
 ) -> io::Result<Option<(&'a Place, Vec<Run>)>> {
-    if !path.starts_with(b"/") {
-        return Ok(None);
-    }
-    // Opened only once it is known what it is: to open a device may do something, and a pipe waits.
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let named = rustix::fs::open(path, flags, Mode::empty())?;
-    let facts = rustix::fs::fstat(&named)?;
-    if FileType::from_raw_mode(facts.st_mode) != FileType::RegularFile {
-        return Ok(None);
-    }
-    let Some(place) = devices.place(facts.st_dev) else {
+    let Some(named) = find(path)? else {
         return Ok(None);
     };
-    let again = format!("/proc/self/fd/{}", named.as_raw_fd());
-    // Somebody may hold a lease on it.
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let file = rustix::fs::open(again, flags, Mode::empty())?;
+    let Some(place) = devices.place(named.facts.st_dev) else {
+        return Ok(None);
+    };
+    let file = named.open()?;
     let mut runs = Vec::new();
     let mut from = 0;
     while runs.len() < MAX_RUNS.0 {
@@ -140,6 +117,8 @@ fn add(runs: &mut Vec<Run>, start: u64, extent: &Extent) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::file_list::{MAX_FILES, MAX_INPUT};
+    use rustix::fs::{FileType, Mode};
     use std::fs::{self, File};
     use std::os::unix::ffi::OsStrExt;
     use std::os::unix::fs::{MetadataExt, symlink};

@@ -18,6 +18,8 @@
 //! | `commands` | shell commands that the daemon runs |
 //! | [`free_pages`] | free page frames, which a snapshot can leave out |
 //! | [`extents`], `block_devices` | where files are stored on the guest's disks |
+//! | [`drop_caches`] | files are dropped from the page cache, until a deadline |
+//! | `file_list` | lists of paths that the host sends |
 //! | [`segment`] | read-only images shared with other VMs, mounted over the guest's own directories; not part of the main loop |
 //! | `wake`, `backoff` | waking the main loop; schedule of its rare work |
 
@@ -35,7 +37,9 @@ mod backoff;
 mod batch;
 mod block_devices;
 mod commands;
+pub mod drop_caches;
 pub mod extents;
+mod file_list;
 mod files;
 pub mod format;
 pub mod free_pages;

@@ -9,7 +9,7 @@ use memfold_agent::segment::command;
 const HELP: &str = "\
 memfold-agent: tells the memfold daemon which files this guest's page cache holds, and where.
 
-Usage: memfold-agent [--dump | --free-pages | --extents | --reseed | --segment-... | --version | --help]
+Usage: memfold-agent [--dump | --free-pages | --extents | --drop-caches SECONDS | --reseed | --segment-... | --version | --help]
 
 Without an option it serves the virtio-serial port org.memfold.agent.0 until SIGTERM.
 
@@ -17,6 +17,9 @@ Without an option it serves the virtio-serial port org.memfold.agent.0 until SIG
   --free-pages  write which page frames the kernel has free: first frame and number of frames, a line each
   --extents     read paths from standard input, a line each, and write where on the guest's disks these files lie, a run a line: number of
                 the path, first page of the file, pages, disk (major:minor), first page on the disk
+  --drop-caches SECONDS
+                read paths from standard input as above, and drop these files from the page cache, in this order, for at most so long;
+                exit code 3: the time was too short
   --reseed      mix standard input into the kernel's random number generator and reseed it: for a guest that was restored or cloned
   --version     the version
   --help        this text
@@ -45,6 +48,7 @@ fn main() -> ExitCode {
                 &mut std::io::stdout().lock(),
             ));
         }
+        ["--drop-caches", seconds] => return drop_caches(seconds),
         ["--reseed"] => return ended(memfold_agent::reseed::reseed(&mut std::io::stdin().lock())),
         ["--version" | "-V"] => {
             println!("memfold-agent {}", env!("CARGO_PKG_VERSION"));
@@ -60,6 +64,19 @@ fn main() -> ExitCode {
         }
     };
     ended(Agent::new(text).and_then(Agent::run))
+}
+
+fn drop_caches(seconds: &str) -> ExitCode {
+    let limit = seconds.parse().ok();
+    let Some(limit) = limit.and_then(|s| std::time::Duration::try_from_secs_f64(s).ok()) else {
+        eprintln!("memfold-agent: not a number of seconds: '{seconds}'");
+        return ExitCode::from(2);
+    };
+    let mut input = std::io::BufReader::new(std::io::stdin());
+    match memfold_agent::drop_caches::drop_files(limit, &mut input) {
+        Ok(false) => ExitCode::from(3),
+        other => ended(other.map(drop)),
+    }
 }
 
 fn ended(result: std::io::Result<()>) -> ExitCode {

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`cpu`] | CPU time of threads, `clock_gettime(2)` |
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
+//! | [`page_cache`] | how much of a file is cached, `cachestat(2)` |
 //! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
 //! | [`extents`] | where on a device a file lies, `FS_IOC_FIEMAP` |
 //! | [`session`] | child processes that outlive their parent, `setsid(2)` |
@@ -24,6 +25,7 @@ pub mod extents;
 pub mod guest;
 pub mod locked;
 pub mod memory;
+pub mod page_cache;
 pub mod pagemap;
 pub mod peer;
 pub mod region;

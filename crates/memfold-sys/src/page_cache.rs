@@ -1,0 +1,68 @@
+//! Reports how much of a file the kernel's page cache holds.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// `__NR_cachestat`, the same on all architectures (`include/uapi/asm-generic/unistd.h`).
+const CACHESTAT: libc::c_long = 451;
+
+/// `struct cachestat_range` of `linux/mman.h`, in bytes; a length of 0: to the end of the file.
+#[repr(C)]
+struct Range {
+    offset: u64,
+    length: u64,
+}
+
+/// `struct cachestat` of `linux/mman.h`, in pages.
+#[repr(C)]
+#[derive(Default)]
+struct Counts {
+    cached: u64,
+    dirty: u64,
+    writeback: u64,
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+/// Returns how many pages of a file the page cache holds (`cachestat(2)`).
+///
+/// # Errors
+///
+/// `ENOSYS` before Linux 6.5; `EPERM` for a file that the caller neither owns nor can write.
+pub fn cached_pages(file: impl AsFd) -> io::Result<u64> {
+    let (range, mut counts) = (
+        Range {
+            offset: 0,
+            length: 0,
+        },
+        Counts::default(),
+    );
+    let file = file.as_fd().as_raw_fd();
+    // SAFETY: the kernel reads `range` and writes `counts`, which have its layouts.
+    let done = unsafe { libc::syscall(CACHESTAT, file, &raw const range, &raw mut counts, 0) };
+    if done == 0 {
+        Ok(counts.cached)
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_just_written_are_cached() {
+        let path = std::env::temp_dir().join(format!("memfold-cached-{}", std::process::id()));
+        std::fs::write(&path, [7; 5 * 4096]).unwrap();
+        let file = std::fs::File::open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        match cached_pages(&file) {
+            Ok(pages) => assert_eq!(pages, 5),
+            Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
+                memfold_testkit::skip!("the kernel has no cachestat(2)")
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
