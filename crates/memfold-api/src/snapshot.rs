@@ -2,10 +2,28 @@
 
 use std::path::PathBuf;
 
-use memfold_snapshot::{Keep, Renew};
+use memfold_snapshot::Renew;
 use memfold_vm::Forward;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
+
+/// Which of the guest's caches a snapshot keeps.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum KeepChoice {
+    /// What saves soonest: one of the others, by the page cache and the speed of the disk. Of two
+    /// that take about as long, the one that keeps more.
+    #[default]
+    Auto,
+    /// Nothing: the guest drops its page cache and its caches of names and inodes first.
+    None,
+    /// The page cache, by reference: what the disks hold is not saved a second time.
+    Hot,
+    /// All, as it is.
+    All,
+}
 
 /// `POST /v1/snapshots`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -16,15 +34,16 @@ pub struct SaveRequest {
     pub name: String,
     /// Which of the guest's caches are kept.
     #[serde(default)]
-    pub keep: Keep,
+    pub keep: KeepChoice,
     /// Whether the VM runs while its RAM is copied. The snapshot is still of one instant.
     #[serde(default)]
     pub live: bool,
     /// Whether the RAM image is compressed.
     #[serde(default)]
     pub compress: bool,
-    /// Longest time for the guest to drop its caches, in seconds (default 120). Caches not dropped
-    /// by then are saved.
+    /// Longest time for the guest to drop its caches, in seconds. Unset: as long as the disk of
+    /// snapshots takes to write the page cache, from 5 s to 120 s. Caches not dropped by then are
+    /// saved.
     #[serde(default)]
     pub drop_s: Option<u32>,
     /// Whether the guest's clock is left behind by the time that the VM was stopped. Unset: the
@@ -34,12 +53,12 @@ pub struct SaveRequest {
 }
 
 impl SaveRequest {
-    /// Returns a request that keeps none of the guest's caches and stops the VM meanwhile.
+    /// Returns a request with default settings: the VM is stopped meanwhile.
     pub fn new(vm: impl Into<String>, name: impl Into<String>) -> Self {
         Self {
             vm: vm.into(),
             name: name.into(),
-            keep: Keep::None,
+            keep: KeepChoice::Auto,
             live: false,
             compress: false,
             drop_s: None,

@@ -22,12 +22,12 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use memfold_api::{BuildRequest, RestoreRequest, SaveRequest};
+use memfold_api::{BuildRequest, KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_host::guest_images;
 use memfold_lab::{DiskMode, Lab};
 use memfold_segment::Manifest;
-use memfold_snapshot::{Keep, Renew};
+use memfold_snapshot::Renew;
 use memfold_units::ByteSize;
 use memfold_vm::SegmentSpec;
 use memfold_vm::segments::SMALL_REPORTS;
@@ -357,7 +357,7 @@ fn bring_up(lab: &Lab, arm: Arm, number: usize) -> anyhow::Result<Vec<String>> {
     std::thread::sleep(REST);
     let snapshot = format!("template-{}", arm.name);
     let request = SaveRequest {
-        keep: Keep::None,
+        keep: KeepChoice::None,
         ..SaveRequest::new("template", &snapshot)
     };
     lab.daemon().snapshots().save(&request)?;

@@ -20,10 +20,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use memfold_api::KeepChoice;
 use memfold_api::{RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_snapshot::Keep;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Map, Value};
 
@@ -94,8 +94,12 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     let disk = lab.directory().join("disk.qcow2");
     qemu_way::save(&lab, VM, Form::MappedRam, &image, &disk)?;
     let mut sizes = Vec::new();
-    for keep in [Keep::Hot, Keep::None] {
-        let name = if keep == Keep::Hot { "hot" } else { "none" };
+    for keep in [KeepChoice::Hot, KeepChoice::None] {
+        let name = if keep == KeepChoice::Hot {
+            "hot"
+        } else {
+            "none"
+        };
         let request = SaveRequest {
             keep,
             live: true,
@@ -152,7 +156,7 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
 
 /// Bytes on disk of a snapshot's files, but for its disks: what was written since the save before
 /// is in the first one's alone.
-fn image_bytes(place: &Path) -> anyhow::Result<u64> {
+pub fn image_bytes(place: &Path) -> anyhow::Result<u64> {
     let mut bytes = 0;
     for entry in std::fs::read_dir(place)? {
         let entry = entry?;

@@ -1,6 +1,7 @@
 //! Snapshots and clones of the daemon's VMs.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use memfold_snapshot::{Manifest, SnapshotError, SnapshotInfo, Step, restore};
 use parking_lot::Mutex;
@@ -18,6 +19,7 @@ use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
 mod candidates;
+mod choose;
 mod guest_caches;
 mod hold;
 mod remove;
@@ -43,6 +45,8 @@ pub struct Snapshots {
     locks: Arc<SnapshotLocks>,
     /// Held while a VM is restored whose guest cannot renew its identity.
     twins: Mutex<()>,
+    /// Throughput of the disk of snapshots, in bytes a second, and when it was measured.
+    disk_speed: Mutex<Option<(Instant, f64)>>,
 }
 
 impl Snapshots {
@@ -57,6 +61,7 @@ impl Snapshots {
             directory: below.snapshots.clone(),
             locks: below.snapshot_locks.clone(),
             twins: Mutex::default(),
+            disk_speed: Mutex::default(),
         }
     }
 

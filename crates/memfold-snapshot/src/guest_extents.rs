@@ -18,10 +18,11 @@ pub const MAX_ANSWER: usize = MAX_LINES * 64;
 /// Highest page number of a disk, so that byte offsets do not overflow.
 const MAX_BLOCKS: u64 = 1 << 50;
 
-/// Script that runs the agent's own program in the guest; the script's shell is a child of the
-/// agent.
+/// Shell commands around the list of paths: they run the agent's own program in the guest, because
+/// the script's shell is a child of the agent.
 const BEGIN: &str = "exec /proc/$PPID/exe --extents <<'END'\n";
-const END: &str = "END\n";
+/// Last line of the list of paths.
+pub const END: &str = "END\n";
 
 /// Device number of a disk in the guest: major, minor.
 pub type GuestDisk = (u32, u32);
@@ -49,11 +50,21 @@ impl FileExtent {
     }
 }
 
-/// Returns a script that asks about as many of these paths as fit, and their number. An invalid
-/// path becomes a line that matches no file.
+/// Returns a script that asks about as many of these paths as fit, and their number.
 #[must_use]
 pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) {
-    let mut script = BEGIN.to_owned();
+    with_paths(BEGIN, paths, END)
+}
+
+/// Returns a script of `begin`, as many of these paths as fit, and `end`; and the number of paths.
+/// An invalid path becomes a line that matches no file.
+#[must_use]
+pub fn with_paths<'a>(
+    begin: &str,
+    paths: impl IntoIterator<Item = &'a [u8]>,
+    end: &str,
+) -> (String, usize) {
+    let mut script = begin.to_owned();
     let mut asked = 0;
     for path in paths {
         let before = script.len();
@@ -67,13 +78,13 @@ pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) 
             }
         }
         script.push('\n');
-        if script.len() + END.len() > MAX_SCRIPT {
+        if script.len() + end.len() > MAX_SCRIPT {
             script.truncate(before);
             break;
         }
         asked += 1;
     }
-    script.push_str(END);
+    script.push_str(end);
     (script, asked)
 }
 

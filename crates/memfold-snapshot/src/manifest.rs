@@ -39,13 +39,10 @@ pub const REFERENCES: &str = "ram.refs";
 pub const DEVICES: &str = "devices";
 
 /// Which of the guest's caches a snapshot keeps.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Keep {
     /// Nothing: the guest drops its page cache and its caches of names and inodes first.
-    #[default]
     None,
     /// The page cache, by reference: what the disks hold is not saved a second time.
     Hot,
@@ -150,6 +147,9 @@ pub struct Manifest {
     pub memfold: String,
     /// Which of the guest's caches were kept.
     pub keep: Keep,
+    /// Why memfold chose to keep these; unset: that was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep_reason: Option<String>,
     /// The VM's description.
     pub spec: VmSpec,
     /// QEMU's version: major, minor, micro.
@@ -390,6 +390,7 @@ pub(super) mod tests {
             created_s: 1,
             memfold: "0.1.0".into(),
             keep: Keep::None,
+            keep_reason: None,
             spec: VmSpec::new("web1", memory),
             qemu: (10, 0, 2),
             machine: "pc-q35-10.0".into(),

@@ -14,6 +14,8 @@ pub struct Request {
     pub name: String,
     /// What the guest was told to keep, for the manifest.
     pub keep: Keep,
+    /// Why memfold chose that, for the manifest.
+    pub keep_reason: Option<String>,
     /// Trust domain.
     pub domain: Option<String>,
     /// For the manifest.

@@ -221,6 +221,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
             created_s: seconds_now(),
             memfold: env!("CARGO_PKG_VERSION").to_owned(),
             keep: request.keep,
+            keep_reason: request.keep_reason.clone(),
             of_boot: request.of_boot.clone(),
             live,
             kept_pages,

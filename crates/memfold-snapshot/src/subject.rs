@@ -49,6 +49,12 @@ impl Subject {
         &self.spec
     }
 
+    /// Returns whether QEMU emulates the VM's CPUs.
+    #[must_use]
+    pub fn is_emulated(&self) -> bool {
+        self.record.accel != "kvm"
+    }
+
     pub(super) fn record_now(&self) -> Record {
         let directory = self.directory.as_ref();
         directory

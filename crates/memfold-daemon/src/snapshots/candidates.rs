@@ -72,14 +72,23 @@ struct Places {
     count: usize,
 }
 
-/// Finds memory of the VM that its disks may also hold, in ascending order. The result is empty if
-/// the guest cannot report it.
-pub(super) fn find(folding: &Folding, machine: &Machine) -> Vec<Candidate> {
+/// What is known of a guest's page cache.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// Its pages.
+    pub(super) cached: u64,
+    /// Memory that the VM's disks may also hold, in ascending order.
+    pub(super) candidates: Vec<Candidate>,
+}
+
+/// Finds memory of the VM that its disks may also hold. The result is empty if the guest cannot
+/// report it.
+pub(super) fn find(folding: &Folding, machine: &Machine) -> Found {
     let began = Instant::now();
     let cached = folding.ask(|answer| Command::CachedPages(machine.id(), answer));
     let (Ok(Some(cached)), Some(agent)) = (cached, machine.agent()) else {
         info!(vm = machine.name(), "guest has not said what it has cached");
-        return Vec::new();
+        return Found::default();
     };
     let mut places = Places::default();
     let paths = |files: &[FileNumber]| {
@@ -106,7 +115,23 @@ pub(super) fn find(folding: &Folding, machine: &Machine) -> Vec<Candidate> {
         took_ms = began.elapsed().as_millis(),
         "cached pages found on the guest's disks"
     );
-    candidates
+    let cached = cached.runs().map(|run| u64::from(run.pages)).sum();
+    Found { cached, candidates }
+}
+
+/// Returns the number of pages of a guest's page cache, and the paths of the files with most of
+/// them, most first; none if they are not known.
+pub(super) fn most_cached_files(folding: &Folding, machine: &Machine) -> (u64, Vec<Vec<u8>>) {
+    let cached = folding.ask(|answer| Command::CachedPages(machine.id(), answer));
+    let Ok(Some(cached)) = cached else {
+        return (0, Vec::new());
+    };
+    let pages = cached.runs().map(|run| u64::from(run.pages)).sum();
+    let ranked = rank(cached.runs());
+    let files = ranked.iter().take(PATHS_AT_ONCE).map(|&(file, _)| file);
+    let files: Vec<FileNumber> = files.collect();
+    let ask = |answer| Command::FilePaths(machine.id(), files, answer);
+    (pages, folding.ask(ask).unwrap_or_default())
 }
 
 /// Runs a script in the guest and returns its standard output.

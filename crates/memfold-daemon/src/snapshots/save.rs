@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memfold_api::SaveRequest;
+use memfold_api::{KeepChoice, SaveRequest};
 use memfold_snapshot::identity::HAS_GENERATION_ID;
 use memfold_snapshot::manifest::Steps;
 use memfold_snapshot::save::{self, Subject};
-use memfold_snapshot::{Candidate, Keep, Manifest, Progress, SnapshotError, restore};
+use memfold_snapshot::{Candidate, Keep, Manifest, Progress, SnapshotError, cached_part, restore};
 use memfold_units::PAGE_SIZE;
 use memfold_vm::SegmentSpec;
 use tracing::info;
@@ -20,11 +20,15 @@ use crate::machine::rights::SaveRight;
 use crate::snapshot_locks::being_saved;
 use crate::snapshots::Snapshots;
 use crate::snapshots::candidates;
-use crate::snapshots::guest_caches::{DROP_TIMEOUT, drop_caches, trace_again, write_back};
+use crate::snapshots::choose::{Facts, disk_speed, drop_limit};
+use crate::snapshots::guest_caches::{drop_caches, trace_again, write_back};
 use crate::snapshots::hold::HeldVm;
 
 /// Time limit for a guest to report whether it has a VM generation ID.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time for which a measured throughput of the disk is valid.
+const SPEED_LASTS: Duration = Duration::from_secs(600);
 
 /// Result of the guest's preparation for a save.
 #[derive(Default)]
@@ -33,6 +37,8 @@ struct Prepared {
     cache_kept: Option<String>,
     /// Pages that the guest's disks may also hold.
     candidates: Vec<Candidate>,
+    /// Why memfold chose what is kept; `None`: that was asked for.
+    keep_reason: Option<String>,
 }
 
 impl Snapshots {
@@ -80,36 +86,31 @@ impl Snapshots {
         let segments = machine.vm().segments();
         let kept = |segment: &SegmentSpec| self.locks.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
-        let save = |prepared| {
+        let save = |keep, prepared| {
             let of = (&machine, &subject, &right);
-            self.save_prepared(of, request, of_boot, began, prepared, &progress)
+            self.save_prepared(of, request, of_boot, began, (keep, prepared), &progress)
         };
-        if request.keep == Keep::All {
-            return save(Prepared::default());
-        }
-        progress.begin("guest writes back dirty pages", 0);
-        write_back(&machine)?;
-        if request.keep == Keep::Hot {
-            progress.begin("the guest says where its files lie", 0);
-            return save(Prepared {
-                candidates: candidates::find(&self.folding, &machine),
-                ..Prepared::default()
-            });
+        let (keep, prepared) = self.prepare(&machine, &subject, request.keep, &progress)?;
+        if keep != Keep::None {
+            return save(keep, prepared);
         }
         progress.begin("guest drops its caches", 0);
-        let limit = request.drop_s.map_or(DROP_TIMEOUT, |seconds| {
-            Duration::from_secs(seconds.max(1).into())
-        });
-        let dropped = drop_caches(&machine, limit);
+        let (cached, files) = candidates::most_cached_files(&self.folding, &machine);
+        let limit = match request.drop_s {
+            Some(seconds) => Duration::from_secs(seconds.max(1).into()),
+            None => drop_limit(cached, self.disk_speed()?),
+        };
+        let dropped = drop_caches(&machine, &files, limit);
         let events = match &dropped {
             Ok(None) => Ok(()),
             _ => trace_again(&machine),
         };
         let saved = dropped.and_then(|cache_kept| {
-            save(Prepared {
+            let prepared = Prepared {
                 cache_kept,
-                ..Prepared::default()
-            })
+                ..prepared
+            };
+            save(keep, prepared)
         });
         // The inventory reports pages that were dropped while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
@@ -118,13 +119,90 @@ impl Snapshots {
         saved
     }
 
+    /// Prepares a guest for what is to be kept, except that its caches are not dropped yet. Returns
+    /// also what is kept.
+    fn prepare(
+        &self,
+        machine: &Machine,
+        subject: &Subject,
+        choice: KeepChoice,
+        progress: &Progress,
+    ) -> Result<(Keep, Prepared), DaemonError> {
+        let all = |reason: String| {
+            let prepared = Prepared {
+                keep_reason: Some(reason),
+                ..Prepared::default()
+            };
+            Ok((Keep::All, prepared))
+        };
+        let is_chosen = choice == KeepChoice::Auto;
+        let has_agent = machine.agent().is_some_and(|a| a.session().is_some());
+        if choice == KeepChoice::All {
+            return Ok((Keep::All, Prepared::default()));
+        }
+        if is_chosen && !has_agent {
+            return all("the guest has no memfold-agent to say where its page cache lies".into());
+        }
+        progress.begin("guest writes back dirty pages", 0);
+        match write_back(machine) {
+            Err(error) if is_chosen => return all(error.to_string()),
+            written => written?,
+        }
+        if choice == KeepChoice::None {
+            return Ok((Keep::None, Prepared::default()));
+        }
+        progress.begin("guest reports the places of its files", 0);
+        let found = candidates::find(&self.folding, machine);
+        if choice == KeepChoice::Hot {
+            let prepared = Prepared {
+                candidates: found.candidates,
+                ..Prepared::default()
+            };
+            return Ok((Keep::Hot, prepared));
+        }
+        let on_disks = found.candidates.iter().map(|run| run.pages).sum();
+        let facts = Facts {
+            cached: found.cached,
+            on_disks,
+            on_host: cached_part(subject.spec(), on_disks),
+            disk_per_s: self.disk_speed()?,
+            is_emulated: subject.is_emulated(),
+        };
+        let (keep, reason) = facts.choose();
+        let candidates = match keep {
+            Keep::Hot => found.candidates,
+            Keep::None | Keep::All => Vec::new(),
+        };
+        let prepared = Prepared {
+            candidates,
+            keep_reason: Some(reason),
+            ..Prepared::default()
+        };
+        Ok((keep, prepared))
+    }
+
+    /// Throughput of the disk of snapshots, in bytes a second, measured now and then.
+    fn disk_speed(&self) -> Result<f64, SnapshotError> {
+        let mut known = self.disk_speed.lock();
+        if let Some((_, speed)) = known.filter(|(since, _)| since.elapsed() < SPEED_LASTS) {
+            return Ok(speed);
+        }
+        let root = self.directory.root();
+        let measured = disk_speed(root).map_err(|source| SnapshotError::Files {
+            path: root.to_owned(),
+            source,
+        })?;
+        *known = Some((Instant::now(), measured));
+        Ok(measured)
+    }
+
     fn save_prepared(
         &self,
         (machine, subject, right): (&Arc<Machine>, &Subject, &SaveRight<'_>),
         request: &SaveRequest,
         of_boot: Option<String>,
         began: Instant,
-        prepared: Prepared,
+        (keep, prepared): (Keep, Prepared),
         progress: &Progress,
     ) -> Result<Manifest, DaemonError> {
         let mut steps = Steps {
@@ -163,7 +241,8 @@ impl Snapshots {
             agent: agent.as_ref().is_some_and(|a| a.session().is_some()),
             generation_id,
             name: request.name.clone(),
-            keep: request.keep,
+            keep,
+            keep_reason: prepared.keep_reason,
             of_boot,
             live: request.live,
             compress: request.compress,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
-use memfold_api::{Client, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
-use memfold_snapshot::{Keep, Manifest, Renew, SnapshotInfo};
+use memfold_api::{Client, KeepChoice, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_snapshot::{Manifest, Renew, SnapshotInfo};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_vm::Forward;
 use serde::Serialize;
@@ -24,9 +24,9 @@ pub(super) enum Arguments {
         vm: String,
         /// Name of the snapshot
         name: String,
-        /// Which memory that the guest can recreate to save: caches, free pages
+        /// Which of the guest's caches to save
         #[arg(long, value_enum, default_value_t)]
-        keep: Keep,
+        keep: KeepChoice,
         /// Let the VM run while its RAM is copied; the snapshot shows the instant before
         #[arg(long)]
         live: bool,
@@ -34,8 +34,8 @@ pub(super) enum Arguments {
         /// VM runs from it
         #[arg(long)]
         compress: bool,
-        /// Seconds that the guest may take to drop its caches (120 by default); caches not dropped
-        /// by then are saved
+        /// Seconds that the guest may take to drop its caches; by default as long as writing them to
+        /// disk would take (5 to 120). Caches not dropped by then are saved
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
         drop_timeout: Option<u32>,
         /// Leave the guest's clock behind by the pause; by default it is set to the host's clock
@@ -383,6 +383,10 @@ fn saved(m: &Manifest) -> String {
     let cache = m.cache_kept.as_ref().map_or(String::new(), |why| {
         format!("\ncaches that the guest had not dropped were saved too: {why}")
     });
+    let kept = m.keep_reason.as_ref().map_or(String::new(), |why| {
+        let keep = format!("{:?}", m.keep).to_lowercase();
+        format!("\nchose --keep {keep}: {why}")
+    });
     let of_one_vm = if m.of_one_vm.is_empty() {
         String::new()
     } else {
@@ -392,7 +396,7 @@ fn saved(m: &Manifest) -> String {
         )
     };
     format!(
-        "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms){cache}{free}{of_one_vm}",
+        "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms){kept}{cache}{free}{of_one_vm}",
         m.vm,
         m.name,
         m.save_ms,

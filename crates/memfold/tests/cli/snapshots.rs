@@ -19,7 +19,11 @@ fn run(daemon: &Daemon, name: &str, more: &[&str], words: &[&str]) -> Value {
 }
 
 fn save(daemon: &Daemon, vm: &str, name: &str) -> Value {
-    daemon.json(&["snapshot", "save", vm, name, "--keep", "all"])
+    let saved = daemon.json(&["snapshot", "save", vm, name]);
+    assert_eq!(saved["keep"], "all");
+    let reason = saved["keep_reason"].as_str().unwrap();
+    assert!(reason.contains("no memfold-agent"), "{reason}");
+    saved
 }
 
 fn stop(daemon: &Daemon, name: &str) {

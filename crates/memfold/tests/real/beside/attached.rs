@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_api::{AttachRequest, Client, RestoreRequest, SaveRequest, VmInfo};
+use memfold_api::{AttachRequest, Client, KeepChoice, RestoreRequest, SaveRequest, VmInfo};
 use memfold_host::guest_images;
-use memfold_snapshot::{Keep, Manifest, Renew, SnapshotInfo};
+use memfold_snapshot::{Manifest, Renew, SnapshotInfo};
 use memfold_testkit::wait_for;
 use memfold_vm::{Qmp, VmDirectory};
 use serde_json::Value;
@@ -116,7 +116,13 @@ impl Drop for Typed {
 }
 
 /// The guest checks all that it holds, in memory and on disks.
-fn save(client: &Client, vm: &str, name: &str, live: bool, keep: Keep) -> Result<Manifest, String> {
+fn save(
+    client: &Client,
+    vm: &str,
+    name: &str,
+    live: bool,
+    keep: KeepChoice,
+) -> Result<Manifest, String> {
     let request = SaveRequest {
         live,
         keep,
@@ -207,9 +213,9 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
     // As it stands still, and live.
     let began = Instant::now();
     for (name, live, keep) in [
-        ("still", false, Keep::None),
-        ("live", true, Keep::None),
-        ("warm", true, Keep::Hot),
+        ("still", false, KeepChoice::None),
+        ("live", true, KeepChoice::None),
+        ("warm", true, KeepChoice::Hot),
     ] {
         let saved = save(&client, VM, name, live, keep).unwrap();
         println!(
@@ -235,7 +241,7 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
         std::thread::scope(|scope| {
             let (client, name) = (&client, &name);
             let live = death % 2 == 1;
-            let saving = scope.spawn(move || save(client, VM, name, live, Keep::All));
+            let saving = scope.spawn(move || save(client, VM, name, live, KeepChoice::All));
             match death % 3 {
                 // While it stands still.
                 0 | 1 => {
@@ -300,7 +306,7 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
     verify(&client, VM);
     // It dies in the middle: nothing is listed, and its snapshots are as good as before.
     let dead = std::thread::scope(|scope| {
-        let saving = scope.spawn(|| save(&client, VM, "dead", true, Keep::All));
+        let saving = scope.spawn(|| save(&client, VM, "dead", true, KeepChoice::All));
         std::thread::sleep(Duration::from_millis(span / 3));
         typed.end();
         saving.join().unwrap()
@@ -314,7 +320,7 @@ fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
     assert!(!state.join("snapshots/.dead.draft").exists());
 
     // What came of it is a VM of memfold's: saved again, it freezes its overlays; it boots anew.
-    let saved = save(&client, "copied", "again", false, Keep::None).unwrap();
+    let saved = save(&client, "copied", "again", false, KeepChoice::None).unwrap();
     assert_eq!(saved.free_kept, None);
     // Its kernel and its CD are copies in a snapshot.
     std::fs::remove_file(disks.path().join("cd.iso")).unwrap();

@@ -3,10 +3,10 @@
 
 use std::time::{Duration, SystemTime};
 
-use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_api::{KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_snapshot::{ClockStep, Keep};
+use memfold_snapshot::ClockStep;
 use memfold_testkit::wait_for;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -77,7 +77,7 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
     let back = format!("date -u -s @{} > /dev/null", host() - BACK);
     lab.exec("first", &back, LIMIT).unwrap();
     let past = SaveRequest {
-        keep: Keep::All,
+        keep: KeepChoice::All,
         keep_clock: true,
         ..SaveRequest::new("first", "past")
     };
@@ -117,7 +117,7 @@ fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_j
 
     // One that was saved and went on.
     let request = SaveRequest {
-        keep: Keep::All,
+        keep: KeepChoice::All,
         ..SaveRequest::new("first", "now")
     };
     let saved = std::thread::scope(|scope| {

@@ -6,9 +6,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memfold_api::{Client, ClientError, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_api::{
+    Client, ClientError, KeepChoice, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
+};
 use memfold_lab::{DiskMode, Lab};
-use memfold_snapshot::{Keep, Manifest, SnapshotInfo};
+use memfold_snapshot::{Manifest, SnapshotInfo};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -25,7 +27,11 @@ const VM: &str = "saved";
 fn save(client: &Client, name: &str, live: bool, hot: bool) -> Result<Manifest, String> {
     let request = SaveRequest {
         live,
-        keep: if hot { Keep::Hot } else { Keep::None },
+        keep: if hot {
+            KeepChoice::Hot
+        } else {
+            KeepChoice::None
+        },
         compress: hot,
         ..SaveRequest::new(VM, name)
     };

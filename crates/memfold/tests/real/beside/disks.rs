@@ -5,10 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use memfold_api::{Client, RestoreRequest, SaveRequest};
+use memfold_api::{Client, KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_snapshot::Keep;
 use memfold_vm::{Aio, CacheMode, DiskFormat, DiskSpec};
 
 use super::snapshots::{Small, VERIFY};
@@ -131,7 +130,7 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
     let shelf = place.join("snapshots");
     let late = (40..400).step_by(15).find(|&room| {
         let _full = Small::mount(&shelf, room);
-        let failed = save("full", true, Keep::All).unwrap_err();
+        let failed = save("full", true, KeepChoice::All).unwrap_err();
         let words = format!("{:#}", anyhow::Error::from(failed));
         println!("{room} MiB: {words}");
         assert_eq!(left_nodes(place, "plain"), Vec::<String>::new());
@@ -142,9 +141,9 @@ fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own()
     assert!(late.is_some());
     check("plain");
     for (number, (name, live, keep)) in [
-        ("live", true, Keep::None),
-        ("still", false, Keep::All),
-        ("hot", true, Keep::Hot),
+        ("live", true, KeepChoice::None),
+        ("still", false, KeepChoice::All),
+        ("hot", true, KeepChoice::Hot),
     ]
     .into_iter()
     .enumerate()

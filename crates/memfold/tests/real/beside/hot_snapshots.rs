@@ -7,11 +7,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_api::{KeepChoice, RestoreRequest, SaveRequest};
 use memfold_daemon::DaemonError;
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_snapshot::{Keep, SnapshotError};
+use memfold_snapshot::SnapshotError;
 use memfold_units::ByteSize;
 use memfold_vm::{DiskFormat, DiskSpec};
 
@@ -138,11 +138,11 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
 
     let turns = support::file("turns.py", TURNS) + START_TURNS;
     lab.exec("first", &turns, limit).unwrap();
-    let (hot, hot_bytes, referred) = save("hot", Keep::Hot, true, false);
+    let (hot, hot_bytes, referred) = save("hot", KeepChoice::Hot, true, false);
     // What a raw disk holds is the guest's, also if it looks like an image over a file of the host.
     assert!(hot.disks[1].backing.is_empty(), "{:?}", hot.disks[1]);
-    let (_, packed_bytes, _) = save("packed", Keep::Hot, false, true);
-    let (_, cold_bytes, _) = save("cold", Keep::None, false, false);
+    let (_, packed_bytes, _) = save("packed", KeepChoice::Hot, false, true);
+    let (_, cold_bytes, _) = save("cold", KeepChoice::None, false, false);
     // Of all that is cached, shared memory and what was never written to disk among it.
     assert!(referred * 10 > cached * 7, "{referred} of {cached}");
     assert!(
@@ -193,15 +193,17 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     let rewrite =
         "head -c 24M /dev/urandom > /var/tmp/new; head -c 24M /dev/urandom > /var/tmp/newer; sync";
     lab.exec("first", rewrite, limit).unwrap();
-    save("later", Keep::Hot, false, false);
+    let (later, ..) = save("later", KeepChoice::Auto, false, false);
+    let reason = later.keep_reason.unwrap();
+    assert!(reason.starts_with("page cache of "), "{reason}");
     assert!(daemon.snapshots().remove("hot").is_err());
     daemon.snapshots().remove("later").unwrap();
-    save("latest", Keep::None, false, false);
+    save("latest", KeepChoice::None, false, false);
     lab.exec("warm", READ_AGAIN, limit).unwrap();
     // Its RAM is a view of memory, which can be protected as the saved one's could.
     let again = SaveRequest {
         live: true,
-        keep: Keep::Hot,
+        keep: KeepChoice::Hot,
         ..SaveRequest::new("warm-2", "again")
     };
     let saved = daemon.snapshots().save(&again).unwrap();

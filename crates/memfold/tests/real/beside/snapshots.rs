@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_api::{KeepChoice, RestoreRequest, SaveRequest};
 use memfold_daemon::DaemonError;
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_snapshot::{Keep, Manifest, Renew, Renewal, SnapshotError};
+use memfold_snapshot::{Manifest, Renew, Renewal, SnapshotError};
 use memfold_testkit::skip;
 use memfold_units::ByteSize;
 use memfold_vm::Network;
@@ -98,8 +98,12 @@ fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_mom
             std::thread::sleep(Duration::from_millis(wait));
             let request = SaveRequest {
                 live: round % 3 < 2,
-                keep: [Keep::None, Keep::Hot, Keep::Hot, Keep::All]
-                    [usize::try_from(round % 4).unwrap()],
+                keep: [
+                    KeepChoice::None,
+                    KeepChoice::Hot,
+                    KeepChoice::Hot,
+                    KeepChoice::All,
+                ][usize::try_from(round % 4).unwrap()],
                 compress: round % 2 == 0,
                 ..SaveRequest::new("rewriting", format!("moment-{round}"))
             };
@@ -281,7 +285,7 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
     };
     let before = swapped();
     let request = SaveRequest {
-        keep: Keep::All,
+        keep: KeepChoice::All,
         live: true,
         ..SaveRequest::new(vm, "from-swap")
     };
@@ -327,7 +331,7 @@ fn known_vm() -> Option<(support::Turn, Lab, String)> {
     Some((turn, lab, nonce))
 }
 
-fn save(lab: &Lab, name: &str, keep: Keep) -> Result<Manifest, DaemonError> {
+fn save(lab: &Lab, name: &str, keep: KeepChoice) -> Result<Manifest, DaemonError> {
     lab.daemon().snapshots().save(&SaveRequest {
         keep,
         ..SaveRequest::new("first", name)
@@ -350,21 +354,21 @@ fn a_save_onto_a_full_disk_fails_and_leaves_the_vm_as_it_was() {
     // Not even QEMU's device state has room: what is full is named.
     let filler = shelf.join("filler");
     std::fs::write(&filler, vec![1; 41 << 20]).unwrap_err();
-    let failed = save(&lab, "warm", Keep::None).unwrap_err();
+    let failed = save(&lab, "warm", KeepChoice::None).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
     assert!(
         words.contains("/devices") && words.contains("No space left on device"),
         "{words}"
     );
     std::fs::remove_file(&filler).unwrap();
-    let failed = save(&lab, "warm", Keep::None).unwrap_err();
+    let failed = save(&lab, "warm", KeepChoice::None).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
     assert!(words.contains("No space left on device"), "{words}");
     assert!(lab.daemon().snapshots().list().unwrap().is_empty());
     // After the switch of disks: it writes to the older overlay again, and the newer is gone.
     let live = SaveRequest {
         live: true,
-        keep: Keep::Hot,
+        keep: KeepChoice::Hot,
         ..SaveRequest::new("first", "warm")
     };
     let failed = lab.daemon().snapshots().save(&live).unwrap_err();
@@ -397,7 +401,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     lab.exec("first", "systemctl start ssh; dmesg -C", LIMIT)
         .unwrap();
     known.insert(lab.exec("first", SSH_KEY, LIMIT).unwrap());
-    let saved = save(&lab, "warm", Keep::None).unwrap();
+    let saved = save(&lab, "warm", KeepChoice::None).unwrap();
     println!(
         "saved in {:.0} ms, stood still for {:.0} ms; {} of {} pages, {} zero, {} free; {:?}",
         saved.save_ms,
@@ -418,7 +422,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     assert_eq!(shown, format!("before\n{nonce}"));
 
     assert!(matches!(
-        save(&lab, "warm", Keep::All),
+        save(&lab, "warm", KeepChoice::All),
         Err(DaemonError::Snapshot(SnapshotError::Taken(_)))
     ));
     // A second one of the same VM, whose disk has a longer chain by now.
@@ -430,9 +434,9 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
     .unwrap();
     // What a daemon leaves that is killed between adding an overlay and using it.
     let unused = add_unused_overlay(lab.directory(), "first");
-    save(&lab, "later", Keep::All).unwrap();
+    save(&lab, "later", KeepChoice::All).unwrap();
     assert!(!unused.exists());
-    save(&lab, "latest", Keep::All).unwrap();
+    save(&lab, "latest", KeepChoice::All).unwrap();
 
     for (snapshot, vm, expected) in [
         ("warm", "clone-1", "before"),
@@ -502,10 +506,10 @@ fn damage_to_a_snapshot_is_found_and_nothing_runs_from_it() {
         return;
     };
     let daemon = lab.daemon();
-    save(&lab, "warm", Keep::None).unwrap();
+    save(&lab, "warm", KeepChoice::None).unwrap();
     lab.exec("first", "echo second > /var/tmp/state; sync", LIMIT)
         .unwrap();
-    save(&lab, "later", Keep::All).unwrap();
+    save(&lab, "later", KeepChoice::All).unwrap();
     // A bit of a disk turns over, and nothing else tells.
     let disk = lab.directory().join("snapshots/later/disk0.qcow2");
     let facts = std::fs::metadata(&disk).unwrap();
@@ -552,10 +556,10 @@ fn disks_of_removed_snapshots_are_the_vms_own_again() {
         return;
     };
     let daemon = lab.daemon();
-    save(&lab, "warm", Keep::None).unwrap();
+    save(&lab, "warm", KeepChoice::None).unwrap();
     let script = "echo second > /var/tmp/state; sync";
     lab.exec("first", script, LIMIT).unwrap();
-    save(&lab, "latest", Keep::All).unwrap();
+    save(&lab, "latest", KeepChoice::All).unwrap();
     assert!(matches!(
         daemon.snapshots().remove("warm"),
         Err(DaemonError::Snapshot(SnapshotError::BuiltOn { .. }))
@@ -568,7 +572,7 @@ fn disks_of_removed_snapshots_are_the_vms_own_again() {
     // What its disk is built on has gone, and is the VM's own from the next save on; also where
     // that has a name that was there before.
     for name in ["again", "warm", "again"] {
-        save(&lab, name, Keep::All).unwrap();
+        save(&lab, name, KeepChoice::All).unwrap();
         assert_eq!(disk_nodes(lab.directory(), "first").len(), 2);
         daemon
             .snapshots()

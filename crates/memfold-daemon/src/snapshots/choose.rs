@@ -1,0 +1,219 @@
+//! Chooses which of a guest's caches a save keeps (`--keep auto`): what is saved soonest.
+//!
+//! ```text
+//!   none   dropped by the guest                          cached pages * time to drop one
+//!   hot    compared with the disks, the rest is saved    pages on disks / comparing + rest / writing
+//!   all    saved                                         cached pages / writing
+//! ```
+//! Everything else takes the same time in each way. Of two ways that take about as long, the first
+//! of hot, none and all is chosen: hot is small and warm, none is small.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use memfold_snapshot::Keep;
+use memfold_units::{ByteSize, PAGE_SIZE};
+use rustix::fs::OFlags;
+
+/// Seconds for a guest to drop a page of its page cache (docs/results/snapshots.md): emulated, and
+/// as this host itself.
+const DROP_EMULATED_S: f64 = 2.4e-6;
+const DROP_S: f64 = 0.5e-6;
+
+/// Bytes a second that a save compares with files in the host's page cache, and that it writes to
+/// its own page cache, on two cores (docs/results/snapshots.md).
+const COMPARED_PER_S: f64 = 2.0e9;
+const WRITTEN_PER_S: f64 = 1.2e9;
+
+/// Ways within this factor of the soonest, or so many seconds, take about as long.
+const ABOUT: f64 = 1.1;
+const ABOUT_S: f64 = 0.05;
+
+/// Least and most time for a guest to drop its page cache.
+const SHORTEST_DROP: Duration = Duration::from_secs(5);
+const LONGEST_DROP: Duration = Duration::from_secs(120);
+
+/// Longest time and most bytes of a measurement of a disk.
+const PROBE_TIME: Duration = Duration::from_millis(100);
+const PROBE_BYTES: u64 = 128 << 20;
+/// Bytes of one write of it.
+const PROBE_WRITE: usize = 1 << 20;
+
+/// Properties of a guest, its disks and the host that decide.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Facts {
+    /// Pages of the guest's page cache.
+    pub(super) cached: u64,
+    /// Those of them that its disks may also hold.
+    pub(super) on_disks: u64,
+    /// The part of these that the host's page cache holds, from 0 to 1.
+    pub(super) on_host: f64,
+    /// Throughput of the disk of snapshots, in bytes a second.
+    pub(super) disk_per_s: f64,
+    /// Whether the guest is emulated.
+    pub(super) is_emulated: bool,
+}
+
+impl Facts {
+    /// Estimated seconds of each way.
+    fn estimates(&self) -> [(Keep, f64); 3] {
+        let bytes = |pages: u64| (pages * PAGE_SIZE) as f64;
+        let written_per_s = self.disk_per_s.min(WRITTEN_PER_S);
+        let drop_s = if self.is_emulated {
+            DROP_EMULATED_S
+        } else {
+            DROP_S
+        };
+        let on_disks = bytes(self.on_disks);
+        // What the host has not cached comes from a disk, about as fast as this one.
+        let compare = on_disks / COMPARED_PER_S + on_disks * (1.0 - self.on_host) / self.disk_per_s;
+        let rest = bytes(self.cached.saturating_sub(self.on_disks)) / written_per_s;
+        [
+            (Keep::Hot, compare + rest),
+            (Keep::None, self.cached as f64 * drop_s),
+            (Keep::All, bytes(self.cached) / written_per_s),
+        ]
+    }
+
+    /// Returns the chosen way, and the reason as text.
+    pub(super) fn choose(&self) -> (Keep, String) {
+        let estimates = self.estimates();
+        let soonest = estimates.iter().map(|way| way.1).fold(f64::MAX, f64::min);
+        let about = (soonest * ABOUT).max(soonest + ABOUT_S);
+        let chosen = estimates.iter().find(|way| way.1 <= about);
+        let [hot, none, all] = estimates.map(|way| way.1);
+        let reason = format!(
+            "page cache of {}, of it {} on its disks: estimated {hot:.1} s to compare and refer, {none:.1} s to drop, {all:.1} s to save",
+            ByteSize(self.cached * PAGE_SIZE),
+            ByteSize(self.on_disks * PAGE_SIZE),
+        );
+        (chosen.map_or(Keep::All, |way| way.0), reason)
+    }
+}
+
+/// Returns for how long a guest may drop its page cache: as long as the disk of snapshots takes to
+/// write these pages. A little time is always given.
+pub(super) fn drop_limit(cached: u64, disk_per_s: f64) -> Duration {
+    let seconds = (cached * PAGE_SIZE) as f64 / disk_per_s.min(WRITTEN_PER_S);
+    let limit = Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST_DROP);
+    limit.clamp(SHORTEST_DROP, LONGEST_DROP)
+}
+
+/// Measures the throughput of the disk that holds a directory, in bytes a second: a file without a
+/// name is written past the page cache.
+pub(super) fn disk_speed(directory: &Path) -> io::Result<f64> {
+    let file = tempfile::tempfile_in(directory)?;
+    let direct = direct(&file);
+    // O_DIRECT wants aligned memory, offset and length.
+    let buffer = vec![1; PROBE_WRITE + usize::try_from(PAGE_SIZE).map_err(io::Error::other)?];
+    let skipped = buffer.as_ptr().align_offset(PAGE_SIZE as usize);
+    let bytes = &buffer[skipped..][..PROBE_WRITE];
+    let began = Instant::now();
+    let mut written = 0;
+    while written < PROBE_BYTES && began.elapsed() < PROBE_TIME {
+        match &direct {
+            Some(direct) => direct.write_all_at(bytes, written)?,
+            None => {
+                file.write_all_at(bytes, written)?;
+                file.sync_data()?;
+            }
+        }
+        written += bytes.len() as u64;
+    }
+    Ok(written as f64 / began.elapsed().as_secs_f64())
+}
+
+/// The same file, past the page cache; `None`: its file system has no such way.
+fn direct(file: &File) -> Option<File> {
+    use std::os::fd::AsRawFd as _;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let flags = i32::try_from(OFlags::DIRECT.bits()).ok()?;
+    let mut options = File::options();
+    options.write(true).custom_flags(flags).open(path).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = (1 << 30) / PAGE_SIZE;
+
+    const FACTS: Facts = Facts {
+        cached: GIB,
+        on_disks: GIB,
+        on_host: 1.0,
+        disk_per_s: 70e6,
+        is_emulated: true,
+    };
+
+    #[track_caller]
+    fn assert_chosen(facts: Facts, keep: Keep) {
+        let (chosen, reason) = facts.choose();
+        assert_eq!(chosen, keep, "{reason}");
+    }
+
+    #[test]
+    fn page_cache_on_the_disks_is_referred_to() {
+        assert_chosen(FACTS, Keep::Hot);
+        let (_, reason) = FACTS.choose();
+        assert_eq!(
+            reason,
+            "page cache of 1.0 GiB, of it 1.0 GiB on its disks: estimated 0.5 s to compare and refer, 0.6 s to drop, 15.3 s to save"
+        );
+    }
+
+    #[test]
+    fn page_cache_is_dropped_where_the_disks_are_slow_and_the_host_has_not_cached_them() {
+        let cold = Facts {
+            on_host: 0.0,
+            ..FACTS
+        };
+        assert_chosen(cold, Keep::None);
+        let elsewhere = Facts {
+            on_disks: 0,
+            ..FACTS
+        };
+        assert_chosen(elsewhere, Keep::None);
+    }
+
+    #[test]
+    fn page_cache_on_no_disk_is_saved_where_that_is_sooner_than_dropping() {
+        let fast = Facts {
+            on_disks: 0,
+            disk_per_s: 5e9,
+            cached: 4 * GIB,
+            is_emulated: true,
+            ..FACTS
+        };
+        let (_, none) = fast.estimates()[1];
+        let (_, all) = fast.estimates()[2];
+        assert!(none < all, "an emulated guest drops 1.7 GB a second");
+        let tiny = Facts {
+            cached: 100,
+            ..fast
+        };
+        assert_chosen(tiny, Keep::Hot);
+    }
+
+    #[test]
+    fn dropping_may_take_as_long_as_writing() {
+        assert_eq!(drop_limit(0, 1e9), SHORTEST_DROP);
+        assert_eq!(drop_limit(GIB, 107_374_182.4), Duration::from_secs(10));
+        assert_eq!(drop_limit(GIB, 0.0), LONGEST_DROP);
+        assert_eq!(drop_limit(100 * GIB, 70e6), LONGEST_DROP);
+    }
+
+    #[test]
+    fn a_disks_speed_is_measured_in_a_moment() {
+        let place = tempfile::tempdir_in("/var/tmp").unwrap();
+        let began = Instant::now();
+        let speed = disk_speed(place.path()).unwrap();
+        assert!(speed > 1e5 && speed.is_finite(), "{speed}");
+        assert!(began.elapsed() < Duration::from_secs(60));
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+        assert!(disk_speed(Path::new("/proc")).is_err());
+    }
+}
