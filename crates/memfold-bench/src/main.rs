@@ -11,6 +11,7 @@ mod generate;
 mod hints;
 mod host;
 mod ksm;
+mod loop_disk;
 mod output;
 mod pipeline;
 mod qemu_way;

@@ -1,94 +1,46 @@
 //! Study E: time and size of saving and restoring a VM without its soft state (its page cache),
 //! compared with QEMU's own ways.
 //!
-//! A VM's programs use 200 MB; page cache, read from a disk of random bytes, fills the rest of its
-//! memory. Then the same VM is saved in each of these ways in turn, and restored from each:
+//! A VM's programs use 200 MB; page cache of files of random bytes fills the rest of its memory.
+//! Then the same VM is saved in each of these ways in turn, three rounds of each, and restored from
+//! each:
 //!
 //! | way | what it does |
 //! |---|---|
 //! | `qemu` | VM stopped, `migrate file:` with mapped-ram and multifd (2 channels), VM goes on |
 //! | `qemu_stream` | the same without either: the stream that would go to another host |
-//! | `qemu_savevm` | `savevm`, into the disk's overlay; the last one, its cache full again |
-//! | `memfold` | `snapshot save --keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
-//! | `live` | the same with `--live`, five times, while a program writes to memory: how long the VM stands still |
+//! | `qemu_savevm` | `savevm`, into the disk's overlay; once, the last one |
+//! | `auto` | `snapshot save`: memfold chooses between the next two, or saves all |
+//! | `hot` | `--keep hot`: page cache is compared with the disk and saved by reference |
+//! | `none` | `--keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
+//! | `live` | `--keep none --live`, five times, while a program writes to memory: how long the VM stands still |
 //!
-//! The limits of this host's disk and memory are measured without a VM
-//! ([`pipeline`](super::pipeline)). The throughput of restored VMs is measured with another VM
+//! `--arm study-disk` is the same with the first, second and fourth way on a disk of 70 MB/s, as
+//! the study had ([`study_disk`]). The limits of this host's disk and memory are measured without a
+//! VM ([`pipeline`](super::pipeline)). The throughput of restored VMs is measured with another VM
 //! ([`warmth`](super::warmth)).
 //!
 //! Save times are from the command to its end, dropping caches included; restore times are until a
 //! new QEMU process is `running`. The VM's program computes a checksum of its memory, and again in
 //! every restored VM. Before a restore, files stay in the host's page cache as the save left them.
+//! Sizes are without disks. Percentages compare `auto` with `qemu` in the same round.
 
-use std::fs::File;
-use std::io::{BufWriter, Write as _};
-use std::os::unix::fs::FileExt as _;
-use std::path::Path;
-use std::time::{Duration, Instant};
+mod figures;
+mod measure;
+mod study_disk;
 
-use anyhow::Context as _;
-use memfold_api::{RestoreRequest, SaveRequest};
+use anyhow::{Context as _, ensure};
 use memfold_fold::EngineSettings;
-use memfold_lab::{DiskMode, Lab};
-use memfold_snapshot::Manifest;
+use memfold_lab::Lab;
 use memfold_units::{ByteSize, PAGE_SIZE};
-use memfold_vm::{Aio, CacheMode, DiskSpec};
-use rustix::fs::{Advice, fadvise};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::figure::{self, Axis, Figure, Series};
-use super::qemu_way::{self, Form, Way};
-use super::random::random;
-use super::record::median;
+use self::measure::{Arm, Case, Measured, measure};
+use super::qemu_way::Way;
+use super::record::{median, spread};
 use super::study::Options;
 
-const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
-
-/// Time for one thing that a guest does.
-const LIMIT: Duration = Duration::from_secs(900);
-
-const VM: &str = "saved";
-
-/// Holds `USED` MiB and writes their checksum to `/run/held`, again at SIGUSR1.
-const HOLD: &str = r#"cat > /run/hold.py <<'END'
-import hashlib, os, signal
-held = bytearray(os.urandom(1 << 20) * USED)
-for page in range(0, len(held), 4096):
-    held[page:page + 8] = (page + 1).to_bytes(8, "little")
-def tell(*_):
-    open("/run/held.new", "w").write(hashlib.sha256(held).hexdigest())
-    os.rename("/run/held.new", "/run/held")
-signal.signal(signal.SIGUSR1, tell)
-tell()
-while True:
-    signal.pause()
-END
-systemd-run -q --unit=hold python3 /run/hold.py
-while [ ! -s /run/held ]; do sleep 0.2; done; cat /run/held"#;
-
-/// Reads all of the second disk; prints the KiB of cache that the guest has then. A disk that
-/// nobody has open is not cached.
-const FILL: &str = "systemd-run -q --unit=open sh -c 'exec sleep infinity < /dev/vdb'; cat /dev/vdb > /dev/null; sync; awk '/^(Buffers|Cached):/ { sum += $2 } END { print sum }' /proc/meminfo";
-
-/// The same again: the file is open.
-const FILL_AGAIN: &str = "cat /dev/vdb > /dev/null; sync";
-
-/// Writes to memory without end.
-const WRITE: &str = "systemd-run -q --unit=write sh -c 'while :; do dd if=/dev/urandom of=/dev/shm/written bs=1M count=32 2> /dev/null; done'; while [ ! -s /dev/shm/written ]; do sleep 0.1; done";
-
-/// The snapshot that is saved live, and how often.
-const LIVE: &str = "live";
-const LIVE_SAVES: u32 = 5;
-
-const CHECK: &str = "rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done; cat /run/held";
-
-/// One VM to save.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Case {
-    memory: ByteSize,
-    /// MiB that a program holds.
-    used_mib: u64,
-}
+pub use figures::figures;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -97,14 +49,20 @@ struct Scale {
     sizes_mib: Vec<u64>,
     /// MiB used, at 2 GiB.
     used_mib: Vec<u64>,
-    /// How often the throughput behind a restore is measured.
+    /// How often each way is measured.
     rounds: usize,
+    /// How often the throughput behind a restore is measured.
+    warmth_rounds: usize,
     /// RAM of the process that is saved without a VM, in MiB.
     pipeline_mib: u64,
 }
 
-/// What can be measured alone, and how often it is measured.
+/// Parts that can be measured alone.
 const PIPELINE: &str = "pipeline";
+const STUDY_DISK: &str = "study-disk";
+const VMS: &str = "vms";
+const WARMTH: &str = "warmth";
+
 const PIPELINE_ROUNDS: usize = 5;
 
 impl Scale {
@@ -113,7 +71,8 @@ impl Scale {
         Self {
             sizes_mib: vec![1024, 2048],
             used_mib: Vec::new(),
-            rounds: 1,
+            rounds: 3,
+            warmth_rounds: 1,
             pipeline_mib: 512,
         }
     }
@@ -123,6 +82,7 @@ impl Scale {
             sizes_mib: vec![512, 1024, 2048, 4096, 8192],
             used_mib: vec![50, 800],
             rounds: 3,
+            warmth_rounds: 3,
             pipeline_mib: 2048,
         }
     }
@@ -131,192 +91,80 @@ impl Scale {
         let case = |memory_mib, used_mib| Case {
             memory: ByteSize::mib(memory_mib),
             used_mib,
+            rounds: self.rounds,
+            is_study_disk: false,
         };
         let sizes = self.sizes_mib.iter().map(|&size| case(size, 200));
         let used = self.used_mib.iter().map(|&used| case(2048, used));
         sizes.chain(used).collect()
     }
-}
 
-struct Measured {
-    case: Case,
-    cached_kib: u64,
-    /// What it takes this host itself to drop a page of its cache, in microseconds.
-    host_drop_us: f64,
-    qemu: Way,
-    stream: Way,
-    savevm: Way,
-    ours: Way,
-    manifest: Manifest,
-    /// Live saves of the same VM, while a program of it writes to memory.
-    live: Vec<Manifest>,
-    /// Restored VMs whose program's memory was not what it had been.
-    wrong: u64,
-}
-
-impl Measured {
-    /// How long this host would take to drop what the guest had cached, in seconds.
-    fn host_drop_s(&self) -> f64 {
-        self.host_drop_us * (self.cached_kib * 1024 / PAGE_SIZE) as f64 / 1e6
+    /// The largest VM, on the study's disk.
+    fn on_study_disk(&self) -> Case {
+        Case {
+            memory: ByteSize::mib(self.sizes_mib.iter().copied().max().unwrap_or(2048)),
+            used_mib: 200,
+            rounds: self.rounds,
+            is_study_disk: true,
+        }
     }
 }
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = options.pick(Scale::quick(), Scale::full());
-    let pipeline_alone = options.is_only("snapshots", PIPELINE)?;
-    let size = ByteSize::mib(scale.pipeline_mib);
-    let lab = Lab::new(EngineSettings::default())?;
-    let pipeline = super::pipeline::run(size, PIPELINE_ROUNDS, lab.directory())
-        .context("the pipeline without a VM")?;
-    drop(lab);
-    if pipeline_alone {
-        return Ok(json!({ "results": { PIPELINE: pipeline } }));
+    let parts = [PIPELINE, VMS, STUDY_DISK, WARMTH];
+    for name in &options.arms {
+        ensure!(
+            parts.contains(&name.as_str()),
+            "of 'snapshots' these parts can be had alone: {}",
+            parts.join(", ")
+        );
     }
-    let mut all = Vec::new();
-    for case in scale.cases() {
-        let measured = measure(case)
-            .with_context(|| format!("VM of {}, {} MiB used", case.memory, case.used_mib))?;
-        eprintln!("{}", in_short(&measured));
-        all.push(measured);
+    let is_wanted =
+        |part: &str| options.arms.is_empty() || options.arms.iter().any(|name| name == part);
+    let (mut results, mut samples) = (Map::new(), Vec::new());
+    if study_disk::is_inside() {
+        let measured = measure_case(scale.on_study_disk())?;
+        let results = study_disk_results(&measured);
+        return Ok(json!({ "samples": [sample(&measured)], "results": results }));
     }
-    let warmth = super::warmth::run(scale.rounds)?;
-    let mut results = results(&all);
-    results.extend(warmth);
-    results.insert(PIPELINE.into(), pipeline);
-    Ok(json!({
-        "samples": all.iter().map(sample).collect::<Vec<_>>(),
-        "results": results,
-    }))
+    if is_wanted(PIPELINE) {
+        let lab = Lab::new(EngineSettings::default())?;
+        let size = ByteSize::mib(scale.pipeline_mib);
+        let found = super::pipeline::run(size, PIPELINE_ROUNDS, lab.directory())
+            .context("the pipeline without a VM")?;
+        results.insert(PIPELINE.into(), found);
+    }
+    if is_wanted(VMS) {
+        let all: Vec<Measured> = scale
+            .cases()
+            .into_iter()
+            .map(measure_case)
+            .collect::<Result<_, _>>()?;
+        results.extend(vm_results(&all));
+        samples.extend(all.iter().map(sample));
+    }
+    if is_wanted(STUDY_DISK) {
+        let mut found = study_disk::measure(&scale.on_study_disk(), options.quick)?;
+        if let Value::Object(found) = found["results"].take() {
+            results.extend(found);
+        }
+        if let Value::Array(found) = found["samples"].take() {
+            samples.extend(found);
+        }
+    }
+    if is_wanted(WARMTH) {
+        results.extend(super::warmth::run(scale.warmth_rounds)?);
+    }
+    Ok(json!({ "samples": samples, "results": results }))
 }
 
-fn measure(case: Case) -> anyhow::Result<Measured> {
-    let lab = Lab::new(EngineSettings::default())?;
-    // It goes with the laboratory, also when that is interrupted.
-    let place = lab.directory();
-    let data = place.join("data.img");
-    write_random(&data, case.memory).with_context(|| format!("cannot fill {}", data.display()))?;
-    let host_drop_us = drop_on_host(&data).context("the host's own page cache")?;
-    let mut spec = Lab::spec(VM, "trixie-a", case.memory, DiskMode::Buffered)?;
-    let mut disk = DiskSpec::new(&data);
-    // The host has no use for a second copy of it.
-    (disk.read_only, disk.cache, disk.aio) = (true, CacheMode::None, Aio::IoUring);
-    spec.disks.push(disk);
-    lab.start(spec.clone())?;
-    lab.wait_ready(VM, BOOT_TIMEOUT)?;
-    let held = lab.exec(VM, &HOLD.replace("USED", &case.used_mib.to_string()), LIMIT)?;
-    let cached = lab.exec(VM, FILL, LIMIT)?;
-    let cached_kib = cached.trim().parse().context("the guest's cache")?;
-
-    let image = place.join("qemu.img");
-    let disk = place.join("disk.qcow2");
-    let (stream_image, savevm_disk) = (place.join("stream.img"), place.join("savevm.qcow2"));
-    let mut qemu = qemu_way::save(&lab, VM, Form::MappedRam, &image, &disk)?;
-    let mut stream = qemu_way::save(&lab, VM, Form::Stream, &stream_image, &disk)?;
-    let began = Instant::now();
-    let manifest = lab.daemon().snapshots().save(&SaveRequest::new(VM, VM))?;
-    let save_s = began.elapsed().as_secs_f64();
-    let shelf = lab.daemon().snapshots().list()?;
-    let bytes = shelf.first().context("no snapshot")?.disk_bytes;
-    let mut wrong = u64::from(lab.exec(VM, CHECK, LIMIT)? != held);
-    let live = save_live(&lab)?;
-    lab.exec(VM, FILL_AGAIN, LIMIT)?;
-    let mut savevm = qemu_way::save_inside(&lab, VM, &savevm_disk)?;
-    lab.stop(VM)?;
-    lab.daemon()
-        .snapshots()
-        .restore(LIVE, &RestoreRequest::new("live"))?;
-    wrong += u64::from(check(&lab, "live")? != held);
-
-    let began = Instant::now();
-    lab.daemon()
-        .snapshots()
-        .restore(VM, &RestoreRequest::new("restored"))?;
-    let ours = Way {
-        save_s,
-        pause_s: manifest.pause_ms / 1000.0,
-        restore_s: began.elapsed().as_secs_f64(),
-        bytes,
-    };
-    wrong += u64::from(check(&lab, "restored")? != held);
-    spec.name = "plain".into();
-    for (way, form, image) in [
-        (&mut qemu, Form::MappedRam, &image),
-        (&mut stream, Form::Stream, &stream_image),
-    ] {
-        way.restore_s = qemu_way::restore(&lab, spec.clone(), &manifest, form, image, &disk)?;
-        wrong += u64::from(check(&lab, "plain")? != held);
-    }
-    savevm.restore_s = qemu_way::restore_inside(&lab, spec, &savevm_disk)?;
-    wrong += u64::from(check(&lab, "plain")? != held);
-    Ok(Measured {
-        case,
-        cached_kib,
-        host_drop_us,
-        qemu,
-        stream,
-        savevm,
-        ours,
-        manifest,
-        live,
-        wrong,
-    })
-}
-
-/// Saves the VM while it runs and writes, the first time with its cache full again; the last
-/// snapshot stays, as [`LIVE`].
-fn save_live(lab: &Lab) -> anyhow::Result<Vec<Manifest>> {
-    lab.exec(VM, FILL_AGAIN, LIMIT)?;
-    lab.exec(VM, WRITE, LIMIT)?;
-    let mut saved = Vec::new();
-    for round in 1..=LIVE_SAVES {
-        let name = if round == LIVE_SAVES {
-            LIVE.to_owned()
-        } else {
-            format!("{LIVE}-{round}")
-        };
-        let request = SaveRequest {
-            live: true,
-            ..SaveRequest::new(VM, name)
-        };
-        saved.push(lab.daemon().snapshots().save(&request)?);
-    }
-    lab.exec(VM, "systemctl stop write", LIMIT)?;
-    Ok(saved)
-}
-
-fn check(lab: &Lab, name: &str) -> anyhow::Result<String> {
-    lab.daemon().vms().wait_agent(name, BOOT_TIMEOUT)?;
-    let held = lab.exec(name, CHECK, LIMIT)?;
-    lab.stop(name)?;
-    Ok(held)
-}
-
-/// Bytes that no page repeats and nothing compresses.
-fn write_random(path: &Path, size: ByteSize) -> std::io::Result<()> {
-    let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
-    random(size.0 / 8, |word| file.write_all(&word.to_ne_bytes()))?;
-    file.flush()?;
-    file.get_ref().sync_all()
-}
-
-/// How long this host takes to drop a page of its cache, in microseconds: what a guest's kernel
-/// does too, when nothing is emulated. Of a file that nobody maps; single pages, as a guest's Linux
-/// 6.12 caches ext4 and disks.
-fn drop_on_host(path: &Path) -> std::io::Result<f64> {
-    let file = File::open(path)?;
-    let length = file.metadata()?.len().min(1 << 30);
-    let drop_all = || fadvise(&file, 0, None, Advice::DontNeed);
-    drop_all()?;
-    // Without reading ahead, which would cache larger pieces.
-    fadvise(&file, 0, None, Advice::Random)?;
-    let mut bytes = vec![0; 1 << 20];
-    for at in (0..length).step_by(bytes.len()) {
-        file.read_at(&mut bytes, at)?;
-    }
-    let began = Instant::now();
-    drop_all()?;
-    Ok(began.elapsed().as_secs_f64() * 1e6 / (length / PAGE_SIZE) as f64)
+fn measure_case(case: Case) -> anyhow::Result<Measured> {
+    let measured = measure(case)
+        .with_context(|| format!("VM of {}, {} MiB used", case.memory, case.used_mib))?;
+    eprintln!("{}", in_short(&measured));
+    Ok(measured)
 }
 
 /// By how many percent `ours` is less.
@@ -324,51 +172,77 @@ fn reduction(ours: f64, theirs: f64) -> f64 {
     (1.0 - ours / theirs) * 100.0
 }
 
-fn reductions(m: &Measured) -> [(&'static str, f64); 3] {
+/// A value of each round in which both ways were measured.
+fn rounds(m: &Measured, (ours, theirs): (Arm, Arm), of: impl Fn(&Way, &Way) -> f64) -> Vec<f64> {
+    let (Some(ours), Some(theirs)) = (m.ways.get(&ours), m.ways.get(&theirs)) else {
+        return Vec::new();
+    };
+    ours.iter().zip(theirs).map(|(a, b)| of(a, b)).collect()
+}
+
+/// By how many percent memfold's default is less than mapped-ram, in each round.
+fn reductions(m: &Measured) -> [(&'static str, Vec<f64>); 3] {
+    let with =
+        |of: fn(&Way) -> f64| rounds(m, (Arm::Auto, Arm::Qemu), |a, b| reduction(of(a), of(b)));
     [
-        (
-            "save_reduction_percent",
-            reduction(m.ours.save_s, m.qemu.save_s),
-        ),
-        (
-            "restore_reduction_percent",
-            reduction(m.ours.restore_s, m.qemu.restore_s),
-        ),
-        (
-            "size_reduction_percent",
-            reduction(m.ours.bytes as f64, m.qemu.bytes as f64),
-        ),
+        ("save_reduction_percent", with(|way| way.save_s)),
+        ("restore_reduction_percent", with(|way| way.restore_s)),
+        ("size_reduction_percent", with(|way| way.bytes as f64)),
     ]
 }
 
+/// Times of memfold's default over those of QEMU's fastest way in the same round.
+fn over_fastest(m: &Measured) -> Vec<f64> {
+    let of = |arm| m.ways.get(&arm).cloned().unwrap_or_default();
+    let (qemu, stream) = (of(Arm::Qemu), of(Arm::QemuStream));
+    let fastest = qemu
+        .iter()
+        .zip(&stream)
+        .map(|(a, b)| a.save_s.min(b.save_s));
+    let ours = of(Arm::Auto);
+    ours.iter()
+        .zip(fastest)
+        .map(|(a, b)| a.save_s / b)
+        .collect()
+}
+
+fn seconds(m: &Measured, arm: Arm, of: fn(&Way) -> f64) -> f64 {
+    let ways = m.ways.get(&arm).map_or(&[][..], Vec::as_slice);
+    median(&ways.iter().map(of).collect::<Vec<_>>())
+}
+
+/// The medians of each key, and as `KEY_rounds` their spread.
+fn insert(results: &mut Map<String, Value>, key: &str, values: &[f64]) {
+    results.insert(key.into(), median(values).into());
+    results.insert(format!("{key}_rounds"), spread(values));
+}
+
 /// The headline is that of the largest VM.
-fn results(all: &[Measured]) -> serde_json::Map<String, Value> {
-    let mut results = serde_json::Map::new();
+fn vm_results(all: &[Measured]) -> Map<String, Value> {
+    let mut results = Map::new();
     let sized = |m: &&Measured| m.case.used_mib == 200;
     let largest = all.iter().filter(sized).max_by_key(|m| m.case.memory.0);
-    let base = all
-        .iter()
-        .find(|m| sized(m) && m.case.memory == ByteSize::mib(1024));
+    let of_1_gib = |m: &&Measured| sized(m) && m.case.memory == ByteSize::mib(1024);
+    let base = all.iter().find(of_1_gib);
     if let Some(m) = largest {
         results.insert("memory_mib".into(), (m.case.memory.0 >> 20).into());
-        for (key, percent) in reductions(m) {
-            results.insert(key.into(), percent.into());
+        for (key, percents) in reductions(m) {
+            insert(&mut results, key, &percents);
         }
         if let Some(base) = base {
-            let mut ratio = |key: &str, of: fn(&Way) -> f64| {
-                results.insert(key.into(), (of(&m.ours) / of(&base.ours)).into());
-            };
-            ratio("save_ratio_over_1_gib", |way| way.save_s);
-            ratio("restore_ratio_over_1_gib", |way| way.restore_s);
+            for arm in [Arm::Auto, Arm::Hot] {
+                let ratio = |of| seconds(m, arm, of) / seconds(base, arm, of);
+                let key = |what| format!("{}_{what}_ratio_over_1_gib", arm.key());
+                results.insert(key("save"), ratio(|way| way.save_s).into());
+                results.insert(key("restore"), ratio(|way| way.restore_s).into());
+            }
         }
-        // How far from that this is: the same save, if its guest had dropped its cache as fast as
-        // this host drops its own.
-        let ours = m.ours.save_s - m.manifest.steps.drop_ms / 1e3 + m.host_drop_s();
-        let percent = reduction(ours, m.qemu.save_s);
-        let limit = json!({ "drop_s": m.host_drop_s(), "save_reduction_percent": percent });
-        results.insert("limit".into(), limit);
-        results.insert("pause_ms".into(), m.manifest.pause_ms.into());
+        results.insert("limit".into(), limit(m));
+        let pause = seconds(m, Arm::Auto, |way| way.pause_s) * 1e3;
+        results.insert("pause_ms".into(), pause.into());
     }
+    let over: Vec<f64> = all.iter().flat_map(over_fastest).collect();
+    insert(&mut results, "save_over_qemus_fastest", &over);
     if let Some(base) = base {
         let mut pauses: Vec<f64> = base.live.iter().map(|saved| saved.pause_ms).collect();
         pauses.sort_by(f64::total_cmp);
@@ -376,168 +250,144 @@ fn results(all: &[Measured]) -> serde_json::Map<String, Value> {
         results.insert("pauses_ms_live".into(), pauses.into());
     }
     let wrong: u64 = all.iter().map(|m| m.wrong).sum();
+    let checks: u64 = all.iter().map(|m| m.checks).sum();
     results.insert("memory_errors".into(), wrong.into());
-    results.insert("memory_checks".into(), (all.len() * 6).into());
+    results.insert("memory_checks".into(), checks.into());
+    results
+}
+
+/// How far from the target this is: the save by `--keep none`, if its guest had dropped its cache
+/// as fast as this host drops its own.
+fn limit(m: &Measured) -> Value {
+    let dropped = m
+        .saved
+        .get(&Arm::None)
+        .map_or(f64::NAN, |s| s.steps.drop_ms);
+    let ours = seconds(m, Arm::None, |way| way.save_s) - dropped / 1e3 + m.host_drop_s();
+    let percent = reduction(ours, seconds(m, Arm::Qemu, |way| way.save_s));
+    json!({ "drop_s": m.host_drop_s(), "save_reduction_percent": percent })
+}
+
+fn study_disk_results(m: &Measured) -> Map<String, Value> {
+    let mut results = Map::new();
+    for (key, percents) in reductions(m) {
+        insert(&mut results, &format!("{key}_study_disk"), &percents);
+    }
+    insert(
+        &mut results,
+        "save_over_qemus_fastest_study_disk",
+        &over_fastest(m),
+    );
+    results.insert(
+        "memory_mib_study_disk".into(),
+        (m.case.memory.0 >> 20).into(),
+    );
+    results.insert("memory_errors_study_disk".into(), m.wrong.into());
+    results.insert("memory_checks_study_disk".into(), m.checks.into());
     results
 }
 
 fn sample(m: &Measured) -> Value {
-    let way = |way: &Way| {
-        json!({
-            "save_s": way.save_s, "pause_s": way.pause_s, "restore_s": way.restore_s, "bytes": way.bytes,
+    let ways: Map<String, Value> = m
+        .ways
+        .iter()
+        .map(|(arm, ways)| {
+            let list = |of: fn(&Way) -> f64| ways.iter().map(of).collect::<Vec<_>>();
+            let (save, pause) = (list(|way| way.save_s), list(|way| way.pause_s));
+            let (restore, bytes) = (list(|way| way.restore_s), list(|way| way.bytes as f64));
+            let way = json!({
+                "save_s": median(&save), "restore_s": median(&restore), "bytes": median(&bytes),
+                "rounds": { "save_s": save, "pause_s": pause, "restore_s": restore, "bytes": bytes },
+            });
+            (arm.key().to_owned(), way)
         })
-    };
+        .collect();
+    let saved: Map<String, Value> = m
+        .saved
+        .iter()
+        .map(|(arm, saved)| {
+            let said = json!({
+                "keep": saved.keep, "keep_reason": saved.keep_reason, "pages": saved.counts,
+                "pages_by_reference": saved.references.as_ref().map_or(0, |r| r.pages),
+                "free_kept": saved.free_kept, "steps": saved.steps,
+            });
+            (arm.key().to_owned(), said)
+        })
+        .collect();
+    let percents: Map<String, Value> = reductions(m)
+        .into_iter()
+        .map(|(key, percents)| (key.to_owned(), percents.into()))
+        .collect();
     json!({
         "memory_mib": m.case.memory.0 >> 20,
         "used_mib": m.case.used_mib,
+        "study_disk": m.case.is_study_disk,
         "cached_mib": m.cached_kib >> 10,
         "host_drop_us_a_page": m.host_drop_us,
-        "qemu": way(&m.qemu),
-        "qemu_stream": way(&m.stream),
-        "qemu_savevm": way(&m.savevm),
-        "memfold": way(&m.ours),
-        "pages": m.manifest.counts,
-        "free_kept": m.manifest.free_kept,
-        "steps": m.manifest.steps,
+        "ways": ways,
+        "saved": saved,
         "live": m.live.iter().map(|saved| json!({
             "pause_ms": saved.pause_ms, "save_ms": saved.save_ms, "kept_pages": saved.kept_pages, "steps": saved.steps,
         })).collect::<Vec<_>>(),
-        "reductions": reductions(m).into_iter().collect::<std::collections::BTreeMap<_, _>>(),
+        "reductions": percents,
     })
 }
 
 fn in_short(m: &Measured) -> String {
-    let way = |way: &Way| {
-        format!(
-            "{:.2} s to save, {:.2} s to restore, {}",
-            way.save_s,
-            way.restore_s,
-            ByteSize(way.bytes)
-        )
-    };
-    let counts = &m.manifest.counts;
-    let s = &m.manifest.steps;
+    let mut lines = vec![format!(
+        "VM of {}, {} MiB used, {} MiB cached{}{}",
+        m.case.memory,
+        m.case.used_mib,
+        m.cached_kib >> 10,
+        if m.case.is_study_disk {
+            ", on the study's disk"
+        } else {
+            ""
+        },
+        if m.wrong > 0 { "; MEMORY DIFFERS" } else { "" },
+    )];
+    for (arm, ways) in &m.ways {
+        let of = |get: fn(&Way) -> f64| {
+            let values: Vec<String> = ways.iter().map(|way| format!("{:.2}", get(way))).collect();
+            values.join(" ")
+        };
+        let bytes = ways.last().map_or(0, |way| way.bytes);
+        lines.push(format!(
+            "  {:12} saved in {} s, restored in {} s, {}",
+            arm.key(),
+            of(|way| way.save_s),
+            of(|way| way.restore_s),
+            ByteSize(bytes)
+        ));
+        if let Some(saved) = m.saved.get(arm) {
+            let s = &saved.steps;
+            let referred = saved.references.as_ref().map_or(0, |r| r.pages);
+            lines.push(format!(
+                "  {:12}   drop {:.0} ms, list {:.0}, devices {:.0}, RAM {:.0}, disks {:.0}; by reference {}; {}",
+                "",
+                s.drop_ms,
+                s.list_ms,
+                s.devices_ms,
+                s.ram_ms,
+                s.disks_ms,
+                ByteSize(referred * PAGE_SIZE),
+                saved.keep_reason.as_deref().unwrap_or("as asked"),
+            ));
+        }
+    }
     let live: Vec<String> = m
         .live
         .iter()
         .map(|saved| format!("{:.0}", saved.pause_ms))
         .collect();
-    let steps = format!(
-        "drop {:.0} ms, where this host itself would take {:.0}, list {:.0}, devices {:.0}, RAM {:.0}, disks {:.0}",
-        s.drop_ms,
-        m.host_drop_s() * 1e3,
-        s.list_ms,
-        s.devices_ms,
-        s.ram_ms,
-        s.disks_ms
-    );
-    format!(
-        "VM of {}, {} MiB used, {} MiB cached\n  qemu     {}\n  stream   {}\n  savevm   {}\n  memfold  {} (saved {}, free {}; {}){}\n  live     stood still for {} ms",
-        m.case.memory,
-        m.case.used_mib,
-        m.cached_kib >> 10,
-        way(&m.qemu),
-        way(&m.stream),
-        way(&m.savevm),
-        way(&m.ours),
-        ByteSize(counts.saved_pages * PAGE_SIZE),
-        ByteSize(counts.free_pages * PAGE_SIZE),
-        steps,
-        if m.wrong > 0 { "; MEMORY DIFFERS" } else { "" },
-        live.join(", "),
-    )
-}
-
-/// The study's figures, by name.
-#[must_use]
-pub fn figures(study: &Value) -> Vec<Figure> {
-    let empty = Vec::new();
-    let samples = study["samples"].as_array().unwrap_or(&empty);
-    let series = |x: &str, way: &str, key: &str, step: &str, divisor: f64| {
-        let of_sweep = samples.iter().filter(|s| match x {
-            "memory_mib" => s["used_mib"] == 200,
-            _ => s["memory_mib"] == 2048,
-        });
-        let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
-        let mut points: Vec<(f64, f64)> = of_sweep
-            .map(|s| (number(&s[x]), number(&s[way][key]) / divisor))
-            .collect();
-        points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let who = match way {
-            "qemu" => "QEMU, mapped-ram",
-            "qemu_stream" => "QEMU, stream",
-            "qemu_savevm" => "QEMU, savevm",
-            _ => "memfold",
-        };
-        Series {
-            name: format!("{who}: {step}"),
-            points,
-            dashed: way != "memfold",
-        }
-    };
-    let times = |x| {
-        vec![
-            series(x, "qemu", "save_s", "save", 1.0),
-            series(x, "qemu", "restore_s", "restore", 1.0),
-            series(x, "qemu_stream", "save_s", "save", 1.0),
-            series(x, "qemu_savevm", "save_s", "save", 1.0),
-            series(x, "memfold", "save_s", "save", 1.0),
-            series(x, "memfold", "restore_s", "restore", 1.0),
-        ]
-    };
-    let sizes = |x| {
-        let mib = f64::from(1 << 20);
-        vec![
-            series(x, "qemu", "bytes", "size", mib),
-            series(x, "memfold", "bytes", "size", mib),
-        ]
-    };
-    let memory = Axis::log("MiB of memory, 200 used by programs");
-    let used = Axis::linear("MiB used by programs, of 2048");
-    let seconds = Axis::log("seconds");
-    let mib = Axis::log("MiB");
-    let mut figures = vec![
-        (
-            "snapshots-time",
-            figure::lines(
-                "Saving and restoring by memory size",
-                &memory,
-                &seconds,
-                &times("memory_mib"),
-            ),
-        ),
-        (
-            "snapshots-size",
-            figure::lines(
-                "Size of a snapshot by memory size",
-                &memory,
-                &mib,
-                &sizes("memory_mib"),
-            ),
-        ),
-    ];
-    if samples.iter().any(|s| s["used_mib"] != 200) {
-        figures.push((
-            "snapshots-used-time",
-            figure::lines(
-                "Saving and restoring by used memory",
-                &used,
-                &seconds,
-                &times("used_mib"),
-            ),
-        ));
-        figures.push((
-            "snapshots-used-size",
-            figure::lines(
-                "Size of a snapshot by used memory",
-                &used,
-                &mib,
-                &sizes("used_mib"),
-            ),
+    if !live.is_empty() {
+        lines.push(format!(
+            "  {:12} stood still for {} ms",
+            "live",
+            live.join(", ")
         ));
     }
-    let named = figures.into_iter();
-    named.map(|(name, svg)| (name.to_owned(), svg)).collect()
+    lines.join("\n")
 }
 
 #[cfg(test)]
@@ -552,8 +402,9 @@ mod tests {
 
     #[test]
     fn figures_show_both_ways() {
-        let way = |save: f64| json!({ "save_s": save, "pause_s": save, "restore_s": save, "bytes": 1_000_000 });
-        let sample = |memory| json!({ "memory_mib": memory, "used_mib": 200, "qemu": way(9.0), "qemu_stream": way(9.5), "qemu_savevm": way(9.9), "memfold": way(1.0) });
+        let way = json!({ "save_s": 9.0, "restore_s": 9.0, "bytes": 1_000_000 });
+        let ways = json!({ "qemu": way, "qemu_stream": way, "qemu_savevm": way, "auto": way });
+        let sample = |memory| json!({ "memory_mib": memory, "used_mib": 200, "study_disk": false, "ways": ways });
         let drawn = figures(&json!({ "samples": [sample(1024), sample(2048)] }));
         assert_eq!(drawn.len(), 2);
         for (_, svg) in drawn {

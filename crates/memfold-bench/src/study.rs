@@ -13,7 +13,8 @@ pub struct Options {
     #[arg(long)]
     pub quick: bool,
     /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, `starts` of
-    /// `desktops`, or `pipeline` of `snapshots`. A wrong name prints all
+    /// `desktops`, or `pipeline`, `vms`, `study-disk` or `warmth` of `snapshots`. A wrong name
+    /// prints all
     #[arg(long = "arm", value_name = "NAME")]
     pub arms: Vec<String>,
     /// Most VMs at once, of `ksm` (4; with --quick 2)

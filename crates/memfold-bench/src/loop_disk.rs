@@ -1,0 +1,83 @@
+//! File systems in files, behind loop devices, whose throughput the kernel can limit
+//! (`blkio.throttle.{read,write}_bps_device`,
+//! `Documentation/admin-guide/cgroup-v1/blkio-controller.rst`).
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, ensure};
+use memfold_units::ByteSize;
+
+/// The limits of the root group, cgroup v1. Group v2 has none for its root.
+const LIMITS: &str = "/sys/fs/cgroup/blkio";
+
+/// A file system in a file, mounted beside it. Dropped, it is unmounted.
+#[derive(Debug)]
+pub struct LoopDisk {
+    place: PathBuf,
+    device: String,
+}
+
+/// Limits the device that a path is on to so many bytes a second, reading and writing; 0: no limit.
+pub fn limit(path: &Path, bytes_per_s: u64) -> anyhow::Result<()> {
+    let facts = rustix::fs::stat(path)?;
+    let number = (
+        rustix::fs::major(facts.st_dev),
+        rustix::fs::minor(facts.st_dev),
+    );
+    for way in ["read", "write"] {
+        let file = format!("{LIMITS}/blkio.throttle.{way}_bps_device");
+        let line = format!("{}:{} {bytes_per_s}", number.0, number.1);
+        std::fs::write(&file, line).with_context(|| {
+            format!("cannot limit a disk's throughput with {file} (cgroup v1, 'blkio' controller)")
+        })?;
+    }
+    Ok(())
+}
+
+fn run(program: &str, arguments: &[&str]) -> anyhow::Result<String> {
+    let done = Command::new(program).args(arguments).output();
+    let done = done.with_context(|| format!("cannot run '{program}'"))?;
+    ensure!(
+        done.status.success(),
+        "{program}: {}",
+        String::from_utf8_lossy(&done.stderr).trim()
+    );
+    Ok(String::from_utf8_lossy(&done.stdout).trim().to_owned())
+}
+
+impl LoopDisk {
+    /// Returns where it is mounted.
+    pub fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// Makes an empty ext4 file system of `size` in a sparse file, and mounts it at `place`, which
+    /// is made.
+    pub fn make(file: &Path, size: ByteSize, place: &Path) -> anyhow::Result<Self> {
+        std::fs::create_dir_all(place)?;
+        std::fs::File::create(file)?.set_len(size.0)?;
+        let file = file.to_str().context("a path that is no UTF-8")?;
+        run("mkfs.ext4", &["-q", "-m", "0", file])?;
+        let disk = Self {
+            device: run("losetup", &["--find", "--show", file])?,
+            place: place.to_owned(),
+        };
+        // Deleted files give their room back to the host.
+        let place = place.to_str().context("a path that is no UTF-8")?;
+        run("mount", &["-o", "discard", &disk.device, place])?;
+        Ok(disk)
+    }
+}
+
+impl Drop for LoopDisk {
+    fn drop(&mut self) {
+        // The limit would stay for the next device of this number; without cgroup v1 there is none.
+        let _ = limit(&self.place, 0);
+        let place = self.place.to_string_lossy();
+        let ended = run("umount", &[&place]).and(run("losetup", &["--detach", &self.device]));
+        if let Err(error) = ended {
+            eprintln!("memfold: cannot remove {}: {error:#}", self.device);
+        }
+    }
+}

@@ -1,0 +1,391 @@
+//! Measures the ways to save and restore one VM, in turn.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufWriter, ErrorKind, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use memfold_api::{KeepChoice, RestoreRequest, SaveRequest};
+use memfold_fold::EngineSettings;
+use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::{Keep, Manifest};
+use memfold_units::{ByteSize, PAGE_SIZE};
+use memfold_vm::{DiskSpec, VmSpec};
+use rustix::fs::{Advice, fadvise};
+
+use crate::loop_disk::{self, LoopDisk};
+use crate::qemu_way::{self, Form, Way};
+use crate::random::random;
+use crate::warmth::image_bytes;
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Time for one thing that a guest does.
+const LIMIT: Duration = Duration::from_secs(900);
+
+const VM: &str = "saved";
+
+/// Holds `USED` MiB and writes their checksum to `/run/held`, again at SIGUSR1.
+const HOLD: &str = r#"cat > /run/hold.py <<'END'
+import hashlib, os, signal
+held = bytearray(os.urandom(1 << 20) * USED)
+for page in range(0, len(held), 4096):
+    held[page:page + 8] = (page + 1).to_bytes(8, "little")
+def tell(*_):
+    open("/run/held.new", "w").write(hashlib.sha256(held).hexdigest())
+    os.rename("/run/held.new", "/run/held")
+signal.signal(signal.SIGUSR1, tell)
+tell()
+while True:
+    signal.pause()
+END
+systemd-run -q --unit=hold python3 /run/hold.py
+while [ ! -s /run/held ]; do sleep 0.2; done; cat /run/held"#;
+
+const CHECK: &str = "rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done; cat /run/held";
+
+/// Reads all files of the second disk; prints the KiB of page cache that the guest has then.
+const FILL: &str = "mkdir -p /run/data && mount -o ro /dev/vdb /run/data && cat /run/data/* > /dev/null; sync; awk '/^(Buffers|Cached):/ { sum += $2 } END { print sum }' /proc/meminfo";
+
+/// The same again.
+const FILL_AGAIN: &str = "cat /run/data/* > /dev/null; sync";
+
+/// Writes to memory without end.
+const WRITE: &str = "systemd-run -q --unit=write sh -c 'while :; do dd if=/dev/urandom of=/dev/shm/written bs=1M count=32 2> /dev/null; done'; while [ ! -s /dev/shm/written ]; do sleep 0.1; done";
+
+/// The snapshot that is saved live, and how often.
+const LIVE: &str = "live";
+const LIVE_SAVES: u32 = 5;
+
+/// Bytes of each file that fills the guest's page cache.
+const FILE: ByteSize = ByteSize::mib(128);
+
+/// Throughput of the disk of the study that memfold's snapshots come from: 70 MB/s.
+pub const STUDY_DISK_BYTES_PER_S: u64 = 70_000_000;
+
+/// A way to save and restore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Arm {
+    /// `migrate file:` with mapped-ram and multifd.
+    Qemu,
+    /// `migrate file:`, as a stream.
+    QemuStream,
+    /// `savevm`.
+    QemuSavevm,
+    /// memfold's default.
+    Auto,
+    /// `--keep hot`.
+    Hot,
+    /// `--keep none`.
+    None,
+}
+
+impl Arm {
+    /// Its name in the results.
+    pub const fn key(self) -> &'static str {
+        match self {
+            Self::Qemu => "qemu",
+            Self::QemuStream => "qemu_stream",
+            Self::QemuSavevm => "qemu_savevm",
+            Self::Auto => "auto",
+            Self::Hot => "hot",
+            Self::None => "none",
+        }
+    }
+
+    /// The form of QEMU's migration.
+    const fn form(self) -> Option<Form> {
+        match self {
+            Self::Qemu => Some(Form::MappedRam),
+            Self::QemuStream => Some(Form::Stream),
+            _ => None,
+        }
+    }
+
+    const fn keep(self) -> KeepChoice {
+        match self {
+            Self::Hot => KeepChoice::Hot,
+            Self::None => KeepChoice::None,
+            _ => KeepChoice::Auto,
+        }
+    }
+}
+
+/// One VM to save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Case {
+    pub memory: ByteSize,
+    /// MiB that a program holds.
+    pub used_mib: u64,
+    /// How often each way is measured.
+    pub rounds: usize,
+    /// Whether this host's disk has the throughput of the study's.
+    pub is_study_disk: bool,
+}
+
+impl Case {
+    /// The ways that take turns.
+    fn arms(&self) -> &'static [Arm] {
+        if self.is_study_disk {
+            return &[Arm::Qemu, Arm::QemuStream, Arm::Auto];
+        }
+        &[Arm::Qemu, Arm::QemuStream, Arm::Hot, Arm::Auto, Arm::None]
+    }
+}
+
+/// What was measured of one VM.
+pub struct Measured {
+    pub case: Case,
+    pub cached_kib: u64,
+    /// What it takes this host itself to drop a page of its cache, in microseconds.
+    pub host_drop_us: f64,
+    /// Each way, a round after the other.
+    pub ways: BTreeMap<Arm, Vec<Way>>,
+    /// The last save by each of memfold's ways.
+    pub saved: BTreeMap<Arm, Manifest>,
+    /// Live saves of the same VM, while a program of it writes to memory.
+    pub live: Vec<Manifest>,
+    /// How often the memory of the program was checked, and how often it was not what it had been.
+    pub checks: u64,
+    pub wrong: u64,
+}
+
+impl Measured {
+    /// How long this host would take to drop what the guest had cached, in seconds.
+    pub fn host_drop_s(&self) -> f64 {
+        self.host_drop_us * (self.cached_kib * 1024 / PAGE_SIZE) as f64 / 1e6
+    }
+
+    fn check(&mut self, is_right: bool) {
+        self.checks += 1;
+        self.wrong += u64::from(!is_right);
+    }
+}
+
+/// One VM, and the files of it.
+struct Bench {
+    lab: Lab,
+    spec: VmSpec,
+    /// The checksum of the program's memory.
+    held: String,
+}
+
+impl Bench {
+    /// Boots the VM, and fills its page cache. Returns also the KiB of that.
+    fn start(case: &Case) -> anyhow::Result<(Self, u64)> {
+        let lab = Lab::new(EngineSettings::default())?;
+        // It goes with the laboratory, also when that is interrupted.
+        let data = lab.directory().join("data.img");
+        make_data(&data, case.memory).with_context(|| format!("cannot make {}", data.display()))?;
+        let mut spec = Lab::spec(VM, "trixie-a", case.memory, DiskMode::Buffered)?;
+        let mut disk = DiskSpec::new(&data);
+        disk.read_only = true;
+        spec.disks.push(disk);
+        lab.start(spec.clone())?;
+        lab.wait_ready(VM, BOOT_TIMEOUT)?;
+        let held = lab.exec(VM, &HOLD.replace("USED", &case.used_mib.to_string()), LIMIT)?;
+        let cached = lab.exec(VM, FILL, LIMIT)?;
+        let cached_kib = cached.trim().parse().context("the guest's cache")?;
+        Ok((Self { lab, spec, held }, cached_kib))
+    }
+
+    fn file(&self, arm: Arm, end: &str) -> PathBuf {
+        self.lab.directory().join(format!("{}.{end}", arm.key()))
+    }
+
+    fn exec(&self, vm: &str, script: &str) -> anyhow::Result<String> {
+        self.lab.exec(vm, script, LIMIT)
+    }
+
+    fn save(&self, arm: Arm, round: usize) -> anyhow::Result<(Way, Option<Manifest>)> {
+        if let Some(form) = arm.form() {
+            let (image, disk) = (self.file(arm, "img"), self.file(arm, "qcow2"));
+            return Ok((qemu_way::save(&self.lab, VM, form, &image, &disk)?, None));
+        }
+        let name = format!("{}-{round}", arm.key());
+        let request = SaveRequest {
+            keep: arm.keep(),
+            ..SaveRequest::new(VM, &name)
+        };
+        let began = Instant::now();
+        let manifest = self.lab.daemon().snapshots().save(&request)?;
+        let way = Way {
+            save_s: began.elapsed().as_secs_f64(),
+            pause_s: manifest.pause_ms / 1000.0,
+            restore_s: f64::NAN,
+            bytes: image_bytes(&self.lab.directory().join("snapshots").join(name))?,
+        };
+        Ok((way, Some(manifest)))
+    }
+
+    /// Restores what was saved, checks the program's memory, and ends the VM. Returns the seconds
+    /// until it ran, and whether its memory was right.
+    fn restore(&self, arm: Arm, round: usize, like: &Manifest) -> anyhow::Result<(f64, bool)> {
+        let mut spec = self.spec.clone();
+        spec.name = "restored".into();
+        let seconds = if let Some(form) = arm.form() {
+            let (image, disk) = (self.file(arm, "img"), self.file(arm, "qcow2"));
+            qemu_way::restore(&self.lab, spec, like, form, &image, &disk)?
+        } else if arm == Arm::QemuSavevm {
+            qemu_way::restore_inside(&self.lab, spec, &self.file(arm, "qcow2"))?
+        } else {
+            let began = Instant::now();
+            let request = RestoreRequest::new("restored");
+            let name = format!("{}-{round}", arm.key());
+            self.lab.daemon().snapshots().restore(&name, &request)?;
+            began.elapsed().as_secs_f64()
+        };
+        Ok((seconds, self.check("restored")?))
+    }
+
+    fn check(&self, vm: &str) -> anyhow::Result<bool> {
+        self.lab.daemon().vms().wait_agent(vm, BOOT_TIMEOUT)?;
+        let is_right = self.exec(vm, CHECK)? == self.held;
+        self.lab.stop(vm)?;
+        Ok(is_right)
+    }
+
+    /// Saves the VM while it runs and writes; the last snapshot stays, as [`LIVE`].
+    fn save_live(&self) -> anyhow::Result<Vec<Manifest>> {
+        self.exec(VM, WRITE)?;
+        let mut saved = Vec::new();
+        for round in 1..=LIVE_SAVES {
+            let name = if round == LIVE_SAVES {
+                LIVE.to_owned()
+            } else {
+                format!("{LIVE}-{round}")
+            };
+            let request = SaveRequest {
+                live: true,
+                keep: KeepChoice::None,
+                ..SaveRequest::new(VM, name)
+            };
+            saved.push(self.lab.daemon().snapshots().save(&request)?);
+        }
+        self.exec(VM, "systemctl stop write")?;
+        Ok(saved)
+    }
+}
+
+/// Measures all ways of a VM.
+pub fn measure(case: Case) -> anyhow::Result<Measured> {
+    let (bench, cached_kib) = Bench::start(&case)?;
+    let lab = &bench.lab;
+    let mut measured = Measured {
+        case,
+        cached_kib,
+        host_drop_us: drop_on_host(lab.directory()).context("the host's own page cache")?,
+        ways: BTreeMap::new(),
+        saved: BTreeMap::new(),
+        live: Vec::new(),
+        checks: 0,
+        wrong: 0,
+    };
+    if case.is_study_disk {
+        loop_disk::limit(lab.directory(), STUDY_DISK_BYTES_PER_S)?;
+    }
+    for round in 0..case.rounds {
+        for &arm in case.arms() {
+            let (way, manifest) = bench.save(arm, round)?;
+            measured.ways.entry(arm).or_default().push(way);
+            if let Some(manifest) = manifest {
+                if manifest.keep == Keep::None {
+                    bench.exec(VM, FILL_AGAIN)?;
+                }
+                measured.saved.insert(arm, manifest);
+            }
+        }
+    }
+    let held = bench.exec(VM, CHECK)?;
+    measured.check(held == bench.held);
+    if !case.is_study_disk {
+        measured.live = bench.save_live()?;
+        bench.exec(VM, FILL_AGAIN)?;
+        // The last one: what it saves stays in the disk's overlay.
+        let disk = bench.file(Arm::QemuSavevm, "qcow2");
+        let way = qemu_way::save_inside(lab, VM, &disk)?;
+        measured.ways.insert(Arm::QemuSavevm, vec![way]);
+    }
+    lab.stop(VM)?;
+    if !case.is_study_disk {
+        let live = RestoreRequest::new("live");
+        lab.daemon().snapshots().restore(LIVE, &live)?;
+        let is_right = bench.check("live")?;
+        measured.check(is_right);
+    }
+    restore_all(&bench, &mut measured)?;
+    Ok(measured)
+}
+
+/// Restores from each way, as often as it was measured.
+fn restore_all(bench: &Bench, measured: &mut Measured) -> anyhow::Result<()> {
+    let like = measured.saved.get(&Arm::Auto).cloned();
+    let like = like.context("nothing was saved")?;
+    let (mut right, mut checks) = (0, 0);
+    for round in 0..measured.case.rounds {
+        for (&arm, ways) in &mut measured.ways {
+            if let Some(way) = ways.get_mut(round) {
+                let (seconds, is_right) = bench.restore(arm, round, &like)?;
+                way.restore_s = seconds;
+                checks += 1;
+                right += u64::from(is_right);
+            }
+        }
+    }
+    measured.checks += checks;
+    measured.wrong += checks - right;
+    Ok(())
+}
+
+/// Makes an ext4 file system with files of random bytes, as large as a VM's memory. No page repeats
+/// and nothing compresses.
+fn make_data(image: &Path, memory: ByteSize) -> anyhow::Result<()> {
+    let size = ByteSize(memory.0 + memory.0 / 16);
+    let disk = LoopDisk::make(image, size, &image.with_extension("mounted"))?;
+    let mut files = (0..memory.0 / FILE.0).map(|number| {
+        let path = disk.place().join(format!("{number:03}"));
+        File::create(path).map(|file| BufWriter::with_capacity(1 << 20, file))
+    });
+    let mut written = 0;
+    let mut file = files.next().transpose()?;
+    random(memory.0 / 8, |word| {
+        if written == FILE.0 {
+            if let Some(mut file) = std::mem::replace(&mut file, files.next().transpose()?) {
+                file.flush()?;
+            }
+            written = 0;
+        }
+        written += 8;
+        let file = file.as_mut().ok_or(ErrorKind::NotFound)?;
+        file.write_all(&word.to_ne_bytes())
+    })?;
+    file.map_or(Ok(()), |mut file| file.flush())?;
+    drop(disk);
+    Ok(File::open(image)?.sync_all()?)
+}
+
+/// How long this host takes to drop a page of its cache, in microseconds: what a guest's kernel
+/// does too, when nothing is emulated. Of a file that nobody maps; single pages, as a guest's Linux
+/// 6.12 caches ext4 and disks.
+fn drop_on_host(place: &Path) -> anyhow::Result<f64> {
+    const BYTES: u64 = 512 << 20;
+    let file = tempfile::tempfile_in(place)?;
+    let mut bytes = vec![1; 1 << 20];
+    for at in (0..BYTES).step_by(bytes.len()) {
+        file.write_all_at(&bytes, at)?;
+    }
+    file.sync_all()?;
+    let drop_all = || fadvise(&file, 0, None, Advice::DontNeed);
+    drop_all()?;
+    // Without reading ahead, which would cache larger pieces.
+    fadvise(&file, 0, None, Advice::Random)?;
+    for at in (0..BYTES).step_by(bytes.len()) {
+        file.read_at(&mut bytes, at)?;
+    }
+    let began = Instant::now();
+    drop_all()?;
+    Ok(began.elapsed().as_secs_f64() * 1e6 / (BYTES / PAGE_SIZE) as f64)
+}

@@ -1,0 +1,43 @@
+//! The part of `bench snapshots` on a disk as slow as the study's (70 MB/s): a process of its own,
+//! whose files are all on that disk.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, ensure};
+use memfold_units::ByteSize;
+use serde_json::Value;
+
+use super::measure::Case;
+use crate::loop_disk::LoopDisk;
+
+/// The variable that tells the process that its disk is the slow one.
+const INSIDE: &str = "MEMFOLD_BENCH_STUDY_DISK";
+
+/// Returns whether this process is the one on the slow disk.
+pub fn is_inside() -> bool {
+    std::env::var_os(INSIDE).is_some()
+}
+
+/// Measures a VM on a slow disk. Returns `results` and `samples`.
+pub fn measure(case: &Case, is_quick: bool) -> anyhow::Result<Value> {
+    let place = tempfile::Builder::new()
+        .prefix("memfold-study-disk.")
+        .tempdir_in("/var/tmp")?;
+    // What fills the page cache, an image of QEMU's, snapshots.
+    let size = ByteSize(case.memory.0 * 4 + (4 << 30));
+    let disk = LoopDisk::make(
+        &place.path().join("disk"),
+        size,
+        &place.path().join("mounted"),
+    )?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["snapshots", "--json", "--arm", super::STUDY_DISK]);
+    command.args(is_quick.then_some("--quick"));
+    command.env("TMPDIR", disk.place()).env(INSIDE, "1");
+    let mut child = command.stdout(Stdio::piped()).spawn()?;
+    let output = child.stdout.take().context("no standard output")?;
+    let measured: Result<Value, _> = serde_json::from_reader(output);
+    let status = child.wait()?;
+    ensure!(status.success(), "the study on the slow disk: {status}");
+    Ok(measured?)
+}
