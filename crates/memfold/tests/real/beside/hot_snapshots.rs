@@ -43,6 +43,13 @@ before=$(sectors)
 sha256sum --quiet -c /run/sums
 echo $((($(sectors) - before) * 512))";
 
+/// Makes the agent report every place of every file wrong, by one page.
+const LIE: &str = "set -e
+disk=/run/lie/vda; mkdir -p $disk/device $disk/vda1 /run/lie/block; touch $disk/vda1/partition
+echo 8 > $disk/vda1/start; cat /sys/block/vda/dev > $disk/dev
+ln -s $disk/vda1 /run/lie/block/$(cat /sys/block/vda/dev)
+mount --bind /run/lie/block /sys/dev/block";
+
 /// A disk whose bytes are those of a qcow2 over a file of the host.
 fn forge(path: &Path) {
     let made = Command::new("qemu-img")
@@ -142,6 +149,11 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
     // What a raw disk holds is the guest's, also if it looks like an image over a file of the host.
     assert!(hot.disks[1].backing.is_empty(), "{:?}", hot.disks[1]);
     let (_, packed_bytes, _) = save("packed", KeepChoice::Hot, false, true);
+    lab.exec("first", LIE, limit).unwrap();
+    let (_, lied_bytes, lied) = save("lied", KeepChoice::Hot, true, false);
+    lab.exec("first", "umount /sys/dev/block", limit).unwrap();
+    assert!(lied * 20 < referred, "{lied} of {referred}");
+    assert!(lied_bytes > hot_bytes, "{lied_bytes}, {hot_bytes}");
     let (_, cold_bytes, _) = save("cold", KeepChoice::None, false, false);
     // Of all that is cached, shared memory and what was never written to disk among it.
     assert!(referred * 10 > cached * 7, "{referred} of {cached}");
@@ -150,6 +162,12 @@ fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
         "{hot_bytes}, {cold_bytes}"
     );
     assert!(packed_bytes * 2 < hot_bytes, "{packed_bytes}, {hot_bytes}");
+
+    let restore = RestoreRequest::new("lied-to");
+    daemon.snapshots().restore("lied", &restore).unwrap();
+    daemon.vms().wait_agent("lied-to", BOOT).unwrap();
+    lab.exec("lied-to", READ_AGAIN, limit).unwrap();
+    lab.stop("lied-to").unwrap();
 
     let mut read = Vec::new();
     for (snapshot, vm) in [("hot", "warm"), ("packed", "warm-2"), ("cold", "cool")] {
