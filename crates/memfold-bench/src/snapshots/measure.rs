@@ -343,7 +343,8 @@ fn restore_all(bench: &Bench, measured: &mut Measured) -> anyhow::Result<()> {
 /// Makes an ext4 file system with files of random bytes, as large as a VM's memory. No page repeats
 /// and nothing compresses.
 fn make_data(image: &Path, memory: ByteSize) -> anyhow::Result<()> {
-    let size = ByteSize(memory.0 + memory.0 / 16);
+    // Room for the file system itself.
+    let size = ByteSize(memory.0 + memory.0 / 8 + (64 << 20));
     let disk = LoopDisk::make(image, size, &image.with_extension("mounted"))?;
     let mut files = (0..memory.0 / FILE.0).map(|number| {
         let path = disk.place().join(format!("{number:03}"));
