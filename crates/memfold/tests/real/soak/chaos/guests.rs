@@ -104,7 +104,8 @@ pub fn copy_programs(testbed: &Testbed) {
     assert!(done.status.success(), "{done:?}");
 }
 
-/// A QEMU that somebody else has started, paused.
+/// A QEMU that somebody else has started, paused. KSM cannot be steered beside memory of others
+/// that it would merge.
 pub fn foreign(testbed: &Testbed) -> std::process::Child {
     let monitor = format!(
         "unix:{},server=on,wait=off",
@@ -113,6 +114,8 @@ pub fn foreign(testbed: &Testbed) -> std::process::Child {
     Command::new("qemu-system-x86_64")
         .args([
             "-S",
+            "-machine",
+            "pc,mem-merge=off",
             "-nodefaults",
             "-display",
             "none",
