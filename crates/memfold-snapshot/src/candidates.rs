@@ -26,6 +26,7 @@ use rustix::process::Pid;
 use serde::Deserialize;
 
 use super::disk_chain::{chain, identity};
+use super::file_facts::Stamp;
 use super::freeze::Frozen;
 use super::image::is_zero;
 
@@ -91,6 +92,8 @@ pub(super) struct SourceFile {
     /// Current path.
     pub(super) path: PathBuf,
     pub(super) file: File,
+    /// Its stamp before memory is compared with it.
+    pub(super) stamp: Option<Stamp>,
 }
 
 /// The runs to compare while memory is read, and the files that may hold them.
@@ -308,6 +311,7 @@ impl Candidates {
         self.files.push(SourceFile {
             overlay_of: target.overlay_of.filter(|_| is_overlay),
             path: path.to_owned(),
+            stamp: Stamp::of(&file).ok(),
             file,
         });
         u32::try_from(self.files.len() - 1).ok()
@@ -525,6 +529,7 @@ mod tests {
                 overlay_of: None,
                 path: PathBuf::new(),
                 file,
+                stamp: None,
             }
         };
         let files = [source(1000), source(2000)];

@@ -12,6 +12,30 @@ use super::error::{SnapshotError, failed};
 use super::manifest::{BackingFile, FileFacts, hex};
 use super::pipeline;
 
+/// File attributes that change as soon as the file is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stamp {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    modified_ns: i128,
+    /// Nobody can set this one, but by setting the clock.
+    changed_ns: i128,
+}
+
+impl Stamp {
+    pub(super) fn of(file: &File) -> io::Result<Self> {
+        let facts = file.metadata()?;
+        Ok(Self {
+            device: facts.dev(),
+            inode: facts.ino(),
+            bytes: facts.len(),
+            modified_ns: modified_ns(&facts),
+            changed_ns: i128::from(facts.ctime()) * 1_000_000_000 + i128::from(facts.ctime_nsec()),
+        })
+    }
+}
+
 /// Reads a file, and returns its length and checksum.
 #[allow(clippy::needless_pass_by_value)] // whoever has its facts is done with it
 pub fn facts(file: File) -> io::Result<FileFacts> {

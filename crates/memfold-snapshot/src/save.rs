@@ -35,7 +35,7 @@ use super::chain_check::check_files;
 use super::disk_copy::{self, Copied};
 use super::draft::Draft;
 use super::error::SnapshotError;
-use super::file_facts::facts;
+use super::file_facts::{Stamp, facts};
 use super::freeze::{self, Frozen};
 use super::hardware;
 use super::image::Plan;
@@ -126,8 +126,9 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         let (frozen, copies, still) = self.stand_still(&before, &draft, &ram)?;
         // From here on the VM's chain of overlays is longer by one.
         let place = draft.place().to_owned();
+        let mut compared = Vec::new();
         let disks = (frozen.as_slice(), copies.as_slice());
-        let made = match self.finish((&draft, &ram, sums), described, disks, still) {
+        let made = match self.finish((&draft, &ram, sums), described, disks, still, &mut compared) {
             Ok(manifest) => draft.commit(&manifest).map(|()| manifest),
             // Its names of the frozen overlays go: they are the VM's alone again.
             Err(error) => {
@@ -136,7 +137,12 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
             }
         };
         let snapshot = made.is_ok().then_some(&place);
+        // A copy of an overlay was not compared with memory.
+        let no_copy = frozen.iter().all(|frozen| frozen.is_in(&place));
         share_out(who, self.monitor, frozen, snapshot);
+        if let Some(manifest) = made.as_ref().ok().filter(|_| no_copy) {
+            shelf.trust(manifest, &compared);
+        }
         made
     }
 
@@ -176,13 +182,15 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         }
     }
 
-    /// Performs the steps after the VM has resumed.
+    /// Performs the steps after the VM has resumed. `compared` gets the stamps of the files that
+    /// memory was compared with.
     fn finish(
         &self,
         (draft, ram, sums): (&Draft, &File, File),
         (spec_now, beside): (VmSpec, Beside),
         (frozen, copies): (&[Frozen], &[Copied]),
         mut still: Still<'_>,
+        compared: &mut Vec<Stamp>,
     ) -> Result<Manifest, SnapshotError> {
         let Subject { spec, record, .. } = self.subject;
         let (request, progress) = (self.request, self.progress);
@@ -197,6 +205,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         freeze::check_frozen(&mut (self.monitor)(), frozen)?;
         let kept_pages = copied.map_err(draft.failed(RAM))?;
         let references = still.writer.take_references();
+        compared.extend(references.1.files.iter().filter_map(|file| file.stamp));
         let (blocks, counts) = still.writer.finish(&sums).map_err(draft.failed(SUMS))?;
         steps.copy_ms = milliseconds(began.elapsed());
         let took = disk_copy::finish(self.monitor, copies, spec, draft, progress)?;

@@ -28,7 +28,7 @@ use rustix::fs::{FlockOperation, flock};
 
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
-use super::file_facts::{facts, modified_ns};
+use super::file_facts::{Stamp, facts};
 use super::host_memory::host_available_pages;
 use super::image::CHUNK_BYTES;
 use super::manifest::{INDEX, Manifest, PACKED, REFERENCES, SUMS, read_manifest};
@@ -46,7 +46,7 @@ pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
 pub struct Shelf {
     root: PathBuf,
     /// RAM images whose bytes were right when `ram`, and the files that it refers to, had these
-    /// stamps.
+    /// stamps: this process has saved or verified them.
     right: Arc<Mutex<HashMap<String, Vec<Stamp>>>>,
     /// Images laid out in memory. While an image is being laid out, its entry is locked.
     laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
@@ -70,30 +70,6 @@ type LaidOut = Arc<Mutex<Option<(String, Arc<File>)>>>;
 
 /// Part of the host's available memory in which images may be laid out, in percent.
 const LAID_OUT_PERCENT: u64 = 90;
-
-/// File attributes that change as soon as the file is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stamp {
-    device: u64,
-    inode: u64,
-    bytes: u64,
-    modified_ns: i128,
-    /// Nobody can set this one, but by setting the clock.
-    changed_ns: i128,
-}
-
-impl Stamp {
-    fn of(file: &File) -> io::Result<Self> {
-        let facts = file.metadata()?;
-        Ok(Self {
-            device: facts.dev(),
-            inode: facts.ino(),
-            bytes: facts.len(),
-            modified_ns: modified_ns(&facts),
-            changed_ns: i128::from(facts.ctime()) * 1_000_000_000 + i128::from(facts.ctime_nsec()),
-        })
-    }
-}
 
 impl Shelf {
     /// Opens the snapshot directory `root`, which need not exist yet. Drafts of daemons that died
@@ -158,9 +134,9 @@ impl Shelf {
         read_manifest(&self.path(name)?, name)
     }
 
-    /// The RAM image of a snapshot, to be mapped: its bytes and those of all other files are what
-    /// was saved. The image is read whole the first time, and when an inode of its files says that
-    /// it was touched since.
+    /// Returns the RAM image of a snapshot, to be mapped: its bytes and those of all other files are
+    /// what was saved. The whole image is read unless this process has saved or verified it, and
+    /// when an inode of its files says that it was touched since.
     pub fn checked_image(
         &self,
         manifest: &Manifest,
@@ -182,12 +158,7 @@ impl Shelf {
         }
         let ram = self.file(name, RAM)?;
         let (references, sources) = self.references(manifest)?;
-        let stamps = || -> io::Result<Vec<Stamp>> {
-            std::iter::once(&ram)
-                .chain(&sources)
-                .map(Stamp::of)
-                .collect()
-        };
+        let stamps = || stamps(&ram, &sources);
         // Before it is read: what is written meanwhile makes it another.
         let before = stamps().map_err(self.failed(name, RAM))?;
         if self.right().get(name) != Some(&before) {
@@ -214,6 +185,25 @@ impl Shelf {
             references,
             sources: sources.into_iter().map(Arc::new).collect(),
         })
+    }
+
+    /// Records that the image of a snapshot is right, which this process has just saved: no restore
+    /// by this process need read it all. `compared` holds the stamps of files outside the snapshot
+    /// that memory was compared with, from before the comparison. Nothing is recorded if such a
+    /// file was touched since.
+    pub(super) fn trust(&self, manifest: &Manifest, compared: &[Stamp]) {
+        let outside = |path: &PathBuf| path.is_absolute();
+        let stamps = || -> Result<Vec<Stamp>, SnapshotError> {
+            let ram = self.file(&manifest.name, RAM)?;
+            let (_, sources) = self.references(manifest)?;
+            stamps(&ram, &sources).map_err(self.failed(&manifest.name, RAM))
+        };
+        let Ok(stamps) = stamps() else { return };
+        let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
+        let mut of_sources = sources.zip(&stamps[1..]);
+        if of_sources.all(|(path, stamp)| !outside(path) || compared.contains(stamp)) {
+            self.right().insert(manifest.name.clone(), stamps);
+        }
     }
 
     /// Files with a checksum of their own that aren't what was saved.
@@ -446,6 +436,11 @@ fn is_mapped(file: &File) -> bool {
     pids.map_or(true, |pids| !pids.is_empty())
 }
 
+/// Stamps of a RAM image and of the files that it refers to.
+fn stamps(ram: &File, sources: &[File]) -> io::Result<Vec<Stamp>> {
+    std::iter::once(ram).chain(sources).map(Stamp::of).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -513,6 +508,20 @@ mod tests {
         assert!(under_way.path().exists());
         assert!(!shelf.root.join(".cut-off.draft").exists());
         assert_eq!(other.names().unwrap(), ["whole"]);
+    }
+
+    #[test]
+    fn an_image_is_read_whole_unless_this_process_saved_it_and_nobody_touched_it() {
+        let (_directory, shelf) = shelf();
+        // Reading it would find that its checksums are wrong.
+        let saved = save(&shelf, "a");
+        let check = |shelf: &Shelf| shelf.checked_image(&saved, &Progress::default());
+        assert!(check(&shelf).is_err());
+        shelf.trust(&saved, &[]);
+        assert_eq!(check(&shelf).unwrap().references, []);
+        assert!(check(&Shelf::open(&shelf.root)).is_err());
+        fs::write(shelf.path("a").unwrap().join(RAM), b"ram").unwrap();
+        assert!(check(&shelf).is_err());
     }
 
     #[test]

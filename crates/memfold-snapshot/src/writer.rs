@@ -614,6 +614,7 @@ mod tests {
             overlay_of: None,
             path: "disk".into(),
             file: disk.try_clone().unwrap(),
+            stamp: None,
         };
         writer.compare_with(Candidates::of(vec![of_disk], runs));
         writer
