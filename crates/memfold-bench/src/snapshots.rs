@@ -22,8 +22,9 @@
 //!
 //! Save times are from the command to its end, dropping caches included; restore times are until a
 //! new QEMU process is `running`. The VM's program computes a checksum of its memory, and again in
-//! every restored VM. Before a restore, files stay in the host's page cache as the save left them.
-//! Sizes are without disks. Percentages compare `auto` with `qemu` in the same round.
+//! every restored VM. Before a restore, files stay in the host's page cache as the save left them,
+//! and the daemon is the one that saved; `check_s` is what another daemon reads before its first
+//! restore. Sizes are without disks. Percentages compare `auto` with `qemu` in the same round.
 
 mod figures;
 mod measure;
@@ -238,6 +239,9 @@ fn vm_results(all: &[Measured]) -> Map<String, Value> {
             }
         }
         results.insert("limit".into(), limit(m));
+        if let Some(&check_s) = m.check_s.get(&Arm::Auto) {
+            results.insert("restore_check_s".into(), check_s.into());
+        }
         let pause = seconds(m, Arm::Auto, |way| way.pause_s) * 1e3;
         results.insert("pause_ms".into(), pause.into());
     }
@@ -309,7 +313,7 @@ fn sample(m: &Measured) -> Value {
             let said = json!({
                 "keep": saved.keep, "keep_reason": saved.keep_reason, "pages": saved.counts,
                 "pages_by_reference": saved.references.as_ref().map_or(0, |r| r.pages),
-                "free_kept": saved.free_kept, "steps": saved.steps,
+                "free_kept": saved.free_kept, "steps": saved.steps, "check_s": m.check_s.get(arm),
             });
             (arm.key().to_owned(), said)
         })
@@ -363,8 +367,9 @@ fn in_short(m: &Measured) -> String {
             let s = &saved.steps;
             let referred = saved.references.as_ref().map_or(0, |r| r.pages);
             lines.push(format!(
-                "  {:12}   drop {:.0} ms, list {:.0}, devices {:.0}, RAM {:.0}, disks {:.0}; by reference {}; {}",
+                "  {:12}   checked in {:.2} s; drop {:.0} ms, list {:.0}, devices {:.0}, RAM {:.0}, disks {:.0}; by reference {}; {}",
                 "",
+                m.check_s.get(arm).unwrap_or(&f64::NAN),
                 s.drop_ms,
                 s.list_ms,
                 s.devices_ms,

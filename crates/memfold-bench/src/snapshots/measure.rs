@@ -11,7 +11,7 @@ use anyhow::Context as _;
 use memfold_api::{KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_snapshot::{Keep, Manifest};
+use memfold_snapshot::{Keep, Manifest, Progress, Shelf};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_vm::{DiskSpec, VmSpec};
 use rustix::fs::{Advice, fadvise};
@@ -146,6 +146,9 @@ pub struct Measured {
     pub ways: BTreeMap<Arm, Vec<Way>>,
     /// The last save by each of memfold's ways.
     pub saved: BTreeMap<Arm, Manifest>,
+    /// Seconds in which a daemon that has not saved the snapshot reads and compares all of it,
+    /// before its first restore.
+    pub check_s: BTreeMap<Arm, f64>,
     /// Live saves of the same VM, while a program of it writes to memory.
     pub live: Vec<Manifest>,
     /// How often the memory of the program was checked, and how often it was not what it had been.
@@ -280,6 +283,7 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
         host_drop_us: drop_on_host(lab.directory()).context("the host's own page cache")?,
         ways: BTreeMap::new(),
         saved: BTreeMap::new(),
+        check_s: BTreeMap::new(),
         live: Vec::new(),
         checks: 0,
         wrong: 0,
@@ -317,6 +321,12 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
         measured.check(is_right);
     }
     restore_all(&bench, &mut measured)?;
+    for (&arm, manifest) in &measured.saved {
+        let began = Instant::now();
+        let shelf = Shelf::open(&bench.lab.directory().join("snapshots"));
+        shelf.checked_image(manifest, &Progress::default())?;
+        measured.check_s.insert(arm, began.elapsed().as_secs_f64());
+    }
     Ok(measured)
 }
 
