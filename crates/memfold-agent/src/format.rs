@@ -158,7 +158,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn garbage_never_panics(text in "(field:|ID:|offset:|size:|[a-z0-9 ;\\[\n\t]){0,60}") {
+        fn arbitrary_input_never_causes_a_panic(text in "(field:|ID:|offset:|size:|[a-z0-9 ;\\[\n\t]){0,60}") {
             let _ = EventFormat::parse(&text);
             let _ = PageFormat::parse(&text);
         }

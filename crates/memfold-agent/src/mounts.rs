@@ -257,7 +257,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn garbage_never_panics(text in "([0-9]{1,12}[ :]|/[a-z\\\\0-9]{0,5} |- (ext4|overlay) |[ \n,=]){0,40}") {
+        fn arbitrary_input_never_causes_a_panic(text in "([0-9]{1,12}[ :]|/[a-z\\\\0-9]{0,5} |- (ext4|overlay) |[ \n,=]){0,40}") {
             let mounts = Mounts::parse(text.as_bytes());
             mounts.to_walk();
         }

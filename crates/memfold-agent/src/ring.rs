@@ -196,7 +196,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..4200)) {
+        fn arbitrary_input_never_causes_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..4200)) {
             if let Some(page) = RingPage::parse(&bytes, &PageFormat::default()) {
                 prop_assert!(page.records().count() <= bytes.len());
             }

@@ -37,7 +37,7 @@ fn help_names_every_study_and_nothing_that_memfold_starts() {
 }
 
 #[test]
-fn wrong_usage_is_exit_code_2() {
+fn wrong_usage_exits_with_code_2() {
     for arguments in [
         &[][..],
         &["no-such-study"],

@@ -338,7 +338,7 @@ fn equal_cpu_keeps_ksmd_to_its_budget() {
 
 #[test]
 #[ignore = "the process that the next test kills; does nothing by itself"]
-fn child() {
+fn helper_process_for_the_other_tests() {
     let Ok(state) = std::env::var(ROLE) else {
         return;
     };
@@ -354,7 +354,12 @@ fn settings_of_a_killed_run_are_put_back_by_the_next() {
     let state = tempfile::tempdir().unwrap();
     let before = controls.settings().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--include-ignored", "--nocapture"])
+        .args([
+            "--exact",
+            "helper_process_for_the_other_tests",
+            "--include-ignored",
+            "--nocapture",
+        ])
         .env(ROLE, state.path())
         .stdout(Stdio::piped())
         .spawn()

@@ -41,7 +41,7 @@ const PAGES: u64 = SMALL + HUGE;
 /// The child's life; the other side of [`Actor`].
 #[test]
 #[ignore = "the other process of the tests here; does nothing by itself"]
-fn child() {
+fn helper_process_for_the_other_tests() {
     let Ok(role) = std::env::var(ROLE) else {
         return;
     };
@@ -107,7 +107,12 @@ struct Actor {
 impl Actor {
     fn start(number: u64) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--include-ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "helper_process_for_the_other_tests",
+                "--include-ignored",
+                "--nocapture",
+            ])
             .env(ROLE, number.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -40,7 +40,7 @@ fn memfd(name: &str, pages: u64) -> std::fs::File {
 /// The child's life; the other side of [`Actor`].
 #[test]
 #[ignore = "the other process of the tests here; does nothing by itself"]
-fn child() {
+fn helper_process_for_the_other_tests() {
     let Ok(role) = std::env::var(ROLE) else {
         return;
     };
@@ -97,7 +97,12 @@ impl Actor {
     fn start(store: &std::fs::File, private: u64, touched: u64, split: u64) -> Self {
         let path = format!("/proc/{}/fd/{}", std::process::id(), store.as_raw_fd());
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--include-ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "helper_process_for_the_other_tests",
+                "--include-ignored",
+                "--nocapture",
+            ])
             .env(ROLE, format!("{path} {private} {touched} {split}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

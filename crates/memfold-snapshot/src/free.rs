@@ -216,7 +216,7 @@ mod tests {
         }
 
         #[test]
-        fn garbage_never_panics(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_input_never_causes_a_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(frames) = parse(&text, 1024) {
                 for run in frames {
                     addresses(&layout(), &run);

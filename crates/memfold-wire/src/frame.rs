@@ -144,7 +144,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..2048)) {
+        fn arbitrary_input_never_causes_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..2048)) {
             let mut decoder = Decoder::new();
             decoder.push(&bytes);
             while let Ok(Some(_)) = decoder.next::<FromAgent>() {}

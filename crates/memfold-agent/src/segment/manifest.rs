@@ -252,7 +252,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn garbage_never_panics(text in "((format|name|generation|lay) ?[/a-z0-9.: ]{0,12}\n?){0,6}") {
+        fn arbitrary_input_never_causes_a_panic(text in "((format|name|generation|lay) ?[/a-z0-9.: ]{0,12}\n?){0,6}") {
             let _ = Manifest::parse(text.as_bytes());
         }
 

@@ -296,7 +296,7 @@ mod tests {
         }
 
         #[test]
-        fn garbage_never_panics(name in proptest::collection::vec(any::<u8>(), 0..20)) {
+        fn arbitrary_input_never_causes_a_panic(name in proptest::collection::vec(any::<u8>(), 0..20)) {
             unescape(&name);
         }
     }

@@ -347,7 +347,7 @@ fn a_killed_vm_is_noticed_and_its_files_go() {
 /// Started by the next test in a separate process.
 #[test]
 #[ignore = "a part of the next test"]
-fn child_starts_a_vm_and_waits_for_its_death() {
+fn helper_process_starts_a_vm_and_waits_to_be_killed() {
     let Some(state) = std::env::var_os("MEMFOLD_TEST_STATE") else {
         return;
     };
@@ -362,7 +362,7 @@ fn a_vm_outlives_who_started_it_and_is_taken_over() {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args([
             "--exact",
-            "child_starts_a_vm_and_waits_for_its_death",
+            "helper_process_starts_a_vm_and_waits_to_be_killed",
             "--ignored",
             "--nocapture",
         ])

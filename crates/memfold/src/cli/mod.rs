@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn the_clap_command_definition_is_valid() {
         Cli::command().debug_assert();
     }
 

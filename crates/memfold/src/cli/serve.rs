@@ -512,12 +512,12 @@ mod tests {
 
     use super::*;
 
-    /// Which thread panics in [`panics_where_it_is_told_to`].
+    /// Which thread panics in [`helper_process_panics_in_the_named_thread`].
     const WHO: &str = "MEMFOLD_TEST_PANIC";
 
     /// The exit code of a process in which a thread of this name panics.
     fn code_of_a_panic(who: &str) -> Option<i32> {
-        let test = "cli::serve::tests::panics_where_it_is_told_to";
+        let test = "cli::serve::tests::helper_process_panics_in_the_named_thread";
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
             .args([test, "--exact", "--ignored", "--nocapture"])
@@ -534,7 +534,7 @@ mod tests {
 
     #[test]
     #[ignore = "the process that another test starts"]
-    fn panics_where_it_is_told_to() {
+    fn helper_process_panics_in_the_named_thread() {
         let Ok(who) = std::env::var(WHO) else { return };
         end_with_threads();
         let work = || {

@@ -221,7 +221,7 @@ fn no_command_is_missing_in_this_test() {
 }
 
 #[test]
-fn wrong_usage_is_exit_code_2() {
+fn wrong_usage_exits_with_code_2() {
     for arguments in [
         &["no-such-command"][..],
         &[],
