@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_second_time_waits_for_the_interval() {
+    fn repeated_work_is_not_due_before_the_interval_has_passed() {
         let mut backoff = Backoff::new((Duration::from_secs(2), Duration::from_secs(3)));
         assert!(!backoff.take());
         backoff.want(Duration::ZERO);

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn interleaved_files_still_make_long_runs() {
+    fn interleaved_hints_of_two_files_are_joined_into_one_long_run_for_each_file() {
         let mut batch = Batch::default();
         for i in 0..64 {
             batch.hint(hint(1, i, 1000 + i));
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_goes_after_it_was_offered_goes_after_it() {
+    fn removal_and_hint_messages_for_one_page_frame_are_sent_in_order() {
         let mut batch = Batch::default();
         batch.gone(PfnRun { pfn: 8, pages: 1 });
         batch.hint(hint(1, 0, 8));
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_dirtied_after_its_file_was_cleaned_is_dirty_in_the_end() {
+    fn a_page_dirtied_again_after_writeback_is_reported_as_dirty() {
         let mut batch = Batch::default();
         let range = FileRange {
             file: 1,
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn every_message_keeps_the_limits_of_the_wire() {
+    fn every_message_stays_within_the_protocol_size_limits() {
         let mut batch = Batch::default();
         for i in 0..20_000 {
             batch.file(FileFacts {

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn output_comes_whole_and_with_the_exit_code() {
+    fn the_complete_output_and_the_exit_code_of_a_command_are_returned() {
         let commands = Commands::new().unwrap();
         commands.run(1, "seq 1 200000; echo end >&2; exit 3".into());
         let heard = Heard::of(&commands, 1);
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_know_where_the_agent_is() {
+    fn the_environment_of_a_command_names_the_path_of_the_agent() {
         let commands = Commands::new().unwrap();
         commands.run(1, "echo \"$MEMFOLD_AGENT\"".into());
         let heard = Heard::of(&commands, 1);
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_left_behind_does_not_keep_the_command_open() {
+    fn a_command_ends_although_its_background_child_still_runs() {
         let commands = Commands::new().unwrap();
         commands.run(1, "sleep 30 & echo $!".into());
         let heard = Heard::of(&commands, 1);
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn killing_reaches_the_children_and_too_many_are_refused() {
+    fn a_kill_ends_the_children_of_a_command_and_a_17th_command_is_refused() {
         let commands = Commands::new().unwrap();
         for i in 0..17 {
             commands.run(i, "sleep 100 & echo $!; wait".into());

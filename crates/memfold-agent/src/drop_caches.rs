@@ -86,7 +86,7 @@ mod tests {
     const HOUR: Duration = Duration::from_secs(3600);
 
     #[test]
-    fn files_are_dropped_in_order_until_the_deadline() {
+    fn files_are_dropped_from_the_page_cache_in_list_order_until_the_deadline() {
         // Not in memory: a tmpfs keeps its pages.
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let mut list = b"relative\n/gone\n/dev/null\n".to_vec();

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn regular_files_are_told_with_their_places_and_nothing_else_is() {
+    fn only_regular_files_are_reported_with_their_disk_extents() {
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let at = |name: &str| directory.path().join(name);
         // A hole of 64 pages, and a tail that is no whole page.
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_place_is_left_out_and_neighbours_are_joined() {
+    fn extents_without_a_disk_block_are_skipped_and_adjacent_extents_are_joined() {
         let extent = |logical: u64, physical: u64, length: u64, flags: u32| Extent {
             logical,
             physical,
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn many_paths_are_told_no_further_than_allowed() {
+    fn a_list_of_paths_is_processed_only_up_to_the_size_limit() {
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let file = directory.path().join("f");
         fs::write(&file, vec![1; 8192]).unwrap();

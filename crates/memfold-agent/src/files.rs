@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dirty_ranges_grow_together_and_are_told_once() {
+    fn adjacent_dirty_ranges_are_merged_and_reported_once() {
         let mut files = Files::default();
         let (file, new) = files.entry((1, 2));
         assert!(new);
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_stays_bounded_and_numbers_are_never_used_twice() {
+    fn the_file_table_stays_bounded_and_file_numbers_are_never_reused() {
         let mut files = Files::default();
         let mut last = None;
         for i in 0..3 * MAX_FILES as u64 {

@@ -127,7 +127,7 @@ mod tests {
         \tfield:dev_t s_dev;\toffset:32;\tsize:4;\tsigned:0;\n\nprint fmt: \"dev %d\", REC->pfn\n";
 
     #[test]
-    fn offsets_come_from_the_file() {
+    fn field_offsets_are_parsed_from_the_trace_format_file() {
         let format = EventFormat::parse(ADD).unwrap();
         assert_eq!(format.id, 600);
         assert_eq!(format.field("pfn"), Some(Field { offset: 8, size: 8 }));
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_header_of_a_64_bit_kernel_is_the_default() {
+    fn the_ring_buffer_page_header_of_a_64_bit_kernel_equals_the_default_format() {
         let text = "\tfield: u64 timestamp;\toffset:0;\tsize:8;\tsigned:0;\n\
             \tfield: local_t commit;\toffset:8;\tsize:8;\tsigned:1;\n\
             \tfield: int overwrite;\toffset:8;\tsize:1;\tsigned:1;\n\
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_record_has_no_value() {
+    fn a_field_beyond_the_end_of_a_record_has_no_value() {
         let field = Field { offset: 4, size: 4 };
         assert_eq!(field.number(&[0; 7]), None);
         assert_eq!(field.number(&[0, 0, 0, 0, 1, 0, 0, 0]), Some(1));

@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_whole_groups_of_free_pages_are_told() {
+    fn only_complete_groups_of_free_pages_are_reported() {
         let mut flags = vec![FREE; 100];
         // A page in use, and one that a racing look took for free though it is part of a larger
         // page (KPF_COMPOUND_TAIL).
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_is_found_among_other_memory() {
+    fn system_ram_ranges_are_parsed_from_proc_iomem() {
         let text = "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-1ffdefff : System RAM\n  \
             01000000-01ffffff : Kernel code\nfeffc000-feffffff : Reserved\n100000000-17fffffff : System RAM\n";
         assert_eq!(ram(text), [16..144, 256..131_024, 1_048_576..1_572_864]);
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_checks_free_pages_is_known_by_its_command_line() {
+    fn page_poisoning_is_detected_from_the_kernel_command_line() {
         assert_eq!(
             checks_free_pages("root=/dev/vda page_poison=1 quiet"),
             Some("page_poison=1")

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn stars_stay_in_a_component_and_double_stars_do_not() {
+    fn a_star_matches_within_one_path_component_and_a_double_star_across_components() {
         assert!(m("/usr/lib/*", "/usr/lib/libc.so.6"));
         assert!(!m("/usr/lib/*", "/usr/lib/x/libc.so.6"));
         assert!(m("/usr/lib/**", "/usr/lib/x/libc.so.6"));
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pattern_without_a_slash_is_tried_on_the_name() {
+    fn a_pattern_without_a_slash_is_matched_against_the_file_name() {
         assert!(m("*.o", "/home/u/a.o"));
         assert!(m("[a-c]?[!x]", "/tmp/bzz"));
         assert!(!m("[a-c]?[!x]", "/tmp/bzx"));
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn exclude_is_stronger_than_include() {
+    fn an_exclude_pattern_overrides_an_include_pattern() {
         let rules = Rules::new(vec!["/usr/**".into()], vec!["*.pyc".into()]);
         assert!(rules.allow(b"/usr/bin/python3"));
         assert!(!rules.allow(b"/usr/lib/x.pyc"));
@@ -180,7 +180,7 @@ mod tests {
         }
 
         #[test]
-        fn a_path_matches_itself(path in "[a-z/]{1,40}") {
+        fn every_path_used_as_a_pattern_matches_itself(path in "[a-z/]{1,40}") {
             prop_assert!(whole(path.as_bytes(), path.as_bytes()));
         }
     }

@@ -214,7 +214,7 @@ mod tests {
         26 22 0:40 / /merged rw - overlay o rw,lowerdir=/a\n";
 
     #[test]
-    fn disks_are_kept_and_the_rest_is_not() {
+    fn mounts_of_disks_and_overlays_are_kept_and_other_mounts_are_ignored() {
         let mounts = Mounts::parse(TEXT);
         assert_eq!(mounts.list.len(), 4);
         assert_eq!(mounts.list[0].device, 254 << 20);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bind_mount_of_a_part_is_not_walked_again() {
+    fn a_bind_mount_of_a_subdirectory_is_not_walked_a_second_time() {
         let mounts = Mounts::parse(TEXT);
         let points: Vec<_> = mounts.to_walk().iter().map(|m| m.point.clone()).collect();
         assert_eq!(points.len(), 3);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_and_what_lays_them_are_not_walked() {
+    fn mounts_of_segments_and_their_overlays_are_not_walked() {
         let mounts = Mounts::parse(
             b"22 1 254:0 / / rw - ext4 /dev/vda rw\n\
             27 22 259:0 / /run/memfold/segments/web@1 ro - erofs /dev/pmem0 ro,user_xattr,dax=always\n\

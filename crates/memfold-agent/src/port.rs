@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_port_is_found_by_its_name_in_sysfs() {
+    fn the_virtio_port_is_found_by_its_name_in_sysfs() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(find_under(root.path()), None);
         for (port, name) in [
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_does_not_read_costs_bounded_memory() {
+    fn the_send_queue_of_the_agent_stays_bounded_while_the_host_does_not_read() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut port = Port::open(file.path()).unwrap();
         let message = FromAgent::Gone(vec![

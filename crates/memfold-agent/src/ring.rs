@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_header_is_stepped_over_rightly() {
+    fn every_kind_of_ring_buffer_record_header_is_decoded() {
         let body = words(&[
             2 | 5 << 5,
             0xaaaa,
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_events_are_told_with_their_number_if_it_is_stored() {
+    fn lost_events_are_counted_if_the_ring_buffer_page_stores_their_number() {
         let mut body = words(&[1, 0xaaaa]);
         body.extend(77_u64.to_ne_bytes());
         let flags = MISSED_EVENTS | MISSED_STORED;
@@ -203,7 +203,7 @@ mod tests {
         }
 
         #[test]
-        fn garbage_with_a_good_length_never_panics(body in proptest::collection::vec(any::<u8>(), 0..4080)) {
+        fn an_arbitrary_page_body_with_a_valid_length_never_causes_a_panic(body in proptest::collection::vec(any::<u8>(), 0..4080)) {
             let bytes = page(body.len() as u64, &body);
             let page = RingPage::parse(&bytes, &PageFormat::default()).unwrap();
             for (_, record) in page.records() {

@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn idle_waiting_and_niced_time_count_as_idle() {
+    fn idle_iowait_and_nice_cpu_time_count_as_idle() {
         assert_eq!(
             parse_stat("cpu  10 2 20 300 5 1 1 1 0 0\ncpu0 1"),
             (307, 340)
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_loop_is_slowed_down() {
+    fn the_throttle_slows_down_a_busy_loop() {
         let wall = std::time::Instant::now();
         let mut throttle = Throttle::of_this_thread();
         let start = cpu(ClockId::ThreadCPUTime);

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn files_just_written_are_met_with_their_paths() {
+    fn a_walk_finds_newly_written_files_with_their_paths() {
         if !may_mount() {
             return;
         }
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn files_below_a_mount_are_met_and_those_on_it_are_not() {
+    fn a_walk_finds_files_hidden_under_a_mount_point_and_not_files_of_the_mount() {
         if !may_mount() {
             return;
         }

@@ -59,7 +59,7 @@ fn events(kernel: &str) -> Vec<Event> {
 }
 
 #[test]
-fn the_life_of_a_file_is_read_whole_on_every_kernel() {
+fn all_add_dirty_and_delete_events_of_a_file_are_decoded_on_every_kernel() {
     for kernel in ["6.1", "6.12"] {
         let events = events(kernel);
         let adds = |inode| {
@@ -99,7 +99,7 @@ fn the_life_of_a_file_is_read_whole_on_every_kernel() {
 
 proptest! {
     #[test]
-    fn a_damaged_page_never_panics(at in 0_usize..8192, value: u8, cut in 0_usize..8192) {
+    fn a_damaged_ring_buffer_page_never_causes_a_panic(at in 0_usize..8192, value: u8, cut in 0_usize..8192) {
         let (decoder, format) = decoder("6.12");
         let mut bytes = pages("6.12");
         let length = bytes.len();

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_to_lay_is_read_from_the_command_line() {
+    fn a_request_to_mount_a_segment_is_parsed_from_the_command_line() {
         let words = [
             "web@3",
             "--content",
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_usage_is_told_from_refusals() {
+    fn wrong_usage_of_the_segment_command_exits_with_code_2() {
         for words in [
             &[][..],
             &["web"],

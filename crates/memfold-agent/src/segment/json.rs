@@ -114,7 +114,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn an_object_has_commas_where_they_belong() {
+    fn a_json_object_is_written_with_correct_commas_and_escapes() {
         let text = Object::new()
             .text("a", "x\"\\\n")
             .number("b", 7)
@@ -129,7 +129,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_string_to_other_parsers(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+        fn arbitrary_bytes_are_written_as_a_valid_json_string(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
             let parsed: String = serde_json::from_str(&string(&bytes)).unwrap();
             prop_assert_eq!(parsed, escaped(&bytes));
         }

@@ -170,7 +170,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_manifest_says_its_name_generation_and_directories() {
+    fn name_generation_and_directories_are_parsed_from_a_manifest() {
         let text = b"format 1\nname web\ngeneration 3\nlay /usr\nlay /opt/x-1\n";
         let manifest = Manifest::parse(text).unwrap();
         assert_eq!(manifest.name, "web");
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_manifests_are_refused() {
+    fn hostile_segment_manifests_are_refused() {
         let base = "format 1\nname web\ngeneration 3\n";
         let many = "lay /usr/".to_string() + &"x".repeat(200);
         let refused = |text: &str, why: &str| {
@@ -257,7 +257,7 @@ mod tests {
         }
 
         #[test]
-        fn only_directories_below_the_root_are_accepted(path in "(/?[a.]{0,3}){0,4}") {
+        fn only_normalised_directories_below_the_root_are_accepted(path in "(/?[a.]{0,3}){0,4}") {
             let parts: Vec<_> = path.strip_prefix('/').into_iter().flat_map(|p| p.split('/')).collect();
             let stays = !parts.is_empty() && !parts.iter().any(|p| ["", ".", ".."].contains(p));
             prop_assert_eq!(check_directory(path.as_bytes()).is_ok(), stays);

@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_mount_at_a_path_is_the_one_that_counts() {
+    fn a_lookup_returns_the_newest_mount_at_a_path() {
         let table = MountTable::parse(
             b"22 1 254:0 / / rw shared:1 - ext4 /dev/vda rw\n\
               23 22 0:40 / /usr rw - overlay memfold:web rw\n\

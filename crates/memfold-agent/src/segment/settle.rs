@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_names_segments_or_all() {
+    fn the_kernel_command_line_selects_named_segments_or_all_segments() {
         let wanted = Wanted::parse("quiet memfold.lay=web,db x.memfold.lay=no");
         assert!(wanted.has("web") && wanted.has("db") && !wanted.has("no"));
         assert!(Wanted::parse("memfold.lay=*").has("anything"));

@@ -287,7 +287,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_directory_comes_back_from_its_file_name(path in proptest::collection::vec(any::<u8>(), 1..66)) {
+        fn a_directory_path_is_recovered_from_its_escaped_file_name(path in proptest::collection::vec(any::<u8>(), 1..66)) {
             let mut directory = vec![b'/'];
             directory.extend(&path);
             let name = escape(&directory);
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_read_as_it_was_written() {
+    fn a_saved_segment_record_reads_back_equal() {
         let directory = tempfile::tempdir().unwrap();
         let places = Places {
             state: directory.path().into(),

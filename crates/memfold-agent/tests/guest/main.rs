@@ -34,7 +34,7 @@ fn hear_until(guest: &mut Guest, ready: impl Fn(&Guest) -> bool) {
 }
 
 #[test]
-fn at_least_99_percent_of_a_real_guests_hints_are_right() {
+fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
     let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
         memfold_testkit::skip!("needs guest images and MEMFOLD_AGENT (the static agent)");
     };
@@ -132,7 +132,7 @@ fn at_least_99_percent_of_a_real_guests_hints_are_right() {
 }
 
 #[test]
-fn files_of_every_kind_of_file_system_are_found() {
+fn files_on_xfs_btrfs_erofs_and_overlay_are_found() {
     let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
         memfold_testkit::skip!("needs guest images and MEMFOLD_AGENT (the static agent)");
     };

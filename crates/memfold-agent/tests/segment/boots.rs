@@ -17,7 +17,7 @@ use crate::fixture::{Times, file, picture, private_mounts, set_time};
 use crate::usual;
 
 #[test]
-fn laying_that_fails_at_any_step_is_undone() {
+fn a_segment_mount_that_fails_at_any_step_is_undone() {
     if !private_mounts() {
         return;
     }
@@ -41,7 +41,7 @@ fn laying_that_fails_at_any_step_is_undone() {
 }
 
 #[test]
-fn a_crash_while_laying_is_settled() {
+fn the_next_boot_cleans_up_after_a_crash_at_any_step_of_a_segment_mount() {
     if !private_mounts() {
         return;
     }
@@ -92,7 +92,7 @@ fn write_to(opt: &Path) {
 }
 
 #[test]
-fn a_crash_at_any_step_of_a_merge_is_settled() {
+fn the_next_boot_completes_an_interrupted_merge_of_written_files() {
     if !private_mounts() {
         return;
     }
@@ -132,7 +132,7 @@ fn a_crash_at_any_step_of_a_merge_is_settled() {
 }
 
 #[test]
-fn a_reboot_merges_and_lays_again() {
+fn a_reboot_merges_the_written_files_and_mounts_the_segment_again() {
     if !private_mounts() {
         return;
     }
@@ -167,7 +167,7 @@ fn a_reboot_merges_and_lays_again() {
 }
 
 #[test]
-fn the_kernels_command_line_has_a_segment_laid() {
+fn a_segment_named_on_the_kernel_command_line_is_mounted_at_boot() {
     if !private_mounts() {
         return;
     }

@@ -58,7 +58,7 @@ fn marked() -> Guest {
 }
 
 #[test]
-fn equal_files_come_from_the_segment_and_no_others() {
+fn only_files_equal_to_the_guest_files_are_read_from_the_segment() {
     if !private_mounts() {
         return;
     }
@@ -119,7 +119,7 @@ fn equal_files_come_from_the_segment_and_no_others() {
 }
 
 #[test]
-fn with_content_a_file_of_other_bytes_is_found() {
+fn a_content_comparison_finds_a_file_with_different_bytes() {
     if !private_mounts() {
         return;
     }
@@ -137,7 +137,7 @@ fn with_content_a_file_of_other_bytes_is_found() {
 }
 
 #[test]
-fn writes_to_a_laid_segment_are_there_after_it_is_taken_off() {
+fn writes_to_a_mounted_segment_are_kept_after_it_is_unmounted() {
     if !private_mounts() {
         return;
     }
@@ -163,7 +163,7 @@ fn writes_to_a_laid_segment_are_there_after_it_is_taken_off() {
 }
 
 #[test]
-fn files_open_for_writing_stay_the_guests_own() {
+fn files_open_for_writing_are_not_replaced_by_segment_files() {
     if !private_mounts() {
         return;
     }
@@ -206,7 +206,7 @@ fn refused(guest: &Guest, request: &Request, expected: &str) {
 }
 
 #[test]
-fn a_refusal_says_why_and_leaves_nothing_behind() {
+fn a_refused_segment_mount_names_the_reason_and_leaves_the_guest_unchanged() {
     if !private_mounts() {
         return;
     }
@@ -279,7 +279,7 @@ fn a_refusal_says_why_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_mount_inside_keeps_it_from_being_taken_off() {
+fn a_segment_with_another_mount_below_it_cannot_be_unmounted() {
     if !private_mounts() {
         return;
     }
@@ -303,7 +303,7 @@ fn a_mount_inside_keeps_it_from_being_taken_off() {
 }
 
 #[test]
-fn a_running_program_keeps_its_files() {
+fn an_open_segment_file_stays_readable_after_the_segment_is_unmounted() {
     if !private_mounts() {
         return;
     }
@@ -320,7 +320,7 @@ proptest! {
     /// The same operations on a laid tree and on a plain one give the same tree, through the
     /// overlay and after it is taken off.
     #[test]
-    fn a_laid_tree_is_like_any_other(
+    fn file_operations_on_a_mounted_segment_give_the_same_tree_as_on_a_plain_directory(
         operations in proptest::collection::vec(operations::operation(), 1..40),
         crash in proptest::option::of(0..40_u64),
     ) {
