@@ -40,7 +40,7 @@ macro_rules! tests {
         $(#[test] fn $name() { fuzz(subject(stringify!($name))); })*
 
         #[test]
-        fn every_subject_has_a_test_and_a_fuzz_target() {
+        fn every_fuzz_subject_has_a_test_and_a_fuzz_target() {
             let tested = [$(stringify!($name)),*];
             let targets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/fuzz_targets");
             for subject in SUBJECTS {
@@ -54,7 +54,7 @@ macro_rules! tests {
 tests! { from_agent to_agent order reply ring format mountinfo glob layout free_pages extents nbd }
 
 #[test]
-fn seeds_are_valid_and_written_where_asked() {
+fn fuzz_seeds_are_valid_and_are_written_to_the_given_directory() {
     let directory = std::env::var_os("MEMFOLD_FUZZ_SEEDS");
     for subject in SUBJECTS {
         let seeds = (subject.seeds)();

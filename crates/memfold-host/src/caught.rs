@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_is_caught_and_known_to_be() {
+    fn a_panic_in_a_closure_is_caught_and_returned_as_an_error() {
         assert!(!is_caught());
         assert_eq!(caught(is_caught), Ok(true));
         assert_eq!(caught(|| panic!("of this test")), Err::<(), _>(Panicked));

@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_host_has_nothing_to_fix() {
+    fn doctor_reports_no_fix_for_a_host_that_meets_all_requirements() {
         let report = examine(good_host());
         assert!(report.can_run);
         assert!(
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn each_missing_condition_is_named_with_its_fix() {
+    fn doctor_names_each_missing_requirement_and_the_fix() {
         type Damage = fn(&mut HostFacts);
         let cases: [(&str, Status, Damage); 11] = [
             ("rights", Status::Fail, |h| h.root = false),

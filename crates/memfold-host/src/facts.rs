@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_chosen_word_is_in_brackets() {
+    fn the_selected_value_of_a_sysfs_file_is_parsed_from_its_brackets() {
         assert_eq!(
             chosen("always [madvise] never\n").as_deref(),
             Some("madvise")
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn ksm_files_of_an_older_kernel_are_enough() {
+    fn ksm_settings_are_read_although_an_older_kernel_lacks_some_files() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(ksm(root.path()), None);
         for (file, text) in [

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_count_that_bind_all_processes_together() {
+    fn only_control_groups_that_contain_all_given_processes_are_listed() {
         let root = tempfile::tempdir().unwrap();
         let root = root.path();
         put(root, "1/cgroup", "0::/machine.slice/a.scope\n");
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_is_room_and_no_limit_is_none() {
+    fn page_cache_of_a_control_group_counts_as_available_memory() {
         let root = tempfile::tempdir().unwrap();
         let root = root.path();
         put(root, "1/cgroup", "0::/a\n");

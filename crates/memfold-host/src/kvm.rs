@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_verdict_is_found_by_another_daemon_of_this_host_and_not_for_another_kernel() {
+    fn a_cached_kvm_verdict_is_shared_between_daemons_and_not_used_for_another_kernel() {
         let (images, one, other) = (
             tempfile::tempdir().unwrap(),
             tempfile::tempdir().unwrap(),

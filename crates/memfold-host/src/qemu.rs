@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_read_from_what_qemu_prints() {
+    fn the_qemu_version_is_parsed_from_the_version_output() {
         let debian =
             "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2+deb13u1~bpo12+1)\nCopyright";
         assert_eq!(parse_version(debian), Some((10, 0, 2)));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn ten_is_newer_than_nine() {
+    fn machine_type_version_10_is_newer_than_version_9() {
         let help = "pc-q35-9.2  Standard PC\nq35  Standard PC (alias of pc-q35-10.0)\npc-q35-10.0  Standard PC\npc-q35-4.0.1  x\n";
         assert_eq!(newest_q35(help).as_deref(), Some("pc-q35-10.0"));
         assert_eq!(newest_q35("microvm"), None);

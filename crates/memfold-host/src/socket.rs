@@ -50,7 +50,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     #[test]
-    fn connecting_to_a_process_that_accepts_nobody_ends_at_the_deadline() {
+    fn connecting_to_a_socket_that_accepts_no_connection_fails_at_the_deadline() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("q");
         let listener = UnixListener::bind(&path).unwrap();

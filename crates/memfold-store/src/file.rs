@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn appended_pages_read_back_and_what_was_punched_is_not_used_next() {
+    fn appended_pages_read_back_equal_and_punched_pages_are_not_reused_next() {
         for mut store in stores("t1", ByteSize::mib(64)) {
             let source = pattern(3);
             let (first, copied) = store.append(me(), address(&source), 3).unwrap();
@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_at_its_end_goes_on_in_gaps_and_its_file_never_shrinks() {
+    fn a_store_at_the_end_of_its_file_reuses_gaps_and_the_file_never_shrinks() {
         for mut store in stores("t9", ByteSize::mib(64)) {
             let source = pattern(1024);
             store.append(me(), address(&source), 1024).unwrap();
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_of_any_length_are_gathered_and_what_cannot_be_read_is_told() {
+    fn pages_from_many_sources_are_copied_to_the_store_and_unreadable_pages_are_reported() {
         for mut store in stores("t8", ByteSize::mib(64)) {
             let source = pattern(700);
             let at = |page: u64| address(&source).add_pages(page);
@@ -656,7 +656,7 @@ mod tests {
     }
 
     #[test]
-    fn punched_pages_are_given_back_and_their_neighbours_stay() {
+    fn punched_store_pages_are_freed_and_adjacent_pages_are_kept() {
         for mut store in stores("t6", ByteSize::mib(64)) {
             let source = pattern(1024);
             store.append(me(), address(&source), 1024).unwrap();
@@ -680,7 +680,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cap_is_held() {
+    fn a_store_never_holds_more_pages_than_its_limit() {
         for mut store in stores("t2", ByteSize(8 * PAGE_SIZE)) {
             let source = vec![1; PAGE_BYTES * 9];
             assert!(matches!(
@@ -698,7 +698,7 @@ mod tests {
     }
 
     #[test]
-    fn the_descriptor_for_vms_cannot_be_written() {
+    fn the_page_store_descriptor_passed_to_vms_is_not_writable() {
         for store in stores("t3", ByteSize::mib(1)) {
             assert_eq!(
                 rustix::io::write(store.read_only(), b"x").unwrap_err(),
@@ -712,7 +712,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_daemon_adopts_the_store_behind_its_frontier() {
+    fn a_new_daemon_adopts_the_page_store_and_continues_at_its_end() {
         let source = vec![9; PAGE_BYTES];
         for (number, old) in stores("t4-", ByteSize::mib(1)).iter_mut().enumerate() {
             old.append(me(), address(&source), 1).unwrap();
@@ -739,7 +739,7 @@ mod tests {
     }
 
     #[test]
-    fn any_domain_gets_a_store() {
+    fn a_store_is_created_for_any_trust_domain_name() {
         for domain in ["", "a/b", "../x", &"n".repeat(200)] {
             let mut store = Store::create(domain, ByteSize::mib(1)).unwrap();
             let source = vec![9; PAGE_BYTES];

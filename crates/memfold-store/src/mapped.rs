@@ -162,7 +162,7 @@ mod tests {
 ";
 
     #[test]
-    fn only_private_mappings_of_this_store_count() {
+    fn only_private_mappings_of_the_given_store_are_listed() {
         let store = StoreIdentity {
             dev: rustix::fs::makedev(0, 1),
             ino: 1043,
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_lines_are_passed_over() {
+    fn malformed_lines_of_a_maps_file_are_skipped() {
         let store = StoreIdentity { dev: 1, ino: 7 };
         let broken = parse(
             "x 7 y\n-  7 \n zz-zz rw-p 7 7 7 \n2-1 rw-p 0 0:1 7 x\n",

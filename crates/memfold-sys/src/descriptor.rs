@@ -56,7 +56,7 @@ mod tests {
     use std::io::{Read, Seek, Write};
 
     #[test]
-    fn a_file_travels_with_its_bytes() {
+    fn a_file_descriptor_is_sent_and_received_over_a_unix_socket() {
         let (a, b) = UnixStream::pair().unwrap();
         let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let mut file = std::fs::File::from(fd);

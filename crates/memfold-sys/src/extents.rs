@@ -101,7 +101,7 @@ mod tests {
     use std::fs::File;
 
     #[test]
-    fn a_written_file_has_its_bytes_in_plain_extents() {
+    fn the_extents_of_a_written_file_cover_its_bytes() {
         let path = std::env::temp_dir().join(format!("memfold-extents-{}", std::process::id()));
         std::fs::write(&path, vec![7; 300 << 10]).unwrap();
         let file = File::open(&path).unwrap();

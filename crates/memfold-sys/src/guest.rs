@@ -343,7 +343,7 @@ mod tests {
     use std::io::Write;
 
     #[test]
-    fn written_pages_of_a_file_are_resident_and_have_frames() {
+    fn written_pages_of_a_file_are_resident_and_have_page_frames() {
         let path = std::env::temp_dir().join(format!("memfold-view-{}", std::process::id()));
         let mut file = std::fs::File::options()
             .read(true)
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_is_noticed() {
+    fn a_file_open_for_writing_is_detected() {
         let path = std::env::temp_dir().join(format!("memfold-writer-{}", std::process::id()));
         let writer = std::fs::File::create(&path).unwrap();
         let ask = || is_open_for_writing(std::fs::File::open(&path).unwrap().into()).unwrap();
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_blocked_signal_is_read_from_its_descriptor() {
+    fn a_blocked_signal_is_read_from_a_signal_descriptor() {
         let descriptor = signal_descriptor(&[signal::TERM]).unwrap();
         assert_eq!(next_signal(&descriptor).unwrap(), None);
         // SAFETY: sends a signal that this thread blocks.

@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_its_own_memory() {
+    fn a_process_reads_its_own_memory() {
         let source: Vec<u8> = (0..=255).collect();
         let mut copy = [0; 256];
         let n = read(
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_read_each_to_its_own_place() {
+    fn several_memory_ranges_are_read_into_separate_buffers() {
         let source: Vec<u8> = (0..=255).collect();
         let at = |offset: u64| Hva(source.as_ptr().expose_provenance() as u64 + offset);
         let (mut first, mut second) = ([0; 3], [0; 2]);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unmapped_address_is_an_error() {
+    fn reading_an_unmapped_address_is_an_error() {
         assert!(read(rustix::process::getpid(), Hva(4096), &mut [0; 16]).is_err());
     }
 }

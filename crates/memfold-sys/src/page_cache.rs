@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_just_written_are_cached() {
+    fn newly_written_file_pages_are_counted_as_cached() {
         let path = std::env::temp_dir().join(format!("memfold-cached-{}", std::process::id()));
         std::fs::write(&path, [7; 5 * 4096]).unwrap();
         let file = std::fs::File::open(&path).unwrap();

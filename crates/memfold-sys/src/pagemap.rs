@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn written_pages_are_present_and_the_rest_is_not_there() {
+    fn the_pagemap_reports_written_pages_as_present_and_untouched_pages_as_missing() {
         let pages = 64;
         // SAFETY: a new private mapping at a place the kernel chooses.
         let memory = unsafe {

@@ -140,7 +140,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     #[test]
-    fn the_groups_of_a_peer_are_those_of_its_process() {
+    fn the_groups_of_a_socket_peer_equal_the_groups_of_its_process() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let line = status.lines().find_map(|l| l.strip_prefix("Groups:"));
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn users_and_groups_are_found_by_name_and_unknown_ones_are_none() {
+    fn users_and_groups_are_found_by_name_and_unknown_names_are_not_found() {
         assert_eq!(group_id("root").unwrap(), Some(0));
         assert_eq!(group_id("no-such-group-here").unwrap(), None);
         assert!(group_id("a\0b").is_err());

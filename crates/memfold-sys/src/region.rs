@@ -407,7 +407,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_never_leave_their_area() {
+    fn a_part_of_a_memory_area_never_exceeds_the_area() {
         let mapping = Mapping::anonymous(8, false).unwrap();
         let area = mapping.area();
         assert_eq!(area.part(6, 10).pages(), 2);
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn areas_outside_the_address_space_are_refused() {
+    fn a_memory_area_outside_the_address_space_is_refused() {
         for (start, pages) in [(0, 1), (4097, 1), (4096, 0), (4096, u64::MAX), (1 << 47, 1)] {
             // SAFETY: nothing is done with the area.
             assert_eq!(unsafe { Area::new(Hva(start), pages) }, None);
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_moved_over_another_brings_its_bytes() {
+    fn a_mapping_moved_over_another_mapping_keeps_its_bytes() {
         let target = Mapping::anonymous(4, false).unwrap();
         target.area().write(&[1; 2048]);
         let source = Mapping::anonymous(4, false).unwrap();

@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_child_has_what_it_was_passed_and_the_next_one_has_not() {
+    fn a_passed_descriptor_is_inherited_only_by_the_given_child_process() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let mut command = Command::new("sh");
         let number = pass(&mut command, theirs.into());

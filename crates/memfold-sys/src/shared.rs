@@ -56,7 +56,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     #[test]
-    fn two_views_show_the_same_words() {
+    fn two_mappings_of_a_shared_file_show_the_same_words() {
         let file = memfd_create("words", MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, 2 * PAGE_SIZE).unwrap();
         assert_eq!(SharedWords::map(&file, 2).unwrap_err(), Errno::INVAL);
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_can_not_be_sealed_is_refused() {
+    fn a_file_that_cannot_be_sealed_is_refused() {
         let file = tempfile();
         assert!(SharedWords::map(&file, 1).is_err());
     }

@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_taken_and_a_pipe_is_refused() {
+    fn writeback_starts_for_a_file_and_is_refused_for_a_pipe() {
         let path = std::env::temp_dir().join(format!("memfold-writeback-{}", std::process::id()));
         std::fs::write(&path, [7; 8192]).unwrap();
         let file = std::fs::File::open(&path).unwrap();

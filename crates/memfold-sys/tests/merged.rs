@@ -4,7 +4,7 @@
 use memfold_sys::userfaultfd::Userfaultfd;
 
 #[test]
-fn protection_is_not_relied_on_where_ksm_may_merge_everything() {
+fn write_protection_is_not_trusted_if_ksm_may_merge_all_memory_of_the_process() {
     let Ok(before) = Userfaultfd::open(None) else {
         memfold_testkit::skip!("no userfaultfd");
     };

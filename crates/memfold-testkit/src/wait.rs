@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_condition_that_comes_ends_the_wait_with_its_value() {
+    fn a_wait_ends_with_the_value_of_its_condition() {
         let mut looks = 0;
         let found = wait_for("three looks", Duration::from_secs(5), || {
             looks += 1;
@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a condition that never comes; last seen: \"still not\"")]
-    fn a_condition_that_never_comes_fails_with_what_was_seen_last() {
+    fn a_wait_without_success_fails_with_the_last_observed_state() {
         wait_for(
             "a condition that never comes",
             Duration::from_millis(30),

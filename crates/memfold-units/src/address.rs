@@ -104,14 +104,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpa_and_pfn_are_the_same_place() {
+    fn a_guest_address_converts_to_its_page_frame_number_and_back() {
         assert_eq!(Gpa(0x1234_5678).pfn(), Pfn(0x12345));
         assert_eq!(Pfn(0x12345).gpa(), Some(Gpa(0x1234_5000)));
         assert_eq!(Pfn(u64::MAX).gpa(), None);
     }
 
     #[test]
-    fn steps_are_pages_in_every_space() {
+    fn adding_pages_works_in_every_address_type() {
         assert_eq!(Hva(0x1000).add_pages(2), Hva(0x3000));
         assert_eq!(Pfn(1).add_pages(2), Pfn(3));
         assert_eq!(Hva(0x5000).pages_since(Hva(0x3000)), 2);

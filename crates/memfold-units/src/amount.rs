@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_read_as_people_write_them() {
+    fn sizes_with_units_are_parsed() {
         assert_eq!("512M".parse(), Ok(ByteSize::mib(512)));
         assert_eq!("2GiB".parse(), Ok(ByteSize(2 << 30)));
         assert_eq!("4096".parse(), Ok(ByteSize(4096)));
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_print_with_three_digits() {
+    fn sizes_are_printed_with_three_digits() {
         assert_eq!(ByteSize(0).to_string(), "0 B");
         assert_eq!(ByteSize(37 << 20).to_string(), "37.0 MiB");
         assert_eq!(ByteSize(1023 << 10).to_string(), "1.00 MiB");
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn subtraction_stops_at_zero() {
+    fn subtraction_of_page_counts_saturates_at_zero() {
         assert_eq!(PageCount(1) - PageCount(2), PageCount(0));
     }
 }

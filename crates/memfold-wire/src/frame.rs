@@ -110,7 +110,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_message_survives_any_split_of_the_stream() {
+    fn a_message_is_decoded_from_any_split_of_the_stream() {
         let sent = FromAgent::Hints(vec![
             HintRun {
                 file: 7,
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_beyond_the_limit_is_an_error_before_its_body_comes() {
+    fn a_frame_above_the_size_limit_is_an_error_before_its_body_arrives() {
         let mut decoder = Decoder::new();
         decoder.push(&u32::MAX.to_le_bytes());
         assert!(matches!(
