@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spending_more_cpu_time_than_the_budget_waits() {
+    fn spending_more_than_the_token_bucket_holds_causes_a_wait() {
         let start = Instant::now();
         let mut bucket = TokenBucket::new(100.0, 50.0, start);
         assert_eq!(bucket.wait(start), None);
@@ -96,14 +96,14 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_bucket_holds_no_more_than_its_burst() {
+    fn an_idle_token_bucket_fills_only_to_its_burst() {
         let start = Instant::now();
         let mut bucket = TokenBucket::new(100.0, 50.0, start);
         assert_eq!(bucket.available(start + Duration::from_secs(60)), 50);
     }
 
     #[test]
-    fn runs_must_be_longer_near_the_mapping_limit() {
+    fn the_minimum_run_length_grows_near_the_mapping_limit() {
         let lengths: Vec<_> = [0, 500, 700, 850, 950]
             .map(|used| shortest_run(used, 1000))
             .into();

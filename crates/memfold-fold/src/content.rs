@@ -493,7 +493,7 @@ mod tests {
     const C: Member = Member { vm: 3, file: 30 };
 
     #[test]
-    fn files_of_the_same_path_and_size_share_a_content() {
+    fn files_with_the_same_path_and_size_share_one_content() {
         let mut contents = Contents::default();
         assert!(contents.join(A, b"/usr/bin/perl", 100).is_empty());
         assert!(contents.join(B, b"/usr/bin/perl", 100).is_empty());
@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_name_elsewhere_is_a_candidate_until_samples_decide() {
+    fn a_file_with_the_same_name_in_another_directory_is_a_candidate_for_sharing() {
         let mut contents = Contents::default();
         contents.join(A, b"/usr/lib/x/libz.so", 100);
         let candidates = contents.join(B, b"/opt/lib/libz.so", 100);
@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn a_different_version_moves_to_a_variant_and_meets_its_like_there() {
+    fn files_of_a_different_version_share_a_variant_of_the_content() {
         let mut contents = Contents::default();
         for m in [A, B, C] {
             contents.join(m, b"/usr/bin/perl", 100);
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn store_pages_are_indexed_counted_and_forgotten() {
+    fn store_pages_are_indexed_and_their_references_counted_until_removal() {
         let mut contents = Contents::default();
         contents.join(A, b"/f", 1);
         let id = contents.of(A).unwrap();
@@ -573,7 +573,7 @@ mod tests {
     }
 
     #[test]
-    fn every_way_to_lose_a_store_page_makes_it_an_orphan_unless_it_was_punched() {
+    fn a_store_page_that_leaves_the_index_is_an_orphan_unless_it_was_punched() {
         let mut contents = Contents::default();
         contents.join(A, b"/f", 1);
         let id = contents.of(A).unwrap();

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_settled_hint_goes_first() {
+    fn the_newest_settled_hint_is_processed_first() {
         let start = Instant::now();
         let mut stack = HintStack::new(8, SETTLE);
         stack.push(hint(1, 0, start));
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_hints_drops_the_oldest_and_counts_them() {
+    fn a_flood_of_hints_drops_and_counts_the_oldest_hints() {
         let start = Instant::now();
         let mut stack = HintStack::new(4, SETTLE);
         for file in 0..10 {
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_read_one_by_one_become_one_run() {
+    fn hints_for_consecutive_pages_are_joined_into_one_run() {
         let start = Instant::now();
         let mut stack = HintStack::new(4, SETTLE);
         for page in 0..100 {

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_huge_page_is_split_only_for_an_eighth_of_it_and_offered_when_it_has_that() {
+    fn a_huge_page_is_split_only_if_an_eighth_of_it_can_be_folded() {
         let mut table = table();
         for index in (0..10).chain(600..670).chain(1030..1040) {
             assert!(table.cache(index, 1, index));

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_of_a_run_keeps_all_three_places_in_step() {
+    fn splitting_a_run_advances_its_memory_store_and_file_positions_equally() {
         let rest = run(10, 8).rest(3).unwrap();
         assert_eq!(
             (rest.index, rest.pages, rest.store_page, rest.page),
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_of_several_files_join_where_memory_and_store_agree() {
+    fn runs_of_several_files_are_grouped_if_adjacent_in_memory_and_in_the_store() {
         let next = Run {
             index: 20,
             store_page: 110,

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_copy_stays_as_it_was_and_shares_what_is_not_changed() {
+    fn a_copied_sparse_table_is_unaffected_by_later_writes_and_shares_unchanged_pieces() {
         let mut table = Sparse::new(2048);
         table.set(3, 7);
         table.set(600, 8);

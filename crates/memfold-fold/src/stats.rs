@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_count_pages() {
+    fn latency_percentiles_are_weighted_by_pages() {
         let mut latencies = Latencies::default();
         assert_eq!(latencies.percentile_s(95), None);
         latencies.count(1050, 95);

@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_numbered_through_the_slots() {
+    fn page_indexes_continue_across_memory_slots() {
         let t = table();
         assert_eq!(t.index_of(Pfn(5)), Some(5));
         assert_eq!(t.index_of(Pfn(1024)), None);
@@ -520,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_caches_one_file_page_and_a_file_page_lies_in_one_page() {
+    fn a_memory_page_caches_at_most_one_file_page_and_vice_versa() {
         let mut t = table();
         assert!(t.cache(7, 1, 100));
         assert!(t.cache(7, 2, 5));
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_tells_the_runs_of_that_moment() {
+    fn a_copied_cache_table_lists_the_runs_at_the_time_of_the_copy() {
         let mut t = table();
         // The last two pages of a slot and the first of the next, which is elsewhere in guest
         // memory.
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inventory_forgets_what_it_does_not_repeat() {
+    fn an_inventory_removes_cached_pages_that_it_does_not_list() {
         let mut t = table();
         t.cache(1, 1, 1);
         t.cache(2, 1, 2);
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn a_liar_cannot_make_tables_larger_than_its_ram_allows() {
+    fn hints_of_a_lying_agent_cannot_grow_the_tables_beyond_the_size_of_its_ram() {
         let mut t = table();
         let taken = (0..100_000_u32)
             .filter(|&n| t.cache(n % 2048, n, 0))

@@ -321,7 +321,7 @@ impl Client {
 }
 
 #[test]
-fn a_daemon_that_dies_while_the_vm_is_stopped_leaves_it_running() {
+fn a_vm_stopped_for_folding_resumes_after_the_daemon_dies() {
     let Some(vm) = Vm::start("tcg", &[]) else {
         return;
     };
@@ -477,12 +477,12 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
 }
 
 #[test]
-fn a_guest_under_kvm_loses_no_count() {
+fn a_guest_under_kvm_loses_no_memory_write_during_folding() {
     counts_stay_right("kvm", &[]);
 }
 
 #[test]
-fn a_guest_under_tcg_in_a_sandbox_loses_no_count() {
+fn a_guest_under_tcg_in_a_sandbox_loses_no_memory_write_during_folding() {
     counts_stay_right(
         "tcg",
         &[
@@ -493,7 +493,7 @@ fn a_guest_under_tcg_in_a_sandbox_loses_no_count() {
 }
 
 #[test]
-fn the_library_does_nothing_without_its_variable() {
+fn the_library_does_nothing_without_its_environment_variable() {
     let output = Command::new("qemu-system-x86_64")
         .env("LD_PRELOAD", library())
         .env_remove("MEMFOLD_QEMU_SOCKET")

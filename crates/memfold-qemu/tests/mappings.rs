@@ -7,7 +7,7 @@ use memfold_wire::library::{Freeze, Outcome};
 use support::Bench;
 
 #[test]
-fn a_run_stays_as_it_was_when_there_are_too_many_mappings() {
+fn a_run_stays_unfolded_and_unfrozen_if_max_map_count_is_reached() {
     let limit: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count")
         .unwrap()
         .trim()

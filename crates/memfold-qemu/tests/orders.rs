@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use support::{Bench, FakeQemu};
 
 #[test]
-fn equal_pages_are_folded_and_a_write_gets_a_private_copy() {
+fn equal_pages_are_folded_and_a_write_to_a_folded_page_makes_a_private_copy() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -34,7 +34,7 @@ fn equal_pages_are_folded_and_a_write_gets_a_private_copy() {
 }
 
 #[test]
-fn a_different_page_ends_the_fold_before_it_and_keeps_its_bytes() {
+fn a_fold_stops_before_a_page_that_differs_and_the_page_keeps_its_bytes() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -55,7 +55,7 @@ fn a_different_page_ends_the_fold_before_it_and_keeps_its_bytes() {
 }
 
 #[test]
-fn a_hole_ends_the_fold_before_it() {
+fn a_fold_stops_before_a_missing_page() {
     let Some(mut bench) = Bench::new(8) else {
         return;
     };
@@ -74,7 +74,7 @@ fn a_hole_ends_the_fold_before_it() {
 }
 
 #[test]
-fn folded_pages_are_folded_again_and_released() {
+fn folded_pages_are_refolded_and_released_with_unchanged_bytes() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -123,7 +123,7 @@ fn folded_pages_are_folded_again_and_released() {
 }
 
 #[test]
-fn a_run_of_both_kinds_is_folded_part_by_part() {
+fn a_run_of_folded_and_unfolded_pages_is_folded_in_parts() {
     let Some(mut bench) = Bench::new(30) else {
         return;
     };
@@ -145,7 +145,7 @@ fn a_run_of_both_kinds_is_folded_part_by_part() {
 }
 
 #[test]
-fn a_run_over_several_mappings_is_folded() {
+fn a_run_across_several_mappings_is_folded() {
     let Some(mut bench) = Bench::new(200) else {
         return;
     };
@@ -176,7 +176,7 @@ fn a_run_over_several_mappings_is_folded() {
 }
 
 #[test]
-fn pages_folded_before_their_block_was_added_count_as_folded() {
+fn pages_folded_before_their_ram_block_was_added_count_as_folded() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -214,7 +214,7 @@ fn mappings_in(area: Area) -> usize {
 }
 
 #[test]
-fn discarded_pages_read_as_zeroes_folded_or_not() {
+fn discarded_folded_and_unfolded_pages_read_as_zeroes() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -256,7 +256,7 @@ fn discarded_pages_read_as_zeroes_folded_or_not() {
 }
 
 #[test]
-fn writes_are_told_while_they_are_tracked_and_nothing_is_folded() {
+fn written_pages_are_reported_and_no_page_is_folded_during_write_tracking() {
     let Some(mut bench) = Bench::new(1024) else {
         return;
     };
@@ -311,7 +311,7 @@ fn writes_are_told_while_they_are_tracked_and_nothing_is_folded() {
 }
 
 #[test]
-fn zero_pages_are_given_back_and_others_kept() {
+fn zero_pages_are_freed_and_other_pages_are_kept() {
     let Some(bench) = Bench::new(1024) else {
         return;
     };
@@ -333,7 +333,7 @@ fn zero_pages_are_given_back_and_others_kept() {
 }
 
 #[test]
-fn a_file_is_mapped_and_folded_back() {
+fn pages_of_a_mapped_file_are_folded_back_to_the_file() {
     let Some(bench) = Bench::new(16) else { return };
     bench.fill(4);
     let expected: Vec<u8> = (0..16)
@@ -383,7 +383,7 @@ fn a_file_is_mapped_and_folded_back() {
 }
 
 #[test]
-fn runs_of_a_file_are_mapped_over_another_up_to_the_first_that_cannot_be() {
+fn runs_of_a_disk_file_are_mapped_over_an_image_up_to_the_first_invalid_run() {
     let Some(bench) = Bench::new(16) else { return };
     let write = |file: &std::fs::File, seed, pages: std::ops::Range<u64>, at: u64| {
         let bytes: Vec<u8> = pages
@@ -429,7 +429,7 @@ fn runs_of_a_file_are_mapped_over_another_up_to_the_first_that_cannot_be() {
 }
 
 #[test]
-fn runs_beyond_the_end_of_the_store_are_refused() {
+fn runs_beyond_the_end_of_the_page_store_are_refused() {
     let Some(bench) = Bench::new(4) else { return };
     bench.fill(1);
     bench.store.set_len(2 * PAGE_SIZE).unwrap();
@@ -445,7 +445,7 @@ fn runs_beyond_the_end_of_the_store_are_refused() {
 }
 
 #[test]
-fn shared_and_missing_memory_is_no_ram() {
+fn shared_and_unmapped_memory_is_refused_as_guest_ram() {
     let Some(bench) = Bench::new(4) else { return };
     let add = |hva, pages| {
         let order = Order::AddRam {
@@ -488,7 +488,7 @@ fn freezes() -> impl Strategy<Value = Freeze> {
 
 /// Sends random orders, near the RAM's edges and far from them: no crash, and never a wrong byte.
 #[test]
-fn no_order_changes_a_byte() {
+fn no_valid_or_invalid_order_changes_a_byte_of_guest_ram() {
     let bench = |qemu: &FakeQemu| {
         let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
         Bench::with(Box::leak(Box::new(folder)), 32, 1)

@@ -27,7 +27,7 @@ fn bench(monitor: Option<Monitor>) -> Option<(Bench, u64)> {
 }
 
 #[test]
-fn a_vm_is_stopped_for_one_order_and_goes_on() {
+fn a_vm_is_stopped_for_one_order_and_resumed_afterwards() {
     let qemu = FakeQemu::start();
     let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
         return;
@@ -56,7 +56,7 @@ fn a_vm_is_stopped_for_one_order_and_goes_on() {
 }
 
 #[test]
-fn a_vm_that_does_not_run_is_left_as_it_is() {
+fn a_fold_order_does_not_resume_a_vm_that_was_already_stopped() {
     let qemu = FakeQemu::start();
     let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
         return;
@@ -68,7 +68,7 @@ fn a_vm_that_does_not_run_is_left_as_it_is() {
 }
 
 #[test]
-fn no_run_is_begun_after_the_limit() {
+fn no_run_is_started_after_the_time_limit_of_an_order() {
     let qemu = FakeQemu::start();
     let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
         return;
@@ -89,7 +89,7 @@ fn no_run_is_begun_after_the_limit() {
 }
 
 #[test]
-fn a_monitor_that_hangs_up_at_cont_is_asked_again() {
+fn the_cont_command_is_repeated_if_the_monitor_closes_the_connection() {
     let qemu = FakeQemu::start();
     let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
         return;
@@ -102,7 +102,7 @@ fn a_monitor_that_hangs_up_at_cont_is_asked_again() {
 }
 
 #[test]
-fn without_a_monitor_such_orders_are_refused() {
+fn an_order_that_stops_the_vm_is_refused_without_a_monitor() {
     let Some((bench, again)) = bench(None) else {
         return;
     };
@@ -117,7 +117,7 @@ fn without_a_monitor_such_orders_are_refused() {
 }
 
 #[test]
-fn a_vm_that_is_held_goes_on_when_told_or_when_the_connection_ends() {
+fn a_held_vm_resumes_on_request_or_at_the_end_of_the_connection() {
     let qemu = FakeQemu::start();
     let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
     let runs = || qemu.running.load(Ordering::SeqCst);

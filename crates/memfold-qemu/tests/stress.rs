@@ -128,7 +128,7 @@ fn compact(stop: &AtomicBool) {
 }
 
 #[test]
-fn no_count_is_lost_while_pages_are_exchanged() {
+fn no_memory_write_is_lost_while_pages_are_folded_released_and_discarded() {
     let Some(mut bench) = Bench::new(COUNTERS + DISCARDED) else {
         return;
     };
@@ -220,7 +220,7 @@ fn no_count_is_lost_while_pages_are_exchanged() {
 }
 
 #[test]
-fn direct_reads_into_pages_that_are_folded_lose_no_byte() {
+fn direct_io_reads_into_pages_being_folded_lose_no_byte() {
     const PAGES: u64 = 8192;
     let Some(mut bench) = Bench::new(PAGES) else {
         return;

@@ -18,7 +18,7 @@ fn cached(engine: &Running, id: VmId) -> Option<CachedPages> {
 }
 
 #[test]
-fn runs_and_paths_of_one_vm_are_told_by_its_agents_numbers() {
+fn cached_runs_and_file_paths_of_a_vm_are_looked_up_by_its_file_numbers() {
     let domain = domain("cached");
     let (a, b) = (Ram::new(), Ram::new());
     let engine = Running::start();

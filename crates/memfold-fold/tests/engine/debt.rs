@@ -33,7 +33,7 @@ fn braked(engine: &Running, why: Option<&str>) {
 }
 
 #[test]
-fn folded_pages_are_owed_until_written_and_the_store_is_freed_on_request() {
+fn folded_pages_count_as_debt_until_written_and_a_request_frees_the_store() {
     let domain = domain("owed");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 256, 31);
@@ -68,7 +68,7 @@ fn folded_pages_are_owed_until_written_and_the_store_is_freed_on_request() {
 }
 
 #[test]
-fn a_braked_engine_folds_nothing_more_keeps_what_is_folded_and_goes_on_when_it_may() {
+fn a_braked_engine_keeps_folded_pages_and_folds_again_after_the_brake_is_released() {
     let domain = domain("braked");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     for ram in [&mut a, &mut b] {
@@ -113,7 +113,7 @@ fn a_braked_engine_folds_nothing_more_keeps_what_is_folded_and_goes_on_when_it_m
 }
 
 #[test]
-fn unwritten_pages_of_a_snapshots_image_are_owed_and_holes_are_not() {
+fn unwritten_pages_of_a_snapshot_image_count_as_debt_and_holes_do_not() {
     let domain = domain("owed-image");
     let image = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let image = File::from(image);

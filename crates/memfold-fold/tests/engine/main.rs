@@ -39,7 +39,7 @@ fn two_vms_that_cache_the_same_file_share_its_pages() {
 }
 
 #[test]
-fn vms_of_two_domains_share_nothing() {
+fn vms_of_two_trust_domains_share_no_page() {
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 64, 2);
     b.fill(0, 64, 2);
@@ -63,7 +63,7 @@ fn vms_of_two_domains_share_nothing() {
 }
 
 #[test]
-fn another_version_of_a_file_is_found_out_and_meets_its_like() {
+fn vms_with_a_different_version_of_a_file_share_that_version_with_each_other() {
     let domain = domain("versions");
     let (mut a, mut b, mut c) = (Ram::new(), Ram::new(), Ram::new());
     a.fill(0, 200, 3);
@@ -83,7 +83,7 @@ fn another_version_of_a_file_is_found_out_and_meets_its_like() {
 }
 
 #[test]
-fn store_pages_of_an_earlier_session_are_freed() {
+fn store_pages_of_an_earlier_agent_session_are_freed() {
     let domain = domain("sessions");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     let engine = Running::start();
@@ -110,7 +110,7 @@ fn store_pages_of_an_earlier_session_are_freed() {
 }
 
 #[test]
-fn the_same_file_under_another_path_is_found_by_samples() {
+fn the_same_file_under_another_path_is_detected_and_shared() {
     let domain = domain("alias");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 128, 5);
@@ -126,7 +126,7 @@ fn the_same_file_under_another_path_is_found_by_samples() {
 }
 
 #[test]
-fn written_pages_unfold_and_the_store_gives_back_what_nobody_needs() {
+fn written_pages_are_unfolded_and_unused_store_pages_are_freed() {
     let domain = domain("reclaim");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 256, 6);
@@ -166,7 +166,7 @@ fn written_pages_unfold_and_the_store_gives_back_what_nobody_needs() {
 }
 
 #[test]
-fn a_vm_with_direct_io_is_folded_again_only_at_a_pause() {
+fn a_vm_with_direct_io_is_refolded_only_while_it_is_paused() {
     let domain = domain("direct");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 64, 10);
@@ -193,7 +193,7 @@ fn a_vm_with_direct_io_is_folded_again_only_at_a_pause() {
 }
 
 #[test]
-fn a_vm_whose_monitor_is_busy_is_folded_again_later_and_not_paused() {
+fn a_vm_with_a_busy_monitor_is_refolded_later_without_a_pause() {
     let domain = domain("busy");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 64, 10);
@@ -218,7 +218,7 @@ fn a_vm_whose_monitor_is_busy_is_folded_again_later_and_not_paused() {
 }
 
 #[test]
-fn a_new_engine_takes_the_store_over_and_goes_on() {
+fn a_new_engine_takes_over_the_page_store_and_folds_further_vms_onto_it() {
     let domain = domain("takeover");
     let (mut a, mut b, mut c) = (Ram::new(), Ram::new(), Ram::new());
     for ram in [&mut a, &mut b, &mut c] {
@@ -258,7 +258,7 @@ fn a_new_engine_takes_the_store_over_and_goes_on() {
 }
 
 #[test]
-fn a_store_at_the_end_of_its_file_goes_on_in_holes_that_nobody_maps() {
+fn a_store_at_the_end_of_its_file_reuses_holes_that_no_vm_maps() {
     let domain = domain("end");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     for ram in [&mut a, &mut b] {
@@ -311,7 +311,7 @@ fn a_store_at_the_end_of_its_file_goes_on_in_holes_that_nobody_maps() {
 }
 
 #[test]
-fn an_unplugged_block_is_forgotten_by_the_library() {
+fn the_library_removes_an_unplugged_memory_block() {
     let domain = domain("unplug");
     let ram = Ram::new();
     let engine = Running::start();
@@ -356,7 +356,7 @@ fn an_unplugged_block_is_forgotten_by_the_library() {
 }
 
 #[test]
-fn a_lying_agent_spends_only_its_own_budget() {
+fn a_lying_agent_uses_up_only_its_own_budget() {
     let domain = domain("liar");
     let (mut a, mut b, mut liar) = (Ram::new(), Ram::new(), Ram::new());
     a.fill(0, 100, 13);
@@ -422,7 +422,7 @@ fn a_lying_agent_spends_only_its_own_budget() {
 }
 
 #[test]
-fn a_vm_that_is_held_for_a_snapshot_is_left_alone_whatever_its_conditions_say() {
+fn a_vm_held_for_a_snapshot_is_not_folded_until_it_is_released() {
     let domain = domain("held");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 64, 15);
@@ -452,7 +452,7 @@ fn a_vm_that_is_held_for_a_snapshot_is_left_alone_whatever_its_conditions_say() 
 }
 
 #[test]
-fn a_library_that_is_reached_again_knows_what_has_changed_meanwhile() {
+fn a_reconnected_library_receives_missed_memory_layout_changes() {
     let domain = domain("reached");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     let engine = Running::start();
@@ -525,7 +525,7 @@ fn an_idle_engine_uses_no_cpu() {
 }
 
 #[test]
-fn a_full_store_keeps_what_is_folded_and_takes_new_content_when_there_is_room() {
+fn a_full_store_keeps_folded_pages_and_takes_new_content_after_space_is_freed() {
     let domain = domain("full");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     for ram in [&mut a, &mut b] {

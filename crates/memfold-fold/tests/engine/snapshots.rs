@@ -31,7 +31,7 @@ fn often() -> EngineSettings {
 }
 
 #[test]
-fn pages_that_are_as_in_the_snapshot_again_return_to_it_and_no_others() {
+fn only_pages_equal_to_the_snapshot_are_folded_back() {
     let (domain, image) = (domain("back"), image(21));
     let (mut a, mut b) = (Ram::of_image(&image), Ram::of_image(&image));
     let engine = Running::start_with(&often());
@@ -59,7 +59,7 @@ fn pages_that_are_as_in_the_snapshot_again_return_to_it_and_no_others() {
 }
 
 #[test]
-fn pages_of_a_disk_under_an_image_are_shared_too_and_only_the_images_return() {
+fn pages_mapped_from_a_disk_are_counted_as_shared_and_are_not_folded_back() {
     let (domain, image, disk) = (domain("hot"), named("memfold-image:1:2", 31), image(32));
     let mut ram = Ram::of_image(&image);
     // The disk comes first, and is not taken for the image.
@@ -90,7 +90,7 @@ fn pages_of_a_disk_under_an_image_are_shared_too_and_only_the_images_return() {
 }
 
 #[test]
-fn a_guest_that_writes_all_the_time_loses_no_write_to_folding_back() {
+fn a_constantly_writing_guest_loses_no_write_during_fold_back() {
     let (domain, image) = (domain("writing"), image(22));
     let mut ram = Ram::of_image(&image);
     let engine = Running::start_with(&often());
@@ -133,7 +133,7 @@ fn a_guest_that_writes_all_the_time_loses_no_write_to_folding_back() {
 }
 
 #[test]
-fn what_clones_share_by_their_snapshot_is_not_folded_and_what_they_read_since_is() {
+fn clones_fold_file_pages_read_after_the_snapshot_and_not_pages_of_the_snapshot() {
     let (domain, image) = (domain("clones"), image(23));
     let (mut a, mut b) = (Ram::of_image(&image), Ram::of_image(&image));
     let engine = Running::start();
