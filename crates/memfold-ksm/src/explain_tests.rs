@@ -78,7 +78,7 @@ fn causes(facts: &Facts) -> Vec<(Cause, u64)> {
 }
 
 #[test]
-fn unmerged_pages_are_unique_or_volatile_in_the_hosts_ratio() {
+fn unmerged_pages_are_split_into_unique_and_volatile_by_the_ratio_of_the_host() {
     assert_eq!(
         causes(&facts()),
         [
@@ -89,7 +89,7 @@ fn unmerged_pages_are_unique_or_volatile_in_the_hosts_ratio() {
 }
 
 #[test]
-fn a_host_whose_ksmd_does_not_run_blocks_first() {
+fn a_stopped_ksmd_is_reported_as_the_first_cause_of_missing_merges() {
     for (run, cause) in [(0, Cause::Stopped), (2, Cause::Unmerged)] {
         let mut facts = facts();
         facts
@@ -108,7 +108,7 @@ fn a_host_whose_ksmd_does_not_run_blocks_first() {
 }
 
 #[test]
-fn steering_that_holds_ksm_still_is_said_with_its_reason() {
+fn ksm_explain_names_the_reason_why_steering_stopped_ksm() {
     let mut facts = facts();
     host(&mut facts).settings.run = Some(0);
     facts.steered = Some(Steered {
@@ -126,7 +126,7 @@ fn steering_that_holds_ksm_still_is_said_with_its_reason() {
 }
 
 #[test]
-fn each_kind_of_memory_has_its_cause_and_its_pages() {
+fn explain_reports_a_cause_and_a_page_count_for_each_kind_of_memory() {
     for (flags, path, cause) in [
         (
             "rd wr sh",
@@ -147,7 +147,7 @@ fn each_kind_of_memory_has_its_cause_and_its_pages() {
 }
 
 #[test]
-fn why_memory_was_not_offered_is_told_apart() {
+fn explain_distinguishes_the_reasons_why_memory_is_not_mergeable() {
     let steered = |domain: &str| {
         Some(Steered {
             domain: domain.into(),
@@ -181,7 +181,7 @@ fn why_memory_was_not_offered_is_told_apart() {
 }
 
 #[test]
-fn a_young_vm_gets_the_time_of_its_first_merge() {
+fn explain_predicts_the_time_of_the_first_merge_of_a_new_vm() {
     let mut young = facts();
     young.process.status.ksm_rmap_items = Some(0);
     let host = host(&mut young);
@@ -207,7 +207,7 @@ fn a_young_vm_gets_the_time_of_its_first_merge() {
 }
 
 #[test]
-fn pages_that_are_not_there_swapped_new_or_huge_are_counted() {
+fn explain_counts_missing_swapped_unvisited_and_huge_pages() {
     let mut facts = facts();
     let ram = &mut facts.mappings[0];
     ram.anonymous_pages = 50 * MIB_PAGES;
@@ -238,7 +238,7 @@ fn pages_that_are_not_there_swapped_new_or_huge_are_counted() {
 }
 
 #[test]
-fn explain_names_the_hosts_limits_on_merging() {
+fn ksm_explain_names_the_limits_of_the_host_on_merging() {
     let mut facts = facts();
     let host = host(&mut facts);
     host.settings.merge_across_nodes = Some(0);
@@ -259,7 +259,7 @@ fn explain_names_the_hosts_limits_on_merging() {
 }
 
 #[test]
-fn metadata_is_the_kernels_own_figure() {
+fn ksm_metadata_bytes_are_computed_from_the_count_of_rmap_items() {
     let explained = weigh(&facts());
     assert_eq!(explained.rmap_overhead_bytes, Some(64 * 64 * 256));
     assert_eq!(explained.profit_bytes, Some(-64 * 64 * 256));

@@ -207,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_filter_of_qemu_itself_refuses_nothing() {
+    fn the_seccomp_filter_of_qemu_itself_does_not_count_as_a_foreign_filter() {
         let of = |filters: u32, line: &str| {
             let status = format!("Name:\tq\nSeccomp:\t2\nSeccomp_filters:\t{filters}\nCpus:\t1\n");
             let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_is_told_not_to_merge_in_several_ways() {
+    fn mem_merge_off_is_recognised_in_every_form_of_the_qemu_command_line() {
         let off = |line: &str| merge_off(&line.split(' ').map(str::to_owned).collect::<Vec<_>>());
         assert!(off("qemu -machine q35,mem-merge=off"));
         assert!(off("qemu -M pc -machine mem-merge=off"));

@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_that_a_kernel_lacks_are_absent_and_unknown_ones_are_shown() {
+    fn missing_ksm_files_are_left_out_and_unknown_ksm_files_are_listed() {
         let tree = tempfile::tempdir().unwrap();
         for (name, text) in [
             ("run", "1"),
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_of_this_kernel_is_known() {
+    fn every_ksm_file_of_the_running_kernel_is_known() {
         let Ok(entries) = entries(&Controls::default()) else {
             memfold_testkit::skip!("no KSM here");
         };

@@ -36,7 +36,7 @@ fn fast() -> Settings {
 }
 
 #[test]
-fn a_fresh_kernel_has_the_defaults() {
+fn settings_of_an_unchanged_kernel_equal_the_ksm_defaults() {
     let tree = tree();
     let now = Controls::new(tree.path()).settings().unwrap();
     let expected = Settings {
@@ -51,7 +51,7 @@ fn a_fresh_kernel_has_the_defaults() {
 }
 
 #[test]
-fn controls_that_an_older_kernel_lacks_are_neither_read_nor_written() {
+fn ksm_files_that_the_kernel_lacks_are_neither_read_nor_written() {
     let tree = tree();
     for name in ["smart_scan", "advisor_mode"] {
         fs::remove_file(tree.path().join(name)).unwrap();
@@ -64,14 +64,14 @@ fn controls_that_an_older_kernel_lacks_are_neither_read_nor_written() {
 }
 
 #[test]
-fn a_kernel_without_ksm_is_named() {
+fn a_kernel_without_ksm_is_reported_as_an_error() {
     let empty = tempfile::tempdir().unwrap();
     let error = Controls::new(empty.path()).settings().unwrap_err();
     assert!(matches!(error, KsmError::Missing(_)), "{error}");
 }
 
 #[test]
-fn settings_come_back_on_drop_and_when_panicking() {
+fn ksm_settings_are_restored_on_drop_and_on_panic() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());
     let before = controls.settings().unwrap();
@@ -87,7 +87,7 @@ fn settings_come_back_on_drop_and_when_panicking() {
 }
 
 #[test]
-fn ksm_is_stopped_where_it_runs_and_goes_on_afterwards() {
+fn a_pause_stops_a_running_ksm_and_starts_it_again_afterwards() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());
     let run = || controls.text("run").unwrap().unwrap();
@@ -118,7 +118,7 @@ fn ksm_is_stopped_where_it_runs_and_goes_on_afterwards() {
 }
 
 #[test]
-fn a_killed_holder_leaves_a_note_that_the_next_puts_back() {
+fn ksm_settings_saved_by_a_killed_process_are_restored_by_the_next_process() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());
     let before = controls.settings().unwrap();
@@ -136,7 +136,7 @@ fn a_killed_holder_leaves_a_note_that_the_next_puts_back() {
 }
 
 #[test]
-fn a_note_of_another_boot_is_thrown_away() {
+fn ksm_settings_saved_in_another_boot_are_discarded() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());
     let mut guard = Guard::take(&controls, state.path()).unwrap();

@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn vms_have_the_daemons_names_and_sums_are_of_all() {
+    fn the_ksm_overview_names_vms_as_the_daemon_does_and_sums_all_processes() {
         let tree = tempfile::tempdir().unwrap();
         let root = tree.path();
         std::fs::create_dir(root.join("ksm")).unwrap();

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn mergeable_processes_and_qemus_are_found_on_new_and_old_kernels() {
+    fn mergeable_processes_and_qemu_processes_are_found_on_new_and_old_kernels() {
         let tree = tempfile::tempdir().unwrap();
         let root = tree.path();
         let statm = "100 60 20 1 0 50 0";
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_hangs_is_named_and_looked_at_again_when_it_goes_on() {
+    fn a_hanging_process_is_named_and_is_read_again_once_it_responds() {
         let tree = tempfile::tempdir().unwrap();
         let root = tree.path();
         let statm = "100 60 20 1 0 50 0";

@@ -254,7 +254,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pace_gives_the_rate_asked_for() {
+    fn the_computed_pace_yields_the_requested_cpu_share() {
         for rate in [0.0001, 0.01, 0.05, 0.5, 0.9] {
             let cost = 3e-6;
             let (pages, sleep_ms) = pace(rate, cost).unwrap();
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spent_budget_stops_ksmd() {
+    fn a_cpu_budget_of_zero_or_less_stops_ksmd() {
         assert_eq!(pace(0.0, 1e-6), None);
         assert_eq!(pace(-0.3, 1e-6), None);
     }

@@ -207,7 +207,7 @@ mod tests {
         "37 (ksmd) S 2 0 0 0 -1 2097216 0 0 0 0 7 25 0 0 25 5 1 0 27 0 0 18446744073709551615 0 0";
 
     #[test]
-    fn ksmd_is_the_kernel_thread_and_not_a_program_of_that_name() {
+    fn ksmd_is_found_as_a_kernel_thread_and_not_as_a_program_of_that_name() {
         let impostor = KSMD.replace("37 (ksmd) S 2", "99 (ksmd) S 1");
         let tree = tree(&[("99/stat", &impostor), ("37/stat", KSMD)]);
         let ksmd = Ksmd::find_in(tree.path()).unwrap();
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_shows_its_part_on_new_and_old_kernels() {
+    fn ksm_figures_of_a_process_are_read_on_new_and_old_kernels() {
         let stat = "ksm_rmap_items 10\nksm_zero_pages 1\nksm_merging_pages 8\nksm_process_profit -640\nksm_merge_any: no\nksm_mergeable: yes\n";
         let tree = tree(&[
             ("5/ksm_stat", stat),
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_may_be_missing_or_negative() {
+    fn missing_and_negative_ksm_counters_are_read() {
         let tree = tree(&[
             ("run", "0\n"),
             ("pages_sharing", "12\n"),

@@ -91,7 +91,7 @@ fn goal(cpu_percent: f64, target_s: u64) -> Goal {
 const GIB_PAGES: u64 = 1 << 18;
 
 #[test]
-fn a_boost_takes_the_budget_and_no_more_until_two_full_scans_have_passed() {
+fn a_ksm_boost_uses_the_whole_cpu_budget_until_two_full_scans_are_done() {
     let mut ksmd = Ksmd::new(GIB_PAGES, GIB_PAGES / 2);
     ksmd.visited_twice = 1;
     let mut steer = Steer::new(goal(20.0, 600));
@@ -108,7 +108,7 @@ fn a_boost_takes_the_budget_and_no_more_until_two_full_scans_have_passed() {
 }
 
 #[test]
-fn a_full_scan_takes_the_target_where_the_budget_suffices() {
+fn a_full_scan_takes_the_target_time_if_the_cpu_budget_suffices() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 60));
     ksmd.steer(&mut steer, 20);
@@ -127,7 +127,7 @@ fn a_full_scan_takes_the_target_where_the_budget_suffices() {
 }
 
 #[test]
-fn a_target_beyond_the_budget_is_given_up_in_words() {
+fn a_scan_target_beyond_the_cpu_budget_is_missed_and_the_reason_is_reported() {
     let mut ksmd = Ksmd::new(64 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(5.0, 10));
     let decisions = ksmd.steer(&mut steer, 60);
@@ -141,7 +141,7 @@ fn a_target_beyond_the_budget_is_given_up_in_words() {
 }
 
 #[test]
-fn two_passes_that_bring_nothing_make_it_idle_and_a_vm_wakes_it() {
+fn ksm_idles_after_two_full_scans_without_merges_until_a_new_vm_starts() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 20));
     let decisions = ksmd.steer(&mut steer, 90);
@@ -157,7 +157,7 @@ fn two_passes_that_bring_nothing_make_it_idle_and_a_vm_wakes_it() {
 }
 
 #[test]
-fn new_or_lost_merged_pages_end_idling() {
+fn a_changed_number_of_merged_pages_ends_ksm_idling() {
     for merged in [0, 20_000] {
         let mut ksmd = Ksmd::new(GIB_PAGES, 0);
         ksmd.merged = 10_000;
@@ -169,7 +169,7 @@ fn new_or_lost_merged_pages_end_idling() {
 }
 
 #[test]
-fn memory_that_grows_begins_a_boost() {
+fn growth_of_mergeable_memory_starts_a_ksm_boost() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 20));
     assert_eq!(ksmd.steer(&mut steer, 90)[89].mode, Mode::Idle);
@@ -180,7 +180,7 @@ fn memory_that_grows_begins_a_boost() {
 }
 
 #[test]
-fn pressure_slows_down_to_a_tenth_and_its_end_is_noticed() {
+fn host_pressure_slows_ksm_to_a_tenth_and_the_end_of_pressure_restores_the_rate() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 20));
     let free = ksmd.steer(&mut steer, 3)[2].pages_per_second;
@@ -206,7 +206,7 @@ fn pressure_slows_down_to_a_tenth_and_its_end_is_noticed() {
 }
 
 #[test]
-fn a_page_that_gets_dearer_keeps_to_the_budget_within_a_second() {
+fn ksm_stays_within_the_cpu_budget_when_scanning_a_page_becomes_slower() {
     let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(10.0, 1));
     ksmd.cost = 1e-6;
@@ -222,7 +222,7 @@ fn a_page_that_gets_dearer_keeps_to_the_budget_within_a_second() {
 }
 
 #[test]
-fn a_page_that_was_dear_once_is_found_cheap_again() {
+fn the_estimated_scan_cost_falls_again_after_a_short_slowdown() {
     let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 600));
     ksmd.steer(&mut steer, 5);
@@ -236,7 +236,7 @@ fn a_page_that_was_dear_once_is_found_cheap_again() {
 }
 
 #[test]
-fn a_kernel_that_does_not_count_scanned_pages_is_steered_by_what_was_asked() {
+fn steering_uses_the_requested_pages_if_the_kernel_does_not_count_scanned_pages() {
     let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 600));
     for _ in 0..30 {
@@ -252,7 +252,7 @@ fn a_kernel_that_does_not_count_scanned_pages_is_steered_by_what_was_asked() {
 }
 
 #[test]
-fn no_memory_to_merge_costs_next_to_nothing() {
+fn ksmd_scans_one_page_every_ten_seconds_if_no_memory_is_mergeable() {
     let ksmd = Ksmd::new(0, 0);
     let mut steer = Steer::new(goal(20.0, 60));
     steer.step(&ksmd.sample());
@@ -265,7 +265,7 @@ fn no_memory_to_merge_costs_next_to_nothing() {
 }
 
 #[test]
-fn scans_that_are_counted_from_0_again_begin_anew() {
+fn a_reset_of_the_full_scan_counter_starts_a_new_boost() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     ksmd.full_scans = 1000;
     let mut steer = Steer::new(goal(20.0, 20));

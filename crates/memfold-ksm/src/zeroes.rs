@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zeroes_are_counted_where_memory_is_mergeable() {
+    fn zero_pages_are_counted_in_mergeable_memory_only() {
         let page = PAGE_BYTES;
         let mut memory = vec![1_u8; 2001 * page];
         let first = (memory.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE_SIZE);

@@ -64,7 +64,7 @@ fn fast() -> Settings {
 /// A page that KSM merges loses its protection, so that nobody sees what is written to it: it must
 /// not be believed.
 #[test]
-fn a_page_that_was_merged_while_its_past_was_kept_is_not_believed() {
+fn a_page_that_ksm_merged_during_copy_before_write_is_not_trusted() {
     let _alone = alone();
     let Some(controls) = controls() else { return };
     let me = rustix::process::getpid();
@@ -167,7 +167,7 @@ fn ksmd_ticks() -> u64 {
 }
 
 #[test]
-fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
+fn equal_regions_are_merged_and_counted_and_a_panic_restores_the_ksm_settings() {
     const PAGES: u64 = 1024;
     const FIRST: u64 = 0x6d65_6d66_0000_0000;
     let _alone = alone();
@@ -217,7 +217,7 @@ fn equal_regions_merge_are_counted_and_a_panic_leaves_ksm_as_it_was() {
 /// What is folded is a view of a file: ksmd looks at no page of it, not even at copies that were
 /// written since, and each page is in one place of the ledger.
 #[test]
-fn folded_ranges_are_not_scanned_and_each_page_is_counted_once() {
+fn ksmd_does_not_scan_folded_ranges_and_the_ledger_counts_each_page_once() {
     const PAGES: u64 = 1024;
     const FIRST: u64 = 0x666f_6c64_0000_0000;
     let _alone = alone();
@@ -284,7 +284,7 @@ fn folded_ranges_are_not_scanned_and_each_page_is_counted_once() {
 }
 
 #[test]
-fn equal_cpu_keeps_ksmd_to_its_budget() {
+fn the_equal_cpu_study_arm_limits_ksmd_to_the_cpu_budget() {
     const PAGES: u64 = 1 << 15;
     const BUDGET: Duration = Duration::from_millis(700);
     const TICK: Duration = Duration::from_millis(10);
@@ -348,7 +348,7 @@ fn helper_process_for_the_other_tests() {
 }
 
 #[test]
-fn settings_of_a_killed_run_are_put_back_by_the_next() {
+fn ksm_settings_changed_by_a_killed_run_are_restored_by_the_next_run() {
     let _alone = alone();
     let Some(controls) = controls() else { return };
     let state = tempfile::tempdir().unwrap();
@@ -382,7 +382,7 @@ fn settings_of_a_killed_run_are_put_back_by_the_next() {
 /// What an estimate says that KSM would save is what it saves; and what is saved is not promised
 /// again.
 #[test]
-fn an_estimate_says_what_ksm_then_merges_and_not_a_second_time() {
+fn an_estimate_predicts_what_ksm_merges_and_excludes_merged_pages_afterwards() {
     const PAGES: u64 = 4096;
     const FIRST: u64 = 0x6573_7469_0000_0000;
     let _alone = alone();
