@@ -215,12 +215,12 @@ mod tests {
     }
 
     #[test]
-    fn sums_that_agree_are_not_shown() {
+    fn matching_ledger_sums_produce_no_disagreement() {
         assert_eq!(check(&agreeing()), []);
     }
 
     #[test]
-    fn each_sum_that_is_off_is_named() {
+    fn each_mismatched_ledger_sum_is_named() {
         type Break = fn(&mut Report);
         let cases: [(&str, Break); 6] = [
             ("sum of its parts", |r| r.vms[0].free_bytes = mib(361)),
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_held_against_the_change_of_mem_available() {
+    fn a_change_of_the_ledger_is_compared_with_the_change_of_mem_available() {
         let before = agreeing();
         let mut after = agreeing();
         after.host.unreclaimable_bytes = mib(290);

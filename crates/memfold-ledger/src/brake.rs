@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn the_brakes_level_rises_at_once_with_the_debt() {
+    fn the_brake_level_rises_immediately_with_the_debt() {
         let mut brake = Brake::default();
         // Ten GiB above the reserve.
         for (debt, level) in [
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn half_the_cover_lets_twice_as_much_be_shared() {
+    fn a_cover_of_50_percent_allows_twice_as_much_debt() {
         let half = BrakePolicy {
             cover_percent: 50.0,
             ..whole()
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn below_the_reserve_any_debt_brakes_and_none_does_not() {
+    fn below_the_reserve_any_debt_activates_the_brake() {
         assert_eq!(
             Brake::default().judge(&whole(), &look(0, 1, GIB)),
             Level::Braked
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn the_brakes_level_falls_only_after_ten_better_seconds() {
+    fn the_brake_level_falls_only_after_ten_seconds_of_lower_debt() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         // Not enough better, for however long.
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_comes_and_goes_does_not_make_the_brake_flap() {
+    fn alternating_debt_does_not_toggle_the_brake() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         let mut changes = 0;
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_level_falls_to_the_highest_that_was_seen_meanwhile() {
+    fn the_brake_level_falls_to_the_highest_level_of_the_last_ten_seconds() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         for second in 1..=10 {
@@ -345,7 +345,7 @@ mod tests {
     /// Guests rewrite all they share, as fast as they can; each page rewritten is a page less
     /// available, and owed no more.
     #[test]
-    fn in_a_storm_the_brake_comes_while_the_reserve_is_whole() {
+    fn during_a_storm_of_writes_the_brake_activates_before_the_reserve_is_used() {
         let policy = BrakePolicy {
             cover_percent: 50.0,
             ..whole()
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn reserves_are_sizes_or_parts() {
+    fn a_reserve_is_parsed_as_a_size_or_a_percentage() {
         assert_eq!("2G".parse(), Ok(Reserve::Bytes(ByteSize(2 * GIB))));
         assert_eq!("10%".parse(), Ok(Reserve::Percent(10.0)));
         assert_eq!(Reserve::Percent(10.0).of(50), 5);

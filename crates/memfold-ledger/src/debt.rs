@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn doctor_says_what_the_brake_does_and_what_would_change_it() {
+    fn doctor_reports_the_state_of_the_brake_and_the_fix() {
         let report = |level, sharing_held, cover_percent| DebtReport {
             level,
             sharing_held,

@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn every_page_has_exactly_one_place() {
+    fn every_page_is_counted_in_exactly_one_class() {
         let template = StoreIdentity { dev: 9, ino: 9 };
         let vmas = [
             vma(0, 14, None),
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn untouched_store_pages_and_huge_pages_are_counted() {
+    fn untouched_page_store_pages_and_huge_pages_are_counted() {
         let vmas = [vma(0, 8, Some(STORE)), vma(8, 1032, None)];
         let stretches = stretches(&vmas, Hva(0), Hva(1032 * PAGE_SIZE), &[STORE]);
         let places = sort_pages(
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_and_slots_are_counted_once() {
+    fn ram_blocks_and_memory_slots_are_counted_once() {
         let mut layout = RamLayout::default();
         layout.blocks.push(memfold_vm::RamBlock {
             name: "ram".into(),

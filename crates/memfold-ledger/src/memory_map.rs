@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_is_split_over_its_cells_and_loses_no_page() {
+    fn a_run_is_split_over_the_cells_of_the_memory_map_without_losing_a_page() {
         let mut cells = vec![[0; 7]; 4];
         add(&mut cells, 0, 5, 10, 0);
         add(&mut cells, 5, 31, 10, 2);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn cells_that_do_not_follow_the_one_before_say_where_they_lie() {
+    fn a_memory_map_cell_after_an_address_gap_records_its_address() {
         let place = |(cell, address)| CellPlace { cell, address };
         let mut places = Vec::new();
         // A hole of the guest's addresses, one that it doesn't see, and the next range.

@@ -450,7 +450,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn kinds_and_numbers_are_read_and_others_refused() {
+    fn vm_kinds_and_counts_are_parsed_and_malformed_values_are_refused() {
         let web = ("web".to_owned(), vec!["a".to_owned(), "b".to_owned()]);
         assert_eq!(parse_kind("web=a,b"), Ok(web));
         assert_eq!(parse_number("web=20"), Ok(("web".to_owned(), 20)));
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn vms_grow_as_they_have_lately_to_all_of_their_ram_at_most() {
+    fn the_plan_extrapolates_recent_vm_growth_up_to_the_ram_size() {
         let growths = |bytes| Growths::from([("a".to_owned(), bytes)]);
         let of = |bytes: i64, hours| {
             let order = Order {
@@ -543,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn one_more_vm_takes_its_private_memory_and_not_what_is_shared_already() {
+    fn the_plan_counts_only_the_private_memory_of_an_additional_vm() {
         let now = planned(&report(), &[]);
         assert_eq!(now.predicted_bytes, 2_000 * MIB);
         assert_eq!(now.plus_minus_bytes, Some(0));
@@ -560,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn both_limits_bound_what_fits_and_the_error_bar_counts() {
+    fn the_number_of_vms_that_fit_is_limited_by_memory_and_by_debt_and_by_the_error_bar() {
         let mut exact = report();
         exact.vms[1] = vm("b", 150);
         let kind = planned(&exact, &[]).kinds.remove(0);
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn one_vm_alone_has_no_error_bar() {
+    fn a_plan_from_a_single_vm_has_no_error_bar() {
         let mut report = report();
         report.vms.truncate(1);
         let plan = planned(&report, &[("web".into(), 3)]);
@@ -591,7 +591,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_ksm_merged_is_counted_once_for_further_vms() {
+    fn memory_merged_by_ksm_is_counted_once_in_the_plan_for_additional_vms() {
         let mut report = report();
         for vm in &mut report.vms {
             vm.ksm_merged_bytes = Some(ByteSize::mib(60));
@@ -608,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_nobody_has_are_refused() {
+    fn a_plan_with_an_unknown_vm_or_kind_is_refused() {
         let report = report();
         let kind = |vms: &[&str]| {
             let vms = vms.iter().map(|&vm| vm.to_owned()).collect();

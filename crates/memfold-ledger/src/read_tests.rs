@@ -43,7 +43,7 @@ VmFlags: rd wr ex mr mw me
 ";
 
 #[test]
-fn smaps_give_mappings_and_what_is_in_them() {
+fn mappings_and_their_page_counts_are_parsed_from_smaps() {
     let (_tree, proc) = tree(&[("5/smaps", SMAPS)]);
     let smaps = proc.smaps(5).unwrap();
     let store = StoreIdentity {
@@ -75,7 +75,7 @@ fn smaps_give_mappings_and_what_is_in_them() {
 }
 
 #[test]
-fn unexpected_text_is_an_error_that_shows_it() {
+fn malformed_smaps_text_is_an_error() {
     for text in [
         "Rss: 4 kB\n",
         "7f-zz rw-p 0 00:00 0\n",
@@ -90,7 +90,7 @@ fn unexpected_text_is_an_error_that_shows_it() {
 }
 
 #[test]
-fn a_rollup_is_read_and_a_kernel_thread_has_none() {
+fn smaps_rollup_is_parsed_and_is_absent_for_a_kernel_thread() {
     let rollup = "563a07f38000-7ffd66250000 ---p 00000000 00:00 0    [rollup]\nRss:  1764 kB\nPss:  266 kB\nPss_Dirty: 112 kB\nPss_Anon:  112 kB\nPss_File:  154 kB\nPss_Shmem:  0 kB\n";
     let (_tree, proc) = tree(&[("5/smaps_rollup", rollup), ("6/smaps_rollup", "")]);
     let read = proc.rollup(5).unwrap().unwrap();
@@ -102,7 +102,7 @@ fn a_rollup_is_read_and_a_kernel_thread_has_none() {
 }
 
 #[test]
-fn zones_are_computed_as_the_kernel_does() {
+fn zone_reserves_are_computed_with_the_formula_of_the_kernel() {
     // DMA keeps its protection (6091) up to what it manages, DMA32 likewise; the lists of a CPU
     // have a `high` too.
     let zoneinfo = "\
@@ -159,7 +159,7 @@ fn eight_thousand_mappings_are_read_in_well_under_a_second() {
 }
 
 #[test]
-fn this_machine_s_own_files_are_read() {
+fn the_proc_files_of_the_running_kernel_are_parsed() {
     let proc = Proc::default();
     let pid = rustix::process::getpid().as_raw_nonzero().get();
     let (maps, smaps) = (proc.maps(pid).unwrap(), proc.smaps(pid).unwrap());

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn two_vms_have_the_pages_of_one_file_in_common_that_both_map() {
+    fn shared_pages_of_two_vms_are_the_file_pages_mapped_by_each_vm() {
         let a = of(
             "a",
             vec![
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_not_the_file_s_and_untouched_pages_only_a_store_s() {
+    fn private_copies_and_swapped_pages_do_not_count_as_pages_of_the_mapped_file() {
         let vma = Vma {
             start: Hva(0),
             end: Hva(10 * PAGE_SIZE),

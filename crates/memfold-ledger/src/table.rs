@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_stand_under_each_other_and_losses_show_their_sign() {
+    fn ledger_table_columns_are_aligned_and_negative_savings_have_a_minus_sign() {
         let mut report = Report::default();
         for (name, mib) in [("web", 512), ("database", 2)] {
             report.vms.push(VmAccount {

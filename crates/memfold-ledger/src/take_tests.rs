@@ -17,7 +17,7 @@ fn smap(start: u64, end: u64, pss_kib: u64) -> Smap {
 }
 
 #[test]
-fn pss_is_split_into_ram_and_the_rest_of_qemu() {
+fn the_pss_of_qemu_is_split_into_guest_ram_and_other_memory() {
     let mut folded = smap(0x20_0000, 0x30_0000, 300);
     folded.vma.file = Some(STORE);
     folded.anonymous_bytes = ByteSize::kib(200);
@@ -56,7 +56,7 @@ fn pss_is_split_into_ram_and_the_rest_of_qemu() {
 }
 
 #[test]
-fn a_store_page_counts_once_on_the_host_however_many_map_it() {
+fn a_store_page_counts_once_on_the_host_although_many_vms_map_it() {
     let tree = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(tree.path().join("sys/vm")).unwrap();
     std::fs::write(tree.path().join("sys/vm/max_map_count"), "65530\n").unwrap();
@@ -105,7 +105,7 @@ fn a_store_page_counts_once_on_the_host_however_many_map_it() {
 }
 
 #[test]
-fn pages_merged_in_ended_processes_are_not_counted_as_saved() {
+fn ksm_pages_of_ended_processes_are_not_counted_as_saved() {
     let mut ksm = KsmAccount {
         general_profit_bytes: 50 << 20,
         merging_pages: Some(0),

@@ -195,7 +195,7 @@ fn exact(estimate: Estimate) -> u64 {
 }
 
 #[test]
-fn every_page_is_in_its_class() {
+fn the_estimate_assigns_every_page_to_the_correct_class() {
     if !root() {
         return;
     }
@@ -257,7 +257,7 @@ fn every_page_is_in_its_class() {
 
 /// Room for a fifth of the contents: the error bars hold the truth.
 #[test]
-fn a_sample_holds_the_truth_within_its_error_bars() {
+fn the_exact_count_lies_within_the_error_bars_of_a_sampled_estimate() {
     if !root() {
         return;
     }
@@ -298,7 +298,7 @@ fn a_sample_holds_the_truth_within_its_error_bars() {
 }
 
 #[test]
-fn savings_are_credited_to_the_files_that_pages_cache() {
+fn estimated_savings_are_attributed_to_the_files_that_the_pages_cache() {
     if !root() {
         return;
     }
@@ -369,7 +369,7 @@ fn savings_are_credited_to_the_files_that_pages_cache() {
 }
 
 #[test]
-fn an_estimate_out_of_time_says_how_much_it_read_and_stays_a_lower_bound() {
+fn an_estimate_at_its_time_limit_reports_the_share_read_and_a_lower_bound() {
     if !root() {
         return;
     }
@@ -395,7 +395,7 @@ fn an_estimate_out_of_time_says_how_much_it_read_and_stays_a_lower_bound() {
 }
 
 #[test]
-fn a_vm_that_ended_is_left_out_and_ctrl_c_ends_it() {
+fn an_estimate_skips_an_ended_vm_and_stops_on_ctrl_c() {
     if !root() {
         return;
     }

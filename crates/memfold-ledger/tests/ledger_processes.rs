@@ -186,7 +186,7 @@ fn in_a_quiet_moment<E: std::fmt::Debug>(mut attempt: impl FnMut() -> Result<(),
 }
 
 #[test]
-fn every_page_is_counted_in_its_place_and_sums_agree() {
+fn every_page_is_counted_in_the_correct_class_and_ledger_sums_match_the_kernel() {
     let store = memfd("store", STORE_PAGES);
     let id = StoreIdentity::of(&store).unwrap();
     let (a, b) = (
@@ -239,7 +239,7 @@ fn every_page_is_counted_in_its_place_and_sums_agree() {
 }
 
 #[test]
-fn the_ledger_s_sum_moves_with_mem_available() {
+fn the_ledger_sum_changes_with_mem_available() {
     in_a_quiet_moment(|| {
         let before = Report::new(host(&[], &[]), vec![]);
         let store = memfd("store", STORE_PAGES);
@@ -262,7 +262,7 @@ fn the_ledger_s_sum_moves_with_mem_available() {
 }
 
 #[test]
-fn physical_pages_are_shared_within_a_store_and_never_between_two() {
+fn page_frames_are_shared_within_one_page_store_and_never_between_two_page_stores() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("frame numbers need root");
     }
@@ -303,7 +303,7 @@ fn a_vm_with_eight_thousand_mappings_is_read_in_well_under_a_second() {
 }
 
 #[test]
-fn a_vm_that_ended_is_an_error() {
+fn reading_the_memory_of_an_ended_vm_is_an_error() {
     let store = memfd("store", STORE_PAGES);
     let actor = Actor::start(&store, 1, 16, 0);
     let (pid, layout) = (actor.pid(), actor.layout.clone());
@@ -313,7 +313,7 @@ fn a_vm_that_ended_is_an_error() {
 
 /// QEMU without a guest: its firmware runs under TCG and ends in "no bootable device".
 #[test]
-fn a_real_qemu_s_sums_agree_and_its_translated_code_is_told_apart() {
+fn ledger_sums_of_a_real_qemu_match_the_kernel_and_tcg_code_is_counted_separately() {
     const RAM_MIB: u64 = 256;
     let Ok(mut qemu) = Command::new("qemu-system-x86_64")
         .args([

@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_made_once_for_its_owner_and_read_again() {
+    fn a_fingerprint_key_is_created_once_and_is_readable_by_its_owner_only() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("key");
         let (made, new) = Key::open(&path).unwrap();
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn contents_common_to_two_vms_are_in_both_fingerprints_at_any_level() {
+    fn contents_shared_by_two_vms_are_in_the_fingerprints_of_each_vm_at_any_level() {
         // 40,000 contents each, of which 30,000 are the same.
         let contents: Vec<(u32, u64)> = (0..40_000)
             .flat_map(|number| [(0, scrambled(number)), (1, scrambled(number + 10_000))])
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_leave_out_volatile_pages_and_hold_frequent_ones_once() {
+    fn fingerprints_contain_frequent_pages_once_and_exclude_volatile_pages() {
         let mut contents = vec![(0, u64::MAX); 9];
         contents.push((1, 5));
         let mut looked = looked(&contents, 1 << 10);

@@ -525,7 +525,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_piece_comes_once_in_whatever_order() {
+    fn a_shuffled_list_contains_every_item_once() {
         let mut all: Vec<u32> = (0..1000).collect();
         shuffle(&mut all, 5);
         assert_ne!(all[..10], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_in_one_frame_are_merged_but_for_the_first_if_all_are_known() {
+    fn copies_that_share_a_page_frame_count_as_merged_except_the_first_copy() {
         let merged = |room: usize| {
             let mut frequent = Frequent::new(1.0, room);
             for page in 0..1000 {
@@ -560,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_are_not_there_are_told_and_the_others_read() {
+    fn missing_pages_are_reported_and_present_pages_are_hashed() {
         let mapping = memfold_sys::region::Mapping::anonymous(4, true).unwrap();
         mapping.area().write(&[7; 4 * 512]);
         let first = mapping.area().start().0 / PAGE_SIZE;

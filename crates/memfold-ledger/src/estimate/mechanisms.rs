@@ -279,7 +279,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folding_costs_what_was_measured_and_in_between_something_between() {
+    fn the_folding_cost_is_interpolated_between_measured_run_lengths() {
         for (pages, us) in FOLD_US {
             assert!(
                 (fold_us(pages) - us).abs() < 1e-9,

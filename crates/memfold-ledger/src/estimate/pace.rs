@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_that_never_ends_keeps_to_its_share() {
+    fn endless_work_stays_within_its_cpu_share() {
         let stop = AtomicBool::new(false);
         let pace = Pace::new(0.2, None, &stop);
         let mut sum = 0_u64;
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn debts_are_not_slept_off_beyond_the_end() {
+    fn a_sleep_for_the_cpu_share_ends_at_the_time_limit() {
         let stop = AtomicBool::new(false);
         let pace = Pace::new(1e-9, None, &stop);
         let end = Duration::from_millis(30);
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_estimate_is_interrupted_also_while_it_sleeps() {
+    fn an_estimate_can_be_interrupted_during_a_sleep() {
         let stop = AtomicBool::new(true);
         let pace = Pace::new(1.0, None, &stop);
         let kept = pace.keep(None);

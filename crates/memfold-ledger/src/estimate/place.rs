@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn vms_that_are_alike_come_together() {
+    fn a_placement_moves_similar_vms_to_the_same_host() {
         let prints = [
             host("a", 8, vec![web("w1"), db("d1"), web("w2")]),
             host("b", 8, vec![db("d2"), web("w3"), db("d3")]),
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn full_hosts_exchange_vms() {
+    fn a_placement_swaps_vms_between_full_hosts() {
         // 100 for others, 100 + 100 for two VMs: 300 of 330.
         let mut prints = [
             host("a", 1, vec![web("w1"), db("d1")]),
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_without_enough_memory_is_relieved_whatever_that_saves() {
+    fn a_vm_is_moved_off_a_host_without_enough_memory_even_without_savings() {
         let mut prints = [
             host("a", 1, vec![web("w1"), web("w2"), db("d1")]),
             host("b", 1, Vec::new()),
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn no_move_leaves_a_host_with_less_than_it_has_to_keep() {
+    fn no_proposed_move_leaves_a_host_with_less_than_its_reserve() {
         // Two that share 50 MiB would take 250 of b's 240.
         let mut prints = [host("a", 8, vec![web("w1")]), host("b", 8, vec![web("w2")])];
         for print in &mut prints {
@@ -591,7 +591,7 @@ mod tests {
     }
 
     #[test]
-    fn trust_domains_share_nothing() {
+    fn vms_of_different_trust_domains_count_no_shared_memory() {
         let alone = |name: &str| vm(name, None, 1, 100);
         let other = vm("o", Some("other"), 1, 100);
         let prints = [

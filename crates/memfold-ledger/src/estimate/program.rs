@@ -173,7 +173,7 @@ Rss:                   0 kB
 ";
 
     #[test]
-    fn a_program_is_split_by_mode_and_written_pages_are_not_shareable() {
+    fn memory_of_a_program_is_split_by_mapping_mode_and_written_pages_are_not_shareable() {
         let tree = tempfile::tempdir().unwrap();
         for (pid, comm) in [(5, "program"), (6, "other"), (7, "program")] {
             let directory = tree.path().join(pid.to_string());

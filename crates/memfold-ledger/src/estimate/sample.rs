@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn with_room_for_all_the_sum_is_exact() {
+    fn a_sample_with_room_for_all_pages_gives_an_exact_sum() {
         let (sum, plus_minus, sample) = estimated(1 << 20, 7);
         assert_eq!((sum, plus_minus), (truth(), 0.0));
         assert!(sample.frequent.is_empty());
@@ -283,7 +283,7 @@ mod tests {
     /// Unbiased, and the interval holds the truth as often as it says: checks that a wrong weight,
     /// a lost copy or a content that is drawn too often would fail.
     #[test]
-    fn sums_are_right_on_average_and_error_bars_hold_what_they_say() {
+    fn estimated_sums_are_unbiased_and_error_bars_have_the_stated_coverage() {
         const SEEDS: u32 = 400;
         let truth = truth();
         let (mut sum, mut squares, mut inside) = (0.0, 0.0, 0);
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn the_content_with_most_copies_is_counted_whole() {
+    fn the_content_with_the_most_copies_is_counted_exactly() {
         let (.., sample) = estimated(2048, 3);
         let most = sample
             .frequent
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_content_all_copies_are_drawn_or_none() {
+    fn a_sample_contains_all_copies_of_a_content_or_no_copy() {
         let (.., sample) = estimated(2048, 11);
         let population = population();
         for group in sample.pages.chunk_by(|a, b| a.hash == b.hash) {

@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_that_are_shared_already_count_once() {
+    fn page_frames_that_are_already_shared_count_once() {
         let mut looked = looked();
         looked.sample.pages = vec![
             // Three pages in two frames, one of which the other VM maps, too.
@@ -556,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_changed_between_two_readings_is_volatile_and_no_copy() {
+    fn a_page_that_changed_between_two_reads_counts_as_volatile_and_not_as_a_copy() {
         let mut looked = looked();
         let changed = |seen| Seen {
             again: Again::Changed,
@@ -575,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn a_content_with_many_copies_is_counted_by_number_and_ksm_keeps_a_page_of_each_256() {
+    fn the_ksm_estimate_keeps_one_page_of_every_256_copies_of_a_content() {
         let mut looked = looked();
         let mut frequent = Frequent::new(1.0, 64);
         for (vm, copies) in [(0, 10_000), (1, 5000), (2, 10)] {
@@ -617,7 +617,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_need_no_copy_but_ksm_keeps_one_unless_it_uses_the_kernels() {
+    fn zero_pages_need_no_copy_except_for_ksm_without_use_zero_pages() {
         let mut looked = looked();
         for page in 0..2048 {
             let huge = page >= 1024;
@@ -642,7 +642,7 @@ mod tests {
     }
 
     #[test]
-    fn folding_leaves_huge_pages_whole_that_cache_little() {
+    fn the_folding_estimate_excludes_huge_pages_with_few_cached_pages() {
         use super::super::facts::FileRun;
         let mut looked = looked();
         // In each VM 63 pages of a file in one huge page, and 64 in the next.

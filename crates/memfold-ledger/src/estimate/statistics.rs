@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_that_was_never_found_is_not_certain() {
+    fn a_share_of_zero_in_a_sample_has_an_error_bar() {
         let sum = Sum::of_share(0, 100, 10_000);
         assert_eq!(sum.bytes().bytes, 0);
         // 3 in 100 would have been missed with a chance of 1 in 20.

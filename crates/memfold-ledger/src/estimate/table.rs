@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_stand_under_each_other_and_unknown_ones_are_not_zero() {
+    fn estimate_table_columns_are_aligned_and_unknown_figures_are_not_shown_as_zero() {
         let mib = |n: u64, bar: u64| Estimate {
             bytes: n << 20,
             plus_minus_bytes: bar << 20,

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_found_in_its_file_and_its_range() {
+    fn a_page_is_mapped_to_its_cached_file_and_its_memory_range() {
         let range = |start: u64, end: u64, mergeable| Range {
             start: start << 12,
             end: end << 12,
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn domains_are_those_of_the_daemon_unless_said_otherwise() {
+    fn trust_domains_come_from_the_daemon_unless_an_option_overrides_them() {
         let vm = KnownVm {
             domain: Some("d".into()),
             ..KnownVm::default()
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn vms_are_chosen_by_number_or_by_a_name_that_one_has() {
+    fn a_vm_is_selected_by_process_id_or_by_a_unique_name() {
         let found = [
             (5, "a".to_owned()),
             (6, "b".to_owned()),

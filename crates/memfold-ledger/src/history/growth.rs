@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trend_is_found_beside_a_boot_and_peaks() {
+    fn a_growth_trend_is_found_despite_a_boot_and_peaks() {
         // 10 MiB an hour after a boot of 300 MiB in ten minutes; each tenth sample is a peak.
         let bytes = |n: i64| {
             let boot = (n * 15).min(300) << 20;
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flat_history_has_no_growth_and_a_short_one_no_answer() {
+    fn a_flat_history_has_zero_growth_and_a_short_history_has_no_trend() {
         let flat: Vec<(i64, i64)> = (0..40).map(|n| (n * 30, 7 << 20)).collect();
         assert_eq!(growth(&series(&flat)).unwrap().bytes_per_hour, 0);
         let less: Vec<(i64, i64)> = (0..40).map(|n| (n * 30, (100 - n) << 20)).collect();

@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_history_lets_go_of_its_oldest_and_goes_on() {
+    fn a_full_history_database_deletes_its_oldest_samples_and_adds_new_samples() {
         let (directory, mut history) = open();
         // 400 KiB: a hundred pages.
         let most = 100;
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_daemon_cleans_up_the_history_of_the_one_before() {
+    fn a_new_daemon_cleans_up_the_history_of_the_previous_daemon() {
         let (directory, mut history) = open();
         history.add(BEGIN, &host(1), &[vm("web", 1)], &[]).unwrap();
         drop(history);
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn more_samples_of_vms_than_are_kept_go_oldest_first() {
+    fn vm_samples_above_the_limit_are_deleted_oldest_first() {
         let (_directory, mut history) = open();
         history.add(BEGIN, &host(1), &[vm("old", 1)], &[]).unwrap();
         let rows = MOST_VM_ROWS + 500;
@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_come_back_as_they_were_and_means_where_points_are_few() {
+    fn samples_are_returned_unchanged_or_as_means_if_fewer_points_are_requested() {
         let (_directory, mut history) = open();
         for n in 0..60 {
             let at = BEGIN + n * 30;
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn trends_are_of_all_vms_in_few_points() {
+    fn trends_contain_all_vms_with_the_requested_number_of_points() {
         let (_directory, mut history) = open();
         for n in 0..60 {
             let mut of = vm("web", 0);
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trend_is_as_long_as_the_time_that_was_asked_for_however_young_its_vm_is() {
+    fn a_trend_covers_the_requested_time_although_its_vm_is_newer() {
         let (_directory, mut history) = open();
         let all = [vm("old", 0), vm("young", 0)];
         for n in 0..=120 {
@@ -560,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn fine_samples_end_after_a_day_and_coarse_ones_after_ninety() {
+    fn fine_samples_are_deleted_after_a_day_and_coarse_samples_after_ninety_days() {
         let (_directory, mut history) = open();
         let every = 600;
         for n in 0..(100 * DAY / every) {
@@ -584,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_from_a_clock_that_was_ahead_are_replaced() {
+    fn samples_with_times_in_the_future_are_replaced_after_a_clock_correction() {
         let (_directory, mut history) = open();
         let add = |history: &mut History, at, value| {
             let vms = [vm("web", value)];
@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_was_away_goes_on_where_the_last_one_ended() {
+    fn a_restarted_daemon_completes_the_coarse_samples_of_the_previous_daemon() {
         let (directory, mut history) = open();
         history.add(BEGIN, &host(1), &[], &[]).unwrap();
         drop(history);
@@ -624,7 +624,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_bounded_and_newest_come_first() {
+    fn the_event_list_is_bounded_and_sorted_newest_first() {
         let (_directory, mut history) = open();
         let event = |n: i64| Event {
             at_unix_s: 0,
@@ -647,7 +647,7 @@ mod tests {
     }
 
     #[test]
-    fn a_history_of_an_older_version_goes_on_with_what_it_holds() {
+    fn a_history_database_of_an_older_version_is_upgraded_and_keeps_its_samples() {
         /// Number of the host's figures in version 1.
         const OLD: usize = 16;
         let (directory, history) = open();
@@ -680,7 +680,7 @@ mod tests {
     }
 
     #[test]
-    fn a_history_of_a_later_version_is_left_alone() {
+    fn a_history_database_of_a_later_version_is_refused() {
         let (directory, history) = open();
         history
             .connection
