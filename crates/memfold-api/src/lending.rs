@@ -205,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn iscsi_leaves_this_host_only_if_that_is_agreed_to() {
+    fn iscsi_on_a_non_loopback_address_is_refused_without_the_cleartext_option() {
         let request = |words: &str| -> LendRequest {
             serde_json::from_str(&format!(r#"{{"max_bytes": 1, {words}}}"#)).unwrap()
         };

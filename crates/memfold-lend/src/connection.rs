@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_s_end_is_seen_and_made_from_outside() {
+    fn a_connection_of_another_process_can_be_watched_and_shut_down() {
         let process = myself();
         let (listener, address) = tcp();
         assert!(Wire::find(&process, &address).unwrap().is_none());
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_for_a_silent_peer_ends_at_its_deadline() {
+    fn a_read_from_a_silent_peer_ends_at_the_deadline() {
         let (listener, address) = tcp();
         let begun = Instant::now();
         let got = within(&myself(), &address, Duration::from_millis(300), || {

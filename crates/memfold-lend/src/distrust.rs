@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lender_that_lied_is_distrusted_for_an_hour_or_until_it_is_trusted() {
+    fn a_lender_that_returned_wrong_data_is_distrusted_for_one_hour() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("distrusted.json");
         let mut distrust = Distrust::open(&file);

@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_endpoints_from_elsewhere_are_checked() {
+    fn host_names_and_endpoints_from_other_hosts_are_validated() {
         for bad in ["", "-a", "a/b", "a b", "a\n", &"a".repeat(65)] {
             assert!(check_name("host", bad).is_err(), "{bad}");
         }
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_not_shown() {
+    fn debug_output_of_an_endpoint_contains_no_key() {
         let key = Key {
             identity: "a".into(),
             hex: "0123456789abcdef".repeat(4),

@@ -283,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_read_as_etcd_writes_them() {
+    fn json_responses_of_etcd_are_parsed() {
         // Of etcd 3.4.23.
         let text = r#"{"header":{"cluster_id":"14841639068965178418","revision":"7","raft_term":"2"},"succeeded":true,
             "responses":[{"response_range":{"header":{"revision":"7"},"kvs":[{"key":"YS8x","create_revision":"2",
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_ends_before_the_next_name() {
+    fn the_end_of_an_etcd_key_prefix_range_is_computed() {
         assert_eq!(end_of("a/"), b"a0");
     }
 }

@@ -172,7 +172,7 @@ fn advance(more: Duration) -> Box<dyn Fn(Duration)> {
 }
 
 #[test]
-fn an_etcd_keeps_leases() {
+fn the_etcd_registry_passes_the_lease_test_suite() {
     let Some(cluster) = Cluster::start(1) else {
         return;
     };
@@ -188,7 +188,7 @@ fn an_etcd_keeps_leases() {
 
 /// Several managers, each of which may see a key later than the others.
 #[test]
-fn several_clients_of_one_etcd_keep_leases() {
+fn several_clients_of_one_etcd_pass_the_lease_test_suite() {
     let Some(cluster) = Cluster::start(1) else {
         return;
     };
@@ -220,7 +220,7 @@ fn check_given(picture: &Picture, given: &[Lease]) {
 }
 
 #[test]
-fn an_etcd_that_is_killed_and_started_again_forgets_nothing_and_gives_nothing_twice() {
+fn a_restarted_etcd_loses_no_lease_and_grants_no_memory_twice() {
     const BYTES: u64 = 1000;
     let Some(mut cluster) = Cluster::start(1) else {
         return;
@@ -279,7 +279,7 @@ fn an_etcd_that_is_killed_and_started_again_forgets_nothing_and_gives_nothing_tw
 }
 
 #[test]
-fn a_member_cut_off_from_etcd_gets_no_lease_and_later_none_twice() {
+fn a_host_cut_off_from_the_etcd_majority_gets_no_lease_and_no_memory_is_granted_twice() {
     let Some(cluster) = Cluster::start(3) else {
         return;
     };
@@ -357,7 +357,7 @@ fn offer_until(registry: &EtcdRegistry) {
 }
 
 #[test]
-fn a_member_that_is_gone_is_passed_over() {
+fn an_unreachable_etcd_member_is_skipped() {
     let Some(mut cluster) = Cluster::start(3) else {
         return;
     };
@@ -375,7 +375,7 @@ fn a_member_that_is_gone_is_passed_over() {
 }
 
 #[test]
-fn no_export_outlives_its_deadline_when_etcd_stands_still() {
+fn no_export_outlives_its_deadline_while_etcd_is_stopped() {
     const MIB: u64 = 1 << 20;
     let nbdkit = Command::new("nbdkit").arg("--version").output();
     if nbdkit.is_err() {
@@ -431,7 +431,7 @@ fn no_export_outlives_its_deadline_when_etcd_stands_still() {
 }
 
 #[test]
-fn an_etcd_that_speaks_nonsense_or_is_not_there_is_named() {
+fn an_unreachable_etcd_and_a_malformed_etcd_answer_are_reported() {
     let port = free_ports(1)[0];
     let member = Member {
         host: "127.0.0.1".into(),

@@ -56,7 +56,7 @@ fn wait(what: &str, ready: impl FnMut() -> bool) {
 }
 
 #[test]
-fn an_export_is_locked_memory_for_one_client_and_nothing_stays_of_it() {
+fn an_export_uses_locked_memory_and_serves_one_client_and_leaves_no_file() {
     if !there() {
         return;
     }
@@ -102,7 +102,7 @@ fn an_export_is_locked_memory_for_one_client_and_nothing_stays_of_it() {
 }
 
 #[test]
-fn over_tcp_a_key_is_needed_that_is_in_a_file_of_its_own() {
+fn a_tcp_export_requires_a_tls_key_that_is_stored_in_a_private_file() {
     if !there() {
         return;
     }
@@ -157,7 +157,7 @@ fn over_tcp_a_key_is_needed_that_is_in_a_file_of_its_own() {
 }
 
 #[test]
-fn exports_keep_to_their_ports_and_announce_what_they_were_told() {
+fn exports_use_only_the_given_ports_and_announce_the_given_address() {
     if !there() {
         return;
     }
@@ -186,7 +186,7 @@ fn exports_keep_to_their_ports_and_announce_what_they_were_told() {
 }
 
 #[test]
-fn a_stopped_export_is_detected_and_ended() {
+fn an_export_process_stopped_by_a_signal_is_detected_and_ended() {
     if !there() {
         return;
     }
@@ -200,7 +200,7 @@ fn a_stopped_export_is_detected_and_ended() {
 }
 
 #[test]
-fn an_export_without_enough_memory_fails_and_leaves_nothing() {
+fn an_export_that_exceeds_the_available_memory_fails_and_leaves_no_files() {
     if !there() {
         return;
     }
@@ -219,7 +219,7 @@ fn an_export_without_enough_memory_fails_and_leaves_nothing() {
 }
 
 #[test]
-fn an_export_ends_with_the_process_that_started_it_also_with_a_silent_client() {
+fn an_export_with_a_silent_client_ends_with_the_process_that_started_it() {
     if !there() {
         return;
     }
@@ -234,7 +234,7 @@ fn an_export_ends_with_the_process_that_started_it_also_with_a_silent_client() {
 }
 
 #[test]
-fn the_watcher_of_an_export_ends_with_it() {
+fn the_watcher_process_of_an_export_ends_with_the_export() {
     if !there() {
         return;
     }

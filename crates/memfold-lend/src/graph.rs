@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn when_an_answer_is_lost_the_device_tells_what_it_uses_or_nothing_is_known() {
+    fn after_a_lost_qmp_answer_the_node_in_use_is_read_from_the_device() {
         for used in [Some("swap1"), Some("swap0"), None] {
             let place = tempfile::tempdir().unwrap();
             let path = place.path().join("q");
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_writes_faster_than_is_copied_is_slowed_down_until_its_disk_is_switched() {
+    fn a_guest_that_writes_faster_than_the_mirror_is_throttled_until_the_disk_switch() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("q");
         let listener = UnixListener::bind(&path).unwrap();
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn generations_are_read_from_names() {
+    fn the_generation_is_parsed_from_a_block_node_name() {
         for (name, generation) in [
             ("swap0", Some(0)),
             ("swap12", Some(12)),
@@ -614,7 +614,7 @@ mod tests {
     }
 
     #[test]
-    fn the_note_of_a_daemon_before_relays_is_read() {
+    fn a_borrow_record_of_a_daemon_version_without_relays_is_read() {
         let note = r#"{"generation":1,"durability":"disk","bytes":4096,
             "parts":[{"lease":7,"lender":"a","address":{"tcp":{"ip":"127.0.0.1","port":1}},"lost":false}],
             "copy":"/c","copy_failed":false,"copy_unwatched":false,"phase":"lent"}"#;
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_of_the_copy_and_of_lent_memory_are_told_from_others() {
+    fn qemu_events_distinguish_failures_of_the_copy_from_failures_of_lent_memory() {
         let part = Part {
             first: Stripe {
                 lease: LeaseId(1),

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn each_lender_s_death_names_the_vms_that_it_hurts_and_how() {
+    fn the_impact_of_a_lost_lender_lists_the_affected_vms_and_their_data_loss() {
         let picture = Picture {
             lenders: Vec::new(),
             leases: vec![

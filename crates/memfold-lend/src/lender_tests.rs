@@ -106,7 +106,7 @@ impl Host {
 }
 
 #[test]
-fn borrowers_with_a_copy_return_first_and_others_get_time_to_make_one() {
+fn borrowers_with_a_copy_return_memory_first_and_others_get_time_to_copy() {
     let (disk, replica, none) = (Durability::Disk, Durability::Replica, Durability::None);
     let mut leases = [(none, 8), (disk, 1), (replica, 4), (disk, 2)];
     leases.sort_by_key(|&(durability, gib)| hurt(durability, gib));
@@ -119,7 +119,7 @@ fn borrowers_with_a_copy_return_first_and_others_get_time_to_make_one() {
 }
 
 #[test]
-fn a_borrower_with_a_copy_gets_a_shorter_deadline_in_need() {
+fn a_borrower_with_a_copy_gets_a_shorter_deadline_if_memory_is_short() {
     let (disk, none) = (Durability::Disk, Durability::None);
     for (durability, recall_ms, hurries) in [
         (disk, Some(9_000), true),
@@ -166,7 +166,7 @@ fn a_lease_is_exported_and_its_memory_is_freed_when_released() {
 }
 
 #[test]
-fn an_export_ends_at_its_deadline_and_when_it_is_killed_or_stands_still() {
+fn an_export_ends_at_its_deadline_or_after_its_process_is_killed_or_stopped() {
     let Some(host) = host(64 * MIB) else { return };
     let short = host.take(16 * MIB, Duration::from_secs(12));
     let path = host.wait_exported(short.id);
@@ -197,7 +197,7 @@ fn process_with(log: &Path) -> Pid {
 }
 
 #[test]
-fn a_lender_that_ends_takes_everything_back_and_one_that_is_dropped_leaves_nothing() {
+fn a_lender_that_ends_recalls_all_leases_and_a_dropped_lender_leaves_no_export() {
     let Some(host) = host(64 * MIB) else { return };
     let lease = host.take(16 * MIB, Duration::from_secs(60));
     host.wait_exported(lease.id);
@@ -288,7 +288,7 @@ fn look_until_exported(registry: &SqliteRegistry, work: &mut Work, id: LeaseId) 
 }
 
 #[test]
-fn a_published_export_is_known_although_the_answer_was_lost() {
+fn an_export_whose_publication_answer_was_lost_is_recognised_as_published() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -302,7 +302,7 @@ fn a_published_export_is_known_although_the_answer_was_lost() {
 }
 
 #[test]
-fn a_lease_that_holds_the_only_copy_is_not_ended_in_need() {
+fn a_lease_that_holds_the_only_copy_is_not_ended_if_memory_is_short() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -319,7 +319,7 @@ fn a_lease_that_holds_the_only_copy_is_not_ended_in_need() {
 }
 
 #[test]
-fn a_registry_that_is_slow_keeps_no_lender_from_looking() {
+fn a_slow_registry_does_not_stop_the_lender_from_checking_host_memory() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -376,7 +376,7 @@ fn a_released_lease_is_not_recalled() {
 }
 
 #[test]
-fn a_registry_that_begins_anew_leaves_borrowers_their_time() {
+fn an_export_missing_from_a_new_registry_is_kept_until_its_deadline() {
     let Some(host) = host(64 * MIB) else { return };
     let lease = host.take(16 * MIB, Duration::from_secs(20));
     let path = host.wait_exported(lease.id);
@@ -394,7 +394,7 @@ fn a_registry_that_begins_anew_leaves_borrowers_their_time() {
 }
 
 #[test]
-fn a_clock_that_was_set_back_keeps_no_lender_out() {
+fn a_lender_registers_although_the_clock_was_set_back() {
     let Some(host) = host(64 * MIB) else { return };
     let directory = host.directory.path().join("others");
     let lender = LenderId {
@@ -421,7 +421,7 @@ fn a_clock_that_was_set_back_keeps_no_lender_out() {
 }
 
 #[test]
-fn a_lender_that_ends_waits_for_returned_memory_unless_it_is_hurried() {
+fn an_ending_lender_waits_for_the_return_of_lent_memory_unless_interrupted() {
     for hurried in [false, true] {
         let Some(host) = host(64 * MIB) else { return };
         let lease = host.take(16 * MIB, Duration::from_secs(60));

@@ -47,7 +47,7 @@ fn client(options: &[(u32, &[u8])]) -> Vec<u8> {
 }
 
 #[test]
-fn both_ends_of_a_handshake_agree() {
+fn an_nbd_handshake_between_our_client_and_our_server_succeeds() {
     let (mut ours, mut theirs) = UnixStream::pair().unwrap();
     let served = std::thread::spawn(move || welcome(&mut theirs, 1 << 30));
     greet(&mut ours).unwrap();
@@ -69,7 +69,7 @@ fn both_ends_of_a_handshake_agree() {
 }
 
 #[test]
-fn hostile_clients_get_an_error_and_no_memory() {
+fn hostile_nbd_clients_are_refused_without_large_allocations() {
     let long = [0; 12];
     for (says, why) in [
         (vec![0, 0, 0, 0], "too old"),
@@ -99,7 +99,7 @@ fn hostile_clients_get_an_error_and_no_memory() {
 }
 
 #[test]
-fn hostile_servers_get_an_error_and_no_memory() {
+fn hostile_nbd_servers_are_refused_without_large_allocations() {
     let info = |size: u64, flags: u16| {
         let mut data = INFO_EXPORT.to_be_bytes().to_vec();
         data.extend(size.to_be_bytes());
@@ -136,7 +136,7 @@ fn hostile_servers_get_an_error_and_no_memory() {
 }
 
 #[test]
-fn requests_are_whole_blocks_of_the_disk() {
+fn nbd_requests_that_are_not_whole_blocks_of_the_disk_are_refused() {
     let valid = |command, offset, length| {
         let request = Request {
             command,
@@ -173,7 +173,7 @@ fn requests_are_whole_blocks_of_the_disk() {
 
 proptest! {
     #[test]
-    fn nbd_requests_and_replies_decode_to_what_was_encoded(number in 0_u16..20, cookie: u64, offset: u64, length in 0..=MAX_BYTES, error: u32) {
+    fn encoded_nbd_requests_and_replies_decode_to_the_same_values(number in 0_u16..20, cookie: u64, offset: u64, length in 0..=MAX_BYTES, error: u32) {
         let request = Request { command: Command::of(number), cookie, offset, length };
         prop_assert_eq!(Request::decode(&request.encode()), Ok(request));
         let reply = Reply { error, cookie };
@@ -181,7 +181,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_a_request_or_none(mut wire: [u8; 28], real: bool) {
+    fn arbitrary_bytes_decode_to_a_valid_nbd_request_or_an_error(mut wire: [u8; 28], real: bool) {
         if real {
             wire[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
         }
@@ -193,7 +193,7 @@ proptest! {
     }
 
     #[test]
-    fn a_request_is_accepted_only_within_the_disk(number in 0_u16..8, at in 0_u64..24, blocks in 0_u32..24, disk in 0_u64..24, odd: bool) {
+    fn an_nbd_request_is_accepted_only_within_the_disk(number in 0_u16..8, at in 0_u64..24, blocks in 0_u32..24, disk in 0_u64..24, odd: bool) {
         let block = u64::from(BLOCK);
         let request = Request {
             command: Command::of(number),
@@ -211,7 +211,7 @@ proptest! {
     }
 
     #[test]
-    fn a_handshake_with_any_bytes_ends(says: Vec<u8>, real in 0_u8..4) {
+    fn an_nbd_handshake_with_arbitrary_bytes_ends_with_an_error(says: Vec<u8>, real in 0_u8..4) {
         let begins = match real {
             0 => Vec::new(),
             1 => client(&[]),

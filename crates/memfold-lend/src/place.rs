@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_registry_is_named_by_socket_daemon_or_etcd() {
+    fn the_registry_address_is_a_socket_path_a_daemon_url_or_an_etcd_url() {
         assert_eq!(plain("/run/s").unwrap(), "/run/s");
         let local = "etcd+http://127.0.0.1:2379,[::1]:2379";
         assert_eq!(plain(local).unwrap(), local);
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn options_of_no_use_and_files_that_others_may_read_are_refused() {
+    fn unused_registry_options_and_world_readable_token_files_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("token");
         let files = RegistryFiles {

@@ -116,7 +116,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_recorded_series_is_read() {
+    fn a_recorded_series_of_memory_samples_is_read() {
         let samples = recorded();
         assert_eq!(samples.len(), 75);
         let first = samples[0];
@@ -128,7 +128,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn this_host_is_read_and_one_without_psi() {
+    fn memory_samples_are_read_on_hosts_with_and_without_psi() {
         let here = Sample::read(Path::new("/proc"), Duration::ZERO).unwrap();
         assert!(here.available_bytes > 0 && here.available_bytes <= here.total_bytes);
         let tree = tempfile::tempdir().unwrap();

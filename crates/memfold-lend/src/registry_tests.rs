@@ -358,7 +358,7 @@ fn advance(clock: Arc<AtomicI64>, kept: tempfile::TempDir) -> Box<dyn Fn(Duratio
 }
 
 #[test]
-fn the_database_keeps_leases() {
+fn the_sqlite_registry_passes_the_lease_test_suite() {
     suite(&|| {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         Fixture {
@@ -369,7 +369,7 @@ fn the_database_keeps_leases() {
 }
 
 #[test]
-fn a_registry_behind_messages_keeps_leases() {
+fn a_registry_called_by_messages_passes_the_lease_test_suite() {
     suite(&|| {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         let behind = sqlite_in(directory.path(), &clock);
@@ -438,7 +438,7 @@ impl<R: Registry> Registry for Several<R> {
 
 /// Two managers on one database never hand the same bytes out twice.
 #[test]
-fn several_connections_to_one_database_keep_leases() {
+fn several_connections_to_one_database_pass_the_lease_test_suite() {
     suite(&|| {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         let all = (0..3)
@@ -452,7 +452,7 @@ fn several_connections_to_one_database_keep_leases() {
 }
 
 #[test]
-fn leases_outlive_the_daemon_that_serves_them_and_keys_are_its_owners() {
+fn leases_survive_a_daemon_restart_and_database_files_are_private() {
     use std::os::unix::fs::PermissionsExt;
     let directory = tempfile::tempdir().unwrap();
     let clock = Arc::new(AtomicI64::new(1));
@@ -471,7 +471,7 @@ fn leases_outlive_the_daemon_that_serves_them_and_keys_are_its_owners() {
 }
 
 #[test]
-fn a_database_that_outlives_a_boot_gives_everybody_time_and_a_new_one_numbers_nothing_again() {
+fn after_a_host_reboot_leases_get_one_minute_and_lease_numbers_are_never_reused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("registry.db");
     let open =
@@ -521,7 +521,7 @@ fn a_database_that_outlives_a_boot_gives_everybody_time_and_a_new_one_numbers_no
 }
 
 #[test]
-fn a_database_of_another_version_is_left_alone() {
+fn a_lease_database_of_another_version_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("registry.db");
     drop(SqliteRegistry::open(&path).unwrap());
@@ -566,7 +566,7 @@ proptest! {
     /// Whatever is done: a lease is only given where the lender's offer of that moment has room for
     /// it beside all that haven't ended.
     #[test]
-    fn a_lease_always_fits_beside_all_that_have_not_ended(steps in steps()) {
+    fn a_lease_is_granted_only_if_the_offer_has_room_beside_all_active_leases(steps in steps()) {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         let registry = sqlite_in(directory.path(), &clock);
         let mut runs = [1_u64; 3];

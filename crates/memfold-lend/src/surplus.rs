@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_calm_host_offers_what_it_has_above_its_reserve_up_to_the_limit() {
+    fn a_host_without_pressure_offers_memory_above_its_reserve_up_to_the_limit() {
         let verdict = Judge::new(64 * GIB).judge(calm(0, 8 * GIB), 0);
         assert_eq!(verdict.offer_bytes, 7 * GIB);
         assert_eq!(verdict.recall_bytes, 0);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn lent_memory_beyond_a_new_limit_is_taken_back() {
+    fn lent_memory_above_a_lowered_limit_is_recalled() {
         let mut judge = Judge::new(8 * GIB);
         assert_eq!(judge.judge(calm(0, 8 * GIB), 4 * GIB).recall_bytes, 0);
         judge.set_max(3 * GIB);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_whose_guests_are_short_offers_no_more_and_keeps_lending() {
+    fn a_host_with_guests_short_of_memory_offers_no_more_and_recalls_nothing() {
         let mut judge = Judge::new(64 * GIB);
         judge.judge(calm(0, 8 * GIB), GIB);
         let short = Sample {
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn surplus_is_offered_after_ten_seconds_and_withdrawn_at_once() {
+    fn new_surplus_memory_is_offered_after_ten_seconds_and_withdrawn_immediately() {
         let mut judge = Judge::new(64 * GIB);
         judge.judge(calm(0, 4 * GIB), 0);
         for second in 1..=10 {
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_waits_or_swaps_offers_nothing_more_than_it_has_lent() {
+    fn a_host_with_memory_pressure_or_swapping_offers_only_the_memory_already_lent() {
         type Change = fn(&mut Sample);
         let busy: [(&str, Change); 4] = [
             ("wait for memory", |s| s.some_avg10 = Some(3.0)),
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn lent_memory_is_taken_back_when_the_host_is_short_twice_in_a_row() {
+    fn lent_memory_is_recalled_if_two_samples_in_a_row_are_short_of_memory() {
         let mut judge = Judge::new(64 * GIB);
         // Between the marks nothing is offered and nothing taken back.
         for second in 0..20 {
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_less_time_below_a_quarter_and_none_below_an_eighth_of_the_reserve() {
+    fn recalls_get_less_time_below_a_quarter_of_the_reserve_and_no_time_below_an_eighth() {
         let mut judge = Judge::new(64 * GIB);
         for (second, available, lent, recalled, hurry) in [
             (0, 8 * GIB, 3 * GIB, false, Hurry::No),
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_steady_loss_of_memory_is_taken_back_ahead() {
+    fn a_steady_loss_of_available_memory_starts_a_recall_before_the_reserve_is_used() {
         for pace in [GIB / 10, GIB / 4, GIB / 2, GIB] {
             let (left, recalled) = taken_back(|_| pace).unwrap();
             // When it is back, after five seconds, the host still has something; and it wasn't
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sudden_allocation_or_an_export_is_no_steady_loss() {
+    fn a_sudden_allocation_or_a_new_export_does_not_count_as_a_steady_loss() {
         // 5 GiB within a second, and then nothing more.
         let stroke = |half| if half < 22 { 5 * GIB } else { 0 };
         assert_eq!(taken_back(stroke), None);
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_vms_may_claim_is_not_lent_and_is_taken_back() {
+    fn memory_that_local_vms_may_claim_is_not_offered_and_is_recalled() {
         let owing = |second, available, owed_bytes| Sample {
             owed_bytes,
             ..calm(second, available)
@@ -514,7 +514,7 @@ mod tests {
 
     /// The recorded host, as if it had lent almost all that the program leaves before that came.
     #[test]
-    fn a_recorded_allocation_of_11_gib_takes_back_what_was_lent_and_no_more() {
+    fn a_recorded_allocation_of_11_gib_recalls_only_the_missing_memory() {
         let samples = recorded();
         let mut judge = Judge::new(64 * GIB);
         let reserve = Judge::reserve(samples[0].total_bytes);

@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_encrypted_key_is_called_so_and_a_file_without_a_key_too() {
+    fn the_error_about_a_tls_key_file_names_an_encrypted_or_missing_key() {
         let directory = tempfile::tempdir().unwrap();
         let why = |text: &str| {
             let file = directory.path().join("key");

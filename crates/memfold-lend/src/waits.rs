@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_counted_by_how_long_they_took() {
+    fn disk_requests_are_counted_by_latency_from_the_qemu_histogram() {
         let histogram = |bins: [u64; 4]| json!({ "boundaries": BOUNDS, "bins": bins });
         let stats = json!({
             "rd_latency_histogram": histogram([100, 10, 2, 1]),

@@ -111,7 +111,7 @@ mod tests {
     use crate::export::write_key;
 
     #[test]
-    fn a_key_is_read_as_it_was_written_and_names_are_of_one_lease() {
+    fn an_iscsi_key_file_reads_back_equal_and_target_names_are_unique_to_the_lease() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("k");
         let key = Key {

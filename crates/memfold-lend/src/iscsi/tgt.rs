@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_is_laid_out_as_tgtadm_s() {
+    fn a_request_to_tgtd_has_the_binary_layout_of_tgtadm() {
         let bytes = request(NEW, M_DEVICE, 7, "path=/x");
         assert_eq!(bytes.len(), REQUEST + 8);
         assert_eq!(bytes[..8], [2, 0, 0, 0, 0, 0, 0, 0]);

@@ -362,7 +362,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_get_into_a_record_in_place_of_what_was_there() {
+    fn iscsi_settings_replace_the_previous_settings_in_a_node_record() {
         let record = "# BEGIN RECORD 2.1.8\nnode.name = n\nnode.session.timeo.replacement_timeout = 120\nnode.conn[0].address = 10.0.0.1\n# END RECORD\n";
         let key = Key {
             identity: "lease-7".into(),
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_is_found_by_its_target_with_its_disk() {
+    fn an_iscsi_session_and_its_disk_are_found_by_the_target_name() {
         let root = tempfile::tempdir().unwrap();
         let sessions = root.path().join("class");
         assert_eq!(find(&sessions, "iqn.x:lease-1"), None);
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_is_asked_for_the_disk_of_one_session() {
+    fn a_scsi_scan_is_requested_only_on_the_host_of_the_given_iscsi_session() {
         let root = tempfile::tempdir().unwrap();
         let sessions = root.path().join("class");
         let file = |number: u8| {

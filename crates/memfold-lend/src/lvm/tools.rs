@@ -326,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_volume_is_read_from_what_lvs_reports() {
+    fn a_logical_volume_is_parsed_from_the_report_of_lvs() {
         let none = r#"{"report": [{"lv": []}], "log": []}"#;
         assert_eq!(parse_logical(none).unwrap(), None);
         let mirror = r#"{"report": [{"lv": [{"lv_name":"swap", "lv_layout":"raid,raid1", "lv_size":"536870912", "vg_extent_size":"4194304", "lv_active":"active", "sync_percent":"42.19"}]}], "log": []}"#;
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_are_read_with_what_lies_on_them_hidden_or_not() {
+    fn physical_volumes_are_parsed_with_their_visible_and_hidden_logical_volumes() {
         let row = |name: &str, uuid: &str, missing: &str, volume: &str| {
             format!(
                 r#"{{"pv_name":"{name}", "pv_uuid":"{uuid}", "pv_missing":"{missing}", "pv_free":"8388608", "lv_name":"{volume}"}}"#

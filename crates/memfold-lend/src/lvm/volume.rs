@@ -102,7 +102,7 @@ mod tests {
     use crate::registry_error::check_name;
 
     #[test]
-    fn a_volume_is_named_as_lvm_does_and_so_that_registries_take_it() {
+    fn an_lvm_volume_name_is_parsed_and_converted_to_a_valid_registry_name() {
         let volume: Volume = "vg0/swap_1".parse().unwrap();
         assert_eq!(volume, "/dev/vg0/swap_1".parse().unwrap());
         assert_eq!(
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn swap_space_is_known_by_its_signature() {
+    fn swap_space_is_recognised_by_its_signature() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("d");
         let path = path.to_str().unwrap();

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_relay_compares_its_copy_and_changes_its_patience_on_request() {
+    fn a_relay_compares_its_copy_and_changes_its_timeout_on_request() {
         let directory = tempfile::tempdir().unwrap();
         let running = Running {
             process: Identity::of(getpid()).unwrap(),

@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_that_lacks_one_write_is_found_and_a_whole_one_is_not() {
+    fn the_comparison_reports_a_copy_without_one_write_and_accepts_a_complete_copy() {
         let (file, sums) = copy();
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
         for at in [0, 1, 64, BLOCKS - 1] {
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_are_not_read_and_a_missing_write_is_found() {
+    fn the_comparison_skips_holes_and_finds_a_missing_write() {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let sums = Sums::new(BLOCKS * u64::from(BLOCK)).unwrap();
         compare(&file, &sums, QUICK).unwrap_err();
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_written_during_the_comparison_is_no_difference() {
+    fn a_block_written_during_the_comparison_is_not_reported_as_a_difference() {
         let (file, sums) = copy();
         let done = AtomicBool::new(false);
         // On a machine that is busy the thread that writes may stand still for a while.

@@ -194,7 +194,7 @@ fn pattern(blocks: usize, seed: u64) -> Vec<u8> {
 }
 
 #[test]
-fn every_lie_is_an_error_and_never_bytes() {
+fn every_misbehaviour_of_a_lender_becomes_an_io_error_and_never_wrong_data() {
     for (lie, why) in [
         (Lie::FlipBit, Why::Lied),
         (Lie::OldBytes, Why::Lied),
@@ -236,7 +236,7 @@ fn every_lie_is_an_error_and_never_bytes() {
 
 /// A guest whose copy has failed loses all with its lender, and rather waits.
 #[test]
-fn a_silent_lender_is_waited_for_as_long_as_was_said_last() {
+fn a_read_from_a_silent_lender_fails_after_the_latest_timeout_setting() {
     let (mut served, orders) = liars(1, MIB);
     assert_eq!(served.write(0, &pattern(1, 1)), 0);
     orders[0].send(Lie::SaysNothing).unwrap();
@@ -255,7 +255,7 @@ fn a_silent_lender_is_waited_for_as_long_as_was_said_last() {
 }
 
 #[test]
-fn requests_under_way_are_all_answered_when_a_lender_lies() {
+fn all_pending_requests_are_answered_after_a_lender_returns_wrong_data() {
     let (mut served, orders) = liars(2, 8 * MIB);
     assert_eq!(served.write(0, &pattern(256, 1)), 0);
     orders[1].send(Lie::FlipBit).unwrap();
@@ -287,7 +287,7 @@ fn requests_under_way_are_all_answered_when_a_lender_lies() {
 }
 
 #[test]
-fn random_work_over_any_number_of_lenders_reads_what_was_written() {
+fn random_reads_over_one_to_eight_lenders_return_the_written_data() {
     const SIZE: u64 = 4 * MIB + 12 * KIB;
     for count in [1, 2, 3, 8] {
         let (mut served, _orders) = liars(count, SIZE);
@@ -349,7 +349,7 @@ fn random_work_over_any_number_of_lenders_reads_what_was_written() {
 /// Writes and reads of the same blocks under way at once: the lender may carry them out in any
 /// order, and is no liar.
 #[test]
-fn requests_that_meet_wait_for_each_other() {
+fn overlapping_requests_are_executed_in_order() {
     let (mut served, _orders) = liars(2, 8 * MIB);
     let mut wanted = Vec::new();
     for round in 1..40_u64 {
@@ -426,7 +426,7 @@ fn poke(pid: u32, find: &[u8], change: impl Fn(&mut [u8])) -> usize {
 }
 
 #[test]
-fn an_nbdkit_whose_memory_is_changed_is_found_out_over_unix_sockets_and_tls() {
+fn changed_memory_of_an_nbdkit_export_is_detected_over_unix_sockets_and_tls() {
     let tcp = loopback();
     for (listen, count) in [(Listen::Unix, 1), (tcp, 1), (tcp, 3)] {
         let directory = tempfile::tempdir().unwrap();
@@ -489,7 +489,7 @@ fn tap(
 }
 
 #[test]
-fn lent_blocks_cannot_be_read_on_the_way_to_another_host() {
+fn lent_blocks_are_encrypted_on_the_way_to_another_host() {
     let directory = tempfile::tempdir().unwrap();
     let tcp = loopback();
     for (id, listen) in [(1, Listen::Unix), (2, tcp)] {
@@ -550,7 +550,7 @@ fn lent_blocks_cannot_be_read_on_the_way_to_another_host() {
 }
 
 #[test]
-fn a_lender_without_the_key_or_with_less_than_it_lent_is_refused() {
+fn a_lender_with_a_wrong_key_or_a_smaller_export_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let tcp = loopback();
     let Some(export) = exported(directory.path(), tcp, 1, MIB) else {

@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_read_from_their_digits() {
+    fn a_key_is_decoded_from_hexadecimal_digits() {
         assert_eq!(unhex("00ffA5"), Some(vec![0, 255, 165]));
         for bad in ["0", "0g", "é"] {
             assert_eq!(unhex(bad), None, "{bad}");

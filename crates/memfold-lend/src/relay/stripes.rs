@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_of_a_disk_has_one_place_and_no_two_have_the_same() {
+    fn every_byte_of_a_striped_disk_has_a_unique_position_at_one_lender() {
         const STEP: u64 = UNIT / 2;
         for count in 1..=MOST {
             for units in 1..=20 {
@@ -140,7 +140,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_request_is_one_piece_at_each_lender(count in 1..=MOST, offset in 0_u64..4096, blocks in 1_u64..256) {
+        fn a_disk_request_is_contiguous_at_each_lender(count in 1..=MOST, offset in 0_u64..4096, blocks in 1_u64..256) {
             let (offset, length) = (offset * 4096, blocks * 4096);
             let stripes = Stripes { count, bytes: 64 << 20 };
             let runs = stripes.runs(offset, length);

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_written_last_passes() {
+    fn only_the_most_recently_written_data_passes_the_checksum() {
         let sums = Sums::new(16 * B as u64).unwrap();
         let (old, new) = (block(3), block(5));
         assert!(sums.written(2, &[old.clone(), new.clone()].concat()));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_are_nobody_s_word() {
+    fn blocks_known_to_be_zero_are_read_as_zeroes_whatever_the_lender_returns() {
         let sums = Sums::new(8 * B as u64).unwrap();
         assert!(sums.are_zero(0, 8));
         let mut got = vec![0; B];
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn each_process_has_its_own_key() {
+    fn each_table_of_checksums_has_a_different_key() {
         let [a, b] = [0, 1].map(|_| Sums::new(B as u64).unwrap());
         assert_ne!(a.sum(&block(3)), b.sum(&block(3)));
     }
