@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_in_a_file_as_it_is_has_a_place_and_nothing_else_does() {
+    fn only_uncompressed_aligned_disk_pages_are_located_in_an_image_file() {
         let map = map();
         let place = |disk_page, pages| {
             let found = map.place(&candidate(1000, pages, 0, disk_page));
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_that_touch_are_one_and_the_shortest_are_left_out() {
+    fn adjacent_runs_are_joined_and_the_shortest_runs_are_left_out() {
         let touching = [
             run(10, 2, 0, 7),
             run(12, 3, 0, 9),
@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guests_disk_is_the_one_that_holds_what_it_has_cached() {
+    fn a_guest_disk_is_identified_by_the_content_that_the_guest_has_cached() {
         let page = |seed: u64| seed.to_le_bytes().repeat(PAGE_BYTES / 8);
         let source = |first: u64| {
             let file = tempfile::tempfile().unwrap();
@@ -564,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_img_says_where_an_overlay_and_its_base_have_a_disks_pages() {
+    fn disk_pages_are_located_in_an_overlay_and_its_base_by_qemu_img_map() {
         let place = tempfile::tempdir().unwrap();
         let (base, top) = (
             place.path().join("base.img"),

@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_put_in_place_of_an_overlay_is_not_saved() {
+    fn a_save_is_refused_if_an_overlay_was_replaced_by_a_file_with_another_backing_file() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().join(name);
         let shelf = Shelf::open(&path("shelf"));

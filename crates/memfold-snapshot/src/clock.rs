@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn an_offset_is_as_exact_as_the_answer_was_quick() {
+    fn the_uncertainty_of_a_clock_offset_is_half_of_the_answer_time() {
         let found = Offset::of(
             b"1700000000.250000000\n",
             at(1_700_000_101_000_000_000),
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_guest_is_not_taken_for_one_whose_clock_something_else_sets() {
+    fn a_busy_guest_is_not_mistaken_for_a_guest_whose_clock_another_program_sets() {
         let ms = SECOND / 1000;
         let (quick, steps) = set_in(102 * SECOND, 4 * ms, ms, 0);
         assert_eq!((quick.problem, steps), (None, 1));

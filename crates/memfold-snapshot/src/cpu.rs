@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cpu_with_more_is_enough_and_missing_bits_are_told() {
+    fn a_cpu_with_additional_features_is_accepted_and_missing_features_are_named() {
         let words = |bits: &[u64]| -> Vec<(String, u64)> {
             let names = ["1 EDX", "7.0 EBX"].map(str::to_owned);
             names.into_iter().zip(bits.iter().copied()).collect()

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_become_addresses_and_what_is_no_ram_is_left_out() {
+    fn guest_page_frames_are_converted_to_addresses_and_frames_outside_ram_are_skipped() {
         let base = Hva(0x10_0000);
         let at = |from, to| base.add_pages(from)..base.add_pages(to);
         assert_eq!(
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_read_and_nonsense_is_refused() {
+    fn lists_of_free_pages_are_parsed_and_malformed_lists_are_refused() {
         assert_eq!(parse(b"16 32\n1000 1\n", 0).unwrap(), [16..48, 1000..1001]);
         assert_eq!(parse(b"", 0).unwrap(), []);
         let list = |lines: u64| {
@@ -205,7 +205,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_intersection_holds_what_both_hold_and_once(a in ranges(), b in ranges()) {
+        fn an_intersection_of_two_range_lists_contains_each_common_address_once(a in ranges(), b in ranges()) {
             let a = apart(a);
             let both = intersection(&a, &b);
             for at in (0..300).map(Hva) {

@@ -137,7 +137,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn paths_go_into_a_script_as_far_as_it_may_go() {
+    fn paths_are_escaped_and_added_to_the_guest_script_up_to_its_size_limit() {
         let (text, asked) = script([&b"/usr/bin/a b"[..], b"/x\n\\\xff'$(y)", b"END", b""]);
         let wanted = "exec /proc/$PPID/exe --extents <<'END'\n\
             /usr/bin/a b\n/x\\012\\134\\377'$(y)\n\n\nEND\n";
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shell_hands_the_paths_on_as_they_are() {
+    fn the_shell_passes_special_characters_in_paths_unchanged() {
         let names: Vec<String> = (0..1000)
             .map(|n| format!("/usr/lib/'a' \"b\" $HOME `ls` {n}"))
             .collect();
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_read_and_nonsense_is_refused() {
+    fn file_extents_from_the_guest_are_parsed_and_malformed_answers_are_refused() {
         let answer = b"0 0 16 254:0 4096\n0 16 1 254:0 1\n7 4294967295 1 8:16 0\n";
         let extents = parse(answer, 8).unwrap();
         assert_eq!(extents.len(), 3);

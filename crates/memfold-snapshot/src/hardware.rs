@@ -169,7 +169,7 @@ mod tests {
     use memfold_vm::DiskSpec;
 
     #[test]
-    fn a_save_names_hardware_that_a_snapshot_would_lack() {
+    fn a_save_names_hardware_that_a_snapshot_cannot_contain() {
         assert_eq!(not_running(&json!({ "status": "running" })), None);
         let full = not_running(&json!({ "status": "io-error" })).unwrap();
         assert!(full.contains("free space"), "{full}");
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_the_description_read_only_ones_empty_drives_and_firmware_are_no_foreign_disks() {
+    fn only_a_writable_disk_missing_from_the_vm_description_is_a_foreign_disk() {
         let file = json!({ "ro": false });
         let fine = json!([
             { "device": "", "qdev": "/machine/peripheral/vd0/virtio-backend", "inserted": file },

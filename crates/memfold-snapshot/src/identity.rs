@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn each_plan_is_another_and_asks_for_no_more_than_was_wanted() {
+    fn each_plan_of_new_identities_is_unique_and_contains_only_the_requested_steps() {
         let plans = [Renew::Random, Renew::Network, Renew::Identity].map(plan);
         let scripts = plans.clone().map(|plan| plan.script());
         assert!(scripts.iter().all(|script| is_shell(script)));
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guests_report_of_renewed_identities_is_read() {
+    fn the_report_of_a_guest_about_its_new_identities_is_parsed() {
         let steps = "report one true; report two sh -c 'echo not here >&2; false'";
         let said = std::process::Command::new("/bin/sh")
             .args(["-c", &format!("{REPORT}{steps}; echo {END}")])
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_is_kept_until_it_was_carried_out() {
+    fn a_plan_of_new_identities_is_stored_until_it_is_executed() {
         let state = tempfile::tempdir().unwrap();
         let directory = VmDirectory::of(state.path(), "a");
         directory.create().unwrap();

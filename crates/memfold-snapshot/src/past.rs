@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_whole_huge_pages_inside_their_blocks() {
+    fn copy_before_write_ranges_are_whole_huge_pages_within_their_ram_block() {
         let blocks = [pages(100, 10 * UNIT), pages(10 * UNIT, 20 * UNIT)];
         let wanted = [
             pages(101, 102),
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_and_read_pages_are_told_apart() {
+    fn a_copied_page_is_read_from_its_slot_and_an_unprotected_page_is_an_error() {
         let me = rustix::process::getpid();
         let memory = memfold_sys::region::Mapping::anonymous(UNIT, true).unwrap();
         memory.area().write(&vec![7; 512 * 8]);

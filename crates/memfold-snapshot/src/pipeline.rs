@@ -238,7 +238,7 @@ mod tests {
     const TASKS: u64 = 1 << 40;
 
     #[test]
-    fn each_task_is_done_once() {
+    fn the_pipeline_executes_each_task_once() {
         let done = Mutex::new(Vec::new());
         run(1000, 16, |task, buffer| {
             assert_eq!(buffer.len(), 16);
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_ends_all_workers() {
+    fn the_first_error_stops_all_pipeline_workers() {
         let ended = run(TASKS, 16, |task, _| match task {
             1000 => Err(io::Error::from_raw_os_error(28)),
             _ => Ok(()),
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_panics_ends_the_others() {
+    fn a_panic_of_one_pipeline_worker_stops_all_workers() {
         let caught = std::panic::catch_unwind(|| {
             run(TASKS, 16, |task, _| {
                 assert!(task != 1000, "as a test wants it");
@@ -274,14 +274,14 @@ mod tests {
     }
 
     #[test]
-    fn touching_ranges_are_written_to_the_disk_as_one() {
+    fn adjacent_writeback_ranges_are_joined() {
         let ranges = vec![0..2, 2..4, 6..8, 7..9];
         assert_eq!(joined(ranges), [0..4, 6..9]);
         assert_eq!(joined(Vec::new()), []);
     }
 
     #[test]
-    fn a_file_is_read_in_order_whatever_its_length() {
+    fn files_of_any_length_are_read_ahead_in_order() {
         let piece = AHEAD_BYTES as u64;
         for length in [0, 1, piece - 1, piece, piece + 1, 4 * piece, 9 * piece + 5] {
             let file = tempfile::tempfile().unwrap();
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn written_bytes_reach_the_disk_without_a_sync() {
+    fn written_bytes_are_written_back_to_the_disk_without_a_sync() {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let writeback = Writeback::start(&file).unwrap();
         write_all_at(&file, &vec![7; 2 << 20], 0).unwrap();

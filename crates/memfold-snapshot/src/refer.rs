@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_table_of_this_image_is_refused() {
+    fn a_reference_table_that_does_not_match_the_image_is_refused() {
         let good = Reference {
             page: 510,
             pages: 2,

@@ -399,7 +399,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn views_hold_all_data_and_leave_large_holes_out() {
+    fn views_of_a_ram_block_contain_all_data_and_leave_out_large_holes() {
         let mut of = manifest("a", ByteSize::mib(1024));
         let pages = 12 << 18;
         let block = ImageBlock {

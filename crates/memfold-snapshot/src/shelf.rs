@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_is_listed_when_it_is_whole() {
+    fn only_a_completed_snapshot_is_listed() {
         let (_directory, shelf) = shelf();
         assert!(shelf.names().unwrap().is_empty());
         {
@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn interrupted_saves_are_removed_and_running_ones_stay() {
+    fn drafts_of_interrupted_saves_are_removed_and_drafts_of_running_saves_are_kept() {
         let (_directory, shelf) = shelf();
         save(&shelf, "whole");
         let under_way = shelf.draft("under-way").unwrap();
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_is_read_whole_unless_this_process_saved_it_and_nobody_touched_it() {
+    fn an_image_is_verified_unless_this_process_saved_the_image_and_its_files_are_unchanged() {
         let (_directory, shelf) = shelf();
         // Reading it would find that its checksums are wrong.
         let saved = save(&shelf, "a");
@@ -525,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_or_cut_file_is_told() {
+    fn a_changed_or_truncated_snapshot_file_is_reported() {
         let (_directory, shelf) = shelf();
         save(&shelf, "a");
         let why = || match shelf.manifest("a") {

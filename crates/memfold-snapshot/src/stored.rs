@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_apart_comes_together_again_and_cannot_be_changed() {
+    fn a_ram_image_stored_in_parts_is_reassembled_into_an_unwritable_file() {
         for packed in [false, true] {
             let (ram, disk) = image();
             let stored = stored(&ram, disk, packed);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_or_cut_source_is_told_with_its_chunks() {
+    fn a_changed_or_truncated_source_disk_is_reported_with_the_affected_chunks() {
         let (ram, disk) = image();
         let stored = stored(&ram, disk.try_clone().unwrap(), false);
         disk.write_all_at(&[0x55], 5 << 12).unwrap();
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_or_cut_frame_is_told_with_its_chunk() {
+    fn a_changed_or_truncated_compressed_frame_is_reported_with_its_chunk() {
         let (ram, disk) = image();
         let mut stored = stored(&ram, disk, true);
         let Pages::Packed(packed, frames) = &stored.pages else {
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_is_none_is_refused() {
+    fn a_malformed_index_of_compressed_frames_is_refused() {
         assert!(pack::frames(&[0; 80], 5).is_ok());
         let refused = |index: &[u8]| pack::frames(index, 5).unwrap_err();
         assert_eq!(refused(&[0; 79]), "the table does not have 5 chunks");

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_touched_is_in_the_page_tables_of_the_next() {
+    fn pages_touched_by_one_vm_are_prefetched_into_the_page_tables_of_the_next_vm() {
         let me = rustix::process::getpid();
         let image = tempfile::tempfile().unwrap();
         image

@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_is_saved_and_zeroes_take_no_space() {
+    fn present_pages_are_saved_and_zero_pages_take_no_space_in_the_image() {
         let (a, b) = (block(700), block(10));
         let (ram, sums) = (file(), file());
         let told = Progress::default();
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_that_share_blocks_save_each_page_at_its_place() {
+    fn parallel_workers_save_each_page_at_its_correct_image_offset() {
         // Whole chunks and parts of some, full pieces and pieces of single pages.
         let made: Vec<(Mapping, Source)> = [5 * CHUNK_PAGES + 77, 3, 2 * CHUNK_PAGES]
             .into_iter()
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_dies_before_it_is_read_ends_the_save_with_an_error() {
+    fn a_save_fails_if_the_qemu_process_dies_before_its_memory_is_read() {
         let holder = Holder::new(8 << 20);
         let mut heap = None;
         let limit = std::time::Duration::from_secs(20);
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_takes_no_more_ends_the_save_with_its_error() {
+    fn a_save_fails_with_the_write_error_of_the_image_file() {
         use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
         let (_memory, source) = block(20 * CHUNK_PAGES);
         let plan = Plan::new(me(), vec![source], &[]).unwrap();
@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn free_pages_become_holes_of_the_image_and_others_stay() {
+    fn free_pages_become_holes_of_the_image_and_other_pages_are_saved() {
         let (_memory, source) = block(700);
         let at = |from, to| source.hva.add_pages(from)..source.hva.add_pages(to);
         // Within a chunk, across two, before the block and behind it.
@@ -553,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flipped_bit_is_found_wherever_it_is() {
+    fn verify_finds_a_flipped_bit_at_any_position_of_the_image() {
         let (_memory, source) = block(2000);
         let (ram, sums) = (file(), file());
         write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_holds_is_kept_by_reference_and_all_comes_together_again() {
+    fn pages_that_a_disk_file_contains_are_saved_as_references_and_restored_unchanged() {
         let (memory, source) = block(2000);
         for page in 100..1500 {
             let words: Vec<u64> = (1..=512).map(|word| page << 10 | word).collect();
@@ -738,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_a_mapped_file_are_saved_though_nobody_touched_them() {
+    fn untouched_pages_of_a_mapped_file_are_saved() {
         let content = file();
         let bytes: Vec<u8> = (1..=250).cycle().take(4 * PAGE_BYTES).collect();
         content.write_all_at(&bytes, 0).unwrap();

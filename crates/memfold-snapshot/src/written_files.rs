@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_that_are_open_for_writing_are_found_and_no_others() {
+    fn only_regular_files_open_for_writing_are_listed() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().canonicalize().unwrap().join(name);
         let open = |name: &str| {
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_taken_if_an_argument_names_it_and_refused_by_its_name_if_not() {
+    fn a_written_file_is_saved_only_if_an_argument_of_qemu_names_it() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("vars");
         fs::write(&path, "v").unwrap();

@@ -249,7 +249,7 @@ fn seconds() -> Duration {
 }
 
 #[test]
-fn pages_written_during_a_live_save_are_saved_as_they_were_before() {
+fn pages_written_during_a_live_save_are_saved_with_their_previous_content() {
     let ram = Ram::new();
     let end = Instant::now() + seconds();
     let (mut rounds, mut kept, mut writes) = (0, 0, 0);
@@ -289,7 +289,7 @@ fn pages_written_during_a_live_save_are_saved_as_they_were_before() {
 }
 
 #[test]
-fn no_page_is_exchanged_during_a_live_save_and_folding_goes_on_afterwards() {
+fn folding_is_refused_during_a_live_save_and_works_again_afterwards() {
     let ram = Ram::new();
     let plan = ram.plan();
     let past = ram.keep(&plan);
@@ -325,7 +325,7 @@ fn no_page_is_exchanged_during_a_live_save_and_folding_goes_on_afterwards() {
 }
 
 #[test]
-fn copying_ends_when_its_file_takes_no_bytes_and_the_vm_writes_on() {
+fn a_live_save_fails_if_its_copy_file_is_unwritable_and_the_vm_continues_to_write() {
     let ram = Ram::new();
     let plan = ram.plan();
     let whole = ram.area().start()..ram.area().end();
@@ -362,7 +362,7 @@ fn copying_ends_when_its_file_takes_no_bytes_and_the_vm_writes_on() {
 }
 
 #[test]
-fn copying_ends_when_no_slot_is_left_and_the_vm_writes_on() {
+fn a_live_save_fails_if_no_copy_slot_is_left_and_the_vm_continues_to_write() {
     let ram = Ram::new();
     let past = ram.keep_some(&ram.plan(), 1);
     let settled = |page| {
@@ -392,7 +392,7 @@ fn a_live_save_fails_when_the_connection_to_the_library_ends() {
 }
 
 #[test]
-fn ranges_that_are_no_ram_are_refused() {
+fn copy_before_write_ranges_outside_ram_are_refused() {
     let ram = Ram::new();
     let plan = ram.plan();
     let whole = ram.area().start()..ram.area().end();
