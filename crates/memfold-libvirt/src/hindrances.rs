@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_keeps_its_cpus_and_locked_memory_are_told_from_qemus_arguments() {
+    fn cpu_pm_and_mem_lock_are_recognised_in_the_qemu_arguments_of_a_domain() {
         let with = |kind: &str, value: &str| {
             let xml = format!(
                 "<domain type='{kind}' xmlns:qemu='{QEMU}'><qemu:commandline><qemu:arg value='-overcommit'/><qemu:arg value='{value}'/></qemu:commandline></domain>"
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ordinary_domain_has_none() {
+    fn an_ordinary_libvirt_domain_has_no_obstacle_to_folding() {
         let found = of(
             "<memoryBacking><source type='anonymous'/><access mode='private'/></memoryBacking>\
              <devices><interface type='network'/><disk type='file'/><hostdev mode='subsystem' type='usb'/>\
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_memory_or_device_is_named_with_its_element() {
+    fn each_obstacle_to_folding_is_named_with_its_xml_element() {
         for (inside, word) in [
             ("<memoryBacking><hugepages/></memoryBacking>", "<hugepages>"),
             ("<memoryBacking><locked/></memoryBacking>", "<locked>"),

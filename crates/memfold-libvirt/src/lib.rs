@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_domain_has_a_name_that_a_vm_may_have() {
+    fn every_libvirt_domain_name_is_converted_to_a_valid_vm_name() {
         for (domain, vm) in [
             ("web1", "web1"),
             ("Win 11 (test)", "win-11--test-"),

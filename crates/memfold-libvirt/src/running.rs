@@ -64,7 +64,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     #[test]
-    fn running_domains_are_found_by_their_processes() {
+    fn running_libvirt_domains_are_found_by_their_pid_files_and_processes() {
         let run = tempfile::tempdir().unwrap();
         let mut child = Command::new("sleep")
             .arg("60")

@@ -140,7 +140,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn a_wrapper_lies_beside_its_qemu() {
+    fn the_wrapper_script_is_in_the_directory_of_its_qemu() {
         let wrapper = Path::new("/usr/bin/memfold-qemu-system-x86_64");
         let qemu = Path::new("/usr/bin/qemu-system-x86_64");
         assert_eq!(of(qemu), wrapper);
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_domain_gets_the_library_and_a_question_to_qemu_does_not() {
+    fn the_wrapper_preloads_the_library_for_a_domain_and_not_for_a_capability_probe() {
         let (place, wrapper) = wrapped("domain-1-a,b c");
         let directory = place.path().join("domain-1-a,b c");
         let at = place.path().display();
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_qemu_starts_whatever_part_of_memfold_is_missing() {
+    fn the_wrapper_starts_plain_qemu_if_a_part_of_memfold_is_missing() {
         let (place, wrapper) = wrapped(&"d".repeat(107));
         let name = ["-name", "guest=a"];
         let plain = "none|none|-name|guest=a|";
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_somebody_else_is_left_alone() {
+    fn a_foreign_file_at_the_path_of_the_wrapper_is_not_overwritten() {
         let place = tempfile::tempdir().unwrap();
         let qemu = place.path().join("qemu");
         assert!(matches!(ensure(&qemu), Err(WrapperError::Emulator(_))));

@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn disable_restores_the_xml_byte_for_byte() {
+    fn disable_restores_the_domain_xml_byte_for_byte() {
         for before in [
             PLAIN.to_owned(),
             PLAIN.replace("  <os>", "  <metadata>\n    <a:b xmlns:a=\"u\" c='d'>  x\n</a:b>\n  </metadata>\n  <os>"),
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_domain_s_agent_has_the_socket_that_libvirt_made() {
+    fn the_agent_socket_path_is_read_from_the_xml_of_a_running_domain() {
         let on = enabled(PLAIN, None);
         assert_eq!(agent_socket(&on).unwrap(), None);
         let target = format!("<target type='virtio' name='{PORT_NAME}'");
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn controllers_that_libvirt_has_added_go_too_unless_they_are_used() {
+    fn disable_removes_controllers_that_libvirt_added_unless_another_device_uses_them() {
         let after = with_controllers(&enabled(PLAIN, None));
         let noted = note_controllers(&after).unwrap();
         // Whoever was to note them died before: the next one does.
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_libvirt_has_given_several_functions_has_one_again() {
+    fn disable_restores_single_function_pci_slots_that_libvirt_made_multifunction() {
         let port = |index: u32, function: u32, more: &str| {
             format!(
                 "    <controller type='pci' index='{index}' model='pcie-root-port'>\n      <address type='pci' domain='0x0000' bus='0x00' slot='0x02' function='0x{function}'{more}/>\n    </controller>\n"
@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn another_emulator_of_the_owners_is_kept() {
+    fn disable_keeps_an_emulator_that_the_owner_set_after_enable() {
         let on = enabled(PLAIN, Some("shop"));
         let other = on.replace(WRAPPER, "/usr/bin/qemu-system-x86_64");
         let off = disable(&other).unwrap();
@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn domains_of_other_types_architectures_or_shapes_are_refused() {
+    fn libvirt_domains_with_an_unsupported_type_architecture_or_xml_are_refused() {
         let refused = |from: &str, to: &str| {
             let xml = PLAIN.replace(from, to);
             enable(&xml, None, Path::new(WRAPPER))

@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_files_give_the_same_image_wherever_they_lie() {
+    fn segment_images_of_the_same_files_are_identical_in_every_directory() {
         if !has_mkfs() {
             return;
         }
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_build_of_the_same_files_is_no_new_generation_and_of_others_it_is() {
+    fn a_segment_build_makes_a_new_generation_only_if_the_files_changed() {
         if !has_mkfs() {
             return;
         }
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_segment_is_a_copy_in_memory_that_cannot_be_truncated() {
+    fn a_pinned_segment_is_copied_to_memory_and_cannot_be_truncated() {
         if !has_mkfs() {
             return;
         }
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_files_are_taken_as_long_as_they_fit() {
+    fn the_best_ranked_files_are_chosen_up_to_the_segment_size() {
         let file = |path: &str, bytes, net| Ranked {
             path: path.into(),
             file_bytes: bytes,

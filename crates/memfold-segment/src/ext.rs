@@ -235,7 +235,7 @@ mod tests {
     use memfold_host::files::program;
 
     #[test]
-    fn times_and_modes_are_read_as_debugfs_tells_them() {
+    fn modification_times_are_parsed_from_the_output_of_debugfs() {
         assert_eq!(
             modified(" mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 15:30:09 2025"),
             Some((0x68f3_b2a1, 400_000_000))
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_that_cannot_be_read_are_an_error_and_others_do_not_count() {
+    fn unreadable_security_attributes_are_an_error_and_user_attributes_are_ignored() {
         let file = "Inode: 12   Type: regular    Mode:  0755   Flags: 0x80000\n";
         let with = |line: &str| facts(&format!("{file}  {line}\n"));
         assert_eq!(
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn capabilities_access_lists_modes_and_times_come_out_of_an_image() {
+    fn capabilities_access_lists_modes_and_times_are_extracted_from_an_ext4_image() {
         if program("mke2fs").is_none()
             || program("debugfs").is_none()
             || program("bwrap").is_none()

@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_generations_are_read_and_written_alike() {
+    fn segment_references_are_parsed_and_printed_and_malformed_references_are_refused() {
         for text in ["web", "web@1", "a.b-c_d@4294967295"] {
             assert_eq!(Reference::parse(text).unwrap().to_string(), text);
         }

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn gain_is_what_all_cache_less_one_copy_and_less_what_describes_it() {
+    fn the_saving_of_a_segment_file_is_its_cached_size_minus_one_copy_and_metadata() {
         let uses = [
             used("a", "/usr/lib/x", 64, 40),
             used("b", "/usr/lib/x", 64, 40),
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_one_vm_gains_nothing_and_dense_files_come_first() {
+    fn a_file_used_by_one_vm_saves_nothing_and_densely_used_files_rank_first() {
         let uses = [
             used("a", "/usr/alone", 10, 10),
             used("a", "/usr/sparse", 10_000, 200),
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn each_trust_domain_has_a_copy_of_its_own() {
+    fn each_trust_domain_needs_a_separate_copy_of_a_segment_file() {
         let mut uses = [used("a", "/usr/x", 64, 64), used("b", "/usr/x", 64, 64)];
         assert_eq!(rank(&uses, 2, None)[0].net_bytes, (128 - 64 - 2) * 4096);
         uses[1].domain = "red".into();
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_one_of_many_vms_caches_gains_nothing_with_more_vms() {
+    fn a_file_cached_by_one_of_six_vms_saves_nothing_in_a_segment() {
         let uses = [used("a", "/usr/rare", 64, 64)];
         assert!(rank(&uses, 6, Some(6))[0].net_bytes < 0);
         assert!(rank(&uses, 1, Some(6))[0].net_bytes > 0);

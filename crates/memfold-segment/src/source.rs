@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kind_of_a_source_is_read_from_its_bytes_and_others_are_refused() {
+    fn the_kind_of_a_segment_source_is_detected_from_its_magic_bytes() {
         let place = tempfile::tempdir().unwrap();
         let image = |name: &str, at: u64, magic: &[u8]| {
             let path = place.path().join(name);
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn packages_are_unpacked_into_one_tree_with_usr_merged() {
+    fn debian_packages_are_unpacked_into_one_usr_merged_tree() {
         if program("dpkg-deb").is_none()
             || program("bwrap").is_none()
             || !rustix::process::getuid().is_root()

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_that_unpacks_writes_only_to_its_own_directory() {
+    fn a_confined_unpacking_program_writes_only_to_its_directory() {
         if program("bwrap").is_none() || !rustix::process::getuid().is_root() {
             memfold_testkit::skip!("no bwrap (package bubblewrap), or not root");
         }
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_words_of_a_program_that_fails_are_told() {
+    fn the_error_of_a_failed_program_contains_its_last_output() {
         let error = run(
             "sh",
             Command::new("sh").args(["-c", "echo one >&2; echo two >&2; exit 3"]),

@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_has_what_was_chosen_with_modes_times_and_links() {
+    fn a_copied_tree_has_the_chosen_files_with_modes_times_and_links() {
         let from = tempfile::tempdir().unwrap();
         filled(from.path());
         let (to, contents, tree) = built(from.path(), &["/usr/**"]);
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_files_have_the_same_digest_and_any_change_has_another() {
+    fn equal_trees_have_the_same_digest_and_a_changed_tree_has_another_digest() {
         let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         filled(one.path());
         filled(two.path());
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn only_listed_files_are_taken_and_links_stay() {
+    fn only_listed_files_and_symbolic_links_are_chosen() {
         let from = tempfile::tempdir().unwrap();
         filled(from.path());
         let filter = Filter::new(&[], &[])
@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn globs_begin_with_a_slash() {
+    fn a_glob_without_a_leading_slash_is_refused() {
         let refusal = |glob: &str| {
             let error = Filter::new(&[glob.to_owned()], &[]).unwrap_err();
             error.to_string()
