@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_device_after_a_boot_is_the_same_and_what_changed_is_said() {
+    fn a_block_device_is_recognised_after_a_reboot_and_changes_are_named() {
         let saved = device("disk a");
         let mut now = saved.clone();
         assert_eq!(saved.differs(&now), None);
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn every_sample_counts_and_a_short_device_is_read_whole() {
+    fn every_sample_affects_the_checksum_and_a_short_device_is_read_completely() {
         let file = tempfile::tempfile().unwrap();
         let sum = |bytes: u64| {
             file.set_len(bytes).unwrap();
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_of_a_file_system_in_a_partition_is_seen_on_a_large_disk() {
+    fn a_mount_of_a_partition_is_detected_on_a_large_disk() {
         for (is_gpt, sector_bytes) in [(false, 512), (true, 512), (true, 4096)] {
             let file = partitioned(is_gpt, sector_bytes);
             let (before, sampled) = (heads(&file, 8 << 30).unwrap(), samples(&file, 8 << 30));

@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_is_private_anonymous_memory_of_a_versioned_machine() {
+    fn the_command_line_has_private_anonymous_ram_and_a_versioned_machine_type() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         spec.memory_max = Some(ByteSize(1 << 30));
         let line = text(&spec, &[]);
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_vm_with_a_trust_domain_is_offered_to_ksm() {
+    fn only_the_ram_of_a_vm_with_a_trust_domain_is_mergeable_by_ksm() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         assert!(text(&spec, &[]).contains(",mem-merge=off,"));
         spec.domain = Some("d".into());
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn commas_in_paths_are_escaped() {
+    fn commas_in_paths_are_escaped_on_the_qemu_command_line() {
         let line = text(&VmSpec::new("a", ByteSize::mib(512)), &[]);
         assert!(
             line.contains("unix:/run/x,,y/vms/a/qmp.sock,server=on"),
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_swap_disk_comes_behind_all_others_and_takes_the_last_file() {
+    fn the_swap_disk_is_the_last_disk_and_uses_the_last_temporary_file() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         let mut disk = DiskSpec::new("/img/d.raw");
         disk.snapshot = true;
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_of_others_is_made_by_drive_again_with_nodes_of_ours() {
+    fn a_drive_of_an_attached_vm_is_created_with_its_drive_option_and_our_block_nodes() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         let mut disk = DiskSpec::new("/img/d,1.raw");
         disk.snapshot = true;
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_disk_writes_to_its_overlay_alone() {
+    fn a_snapshot_disk_writes_only_to_its_overlay() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         let mut disk = DiskSpec::new("/img/d.raw");
         disk.snapshot = true;

@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn any_direct_or_unknown_node_forbids_the_live_refold() {
+    fn a_direct_or_unknown_block_node_forbids_live_refolding() {
         let node = |drv: &str, direct: bool| json!({"node-name": "n", "drv": drv, "cache": {"direct": direct, "no-flush": false, "writeback": true}});
         assert!(of_nodes(&json!([node("qcow2", false), node("file", false)])).may_refold_live());
         for bad in [
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_keeps_its_cpus_is_told_by_its_command_line() {
+    fn the_option_cpu_pm_is_detected_on_the_qemu_command_line() {
         for (line, wanted) in [
             ("qemu -overcommit cpu-pm=on -m 64", true),
             ("qemu -m 64 --overcommit mem-lock=off,cpu-pm=on", true),
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn locked_memory_is_read_from_the_status_file() {
+    fn locked_memory_is_parsed_from_the_status_file_of_a_process() {
         assert_eq!(
             locked_kib("Name:\tqemu\nVmLck:\t    2048 kB\nVmPin:\t 0 kB\n"),
             2048

@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_is_made_once_and_locked_once() {
+    fn a_vm_directory_is_created_once_and_locked_once() {
         let state = tempfile::tempdir().unwrap();
         assert!(VmDirectory::all(state.path()).unwrap().is_empty());
         let directory = VmDirectory::of(state.path(), "a");

@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_found_in_command_lines() {
+    fn the_guest_name_is_parsed_from_a_qemu_command_line() {
         let line = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
         assert_eq!(
             guest_name(&line("q -name guest=a,debug-threads=on")).as_deref(),
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_agents_port_is_found_among_others() {
+    fn the_agent_port_is_found_in_the_qemu_device_tree() {
         let tree = "bus: virtio-serial-bus.0\n  type virtio-serial-bus\n  dev: virtserialport, id \"x\"\n    chardev = \"qga\"\n    name = \"org.qemu.guest_agent.0\"\n  dev: virtserialport, id \"agent0\"\n    chardev = \"agent\"\n    nr = 1 (0x1)\n    name = \"org.memfold.agent.0\"\n";
         assert_eq!(port_chardev(tree).as_deref(), Some("agent"));
         assert_eq!(port_chardev("nothing"), None);
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn an_anonymous_mapping_tells_the_advice() {
+    fn madvise_flags_of_ram_are_read_from_its_anonymous_mapping() {
         let smaps = "7f0000000000-7f0000001000 r--p 00000000 00:01 77 /memfd:store\nVmFlags: rd mr mw me ac dc dd mg\n\
                      7f0000001000-7f0000003000 rw-p 00000000 00:00 0\nRss: 4 kB\nVmFlags: rd wr mr mw me ac dd hg mg\n";
         let (start, end) = (Hva(0x7f00_0000_0000), Hva(0x7f00_0000_3000));
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_is_read_whole() {
+    fn an_environment_variable_is_found_by_its_complete_name() {
         assert_eq!(
             variable(b"A=1\0MEMFOLD_QEMU_SOCKET=/run/l=x\0", SOCKET_VARIABLE),
             Some("/run/l=x".into())

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn forwarded_ports_are_read_and_written() {
+    fn forwarded_ports_are_parsed_and_printed() {
         for (text, shown, rule) in [
             ("2222:22", "127.0.0.1:2222:22", "tcp:127.0.0.1:2222-:22"),
             (
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_another_has_is_not_claimed() {
+    fn a_port_used_by_another_process_cannot_be_claimed() {
         let other = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = other.local_addr().unwrap().port();
         let taken: Forward = format!("{port}:22").parse().unwrap();

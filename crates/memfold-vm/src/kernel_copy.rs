@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_is_found_where_all_of_it_is_and_nowhere_else() {
+    fn a_kernel_copy_in_qemu_memory_is_found_only_if_it_is_complete() {
         let (file, all) = image(3_000_003, 1);
         let body = &all[SETUP..];
         let copy = Copy::of(&file).unwrap();
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_linux_image_is_refused() {
+    fn a_file_that_is_not_a_linux_kernel_image_is_refused() {
         for bytes in [&b""[..], &[0; 0x206], &[0xff; 8192]] {
             let file = tempfile::tempfile().unwrap();
             file.write_all_at(bytes, 0).unwrap();
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn each_trust_domain_has_a_copy_of_its_own_and_a_changed_image_another() {
+    fn each_trust_domain_and_each_kernel_image_version_has_a_separate_copy() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("vmlinuz");
         let put = |seed| {
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn only_private_memory_without_a_file_is_searched() {
+    fn only_private_anonymous_memory_is_searched_for_kernel_copies() {
         let line = "7f0000000000-7f0000b34000 rw-p 00000000 00:00 0 ";
         assert_eq!(anonymous(line), Some((0x7f00_0000_0000, 0x7f00_00b3_4000)));
         for other in [

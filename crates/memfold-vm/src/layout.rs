@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hole_below_4g_is_no_ram() {
+    fn the_hole_below_4_gib_is_not_guest_ram() {
         let layout = split_at_4g();
         assert_eq!(
             layout.hva_of(Pfn((1 << 19) - 1)),
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_go_both_ways() {
+    fn guest_page_frames_convert_to_host_addresses_and_back() {
         let layout = split_at_4g();
         for pfn in [Pfn(0), Pfn(77), Pfn((1 << 20) + 5)] {
             assert_eq!(layout.pfn_of(layout.hva_of(pfn).unwrap().0), Some(pfn));

@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_get_their_replies_and_descriptors_travel() {
+    fn library_orders_get_their_replies_and_descriptors_are_passed() {
         let (_dir, path, thread) = library(vec![
             hello(VERSION),
             Reply::Ok,
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_lacks_a_userfaultfd_is_given_the_device() {
+    fn a_library_without_a_userfaultfd_gets_the_userfaultfd_device() {
         if File::options().read(true).write(true).open(DEVICE).is_err() {
             memfold_testkit::skip!("{DEVICE} can't be opened");
         }
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_with_another_number_of_outcomes_closes_the_link() {
+    fn a_library_reply_with_a_wrong_number_of_outcomes_closes_the_link() {
         let (_dir, path, _thread) = library(vec![
             hello(VERSION),
             Reply::Outcomes {
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn other_versions_and_silence_are_told_apart() {
+    fn a_library_of_another_version_and_a_silent_library_are_different_errors() {
         let (_dir, path, _thread) = library(vec![hello(VERSION + 1)]);
         let error = LibraryLink::connect(&path, Duration::from_secs(5), None).unwrap_err();
         assert!(matches!(error, LibraryError::Version { .. }), "{error}");

@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_that_could_leave_their_directory_are_refused() {
+    fn vm_names_that_could_escape_their_directory_are_refused() {
         for bad in [
             "",
             ".",

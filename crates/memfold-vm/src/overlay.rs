@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overlay_has_its_disks_size_and_is_made_once() {
+    fn an_overlay_has_the_size_of_its_disk_and_is_created_once() {
         let place = tempfile::tempdir().unwrap();
         let disk = place.path().join("disk");
         File::create(&disk).unwrap().set_len(1 << 20).unwrap();
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_is_to_come_needs_a_size_and_a_failure_leaves_nothing() {
+    fn an_overlay_on_a_missing_disk_needs_a_size_and_a_failure_leaves_no_file() {
         let place = tempfile::tempdir().unwrap();
         let disk = place.path().join("nowhere");
         let overlay = place.path().join("overlay");
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_removed_meanwhile_does_not_come_back() {
+    fn an_overlay_removed_during_formatting_is_not_recreated() {
         let place = tempfile::tempdir().unwrap();
         let disk = place.path().join("disk");
         File::create(&disk).unwrap().set_len(1 << 20).unwrap();

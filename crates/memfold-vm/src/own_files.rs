@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_found_in_every_way_to_name_it() {
+    fn a_file_is_found_in_every_form_of_qemu_argument() {
         let is_it = |path: &Path| path == Path::new("/v,1");
         for (argument, renamed) in [
             ("/v,1", "T"),
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn renamed_files_replace_their_tokens_in_arguments() {
+    fn placeholders_in_arguments_are_replaced_by_file_names() {
         let files = [PathBuf::from("/a,b"), PathBuf::from("/c")];
         for (argument, wanted) in [
             (token(0), "/a,b"),

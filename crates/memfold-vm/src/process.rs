@@ -139,14 +139,14 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn a_strange_command_name_does_not_hide_the_start_time() {
+    fn the_start_time_is_parsed_from_proc_stat_despite_parentheses_in_the_command_name() {
         let stat = "7 (a) b (c)) S 1 7 7 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4711 8 9";
         assert_eq!(start_ticks(stat), Some(4711));
         assert_eq!(start_ticks("7 (a"), None);
     }
 
     #[test]
-    fn a_reused_pid_is_another_process() {
+    fn a_process_with_a_reused_pid_is_not_opened() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let pid = Pid::from_child(&child);
         let identity = Identity::of(pid).unwrap();

@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn events_and_foreign_answers_do_not_hide_the_answer() {
+    fn qmp_events_and_foreign_answers_before_the_answer_are_skipped() {
         let (_dir, path) = server(vec![vec![
             "{\"event\": \"STOP\"}\r\n{\"return\": 1, \"id\": 999}\r\n{\"return\": 7, \"id\": ID}",
         ]]);
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn questions_are_asked_again_on_a_new_connection_and_commands_are_not() {
+    fn qmp_queries_are_repeated_on_a_new_connection_and_commands_are_not() {
         let (_dir, path) = server(vec![vec![], vec![r#"{"return": 3, "id": ID}"#]]);
         let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
         assert_eq!(qmp.query("query-status").unwrap(), 3);
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_and_garbage_are_errors() {
+    fn qmp_refusals_and_malformed_answers_are_errors() {
         let (_dir, path) = server(vec![vec![
             r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#,
             "this is not JSON",
@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_without_an_answer_fails_with_all_the_time_that_it_had() {
+    fn a_qmp_command_without_an_answer_fails_and_the_error_names_the_time_limit() {
         // An event comes, and then nothing: the second answer waits for a second request.
         let (_dir, path) = server(vec![vec!["{\"event\": \"STOP\"}", "never"]]);
         let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_missed_deadline_the_next_wait_is_short_until_qemu_answers() {
+    fn after_a_missed_qmp_deadline_the_next_wait_is_short_until_qemu_answers() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("q");
         let listener = UnixListener::bind(&path).unwrap();
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_ends_in_a_timeout() {
+    fn a_qmp_connection_without_a_greeting_times_out() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("q");
         let _listener = UnixListener::bind(&path).unwrap();

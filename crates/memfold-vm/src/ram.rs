@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn five_gib_and_a_dimm_have_a_hole_below_4_gib() {
+    fn the_layout_of_5_gib_and_a_dimm_has_a_hole_below_4_gib() {
         let blocks = parse_blocks(DIMM_BLOCKS).unwrap();
         let layout = assemble(&blocks, &names(&["ram0", "mem1"]), DIMM_TREE).unwrap();
         let (ram0, mem1) = (Hva(0x7fd5_27e0_0000), Hva(0x7fd4_dfe0_0000));
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn under_kvm_with_video_memory_only_system_ram_counts() {
+    fn video_memory_of_a_kvm_guest_does_not_count_as_system_ram() {
         let blocks = parse_blocks(KVM_BLOCKS).unwrap();
         assert_eq!(blocks[1].name, "0000:00:01.0/vga.vram");
         let layout = assemble(&blocks, &names(&["pc.ram"]), KVM_TREE).unwrap();
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_devices_on_a_bus_are_found_by_their_backend() {
+    fn ram_blocks_of_devices_on_a_bus_are_found_by_their_backend() {
         let of = |name: &str| DIMM_BLOCKS.replacen("mem1", name, 1);
         for (name, is_there) in [("0000:00:01.0/mem1", true), ("0000:00:01.0/xmem1", false)] {
             let blocks = parse_blocks(&of(name)).unwrap();
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn nvdimm_and_pmem_are_no_system_ram() {
+    fn nvdimm_and_pmem_do_not_count_as_system_ram() {
         let backends = parse_backends(&json!([
             {"id": "ram0", "share": false, "size": 4096},
             {"id": "seg", "share": true, "size": 4096},
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn text_that_we_do_not_know_is_an_error() {
+    fn unexpected_monitor_output_is_an_error() {
         let of_blocks = |answer: &str| parse_blocks(answer).unwrap_err().to_string();
         assert!(of_blocks("").contains("columns are ''"));
         let old = of_blocks("Block Name PSize Offset Used Total\n x 4 KiB 0x0 0x0 0x0");
@@ -424,7 +424,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn damaged_text_never_panics(at in 0..DIMM_TREE.len(), byte in 32u8..127, cut in 0..DIMM_BLOCKS.len()) {
+        fn damaged_monitor_output_never_causes_a_panic(at in 0..DIMM_TREE.len(), byte in 32u8..127, cut in 0..DIMM_BLOCKS.len()) {
             let mut tree = DIMM_TREE.as_bytes().to_vec();
             tree[at] = byte;
             let tree = String::from_utf8(tree).unwrap();

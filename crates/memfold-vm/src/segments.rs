@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_says_what_to_lay_and_keeps_what_was_given() {
+    fn the_kernel_command_line_names_the_segments_and_keeps_user_settings() {
         assert_eq!(cmdline(&with(&[])).unwrap(), "root=/dev/vda rw quiet");
         assert_eq!(
             cmdline(&with(&["web@3", "office"])).unwrap(),
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_root_segment_takes_the_place_of_the_disk_which_becomes_its_upper_layer() {
+    fn a_root_segment_replaces_the_root_disk_and_the_disk_becomes_the_overlay_upper_layer() {
         let mut spec = with(&["debian@1"]);
         spec.segments[0].root = true;
         let root = "root=/dev/pmem0 rootfstype=erofs rootflags=dax=always";
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_refused() {
+    fn contradicting_segment_options_of_a_vm_are_refused() {
         let refusal = |spec: &VmSpec| check(spec).unwrap_err().to_string();
         let same = refusal(&with(&["a@2", "a@2"]));
         assert!(same.contains("'a@2' is named twice"), "{same}");
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn address_space_has_room_for_every_slot() {
+    fn the_guest_address_space_has_room_for_every_segment_slot() {
         let mut spec = with(&["a"]);
         assert_eq!(spec.slots(), 1);
         assert_eq!(max_memory(&spec), Some(ByteSize((512 << 20) + SLOT_ROOM.0)));

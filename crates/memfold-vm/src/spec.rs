@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_description_survives_toml_and_json() {
+    fn a_vm_description_round_trips_through_toml_and_json() {
         let spec = parse(
             "name = 'a'\nmemory = '512M'\nmemory_max = '2G'\ndomain = 'blue'\n\
              [boot]\nkernel = '/k'\ncmdline = 'quiet'\n[[disks]]\npath = '/d.qcow2'\ncache = 'none'\naio = 'io_uring'\n",
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_fields_and_bad_sizes_are_refused() {
+    fn unknown_fields_and_malformed_sizes_in_a_vm_description_are_refused() {
         for (line, wrong) in [
             ("memory='512M'\nmemroy='1G'", "memroy"),
             ("memory='lots'", "'lots'"),

@@ -163,7 +163,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn a_swap_disk_has_its_room_and_a_header_that_others_read() {
+    fn a_swap_disk_has_its_space_allocated_and_a_header_that_blkid_recognises() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         create(&path, 8 << 20, true).unwrap();
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn swap_with_a_boot_snapshot_or_a_wrong_size_is_refused() {
+    fn a_swap_disk_with_a_boot_snapshot_or_an_invalid_size_is_refused() {
         let mut spec = VmSpec::new("a", ByteSize::mib(128));
         spec.swap = Some(ByteSize::mib(64));
         check(&spec).unwrap();

@@ -187,7 +187,7 @@ mod tests {
     use crate::DiskSpec;
 
     #[test]
-    fn contradictions_are_named() {
+    fn contradictions_in_a_vm_description_are_refused_and_named() {
         type Damage = fn(&mut VmSpec);
         let broken: [(&str, Damage); 13] = [
             ("memory", |s| s.memory = ByteSize::mib(1)),

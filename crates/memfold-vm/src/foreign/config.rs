@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_options_are_the_words_that_they_stand_for() {
+    fn readconfig_files_are_expanded_to_command_line_options() {
         let read = |path: &Path| {
             assert_eq!(path, Path::new("q35.cfg"));
             Ok(FILE.to_owned())
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn options_set_by_later_arguments_reach_their_device() {
+    fn arguments_of_the_set_option_are_merged_into_the_options_of_their_device() {
         let text = "-device e1000,id=n -drive if=none,id=d,file=a -set device.n.addr=7 -set drive.d.file=b -readconfig device.n -m 1";
         let wanted = "-device e1000,addr=7,id=n -drive file=b,id=d,if=none -m 1";
         let found = expand(line(text), |_| Ok(String::new())).unwrap();
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_malformed_file_of_options_is_refused_with_its_line() {
+    fn a_malformed_readconfig_file_is_refused_and_the_error_names_the_line() {
         let expand = |read: fn(&Path) -> io::Result<String>| expand(line("-readconfig /x"), read);
         for (text, last) in [
             ("driver = \"a\"", "driver = \"a\""),

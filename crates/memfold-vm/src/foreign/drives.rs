@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn drives_have_the_places_and_names_that_qemu_gives_them() {
+    fn drives_get_the_same_bus_units_and_names_as_in_qemu() {
         // As QEMU 10 names them (`query-block`), drive by drive.
         for (machine, line, wanted) in [
             (
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drives_options_keep_its_place_and_not_its_file() {
+    fn a_copied_drive_option_keeps_bus_and_unit_and_drops_the_file() {
         let option = |text: &str| {
             let options = [("drive".to_owned(), Some(text.to_owned()))];
             drives(&options, "pc-q35-10.0").unwrap().remove(0)

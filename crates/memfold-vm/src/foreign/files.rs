@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_taken_out_and_put_in_again() {
+    fn file_names_in_a_command_line_are_replaced_by_placeholders_and_restored() {
         let place = tempfile::tempdir().unwrap();
         let file = |name: &str| {
             let path = place.path().join(name);
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_copied_with_its_users_rights() {
+    fn a_file_is_copied_with_the_rights_of_the_qemu_user() {
         use std::os::unix::fs::PermissionsExt;
         if !rustix::process::getuid().is_root() {
             memfold_testkit::skip!("only root can become another user");

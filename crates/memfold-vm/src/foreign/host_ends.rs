@@ -309,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn host_ends_that_another_process_has_are_left_out_and_named() {
+    fn sockets_and_ports_used_by_another_process_are_removed_and_named() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().join(name).display().to_string();
         let _listens = UnixListener::bind(path("taken")).unwrap();

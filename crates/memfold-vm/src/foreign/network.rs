@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn networks_are_the_same_for_their_card() {
+    fn a_copied_network_backend_looks_the_same_to_the_network_card() {
         for (option, value, wanted) in [
             (
                 "netdev",
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn host_ends_of_a_network_are_named() {
+    fn ports_and_interfaces_of_a_network_backend_are_named() {
         let left = |value: &str| copy("netdev", value).unwrap().1.join("; ");
         assert_eq!(
             left("user,id=n,hostfwd=tcp::1-:1,hostfwd=tcp::2-:2,tftp=/t"),

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_of_qemu_is_known_with_its_number_of_words() {
+    fn every_qemu_option_is_known_with_its_number_of_arguments() {
         if Command::new(QEMU).arg("-version").output().is_err() {
             memfold_testkit::skip!("QEMU is not installed");
         }
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_option_is_named_and_takes_no_word() {
+    fn an_unknown_or_incomplete_qemu_option_is_refused_and_named() {
         let line = |text: &str| {
             let words = std::iter::once("qemu").chain(text.split_whitespace());
             words.map(str::to_owned).collect::<Vec<_>>()

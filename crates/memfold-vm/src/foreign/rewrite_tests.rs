@@ -108,7 +108,7 @@ fn libvirt_facts() -> Facts {
 }
 
 #[test]
-fn a_domain_of_libvirt_keeps_its_devices_and_nothing_of_its_host() {
+fn a_copied_libvirt_domain_keeps_its_devices_and_no_resources_of_the_host() {
     let copy = copy(&line(LIBVIRT), &libvirt_facts()).unwrap();
     let words = copy.words.join("\n");
     for word in [
@@ -154,7 +154,7 @@ fn a_domain_of_libvirt_keeps_its_devices_and_nothing_of_its_host() {
 }
 
 #[test]
-fn a_line_that_was_typed_keeps_its_devices_too() {
+fn a_copied_handwritten_command_line_keeps_its_devices() {
     let text = "-M q35\n-m 512\n-smp 2\n-enable-kvm\n-nographic\n-object memory-backend-ram,id=ram,size=512M\n\
                 -drive file=a.qcow2,if=virtio\n-drive file=/fw,if=pflash,readonly=on,format=raw\n-drive if=none,id=cd,media=cdrom\n-drive file=/b,if=none,id=b,format=raw\n-device scsi-hd,drive=b,id=s0\n\
                 -nic bridge,br=br0,model=e1000\n-netdev user,id=n0,hostfwd=tcp::2222-:22,hostname=x\n-device e1000,netdev=n0\n-qmp unix:/q,server=on\n-daemonize";
@@ -253,7 +253,7 @@ const PROXMOX: &str = r#"-id 100
         -machine type=pc+pve0"#;
 
 #[test]
-fn a_vm_of_proxmox_keeps_its_devices_and_nothing_of_its_host() {
+fn a_copied_proxmox_vm_keeps_its_devices_and_no_resources_of_the_host() {
     let facts = Facts {
         machine: "pc-i440fx-10.0+pve0".into(),
         media: vec![medium("", "scsi0", "drive-scsi0")],
@@ -287,7 +287,7 @@ fn a_vm_of_proxmox_keeps_its_devices_and_nothing_of_its_host() {
 }
 
 #[test]
-fn devices_that_a_second_qemu_cannot_have_are_refused_by_name() {
+fn devices_that_a_second_qemu_cannot_have_are_refused_and_named() {
     refused("-device vfio-pci,host=01:00.0", &["vfio-pci", "this host"]);
     refused("-device loader,file=/etc/shadow", &["loader"]);
     refused(
@@ -322,7 +322,7 @@ fn devices_that_a_second_qemu_cannot_have_are_refused_by_name() {
 }
 
 #[test]
-fn a_medium_and_its_device_go_together() {
+fn a_disk_without_an_identifiable_device_is_refused_and_an_ejected_drive_stays_empty() {
     let with = |device: &str, text: &str| {
         let facts = Facts {
             media: vec![medium("", device, "over")],
@@ -449,7 +449,7 @@ const KINDS: &[(&str, &str, &str)] = &[
 ];
 
 #[test]
-fn each_kind_of_option_becomes_what_another_qemu_can_have() {
+fn each_kind_of_qemu_option_is_rewritten_for_a_second_qemu() {
     for (text, wanted, gone) in KINDS {
         let copy = copy(&words(text), &facts()).unwrap_or_else(|why| panic!("{text}: {why}"));
         let made = copy.words.join(" ");
@@ -470,7 +470,7 @@ fn each_kind_of_option_becomes_what_another_qemu_can_have() {
 }
 
 #[test]
-fn the_console_is_shared_where_several_devices_use_it() {
+fn a_console_used_by_several_devices_counts_as_shared() {
     let shared = "-chardev stdio,id=c,mux=on -serial chardev:c -device virtio-serial-pci -device virtconsole,chardev=c";
     let made = copy(&words(shared), &facts()).unwrap();
     assert_eq!(
@@ -483,7 +483,7 @@ fn the_console_is_shared_where_several_devices_use_it() {
 }
 
 #[test]
-fn displays_and_ports_that_only_one_vm_can_have_are_named() {
+fn displays_and_ports_that_only_one_vm_can_use_are_named() {
     for (text, wanted) in [
         ("-vnc 127.0.0.1:0,password=on", "-vnc 127.0.0.1:0"),
         ("-vnc none", ""),
@@ -520,7 +520,7 @@ fn displays_and_ports_that_only_one_vm_can_have_are_named() {
 }
 
 #[test]
-fn files_are_named_from_the_working_directory_of_their_qemu() {
+fn relative_file_names_are_resolved_in_the_working_directory_of_qemu() {
     let place = tempfile::tempdir().unwrap();
     let inner = place.path().join("inner");
     std::fs::create_dir(&inner).unwrap();
@@ -571,7 +571,7 @@ fn files_are_named_from_the_working_directory_of_their_qemu() {
 }
 
 #[test]
-fn drives_keep_their_places_whatever_order_they_are_in() {
+fn drives_keep_bus_and_unit_in_any_order_of_options() {
     let text = "-drive if=virtio,index=1,file=b -drive if=virtio,index=0,file=a -hda c -drive if=none,id=d7,file=d,werror=stop -device scsi-hd,drive=d7 \
                 -drive if=pflash,file=e,readonly=on -drive if=pflash,file=f,id=drive-efi -drive if=none,file=g -device ide-hd,drive=none1";
     let facts = Facts {
@@ -620,7 +620,7 @@ fn drives_keep_their_places_whatever_order_they_are_in() {
 }
 
 #[test]
-fn damaged_lines_never_panic() {
+fn damaged_command_lines_never_cause_a_panic() {
     let whole: Vec<char> = LIBVIRT.chars().collect();
     let facts = libvirt_facts();
     let mut random = 1_u64;

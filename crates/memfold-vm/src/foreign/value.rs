@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_read_and_written_as_qemu_does() {
+    fn option_values_are_parsed_and_printed_like_qemu_does() {
         let read = |text: &str| Value::parse("type", text).unwrap();
         let value = read("user,id=net0,hostname=a,,b,restrict");
         assert_eq!(value.kind(), "user");
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_changed_wherever_they_are() {
+    fn strings_are_replaced_at_any_depth_of_a_json_option_value() {
         let mut value = Value::parse("driver", r#"{"file":{"filename":"x"}}"#).unwrap();
         value.change_strings(&|key, word| (key == "filename").then(|| format!("/at/{word}")));
         assert_eq!(value.strings(), [("filename", "/at/x")]);

@@ -104,7 +104,7 @@ fn session(events: &Receiver<AgentEvent>) -> String {
 }
 
 #[test]
-fn a_reboot_is_a_new_session_on_the_same_connection() {
+fn a_guest_reboot_starts_a_new_agent_session_on_the_same_connection() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let mut guest = Guest::accept(&listener);
     // What comes before a hello is nobody's.
@@ -124,7 +124,7 @@ fn a_reboot_is_a_new_session_on_the_same_connection() {
 }
 
 #[test]
-fn garbage_costs_the_connection_and_the_next_one_works() {
+fn a_malformed_agent_message_closes_the_connection_and_the_next_connection_works() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let mut guest = Guest::accept(&listener);
     guest.greet("one");
@@ -148,7 +148,7 @@ fn garbage_costs_the_connection_and_the_next_one_works() {
 }
 
 #[test]
-fn another_version_is_refused_in_words_and_its_hints_go_nowhere() {
+fn an_agent_of_another_version_is_refused_with_a_reason_and_its_hints_are_dropped() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let mut guest = Guest::accept(&listener);
     guest.say(&hello(VERSION + 1, "new"));
@@ -162,7 +162,7 @@ fn another_version_is_refused_in_words_and_its_hints_go_nowhere() {
 }
 
 #[test]
-fn an_agent_that_missed_the_new_connection_is_connected_to_again_and_one_that_greeted_is_not() {
+fn the_agent_connection_is_reopened_until_the_agent_sends_a_hello() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     // It was restored with its VM: it believes in its session, and goes on telling of it.
     let mut guest = Guest::accept(&listener);
@@ -185,7 +185,7 @@ fn an_agent_that_missed_the_new_connection_is_connected_to_again_and_one_that_gr
 }
 
 #[test]
-fn commands_collect_their_output_and_code() {
+fn output_and_exit_code_of_a_guest_command_are_collected() {
     let (_dir, listener, link, _events) = link(AgentOptions::default());
     assert!(matches!(
         link.run("true", LONG),
@@ -240,7 +240,7 @@ fn commands_collect_their_output_and_code() {
 }
 
 #[test]
-fn a_guest_that_talks_too_much_is_slowed_down() {
+fn a_guest_that_sends_too_much_data_is_throttled() {
     let options = AgentOptions {
         max_bytes_per_s: 64 << 10,
         ..AgentOptions::default()
@@ -280,7 +280,7 @@ fn a_guest_that_talks_too_much_is_slowed_down() {
 }
 
 #[test]
-fn dropping_the_link_ends_its_thread_at_once() {
+fn dropping_an_agent_link_ends_its_thread_immediately() {
     let (_dir, listener, link, _events) = link(AgentOptions::default());
     let _guest = Guest::accept(&listener);
     let began = Instant::now();
@@ -289,7 +289,7 @@ fn dropping_the_link_ends_its_thread_at_once() {
 }
 
 #[test]
-fn greetings_without_end_cost_the_connection_and_the_next_one_works() {
+fn endless_hello_messages_close_the_connection_and_the_next_connection_works() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let drain = std::thread::spawn(move || events.iter().count());
     let mut guest = Guest::accept(&listener);

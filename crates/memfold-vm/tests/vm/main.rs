@@ -127,7 +127,7 @@ fn prove(vm: &Vm, qmp: &mut Qmp, layout: &RamLayout, gpa: u64) {
 }
 
 #[test]
-fn the_layout_of_small_ram_is_true() {
+fn the_memory_layout_of_a_small_vm_equals_the_layout_in_qemu() {
     let state = tempfile::tempdir().unwrap();
     let mut spec = paused("small", ByteSize::mib(512));
     // Without a trust domain its memory is not offered to KSM.
@@ -144,7 +144,7 @@ fn the_layout_of_small_ram_is_true() {
 }
 
 #[test]
-fn the_layout_of_5_gib_and_a_plugged_dimm_is_true() {
+fn the_memory_layout_of_5_gib_and_a_plugged_dimm_equals_the_layout_in_qemu() {
     let state = tempfile::tempdir().unwrap();
     let mut spec = paused("large", ByteSize(5 * GIB));
     spec.memory_max = Some(ByteSize(8 * GIB));
@@ -178,7 +178,7 @@ fn the_layout_of_5_gib_and_a_plugged_dimm_is_true() {
 }
 
 #[test]
-fn conditions_tell_buffered_from_direct_disks() {
+fn folding_conditions_distinguish_buffered_from_direct_disks() {
     let state = tempfile::tempdir().unwrap();
     let image = state.path().join("d,1.raw");
     File::create(&image).unwrap().set_len(16 * MIB).unwrap();
@@ -212,7 +212,7 @@ fn conditions_tell_buffered_from_direct_disks() {
 }
 
 #[test]
-fn attached_vms_say_what_is_possible_and_why_not_the_rest() {
+fn an_attached_vm_reports_whether_it_can_be_folded_and_the_reason_if_not() {
     for (backend, wanted) in [
         ("memory-backend-ram,id=ram0,size=128M", None),
         (
@@ -260,7 +260,7 @@ fn attached_vms_say_what_is_possible_and_why_not_the_rest() {
 }
 
 #[test]
-fn an_agents_port_of_a_foreign_qemu_is_found() {
+fn the_agent_port_of_an_attached_qemu_is_found() {
     let dir = tempfile::tempdir().unwrap();
     let port = dir.path().join("port");
     let foreign = Foreign::start(&[
@@ -279,7 +279,7 @@ fn an_agents_port_of_a_foreign_qemu_is_found() {
 }
 
 #[test]
-fn locked_memory_is_a_reason_not_to_fold() {
+fn a_vm_with_locked_memory_is_not_folded() {
     let foreign = Foreign::start(&["-m", "64", "-overcommit", "mem-lock=on"]);
     let vm = Vm::attach(&foreign.qmp()).unwrap();
     let conditions = vm.conditions(&mut vm.qmp().unwrap()).unwrap();
@@ -288,7 +288,7 @@ fn locked_memory_is_a_reason_not_to_fold() {
 }
 
 #[test]
-fn a_guest_that_never_gives_its_cpus_back_is_told_where_that_has_an_effect() {
+fn cpu_pm_is_reported_as_a_cost_under_kvm_and_not_under_tcg() {
     let costs = |accel: &str, overcommit: &str| {
         let foreign = Foreign::start_by(accel, &["-m", "64", "-overcommit", overcommit]);
         let vm = Vm::attach(&foreign.qmp()).unwrap();
@@ -310,7 +310,7 @@ fn a_guest_that_never_gives_its_cpus_back_is_told_where_that_has_an_effect() {
 }
 
 #[test]
-fn a_second_vm_of_the_same_name_is_refused_and_changes_nothing() {
+fn a_second_vm_of_the_same_name_is_refused_and_the_first_vm_continues() {
     let state = tempfile::tempdir().unwrap();
     let vm = Running::start(state.path(), paused("twin", ByteSize::mib(64)));
     let error = memfold_vm::start(state.path(), paused("twin", ByteSize::mib(64))).unwrap_err();
@@ -320,7 +320,7 @@ fn a_second_vm_of_the_same_name_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_qemu_that_does_not_start_leaves_its_words_and_nothing_else() {
+fn a_qemu_that_fails_to_start_reports_its_error_message_and_leaves_no_files() {
     let state = tempfile::tempdir().unwrap();
     let mut spec = paused("bad", ByteSize::mib(64));
     spec.qemu_args = vec!["-device".into(), "no-such-device".into()];
@@ -332,7 +332,7 @@ fn a_qemu_that_does_not_start_leaves_its_words_and_nothing_else() {
 }
 
 #[test]
-fn a_killed_vm_is_noticed_and_its_files_go() {
+fn a_killed_vm_is_detected_and_its_files_are_removed() {
     let state = tempfile::tempdir().unwrap();
     let vm = Running::start(state.path(), paused("victim", ByteSize::mib(64)));
     assert!(!vm.0.process().has_exited().unwrap());
@@ -357,7 +357,7 @@ fn helper_process_starts_a_vm_and_waits_to_be_killed() {
 }
 
 #[test]
-fn a_vm_outlives_who_started_it_and_is_taken_over() {
+fn a_vm_survives_the_process_that_started_it_and_is_taken_over() {
     let state = tempfile::tempdir().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args([
@@ -398,7 +398,7 @@ fn a_vm_outlives_who_started_it_and_is_taken_over() {
 }
 
 #[test]
-fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
+fn doctor_finds_the_installed_qemu_and_caches_its_verdict_on_kvm() {
     let state = tempfile::tempdir().unwrap();
     let began = Instant::now();
     let first = memfold_host::HostFacts::probe(state.path());
@@ -423,7 +423,7 @@ fn doctor_finds_this_qemu_and_keeps_its_verdict_on_kvm() {
 }
 
 #[test]
-fn a_booted_guest_of_another_user_is_folded_and_shuts_down_when_asked() {
+fn a_booted_guest_of_another_user_is_folded_and_shuts_down_on_request() {
     let images = memfold_host::guest_images().unwrap_or_default();
     let (Some(image), Ok(_)) = (images.get("trixie-a"), memfold_host::library()) else {
         memfold_testkit::skip!("no guest image trixie-a, or the library is not built");
