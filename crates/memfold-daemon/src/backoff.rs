@@ -79,7 +79,7 @@ mod tests {
     use std::sync::mpsc::channel;
 
     #[test]
-    fn a_try_is_waited_for_and_its_outcome_is_told_once() {
+    fn the_outcome_of_a_finished_attempt_is_returned_once() {
         for outcome in [Some(5), None] {
             let mut tries = Backoff::default();
             let (end, ended) = channel::<()>();

@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn page_tables_are_read_after_changes_and_for_a_bounded_part_of_the_time() {
+    fn page_tables_are_read_after_changes_within_a_bounded_share_of_cpu_time() {
         let mut state = state();
         let vms = vec!["a".to_owned()];
         assert!(state.look_due(1 << 30, &vms));
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_last_events_are_kept() {
+    fn only_the_newest_debt_events_are_kept() {
         let mut state = state();
         for number in 0..=EVENTS {
             state.note(&DebtReport::default(), number.to_string());

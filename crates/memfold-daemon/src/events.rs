@@ -315,14 +315,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_changed_is_no_event() {
+    fn an_unchanged_state_produces_no_event() {
         let mut seen = Seen::default();
         seen.vms.insert("a".into(), vm(1, true, &["x"]));
         assert_eq!(changes(&seen, &seen), []);
     }
 
     #[test]
-    fn each_change_is_one_event_and_a_new_vm_of_the_same_name_is_another() {
+    fn each_change_is_one_event_and_a_restarted_vm_of_the_same_name_is_a_new_vm() {
         let mut old = Seen::default();
         old.vms.insert("a".into(), vm(1, true, &["x"]));
         old.vms.insert("b".into(), vm(2, true, &[]));
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn each_action_of_the_brake_and_each_change_of_snapshots_is_one_event() {
+    fn each_brake_action_and_each_snapshot_change_is_one_event() {
         let done = |level, at_unix_s, what: &str| BrakeEvent {
             at_unix_s,
             level,
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn where_swap_is_and_what_is_lent_are_events_when_they_change() {
+    fn a_moved_swap_disk_and_a_changed_amount_of_lent_memory_are_events() {
         let lender = |max_bytes, lent_bytes, problem: Option<&str>| {
             Some(SeenLender {
                 max_bytes,

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_kept_so_long_that_they_cost_a_hundredth_of_a_core() {
+    fn the_cache_time_of_figures_limits_their_cost_to_one_percent_of_a_core() {
         assert_eq!(keep_for(Duration::from_millis(3)), LEAST_AGE);
         assert_eq!(
             keep_for(Duration::from_millis(400)),
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_cached_for_their_age_and_taken_anew_afterwards() {
+    fn figures_are_served_from_the_cache_until_they_expire() {
         let kept = CachedFigures::default();
         let taken = Cell::new(0);
         let old = Instant::now().checked_sub(LEAST_AGE).unwrap();
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn while_new_figures_are_taken_old_ones_are_shown_and_a_failure_is_passed_on() {
+    fn old_figures_are_served_during_a_new_measurement_and_a_failure_is_returned() {
         let kept = CachedFigures::default();
         let old = Instant::now().checked_sub(LEAST_AGE).unwrap();
         let first = kept

@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_is_short_that_has_little_or_swaps_and_silence_is_nothing() {
+    fn a_guest_that_has_little_available_memory_or_swaps_in_is_short_of_memory() {
         const MIB: u64 = 1 << 20;
         let answer = |available: u64, swapped_in: u64| {
             json!({ "last-update": 1, "stats": {

@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn goals_that_make_no_sense_are_refused_with_their_range() {
+    fn a_ksm_goal_out_of_range_is_refused_and_the_error_names_the_range() {
         assert!(goal(&request(20.0, 120.0)).is_ok());
         for (cpu, target, word) in [
             (0.0, 120.0, "more than 0"),

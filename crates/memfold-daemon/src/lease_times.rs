@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn leases_of_the_only_bytes_hold_for_as_long_as_it_takes_to_copy_them() {
+    fn a_lease_of_memory_without_a_disk_copy_lasts_long_enough_to_copy_its_data() {
         for (durability, bytes, seconds) in [
             (Durability::Disk, 1 << 40, 60),
             (Durability::Replica, 0, 60),

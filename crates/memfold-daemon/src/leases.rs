@@ -402,7 +402,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_laid_out_over_as_few_lenders_as_have_room() {
+    fn a_swap_disk_is_split_over_the_fewest_lenders_with_enough_room() {
         const MIB: u64 = 1 << 20;
         for (bytes, free, count) in [
             (64, vec![], None),

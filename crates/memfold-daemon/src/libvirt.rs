@@ -293,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_is_the_one_that_libvirt_made_by_whatever_name() {
+    fn a_socket_path_through_a_symlink_is_the_same_file() {
         let place = tempfile::tempdir().unwrap();
         let (real, other) = (place.path().join("real"), place.path().join("other"));
         std::fs::create_dir_all(&real).unwrap();

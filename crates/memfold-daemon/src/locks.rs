@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rights_are_taken_in_their_order_and_let_go_of_in_any() {
+    fn locks_taken_in_rank_order_may_be_released_in_any_order() {
         let save = Ranked::begin(Rank::Save);
         let merging = Ranked::begin(Rank::Merging);
         drop(save);
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(debug_assertions, should_panic(expected = "order of locks"))]
-    fn a_right_that_stands_above_one_that_is_held_is_refused() {
+    fn taking_a_lock_against_the_rank_order_panics() {
         let _starts = Ranked::begin(Rank::Starts);
         let _merging = Ranked::begin(Rank::Merging);
     }

@@ -330,7 +330,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_interval_of_samples_grows_with_their_cost() {
+    fn the_sampling_interval_grows_with_the_cost_of_a_sample() {
         for (cost_ms, watched, wanted_s) in [
             (1, false, 30),
             (60, false, 60),
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_viewer_gets_a_sample_at_once() {
+    fn a_new_viewer_gets_a_sample_immediately() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("history.sqlite");
         let sampling = Arc::new(Samples::new(Some(&path)));
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn without_history_a_sample_is_taken_only_while_somebody_looks() {
+    fn without_history_samples_are_taken_only_while_a_viewer_is_connected() {
         let sampling = Arc::new(Samples::new(None));
         let thread = waits(&sampling, None);
         sampling.wake(false);

@@ -54,7 +54,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
-    fn no_more_than_the_limit_at_once_and_all_in_the_end() {
+    fn a_semaphore_admits_at_most_its_limit_at_once_and_serves_every_waiter() {
         let turns = Semaphore::new(2);
         let two = Barrier::new(2);
         let (now, most, all) = (

@@ -57,7 +57,7 @@ mod tests {
     use std::convert::Infallible;
 
     #[test]
-    fn concurrent_requests_share_one_result_begun_after_they_asked() {
+    fn concurrent_requests_share_one_computation_that_started_after_the_requests() {
         let joined = &SingleFlight::default();
         let made = AtomicU64::new(0);
         let make = || Ok::<u64, Infallible>(made.fetch_add(1, Ordering::SeqCst) + 1);
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_failure_it_is_tried_again() {
+    fn a_request_after_a_failed_computation_computes_again() {
         let joined = SingleFlight::default();
         assert_eq!(joined.get(|| Err("no")), Err("no"));
         assert_eq!(joined.get(|| Ok::<_, &str>(5)), Ok(5));

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_snapshot_in_use_is_not_removed_and_one_being_removed_is_not_used() {
+    fn a_snapshot_in_use_cannot_be_removed_and_a_snapshot_in_removal_cannot_be_used() {
         let uses = SnapshotLocks::default();
         let first = uses.begin("a").unwrap();
         first.begin("first", 8);

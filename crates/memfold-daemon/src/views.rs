@@ -341,7 +341,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guests_swap_use_is_accepted_only_within_its_disk() {
+    fn a_malformed_swap_use_report_from_a_guest_is_rejected() {
         let said = |stdout: &str, code| {
             let stdout = stdout.as_bytes().to_vec();
             SwapUse::of(Ok(CommandResult {
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cached_value_is_kept_until_it_is_old_and_a_failure_is_not() {
+    fn a_value_is_cached_until_it_expires_and_a_failure_is_not_cached() {
         let kept: Cached<u32> = Mutex::default();
         let life = Duration::from_secs(60);
         let failed = fresh(&kept, life, || Err(DaemonError::NoSuchPath));

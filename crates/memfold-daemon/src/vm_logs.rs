@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_log_keeps_its_end_and_is_gone_on_with_by_who_appends() {
+    fn a_rotated_log_keeps_its_end_and_its_writer_appends_to_the_new_file() {
         let directory = tempfile::tempdir().unwrap();
         let log = directory.path().join("console.log");
         let mut writer = File::options()
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn percent_used_counts_space_that_is_not_available() {
+    fn percent_used_counts_all_space_that_is_not_available() {
         assert_eq!(percent_used(1000, 200), 80);
         assert_eq!(percent_used(1000, 0), 100);
         assert_eq!(percent_used(0, 0), 0);

@@ -20,7 +20,7 @@ fn read<T: DeserializeOwned>(file: &str) -> T {
 }
 
 #[test]
-fn files_of_vms_of_an_earlier_daemon_are_read() {
+fn vm_state_files_written_by_an_earlier_daemon_are_read() {
     for name in ["a", "b", "c", "g", "k-1"] {
         let spec: VmSpec = read(&format!("state/vms/{name}/spec.json"));
         assert_eq!(
@@ -52,7 +52,7 @@ fn files_of_vms_of_an_earlier_daemon_are_read() {
 }
 
 #[test]
-fn snapshots_and_segments_of_an_earlier_daemon_are_read() {
+fn snapshots_and_segments_written_by_an_earlier_daemon_are_read() {
     let warm: Manifest = read("snapshots/warm/manifest.json");
     assert_eq!(
         (warm.vm.as_str(), warm.format, warm.keep),

@@ -390,7 +390,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processes_with_mergeable_memory_of_others_are_named() {
+    fn foreign_processes_with_mergeable_memory_are_named() {
         let process = |pid, mergeable| Process {
             pid,
             comm: format!("p{pid}"),

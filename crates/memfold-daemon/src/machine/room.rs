@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_vm_that_fills_the_room_at_once_is_tried_less_and_less_often() {
+    fn resume_attempts_become_rarer_if_the_vm_fills_the_free_space_at_once() {
         let soon = Duration::from_secs(3);
         let mut pauses = vec![next_pause(Duration::ZERO, LONGEST)];
         for _ in 0..7 {

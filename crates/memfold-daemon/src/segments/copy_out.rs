@@ -315,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directories_to_copy_are_the_beginnings_of_the_globs_each_once() {
+    fn directories_to_copy_are_the_distinct_literal_prefixes_of_the_globs() {
         let of = |globs: &[&str]| tops(&globs.iter().map(ToString::to_string).collect::<Vec<_>>());
         assert_eq!(of(&[]), ["/opt", "/usr"]);
         assert_eq!(

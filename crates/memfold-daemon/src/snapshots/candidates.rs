@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_files_are_found_on_the_disks_of_the_guest() {
+    fn cached_file_pages_are_mapped_to_blocks_of_the_guest_disks() {
         let places = said(
             "0 0 100 254:0 1000\n0 100 100 254:16 50\n0 300 8 254:0 9000\n1 0 4294967295 254:0 5\n",
         );
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn candidates_never_overlap_and_their_bytes_can_be_counted() {
+    fn candidate_ranges_never_overlap_and_their_total_size_does_not_overflow() {
         let places = said(
             "0 0 4294967295 254:0 1125899906842624\n1 4294967290 6 254:0 0\n2 0 1 254:0 1\n2 1 1 254:0 7\n",
         );
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_names_disks_and_runs_without_end_is_cut_off() {
+    fn an_endless_list_of_disks_and_runs_from_a_guest_is_truncated() {
         let mut places = Places::default();
         let mut answer = String::new();
         for n in 0..30_000 {
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn files_with_most_cached_pages_are_asked_for_first() {
+    fn extents_of_files_with_the_most_cached_pages_are_requested_first() {
         let runs = [
             run(0, 10, 1, 0),
             run(20, 30, 2, 0),
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_is_asked_for_once_in_as_many_scripts_as_it_takes() {
+    fn extents_of_every_file_are_requested_once_in_several_scripts() {
         let ranked: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1_000_000)).collect();
         let asked = RefCell::new(Vec::new());
         let mut places = Places::default();
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_said_before_a_guest_fails_stays_known() {
+    fn extents_reported_before_a_guest_failure_are_kept() {
         let ranked: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1_000_000)).collect();
         for failure in [Ok(b"0 0 4 254:0".to_vec()), Err("gone".to_owned())] {
             let times = Cell::new(0);
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_is_asked_no_longer_than_that_is_worth() {
+    fn a_guest_is_queried_for_extents_only_while_the_query_saves_time() {
         let asked = Cell::new(0);
         let slow = |_: &str, limit: Duration| {
             assert!(limit <= Duration::from_secs(60));

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_on_the_disks_is_referred_to() {
+    fn page_cache_that_is_on_the_disks_is_saved_as_references() {
         assert_chosen(FACTS, Keep::Hot);
         let (_, reason) = FACTS.choose();
         assert_eq!(
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_is_dropped_where_the_disks_are_slow_and_the_host_has_not_cached_them() {
+    fn page_cache_is_dropped_if_dropping_is_faster_than_comparing_or_saving() {
         let cold = Facts {
             on_host: 0.0,
             ..FACTS
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_on_no_disk_is_saved_where_that_is_sooner_than_dropping() {
+    fn page_cache_that_is_on_no_disk_is_saved_if_saving_is_faster_than_dropping() {
         let fast = Facts {
             on_disks: 0,
             disk_per_s: 5e9,
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_may_take_as_long_as_writing() {
+    fn the_time_limit_for_dropping_page_cache_equals_the_estimated_write_time() {
         assert_eq!(drop_limit(0, 1e9), SHORTEST_DROP);
         assert_eq!(drop_limit(GIB, 107_374_182.4), Duration::from_secs(10));
         assert_eq!(drop_limit(GIB, 0.0), LONGEST_DROP);
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disks_speed_is_measured_in_a_moment() {
+    fn the_write_speed_of_a_disk_is_measured_and_no_file_is_left() {
         let place = tempfile::tempdir_in("/var/tmp").unwrap();
         let began = Instant::now();
         let speed = disk_speed(place.path()).unwrap();

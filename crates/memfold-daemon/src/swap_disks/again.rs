@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn borrowing_again_waits_one_minute_after_a_loss_and_ten_after_a_recall() {
+    fn a_new_loan_waits_one_minute_after_a_loss_and_ten_minutes_after_a_recall() {
         for (place, lost_a_copy, minutes) in [
             (SwapPlace::OnCopy, false, Some(1)),
             (SwapPlace::OnDisk, true, Some(1)),
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_loss_restarts_the_wait_and_a_failed_attempt_does_not() {
+    fn the_wait_for_a_new_loan_ends_after_a_success_and_continues_after_a_failure() {
         let now = Instant::now();
         let mut waiting = BTreeMap::new();
         for (id, outcome) in [(1, Some(())), (2, None)] {

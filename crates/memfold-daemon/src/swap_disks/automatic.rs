@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_keeps_swapping_borrows_and_a_burst_does_not() {
+    fn continuous_swapping_starts_a_loan_and_a_burst_does_not() {
         let mut vm = Vm::new();
         for look in 0..300 {
             // Eight of the ten seconds that a loan needs.
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_is_waited_for_and_what_came_of_it_is_noted() {
+    fn the_outcome_of_an_automatic_loan_or_return_is_recorded() {
         for (done, before, by_itself) in [
             (Some(Done::Borrowed), false, true),
             (Some(Done::GivenBack), true, false),
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn an_automatic_loan_is_returned_after_ten_idle_minutes_and_an_operators_is_not() {
+    fn an_automatic_loan_is_returned_after_ten_idle_minutes_and_a_manual_loan_is_not() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
         vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);

@@ -163,7 +163,7 @@ mod tests {
     use memfold_lend::LeaseId;
 
     #[test]
-    fn a_volume_with_its_only_copy_lent_moves_home_at_half_of_its_lease() {
+    fn a_volume_whose_only_copy_is_lent_moves_to_the_local_disk_at_half_of_its_lease() {
         let bytes = 200 << 20;
         for (durability, left, has_to_end) in [
             (Durability::None, 41, false),
