@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plan_is_asked_for_as_on_the_command_line() {
+    fn plan_query_parameters_are_parsed_like_the_command_line_options() {
         let pairs = |all: &[(&str, &str)]| {
             let all = all.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned()));
             order(&all.collect::<Vec<_>>())

@@ -199,7 +199,7 @@ mod tests {
     use crate::openapi;
 
     #[test]
-    fn the_page_in_docs_is_what_the_interface_says_of_itself() {
+    fn docs_api_md_equals_the_reference_generated_from_openapi() {
         let page = include_str!("../../../docs/api.md");
         assert!(
             page == reference(&openapi()),
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn every_path_every_field_and_every_link_is_there() {
+    fn the_api_reference_contains_every_path_and_field_and_only_valid_links() {
         let (description, page) = (openapi(), reference(&openapi()));
         for (path, methods) in description["paths"].as_object().unwrap() {
             for (method, operation) in methods.as_object().unwrap() {

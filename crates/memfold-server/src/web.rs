@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_of_the_dashboard_is_in_the_program() {
+    fn every_file_of_the_dashboard_is_embedded_in_the_program() {
         let web = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../web");
         let mut wanted: BTreeSet<String> = ["/", "/favicon.svg", "/style.css"]
             .map(str::to_owned)
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn the_whole_page_has_at_most_300_kb_and_asks_nobody_else() {
+    fn the_dashboard_has_at_most_300_kb_and_requests_no_other_server() {
         let bytes: usize = FILES.iter().map(|(_, _, bytes)| bytes.len()).sum();
         println!("{bytes} bytes in {} files", FILES.len());
         assert!(bytes <= 300_000, "{bytes}");
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn vendored_files_are_those_whose_digests_are_noted() {
+    fn vendored_files_have_the_recorded_digests() {
         let notes = include_str!("../../../web/vendor/README.md");
         let vendored = FILES.iter().filter(|f| f.0.starts_with("/vendor/"));
         let noted = notes.lines().filter(|l| l.ends_with("` |"));

@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn the_audit_log_has_user_action_and_outcome_and_no_secret() {
+    fn the_audit_log_contains_user_action_and_outcome_and_no_secret() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().join("records"));
         done(
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn query_parameters_of_a_change_are_in_the_audit_log() {
+    fn query_parameters_of_a_change_request_are_written_to_the_audit_log() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().to_owned());
         done(
@@ -411,7 +411,7 @@ mod tests {
     const LEFT_OUT: [&str; 2] = ["script", "secret"];
 
     #[test]
-    fn each_field_of_a_change_is_audited_or_left_out_on_purpose() {
+    fn each_field_of_a_change_request_is_audited_or_explicitly_left_out() {
         let description = crate::routes::openapi();
         let mut fields = std::collections::BTreeSet::new();
         for (path, methods) in description["paths"].as_object().unwrap() {
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_has_two_files_of_bounded_length() {
+    fn the_audit_log_consists_of_two_files_of_bounded_length() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().to_owned());
         let path = format!("/v1/{}", "x".repeat(10_000));
@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_refusals_is_counted_and_not_written() {
+    fn a_flood_of_refused_requests_is_counted_and_not_written_to_the_audit_log() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().to_owned());
         let response = axum::http::StatusCode::UNAUTHORIZED.into_response();

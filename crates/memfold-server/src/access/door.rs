@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn without_tls_only_this_host_is_served() {
+    fn without_tls_only_loopback_addresses_are_accepted() {
         for address in ["127.0.0.1:1", "127.8.0.1:1", "[::1]:1"] {
             assert!(door(address, &[]).is_ok(), "{address}");
         }
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_no_certificates_are_refused_by_name() {
+    fn a_file_without_a_certificate_is_refused_and_named() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         std::fs::write(path("empty"), "").unwrap();
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn urls_name_the_host_as_browsers_reach_it() {
+    fn printed_urls_use_the_host_names_that_browsers_can_reach() {
         let urls = door("127.0.0.1:8420", &["vm1"]).unwrap().urls();
         assert_eq!(urls, ["http://vm1:8420/", "http://127.0.0.1:8420/"]);
         assert_eq!(door("[::1]:7", &[]).unwrap().urls(), ["http://[::1]:7/"]);

@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_ask_the_registry_and_nothing_else_and_readers_do_not() {
+    fn the_role_host_may_use_only_the_registry_and_the_role_read_may_not() {
         for method in [Method::GET, Method::POST, Method::PUT] {
             assert_eq!(needed(&method, "/v1/registry"), Some(Role::Host));
         }
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_page_and_logging_in_need_no_role() {
+    fn only_the_start_page_and_the_login_need_no_role() {
         assert_eq!(needed(&Method::GET, "/"), None);
         assert_eq!(needed(&Method::POST, "/"), Some(Role::Operate));
         assert_eq!(needed(&Method::POST, "/v1/session"), None);
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cookie_is_found_by_its_whole_name() {
+    fn a_cookie_is_found_by_its_exact_name() {
         let mut headers = HeaderMap::new();
         let value = HeaderValue::from_static("x-memfold=1; memfold=2; memfolds=3");
         headers.append(COOKIE, value);

@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_is_known_by_its_last_token_until_it_is_removed() {
+    fn a_host_is_authenticated_by_its_newest_token_until_the_host_is_removed() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("records/hosts.json");
         let mut hosts = Hosts::open(file.clone()).unwrap();

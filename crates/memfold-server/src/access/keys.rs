@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_made_once_for_their_owner_alone_and_give_their_role() {
+    fn access_tokens_are_created_once_in_private_files_and_grant_their_role() {
         let directory = tempfile::tempdir().unwrap();
         let place = directory.path().join("access");
         Keys::with_tokens(&place).unwrap();
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_others_may_read_or_that_is_none_is_refused() {
+    fn a_world_readable_or_malformed_token_file_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = token_file(directory.path(), Role::Operate);
         std::fs::write(&path, "secret\n").unwrap();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_logs_in_once_and_not_later_than_two_minutes() {
+    fn a_login_code_works_once_within_two_minutes() {
         let mut keys = Keys::default();
         let now = Instant::now();
         let code = keys.new_code(Role::Read, "uid 7", now).unwrap();
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_end_when_idle_when_old_when_ended_and_when_there_are_too_many() {
+    fn browser_sessions_end_when_idle_or_old_or_logged_out_or_too_many() {
         let mut keys = Keys::default();
         let now = Instant::now();
         let begin = |keys: &mut Keys, at| {

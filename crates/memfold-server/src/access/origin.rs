@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn only_addresses_localhost_and_known_names_are_hosts() {
+    fn only_ip_addresses_localhost_and_configured_names_are_accepted_as_host_header() {
         let ours = |host: &str| host_is_ours(&headers(&[("host", host)]), &["vm1.example".into()]);
         for host in [
             "127.0.0.1:8420",
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_come_from_the_page_itself_or_from_no_browser() {
+    fn change_requests_from_other_origins_are_refused() {
         let same = |list: &[(&'static str, &str)]| is_same_origin(&headers(list), false, &[]);
         let host = ("host", "127.0.0.1:8420");
         assert!(same(&[host]));
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn behind_a_proxy_the_public_address_is_our_page_and_no_other_is() {
+    fn behind_a_proxy_only_the_public_url_counts_as_the_same_origin() {
         let public: [PublicUrl; 2] =
             ["https://VMs.example:443/", "http://intern:8080"].map(|url| url.parse().unwrap());
         assert_eq!(public[0].url(), "https://vms.example/");
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_public_url_with_more_or_less_than_a_site_is_refused() {
+    fn a_public_url_with_a_path_or_without_a_host_is_refused() {
         for (text, why) in [
             ("vms.example", PublicUrlError::NoUrl),
             ("ftp://vms.example", PublicUrlError::NoUrl),

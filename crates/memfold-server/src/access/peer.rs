@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn roles_follow_user_and_groups() {
+    fn the_role_of_a_local_peer_follows_from_its_user_and_groups() {
         let groups = Groups {
             read: Some(10),
             operate: Some(20),
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_that_is_named_has_to_exist() {
+    fn an_unknown_access_group_is_refused() {
         let error = Groups::find(Some("no-such-group-here"), None).unwrap_err();
         assert!(error.to_string().contains("groupadd"), "{error}");
         assert_eq!(Groups::find(Some("root"), None).unwrap().read, Some(0));

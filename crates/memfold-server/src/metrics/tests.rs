@@ -154,7 +154,7 @@ fn documented() -> BTreeMap<String, (String, BTreeSet<String>, String)> {
 }
 
 #[test]
-fn every_metric_is_documented_and_every_documented_one_is_exported() {
+fn exported_metrics_and_documented_metrics_are_the_same() {
     let exported = exported(&text::prometheus(&scraped(everything())));
     let documented = documented();
     for (name, said) in &exported {
@@ -172,7 +172,7 @@ fn every_metric_is_documented_and_every_documented_one_is_exported() {
 /// Lints all metrics, also those that a small daemon lacks (`tests/cli/metrics.rs` lints a running
 /// daemon).
 #[test]
-fn promtool_finds_nothing_to_say_about_any_family() {
+fn promtool_reports_no_problem_in_any_metric_family() {
     let cache = std::env::var_os("MEMFOLD_CACHE").map_or_else(
         || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/memfold"),
         PathBuf::from,
@@ -207,7 +207,7 @@ fn promtool_finds_nothing_to_say_about_any_family() {
 }
 
 #[test]
-fn values_keep_their_sign_unit_and_labels() {
+fn metrics_are_exported_with_sign_unit_and_labels() {
     let text = scraped(everything());
     for line in [
         "memfold_host_memory_bytes 25769803776.0",
@@ -233,7 +233,7 @@ fn values_keep_their_sign_unit_and_labels() {
 }
 
 #[test]
-fn metrics_that_a_host_lacks_are_left_out_and_not_zero() {
+fn metrics_that_a_host_cannot_measure_are_omitted() {
     let mut figures = everything();
     figures.report.ledger.host.ksm = None;
     figures.report.fold.hint_to_fold_p50_s = None;
