@@ -328,7 +328,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_values_that_were_measured() {
+    fn a_percentile_is_always_one_of_the_measured_values() {
         let values: Vec<f64> = (1..=30).rev().map(f64::from).collect();
         assert!((percentile(&values, 95.0) - 29.0).abs() < 1e-9);
         assert!((percentile(&values, 50.0) - 15.0).abs() < 1e-9);
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clone_counts_only_if_its_memory_is_right_and_all_else_its_own() {
+    fn a_clone_counts_only_if_its_memory_equals_the_snapshot_and_its_identity_is_unique() {
         let guest = |held: &str, own: &str| format!("{held}\nid{own}\nhost{own}\nmac{own}\n");
         let template = guest("h", "0");
         let ok = |said: &[String]| different("h", &template, said);

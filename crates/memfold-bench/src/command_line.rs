@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn json_takes_a_file_or_none_and_the_last_one_counts() {
+    fn the_json_option_takes_an_optional_file_and_the_last_occurrence_wins() {
         assert_eq!(json("fold --quick"), None);
         for line in [
             "fold --json",

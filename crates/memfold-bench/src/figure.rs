@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn ticks_are_round_and_inside() {
+    fn axis_ticks_are_round_numbers_within_the_range() {
         let linear = Range::of(Scale::Linear, [3.0, 47.0].into_iter());
         assert_eq!(linear.ticks(), [0.0, 10.0, 20.0, 30.0, 40.0]);
         let log = Range::of(Scale::Log, [0.5, 60.0].into_iter());
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_chart_is_still_a_chart() {
+    fn a_chart_without_data_is_a_valid_svg() {
         let svg = lines("t", &Axis::log("x"), &Axis::linear("y"), &[]);
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
     }

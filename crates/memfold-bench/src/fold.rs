@@ -410,7 +410,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folding_is_measured_at_every_length() {
+    fn folding_time_is_measured_at_every_run_length() {
         // KSM belongs to the whole machine: the study measures it, not the unit tests.
         let repeats = 3;
         let report = measure_all(repeats, 8192, 0).unwrap();
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn ksmd_is_measured_and_its_settings_go_back() {
+    fn the_ksmd_measurement_restores_the_ksm_settings() {
         // One at a time on the whole machine: tests/ksm_real.rs takes the same lock.
         let lock = std::fs::File::create(std::env::temp_dir().join("memfold-ksm.lock")).unwrap();
         rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn arms_are_chosen_by_name_with_what_they_need() {
+    fn study_arms_chosen_by_name_include_their_prerequisites() {
         let mut options = Plan::quick();
         assert_eq!(names(&options, 0).len(), 7);
         assert_eq!(names(&options, 1), ["fold_5000_beside_none"]);

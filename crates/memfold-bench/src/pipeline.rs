@@ -298,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratios_are_those_of_a_round_and_stages_are_shares() {
+    fn pipeline_ratios_are_computed_within_each_round_and_stages_are_percentages() {
         let round = |save: f64, disk: f64, direct: f64| Round {
             speeds: vec![("save", save), ("disk", disk), ("disk_direct", direct)],
             stages: [2.0, 1.0, 1.0],
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_process_is_measured_whole() {
+    fn every_speed_of_the_pipeline_is_measured_on_a_small_process() {
         let place = tempfile::tempdir().unwrap();
         let found = run(ByteSize::mib(16), 1, place.path()).unwrap();
         for key in ["read", "hash_all", "page_cache", "disk", "save", "verify"] {

@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_envelope_has_every_key_of_the_contract_and_no_path_of_this_machine() {
+    fn a_result_file_has_every_required_key_and_contains_no_local_path() {
         let value = envelope(
             "fold",
             true,

@@ -484,7 +484,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_arm_that_was_left_out_has_no_figure() {
+    fn a_skipped_study_arm_has_null_results() {
         let results = ratios(&[]);
         assert!(results["randread_ratio_iscsi"].is_null());
         assert!(results["randread_ratio_iscsi_spread"].is_null());

@@ -371,7 +371,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_writer_s_words_are_added_up_and_silence_is_an_error() {
+    fn counts_reported_by_writer_guests_are_summed_and_a_missing_report_is_an_error() {
         let stats = EngineStats::default();
         let churn = ["10 20 0\n".to_owned(), "1 2 3".to_owned(), String::new()];
         let figures = figures(&stats, &stats, &churn, 5, -1);
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn the_median_freeze_is_the_end_of_its_bucket() {
+    fn the_median_freeze_time_is_the_upper_bound_of_its_histogram_bucket() {
         assert!(median_us(&[]).abs() < f64::EPSILON);
         // 2^11 ns
         assert!((median_us(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 3, 1]) - 2.048).abs() < 1e-9);

@@ -19,7 +19,7 @@ fn run(arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn help_names_every_study_and_nothing_that_memfold_starts() {
+fn help_lists_every_study_and_no_internal_subcommand() {
     let output = run(&["--help"]);
     let help = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
@@ -50,7 +50,7 @@ fn wrong_usage_exits_with_code_2() {
 }
 
 #[test]
-fn options_of_other_studies_are_refused_by_name() {
+fn an_option_of_another_study_is_refused_and_the_error_names_the_option() {
     for (arguments, words) in [
         (["fold", "--arm", "x"], "'fold' has no arms"),
         (["fold", "--vms", "3"], "--vms is for 'ksm'"),
@@ -63,7 +63,7 @@ fn options_of_other_studies_are_refused_by_name() {
 }
 
 #[test]
-fn packages_get_a_page_and_completions() {
+fn a_man_page_and_shell_completions_are_generated() {
     let directory = tempfile::tempdir().unwrap();
     let [man, completions] = ["man", "completions"].map(|name| directory.path().join(name));
     let output = run(&[

@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn headline_figures_follow_from_the_arms() {
+    fn headline_results_of_the_hints_study_are_computed_from_its_arms() {
         let results = of(&runs());
         assert!(near(&results["ratio_over_ksm_default"], 12.0));
         assert_eq!(
@@ -396,14 +396,14 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_built_something_else_is_an_error() {
+    fn a_guest_with_a_different_build_output_counts_as_a_build_error() {
         let mut runs = runs();
         runs[3].work[1].output = "other".into();
         assert_eq!(of(&runs)["guest_build_errors"], 1);
     }
 
     #[test]
-    fn figures_show_every_arm_that_shares() {
+    fn figures_of_the_hints_study_show_folding_and_ksm() {
         let runs = runs();
         let samples: Vec<Value> = runs.iter().flat_map(ArmRun::samples_json).collect();
         let drawn = figures(&json!({ "samples": samples }));

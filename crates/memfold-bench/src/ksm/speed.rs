@@ -270,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratios_are_of_the_same_round_and_the_middle_one_counts() {
+    fn the_reported_ratio_is_the_median_of_the_ratios_within_each_round() {
         let one = |arm, seconds| Reached {
             arm,
             seconds,
