@@ -347,7 +347,7 @@ pages_per_second = 10_000
 "#;
 
     #[test]
-    fn every_field_is_an_option_and_says_the_same() {
+    fn every_field_of_the_configuration_file_becomes_a_command_line_option() {
         let mut all = added(FILE, &[]);
         all.sort();
         assert_eq!(
@@ -365,14 +365,14 @@ pages_per_second = 10_000
     }
 
     #[test]
-    fn options_that_were_typed_win_lists_too() {
+    fn command_line_options_override_the_configuration_file_including_lists() {
         let mut rest = added(FILE, &["--cpu=1", "--include=/srv/**", "--paused"]);
         rest.sort();
         assert_eq!(rest, ["--pages-per-second=10000", "--store-cap=8G"]);
     }
 
     #[test]
-    fn each_wrong_field_is_named_with_its_line() {
+    fn each_invalid_configuration_field_is_named_with_its_line_number() {
         let text = "cpu = 500\n\nstore_cap = \"much\"\ncolour = \"red\"\npaused = \"yes\"\ninclude = \"/usr\"\nsettle = -1\nconfig = \"x\"\ncpu_share = [1]\n";
         let problems = wrong(text);
         let lines: Vec<_> = problems.iter().map(|(line, _)| line.unwrap()).collect();
@@ -395,7 +395,7 @@ pages_per_second = 10_000
     }
 
     #[test]
-    fn broken_toml_is_named_with_its_line_and_no_other_problem() {
+    fn a_toml_syntax_error_is_reported_with_its_line_number_as_the_only_problem() {
         let problems = wrong("cpu = 5\nstore_cap = = 3\ncolour = 1\n");
         assert!(!problems.is_empty());
         assert!(
@@ -407,7 +407,7 @@ pages_per_second = 10_000
     }
 
     #[test]
-    fn the_file_that_is_installed_is_right_and_speaks_of_every_field() {
+    fn the_installed_configuration_file_is_valid_and_lists_every_field() {
         let text = include_str!("../../../../deploy/memfold.toml");
         assert_eq!(parse(text), Ok(Config::default()));
         // Without the comment signs before fields, which stand directly before their names.

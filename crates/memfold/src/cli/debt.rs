@@ -132,7 +132,7 @@ mod tests {
     use memfold_ledger::{Level, VmDebt};
 
     #[test]
-    fn level_figures_and_events_are_shown() {
+    fn the_debt_report_shows_the_level_and_figures_and_events() {
         let report = DebtReport {
             level: Level::Warning,
             sharing_held: true,
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_that_make_no_sense_are_refused() {
+    fn reserve_and_cover_values_out_of_range_are_refused() {
         assert!(reserve("5%").is_ok() && reserve("2G").is_ok() && cover("0").is_ok());
         for wrong in ["", "101", "-1", "nan", "x"] {
             assert!(cover(wrong).is_err(), "{wrong}");

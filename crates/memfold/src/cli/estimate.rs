@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_that_make_no_sense_are_refused_with_their_range() {
+    fn estimate_options_out_of_range_are_refused_and_the_error_names_the_range() {
         assert_eq!(percent("10"), Ok(10.0));
         for text in ["0", "-1", "101", "NaN", "much"] {
             assert!(percent(text).unwrap_err().contains("100 at most"));

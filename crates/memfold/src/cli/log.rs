@@ -244,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_filter_names_rooms_of_memfold_whichever_crate_they_lie_in() {
+    fn log_filter_module_names_are_mapped_to_their_crates() {
         for (written, meant) in [
             ("info", "info"),
             ("info,memfold::fold=debug", "memfold_fold=debug,info"),
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_are_those_of_the_journal() {
+    fn log_levels_are_mapped_to_journal_priorities() {
         // syslog(3): 3 error, 4 warning, 6 informational, 7 debug.
         let all = [
             Level::ERROR,

@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_take_a_file_behind_json_only_with_an_equals_sign() {
+    fn the_json_option_of_a_command_takes_a_file_only_after_an_equals_sign() {
         assert_eq!(json("memfold report"), None);
         for line in [
             "report --json",
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn the_words_behind_bench_are_left_as_they_are() {
+    fn arguments_after_bench_are_passed_unchanged() {
         for words in [
             "fold --json f.json",
             "--quick fold --json",

@@ -206,13 +206,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_of_fetch_ends_it() {
+    fn an_error_of_the_fetch_function_ends_top() {
         let error = in_pipe(TICK, || Err(anyhow::anyhow!("no daemon"))).unwrap_err();
         assert_eq!(error.to_string(), "no daemon");
     }
 
     #[test]
-    fn intervals_are_half_a_second_to_an_hour() {
+    fn an_interval_of_top_below_half_a_second_or_above_an_hour_is_refused() {
         assert_eq!(interval("0.5"), Ok(Duration::from_millis(500)));
         for wrong in ["0.4", "3601", "-1", "NaN", "inf", "soon"] {
             assert!(interval(wrong).is_err(), "{wrong}");

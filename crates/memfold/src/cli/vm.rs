@@ -510,7 +510,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_word_is_shell_text_and_several_reach_the_command_unchanged() {
+    fn a_single_exec_argument_is_shell_text_and_several_are_passed_unchanged() {
         assert_eq!(
             script(&["cd /tmp && ls | wc -l".into()]),
             "cd /tmp && ls | wc -l"

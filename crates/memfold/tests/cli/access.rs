@@ -146,7 +146,7 @@ pub fn code_url(daemon: &Daemon, role: &str) -> String {
 }
 
 #[test]
-fn without_login_tcp_shows_and_changes_nothing() {
+fn tcp_requests_without_a_login_are_refused() {
     let door = Door::open(&[]);
     for path in [
         "/v1/vms",
@@ -190,7 +190,7 @@ fn without_login_tcp_shows_and_changes_nothing() {
 }
 
 #[test]
-fn a_host_s_token_asks_the_registry_in_its_own_name_and_nothing_else() {
+fn the_token_of_a_host_allows_only_registry_requests_in_the_name_of_the_host() {
     let door = Door::open(&[]);
     let made = door.daemon.json(&["host", "add", "b"]);
     let token = made["token"].as_str().unwrap().to_owned();
@@ -265,7 +265,7 @@ fn a_host_s_token_asks_the_registry_in_its_own_name_and_nothing_else() {
 }
 
 #[test]
-fn the_read_token_reads_and_the_operate_token_operates() {
+fn the_read_token_allows_reading_and_the_operate_token_allows_changes() {
     let door = Door::open(&[]);
     for role in ["read", "operate"] {
         let mode = std::fs::metadata(door.token_file(role)).unwrap();
@@ -295,7 +295,7 @@ fn the_read_token_reads_and_the_operate_token_operates() {
 }
 
 #[test]
-fn a_session_begins_by_token_or_code_and_ends_when_that_is_asked_for() {
+fn a_session_starts_with_a_login_code_and_ends_on_logout() {
     let door = Door::open(&[]);
     let wrong = || refusals(&door.daemon, "credentials");
     let before = wrong();
@@ -322,7 +322,7 @@ fn a_session_begins_by_token_or_code_and_ends_when_that_is_asked_for() {
 }
 
 #[test]
-fn pages_of_other_sites_can_neither_read_nor_change() {
+fn web_pages_of_other_origins_can_neither_read_nor_change_data() {
     let door = Door::open(&["--allow-host", "vm1.example"]);
     let cookie = door.session("operate");
     let origin = format!("http://{}", door.host);
@@ -375,7 +375,7 @@ fn pages_of_other_sites_can_neither_read_nor_change() {
 }
 
 #[test]
-fn requests_are_bounded_in_length_time_and_number() {
+fn http_requests_are_limited_in_length_time_and_number() {
     let door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("operate"));
     let headers = [("authorization", bearer.as_str())];
@@ -415,7 +415,7 @@ fn requests_are_bounded_in_length_time_and_number() {
 }
 
 #[test]
-fn a_flood_of_requests_costs_the_daemon_no_memory_and_keeps_nobody_of_the_host_out() {
+fn a_flood_of_requests_uses_no_additional_memory_and_blocks_no_local_client() {
     const FLOOD: Duration = Duration::from_secs(5);
     let door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("read"));
@@ -482,7 +482,7 @@ fn stream(door: &Door, bearer: &str) -> (TcpStream, u16) {
 }
 
 #[test]
-fn streams_that_nobody_reads_are_few_and_in_nobody_s_way() {
+fn the_number_of_unread_streams_is_limited_and_other_requests_are_served() {
     let mut door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("read"));
     assert_eq!(stream(&door, "Bearer no").1, 401);
@@ -513,7 +513,7 @@ fn streams_that_nobody_reads_are_few_and_in_nobody_s_way() {
 }
 
 #[test]
-fn over_tls_the_session_s_cookie_is_for_this_host_and_tls_alone() {
+fn over_tls_the_session_cookie_is_host_only_and_secure() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).display().to_string();
     let (certificate, key) = (path("certificate.pem"), path("key.pem"));
@@ -580,7 +580,7 @@ fn over_tls_the_session_s_cookie_is_for_this_host_and_tls_alone() {
 }
 
 #[test]
-fn an_address_that_others_reach_is_refused_without_tls() {
+fn listening_on_a_non_loopback_address_is_refused_without_tls() {
     let directory = tempfile::tempdir().unwrap();
     let state = directory.path().join("state");
     let socket = directory.path().join("s");
@@ -651,7 +651,7 @@ fn hold_as_nobody(socket: &Path, group: &str) -> Child {
 }
 
 #[test]
-fn behind_the_socket_the_kernel_says_who_may_what() {
+fn the_rights_of_a_unix_socket_client_follow_from_its_user_and_group() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("only root can be somebody else");
     }
@@ -697,7 +697,7 @@ fn memfold_sys_group(name: &str) -> u32 {
 }
 
 #[test]
-fn the_audit_log_says_who_did_what_with_which_outcome() {
+fn the_audit_log_records_user_action_and_outcome_of_requests() {
     let door = Door::open(&[]);
     let cookie = door.session("operate");
     let headers = [("cookie", cookie.as_str()), ("x-memfold", "1")];
@@ -738,7 +738,7 @@ fn the_audit_log_says_who_did_what_with_which_outcome() {
 }
 
 #[test]
-fn a_client_that_hangs_up_is_audited_and_a_reader_cannot_fill_the_log() {
+fn a_disconnected_client_is_audited_and_a_read_only_client_cannot_fill_the_audit_log() {
     let door = Door::open(&[]);
     door.daemon.paused_vm("web1", &[]);
     let bearer = format!("authorization: Bearer {}", door.token("operate"));
@@ -775,7 +775,7 @@ fn a_client_that_hangs_up_is_audited_and_a_reader_cannot_fill_the_log() {
 }
 
 #[test]
-fn browsers_are_not_served_over_the_socket() {
+fn cross_site_browser_requests_over_the_unix_socket_are_refused() {
     let daemon = Daemon::start();
     let socket = daemon.socket();
     let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();

@@ -120,7 +120,7 @@ fn host(name: &str, asking: &[String]) -> Daemon {
 }
 
 #[test]
-fn hosts_lend_and_borrow_over_tls_each_with_its_own_token() {
+fn hosts_lend_and_borrow_over_tls_with_a_separate_token_for_each_host() {
     let Some(authority) = Authority::new() else {
         return;
     };
@@ -206,7 +206,7 @@ fn strangers(ports: &[u16]) -> u64 {
 }
 
 #[test]
-fn wrong_credentials_and_certificates_are_refused_counted_and_named() {
+fn wrong_credentials_and_certificates_are_refused_named_and_counted() {
     let Some(authority) = Authority::new() else {
         return;
     };
@@ -268,7 +268,7 @@ fn wrong_credentials_and_certificates_are_refused_counted_and_named() {
 }
 
 #[test]
-fn a_daemon_does_not_begin_with_a_registry_that_can_never_be_used() {
+fn a_daemon_with_unusable_registry_options_does_not_start() {
     let Some(authority) = Authority::new() else {
         return;
     };
@@ -379,7 +379,7 @@ fn kill_daemon(daemon: &mut Daemon) {
 }
 
 #[test]
-fn with_an_etcd_daemons_and_etcd_itself_die_and_no_byte_is_lost_or_lent_twice() {
+fn no_byte_is_lost_or_lent_twice_when_daemons_and_etcd_are_killed() {
     let Some(mut etcd) = Etcd::start("http", &[]) else {
         return;
     };
@@ -443,7 +443,7 @@ fn with_an_etcd_daemons_and_etcd_itself_die_and_no_byte_is_lost_or_lent_twice() 
 }
 
 #[test]
-fn an_etcd_that_asks_for_certificates_is_shown_ours_and_refuses_others() {
+fn etcd_with_client_certificates_accepts_our_certificate_and_refuses_others() {
     let Some(authority) = Authority::new() else {
         return;
     };

@@ -23,7 +23,7 @@ fn doctor(daemon: &Daemon) -> (Value, String) {
 }
 
 #[test]
-fn limits_are_shown_set_and_refused_when_they_make_no_sense() {
+fn debt_limits_are_shown_and_set_and_refused_if_out_of_range() {
     let daemon = Daemon::start_with(&["--reserve", "3G", "--cover", "70"]);
     let debt = daemon.json(&["debt"]);
     assert_eq!(debt["reserve_bytes"], 3_u64 << 30);
@@ -80,7 +80,7 @@ fn limits_are_shown_set_and_refused_when_they_make_no_sense() {
 }
 
 #[test]
-fn a_braked_host_starts_no_vm_says_why_and_goes_on_when_there_is_enough_again() {
+fn a_braked_host_refuses_new_vms_with_a_reason_until_enough_memory_is_available() {
     let daemon = Daemon::start();
     // Its firmware runs, and finds nothing to boot: what is paused is not saved.
     let one = [

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::support::{Daemon, code, err, out, refused, run};
 
 #[test]
-fn an_estimate_needs_no_daemon_and_takes_names_and_domains_from_one() {
+fn an_estimate_works_without_a_daemon_and_uses_the_names_and_domains_of_a_daemon() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("other processes' memory needs root");
     }
@@ -67,7 +67,7 @@ fn an_estimate_needs_no_daemon_and_takes_names_and_domains_from_one() {
 }
 
 #[test]
-fn a_program_is_split_by_how_it_is_mapped() {
+fn the_memory_of_a_program_is_reported_by_mapping_mode() {
     let own = std::process::id().to_string();
     let output = run(&["estimate", "--program", &own, "--json"]);
     assert_eq!(code(&output), 0, "{}", err(&output));
@@ -96,7 +96,7 @@ fn a_program_is_split_by_how_it_is_mapped() {
 }
 
 #[test]
-fn fingerprints_of_two_hosts_are_made_with_one_key_and_compared() {
+fn fingerprints_of_two_hosts_with_the_same_key_are_compared() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("other processes' memory needs root");
     }
@@ -151,7 +151,7 @@ fn fingerprints_of_two_hosts_are_made_with_one_key_and_compared() {
 }
 
 #[test]
-fn a_proposal_over_the_interface_is_that_of_the_command_line() {
+fn a_placement_proposal_over_http_equals_the_proposal_of_the_command_line() {
     let daemon = Daemon::start();
     let place = tempfile::tempdir().unwrap();
     // Two hosts, of which each has a VM of the same contents; more than other requests may hold.

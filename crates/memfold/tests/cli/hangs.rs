@@ -83,7 +83,7 @@ fn hanging(daemon: &Daemon, name: &str) -> (UnixListener, Command) {
 }
 
 #[test]
-fn a_vm_whose_qemu_hangs_while_it_starts_is_listed_stopped_and_gives_up_in_time() {
+fn a_vm_whose_qemu_hangs_during_start_is_listed_and_can_be_stopped_in_time() {
     let daemon = Daemon::start();
     let (_server, mut command) = hanging(&daemon, "stuck");
     let mut run = command
@@ -151,7 +151,7 @@ fn a_vm_whose_qemu_hangs_while_it_starts_is_listed_stopped_and_gives_up_in_time(
 }
 
 #[test]
-fn a_stopped_qemu_fails_saves_in_time_and_keeps_no_daemon_from_ending_or_starting() {
+fn saves_of_a_stopped_qemu_fail_in_time_and_the_daemon_can_end_and_restart() {
     let mut daemon = Daemon::start();
     let pid = pid_of(&firmware_vm(&daemon, "still")).unwrap();
     firmware_vm(&daemon, "other");
@@ -222,7 +222,7 @@ fn a_stopped_qemu_fails_saves_in_time_and_keeps_no_daemon_from_ending_or_startin
 }
 
 #[test]
-fn figures_of_folding_are_shown_at_once_while_the_engine_waits_for_a_stopped_qemu() {
+fn fold_status_answers_immediately_while_the_engine_waits_for_a_stopped_qemu() {
     let daemon = Daemon::start();
     let pid = pid_of(&firmware_vm(&daemon, "still")).unwrap();
     firmware_vm(&daemon, "other");
@@ -266,7 +266,7 @@ fn figures_of_folding_are_shown_at_once_while_the_engine_waits_for_a_stopped_qem
 }
 
 #[test]
-fn requests_for_a_qemu_that_accepts_nobody_end_and_others_are_served() {
+fn requests_for_an_unresponsive_qemu_time_out_and_other_requests_are_served() {
     let daemon = Daemon::start();
     let pid = pid_of(&daemon.paused_vm("still", &[])).unwrap();
     kill_process(pid, Signal::STOP).unwrap();
@@ -362,7 +362,7 @@ fn qmp(daemon: &Daemon, name: &str) -> Qmp {
 }
 
 #[test]
-fn a_shutdown_asked_for_while_the_guest_boots_is_asked_again_until_it_answers() {
+fn a_shutdown_requested_while_the_guest_boots_is_repeated_until_the_guest_reacts() {
     let daemon = Daemon::start();
     let disk = boot_disk(daemon.directory.path(), &slow_guest(18 * 8), 1 << 20);
     run_disk(&daemon, "slow", &disk);
@@ -384,7 +384,7 @@ fn a_shutdown_asked_for_while_the_guest_boots_is_asked_again_until_it_answers() 
 }
 
 #[test]
-fn a_guest_that_does_not_shut_down_is_switched_off_and_everybody_is_told() {
+fn a_guest_that_ignores_a_shutdown_is_switched_off_with_a_warning() {
     let place = tempfile::tempdir().unwrap();
     let log = place.path().join("log");
     let daemon = Daemon::start_logging(std::fs::File::create(&log).unwrap().into(), &[]);
@@ -432,7 +432,7 @@ fn a_guest_that_does_not_shut_down_is_switched_off_and_everybody_is_told() {
 }
 
 #[test]
-fn a_client_that_sits_on_qmp_sock_does_not_keep_stop_from_asking_the_guest() {
+fn vm_stop_shuts_the_guest_down_although_another_client_occupies_the_qmp_socket() {
     let daemon = Daemon::start();
     let disk = boot_disk(daemon.directory.path(), &slow_guest(1), 1 << 20);
     run_disk(&daemon, "sat", &disk);
@@ -451,7 +451,7 @@ fn a_client_that_sits_on_qmp_sock_does_not_keep_stop_from_asking_the_guest() {
 }
 
 #[test]
-fn a_guest_that_stands_still_for_a_full_disk_is_told_everywhere_and_resumed() {
+fn a_guest_paused_by_a_full_disk_is_reported_and_can_be_resumed() {
     let place = tempfile::tempdir().unwrap();
     let small = Small::mount(&place.path().join("small"), "1m");
     let log = place.path().join("log");
@@ -531,7 +531,7 @@ fn a_guest_that_stands_still_for_a_full_disk_is_told_everywhere_and_resumed() {
 }
 
 #[test]
-fn a_vm_that_is_to_go_on_by_itself_does_when_its_disk_has_room_and_not_before() {
+fn a_vm_with_resume_when_room_resumes_only_after_its_disk_has_space_again() {
     let place = tempfile::tempdir().unwrap();
     let small = Small::mount(&place.path().join("small"), "1m");
     let log = place.path().join("log");
@@ -569,7 +569,7 @@ fn a_vm_that_is_to_go_on_by_itself_does_when_its_disk_has_room_and_not_before() 
 }
 
 #[test]
-fn a_log_that_cannot_be_written_stops_nothing() {
+fn the_daemon_keeps_working_when_its_log_cannot_be_written() {
     let full = || {
         std::fs::File::options()
             .write(true)

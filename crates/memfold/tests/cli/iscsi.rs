@@ -72,7 +72,7 @@ fn sockets(pid: Pid) -> String {
 }
 
 #[test]
-fn by_iscsi_a_host_lends_from_the_start_as_it_is_configured() {
+fn a_host_configured_to_lend_over_iscsi_lends_from_its_start() {
     let tgtd = Command::new("tgtd").arg("--version").output();
     if !tgtd.is_ok_and(|said| said.status.success()) {
         memfold_testkit::skip!("no tgtd");
@@ -90,7 +90,7 @@ fn by_iscsi_a_host_lends_from_the_start_as_it_is_configured() {
 }
 
 #[test]
-fn by_iscsi_a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
+fn a_swap_disk_moves_to_memory_lent_over_iscsi_and_back_without_losing_a_byte() {
     let Some(lender) = lender("a", &[], &ISCSI) else {
         return;
     };
@@ -145,7 +145,7 @@ fn by_iscsi_a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
 }
 
 #[test]
-fn by_iscsi_whoever_dies_or_hangs_costs_no_byte() {
+fn no_byte_is_lost_if_a_process_of_an_iscsi_loan_dies_or_hangs() {
     let Some(lender) = lender("a", &[], &ISCSI) else {
         return;
     };
@@ -188,7 +188,7 @@ fn by_iscsi_whoever_dies_or_hangs_costs_no_byte() {
 }
 
 #[test]
-fn by_iscsi_a_lender_that_dies_while_the_borrower_s_daemon_is_away_costs_no_byte() {
+fn no_byte_is_lost_if_an_iscsi_lender_dies_while_the_daemon_of_the_borrower_is_down() {
     let Some(lender) = lender("a", &[], &ISCSI) else {
         return;
     };
@@ -223,7 +223,7 @@ fn by_iscsi_a_lender_that_dies_while_the_borrower_s_daemon_is_away_costs_no_byte
 }
 
 #[test]
-fn by_iscsi_nothing_goes_to_other_hosts_unasked_and_strangers_stay_out() {
+fn iscsi_lending_to_other_hosts_needs_an_option_and_unknown_initiators_are_refused() {
     let Some(lender) = lender("a", &[], &ISCSI) else {
         return;
     };

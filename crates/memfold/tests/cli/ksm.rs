@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::support::{Daemon, code, err, out, refused, run};
 
 #[test]
-fn ksm_is_shown_and_explained_with_a_daemon_and_without() {
+fn ksm_status_and_ksm_explain_work_with_and_without_a_daemon() {
     if !std::path::Path::new("/sys/kernel/mm/ksm/run").exists() {
         memfold_testkit::skip!("no KSM here");
     }
@@ -76,7 +76,7 @@ fn ksm_is_shown_and_explained_with_a_daemon_and_without() {
 }
 
 #[test]
-fn ksm_is_refused_with_the_condition_and_the_fix() {
+fn a_refused_ksm_command_names_the_condition_and_the_fix() {
     let daemon = Daemon::start();
     refused(
         &daemon.run(&["ksm", "explain", "ghost"]),

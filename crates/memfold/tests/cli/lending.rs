@@ -178,7 +178,7 @@ pub fn wait_free(lender: &Daemon) {
 }
 
 #[test]
-fn a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
+fn a_swap_disk_moves_to_lent_memory_and_back_without_losing_a_byte() {
     for listen in [&["--unix"][..], &["--listen", "127.0.0.1"]] {
         let Some(lender) = lender("a", &[], listen) else {
             return;
@@ -270,7 +270,7 @@ fn a_swap_disk_goes_to_lent_memory_and_back_with_every_byte() {
 }
 
 #[test]
-fn a_lender_that_dies_or_hangs_costs_no_byte() {
+fn no_byte_is_lost_if_a_lender_dies_or_hangs() {
     for (signal, listen) in [
         (Signal::KILL, "--unix"),
         (Signal::STOP, "--unix"),
@@ -312,7 +312,7 @@ fn a_lender_that_dies_or_hangs_costs_no_byte() {
 }
 
 #[test]
-fn an_operators_loan_is_borrowed_again_until_it_is_returned() {
+fn a_lost_manual_loan_is_borrowed_again_until_the_operator_returns_it() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -364,7 +364,7 @@ fn an_operators_loan_is_borrowed_again_until_it_is_returned() {
 }
 
 #[test]
-fn daemons_that_are_killed_cost_no_byte_and_leave_no_export() {
+fn killed_daemons_lose_no_byte_and_leave_no_export() {
     let Some(mut lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -431,7 +431,7 @@ enum Dies {
 }
 
 #[test]
-fn kills_in_the_middle_of_a_switch_lose_no_byte_and_leave_nothing() {
+fn kills_during_a_swap_disk_switch_lose_no_byte_and_leave_no_files() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -508,7 +508,7 @@ fn kills_in_the_middle_of_a_switch_lose_no_byte_and_leave_nothing() {
 }
 
 #[test]
-fn a_replica_goes_on_with_the_other_lender_and_then_on_disk() {
+fn a_replicated_swap_disk_survives_a_lost_lender_and_then_moves_to_disk() {
     let Some(first) = lender("a", &[], &[]) else {
         return;
     };
@@ -546,7 +546,7 @@ fn a_replica_goes_on_with_the_other_lender_and_then_on_disk() {
 }
 
 #[test]
-fn without_a_copy_memory_goes_there_and_back_too() {
+fn a_swap_disk_without_a_copy_moves_to_lent_memory_and_back() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -567,7 +567,7 @@ fn without_a_copy_memory_goes_there_and_back_too() {
 }
 
 #[test]
-fn a_lender_that_stops_gets_its_memory_back_from_running_vms() {
+fn a_lender_that_stops_lending_gets_its_memory_back_from_running_vms() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -618,7 +618,7 @@ fn a_lender_that_stops_gets_its_memory_back_from_running_vms() {
 }
 
 #[test]
-fn borrowing_that_cannot_work_is_refused_and_changes_nothing() {
+fn an_impossible_borrow_request_is_refused_and_changes_nothing() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -678,7 +678,7 @@ fn borrowing_that_cannot_work_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_vm_that_goes_on_swapping_borrows_by_itself() {
+fn a_continuously_swapping_vm_borrows_memory_automatically() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };

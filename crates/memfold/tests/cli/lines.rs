@@ -197,7 +197,7 @@ fn come_back(cases: &[(&str, &str)]) {
 }
 
 #[test]
-fn disks_are_the_same_whatever_option_they_were_given_by() {
+fn a_restored_vm_has_the_same_disks_for_every_form_of_drive_option() {
     come_back(&[
         (
             "index",
@@ -228,7 +228,7 @@ fn disks_are_the_same_whatever_option_they_were_given_by() {
 }
 
 #[test]
-fn ports_and_networks_are_the_same_in_a_vm_of_a_snapshot() {
+fn a_restored_vm_has_the_same_ports_and_networks() {
     come_back(&[
         (
             "first",
@@ -250,7 +250,7 @@ fn ports_and_networks_are_the_same_in_a_vm_of_a_snapshot() {
 }
 
 #[test]
-fn memory_and_files_of_options_are_the_same_in_a_vm_of_a_snapshot() {
+fn a_restored_vm_has_the_same_memory_devices_and_option_files() {
     let dimms = (0..70).map(|n| {
         format!("-object memory-backend-ram,id=m{n},size=2M -device pc-dimm,id=d{n},memdev=m{n}")
     });
@@ -270,7 +270,7 @@ fn memory_and_files_of_options_are_the_same_in_a_vm_of_a_snapshot() {
 }
 
 #[test]
-fn two_pairs_of_queues_stay_two() {
+fn a_restored_network_card_has_the_same_number_of_queues() {
     if !Path::new("/dev/net/tun").exists() {
         skip!("there is no /dev/net/tun");
     }
@@ -281,7 +281,7 @@ fn two_pairs_of_queues_stay_two() {
 }
 
 #[test]
-fn options_from_a_file_are_the_same_in_a_vm_of_a_snapshot() {
+fn a_restored_vm_has_the_same_options_from_a_readconfig_file() {
     if !is_root() {
         skip!("only root can restore VMs");
     }
@@ -314,7 +314,7 @@ fn is_refused(daemon: &Daemon, typed: &Typed, name: &str, words: &[&str]) {
 }
 
 #[test]
-fn a_vm_that_could_not_be_started_again_is_refused_at_its_save_in_qemus_words() {
+fn a_save_of_a_vm_that_cannot_be_restored_is_refused_with_the_qemu_error() {
     let daemon = Daemon::start();
     let line = "-M q35 -m 64 -fw_cfg name=opt/a,file=gone";
     std::fs::create_dir(daemon.directory.path().join("gone")).unwrap();
@@ -357,7 +357,7 @@ fn a_vm_that_could_not_be_started_again_is_refused_at_its_save_in_qemus_words() 
 }
 
 #[test]
-fn a_vm_whose_qemu_would_die_of_its_save_is_refused_and_goes_on() {
+fn a_save_that_would_crash_qemu_is_refused_and_the_vm_keeps_running() {
     let daemon = Daemon::start();
     // QEMU 10.0 crashes when it saves such a card; one that doesn't is saved.
     let line = "-M q35 -m 64 -device pci-serial-2x,chardev1=a,chardev2=b -chardev null,id=a -chardev null,id=b";
@@ -372,7 +372,7 @@ fn a_vm_whose_qemu_would_die_of_its_save_is_refused_and_goes_on() {
 }
 
 #[test]
-fn an_unknown_option_is_refused_by_its_own_name() {
+fn an_unsupported_qemu_option_is_refused_and_named() {
     let daemon = Daemon::start();
     let typed = Typed::start(
         &daemon,
@@ -398,7 +398,7 @@ fn forwarded(qmp: &mut Qmp) -> Vec<u16> {
 }
 
 #[test]
-fn a_forwarded_port_is_one_vms_and_others_get_their_own_or_none() {
+fn a_forwarded_port_belongs_to_one_vm_and_clones_get_another_port_or_none() {
     if !is_root() {
         skip!("only root can restore VMs");
     }
@@ -457,7 +457,7 @@ fn port_of(vm: &Value) -> u16 {
 }
 
 #[test]
-fn a_second_vm_of_memfolds_own_runs_without_the_port_that_the_first_has() {
+fn a_second_vm_from_the_same_snapshot_runs_without_the_forwarded_port_of_the_first() {
     if !is_root() {
         skip!("only root can restore VMs");
     }
@@ -516,7 +516,7 @@ fn tap(daemon: &Daemon, vm: &str) -> String {
 }
 
 #[test]
-fn a_second_vm_of_memfolds_own_gets_another_tap_while_the_first_has_the_one_that_was_named() {
+fn a_second_vm_from_the_same_snapshot_gets_another_tap_device() {
     if !is_root() {
         skip!("only root can make taps");
     }
@@ -549,7 +549,7 @@ fn a_second_vm_of_memfolds_own_gets_another_tap_while_the_first_has_the_one_that
 }
 
 #[test]
-fn files_of_a_qemu_in_a_mount_namespace_are_those_that_it_sees() {
+fn files_of_a_qemu_in_a_mount_namespace_are_read_in_that_namespace() {
     if !is_root() {
         skip!("only root can make mount namespaces");
     }

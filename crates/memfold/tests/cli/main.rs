@@ -171,7 +171,7 @@ const COMMANDS: [(&[&str], &[&str], bool); 52] = [
 ];
 
 #[test]
-fn every_command_says_what_it_does_and_takes_json() {
+fn every_command_has_a_help_text_and_a_json_option() {
     let whole = out(&run(&["--help"]));
     for (command, words, _) in COMMANDS {
         assert!(whole.contains(command[0]), "{}: {whole}", command[0]);
@@ -194,7 +194,7 @@ fn every_command_says_what_it_does_and_takes_json() {
 }
 
 #[test]
-fn no_command_is_missing_in_this_test() {
+fn the_list_of_tested_commands_is_complete() {
     let listed = |arguments: &[&str]| -> Vec<String> {
         out(&run(arguments))
             .lines()
@@ -250,7 +250,7 @@ fn wrong_usage_exits_with_code_2() {
 }
 
 #[test]
-fn without_a_daemon_every_client_says_how_to_start_one() {
+fn without_a_daemon_every_client_command_names_memfold_serve() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("s");
     for (command, _, asks) in COMMANDS {
@@ -266,7 +266,7 @@ fn without_a_daemon_every_client_says_how_to_start_one() {
 }
 
 #[test]
-fn a_host_that_lacks_something_gets_doctor_s_words_and_exit_code_3() {
+fn a_host_without_a_requirement_gets_the_doctor_report_and_exit_code_3() {
     let empty = tempfile::tempdir().unwrap();
     for command in [&["doctor"][..], &["doctor", "--self-test"], &["demo"]] {
         let state = tempfile::tempdir().unwrap();
@@ -299,7 +299,7 @@ fn a_host_that_lacks_something_gets_doctor_s_words_and_exit_code_3() {
 }
 
 #[test]
-fn json_of_every_client_parses_and_a_vm_s_life_is_in_it() {
+fn the_json_of_every_client_command_parses_during_the_life_of_a_vm() {
     let daemon = Daemon::start();
     assert_eq!(daemon.json(&["vm", "list"]), json!([]));
     let started = daemon.paused_vm("one", &["--domain", "d"]);
@@ -330,7 +330,7 @@ fn json_of_every_client_parses_and_a_vm_s_life_is_in_it() {
 }
 
 #[test]
-fn a_plan_is_made_of_vms_that_run_and_says_what_it_lacks() {
+fn a_plan_is_computed_from_running_vms_and_is_refused_without_running_vms() {
     let daemon = Daemon::start();
     refused(&daemon.run(&["plan"]), 1, &["no VM runs"]);
     for name in ["one", "two"] {
@@ -401,7 +401,7 @@ fn a_plan_is_made_of_vms_that_run_and_says_what_it_lacks() {
 }
 
 #[test]
-fn json_goes_to_a_file_beside_the_text() {
+fn json_is_written_to_a_file_in_addition_to_the_text_output() {
     let daemon = Daemon::start();
     let file = daemon.directory.path().join("out.json");
     let option = format!("--json={}", file.display());
@@ -422,7 +422,7 @@ fn json_goes_to_a_file_beside_the_text() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_failure() {
+fn a_closed_output_pipe_is_not_a_failure() {
     let daemon = Daemon::start();
     for command in [
         &["report"][..],
@@ -446,7 +446,7 @@ fn a_reader_that_goes_away_is_no_failure() {
 }
 
 #[test]
-fn refusals_name_the_condition_and_the_fix() {
+fn refused_commands_name_the_condition_and_the_fix() {
     let daemon = Daemon::start();
     let file = daemon.directory.path().join("vm.toml");
     let file = file.to_str().unwrap();
@@ -564,7 +564,7 @@ fn a_daemon_without_qemu_refuses_with_exit_code_3() {
 }
 
 #[test]
-fn a_second_daemon_is_refused_and_a_stale_socket_is_not_in_the_way() {
+fn a_second_daemon_is_refused_and_a_stale_socket_is_replaced() {
     let mut daemon = Daemon::start();
     let serve = |state: &std::path::Path, socket: &std::path::Path| {
         let mut command = program();
@@ -597,7 +597,7 @@ fn a_second_daemon_is_refused_and_a_stale_socket_is_not_in_the_way() {
 }
 
 #[test]
-fn sigterm_ends_the_daemon_and_not_its_vms() {
+fn sigterm_ends_the_daemon_and_keeps_its_vms_running() {
     let mut daemon = Daemon::start();
     let before = daemon.paused_vm("survivor", &[]);
     daemon.terminate();
@@ -618,7 +618,7 @@ fn sigterm_ends_the_daemon_and_not_its_vms() {
 }
 
 #[test]
-fn a_vm_whose_library_did_not_answer_in_time_is_folded_again_when_it_does() {
+fn a_vm_is_folded_again_once_its_library_answers_after_a_timeout() {
     let daemon = Daemon::start();
     let vm = daemon.paused_vm("frozen", &[]);
     let pid = Pid::from_raw(vm["pid"].as_i64().unwrap().try_into().unwrap()).unwrap();
@@ -639,7 +639,7 @@ fn a_vm_whose_library_did_not_answer_in_time_is_folded_again_when_it_does() {
 }
 
 #[test]
-fn a_qemu_started_by_hand_is_attached_and_what_it_lacks_is_said() {
+fn a_qemu_started_by_hand_is_attached_and_missing_requirements_are_named() {
     let mut daemon = Daemon::start();
     let plain = Foreign::start(&[]);
     let attach = ["vm", "attach", &plain.qmp(), "--name", "plain"];
@@ -702,7 +702,7 @@ fn a_qemu_started_by_hand_is_attached_and_what_it_lacks_is_said() {
 }
 
 #[test]
-fn the_interface_describes_itself_and_refuses_in_json() {
+fn the_http_api_serves_its_openapi_description_and_json_errors() {
     let daemon = Daemon::start();
     let (status, body) = daemon.http("GET", "/openapi.json", b"");
     let description: Value = serde_json::from_str(&body).unwrap();

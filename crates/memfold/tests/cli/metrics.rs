@@ -35,7 +35,7 @@ fn value(text: &str, sample: &str) -> f64 {
 }
 
 #[test]
-fn a_scrape_is_what_report_says_in_either_format_and_is_kept_for_ten_seconds() {
+fn a_metrics_scrape_equals_the_report_in_every_format_and_is_cached_for_ten_seconds() {
     let daemon = Daemon::start();
     daemon.paused_vm("alone", &[]);
     let taken = Instant::now();
@@ -80,7 +80,7 @@ fn a_scrape_is_what_report_says_in_either_format_and_is_kept_for_ten_seconds() {
 }
 
 #[test]
-fn promtool_finds_nothing_to_say_about_metrics_and_rules() {
+fn promtool_reports_no_problem_in_metrics_and_alert_rules() {
     let Some(promtool) = tool("promtool") else {
         return;
     };
@@ -150,7 +150,7 @@ fn asked_by_the_board() -> Vec<String> {
 }
 
 #[test]
-fn the_board_and_the_alerts_ask_for_metrics_that_are_there() {
+fn the_grafana_board_and_the_alerts_use_only_existing_metrics() {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md");
     let document = std::fs::read_to_string(document).unwrap();
     // That this table is what is exported is tested beside the code.
@@ -236,7 +236,7 @@ impl Prometheus {
 }
 
 #[test]
-fn a_real_prometheus_scrapes_the_daemon_and_sees_that_folding_is_paused() {
+fn a_real_prometheus_scrapes_the_daemon_and_shows_that_folding_is_paused() {
     let Some(prometheus) = tool("prometheus") else {
         return;
     };

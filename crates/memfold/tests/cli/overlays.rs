@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::support::{Daemon, Small, code, err, refused};
 
 #[test]
-fn an_overlay_that_somebody_removed_is_named_when_its_vm_is_saved() {
+fn a_save_fails_and_names_an_overlay_that_was_removed() {
     let daemon = Daemon::start();
     let disk = daemon.state().join("disk.raw");
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
@@ -54,7 +54,7 @@ fn an_overlay_that_somebody_removed_is_named_when_its_vm_is_saved() {
 }
 
 #[test]
-fn systemd_tmpfiles_leaves_overlays_and_swap_disks_alone() {
+fn systemd_tmpfiles_does_not_remove_overlays_and_swap_disks() {
     if Command::new("systemd-tmpfiles")
         .arg("--version")
         .output()
@@ -120,7 +120,7 @@ fn save_remove_and_save(daemon: &Daemon, more: &[&str]) {
 }
 
 #[test]
-fn a_vm_is_saved_again_after_its_snapshot_on_another_file_system_was_removed() {
+fn a_vm_can_be_saved_again_after_its_snapshot_on_another_file_system_is_removed() {
     let daemon = Daemon::start();
     let shelf = Small::mount(&daemon.directory.path().join("snapshots"), "256m");
     save_remove_and_save(&daemon, &[]);
@@ -129,7 +129,7 @@ fn a_vm_is_saved_again_after_its_snapshot_on_another_file_system_was_removed() {
 }
 
 #[test]
-fn a_vm_of_another_user_is_saved_again_after_its_snapshot_was_removed() {
+fn a_vm_of_another_user_can_be_saved_again_after_its_snapshot_is_removed() {
     let daemon = Daemon::start();
     save_remove_and_save(&daemon, &["--user", "nobody"]);
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::support::{Daemon, code, err, program, refused};
 
 #[test]
-fn relative_paths_behind_the_dashes_are_those_of_who_types_them() {
+fn relative_paths_in_qemu_arguments_are_resolved_in_the_directory_of_the_caller() {
     let daemon = Daemon::start();
     let here = tempfile::tempdir().unwrap();
     std::fs::write(here.path().join("cd.iso"), vec![0; 1 << 20]).unwrap();
@@ -26,7 +26,7 @@ fn relative_paths_behind_the_dashes_are_those_of_who_types_them() {
 }
 
 #[test]
-fn a_socket_s_path_that_is_too_long_is_named_with_the_limit() {
+fn a_too_long_socket_path_is_refused_and_the_error_names_the_limit() {
     let place = tempfile::tempdir().unwrap();
     let socket = place.path().join("s".repeat(100));
     let mut serve = program();

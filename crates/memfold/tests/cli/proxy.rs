@@ -13,7 +13,7 @@ use crate::access::{Door, code_url, cookie};
 use crate::support::{code, err, out, server, wait};
 
 #[test]
-fn behind_a_proxy_that_ends_tls_one_logs_in_and_changes_things() {
+fn login_and_changes_work_behind_a_proxy_that_terminates_tls() {
     let door = Door::open(&["--public-url", "https://vms.example"]);
     let url = code_url(&door.daemon, "operate");
     let public = "https://vms.example/#login=";
@@ -178,7 +178,7 @@ impl Drop for Proxy {
 }
 
 #[test]
-fn behind_nginx_and_caddy_one_logs_in_changes_things_and_the_stream_of_figures_comes_at_once() {
+fn login_and_changes_and_live_figures_work_behind_nginx_and_caddy() {
     for name in ["nginx", "caddy"] {
         let version = if name == "nginx" { "-v" } else { "version" };
         let Some(program) = server(name, name, version) else {

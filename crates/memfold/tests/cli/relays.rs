@@ -77,7 +77,7 @@ fn wait_gone(borrower: &Daemon) {
 }
 
 #[test]
-fn a_lender_whose_bytes_are_changed_is_given_up_and_not_borrowed_from_again() {
+fn a_lender_with_changed_data_is_dropped_and_not_used_again() {
     for listen in [&["--unix"][..], &["--listen", "127.0.0.1"]] {
         let Some(lying) = lender("a", &[], listen) else {
             return;
@@ -142,7 +142,7 @@ fn a_lender_whose_bytes_are_changed_is_given_up_and_not_borrowed_from_again() {
 }
 
 #[test]
-fn a_disk_over_two_lenders_survives_either() {
+fn a_swap_disk_over_two_lenders_survives_the_loss_of_either_lender() {
     for victim in 0..2 {
         let Some(first) = lender("a", &[], &["--listen", "127.0.0.1"]) else {
             return;
@@ -198,7 +198,7 @@ fn a_disk_over_two_lenders_survives_either() {
 }
 
 #[test]
-fn a_disk_too_large_for_one_lender_is_borrowed_from_several_or_none() {
+fn a_swap_disk_too_large_for_one_lender_is_borrowed_from_several_lenders_or_refused() {
     let Some(first) = lender("a", &[], &[]) else {
         return;
     };
@@ -243,7 +243,7 @@ fn a_disk_too_large_for_one_lender_is_borrowed_from_several_or_none() {
 }
 
 #[test]
-fn a_relay_may_be_killed_or_stand_still_and_outlives_its_daemon() {
+fn a_killed_or_stopped_relay_loses_no_byte_and_a_relay_survives_its_daemon() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -294,7 +294,7 @@ fn a_relay_may_be_killed_or_stand_still_and_outlives_its_daemon() {
 }
 
 #[test]
-fn a_host_lends_from_the_start_what_its_configuration_says_until_somebody_says_otherwise() {
+fn a_host_lends_as_configured_until_a_command_overrides_the_configuration() {
     // Asked of another daemon: that this one lends nothing is the defect that the test is for.
     let able = Daemon::start_with(&["--host", "x"]).run(&["lend", "--max", "64M"]);
     if code(&able) == 3 {

@@ -29,7 +29,7 @@ fn write(directory: &Path, text: &str) -> String {
 }
 
 #[test]
-fn config_check_names_each_wrong_field_and_its_line() {
+fn config_check_names_each_invalid_field_and_its_line() {
     let directory = tempfile::tempdir().unwrap();
     let file = write(
         directory.path(),
@@ -58,7 +58,7 @@ fn config_check_names_each_wrong_field_and_its_line() {
 }
 
 #[test]
-fn config_check_tries_the_files_groups_and_addresses_that_are_named() {
+fn config_check_tests_the_configured_files_groups_and_addresses() {
     let directory = tempfile::tempdir().unwrap();
     let checked = |text: &str| {
         let output = run(&["config", "check", &write(directory.path(), text), "--json"]);
@@ -119,7 +119,7 @@ fn config_check_tries_the_files_groups_and_addresses_that_are_named() {
 }
 
 #[test]
-fn the_daemon_takes_its_options_from_the_file_and_the_command_line_wins() {
+fn daemon_options_come_from_the_file_and_the_command_line_overrides_the_file() {
     let directory = tempfile::tempdir().unwrap();
     let file = write(
         directory.path(),
@@ -219,7 +219,7 @@ impl Served {
 }
 
 #[test]
-fn systemd_is_told_when_the_daemon_serves_works_and_ends_and_a_restart_keeps_its_vms() {
+fn systemd_is_notified_of_ready_watchdog_and_stop_and_a_restart_keeps_the_vms() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("s");
     let notify = directory.path().join("notify");
@@ -308,7 +308,7 @@ fn logged(more: &[&str], journal: bool) -> String {
 }
 
 #[test]
-fn the_log_is_json_if_that_is_asked_for_with_the_causes_of_errors() {
+fn log_format_json_writes_json_lines_with_the_causes_of_errors() {
     let text = logged(&["--log-format", "json"], false);
     let lines: Vec<Value> = text
         .lines()
@@ -325,7 +325,7 @@ fn the_log_is_json_if_that_is_asked_for_with_the_causes_of_errors() {
 }
 
 #[test]
-fn in_the_journal_each_line_has_its_level_and_no_time() {
+fn journal_lines_have_a_level_prefix_and_no_timestamp() {
     let text = logged(&[], true);
     assert!(text.lines().count() >= 3, "{text}");
     for line in text.lines() {
@@ -337,7 +337,7 @@ fn in_the_journal_each_line_has_its_level_and_no_time() {
 }
 
 #[test]
-fn each_command_has_its_manual_page_and_completions_are_made() {
+fn a_manual_page_for_each_command_and_shell_completions_are_generated() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     let output = run(&[
@@ -352,7 +352,7 @@ fn each_command_has_its_manual_page_and_completions_are_made() {
     let pages: BTreeSet<String> = pages
         .map(|page| page.unwrap().file_name().into_string().unwrap())
         .collect();
-    // All commands (no_command_is_missing_in_this_test), and those that have others below them.
+    // All commands (the_list_of_tested_commands_is_complete), and those that have others below them.
     let mut wanted = BTreeSet::from(["memfold.1".to_owned()]);
     for (command, words, _) in COMMANDS {
         // That page is in the package of the program that it is about.
@@ -389,7 +389,7 @@ fn each_command_has_its_manual_page_and_completions_are_made() {
 }
 
 #[test]
-fn the_unit_is_right_and_keeps_what_it_promises() {
+fn the_systemd_unit_is_valid_and_has_the_documented_settings() {
     let text = std::fs::read_to_string(unit("memfold.service")).unwrap();
     // VMs outlive a restart, and the next daemon finds them.
     for setting in [

@@ -53,7 +53,7 @@ fn flash(daemon: &Daemon, vm: &str) -> PathBuf {
 }
 
 #[test]
-fn variables_of_firmware_are_each_vms_own() {
+fn each_restored_vm_has_a_private_copy_of_the_firmware_variables() {
     let daemon = Daemon::start();
     let place = daemon.directory.path();
     let firmware = std::fs::read("/usr/share/seabios/bios-256k.bin").unwrap();
@@ -139,7 +139,7 @@ fn variables_of_firmware_are_each_vms_own() {
 }
 
 #[test]
-fn a_vm_that_writes_a_file_which_is_not_copied_is_refused_by_its_name() {
+fn a_save_is_refused_if_the_vm_writes_a_file_that_cannot_be_copied() {
     let daemon = Daemon::start();
     let place = daemon.directory.path();
     let memory = write(&place.join("memory"), &vec![0; 1 << 20]);
@@ -215,7 +215,7 @@ fn link(link: &Path, to: &Loop) {
 }
 
 #[test]
-fn a_block_device_is_the_same_after_a_boot_and_another_or_a_changed_one_is_refused() {
+fn a_restore_accepts_the_same_block_device_after_a_reboot_and_refuses_a_changed_device() {
     let daemon = Daemon::start();
     let place = daemon.directory.path();
     let (a, b) = (place.join("a"), place.join("b"));
@@ -297,7 +297,7 @@ fn change(daemon: &Daemon, name: &str, field: &str, value: Value) {
 }
 
 #[test]
-fn a_cpu_a_machine_type_or_a_qemu_that_lacks_what_was_saved_is_refused_by_name() {
+fn a_restore_is_refused_if_the_cpu_or_machine_type_or_qemu_lacks_a_saved_feature() {
     let words = tempfile::NamedTempFile::new().unwrap();
     let say = |text: &str| std::fs::write(words.path(), text).unwrap();
     let daemon = Daemon::start_with_words(words.path());
@@ -338,7 +338,7 @@ fn a_cpu_a_machine_type_or_a_qemu_that_lacks_what_was_saved_is_refused_by_name()
 }
 
 #[test]
-fn verify_tries_what_restore_needs_and_disturbs_nobody() {
+fn snapshot_verify_tests_a_restore_without_disturbing_running_vms() {
     let words = tempfile::NamedTempFile::new().unwrap();
     let say = |text: &str| std::fs::write(words.path(), text).unwrap();
     let daemon = Daemon::start_with_words(words.path());
@@ -421,7 +421,7 @@ fn verify_tries_what_restore_needs_and_disturbs_nobody() {
 }
 
 #[test]
-fn a_disks_format_is_what_was_said_and_a_contradiction_is_refused() {
+fn a_disk_has_the_given_format_and_a_contradiction_is_refused() {
     let daemon = Daemon::start();
     let place = daemon.directory.path();
     let image = place.join("disk.img");

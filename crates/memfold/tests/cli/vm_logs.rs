@@ -18,7 +18,7 @@ const SAYS: [u8; 8] = [
 ];
 
 #[test]
-fn a_console_that_never_stops_talking_keeps_its_end_and_a_little_before_it() {
+fn the_log_of_an_endless_console_is_rotated_and_bounded() {
     const MIB: u64 = 1 << 20;
     let daemon = Daemon::start();
     let disk = daemon.state().join("talks.raw");
@@ -60,7 +60,7 @@ fn a_console_that_never_stops_talking_keeps_its_end_and_a_little_before_it() {
 }
 
 #[test]
-fn the_last_words_of_a_qemu_that_ends_by_itself_are_in_the_daemons_log() {
+fn the_last_output_of_a_crashed_qemu_is_written_to_the_log_of_the_daemon() {
     let log = tempfile::NamedTempFile::new().unwrap();
     let daemon = Daemon::start_logging(log.reopen().unwrap().into(), &[]);
     let asked = daemon.paused_vm("asked", &[]);

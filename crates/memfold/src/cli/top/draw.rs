@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wide_screen_shows_more_columns_than_a_narrow_one_and_always_the_one_sorted_by() {
+    fn a_wide_screen_shows_more_columns_and_every_screen_shows_the_sort_column() {
         let mut view = with(&[("web", 100), ("database", 200)]);
         let (wide, _) = screen(&view, 180, 20);
         for text in [
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_the_brake_and_errors_are_told() {
+    fn top_shows_host_memory_brake_and_errors() {
         let mut view = with(&[]);
         assert!(screen(&view, 100, 20).0.contains("no VMs"));
         let mut told = report(&[("a", 1)]);
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn a_map_shows_each_cell_as_what_most_of_it_is() {
+    fn a_memory_map_cell_shows_the_most_frequent_page_class() {
         let mut view = with(&[("a", 100)]);
         assert_eq!(press(&mut view, KeyCode::Enter), Asked::Fetch);
         let (waiting, room) = screen(&view, 60, 30);

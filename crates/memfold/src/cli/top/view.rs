@@ -356,7 +356,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn rows_are_sorted_and_the_selection_follows_its_vm() {
+    fn the_selection_in_top_follows_its_vm_when_rows_are_sorted_again() {
         let mut view = with(&[("a", 10), ("b", 30), ("c", 20)]);
         assert_eq!(names(&view), ["b", "c", "a"]);
         press(&mut view, KeyCode::Down);
@@ -385,7 +385,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn sorting_goes_through_every_column_and_back() {
+    fn the_sort_key_cycles_through_every_column() {
         let mut view = with(&[("a", 1)]);
         let first = view.sort;
         for _ in 0..COLUMNS.len() + 2 {
@@ -399,7 +399,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_vm_is_looked_into_and_left_again() {
+    fn the_detail_view_of_a_vm_opens_and_closes() {
         let mut view = with(&[("a", 10), ("b", 30)]);
         assert_eq!(press(&mut view, KeyCode::Enter), Asked::Fetch);
         assert_eq!(view.detail_vm().unwrap().name, "b");
@@ -436,7 +436,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_pause_keeps_what_is_shown_and_an_error_goes_with_the_next_answer() {
+    fn a_pause_freezes_the_screen_and_an_error_disappears_after_the_next_report() {
         let mut view = with(&[("a", 10)]);
         press(&mut view, KeyCode::Char('p'));
         view.take(News::Report(Box::new(report(&[("a", 99)]))));
