@@ -128,7 +128,7 @@ fn wait_folded(lab: &Lab) {
 }
 
 #[test]
-fn the_sums_of_two_real_guests_agree_with_the_kernel_before_and_after_folding() {
+fn ledger_sums_of_two_real_guests_equal_the_kernel_counts_before_and_after_folding() {
     if let Some(why) = missing() {
         assert!(
             std::env::var_os("MEMFOLD_REAL").is_none(),

@@ -24,7 +24,7 @@ fn said(command: &mut Command, may_be_left_out: bool) -> Option<String> {
 }
 
 #[test]
-fn packages_are_installed_upgraded_and_purged_in_clean_roots() {
+fn packages_are_installed_upgraded_and_purged_in_clean_root_directories() {
     // The oldest that they run on; `make soak` has both.
     let suites = std::env::var("MEMFOLD_SUITES").unwrap_or_else(|_| "bookworm".into());
     let suites: Vec<&str> = suites.split(',').collect();
@@ -41,7 +41,7 @@ fn packages_are_installed_upgraded_and_purged_in_clean_roots() {
 }
 
 #[test]
-fn under_systemd_the_hardened_daemon_is_restarted_and_killed_and_its_vms_go_on() {
+fn vms_keep_running_when_the_hardened_daemon_is_restarted_or_killed_under_systemd() {
     let library = Path::new(PROGRAM).with_file_name("libmemfold_qemu.so");
     // A host may be a container that can't have another one in it.
     let Some(done) = said(script("test-unit").arg(PROGRAM).arg(library), true) else {

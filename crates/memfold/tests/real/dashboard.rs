@@ -441,7 +441,7 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
 }
 
 #[test]
-fn chromium_walks_every_page_and_its_figures_are_those_of_the_report() {
+fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
     // It steers KSM, which stands still where mergeable VMs of others run: `make test` has none
     // beside it.
     let Some(_turn) = support::turn_beside() else {

@@ -152,7 +152,7 @@ fn refused(error: &DaemonError) {
 }
 
 #[test]
-fn a_storm_is_braked_before_the_reserve_is_touched_and_nobody_loses_anything() {
+fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm_is_lost() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -172,7 +172,7 @@ impl Drop for Stranger {
 }
 
 #[test]
-fn ksm_merges_what_guests_of_one_domain_have_in_common_and_is_as_before_afterwards() {
+fn ksm_merges_equal_pages_within_one_domain_and_its_settings_are_restored_afterwards() {
     let Some(_turn) = support::turn() else { return };
     // Not kept: the daemon is to have it.
     if take().is_none() {

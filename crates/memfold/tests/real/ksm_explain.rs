@@ -130,7 +130,7 @@ fn fast(controls: &Controls) {
 }
 
 #[test]
-fn memory_that_ksm_leaves_alone_is_explained_by_its_kind() {
+fn ksm_explain_names_the_kind_of_memory_that_ksm_cannot_merge() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let directory = tempfile::tempdir().unwrap();
@@ -197,7 +197,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 ";
 
 #[test]
-fn memory_that_is_not_offered_is_explained_by_who_refused() {
+fn ksm_explain_names_the_setting_that_excludes_memory_from_ksm() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let ram = "memory-backend-ram,id=r,size=64M";
@@ -235,7 +235,7 @@ fn memory_that_is_not_offered_is_explained_by_who_refused() {
 }
 
 #[test]
-fn pages_that_wait_for_ksmd_or_stay_unmerged_are_explained() {
+fn ksm_explain_covers_pages_not_yet_scanned_and_pages_that_stay_unmerged() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let controls = Controls::default();
@@ -311,7 +311,7 @@ fn first_merge_is_when_it_was_said(controls: &Controls, vm: &Still) {
 }
 
 #[test]
-fn memory_that_is_new_since_ksmd_passed_is_explained() {
+fn ksm_explain_covers_memory_allocated_after_the_last_scan() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let controls = Controls::default();
@@ -348,7 +348,7 @@ fn memory_that_is_new_since_ksmd_passed_is_explained() {
 }
 
 #[test]
-fn a_kernel_without_ksm_is_told() {
+fn ksm_explain_reports_a_kernel_without_ksm() {
     let Some(_turn) = support::turn() else { return };
     let vm = Still::start(&["-S", "-M", "pc", "-m", "64"]);
     let mut shell = Command::new("unshare");
@@ -386,7 +386,7 @@ const COUNTS: [u8; 29] = [
 ];
 
 #[test]
-fn content_that_is_unique_or_changes_is_told_apart() {
+fn ksm_explain_distinguishes_unique_content_from_changing_content() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let controls = Controls::default();
@@ -420,7 +420,7 @@ fn content_that_is_unique_or_changes_is_told_apart() {
 }
 
 #[test]
-fn memory_that_is_swapped_out_is_explained() {
+fn ksm_explain_covers_swapped_out_memory() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let swap = match support::Swap::on(96) {

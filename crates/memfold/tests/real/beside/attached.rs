@@ -168,7 +168,7 @@ fn is_as_before(qmp: &Path) {
 }
 
 #[test]
-fn a_qemu_that_was_typed_is_saved_and_vms_with_its_devices_come_of_it() {
+fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -138,7 +138,7 @@ fn flood(host: &str, request: &str, end: Instant, answers: &AtomicU64, granted: 
 }
 
 #[test]
-fn guests_and_folding_do_not_notice_that_the_interface_is_attacked() {
+fn a_flood_on_the_http_api_does_not_affect_guests_and_folding() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -13,7 +13,7 @@ use crate::support::{self, BOOT};
 const MEMORY: ByteSize = ByteSize::mib(384);
 
 #[test]
-fn a_vm_goes_back_to_what_it_was_right_after_its_boot() {
+fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

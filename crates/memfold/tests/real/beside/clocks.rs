@@ -66,7 +66,7 @@ fn hold_when_it_stands_still(lab: &Lab, vm: &str) {
 }
 
 #[test]
-fn a_guest_that_stood_still_has_the_hosts_time_and_its_monotonic_time_does_not_jump() {
+fn a_resumed_guest_gets_the_host_time_and_its_monotonic_clock_does_not_jump() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -172,7 +172,7 @@ fn copies(state: &Path) -> Vec<Pid> {
 }
 
 #[test]
-fn daemons_and_qemus_that_die_in_a_restore_leave_a_right_vm_or_none() {
+fn a_daemon_or_qemu_killed_during_a_restore_leaves_a_correct_vm_or_no_vm() {
     story(|story| {
         save(&story.client, "last", true, true).unwrap();
         restores_killed(story);
@@ -261,7 +261,7 @@ fn restores_killed(story: &mut Story<'_>) {
 }
 
 #[test]
-fn daemons_that_die_in_a_removal_leave_the_vm_its_disks() {
+fn a_daemon_killed_during_a_snapshot_removal_leaves_the_disks_of_the_vm_intact() {
     story(removals_killed);
 }
 
@@ -319,7 +319,7 @@ fn removals_killed(story: &mut Story<'_>) {
 }
 
 #[test]
-fn daemons_that_die_in_a_save_leave_the_vm_as_it_was_and_nothing_half_made() {
+fn a_daemon_killed_during_a_save_leaves_the_vm_unchanged_and_no_partial_snapshot() {
     story(saves_killed);
 }
 
@@ -407,7 +407,7 @@ fn saves_killed(story: &mut Story<'_>) {
 }
 
 #[test]
-fn a_vm_that_dies_in_its_save_leaves_its_clones_and_a_snapshot_that_is_whole_or_none() {
+fn a_vm_killed_during_its_save_leaves_running_clones_and_a_complete_snapshot_or_none() {
     story(|story| {
         let (client, state) = (&story.client, story.state);
         let began = Instant::now();

@@ -63,7 +63,7 @@ fn watch(state: &Path, name: &str, over: &AtomicBool) -> (Duration, u32) {
 }
 
 #[test]
-fn daemons_are_killed_and_vms_go_on_and_the_next_daemon_folds_on() {
+fn vms_survive_a_killed_daemon_and_the_next_daemon_continues_folding() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -93,7 +93,7 @@ pub fn verify(client: &Client, vm: &str) {
 }
 
 #[test]
-fn disks_that_are_written_in_place_are_saved_as_they_were_and_stay_the_vms_own() {
+fn disks_written_in_place_are_copied_into_the_snapshot_and_remain_with_the_vm() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

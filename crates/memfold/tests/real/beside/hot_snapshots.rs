@@ -92,7 +92,7 @@ fn flip(path: &Path, at: u64) {
 }
 
 #[test]
-fn a_hot_snapshot_is_small_and_the_vm_that_comes_from_it_is_warm() {
+fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -15,7 +15,7 @@ use crate::support::{self, BOOT, MEMORY};
 pub const VMS: [&str; 3] = ["buffered", "direct", "stranger"];
 
 #[test]
-fn no_byte_changes_under_attack_and_nothing_crosses_domains_and_a_killed_vm_is_not_noticed() {
+fn no_byte_changes_and_no_page_crosses_domains_under_load_and_after_a_vm_is_killed() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

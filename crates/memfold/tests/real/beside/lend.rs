@@ -206,7 +206,7 @@ pub fn kills(by_default: u64) -> u64 {
 }
 
 #[test]
-fn a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
+fn a_guest_swapping_on_lent_memory_loses_no_byte_when_lenders_die() {
     swap_while_lenders_die(Transport::Nbd, kills(2));
 }
 
@@ -305,7 +305,7 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
 }
 
 #[test]
-fn a_copy_on_disk_that_lacks_a_write_is_never_read() {
+fn a_local_copy_without_the_latest_write_is_never_read() {
     lack_writes(Transport::Nbd);
 }
 
@@ -513,7 +513,7 @@ fn garble(export: Pid) -> u64 {
 }
 
 #[test]
-fn a_guest_swaps_on_lenders_that_lie_and_on_several_and_gets_no_wrong_byte() {
+fn a_guest_swapping_on_lying_or_several_lenders_reads_no_wrong_byte() {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };

@@ -162,7 +162,7 @@ impl Drop for SmallHost {
 }
 
 #[test]
-fn a_lender_s_own_vm_that_grows_gets_what_was_lent_before_its_host_has_nothing_left() {
+fn lent_memory_is_recalled_for_a_growing_local_vm_before_the_host_runs_out_of_memory() {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };

@@ -51,7 +51,7 @@ fn define(host: &Host, place: &Path, name: &str, xml: &str) -> String {
 }
 
 #[test]
-fn a_domain_without_a_free_port_is_enabled_and_restored_and_hindrances_are_named() {
+fn a_domain_without_a_free_port_is_enabled_and_restored_and_obstacles_are_named() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -114,7 +114,7 @@ fn backends(lab: &Lab, vm: &str) -> usize {
 }
 
 #[test]
-fn files_that_vms_execute_in_place_are_one_copy_and_what_they_write_is_theirs() {
+fn vms_share_one_copy_of_segment_files_and_keep_their_writes_private() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
@@ -530,7 +530,7 @@ fn renewed(lab: &Lab) {
 }
 
 #[test]
-fn a_vm_boots_from_a_segment_and_writes_to_its_own_disk() {
+fn a_vm_boots_from_a_root_segment_and_writes_to_its_own_disk() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -316,7 +316,7 @@ fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
 }
 
 #[test]
-fn daemons_are_killed_over_segments_and_disks_are_full_and_nothing_is_lost_or_left() {
+fn killed_daemons_and_full_disks_leave_no_incomplete_segment_and_lose_no_guest_file() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

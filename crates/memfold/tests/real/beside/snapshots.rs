@@ -70,7 +70,7 @@ cat /run/verified";
 const SAVES: u64 = 10;
 
 #[test]
-fn memory_that_is_taken_written_and_freed_all_the_time_is_saved_right_at_any_moment() {
+fn memory_that_is_constantly_allocated_written_and_freed_is_saved_correctly() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
@@ -345,7 +345,7 @@ fn state(lab: &Lab, vm: &str) -> String {
 }
 
 #[test]
-fn a_save_onto_a_full_disk_fails_and_leaves_the_vm_as_it_was() {
+fn a_save_to_a_full_disk_fails_and_leaves_the_vm_unchanged() {
     let Some((_turn, lab, nonce)) = known_vm() else {
         return;
     };
@@ -380,7 +380,7 @@ fn a_save_onto_a_full_disk_fails_and_leaves_the_vm_as_it_was() {
 }
 
 #[test]
-fn a_vm_whose_memory_lies_in_the_hosts_swap_is_saved_with_every_byte() {
+fn a_vm_whose_memory_is_in_host_swap_is_saved_without_losing_a_byte() {
     let Some((_turn, lab, nonce)) = known_vm() else {
         return;
     };
@@ -388,7 +388,7 @@ fn a_vm_whose_memory_lies_in_the_hosts_swap_is_saved_with_every_byte() {
 }
 
 #[test]
-fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
+fn a_restored_vm_has_the_saved_state_and_the_saved_vm_keeps_running() {
     let Some((_turn, lab, nonce)) = known_vm() else {
         return;
     };
@@ -501,7 +501,7 @@ fn a_vm_comes_back_as_it_was_and_goes_on_itself() {
 }
 
 #[test]
-fn damage_to_a_snapshot_is_found_and_nothing_runs_from_it() {
+fn a_damaged_snapshot_is_detected_and_not_restored() {
     let Some((_turn, lab, _nonce)) = known_vm() else {
         return;
     };
@@ -551,7 +551,7 @@ fn damage_to_a_snapshot_is_found_and_nothing_runs_from_it() {
 }
 
 #[test]
-fn disks_of_removed_snapshots_are_the_vms_own_again() {
+fn disks_of_removed_snapshots_belong_to_the_running_vm_again() {
     let Some((_turn, lab, nonce)) = known_vm() else {
         return;
     };

@@ -61,7 +61,7 @@ fn seed() -> u64 {
 }
 
 #[test]
-fn every_call_returns_and_no_byte_is_wrong_whatever_is_stopped_killed_filled_and_slowed() {
+fn every_request_ends_and_no_byte_is_wrong_under_random_kills_stops_and_full_disks() {
     let Some(_turn) = support::turn() else {
         return;
     };

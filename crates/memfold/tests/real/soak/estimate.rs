@@ -213,7 +213,7 @@ fn saving(report: &EstimateReport, way: Way) -> u64 {
 }
 
 #[test]
-fn an_estimate_is_within_ten_percent_of_what_ksm_and_folding_then_save() {
+fn an_estimate_is_within_ten_percent_of_the_later_savings_of_ksm_and_folding() {
     let Some(_turn) = support::turn() else { return };
     let directory = tempfile::Builder::new()
         .prefix("memfold-estimate.")

@@ -151,7 +151,7 @@ fn own_directory() -> TempDir {
 }
 
 #[test]
-fn the_how_tos_work_as_they_stand_in_the_documents() {
+fn the_commands_of_the_how_to_pages_work_as_documented() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
@@ -178,7 +178,7 @@ fn the_how_tos_work_as_they_stand_in_the_documents() {
 }
 
 #[test]
-fn the_tutorial_works_as_it_stands_in_the_guide() {
+fn the_commands_of_the_tutorial_work_as_documented() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -8,7 +8,7 @@ use memfold_testkit::skip;
 use crate::beside::lend;
 
 #[test]
-fn by_iscsi_a_guest_swaps_on_lent_memory_and_loses_no_byte_when_lenders_die() {
+fn a_guest_swapping_on_memory_lent_over_iscsi_loses_no_byte_when_lenders_die() {
     if Command::new("tgtd").arg("--version").output().is_err() {
         skip!("tgtd is not installed (scripts/setup tests)");
     }

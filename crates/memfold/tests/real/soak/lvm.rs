@@ -379,7 +379,7 @@ fn able() -> Result<(), String> {
 }
 
 #[test]
-fn a_host_s_swap_volume_goes_to_lent_memory_and_back_and_lenders_die_under_it() {
+fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };

@@ -11,7 +11,7 @@ use crate::served::{Served, exec, wait_agent};
 use crate::support::{self, MEMORY};
 
 #[test]
-fn a_domain_migrates_while_it_is_folded_and_the_other_host_takes_it_on() {
+fn a_folded_libvirt_domain_migrates_and_is_adopted_by_the_other_host() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

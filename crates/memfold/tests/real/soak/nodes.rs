@@ -139,7 +139,7 @@ fn says(console: &Path, words: &str) -> String {
 }
 
 #[test]
-fn equal_pages_of_two_nodes_stay_apart_where_nodes_do_not_merge() {
+fn equal_pages_on_two_numa_nodes_are_not_merged_without_merge_across_nodes() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
