@@ -179,6 +179,10 @@ fn run(name: Name, arguments: &Arguments) -> anyhow::Result<()> {
         options.vms.is_none() || name == Name::Ksm,
         "the study '{title}' has its number of VMs: --vms is for 'ksm'"
     );
+    ensure!(
+        options.memory.is_none() || name == Name::Snapshots,
+        "the study '{title}' has its sizes of VMs: --memory is for 'snapshots'"
+    );
     // All but this one boot VMs.
     if name != Name::Fold {
         check_host(&arguments.output)?;

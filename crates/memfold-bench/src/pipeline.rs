@@ -10,6 +10,7 @@
 //! | `page_cache` | the same number of bytes written to a file's page cache, by one thread |
 //! | `disk` | the same until all is on the disk: `fallocate`, writes of 1 MiB, `fsync`, as `dd conv=fsync` does |
 //! | `disk_direct` | `fallocate`, then writes of 2 MiB past the page cache by all workers, `fsync` |
+//! | `file_all` | the same number of bytes read from a file in the page cache, to a buffer in the core's cache, by all workers |
 //! | `copy` | memfold's RAM image until it is in the page cache: how long a VM stands still for it |
 //! | `save` | the same until all is on the disk |
 //! | `verify` | the image read again from the page cache, and its checksums compared |
@@ -178,6 +179,16 @@ fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
     speeds.push(("disk", mb / began.elapsed().as_secs_f64()));
     drop(written);
     speeds.push(("disk_direct", direct(place, chunks, &buffer)?));
+
+    let cached = file(place)?;
+    pipeline::run(pieces, PIECE_BYTES, |piece, buffer| {
+        cached.write_all_at(buffer, piece * PIECE_BYTES as u64)
+    })?;
+    let read =
+        |piece: u64, buffer: &mut [u8]| cached.read_exact_at(buffer, piece * PIECE_BYTES as u64);
+    let all = || Ok(pipeline::run(pieces, PIECE_BYTES, read)?);
+    speeds.push(("file_all", speed(bytes, all)?));
+    drop(cached);
 
     let ram = file(place)?;
     let mut sums = file(place)?;

@@ -33,6 +33,7 @@ mod study_disk;
 use anyhow::{Context as _, ensure};
 use memfold_fold::EngineSettings;
 use memfold_lab::Lab;
+use memfold_snapshot::Manifest;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Map, Value, json};
 
@@ -113,7 +114,10 @@ impl Scale {
 
 /// Runs the study: `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    let scale = options.pick(Scale::quick(), Scale::full());
+    let mut scale = options.pick(Scale::quick(), Scale::full());
+    if let Some(memory) = options.memory {
+        (scale.sizes_mib, scale.used_mib) = (vec![memory.0 >> 20], Vec::new());
+    }
     let parts = [PIPELINE, VMS, STUDY_DISK, WARMTH];
     for name in &options.arms {
         ensure!(
@@ -143,11 +147,12 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             .into_iter()
             .map(measure_case)
             .collect::<Result<_, _>>()?;
-        results.extend(vm_results(&all));
+        let found = vm_results(&all, results.get(PIPELINE));
+        results.extend(found);
         samples.extend(all.iter().map(sample));
     }
     if is_wanted(STUDY_DISK) {
-        let mut found = study_disk::measure(&scale.on_study_disk(), options.quick)?;
+        let mut found = study_disk::measure(&scale.on_study_disk(), options)?;
         if let Value::Object(found) = found["results"].take() {
             results.extend(found);
         }
@@ -219,7 +224,7 @@ fn insert(results: &mut Map<String, Value>, key: &str, values: &[f64]) {
 }
 
 /// The headline is that of the largest VM.
-fn vm_results(all: &[Measured]) -> Map<String, Value> {
+fn vm_results(all: &[Measured], pipeline: Option<&Value>) -> Map<String, Value> {
     let mut results = Map::new();
     let sized = |m: &&Measured| m.case.used_mib == 200;
     let largest = all.iter().filter(sized).max_by_key(|m| m.case.memory.0);
@@ -238,7 +243,7 @@ fn vm_results(all: &[Measured]) -> Map<String, Value> {
                 results.insert(key("restore"), ratio(|way| way.restore_s).into());
             }
         }
-        results.insert("limit".into(), limit(m));
+        results.insert("limit".into(), limit(m, pipeline));
         if let Some(&check_s) = m.check_s.get(&Arm::Auto) {
             results.insert("restore_check_s".into(), check_s.into());
         }
@@ -260,16 +265,34 @@ fn vm_results(all: &[Measured]) -> Map<String, Value> {
     results
 }
 
-/// How far from the target this is: the save by `--keep none`, if its guest had dropped its cache
-/// as fast as this host drops its own.
-fn limit(m: &Measured) -> Value {
+/// How far from the target this is, by measured speeds of this host. `drop_s` and its reduction:
+/// the save by `--keep none`, if its guest had dropped its cache as fast as this host drops its
+/// own. `compare_s` and its reduction: a save by `--keep hot` that does nothing but read the VM's
+/// memory, and the files that it is compared with, once.
+fn limit(m: &Measured, pipeline: Option<&Value>) -> Value {
+    let qemu = seconds(m, Arm::Qemu, |way| way.save_s);
     let dropped = m
         .saved
         .get(&Arm::None)
-        .map_or(f64::NAN, |s| s.steps.drop_ms);
-    let ours = seconds(m, Arm::None, |way| way.save_s) - dropped / 1e3 + m.host_drop_s();
-    let percent = reduction(ours, seconds(m, Arm::Qemu, |way| way.save_s));
-    json!({ "drop_s": m.host_drop_s(), "save_reduction_percent": percent })
+        .map_or(f64::NAN, |saved| saved.steps.drop_ms);
+    let none = seconds(m, Arm::None, |way| way.save_s) - dropped / 1e3 + m.host_drop_s();
+    let speed = |key: &str| {
+        let speed = pipeline.and_then(|found| found[key]["median"].as_f64());
+        speed.unwrap_or(f64::NAN) * 1e6
+    };
+    let pages = |of: fn(&Manifest) -> u64| {
+        let pages = m.saved.get(&Arm::Hot).map_or(0, of);
+        (pages * PAGE_SIZE) as f64
+    };
+    let read = pages(|saved| saved.counts.saved_pages) / speed("read_all_mb_per_s");
+    let referred = pages(|saved| saved.references.as_ref().map_or(0, |r| r.pages));
+    let compare_s = read + referred / speed("file_all_mb_per_s");
+    json!({
+        "drop_s": m.host_drop_s(),
+        "drop_save_reduction_percent": reduction(none, qemu),
+        "compare_s": compare_s,
+        "compare_save_reduction_percent": reduction(compare_s, qemu),
+    })
 }
 
 fn study_disk_results(m: &Measured) -> Map<String, Value> {

@@ -2,6 +2,7 @@
 
 use anyhow::ensure;
 use clap::Args;
+use memfold_units::ByteSize;
 use serde_json::Value;
 
 use crate::figure::Figure;
@@ -20,6 +21,9 @@ pub struct Options {
     /// Most VMs at once, of `ksm` (4; with --quick 2)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub vms: Option<u8>,
+    /// RAM of the VM of `snapshots` (default: 512M to 8G; with --quick 1G and 2G)
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<ByteSize>,
 }
 
 impl Options {

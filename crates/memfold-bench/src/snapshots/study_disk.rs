@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::measure::Case;
 use crate::loop_disk::LoopDisk;
+use crate::study::Options;
 
 /// The variable that tells the process that its disk is the slow one.
 const INSIDE: &str = "MEMFOLD_BENCH_STUDY_DISK";
@@ -19,7 +20,7 @@ pub fn is_inside() -> bool {
 }
 
 /// Measures a VM on a slow disk. Returns `results` and `samples`.
-pub fn measure(case: &Case, is_quick: bool) -> anyhow::Result<Value> {
+pub fn measure(case: &Case, options: &Options) -> anyhow::Result<Value> {
     let place = tempfile::Builder::new()
         .prefix("memfold-study-disk.")
         .tempdir_in("/var/tmp")?;
@@ -32,7 +33,8 @@ pub fn measure(case: &Case, is_quick: bool) -> anyhow::Result<Value> {
     )?;
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["snapshots", "--json", "--arm", super::STUDY_DISK]);
-    command.args(is_quick.then_some("--quick"));
+    command.args(options.quick.then_some("--quick"));
+    command.args(["--memory", &format!("{}M", case.memory.0 >> 20)]);
     command.env("TMPDIR", disk.place()).env(INSIDE, "1");
     let mut child = command.stdout(Stdio::piped()).spawn()?;
     let output = child.stdout.take().context("no standard output")?;
