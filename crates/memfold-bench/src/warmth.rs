@@ -13,6 +13,8 @@
 //! | `hot` | `--keep hot` | as it is |
 //! | `hot_prefetch` | `--keep hot` | `--prefetch` |
 //!
+//! `hot_memory_over_cold_percent` compares the memory of the two VMs at the end of the 30 s: their
+//! QEMUs' proportional set sizes (`Pss`), in which a cold VM's reads are copies of its own.
 //! A cold VM reads from the host's page cache; reading from a disk would be slower.
 
 use std::os::unix::fs::MetadataExt;
@@ -20,8 +22,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use memfold_api::KeepChoice;
-use memfold_api::{RestoreRequest, SaveRequest};
+use memfold_api::{KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::{ByteSize, PAGE_SIZE};
@@ -79,6 +80,11 @@ const ARMS: [(&str, Option<(&str, bool)>); 5] = [
     ("hot_prefetch", Some(("hot", true))),
 ];
 
+/// Indices of arms that are compared.
+const QEMU: usize = 0;
+const COLD: usize = 1;
+const HOT: usize = 2;
+
 /// Measures each arm `rounds` times: what goes to `results`.
 pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     let lab = Lab::new(EngineSettings::default())?;
@@ -117,8 +123,9 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     }
     lab.stop(VM)?;
     let mut percents = vec![Vec::new(); ARMS.len()];
+    let mut memory = percents.clone();
     for _ in 0..rounds {
-        for ((arm, ours), percents) in ARMS.iter().zip(&mut percents) {
+        for (((arm, ours), percents), memory) in ARMS.iter().zip(&mut percents).zip(&mut memory) {
             if let Some((snapshot, prefetch)) = *ours {
                 let request = RestoreRequest {
                     prefetch,
@@ -131,10 +138,14 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
                 let like = &sizes[0].1;
                 qemu_way::restore(&lab, spec, like, Form::MappedRam, &image, &disk)?;
             }
-            let read = read_after_restore(&lab)?;
+            let (read, resident) = read_after_restore(&lab)?;
             let percent = read as f64 / before as f64 * 100.0;
-            eprintln!("{arm}: {read} files in {SPAN_S} s, {percent:.1} % of {before}");
+            eprintln!(
+                "{arm}: {read} files in {SPAN_S} s, {percent:.1} % of {before}; {} of memory",
+                ByteSize(resident)
+            );
             percents.push(percent);
+            memory.push(resident as f64);
         }
     }
     let (hot, cold) = (&sizes[0], &sizes[1]);
@@ -145,12 +156,14 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     let ratio = hot.0 as f64 / cold.0 as f64;
     results.insert("hot_size_over_cold".into(), ratio.into());
     // Side by side in each round: what is left of a loss is not the emulator's.
-    let over: Vec<f64> = percents[2]
-        .iter()
-        .zip(&percents[0])
-        .map(|(hot, qemu)| hot / qemu * 100.0)
-        .collect();
+    let percent = |ours: &[f64], theirs: &[f64]| -> Vec<f64> {
+        let both = ours.iter().zip(theirs);
+        both.map(|(a, b)| a / b * 100.0).collect()
+    };
+    let over = percent(&percents[HOT], &percents[QEMU]);
     results.insert("hot_over_qemu_percent".into(), spread(&over));
+    let over = percent(&memory[HOT], &memory[COLD]);
+    results.insert("hot_memory_over_cold_percent".into(), spread(&over));
     Ok(results)
 }
 
@@ -167,9 +180,10 @@ pub fn image_bytes(place: &Path) -> anyhow::Result<u64> {
     Ok(bytes)
 }
 
-/// How many files the program read in the first 30 s of the VM that was just restored, which ends
-/// then.
-fn read_after_restore(lab: &Lab) -> anyhow::Result<u64> {
+/// Returns the number of files that the program read in the first 30 s of the VM that was just
+/// restored, which ends then; and the proportional set size of its QEMU, in bytes (`Pss` of
+/// `smaps_rollup`).
+fn read_after_restore(lab: &Lab) -> anyhow::Result<(u64, u64)> {
     let ran = Instant::now();
     lab.daemon().vms().wait_agent(AGAIN, BOOT_TIMEOUT)?;
     let asked = clock(lab, AGAIN)?;
@@ -177,8 +191,12 @@ fn read_after_restore(lab: &Lab) -> anyhow::Result<u64> {
     let left = Duration::from_secs_f64(SPAN_S + 1.0).saturating_sub(ran.elapsed());
     std::thread::sleep(left);
     let read = read_since(lab, AGAIN, since)?;
+    let vms = lab.daemon().vms().list();
+    let vm = vms.iter().find(|vm| vm.name == AGAIN).context("the VM")?;
+    let rollup = memfold_ledger::read::Proc::default().rollup(vm.pid)?;
+    let memory = rollup.context("the memory of QEMU")?.pss_bytes.0;
     lab.stop(AGAIN)?;
-    Ok(read)
+    Ok((read, memory))
 }
 
 fn clock(lab: &Lab, vm: &str) -> anyhow::Result<f64> {
