@@ -30,9 +30,11 @@ use super::file_facts::Stamp;
 use super::freeze::Frozen;
 use super::image::is_zero;
 
-/// Most runs of pages that are compared. A restore needs up to half of a process's 65,530 mappings
-/// for them; folding needs the rest.
-pub const MOST_RUNS: usize = 12_288;
+/// Most mappings that the runs to compare may need in a restored VM. Runs that a changed page splits
+/// need more ([`MOST_MAPPINGS`]).
+///
+/// [`MOST_MAPPINGS`]: super::manifest::MOST_MAPPINGS
+const MOST_COMPARED: usize = 24_576;
 
 /// Shortest run that is kept by reference, in pages.
 pub const FEWEST_PAGES: u64 = 4;
@@ -278,7 +280,16 @@ impl Candidates {
             let disk = disks.get(&candidate.guest_disk)?;
             Some(maps[*disk].place(candidate))
         });
-        found.runs = choose(placed.flatten());
+        let placed: Vec<Run> = placed.flatten().collect();
+        found.runs = choose(placed.iter().copied());
+        let pages = |runs: &[Run]| runs.iter().map(|run| run.pages).sum::<u64>();
+        tracing::debug!(
+            vm = spec.name,
+            placed_pages = pages(&placed),
+            compared_pages = pages(&found.runs),
+            runs_and_mappings = ?found.counts(),
+            "page cache to compare with disks"
+        );
         found.fetch();
         found
     }
@@ -341,6 +352,11 @@ impl Candidates {
         let first = self.runs.partition_point(|run| run.end() <= range.start);
         let runs = self.runs[first..].iter();
         runs.take_while(move |run| run.hva < range.end)
+    }
+
+    /// Returns the number of runs to compare, and the number of mappings that they need.
+    pub(super) fn counts(&self) -> (usize, usize) {
+        (self.runs.len(), mappings(&self.runs, 1))
     }
 
     #[cfg(test)]
@@ -410,7 +426,17 @@ fn match_disks(
     found
 }
 
-/// Joins adjacent runs and drops the shortest, so that at most [`MOST_RUNS`] remain.
+/// Returns how many mappings the runs of at least `shortest` pages need: one for each run, and one
+/// for each gap between runs.
+fn mappings(runs: &[Run], shortest: u64) -> usize {
+    let mut end = None;
+    let wanted = runs.iter().filter(|run| run.pages >= shortest);
+    let of_run = |run: &Run| 1 + usize::from(end.replace(run.end()) != Some(run.hva));
+    wanted.map(of_run).sum()
+}
+
+/// Joins adjacent runs and drops the shortest, so that the rest need at most [`MOST_COMPARED`]
+/// mappings.
 fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for run in placed {
@@ -420,13 +446,21 @@ fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
             _ => runs.push(run),
         }
     }
-    runs.retain(|run| run.pages >= FEWEST_PAGES);
-    if runs.len() > MOST_RUNS {
-        let mut lengths: Vec<u64> = runs.iter().map(|run| run.pages).collect();
-        lengths.sort_unstable_by(|a, b| b.cmp(a));
-        let shortest = lengths[MOST_RUNS] + 1;
-        runs.retain(|run| run.pages >= shortest);
-    }
+    let mut lengths: Vec<u64> = runs.iter().map(|run| run.pages).collect();
+    lengths.extend([FEWEST_PAGES, u64::MAX]);
+    lengths.retain(|&length| length >= FEWEST_PAGES);
+    lengths.sort_unstable();
+    lengths.dedup();
+    let is_too_many = |&length: &u64| mappings(&runs, length) > MOST_COMPARED;
+    let shortest = lengths.partition_point(is_too_many);
+    // Of the next shorter ones, as many as there is room for, each with a gap.
+    let mut room = (MOST_COMPARED - mappings(&runs, lengths[shortest])) / 2;
+    let next = shortest.checked_sub(1).map(|next| lengths[next]);
+    runs.retain(|run| {
+        let is_next = next == Some(run.pages) && room > 0;
+        room -= usize::from(is_next);
+        run.pages >= lengths[shortest] || is_next
+    });
     runs
 }
 
@@ -506,14 +540,18 @@ mod tests {
             choose(touching.into_iter()),
             [run(10, 5, 0, 7), run(15, 4, 0, 13), run(19, 4, 1, 17)]
         );
-        let many = (0..2 * MOST_RUNS as u64).map(|n| run(n * 100, 4 + n % 40, 0, n * 200));
+        // Each run is followed by a gap.
+        let many = (0..MOST_COMPARED as u64).map(|n| run(n * 100, 4 + n % 40, 0, n * 200));
         let chosen = choose(many);
-        assert!(
-            (MOST_RUNS - 700..=MOST_RUNS).contains(&chosen.len()),
-            "{}",
-            chosen.len()
-        );
-        assert!(chosen.iter().all(|run| run.pages >= 24));
+        assert_eq!(chosen.len(), MOST_COMPARED / 2);
+        assert_eq!(mappings(&chosen, 1), MOST_COMPARED);
+        assert!(chosen.iter().all(|run| run.pages >= 23));
+        // No gap: twice as many runs.
+        let adjacent = (1..MOST_COMPARED as u64).map(|n| run(n * 4, 4, 0, n * 200));
+        assert_eq!(choose(adjacent).len(), MOST_COMPARED - 1);
+        // All of one length.
+        let many = (0..MOST_COMPARED as u64).map(|n| run(n * 100, 63, 0, n * 200));
+        assert_eq!(choose(many).len(), MOST_COMPARED / 2);
     }
 
     #[test]

@@ -10,17 +10,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 
-use super::candidates::{Candidates, FEWEST_PAGES, MOST_RUNS, Run};
+use super::candidates::{Candidates, FEWEST_PAGES, Run};
 use super::image::{CHUNK_PAGES, Source, bytes};
+use super::manifest::MOST_MAPPINGS;
 use super::pipeline::PIECE_BYTES;
 use super::refer::Reference;
 
 /// Pages that a worker reads, hashes and writes at a time.
 pub(super) const PIECE_PAGES: u64 = PIECE_BYTES as u64 / PAGE_SIZE;
 const _: () = assert!(CHUNK_PAGES % PIECE_PAGES == 0);
-/// Most references that may begin. Runs split where a page differs, so this is a third more than
-/// the runs to compare.
-const MOST_BEGINNINGS: usize = MOST_RUNS + MOST_RUNS / 3;
 
 /// A piece of a chunk, read into memory.
 pub(super) struct Piece<'a> {
@@ -41,10 +39,12 @@ pub(super) struct Comparison {
 }
 
 impl Comparison {
-    pub(super) const fn new(candidates: Candidates) -> Self {
+    /// A run splits where a page differs, which needs two more mappings.
+    pub(super) fn new(candidates: Candidates) -> Self {
+        let (runs, used) = candidates.counts();
         Self {
             candidates,
-            beginnings: AtomicUsize::new(MOST_BEGINNINGS),
+            beginnings: AtomicUsize::new(runs + MOST_MAPPINGS.saturating_sub(used) / 2),
         }
     }
 

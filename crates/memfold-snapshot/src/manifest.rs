@@ -78,15 +78,15 @@ pub struct References {
     pub sources: Vec<PathBuf>,
     /// Number of pages kept by reference.
     pub pages: u64,
-    /// Number of mappings that they need; consecutive references need one. Unset in snapshots from
-    /// before 2026-11-26, which refer to single pages.
+    /// Number of mappings that they need: one for consecutive references, and one for each gap
+    /// between them. Unset in snapshots from before 2026-11-26, which refer to single pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mappings: Option<u64>,
 }
 
-/// Most mappings of disks' files for one image. A process may have 65,530 mappings, including the
-/// gaps between these and the mappings that folding needs.
-pub(super) const MOST_MAPPINGS: u64 = 20_480;
+/// Most mappings of disks' files, and of the gaps between them, for one image. A process may have
+/// 65,530 mappings (`vm.max_map_count`); folding needs the rest.
+pub(super) const MOST_MAPPINGS: usize = 40_960;
 
 /// A disk at the instant of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -278,7 +278,10 @@ impl Manifest {
     /// it.
     #[must_use]
     pub fn is_mappable(&self) -> bool {
-        let can_map = |of: &References| of.mappings.is_some_and(|count| count <= MOST_MAPPINGS);
+        let can_map = |of: &References| {
+            of.mappings
+                .is_some_and(|count| count <= MOST_MAPPINGS as u64)
+        };
         self.packed.is_none() && self.references.as_ref().is_none_or(can_map)
     }
 

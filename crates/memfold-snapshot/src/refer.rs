@@ -65,10 +65,18 @@ impl Reference {
     }
 }
 
-/// Returns the number of mappings that sorted references need.
+/// Returns the number of mappings that sorted references need: one for consecutive references, and
+/// one for each gap between them.
 #[must_use]
 pub fn mappings(references: &[Reference]) -> u64 {
-    references.chunk_by(Reference::goes_on_with).count() as u64
+    let mut end = None;
+    let of_run = |run: &[Reference]| {
+        let pages: u64 = run.iter().map(|part| u64::from(part.pages)).sum();
+        let before = end.replace(run[0].page + pages);
+        1 + u64::from(before != Some(run[0].page))
+    };
+    let runs = references.chunk_by(Reference::goes_on_with);
+    runs.map(of_run).sum()
 }
 
 /// Encodes references as in `ram.refs`.
