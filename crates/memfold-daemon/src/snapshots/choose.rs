@@ -15,7 +15,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use memfold_snapshot::Keep;
-use memfold_units::{ByteSize, PAGE_SIZE};
+use memfold_units::{ByteSize, PAGE_BYTES, PAGE_SIZE};
 use rustix::fs::OFlags;
 
 /// Seconds for a guest to drop a page of its page cache (docs/results/snapshots.md): emulated, and
@@ -108,18 +108,17 @@ pub(super) fn disk_speed(directory: &Path) -> io::Result<f64> {
     let file = tempfile::tempfile_in(directory)?;
     let direct = direct(&file);
     // O_DIRECT wants aligned memory, offset and length.
-    let buffer = vec![1; PROBE_WRITE + usize::try_from(PAGE_SIZE).map_err(io::Error::other)?];
-    let skipped = buffer.as_ptr().align_offset(PAGE_SIZE as usize);
+    let buffer = vec![1; PROBE_WRITE + PAGE_BYTES];
+    let skipped = buffer.as_ptr().align_offset(PAGE_BYTES);
     let bytes = &buffer[skipped..][..PROBE_WRITE];
     let began = Instant::now();
     let mut written = 0;
     while written < PROBE_BYTES && began.elapsed() < PROBE_TIME {
-        match &direct {
-            Some(direct) => direct.write_all_at(bytes, written)?,
-            None => {
-                file.write_all_at(bytes, written)?;
-                file.sync_data()?;
-            }
+        if let Some(direct) = &direct {
+            direct.write_all_at(bytes, written)?;
+        } else {
+            file.write_all_at(bytes, written)?;
+            file.sync_data()?;
         }
         written += bytes.len() as u64;
     }

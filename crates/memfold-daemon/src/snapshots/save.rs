@@ -188,7 +188,10 @@ impl Snapshots {
             return Ok(speed);
         }
         let root = self.directory.root();
-        let measured = disk_speed(root).map_err(|source| SnapshotError::Files {
+        // The first save makes the directory.
+        let existing = root.ancestors().find(|place| place.is_dir());
+        let measured = disk_speed(existing.unwrap_or(root));
+        let measured = measured.map_err(|source| SnapshotError::Files {
             path: root.to_owned(),
             source,
         })?;
