@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use memfold_snapshot::Keep;
 use memfold_units::{ByteSize, PAGE_BYTES, PAGE_SIZE};
 use rustix::fs::OFlags;
+use tracing::debug;
 
 /// Seconds for a guest to drop a page of its page cache (docs/results/snapshots.md): emulated, and
 /// as this host itself.
@@ -39,8 +40,11 @@ const LONGEST_DROP: Duration = Duration::from_secs(120);
 /// Longest time and most bytes of a measurement of a disk.
 const PROBE_TIME: Duration = Duration::from_millis(100);
 const PROBE_BYTES: u64 = 128 << 20;
-/// Bytes of one write of it.
+/// Bytes of one write, and of the file.
 const PROBE_WRITE: usize = 1 << 20;
+const PROBE_FILE: u64 = 16 << 20;
+/// Least room of a disk that is measured.
+const PROBE_ROOM: u64 = 256 << 20;
 
 /// Properties of a guest, its disks and the host that decide.
 #[derive(Clone, Copy, Debug)]
@@ -102,9 +106,24 @@ pub(super) fn drop_limit(cached: u64, disk_per_s: f64) -> Duration {
     limit.clamp(SHORTEST_DROP, LONGEST_DROP)
 }
 
-/// Measures the throughput of the disk that holds a directory, in bytes a second: a file without a
-/// name is written past the page cache.
-pub(super) fn disk_speed(directory: &Path) -> io::Result<f64> {
+/// Returns the throughput of the disk that holds a directory, in bytes a second. If it cannot be
+/// measured (the disk is almost full), it is assumed to take all that a save writes.
+pub(super) fn disk_speed(directory: &Path) -> f64 {
+    // The first save makes the directory of snapshots.
+    let existing = directory.ancestors().find(|place| place.is_dir());
+    let measured = measure_disk(existing.unwrap_or(directory));
+    measured.unwrap_or_else(|error| {
+        debug!(directory = %directory.display(), %error, "throughput of the disk not measured");
+        WRITTEN_PER_S
+    })
+}
+
+/// Writes a part of a file without a name again and again, past the page cache.
+fn measure_disk(directory: &Path) -> io::Result<f64> {
+    let room = rustix::fs::statvfs(directory)?;
+    if room.f_bavail * room.f_frsize < PROBE_ROOM {
+        return Err(io::ErrorKind::StorageFull.into());
+    }
     let file = tempfile::tempfile_in(directory)?;
     let direct = direct(&file);
     // O_DIRECT wants aligned memory, offset and length.
@@ -114,10 +133,11 @@ pub(super) fn disk_speed(directory: &Path) -> io::Result<f64> {
     let began = Instant::now();
     let mut written = 0;
     while written < PROBE_BYTES && began.elapsed() < PROBE_TIME {
+        let at = written % PROBE_FILE;
         if let Some(direct) = &direct {
-            direct.write_all_at(bytes, written)?;
+            direct.write_all_at(bytes, at)?;
         } else {
-            file.write_all_at(bytes, written)?;
+            file.write_all_at(bytes, at)?;
             file.sync_data()?;
         }
         written += bytes.len() as u64;
@@ -160,7 +180,7 @@ mod tests {
         let (_, reason) = FACTS.choose();
         assert_eq!(
             reason,
-            "page cache of 1.0 GiB, of it 1.0 GiB on its disks: estimated 0.5 s to compare and refer, 0.6 s to drop, 15.3 s to save"
+            "page cache of 1.00 GiB, of it 1.00 GiB on its disks: estimated 0.5 s to compare and refer, 0.6 s to drop, 15.3 s to save"
         );
     }
 
@@ -209,10 +229,12 @@ mod tests {
     fn the_write_speed_of_a_disk_is_measured_and_no_file_is_left() {
         let place = tempfile::tempdir_in("/var/tmp").unwrap();
         let began = Instant::now();
-        let speed = disk_speed(place.path()).unwrap();
+        let speed = measure_disk(place.path()).unwrap();
         assert!(speed > 1e5 && speed.is_finite(), "{speed}");
+        assert!(disk_speed(&place.path().join("a/b")).is_finite());
         assert!(began.elapsed() < Duration::from_secs(60));
         assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
-        assert!(disk_speed(Path::new("/proc")).is_err());
+        let unknown = disk_speed(Path::new("/proc"));
+        assert!((unknown - WRITTEN_PER_S).abs() < 1.0, "{unknown}");
     }
 }

@@ -98,7 +98,7 @@ impl Snapshots {
         let (cached, files) = candidates::most_cached_files(&self.folding, &machine);
         let limit = match request.drop_s {
             Some(seconds) => Duration::from_secs(seconds.max(1).into()),
-            None => drop_limit(cached, self.disk_speed()?),
+            None => drop_limit(cached, self.disk_speed()),
         };
         let dropped = drop_caches(&machine, &files, limit);
         let events = match &dropped {
@@ -165,7 +165,7 @@ impl Snapshots {
             cached: found.cached,
             on_disks,
             on_host: cached_part(subject.spec(), on_disks),
-            disk_per_s: self.disk_speed()?,
+            disk_per_s: self.disk_speed(),
             is_emulated: subject.is_emulated(),
         };
         let (keep, reason) = facts.choose();
@@ -182,21 +182,14 @@ impl Snapshots {
     }
 
     /// Throughput of the disk of snapshots, in bytes a second, measured now and then.
-    fn disk_speed(&self) -> Result<f64, SnapshotError> {
+    fn disk_speed(&self) -> f64 {
         let mut known = self.disk_speed.lock();
         if let Some((_, speed)) = known.filter(|(since, _)| since.elapsed() < SPEED_LASTS) {
-            return Ok(speed);
+            return speed;
         }
-        let root = self.directory.root();
-        // The first save makes the directory.
-        let existing = root.ancestors().find(|place| place.is_dir());
-        let measured = disk_speed(existing.unwrap_or(root));
-        let measured = measured.map_err(|source| SnapshotError::Files {
-            path: root.to_owned(),
-            source,
-        })?;
-        *known = Some((Instant::now(), measured));
-        Ok(measured)
+        let speed = disk_speed(self.directory.root());
+        *known = Some((Instant::now(), speed));
+        speed
     }
 
     fn save_prepared(
