@@ -1,6 +1,6 @@
 //! VMs that are not in the daemon's table yet: VMs that are being started, and running VMs that are
-//! being adopted from an earlier daemon. They are listed and can be stopped during that time, even
-//! if their QEMU hangs.
+//! being adopted from an earlier daemon. Users can list and stop these VMs, even if QEMU of such a
+//! VM hangs.
 //!
 //! ```text
 //!   vm run, restore    begin(Starting) --- QEMU answers ---> table of VMs
@@ -29,7 +29,7 @@ pub(crate) const SETTLE: Duration = Duration::from_secs(2);
 /// Time limit of a VM's start, and of the first attempt to adopt a VM.
 const START_PATIENCE: Duration = Duration::from_secs(60);
 
-/// The reason why a VM is not in the daemon's table yet.
+/// The reason why a VM is not in the daemon's table of running VMs yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Starting,
@@ -65,7 +65,8 @@ impl Arrival {
         self.problem.lock().clone()
     }
 
-    /// Records why an attempt failed. Returns whether the reason differs from the last one.
+    /// Records why an attempt to start or adopt the VM failed. Returns whether the reason differs
+    /// from the last one.
     pub fn set_problem(&self, why: &str) -> bool {
         let mut problem = self.problem.lock();
         let is_new = problem.as_deref() != Some(why);
@@ -80,7 +81,7 @@ impl Arrival {
         }
     }
 
-    /// The error for a request that needs this VM to run.
+    /// Returns the error for a request that needs this VM to run.
     pub fn refusal(&self) -> DaemonError {
         let what = match self.way {
             Way::Starting => "is being started",
@@ -98,7 +99,7 @@ impl Arrival {
         }
     }
 
-    /// The entry of this VM in the list of VMs.
+    /// Returns this VM's entry for the list of VMs that users see.
     pub fn info(&self, state: &Path) -> VmInfo {
         let record: Option<Record> =
             VmDirectory::read_json(&VmDirectory::of(state, &self.name).record()).ok();
@@ -172,7 +173,7 @@ impl Arrivals {
         self.lock().all.is_empty()
     }
 
-    /// Waits until `done` holds, or until `limit` has passed. Returns whether `done` holds.
+    /// Waits until `done` holds, for `limit` at most. Returns whether `done` holds.
     fn wait(&self, limit: Duration, done: impl Fn(&State) -> bool) -> bool {
         let mut state = self.lock();
         self.changed
@@ -180,8 +181,8 @@ impl Arrivals {
         done(&state)
     }
 
-    /// Waits until this VM is no longer being started or adopted. Returns `false` at the time
-    /// limit.
+    /// Waits until this VM is no longer being started or adopted. Returns `false` if that takes
+    /// longer than `limit`.
     pub fn wait_gone(&self, arrival: &Arc<Arrival>, limit: Duration) -> bool {
         self.wait(limit, |state| {
             let now = state.all.get(&arrival.name);
@@ -189,11 +190,12 @@ impl Arrivals {
         })
     }
 
-    /// Adds a VM.
+    /// Adds a VM that is being started or adopted.
     ///
     /// # Errors
     ///
-    /// [`DaemonError::NameTaken`] if a VM of this name is in this list, or if `is_taken` says so.
+    /// [`DaemonError::NameTaken`] if another VM of this name is being started or adopted, or if
+    /// `is_taken` returns true for the name.
     pub fn add(
         self: &Arc<Self>,
         spec: &VmSpec,
@@ -223,7 +225,8 @@ impl Arrivals {
         self.lock().is_starting()
     }
 
-    /// Waits until no VM is being started, for [`START_PATIENCE`] at most. Returns whether none is.
+    /// Waits until no VM is being started, for [`START_PATIENCE`] at most. Returns `true` if no VM
+    /// is being started.
     pub fn wait_for_starts(&self) -> bool {
         self.wait(START_PATIENCE, |state| !state.is_starting())
     }
@@ -239,7 +242,8 @@ impl Arrivals {
         Unsettled(Arc::downgrade(self))
     }
 
-    /// Waits until the daemon has settled, for at most [`SETTLE`] after the daemon's start.
+    /// Waits until all steps of the daemon's start are complete, or until [`SETTLE`] after its
+    /// start.
     pub fn settle_first(&self) {
         let left = SETTLE.saturating_sub(self.began.elapsed());
         if !left.is_zero() {
@@ -248,7 +252,7 @@ impl Arrivals {
     }
 }
 
-/// Keeps a VM in the list of [`Arrivals`] until it is dropped.
+/// Keeps a VM in the list of [`Arrivals`]; dropping the entry removes the VM from the list.
 #[derive(Debug)]
 pub(crate) struct Entry {
     arrivals: Weak<Arrivals>,
@@ -264,8 +268,8 @@ impl Drop for Entry {
     }
 }
 
-/// A step of the daemon's start. While this exists, requests wait for the daemon to settle, for at
-/// most [`SETTLE`].
+/// A step of the daemon's start. Requests wait as long as such a token exists, for at most
+/// [`SETTLE`].
 #[derive(Debug)]
 pub(crate) struct Unsettled(Weak<Arrivals>);
 

@@ -10,12 +10,12 @@ const FIRST_WAIT: Duration = Duration::from_secs(30);
 /// Longest pause after a failure.
 pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
-/// Runs attempts on a thread of their own, one at a time.
+/// Runs attempts of one task on a separate thread, one attempt at a time.
 #[derive(Debug)]
 pub(crate) struct Backoff<T> {
     under_way: Option<JoinHandle<Option<T>>>,
     failures: u32,
-    /// End of the pause. No attempt begins before.
+    /// End of the pause after a failure; no attempt begins earlier.
     rests_until: Option<Instant>,
 }
 
@@ -30,7 +30,7 @@ impl<T> Default for Backoff<T> {
 }
 
 impl<T: Send + 'static> Backoff<T> {
-    /// Begins an attempt. It has failed if `work` returns `None` or panics.
+    /// Begins an attempt. The attempt has failed if `work` returns `None` or panics.
     pub fn begin(
         &mut self,
         name: &str,
@@ -41,8 +41,8 @@ impl<T: Send + 'static> Backoff<T> {
         Ok(())
     }
 
-    /// Returns the result of an attempt that has ended since the last call. A failure begins a
-    /// pause.
+    /// Returns the result of an attempt that has ended since the last call. If the attempt failed,
+    /// a pause begins.
     pub fn ended(&mut self, now: Instant) -> Option<T> {
         let thread = self.under_way.take_if(|thread| thread.is_finished())?;
         let outcome = thread.join().ok().flatten();
@@ -63,7 +63,7 @@ impl<T: Send + 'static> Backoff<T> {
         self.rest(now + wait.min(LONGEST_WAIT));
     }
 
-    /// Sets the end of the pause: no attempt is to begin before `until`.
+    /// Sets the end of the pause: no attempt begins before `until`.
     pub const fn rest(&mut self, until: Instant) {
         self.rests_until = Some(until);
     }
@@ -84,7 +84,7 @@ mod tests {
             let mut tries = Backoff::default();
             let (end, ended) = channel::<()>();
             let work = move || {
-                // Blocks until the test ends it.
+                // This attempt lasts until the test sends to `ended`.
                 let _ = ended.recv();
                 outcome
             };

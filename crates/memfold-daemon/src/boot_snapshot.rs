@@ -9,12 +9,12 @@ use crate::error::DaemonError;
 use crate::machine::Machine;
 use crate::snapshot_directory::SnapshotDirectory;
 
-/// Name of the boot snapshot of `vm`.
+/// Returns the name of the boot snapshot of `vm`.
 pub(crate) fn name_of(vm: &str) -> String {
     format!("{vm}-boot")
 }
 
-/// Records in `machine`, which was adopted or restored, whether its boot snapshot can be used.
+/// Records in `machine`, an adopted or restored VM, whether its boot snapshot can be used.
 pub(crate) fn find(directory: &SnapshotDirectory, machine: &Machine) {
     if machine.vm().spec().is_some_and(|spec| spec.boot_snapshot) {
         machine.set_boot_snapshot(match of(directory, machine) {
@@ -58,7 +58,8 @@ pub(crate) fn of(
     Ok(manifest)
 }
 
-/// Identifies the VM's process across reboots of this host: boot id, PID and start time.
+/// Returns a text that identifies the VM's process across reboots of this host: boot id, PID and
+/// start time.
 pub(crate) fn mark(machine: &Machine) -> Option<String> {
     let process = machine.vm().record()?.process;
     let Identity { pid, start_ticks } = process;

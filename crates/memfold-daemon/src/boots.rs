@@ -31,18 +31,20 @@ use crate::vms::Vms;
 /// Time limit for the guest's systemd to start all units, counted from the agent's first answer.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Command that waits in the guest until systemd has started all units. Failed units (`degraded`)
-/// are accepted.
+/// Shell command that waits in the guest until systemd has started all units. Some units may have
+/// failed (state `degraded`).
 const BOOTED: &str = "state=$(timeout 280 systemctl is-system-running --wait); echo $state; [ \"$state\" = running ] || [ \"$state\" = degraded ]";
 
-/// Command that prints the guest's boot id, which differs from boot to boot.
+/// Shell command that prints the guest's boot id, which is different after each boot.
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
-/// Command that reboots the guest 0.3 s later, so that the command's result still arrives.
+/// Shell command that reboots the guest after 0.3 s, so that the command's result still reaches the
+/// daemon.
 const REBOOT: &str =
     "command -v systemctl > /dev/null && { (sleep 0.3; systemctl reboot) > /dev/null 2>&1 & }";
 
-/// Time limit for short commands in the guest, and for the VM's removal from the table.
+/// Time limit for a short command in the guest, and for the removal of an ended VM from the
+/// daemon's table.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Starts and reboots VMs, and saves boot snapshots.
@@ -92,7 +94,7 @@ impl Boots {
             self.vms.share_kernel(&vm);
             Ok(vm)
         })?;
-        // The VM may have ended already.
+        // If the VM has ended already, nothing is saved.
         let Ok(machine) = self.registry.machine(&name) else {
             return Ok(info);
         };
@@ -153,11 +155,11 @@ impl Boots {
                 "the guest did not start everything: systemd says '{state}'"
             )));
         }
-        // Segments that cannot be attached are reported in the list of VMs.
+        // A segment that cannot be mounted in the guest is shown in the list of VMs.
         lay_all(machine);
         let name = name_of(machine.name());
-        // A boot snapshot of an earlier VM of this name is of no use and is removed. A snapshot
-        // that a user has saved under this name stays.
+        // A boot snapshot of an earlier VM of this name is removed. A snapshot that a user has
+        // saved under this name stays.
         let is_old =
             |manifest: Manifest| manifest.vm == machine.name() && manifest.of_boot.is_some();
         if self.directory.manifest(&name).is_ok_and(is_old) {
@@ -192,11 +194,12 @@ impl Boots {
                 "a snapshot of '{name}' is being made; wait until it is complete"
             )));
         };
-        // The snapshot is checked before the VM is ended.
+        // The snapshot is checked before the VM is stopped.
         restore::spec(&self.directory, &manifest, name)?;
         let progress = self.locks.begin(&manifest.name)?;
         self.directory.checked_image(&manifest, &progress)?;
-        // Another VM may have the name by now, so the VM is not looked up by name.
+        // Another VM may have this name by now, so this code stops the machine instead of looking
+        // the name up.
         machine.stop(Duration::ZERO)?;
         let end = Instant::now() + ANSWER_TIMEOUT;
         let is_listed = || {
@@ -208,9 +211,9 @@ impl Boots {
             std::thread::sleep(Duration::from_millis(5));
         }
         let request = RestoreRequest {
-            // VMs that run from the snapshot already did so before.
+            // Other VMs that run from the snapshot already did so before.
             force: true,
-            // The VM ran before: refusing to start it would lose it.
+            // The VM ran before the reboot; if the brake refused its start, the VM would be lost.
             despite_brake: true,
             ..RestoreRequest::new(name)
         };
@@ -226,7 +229,7 @@ impl Boots {
     }
 }
 
-/// Has the guest reboot, and waits until its agent answers with another boot id.
+/// Makes the guest reboot, and waits until its agent reports a new boot id.
 fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError> {
     let end = Instant::now() + timeout;
     let boot = |limit| {
@@ -243,7 +246,7 @@ fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError>
     }
     loop {
         std::thread::sleep(Duration::from_millis(500));
-        // No answer: the guest is rebooting.
+        // No answer means that the guest is rebooting.
         if let Ok(Some(now)) = boot(Duration::from_secs(2)) {
             if before.as_ref() != Some(&now) {
                 return Ok(());

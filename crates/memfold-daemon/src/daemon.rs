@@ -66,7 +66,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Creates the remaining services on top of `below`.
+    /// Creates the remaining services, which use the services in `below`.
     fn over(below: Mechanisms, options: &DaemonOptions) -> Self {
         let vms = Arc::new(Vms::new(&below, options));
         let snapshots = Arc::new(Snapshots::new(&below, vms.clone()));
@@ -89,7 +89,7 @@ impl Daemon {
     }
 
     /// Resumes leases and lending of the earlier daemon on a thread, and removes unused segments
-    /// after the VMs are adopted. A thread is needed because programs and other hosts may answer
+    /// after the VMs are adopted. This needs a thread, because programs and other hosts may answer
     /// late.
     fn begin_settling(&self) -> std::io::Result<()> {
         let (volumes, lending) = (self.below.swap_volumes.clone(), self.below.lending.clone());
@@ -109,7 +109,7 @@ impl Daemon {
         thread.spawn(work).map(drop)
     }
 
-    /// Starts the background threads that run until the daemon ends.
+    /// Starts the background threads, which run until the daemon ends.
     fn begin_watching(&self, borrow: BorrowWhen) -> std::io::Result<()> {
         self.below.brake.begin()?;
         guest_pressure::begin(&self.below.registry, &self.below.lending)?;
@@ -121,7 +121,7 @@ impl Daemon {
         self.libvirt.begin()
     }
 
-    /// Version, PID and state directory of this daemon.
+    /// Returns version, PID and state directory of this daemon.
     #[must_use]
     pub fn version(&self) -> VersionInfo {
         VersionInfo {
@@ -131,8 +131,8 @@ impl Daemon {
         }
     }
 
-    /// Whether the daemon works. Waits until the table of VMs can be locked, and until the engine
-    /// answers or is known to wait for a VM. Returns `false` if the engine has ended.
+    /// Returns whether the daemon works. Waits until the table of VMs can be locked, and until the
+    /// fold engine answers or is known to wait for a VM. Returns `false` if the engine has ended.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         drop(self.below.registry.names());
@@ -145,14 +145,14 @@ impl Daemon {
         self.below.registry.arrivals().settle_first();
     }
 
-    /// Refuses to start VMs from now on, and waits for those that are being started. The list of
-    /// VMs is complete afterwards.
+    /// Refuses to start VMs from now on, and waits until VMs that are being started run or have
+    /// failed. Afterwards no VM is added to the list of VMs.
     pub fn close(&self) {
         self.below.registry.close();
     }
 
-    /// Ends the engine, KSM steering, lending and the threads of swap disks and volumes. VMs keep
-    /// running.
+    /// Ends the fold engine, KSM steering, lending, and the threads that watch swap disks and
+    /// volumes on lent RAM. VMs keep running.
     pub fn shut_down(&self) {
         self.sampling.end();
         self.below.ksm.end();
@@ -163,77 +163,77 @@ impl Daemon {
         let _ = self.below.folding.tell(Command::Stop);
     }
 
-    /// The fold engine: its figures and limits.
+    /// Returns the service for the fold engine: its figures and limits.
     pub const fn folding(&self) -> &Arc<Folding> {
         &self.below.folding
     }
 
-    /// The steering of KSM, the kernel's own page merging.
+    /// Returns the service that steers KSM, the kernel's own page merging.
     pub const fn ksm(&self) -> &Arc<KsmSteering> {
         &self.below.ksm
     }
 
-    /// The copy-on-write debt and its brake.
+    /// Returns the service that measures and limits the copy-on-write debt.
     pub const fn brake(&self) -> &Arc<DebtBrake> {
         &self.below.brake
     }
 
-    /// The leases, by way of the lease registry.
+    /// Returns the service that takes and renews leases at the lease registry.
     pub const fn leases(&self) -> &Arc<Leases> {
         &self.below.leases
     }
 
-    /// The memory that this host lends.
+    /// Returns the service that lends this host's memory.
     pub const fn lending(&self) -> &Arc<Lending> {
         &self.below.lending
     }
 
-    /// The VMs' swap disks on lent RAM.
+    /// Returns the service for VMs' swap disks on lent RAM.
     pub const fn swap_disks(&self) -> &Arc<SwapDisks> {
         &self.below.swap_disks
     }
 
-    /// The LVM volumes on lent RAM.
+    /// Returns the service for LVM volumes on lent RAM.
     pub const fn swap_volumes(&self) -> &Arc<SwapVolumes> {
         &self.below.swap_volumes
     }
 
-    /// The segments: files that VMs execute in place.
+    /// Returns the service for segments (file system images whose files VMs execute in place).
     pub const fn segments(&self) -> &Arc<Segments> {
         &self.below.segments
     }
 
-    /// The running VMs, and the operations on one VM.
+    /// Returns the service that starts, attaches, adopts and stops VMs.
     pub const fn vms(&self) -> &Arc<Vms> {
         &self.vms
     }
 
-    /// Saving and restoring of VMs.
+    /// Returns the service that saves and restores VMs.
     pub const fn snapshots(&self) -> &Arc<Snapshots> {
         &self.snapshots
     }
 
-    /// Starting and rebooting of VMs.
+    /// Returns the service that runs and reboots VMs, with boot snapshots.
     pub const fn boots(&self) -> &Arc<Boots> {
         &self.boots
     }
 
-    /// The domains of libvirt.
+    /// Returns the service that adopts libvirt's domains.
     pub const fn libvirt(&self) -> &Arc<LibvirtDomains> {
         &self.libvirt
     }
 
-    /// The ledger, the list of leases, and the figures for metrics scrapes.
+    /// Returns the service for the ledger, the list of leases, and the figures for metrics scrapes.
     pub const fn reports(&self) -> &Arc<Reports> {
         &self.reports
     }
 
-    /// Samples, and the history and events made of them.
+    /// Returns the service that takes samples and makes the history and events of them.
     pub const fn sampling(&self) -> &Arc<Sampling> {
         &self.sampling
     }
 
-    /// Views of memory for the user interfaces.
+    /// Returns the service for user interfaces' views of memory.
     pub const fn views(&self) -> &Arc<Views> {
         &self.views
     }

@@ -1,5 +1,5 @@
-//! The copy-on-write debt: memory that guests can claim by writing to shared pages. Compares the
-//! debt with the available memory, and decides whether a VM may be started.
+//! The copy-on-write debt: memory that guests can claim by writing to shared pages. This module
+//! compares the debt with the available memory, and decides whether a VM may be started.
 //!
 //! The [brake](brake) keeps these figures up to date.
 
@@ -18,8 +18,8 @@ use crate::error::DaemonError;
 
 pub(crate) mod brake;
 
-/// Longest time between two reads of the kernel's page tables at level `ok`, and below, at higher
-/// levels.
+/// Longest time between two reads of the kernel's page tables at level `ok`. The next constant: the
+/// same at the levels above `ok`.
 const LONGEST: Duration = Duration::from_secs(30);
 const LONGEST_IN_NEED: Duration = Duration::from_secs(5);
 
@@ -27,54 +27,54 @@ const LONGEST_IN_NEED: Duration = Duration::from_secs(5);
 /// claiming debt.
 const FELL: u64 = 32 << 20;
 
-/// Reading the page tables may take at most one part in this many of the time.
+/// Divisor: reading the page tables may take at most 1/`LOOK_SHARE` of the time.
 const LOOK_SHARE: u32 = 20;
 
-/// Time for which a snapshot's image counts as debt of a VM that was just started, if the page
-/// tables do not show it.
+/// Time for which the snapshot image of a VM that was just started counts as debt, unless the page
+/// tables show the image earlier.
 const STARTING: Duration = Duration::from_secs(30);
 
-/// Number of the brake's events that are kept.
+/// Number of the brake's most recent events that are kept.
 const EVENTS: usize = 32;
 
-/// State of the copy-on-write debt, shared by the brake and by those that start VMs.
+/// State of the copy-on-write debt, shared by the brake and by the code that starts VMs.
 #[derive(Debug)]
 pub(crate) struct DebtWatch(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
     policy: BrakePolicy,
-    /// Control groups whose memory limits bind all VMs.
+    /// Control groups that contain all VMs and limit their memory.
     groups: Vec<Group>,
     brake: Brake,
-    /// Whether folding and KSM are stopped: from level `Braked` until level `Ok`. They stay stopped
+    /// Whether folding and KSM are stopped: from level `Braked` until level `Ok`. Both stay stopped
     /// at `Warning`, because their sharing would soon exceed the limit again.
     held: bool,
     began: Instant,
     owed: Owed,
     ksm_pages: u64,
     given_back_pages: u64,
-    /// The last read of the page tables: when it ended, how long it took, how much memory was
-    /// available, and which VMs ran.
+    /// Last read of the page tables: when the read ended, how long it took, how much memory was
+    /// available (bytes), and names of the VMs that ran.
     looked: Option<(Instant, Duration, u64, Vec<String>)>,
-    /// A question to the engine that is not answered yet.
+    /// Question to the fold engine that the engine has not answered yet.
     pending: Option<Question>,
-    /// By name, VMs that are being started: bytes of the snapshot image that they run from, and
-    /// since when they run.
+    /// VMs that are being started, by name: bytes of the snapshot image that the VM runs from, and
+    /// since when the VM runs (`None`: not yet).
     starting: BTreeMap<String, (u64, Option<Instant>)>,
-    /// When each guest was last asked to drop page cache.
+    /// Time at which each guest was last asked to drop page cache, by VM name.
     asked: BTreeMap<String, Instant>,
     relieving: bool,
     events: VecDeque<BrakeEvent>,
 }
 
-/// A question to the engine.
+/// A question to the fold engine about the debt.
 #[derive(Debug)]
 struct Question {
     answered: Receiver<Owed>,
     asked: Instant,
-    /// If page tables are read for it: the available memory and the VMs at the time of the
-    /// question.
+    /// Available memory in bytes, and names of the VMs, at the time of the question; `None` if the
+    /// engine need not read page tables for the answer.
     looks: Option<(u64, Vec<String>)>,
 }
 
@@ -102,8 +102,8 @@ impl DebtWatch {
         self.0.lock()
     }
 
-    /// Admits the start of a VM whose snapshot image adds `brings` bytes of debt. From then on
-    /// these bytes count as debt.
+    /// Admits the start of a VM whose snapshot image adds `brings` bytes of debt. These bytes count
+    /// as debt from now on.
     ///
     /// # Errors
     ///
@@ -119,7 +119,7 @@ impl DebtWatch {
         if despite || report.level < Level::Braked && strain <= 1.0 {
             let noted = (brings > 0).then(|| vm.to_owned());
             if let Some(vm) = &noted {
-                // A restore may take minutes, so the time runs from its end.
+                // A restore may take minutes, so `STARTING` counts from the end of the restore.
                 state.starting.insert(vm.clone(), (brings, None));
             }
             return Ok(Admitted { debt: self, noted });
@@ -135,32 +135,34 @@ impl DebtWatch {
         })
     }
 
-    /// The reason why nothing more may be shared now; `None` if it may.
+    /// Returns the reason why sharing is stopped now; `None` if sharing is allowed.
     pub fn braked(&self) -> Result<Option<String>, DaemonError> {
         let memory = self.memory()?;
         Ok(why(&self.lock().report(memory)))
     }
 
-    /// The memory that is available to the VMs.
+    /// Reads how much memory is available to the VMs.
     fn memory(&self) -> Result<Memory, ReadError> {
         let groups = self.lock().groups.clone();
         Memory::now(&groups)
     }
 
-    /// Finds the control groups whose limits bind all VMs. Called when VMs come and go.
+    /// Finds the control groups that limit all VMs; `pids`: QEMU processes. Called when VMs come
+    /// and go.
     fn find_groups(&self, pids: Vec<i32>) {
         let groups = Group::of_vms(pids);
         self.lock().groups = groups;
     }
 }
 
-/// Memory of the host or of the narrowest control group, in bytes.
+/// Memory of the host, or of the control group with the least available memory, in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Memory {
     total: u64,
     available: u64,
     swap_free: u64,
-    /// Index of the control group that limits `available`; `None`: the host does.
+    /// Index of the control group that limits `available`; `None` if only the host's memory limits
+    /// it.
     limited_by: Option<usize>,
 }
 
@@ -188,7 +190,7 @@ impl Memory {
 }
 
 impl State {
-    /// Whether the engine should read the kernel's page tables before it answers.
+    /// Returns whether the fold engine should read the kernel's page tables before it answers.
     fn look_due(&self, available: u64, vms: &[String]) -> bool {
         let Some((at, cost, then, of)) = &self.looked else {
             return true;
@@ -202,7 +204,7 @@ impl State {
         wanted && at.elapsed() >= *cost * LOOK_SHARE
     }
 
-    /// The debt, the available memory and the level.
+    /// Reports the debt, the available memory and the level of the brake.
     fn report(&self, memory: Memory) -> DebtReport {
         let bytes = |pages: u64| PageCount(pages).bytes().0;
         let vms: Vec<VmDebt> = self
@@ -260,8 +262,8 @@ impl State {
         }
     }
 
-    /// Removes VMs from `starting` whose image the page tables now show, or which started over
-    /// [`STARTING`] ago.
+    /// Removes VMs from `starting` if the page tables now show their snapshot image, or if they
+    /// started over [`STARTING`] ago.
     fn keep_starting(&mut self, owed: &Owed) {
         self.starting.retain(|name, (_, since)| {
             let seen = |vm: &VmOwed| vm.name == *name && vm.snapshot_pages > 0;
@@ -293,7 +295,8 @@ pub(crate) struct Admitted<'a> {
 }
 
 impl Admitted<'_> {
-    /// The VM runs: its image counts as debt until the page tables show it, or for [`STARTING`].
+    /// Records that the VM runs: its snapshot image counts as debt until the page tables show the
+    /// image, or for [`STARTING`].
     pub fn started(mut self) {
         if let Some(vm) = self.noted.take() {
             if let Some((_, since)) = self.debt.lock().starting.get_mut(&vm) {
@@ -311,7 +314,7 @@ impl Drop for Admitted<'_> {
     }
 }
 
-/// The figures that determine the level, as text.
+/// Returns the figures that determine the brake's level, as text.
 fn words(report: &DebtReport) -> String {
     let group = report.limited_by.as_ref();
     let group = group.map_or_else(String::new, |path| format!(" in control group {path}"));
@@ -326,7 +329,7 @@ fn words(report: &DebtReport) -> String {
     )
 }
 
-/// The reason why nothing more may be shared; `None` if it may.
+/// Returns the reason why sharing is stopped; `None` if sharing is allowed.
 fn why(report: &DebtReport) -> Option<String> {
     report.sharing_held.then(|| report.why.clone())
 }
@@ -415,7 +418,8 @@ mod tests {
         assert!(!state.look_due((1 << 30) - FELL + 1, &vms));
         assert!(state.look_due((1 << 30) - FELL, &vms));
         assert!(state.look_due(1 << 30, &[]));
-        // A dear look is not had again at once, whatever happens.
+        // After a read that took a second, the next read waits, even if available memory and VMs
+        // changed.
         state.looked = looked(Duration::from_secs(1));
         assert!(!state.look_due(0, &[]));
     }

@@ -26,7 +26,7 @@ pub enum DaemonError {
     /// A VM of this name is running or being started.
     #[error("a VM named '{0}' is running")]
     NameTaken(String),
-    /// The request is invalid, or not possible in the present state.
+    /// The request is invalid, or cannot be carried out in the present state.
     #[error("{0}")]
     BadRequest(String),
     /// This host lacks something that the request needs.
@@ -135,7 +135,7 @@ pub enum DaemonError {
 }
 
 impl DaemonError {
-    /// Whether the cause is something that this host lacks, as shown by `memfold doctor`.
+    /// Returns whether the cause is something that this host lacks, as shown by `memfold doctor`.
     #[must_use]
     pub const fn impossible_here(&self) -> bool {
         matches!(
@@ -152,7 +152,7 @@ impl DaemonError {
         )
     }
 
-    /// The action that would resolve the error, unless the message says so itself.
+    /// Returns the action that would resolve the error; `None` if the message says so itself.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
@@ -185,7 +185,7 @@ impl DaemonError {
     }
 }
 
-/// Makes a [`DaemonError::Lending`] of a condition and the action that would change it.
+/// Makes a [`DaemonError::Lending`] from a failed condition and the action that would change it.
 pub(crate) fn lending(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
     DaemonError::Lending {
         why: why.into(),

@@ -17,12 +17,12 @@ const TEXT_LIMIT: usize = 300;
 struct SeenVm {
     pid: i32,
     has_agent: bool,
-    /// State and cause, if the VM is not running.
+    /// Run state and cause, as text, if the VM is not running.
     still: Option<String>,
     problems: BTreeSet<String>,
 }
 
-/// Lending of this host.
+/// This host as a lender.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct SeenLender {
     max_bytes: u64,
@@ -30,7 +30,7 @@ struct SeenLender {
     problem: Option<String>,
 }
 
-/// The parts of a sample that the ledger's report does not contain.
+/// Parts of a sample that the ledger's report does not contain.
 #[derive(Debug)]
 pub(crate) struct Beside {
     pub vms: Vec<VmInfo>,
@@ -41,7 +41,7 @@ pub(crate) struct Beside {
     pub snapshots: Option<Vec<String>>,
 }
 
-/// The part of a sample whose changes are events.
+/// Values of a sample that are compared with the next sample; each difference is an event.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Seen {
     vms: BTreeMap<String, SeenVm>,
@@ -49,11 +49,12 @@ pub(crate) struct Seen {
     ksm_runs: bool,
     full_stores: BTreeSet<String>,
     disagreements: BTreeSet<String>,
-    /// Lenders that served wrong bytes: number of times, and a description.
+    /// Lenders that served wrong bytes, by name: number of times, and a description of the last
+    /// time.
     distrusted: BTreeMap<String, (u64, String)>,
-    /// Last events of the brake, oldest first.
+    /// Most recent events of the brake, oldest first.
     brake: Vec<BrakeEvent>,
-    /// By VM, swap disks that are or were lent: the present place, and whether the place is a
+    /// Swap disks that are or were lent, by VM name: the present place, and whether the place is a
     /// normal one.
     borrowed: BTreeMap<String, (String, bool)>,
     lending: Option<SeenLender>,
@@ -125,7 +126,7 @@ impl Seen {
     }
 }
 
-/// The name of a disagreement without its figures, which differ from sample to sample.
+/// Returns the name of a disagreement without its figures, which differ from sample to sample.
 fn sums(disagreement: &Disagreement) -> String {
     let of = disagreement.vm.as_deref().unwrap_or("host");
     format!("{of}: {}", disagreement.what)
@@ -141,7 +142,7 @@ fn event(kind: &str, warning: bool, vm: Option<&str>, text: impl AsRef<str>) -> 
     }
 }
 
-/// The events that lead from `old` to `new`. The caller sets their time.
+/// Returns the events that lead from `old` to `new`. The caller sets the time of each event.
 #[must_use]
 pub(crate) fn changes(old: &Seen, new: &Seen) -> Vec<Event> {
     let mut events = of_vms(old, new);
@@ -251,7 +252,7 @@ fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
         }
     }
     for vm in old.borrowed.keys() {
-        // A VM that has ended has no swap disk.
+        // A VM that has ended has no swap disk any more.
         if !new.borrowed.contains_key(vm) && (new.vms.contains_key(vm) || vm.contains('/')) {
             events.push(event(
                 "lending",
@@ -380,7 +381,7 @@ mod tests {
             ]
         );
         assert_eq!(changes(&new, &new), []);
-        // A directory that can't be read says nothing of them.
+        // If the directory cannot be read, snapshots are neither new nor removed.
         new.snapshots = None;
         assert_eq!(
             words(&changes(&old, &new)),

@@ -1,9 +1,9 @@
 //! Figures for metrics scrapes. They are cached, so that frequent scrapes cost little.
 //!
 //! Most figures come from a [`FullReport`], which reads the page maps of all VMs and sums of all
-//! processes. All figures are therefore taken together and kept for at least [`LEAST_AGE`], and for
-//! 100 times the CPU time of taking them. Taking them costs at most a hundredth of a core. CPU time
-//! is measured, because elapsed time is longer on a busy host.
+//! processes. Therefore all figures are taken together, and kept for at least [`LEAST_AGE`] and for
+//! 100 times the CPU time that taking them cost. So taking figures costs at most a hundredth of a
+//! core. CPU time is measured, because elapsed time is longer on a busy host.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,27 +14,27 @@ use parking_lot::Mutex;
 
 use crate::on_shelf::OnShelf;
 
-/// Shortest time for which figures are kept.
+/// Shortest time for which figures for a scrape are cached.
 pub const LEAST_AGE: Duration = Duration::from_secs(10);
 
-/// Figures are kept for this many times the CPU time that it took to take them.
+/// Factor: figures are cached for this many times the CPU time of taking them.
 const KEPT_FOR: u32 = 100;
 
-/// Longest time for which figures are kept.
+/// Longest time for which figures for a scrape are cached.
 const GREATEST_AGE: Duration = Duration::from_secs(300);
 
 /// All figures of one scrape, taken together.
 #[derive(Clone, Debug)]
 pub struct Figures {
-    /// Time at which taking the figures began; their age counts from here.
+    /// Time at which reading the figures began; the age of the figures counts from here.
     pub taken: Instant,
-    /// Elapsed time of taking the figures.
+    /// Elapsed time of reading the figures.
     pub took: Duration,
-    /// CPU time of taking the figures.
+    /// CPU time of reading the figures.
     pub cpu: Duration,
     /// The ledger and the fold engine's figures.
     pub report: FullReport,
-    /// All VMs, as listed.
+    /// All VMs, as `memfold vm list` shows them.
     pub vms: Vec<VmInfo>,
     /// Whether this daemon steers KSM.
     pub steers_ksm: bool,
@@ -57,7 +57,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Whether these figures are young enough to be returned again.
+    /// Returns whether these figures are young enough to be returned again.
     fn is_fresh(&self) -> bool {
         self.taken.elapsed() < keep_for(self.cpu)
     }
@@ -67,11 +67,11 @@ fn keep_for(cpu: Duration) -> Duration {
     cpu.saturating_mul(KEPT_FOR).clamp(LEAST_AGE, GREATEST_AGE)
 }
 
-/// Cache of the last figures.
+/// Cache of the last figures for a scrape.
 #[derive(Debug, Default)]
 pub(crate) struct CachedFigures {
     last: Mutex<Option<Arc<Figures>>>,
-    /// Held by the thread that takes new figures.
+    /// Lock of the thread that takes new figures.
     taking: Mutex<()>,
 }
 
@@ -97,7 +97,7 @@ impl CachedFigures {
                 None => self.taking.lock(),
             },
         };
-        // Another thread may have taken new figures in the meantime.
+        // Another thread may have taken new figures while this one waited for the lock.
         if let Some(figures) = self.fresh() {
             return Ok(figures);
         }

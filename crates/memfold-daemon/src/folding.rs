@@ -13,10 +13,10 @@ use parking_lot::Mutex;
 use crate::error::DaemonError;
 use crate::vm_registry::VmRegistry;
 
-/// Time limit for the engine's answer while a VM does not answer.
+/// Time limit for the engine's answer while the engine waits for a VM that does not answer.
 const PATIENCE: Duration = Duration::from_millis(700);
 
-/// Time between two checks whether a VM keeps the engine waiting.
+/// Time between two checks whether the engine waits for a VM that does not answer.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Capacity of the command queue. Senders wait when it is full, for example for a guest whose hints
@@ -50,7 +50,7 @@ impl Folding {
         })
     }
 
-    /// The queue to which VMs send their agents' hints.
+    /// Returns the queue to which VMs send their agents' hints.
     pub(crate) const fn commands(&self) -> &SyncSender<Command> {
         &self.commands
     }
@@ -59,7 +59,7 @@ impl Folding {
         self.commands.send(command).map_err(|_| ended())
     }
 
-    /// Asks the engine and waits for the answer without a time limit.
+    /// Sends a question to the engine, and waits for the answer without a time limit.
     pub(crate) fn ask<T>(
         &self,
         question: impl FnOnce(SyncSender<T>) -> Command,
@@ -69,7 +69,7 @@ impl Folding {
         answered.recv().map_err(|_| ended())
     }
 
-    /// CPU time that the engine has spent on [`Folding::stats`] so far.
+    /// Returns the CPU time that the engine has spent on [`Folding::stats`] so far.
     pub(crate) fn reports_cpu(&self) -> Result<Duration, DaemonError> {
         if let Some(nanoseconds) = self.ask_for_a_while(Command::ReportsCpu)? {
             return Ok(Duration::from_nanos(nanoseconds));
@@ -78,13 +78,14 @@ impl Folding {
         Ok(Duration::from_secs_f64(known.max(0.0)))
     }
 
-    /// Figures of folding. While the engine waits for a VM that does not answer, the last known
-    /// ones.
+    /// Returns the figures of folding; the last known ones while the engine waits for a VM that
+    /// does not answer.
     pub fn stats(&self) -> Result<EngineStats, DaemonError> {
         Ok(self.look()?.0)
     }
 
-    /// Figures of folding, and the debt at the same time; `None`: the engine waits for a VM.
+    /// Returns the figures of folding, and the debt at the same time (`None` while the engine waits
+    /// for a VM that does not answer).
     pub(crate) fn look(&self) -> Result<(EngineStats, Option<Owed>), DaemonError> {
         let (mut stats, owed) = match self.ask_for_a_while(Command::Stats)? {
             Some((stats, owed)) => {
@@ -107,7 +108,7 @@ impl Folding {
         self.last.lock().clone()
     }
 
-    /// Asks the engine; `None`: the engine waits for a VM that does not answer.
+    /// Sends a question to the engine; `None`: the engine waits for a VM that does not answer.
     fn ask_for_a_while<T>(
         &self,
         question: impl FnOnce(SyncSender<T>) -> Command,
@@ -118,7 +119,7 @@ impl Folding {
             if let Some(command) = question.take() {
                 match self.commands.try_send(command) {
                     Ok(()) => {}
-                    // The queue is full: other threads ask, too.
+                    // The queue is full: other threads send commands, too.
                     Err(TrySendError::Full(command)) => question = Some(command),
                     Err(TrySendError::Disconnected(_)) => return Err(ended()),
                 }
@@ -141,7 +142,7 @@ impl Folding {
         }
     }
 
-    /// The last known figures, for the VMs that run now.
+    /// Returns the engine's last known figures, limited to the VMs that run now.
     fn as_known(&self) -> EngineStats {
         let mut stats = match self.known() {
             Some((at, stats)) => EngineStats {
@@ -191,18 +192,18 @@ impl Folding {
             })?;
         }
         let mut stats = self.stats()?;
-        // The engine may execute the command later.
+        // The engine may execute the command later, so the new settings are filled in here.
         stats.paused = request.paused.unwrap_or(stats.paused);
         Ok(stats)
     }
 }
 
-/// The error after the engine's thread has ended.
+/// Returns the error for a request after the engine's thread has ended.
 pub(crate) const fn ended() -> DaemonError {
     DaemonError::Internal("the fold engine has ended")
 }
 
-/// `vm.max_map_count` (`Documentation/admin-guide/sysctl/vm.rst`).
+/// Reads `vm.max_map_count` (`Documentation/admin-guide/sysctl/vm.rst`).
 fn max_map_count() -> Option<usize> {
     std::fs::read_to_string("/proc/sys/vm/max_map_count")
         .ok()?

@@ -1,4 +1,5 @@
-//! The fold engine's access to a QEMU process: orders to its fold library, and its monitor.
+//! The fold engine's access to a QEMU process: sends orders to the fold library in QEMU, and asks
+//! QEMU's monitor.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -14,12 +15,12 @@ use rustix::process::Pid;
 use memfold_fold::{Guest, GuestError, Refold};
 use memfold_vm::{LibraryError, LibraryLink, Qmp, VmConditions};
 
-/// Time for which the monitor's answer about block nodes is used again. A guest needs longer to use
-/// a device that was plugged in.
+/// Time for which the monitor's answer about block nodes is cached. A guest needs longer before it
+/// uses a device that was plugged in.
 const CONDITIONS_HOLD: Duration = Duration::from_secs(1);
 
-/// Longest time to wait for the monitor while others use it. Each of their commands has its own
-/// deadline.
+/// Longest time to wait for the monitor while other threads use it. Each of their commands has its
+/// own deadline.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A QMP connection, shared by several threads.
@@ -31,10 +32,10 @@ pub(crate) struct Monitor {
     path: PathBuf,
 }
 
-/// The locked monitor. Dropping it unlocks the monitor.
+/// The locked monitor of a VM. Dropping the guard unlocks the monitor.
 #[derive(Debug)]
 pub(crate) struct MonitorGuard<'a> {
-    /// `None`: the monitor was not free in time, and all commands fail.
+    /// `None` if the monitor was not free in time; all commands then fail.
     monitor: Option<&'a Monitor>,
     qmp: Qmp,
 }
@@ -49,8 +50,9 @@ impl Monitor {
         }
     }
 
-    /// Locks the monitor. If others use it for over 30 s, all commands of the guard fail with
-    /// [`QmpError::Busy`](memfold_vm::QmpError::Busy): nobody waits forever for a QEMU that hangs.
+    /// Locks the monitor. If others use the monitor for over 30 s, all commands of the guard fail
+    /// with [`QmpError::Busy`](memfold_vm::QmpError::Busy), so no thread waits forever for a QEMU
+    /// that hangs.
     pub fn lock(&self) -> MonitorGuard<'_> {
         self.lock_within(LOCK_TIMEOUT)
     }
@@ -67,7 +69,7 @@ impl Monitor {
         MonitorGuard { monitor, qmp }
     }
 
-    /// Locks the monitor if it is free.
+    /// Locks the monitor if it is free; returns `None` if not.
     pub fn try_lock(&self) -> Option<MonitorGuard<'_>> {
         let qmp = self.qmp.lock().take()?;
         Some(MonitorGuard {
@@ -127,7 +129,7 @@ pub(crate) struct QemuGuest {
 }
 
 impl QemuGuest {
-    /// Creates a target. It keeps `state` up to date.
+    /// Creates a target. The target stores changes of the fold library's state in `state`.
     pub fn new(
         pid: Pid,
         library: LibraryLink,
@@ -179,7 +181,8 @@ impl Guest for QemuGuest {
 
     fn refold(&mut self) -> Refold {
         if self.library.facts().can_write_protect && self.refold.0.elapsed() > CONDITIONS_HOLD {
-            // A save may hold the monitor for long, and other VMs wait for the engine's thread.
+            // A save may hold the monitor for long, and meanwhile other VMs would wait for the
+            // engine's thread.
             let Some(mut monitor) = self
                 .monitor
                 .try_lock()
@@ -188,7 +191,7 @@ impl Guest for QemuGuest {
                 return Refold::Unknown;
             };
             let now = memfold_vm::conditions::read_refold_live(&mut monitor);
-            // A QEMU that does not answer is treated as one that cannot refold live.
+            // If QEMU does not answer, pages of this VM are not refolded while the VM runs.
             let is_live = now.is_ok_and(|c| c.may_refold_live());
             self.refold = (Instant::now(), refold_if(is_live));
         }

@@ -1,5 +1,5 @@
-//! Counts guests of this host that are short of memory. A lender then lends less, because its own
-//! VMs are about to need the memory.
+//! Counts guests of this host that are short of memory. If there are any, the host lends less,
+//! because its own VMs are about to need the memory.
 //!
 //! QEMU gets the figures from the guest's balloon driver (`guest-stats` of `virtio-balloon-pci`,
 //! `docs/interop/virtio-balloon-stats.rst` in QEMU), without an agent. A guest can report false
@@ -18,13 +18,13 @@ use crate::lending::Lending;
 use crate::machine::Machine;
 use crate::vm_registry::VmRegistry;
 
-/// Time between two queries of a guest.
+/// Time between two queries of guests' memory figures.
 const LOOK: Duration = Duration::from_secs(5);
 
 /// QOM path of the balloon in VMs that memfold starts.
 const BALLOON: &str = "/machine/peripheral/balloon0";
 
-/// A guest is short of memory if less than one part in this many is available.
+/// Divisor: a guest is short of memory if less than 1/`SHORT_PART` of its memory is available.
 const SHORT_PART: u64 = 16;
 
 /// A guest is short of memory if it read this many bytes from its swap between two queries (0.2
@@ -41,11 +41,11 @@ struct GuestMemory {
 }
 
 impl GuestMemory {
-    /// Reads QEMU's answer; `None`: the guest has reported nothing yet, or its kernel lacks these
-    /// figures.
+    /// Reads QEMU's answer; `None` if the guest has reported nothing yet, or if its kernel lacks
+    /// these figures.
     fn read(answer: &Value) -> Option<Self> {
         let stats = &answer["stats"];
-        // The largest number stands for an unknown value.
+        // QEMU reports an unknown value as the largest number.
         let number = |name: &str| stats[name].as_u64().filter(|value| *value != u64::MAX);
         Some(Self {
             total: number("stat-total-memory").filter(|total| *total > 0)?,
@@ -69,7 +69,7 @@ fn ask(qmp: &mut Qmp) -> Result<Option<GuestMemory>, QmpError> {
     Ok(GuestMemory::read(&answer))
 }
 
-/// Sets how often QEMU asks the guest, in seconds; 0 ends it.
+/// Sets how often QEMU asks the guest for figures, in seconds; 0 stops the queries.
 fn ask_each(qmp: &mut Qmp, seconds: u64) -> Result<(), QmpError> {
     let property = "guest-stats-polling-interval";
     qmp.execute(
@@ -94,7 +94,7 @@ pub(crate) fn begin(registry: &Arc<VmRegistry>, lending: &Arc<Lending>) -> io::R
     thread.spawn(watch).map(drop)
 }
 
-/// Queries all guests once. `known`: last figures by the machine's number.
+/// Queries all guests once. `known`: figures of the last query, by the machine's number.
 fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Option<GuestMemory>>) {
     let lends = lending.status().is_some();
     let has_balloon = |machine: &Machine| machine.vm().spec().is_some_and(|spec| spec.balloon);
@@ -105,7 +105,7 @@ fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Opti
         let mut qmp = machine.monitor();
         if !lends {
             if known.remove(&machine.id()).is_some() {
-                // If that fails, the guest is still asked, which costs little.
+                // If this fails, QEMU still asks the guest, which costs little.
                 let _ = ask_each(&mut qmp, 0);
             }
             continue;
@@ -141,7 +141,8 @@ mod tests {
         assert!(!calm.is_short(None) && !calm.is_short(Some(&calm)));
         assert!(said(31 * MIB, 0).is_short(None));
         assert!(said(300 * MIB, 8 * MIB).is_short(Some(&calm)));
-        // Its kernel has no swap, or it has booted anew.
+        // The counter is unknown because the guest's kernel has no swap, or restarted because the
+        // guest booted anew.
         let none = said(300 * MIB, u64::MAX);
         assert!(!none.is_short(Some(&calm)));
         assert_eq!(GuestMemory::read(&answer(u64::MAX, 0)), None);

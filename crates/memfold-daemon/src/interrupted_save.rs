@@ -1,7 +1,7 @@
-//! Notes of running saves of VMs that memfold did not start. If the daemon dies during such a save,
-//! QEMU may have nobody that resumes the VM, and no other file says how its disks were attached.
-//! The note is written before the save. What the save does not undo itself, the next save or the
-//! next daemon undoes.
+//! Notes about saves in progress of VMs that memfold did not start. If the daemon dies during such
+//! a save, the VM may stay stopped, and no other file says how its disks were attached. So the save
+//! writes a note first. The next save or the next daemon then undoes the steps that the note
+//! records.
 
 use std::cell::RefCell;
 use std::io;
@@ -17,7 +17,7 @@ use crate::json_file::write_json;
 use crate::machine::Machine;
 use crate::machine::rights::SaveRight;
 
-/// Contents of the note, as a JSON file.
+/// Contents of the note about a save in progress; stored as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 struct SaveNote {
     process: Identity,
@@ -26,7 +26,7 @@ struct SaveNote {
     stopped: bool,
 }
 
-/// The note of a running save. Dropping it undoes the steps that the note records.
+/// The note about a save in progress. Dropping it undoes the steps that the note records.
 pub(crate) struct NotedSave<'a> {
     state: &'a Path,
     machine: &'a Arc<Machine>,
@@ -35,7 +35,7 @@ pub(crate) struct NotedSave<'a> {
 }
 
 impl<'a> NotedSave<'a> {
-    /// Writes the note below the state directory `state`.
+    /// Writes the note about a save of this VM below the state directory `state`.
     pub(crate) fn new(
         state: &'a Path,
         machine: &'a Arc<Machine>,
@@ -57,7 +57,7 @@ impl<'a> NotedSave<'a> {
         Ok(noted)
     }
 
-    /// Records that the VM is about to be stopped (`true`), or was resumed (`false`).
+    /// Records in the note that the VM is about to be stopped (`true`), or was resumed (`false`).
     pub(crate) fn stopped(&self, stopped: bool) -> io::Result<()> {
         let mut note = self.note.borrow_mut();
         note.stopped = stopped;
@@ -67,7 +67,7 @@ impl<'a> NotedSave<'a> {
 
 impl Drop for NotedSave<'_> {
     fn drop(&mut self) {
-        // A failure is logged by `undo`, and the note then stays.
+        // If `undo` fails, it logs the failure, and the note stays.
         let _ = undo(self.state, self.machine, self.right);
     }
 }
@@ -78,16 +78,17 @@ fn note_of(state: &Path, machine: &Machine) -> PathBuf {
         .join(format!("{}.json", machine.name()))
 }
 
-/// Whether a save of this VM was interrupted.
+/// Returns whether a save of this VM was interrupted.
 pub(crate) fn is_cut_off(state: &Path, machine: &Machine) -> bool {
     note_of(state, machine).exists()
 }
 
-/// Resumes the VM and releases its disks, as the note of an interrupted save demands.
+/// Resumes the VM and releases its disks, as the note of an interrupted save records.
 ///
 /// # Errors
 ///
-/// [`SnapshotError::Impossible`] if QEMU cannot do so; the note stays.
+/// [`SnapshotError::Impossible`] if QEMU cannot resume the VM or release its disks; the note then
+/// stays.
 pub(crate) fn undo(
     state: &Path,
     machine: &Arc<Machine>,
@@ -98,7 +99,7 @@ pub(crate) fn undo(
         return Ok(());
     };
     let note = serde_json::from_slice::<SaveNote>(&text).ok();
-    // Another VM may have this name now.
+    // The note may be about an earlier VM of this name.
     let own = note.filter(|note| note.process == machine.vm().process().identity());
     if let Some(note) = own {
         let goes_on = !note.stopped || go_on(machine);
@@ -130,12 +131,12 @@ fn go_on(machine: &Arc<Machine>) -> bool {
     went_on.is_ok()
 }
 
-/// Undoes an interrupted save of a VM that memfold did not start, on a thread: QEMU may take a
-/// while.
+/// Undoes an interrupted save of a VM that memfold did not start. This runs on a thread, because
+/// QEMU may take a while.
 pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
     let undo = move || {
         if let Some(right) = machine.try_save() {
-            // A failure is logged by `undo`.
+            // `undo` logs a failure.
             let _ = undo(&state, &machine, &right);
         }
     };
@@ -143,12 +144,12 @@ pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
         .name("cut-off".into())
         .spawn(undo);
     if let Err(error) = spawned {
-        warn!(%error, "no thread to undo an interrupted save; the next save undoes it");
+        warn!(%error, "cannot start the thread that undoes an interrupted save; the next save undoes it");
     }
 }
 
-/// Has an adopted VM use its disks as before an interrupted save, on a thread: QEMU may take a
-/// while to stop copying.
+/// Makes an adopted VM use its disks as before an interrupted save. This runs on a thread, because
+/// QEMU may take a while to stop copying.
 pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
     let work = move || {
         if let (Some(_saving), Some(spec)) = (machine.try_save(), machine.vm().spec()) {
@@ -157,6 +158,6 @@ pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
     };
     let spawned = std::thread::Builder::new().name("disks".into()).spawn(work);
     if let Err(error) = spawned {
-        warn!(%error, "no thread to release the disks of an interrupted save; the next save releases them");
+        warn!(%error, "cannot start the thread that releases the disks of an interrupted save; the next save releases them");
     }
 }

@@ -2,12 +2,12 @@
 //! restored afterwards.
 //!
 //! ```text
-//!   start --- refused while memory of others may merge --- settings noted, ksmd runs
-//!     each second: memory of others?  yes: run = 0, until it is gone
-//!                  a live save?       yes: run = 0 (the save did that), until it is over
-//!                  somebody else wrote run?  hands off, until it is 1 again
+//!   start --- refused while memory outside the trust domain is mergeable --- settings recorded, ksmd runs
+//!     each second: mergeable memory outside?  yes: run = 0, until it is gone
+//!                  a live save?       yes: run = 0 (written by the save), until the save ends
+//!                  another program wrote run?  run is left alone, until it is 1 again
 //!                  else: pages_to_scan, sleep_millisecs by the controller (`ksm::steer`)
-//!   stop, the daemon's end, the next daemon after a kill: the settings as they were; what is merged stays merged
+//!   stop, the daemon's end, the next daemon after a kill: the old settings are restored; merged pages stay merged
 //! ```
 //! `run` = 0 keeps merged pages merged. `run` = 2 unmerges them, and needs as much memory at once
 //! as merging has saved. So 2 is written only for a stop request that asks for it.
@@ -37,24 +37,24 @@ use crate::vm_registry::{StartRight, VmRegistry};
 
 mod steered;
 
-/// Longest time to wait until another daemon's live save no longer stops KSM.
+/// Longest time that a live save waits for another daemon's live save, which also stops KSM.
 const MERGING_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Time between two measurements.
+/// Time between two measurements of KSM.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// KSM steering of this daemon: off until it is started.
+/// This daemon's steering of KSM; off until [`Self::start`].
 #[derive(Debug)]
 pub struct KsmSteering {
     registry: Arc<VmRegistry>,
     debt: Arc<DebtWatch>,
     /// Held while KSM is stopped for a live save, and while steering begins or ends.
     merging: Mutex<()>,
-    /// Present while the daemon steers KSM.
+    /// Steering in progress; `None` while the daemon does not steer KSM.
     steered: Mutex<Option<SteeredKsm>>,
 }
 
-/// KSM is stopped until this is dropped.
+/// Keeps KSM stopped until it is dropped.
 enum Still<'a> {
     /// KSM was not steered by this daemon.
     Paused(#[expect(dead_code, reason = "held, not used")] Box<Paused>),
@@ -73,15 +73,15 @@ impl Drop for Still<'_> {
     }
 }
 
-/// Keeps KSM stopped for a live save.
+/// Keeps KSM stopped for a live save, until it is dropped.
 pub(crate) struct MergingStops<'a> {
     _still: Still<'a>,
-    /// Allows one live save at a time: the end of one would resume KSM during the others.
+    /// Admits one live save at a time: the end of one save would resume KSM during another.
     _alone: MutexGuard<'a, ()>,
     _rank: Ranked,
 }
 
-/// Restores KSM's settings that a daemon which died had changed.
+/// Restores KSM's settings if an earlier daemon died while it steered KSM.
 pub(crate) fn restore() {
     match ksm::restore_leftover(NOTES.as_ref()) {
         Ok(false) => {}
@@ -128,7 +128,7 @@ impl KsmSteering {
         }
     }
 
-    /// Takes the right to begin, end or interrupt merging.
+    /// Takes the right to begin, end or interrupt KSM's merging.
     ///
     /// # Errors
     ///
@@ -144,7 +144,7 @@ impl KsmSteering {
         Ok((alone, rank))
     }
 
-    /// State of KSM on this host, and of its steering.
+    /// Returns the state of KSM on this host, and of its steering.
     pub fn overview(&self) -> Result<Overview, DaemonError> {
         let names: Names = self
             .registry
@@ -169,7 +169,7 @@ impl KsmSteering {
     pub fn start(self: &Arc<Self>, request: &KsmStartRequest) -> Result<Overview, DaemonError> {
         let goal = goal(request)?;
         let _alone = self.alone()?;
-        // No VM may start between this check of mergeable memory and ksmd's start.
+        // No VM may start between this check of mergeable memory and the start of ksmd.
         let _none_starts = self.registry.none_starts().ok_or_else(|| {
             refused(
                 "a VM is being started, and whether its memory may merge is not known yet",
@@ -199,7 +199,8 @@ impl KsmSteering {
                 ));
             }
         }
-        // The old settings are restored first, so that the new guard records them.
+        // Dropping the old guard first restores the old settings, so that the new guard records
+        // those.
         let mut kept_out = BTreeSet::new();
         if let Some(old) = steered.take() {
             old.guard.restore()?;
@@ -224,7 +225,7 @@ impl KsmSteering {
         self.overview()
     }
 
-    /// The trust domain that KSM is to serve.
+    /// Determines the trust domain whose memory KSM is to merge; `asked`: the requested one.
     ///
     /// # Errors
     ///
@@ -288,7 +289,7 @@ impl KsmSteering {
         Ok(wanted.to_owned())
     }
 
-    /// Ends steering, and unmerges all pages if asked to.
+    /// Ends steering, and unmerges all pages if the request says so.
     pub fn stop(&self, request: &KsmStopRequest) -> Result<Overview, DaemonError> {
         let _alone = self.alone()?;
         let Some(old) = self.steered().take() else {
@@ -305,7 +306,7 @@ impl KsmSteering {
         self.overview()
     }
 
-    /// Ends steering because the daemon ends, and restores KSM's settings.
+    /// Ends steering and restores KSM's settings, because the daemon ends.
     pub(crate) fn end(&self) {
         if let Some(old) = self.steered().take() {
             match old.guard.restore() {
@@ -318,7 +319,7 @@ impl KsmSteering {
         }
     }
 
-    /// Whether this daemon steers KSM.
+    /// Returns whether this daemon steers KSM.
     pub(crate) fn is_steered(&self) -> bool {
         self.steered().is_some()
     }
@@ -350,8 +351,8 @@ impl KsmSteering {
         Ok(ksm::weigh(&facts))
     }
 
-    /// Has a VM that is about to be started not offer its memory to KSM while KSM is steered for
-    /// another trust domain. The right `StartRight` keeps steering from beginning at the same time.
+    /// Excludes the memory of a VM that is about to be started from KSM, if KSM is steered for
+    /// another trust domain. The `StartRight` prevents steering from beginning at the same time.
     pub(crate) fn keep_from_merging(&self, spec: &mut VmSpec, _: &StartRight<'_>) {
         let mut steered = self.steered();
         let Some(steered) = &mut *steered else { return };
@@ -366,19 +367,20 @@ impl KsmSteering {
         }
     }
 
-    /// Stops merging for the given reason, or resumes it (`None`).
+    /// Stops KSM's merging because of the brake (`why`: the brake's reason), or resumes it
+    /// (`None`).
     pub(crate) fn brake(&self, why: Option<String>) {
         if let Some(steered) = &mut *self.steered() {
-            // The reason keeps the figures from when the brake came on: new figures each second
-            // would each be logged.
+            // The reason stays as it was when the brake came on: its figures change each second,
+            // and each change would be logged.
             if steered.braked.is_some() != why.is_some() {
                 steered.braked = why;
             }
         }
     }
 
-    /// Stops KSM as long as the result exists: pages that KSM merges lose the write protection of a
-    /// live save.
+    /// Stops KSM until the result is dropped, because a page that KSM merges loses the write
+    /// protection that a live save needs.
     ///
     /// # Errors
     ///
@@ -396,7 +398,7 @@ impl KsmSteering {
                         _rank: rank,
                     });
                 }
-                // Another daemon may be saving a VM live, which soon ends.
+                // Another daemon may be saving a VM live; its save soon ends.
                 Err(KsmError::Busy(_)) if Instant::now() < end => {
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -428,7 +430,7 @@ impl KsmSteering {
     }
 }
 
-/// Measures each second until the steering that began at `began` has ended.
+/// Measures KSM each second, until the steering that began at `began` has ended.
 fn keep_steering(steering: &Weak<KsmSteering>, began: Instant) {
     loop {
         std::thread::sleep(INTERVAL);

@@ -5,24 +5,25 @@ use std::time::{Duration, Instant};
 use memfold_lend::Durability;
 use memfold_lend::registry::MAX_TTL;
 
-/// Time for which a lease holds without renewal: a borrower's daemon may be away this long.
+/// Duration of a lease without renewal: a borrower's daemon may be away this long.
 const LEASE_TTL: Duration = Duration::from_secs(60);
 
-/// Time for which a daemon that resumes an earlier daemon's leases tries to reach the registry.
-/// After that, it moves data that only the lenders hold to a disk.
+/// Time for which a new daemon tries to reach the registry, to renew an earlier daemon's leases.
+/// After that time, the daemon moves data that only lenders hold to a local disk.
 pub(crate) const RESUMED: Duration = Duration::from_secs(10);
 
-/// Time between two renewals.
+/// Time between two renewals of a lease.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
 
-/// Duration of a lease: [`LEASE_TTL`], plus the time to copy twice `bytes` where the lender holds
-/// the only copy. The data is moved to a disk when half of the duration has passed.
+/// Returns the duration of a lease. It is [`LEASE_TTL`], plus the time to copy `bytes` twice if the
+/// lender holds the only copy: the data is moved to a local disk when half of the duration has
+/// passed.
 pub(crate) fn lease_ttl(durability: Durability, bytes: u64) -> Duration {
     let copying = durability.time_to_copy(bytes.saturating_mul(2));
     LEASE_TTL.saturating_add(copying).min(MAX_TTL)
 }
 
-/// Milliseconds since `since`.
+/// Returns the milliseconds that have passed since `since`.
 pub(crate) fn ms(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,6 +1,6 @@
-//! Leases: records of which host lends memory to which VM or volume, kept in a registry. This host
-//! takes as many leases as a disk needs (all or none), renews and releases them, and does not ask
-//! lenders that have served wrong bytes.
+//! Leases: records of which host lends memory to which VM or volume, kept in a registry. For each
+//! disk, this host takes all leases that the disk needs or none, then renews and releases them. It
+//! does not ask lenders that have served wrong bytes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,15 +23,16 @@ use crate::error::{DaemonError, lending};
 use crate::lease_times::lease_ttl;
 use crate::options::DaemonOptions;
 
-/// Time without a call after which the registry counts as interrupted.
+/// Time without a call to the registry after which the connection to the registry counts as
+/// interrupted.
 const GAP: Duration = Duration::from_secs(3);
 
-/// Time limit for a lender to export a lease: the minimum, and below, the time for each GiB.
+/// Least time that a lender has to export a lease. The next constant: additional time for each GiB.
 const EXPORT_LEAST: Duration = Duration::from_secs(10);
 const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
 
-/// Fewest lenders over which a disk of `bytes` can be striped in equal parts. `free`: free bytes of
-/// each lender.
+/// Returns the smallest number of lenders over which a disk of `bytes` can be striped in equal
+/// parts. `free`: free bytes of each lender.
 fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
     free.sort_unstable_by(|a, b| b.cmp(a));
     let counts = (1..).zip(free).take_while(|(count, _)| *count <= MOST);
@@ -45,7 +46,7 @@ fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
     counts.into_iter().find(fits).map(|(count, _)| count)
 }
 
-/// The lease registry as this host uses it.
+/// This host's access to the lease registry.
 #[derive(Debug)]
 pub struct Leases {
     host: String,
@@ -54,9 +55,10 @@ pub struct Leases {
     place: String,
     /// Whether this daemon serves the registry itself.
     own: bool,
-    /// Whether other hosts write to the registry.
+    /// Whether other hosts can write to the registry.
     elsewhere: bool,
-    /// When the registry began to answer without interruption, and when it last answered.
+    /// Time since which the registry has answered without interruption, and time of its last
+    /// answer.
     heard: Mutex<Option<(Instant, Instant)>>,
     distrust: Mutex<Distrust>,
 }
@@ -65,8 +67,8 @@ impl Leases {
     pub(crate) fn open(options: &DaemonOptions) -> Result<Self, DaemonError> {
         let host = match &options.host {
             Some(host) => host.clone(),
-            // The kernel may have a host name that memfold does not accept. That is reported when
-            // this host first lends or borrows, and --host changes it.
+            // The kernel may have a host name that memfold does not accept. The first request to
+            // lend or borrow reports that, and --host changes the name.
             None => std::fs::read_to_string("/proc/sys/kernel/hostname")
                 .map(|name| name.trim().to_owned())
                 .unwrap_or_default(),
@@ -79,7 +81,7 @@ impl Leases {
         } else {
             let path = options.state.join("registry.db");
             let place = path.display().to_string();
-            // VMs must be served even if this file cannot be used.
+            // VMs must be served even if the registry's file cannot be used.
             let registry: Arc<dyn Registry> = match SqliteRegistry::open(&path) {
                 Ok(registry) => Arc::new(registry),
                 Err(error) => {
@@ -108,16 +110,16 @@ impl Leases {
         })
     }
 
-    /// Name of this host among lenders and borrowers.
+    /// Returns the name of this host among lenders and borrowers.
     pub(crate) fn host(&self) -> &str {
         &self.host
     }
 
-    /// Checks the host's name.
+    /// Checks this host's name.
     ///
     /// # Errors
     ///
-    /// [`DaemonError::BadRequest`] if it cannot be used in the registry.
+    /// [`DaemonError::BadRequest`] if the name cannot be used in the registry.
     pub(crate) fn check_host(&self) -> Result<(), DaemonError> {
         check_host(&self.host)
     }
@@ -131,7 +133,7 @@ impl Leases {
         &self.registry
     }
 
-    /// All lenders and leases in the registry.
+    /// Returns all lenders and leases in the registry.
     pub(crate) fn picture(&self) -> Result<Picture, RegistryError> {
         self.registry.picture()
     }
@@ -141,7 +143,8 @@ impl Leases {
         self.registry.take(want, ttl)
     }
 
-    /// All lenders and leases, and for how long the registry has answered; `None` if it does not.
+    /// Returns all lenders and leases, and for how long the registry has answered without
+    /// interruption; `None` if the registry does not answer.
     fn heard(&self) -> Option<(Picture, Duration)> {
         let picture = self.registry.picture();
         let mut heard = self.heard.lock();
@@ -160,13 +163,13 @@ impl Leases {
         self.distrust.lock()
     }
 
-    /// Names of lenders that have served wrong bytes and are not used.
+    /// Returns the names of lenders that have served wrong bytes and are not used.
     pub(crate) fn distrusted(&self) -> Vec<String> {
         let now = self.distrust().now();
         now.into_iter().map(|one| one.lender).collect()
     }
 
-    /// Recalls one lease of this host as a lender. Returns the lease as it was before.
+    /// Recalls a lease that this host has granted as a lender. Returns the lease as it was before.
     pub fn recall(&self, id: LeaseId) -> Result<Lease, DaemonError> {
         let host = &self.host;
         let leases = self.registry.picture()?.leases;
@@ -182,20 +185,20 @@ impl Leases {
         Ok(lease)
     }
 
-    /// Trusts a lender again that has served wrong bytes. Returns whether the lender was
+    /// Ends the distrust of a lender that has served wrong bytes. Returns whether the lender was
     /// distrusted.
     pub fn trust(&self, lender: &str) -> bool {
         self.distrust().trust(lender)
     }
 
-    /// Lenders that are distrusted now, and how often lenders served wrong bytes since the daemon's
-    /// start.
+    /// Returns the lenders that are distrusted now, and how often lenders served wrong bytes since
+    /// the daemon's start.
     pub fn lies(&self) -> (Vec<Distrusted>, u64) {
         let mut distrust = self.distrust();
         (distrust.now(), distrust.lies())
     }
 
-    /// Executes another daemon's call to the registry that this daemon serves.
+    /// Executes a call of another daemon at the registry that this daemon serves.
     ///
     /// # Errors
     ///
@@ -252,7 +255,7 @@ impl Leases {
         Ok(count)
     }
 
-    /// The number of lenders over which a disk is striped.
+    /// Returns the number of lenders over which a disk is striped.
     fn stripes(&self, bytes: u64, request: &BorrowRequest) -> Result<u8, DaemonError> {
         if let Some(count) = request.stripes {
             if !(1..=MOST).contains(&u64::from(count)) {
@@ -267,7 +270,8 @@ impl Leases {
             }
             return Ok(count);
         }
-        // Each further lender can fail: several are used only where the disk has all bytes anyway.
+        // Each further lender can fail, so several lenders are used only if a local disk has all
+        // bytes anyway.
         if request.durability != Durability::Disk {
             return Ok(1);
         }
@@ -279,7 +283,7 @@ impl Leases {
         });
         let free = others.map(|lender| lender.offered_bytes.saturating_sub(lender.lent_bytes));
         let fewest = fewest(bytes, free.collect());
-        // If there is no lender, the registry's error explains it better.
+        // If there is no lender at all, the registry's own error explains it better.
         Ok(fewest.and_then(|n| u8::try_from(n).ok()).unwrap_or(1))
     }
 
@@ -297,14 +301,14 @@ impl Leases {
             return Ok(lease);
         }
         registry.sole_copy(id, host).or_else(|error| {
-            // Repeated at the next renewal.
+            // The next renewal repeats this.
             warn!(lease = id.0, %error, "cannot tell the registry that the lender holds the only copy; retrying at the next renewal");
             Ok(lease)
         })
     }
 
     /// Renews leases during a long operation. Returns the reason why the operation should be
-    /// abandoned, if a lender recalls its memory.
+    /// abandoned, if a lender recalls its memory; else `None`.
     pub(crate) fn keep(
         &self,
         leases: impl Iterator<Item = LeaseId>,
@@ -320,7 +324,7 @@ impl Leases {
                         lease.lender.host
                     ));
                 }
-                // A failure is temporary, or is noticed by the connection.
+                // A failure is temporary, or the connection to the lender reveals it.
                 Ok(_) | Err(_) => {}
             }
         }
@@ -368,11 +372,12 @@ impl Leases {
         }
     }
 
-    /// Index of a part of `borrowing` whose lender has been silent for too long.
+    /// Returns the index of a part of `borrowing` whose lender has been silent for too long.
     pub(crate) fn silent_part(&self, borrowing: &Borrowing) -> Option<usize> {
-        // The registry's absence does not make lenders silent; after it all lenders look silent.
+        // While the registry is away, lenders cannot report to it, so all lenders look silent for a
+        // while afterwards.
         let (picture, heard) = self.heard()?;
-        // The lender may have stopped, and the VM waits for its answers.
+        // The lender may be stopped, while the VM waits for its answers.
         let patience = patience(borrowing.durability_now());
         if heard <= patience {
             return None;

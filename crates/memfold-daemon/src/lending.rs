@@ -19,10 +19,10 @@ use crate::error::DaemonError;
 use crate::json_file::write_json;
 use crate::leases::Leases;
 
-/// Smallest amount that can be lent, in bytes.
+/// Smallest amount of memory that can be lent, in bytes.
 const LEAST: u64 = 16 << 20;
 
-/// Time limit for a program's answer to a question about its features.
+/// Time limit for an export program's answer to a question about its features.
 const LOOK_LIMIT: Duration = Duration::from_secs(10);
 
 /// The lender of this host, and its settings.
@@ -30,23 +30,24 @@ const LOOK_LIMIT: Duration = Duration::from_secs(10);
 pub struct Lending {
     leases: Arc<Leases>,
     directory: PathBuf,
-    /// File of the last request by hand ([`ByHand`]).
+    /// File with the last request of an operator ([`ByHand`]).
     note: PathBuf,
-    /// The request of the configuration file.
+    /// The lending request in the configuration file.
     configured: Option<LendRequest>,
-    /// Bytes that must stay available for the copy-on-write debt. The brake sets them, and they are
-    /// not lent.
+    /// Bytes that must stay available for the copy-on-write debt and are not lent. The brake sets
+    /// this value.
     needed: Arc<AtomicU64>,
     /// Number of this host's guests that are short of memory.
     short_guests: Arc<AtomicU32>,
     lender: Mutex<Option<Lender>>,
 }
 
-/// The last request by hand. Until the next boot, it takes precedence over the configuration.
+/// The last lending request of an operator. Until the next boot, it takes precedence over the
+/// configuration.
 #[derive(Debug, Serialize, Deserialize)]
 struct ByHand {
     boot: String,
-    /// `None`: lending was stopped.
+    /// The request; `None` if the operator stopped lending.
     lend: Option<LendRequest>,
 }
 
@@ -54,7 +55,7 @@ struct ByHand {
 ///
 /// # Errors
 ///
-/// [`DaemonError::ImpossibleHere`] otherwise.
+/// [`DaemonError::ImpossibleHere`] if nbdkit is missing or cannot lock memory.
 fn check_nbdkit() -> Result<(), DaemonError> {
     let lacks = |why: String| {
         DaemonError::ImpossibleHere(format!(
@@ -82,7 +83,7 @@ fn check_server(transport: Transport) -> Result<(), DaemonError> {
     }
 }
 
-/// Checks that `tgtd` is installed.
+/// Checks that `tgtd`, the iSCSI target daemon, is installed.
 fn check_tgt() -> Result<(), DaemonError> {
     let mut command = Command::new("tgtd");
     let said = helper::output(command.arg("--version").stdin(Stdio::null()), LOOK_LIMIT);
@@ -95,8 +96,8 @@ fn check_tgt() -> Result<(), DaemonError> {
 }
 
 impl Lending {
-    /// Creates the service; it lends nothing yet. `needed`: bytes that must stay available for this
-    /// host's VMs.
+    /// Creates the service, which lends nothing yet. `needed`: bytes that must stay available for
+    /// this host's VMs.
     pub(crate) fn new(
         leases: Arc<Leases>,
         state: &Path,
@@ -123,19 +124,19 @@ impl Lending {
         self.short_guests.store(count, Ordering::Relaxed);
     }
 
-    /// Ends all exports.
+    /// Ends all exports of lent memory.
     pub(crate) fn shut_down(&self) {
         drop(self.lender().take());
     }
 
-    /// Begins to lend, or changes the amount. If the new amount is lower, leases above it are
-    /// recalled.
+    /// Begins to lend memory, or changes the amount. If the new amount is lower, leases above it
+    /// are recalled.
     pub fn lend(&self, request: &LendRequest) -> Result<LenderStatus, DaemonError> {
         self.leases.check_host()?;
         check_bytes(request.max_bytes, LEAST)?;
         check_server(request.transport)?;
-        // A registry that cannot be used is reported now rather than in the log. The lender is not
-        // locked meanwhile, so that status requests do not wait.
+        // If the registry cannot be used, this request fails instead of the lender's thread. The
+        // lender is not locked meanwhile, so that status requests do not wait.
         if self.lender().as_ref().is_none_or(Lender::has_ended) {
             self.leases.picture()?;
         }
@@ -155,8 +156,7 @@ impl Lending {
             self.note_lending(Some(request));
             return Ok(status);
         }
-        // The new lender has exported nothing yet. A lender that the registry refuses never
-        // exports.
+        // The new lender has exported nothing yet, and exports nothing if the registry refuses it.
         let started = self.start_lender(request)?;
         let status = started.status();
         *lender = Some(started);
@@ -164,7 +164,7 @@ impl Lending {
         Ok(status)
     }
 
-    /// Writes the request to a file, for the next daemon.
+    /// Writes the operator's lending request to a file, for the next daemon.
     fn note_lending(&self, request: Option<&LendRequest>) {
         let by_hand = ByHand {
             boot: boot_id(),
@@ -175,15 +175,15 @@ impl Lending {
         }
     }
 
-    /// The request to follow at the daemon's start: the last request by hand since the host's boot,
-    /// else the configuration, else the last request by hand.
+    /// Returns the request to follow at the daemon's start: the operator's last request since the
+    /// host's boot, else the configuration, else the operator's last request before the boot.
     pub(crate) fn to_lend(&self) -> Option<LendRequest> {
         let configured = self.configured.clone();
         let Ok(bytes) = std::fs::read(&self.note) else {
             return configured;
         };
         let Ok(said) = serde_json::from_slice::<ByHand>(&bytes)
-            // Earlier versions wrote no boot id.
+            // Earlier versions of memfold wrote no boot id.
             .or_else(|_| {
                 serde_json::from_slice(&bytes).map(|request: LendRequest| ByHand {
                     boot: boot_id(),
@@ -222,7 +222,7 @@ impl Lending {
         })
     }
 
-    /// Lends at the daemon's start, as [`Lending::to_lend`] says.
+    /// Begins to lend at the daemon's start, according to [`Lending::to_lend`].
     pub(crate) fn resume(&self) {
         let Some(request) = self.to_lend() else {
             return;
@@ -251,7 +251,8 @@ impl Lending {
         }
     }
 
-    /// Recalls all leases and ends lending; `None` if this host does not lend.
+    /// Recalls all leases and ends lending. Returns the last status; `None` if this host does not
+    /// lend.
     pub fn stop(&self) -> Option<LenderStatus> {
         self.note_lending(None);
         let lender = self.lender();
@@ -261,7 +262,7 @@ impl Lending {
     }
 
     /// Ends lending because the daemon ends; the next daemon resumes lending. Borrowers get time to
-    /// give back, until `hurry` returns `true`.
+    /// return the memory, until `hurry` returns `true`.
     pub fn end(&self, hurry: &dyn Fn() -> bool) {
         let lender = self.lender().take();
         if let Some(lender) = lender {
@@ -269,10 +270,11 @@ impl Lending {
         }
     }
 
-    /// Status of lending; `None` if this host does not lend and will not.
+    /// Returns the status of lending; `None` if this host does not lend and will not.
     pub fn status(&self) -> Option<LenderStatus> {
         let mut lender = self.lender();
-        // A lender that ended because another replaced it keeps reporting that problem.
+        // A lender that has ended stays only to report its problem: another daemon lends under this
+        // host name.
         if lender
             .as_ref()
             .is_some_and(|l| l.has_ended() && l.status().problem.is_none())

@@ -4,21 +4,21 @@
 //! the services above it in this list:
 //!
 //! ```text
-//!   VmRegistry       running VMs (Machine), VMs that are being started or adopted, rights that depend on names
+//!   VmRegistry       running VMs (Machine), VMs that are being started or adopted, and their names
 //!   Folding          the fold engine's thread
-//!   DebtWatch        memory that guests can claim by writing; admits VMs
+//!   DebtWatch        memory that the host would need if guests wrote to all shared pages; decides whether a VM may start
 //!   KsmSteering      KSM, the kernel's own page merging
 //!   DebtBrake        a thread: measures the debt, stops folding and KSM, asks guests to drop page cache
 //!   Leases           the lease registry: which host lends to which VM or volume
 //!   Lending          lending of this host's memory
 //!   SwapDisks        VMs' swap disks on lent RAM: a thread for each
 //!   SwapVolumes      LVM volumes on lent RAM: a thread for each
-//!   Segments         files that VMs execute in place
-//!   Vms              start, attach, adopt and stop VMs: a watch thread for each
-//!   Snapshots        save and restore VMs
-//!   Boots            start and reboot VMs
-//!   LibvirtDomains   a thread: adopts domains of libvirt
-//!   Reports          the ledger, leases, figures for metrics scrapes
+//!   Segments         file system images whose files VMs execute in place
+//!   Vms              starts a QEMU process, attaches to it, adopts it, stops it: a watch thread for each VM
+//!   Snapshots        saves and restores VMs
+//!   Boots            requests to run or reboot a VM: brake, segments, boot snapshot
+//!   LibvirtDomains   a thread: adopts libvirt's domains
+//!   Reports          the ledger, the list of leases, figures for metrics scrapes
 //!   Sampling         a thread: samples, which become history and events
 //!   Views            views of memory for user interfaces
 //! ```

@@ -1,7 +1,7 @@
-//! Adoption of libvirt domains that are enabled for memfold, as they start.
+//! Adopts libvirt domains that are enabled for memfold, as these domains start.
 //!
-//! libvirt is asked only about a QEMU that was started by memfold's wrapper, and once for each.
-//! Looking for new ones only reads a directory.
+//! libvirt is asked once about each QEMU that memfold's wrapper started. The search for new QEMUs
+//! only reads a directory.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,9 +23,9 @@ use crate::mechanisms::Mechanisms;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
-/// Time between two searches for new domains.
+/// Time between two searches for new libvirt domains.
 const LOOK_INTERVAL: Duration = Duration::from_secs(2);
-/// Time within which a new process must become QEMU.
+/// Time within which a process that libvirt has just started must become QEMU.
 const BEGINNING: Duration = Duration::from_secs(60);
 /// Longest time between two attempts to adopt a domain.
 const LONGEST_PAUSE: Duration = Duration::from_secs(120);
@@ -43,14 +43,15 @@ enum Refusal {
     Failed(DaemonError),
 }
 
-/// Adoption attempts of one QEMU: the first, the next (if any), and the pause between them.
+/// Attempts to adopt one QEMU: time of the first, time of the next (if any), and the pause between
+/// attempts.
 struct KnownQemu {
     first: Instant,
     again: Option<Instant>,
     pause: Duration,
 }
 
-/// Searches for new domains until the daemon ends.
+/// Searches for new libvirt domains until the daemon ends.
 fn watch(domains: &Weak<LibvirtDomains>, run: &Path) {
     let mut looked: BTreeMap<(i32, u64), KnownQemu> = BTreeMap::new();
     while let Some(domains) = domains.upgrade() {
@@ -95,7 +96,7 @@ impl KnownQemu {
             }
             Err(Refusal::NotOurs(why)) => {
                 debug!(libvirt = domain.domain, why, "libvirt domain not adopted");
-                // libvirt records the PID before the process has become the wrapper, or QEMU.
+                // libvirt records the PID before the process has executed the wrapper or QEMU.
                 let begins = self.first.elapsed() < BEGINNING;
                 self.again = begins.then(|| Instant::now() + LOOK_INTERVAL);
             }
@@ -121,7 +122,8 @@ impl KnownQemu {
 pub struct LibvirtDomains {
     registry: Arc<VmRegistry>,
     vms: Arc<Vms>,
-    /// Directory where libvirt records its QEMUs; `None`: libvirt is not used.
+    /// Directory where libvirt records its QEMU processes; `None` if this daemon does not use
+    /// libvirt.
     run: Option<PathBuf>,
 }
 
@@ -131,7 +133,8 @@ impl LibvirtDomains {
         Self { registry, vms, run }
     }
 
-    /// Starts the thread that searches for domains, unless libvirt is not used.
+    /// Starts the thread that searches for libvirt domains, unless this daemon does not use
+    /// libvirt.
     pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
         let Some(run) = self.run.clone() else {
             return Ok(());
@@ -141,7 +144,7 @@ impl LibvirtDomains {
         thread.spawn(move || watch(&domains, &run)).map(drop)
     }
 
-    /// Directory where libvirt records its QEMUs.
+    /// Returns the directory where libvirt records its QEMU processes.
     ///
     /// # Errors
     ///
@@ -155,8 +158,8 @@ impl LibvirtDomains {
         })
     }
 
-    /// All domains of libvirt and their state; `None`: libvirt is not installed, or this daemon
-    /// does not use it.
+    /// Returns all domains of libvirt and their state; `None` if libvirt is not installed or this
+    /// daemon does not use it.
     pub fn list(&self) -> Result<Option<Vec<DomainStatus>>, DaemonError> {
         if self.run.is_none() {
             return Ok(None);
@@ -180,17 +183,17 @@ impl LibvirtDomains {
         libvirt::enable(domain, trust_domain).map_err(|error| refused(&error))
     }
 
-    /// Restores a domain's XML as it was before `enable`.
+    /// Restores a domain's XML to its text before `enable`.
     pub fn disable(&self, domain: &str) -> Result<Change, DaemonError> {
         self.place()?;
         libvirt::disable(domain).map_err(|error| refused(&error))
     }
 
-    /// Adopts a running domain now.
+    /// Adopts a running libvirt domain now.
     ///
     /// # Errors
     ///
-    /// The reason why the domain cannot be adopted.
+    /// A [`DaemonError`] that says why the domain cannot be adopted.
     pub fn attach(&self, domain: &str) -> Result<VmInfo, DaemonError> {
         let run = self.place()?;
         if let Some(known) = self
@@ -235,7 +238,7 @@ impl LibvirtDomains {
                 chain(error)
             )))
         };
-        // The XML of the running domain, not of its next start.
+        // This is the XML of the running domain, which may differ from the XML of its next start.
         let xml = virsh::xml(domain).map_err(|error| refused(&error))?;
         let mark = Mark::read(&xml).map_err(|error| refused(&error))?;
         let mark = mark.ok_or_else(|| {
@@ -253,8 +256,8 @@ impl LibvirtDomains {
         if vm.process().identity() != running.process {
             return Err(not_ours("names the QMP socket of another process"));
         }
-        // The same holds for the agent's port: messages there are trusted to come from this
-        // domain's guest.
+        // The path of the agent's socket must be right, too: its messages are trusted to come from
+        // this domain's guest.
         let agent = xml::agent_socket(&xml).map_err(|error| refused(&error))?;
         if !same_file(vm.agent_socket(), agent.as_deref()) {
             return Err(not_ours("has a port for the agent other than libvirt's"));
@@ -265,7 +268,8 @@ impl LibvirtDomains {
             domain: mark.domain,
         };
         if self.registry.contains(&request.name) {
-            // Two domains have similar names, or a VM of memfold has this name.
+            // The name is taken if two domains have similar names, or if a VM of memfold has this
+            // name.
             let pid = vm.pid().as_raw_nonzero();
             request.name = format!("{:.50}-{pid}", request.name);
         }
@@ -275,7 +279,8 @@ impl LibvirtDomains {
     }
 }
 
-/// Whether both paths name one file, or both are `None`. For example, `/var/run` is `/run`.
+/// Returns whether both paths lead to one file, or both are `None`. For example, `/var/run` is
+/// `/run`.
 fn same_file(one: Option<&Path>, other: Option<&Path>) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     match (one, other) {

@@ -3,12 +3,12 @@
 //! A thread that holds a lock takes only locks that stand below it here:
 //!
 //! ```text
-//!   one answer for all who ask    Reports (joint, figures), Views (maps, sharing, doctor, explaining, estimating)
+//!   shared computations           Reports (joint, figures), Views (maps, sharing, doctor, explaining, estimating)
 //!   rights, held for long         SaveRight, SwapRight, Snapshots (twins), SwapVolumes (turns), KsmSteering (merging), VmRegistry (starts),
 //!                                 Segments (removing): in the order of [`Rank`]
 //!   states of services            DebtWatch, KsmSteering (steered), Lending (lender), SwapDisks (guards), SwapVolumes (keepers)
 //!   the registry                  Arrivals, then VmRegistry (vms)
-//!   states of one thing           Guard, Keeper, Machine's fields, SnapshotLocks, Leases (heard, distrust), Folding (last), Samples
+//!   states of single objects      Guard, Keeper, Machine's fields, SnapshotLocks, Leases (heard, distrust), Folding (last), Samples
 //! ```
 //! Debug builds check the order of the rights. A thread never holds two rights of one rank.
 
@@ -20,11 +20,11 @@ use std::marker::PhantomData;
 pub(crate) enum Rank {
     /// The right to save a VM, or to change its memory mappings.
     Save,
-    /// The right to change the nodes of a VM's swap disk.
+    /// The right to change the block nodes of a VM's swap disk.
     Swap,
-    /// The right to restore a VM without a new identity.
+    /// The right to restore a VM whose guest cannot renew its identity.
     Twins,
-    /// The right to change a volume group.
+    /// The right to change an LVM volume group.
     VolumeGroup,
     /// The right to begin, end or interrupt KSM's merging.
     Merging,
@@ -35,11 +35,11 @@ pub(crate) enum Rank {
 }
 
 thread_local! {
-    /// One bit for each rank that this thread holds.
+    /// Set of the ranks that this thread holds, one bit for each.
     static HELD: Cell<u8> = const { Cell::new(0) };
 }
 
-/// Records that this thread holds a right, as long as this exists. The lock itself is kept
+/// Records that this thread holds a right, until the record is dropped. The lock itself is kept
 /// separately.
 #[derive(Debug)]
 pub(crate) struct Ranked {
@@ -49,8 +49,8 @@ pub(crate) struct Ranked {
 }
 
 impl Ranked {
-    /// Records the rank. Call this before the lock is taken. Debug builds panic if the order is
-    /// violated.
+    /// Records that this thread takes a right of this rank. Call this before the lock is taken.
+    /// Debug builds panic if the order is violated.
     pub fn begin(rank: Rank) -> Self {
         let held = HELD.get();
         debug_assert!(

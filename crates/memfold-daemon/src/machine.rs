@@ -41,7 +41,7 @@ mod running;
 mod unfolded;
 mod watch;
 
-/// Facts about the VM that change while it runs.
+/// Facts about the VM that may change while the VM runs, as last read.
 #[derive(Debug)]
 struct Seen {
     layout: RamLayout,
@@ -51,7 +51,7 @@ struct Seen {
 /// The daemon's own data about a VM that it adopts.
 #[derive(Debug)]
 pub(crate) struct Role {
-    /// The fold engine's number of the VM.
+    /// The fold engine's number for the VM.
     pub id: VmId,
     pub name: String,
     pub domain: Option<String>,
@@ -81,7 +81,7 @@ pub(crate) struct Machine {
     seen: Mutex<Seen>,
     /// The VM's run state, and the reason if it is not running.
     state: Mutex<RunState>,
-    /// The reason why the library cannot fold, independent of the VM's conditions.
+    /// The reason why the fold library cannot be used, whatever the VM's state; `None` if it can.
     library_problem: Option<String>,
     library_state: Mutex<SharedLibraryState>,
     library_watch: Mutex<LibraryWatch>,
@@ -91,13 +91,13 @@ pub(crate) struct Machine {
     pauses: Mutex<Pauses>,
     /// Whether the guest's agent has ever answered this daemon.
     had_agent: AtomicBool,
-    /// Held while the nodes of the swap disk are changed.
+    /// Held while the block nodes of the swap disk are changed.
     swapping: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
-    /// Result of setting the guest's clock after a pause. `clock_set` is notified when it changes.
+    /// State of setting the guest's clock after a pause. `clock_set` is notified when it changes.
     pub(crate) clock: Mutex<Option<ClockStep>>,
     pub(crate) clock_set: Condvar,
-    /// Smallest unused number for the next nodes of the swap disk.
+    /// Smallest unused number for the swap disk's next block nodes in QEMU.
     swap_generation: Mutex<u64>,
     /// Whether the swap disk was moved back to the local disk because one of its copies was lost.
     lost_a_copy: AtomicBool,
@@ -201,7 +201,7 @@ impl Machine {
     }
 
     fn tell(&self, command: Command) {
-        // The engine ends only with the daemon.
+        // Sending fails only if the engine has ended, which happens when the daemon ends.
         let _ = self.commands.send(command);
     }
 
@@ -227,12 +227,13 @@ impl Machine {
         }
     }
 
-    /// Layout of the VM's RAM.
+    /// Returns the layout of the VM's RAM.
     pub(crate) fn layout(&self) -> RamLayout {
         self.seen().layout.clone()
     }
 
-    /// Reads layout and conditions again, and tells the engine about changes.
+    /// Reads the RAM layout and the conditions for folding again, and tells the fold engine about
+    /// changes.
     pub fn look_again(&self) {
         let looked = {
             let mut qmp = self.monitor.lock();
@@ -243,7 +244,7 @@ impl Machine {
         let (layout, conditions) = match looked {
             Ok(looked) => looked,
             Err(error) => {
-                // The reason why QEMU does not answer is logged once, with the VM's state.
+                // That QEMU does not answer is logged once, with the VM's state.
                 debug!(
                     vm = self.name,
                     error = &error as &dyn std::error::Error,
@@ -275,14 +276,14 @@ impl Machine {
     fn advice(&self, layout: &RamLayout) -> Vec<Advice> {
         let read = |block| {
             self.vm.advice(block).unwrap_or_else(|error| {
-                warn!(vm = self.name, %error, "cannot read madvise flags of a RAM block; folded memory may lose them until the daemon restarts");
+                warn!(vm = self.name, %error, "cannot read madvise flags of a RAM block; folded memory may lose these flags until the daemon restarts");
                 Advice::default()
             })
         };
         layout.blocks.iter().map(read).collect()
     }
 
-    /// The first reason why the VM is not folded, in one line; `None` if it can be folded.
+    /// Returns the first reason why the VM is not folded, in one line; `None` if it can be folded.
     pub fn problem(&self) -> Option<String> {
         self.fold_problems().into_iter().next()
     }
@@ -302,9 +303,9 @@ impl Machine {
             .collect()
     }
 
-    /// Removes the files that the VM's end has left.
+    /// Removes the files of the VM after it has ended.
     pub fn clean_up(&self) {
-        // Dropping the link waits for its thread, so it is dropped without the lock.
+        // Dropping the link waits for its thread, so the lock is released before.
         let link = self.agent.lock().take();
         drop(link);
         if let Some(directory) = self.vm.directory() {
@@ -327,7 +328,8 @@ impl Machine {
         self.domain.as_deref()
     }
 
-    /// Whether the VM's library can stop the VM, and resumes it if this daemon dies.
+    /// Returns whether the VM's fold library can stop the VM, and resumes the VM if this daemon
+    /// dies.
     pub const fn can_stop(&self) -> bool {
         self.can_stop
     }
@@ -344,7 +346,7 @@ impl Machine {
         self.vm.pid()
     }
 
-    /// The VM's domain name in libvirt; `None` if libvirt did not start it.
+    /// Returns the VM's domain name in libvirt; `None` if libvirt did not start it.
     pub fn libvirt(&self) -> Option<&str> {
         match &self.origin {
             Origin::Libvirt(domain) => Some(domain),
@@ -352,8 +354,9 @@ impl Machine {
         }
     }
 
-    /// The request with which the next daemon attaches to this VM. `None` for libvirt domains: the
-    /// next daemon finds them itself, and their trust domain may have changed by then.
+    /// Returns the request with which the next daemon attaches to this VM. `None` for libvirt
+    /// domains: the next daemon finds such domains itself, and their trust domain may have changed
+    /// by then.
     pub fn attach_request(&self) -> Option<AttachRequest> {
         let Origin::Attached(qmp) = &self.origin else {
             return None;
@@ -388,7 +391,7 @@ impl Machine {
             .ok()
     }
 
-    /// Name and image file of each segment that the VM maps.
+    /// Returns name and image file of each segment that the VM maps.
     pub fn segment_identities(&self) -> Vec<(String, StoreIdentity)> {
         let identity = |segment: SegmentSpec| {
             let file = std::fs::File::open(segment.image.as_ref()?).ok()?;
@@ -401,8 +404,8 @@ impl Machine {
             .collect()
     }
 
-    /// A handle of the agent's connection. It is shared, so that a long command does not block
-    /// other callers.
+    /// Returns a handle of the agent's connection, if there is one. The handle is shared, so that a
+    /// long command does not block other callers.
     pub fn agent(&self) -> Option<Arc<AgentLink>> {
         self.agent.lock().clone()
     }
@@ -416,8 +419,8 @@ impl Machine {
         self.agent_or_error()?.run(script, timeout)
     }
 
-    /// Runs a command that prints a line or two. The command is killed when it has printed over
-    /// [`SHORT`] bytes.
+    /// Runs a shell command that prints a line or two. A command that prints over [`SHORT`] bytes
+    /// is killed.
     pub fn run_short(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
         result.code = self
@@ -429,8 +432,8 @@ impl Machine {
         Ok(result)
     }
 
-    /// Reserves a number for the nodes of the swap disk: `free`, or the smallest greater one that
-    /// was not used. Returns the number.
+    /// Reserves a number for the swap disk's next block nodes: `free`, or the smallest greater
+    /// number that was not used. Returns the number.
     pub fn use_generation(&self, free: u64) -> u64 {
         let mut least = self.swap_generation.lock();
         let number = free.max(*least);
@@ -438,17 +441,19 @@ impl Machine {
         number
     }
 
-    /// Records whether the swap disk is about to be moved back because one of its copies was lost.
+    /// Records whether the swap disk is about to return to the local disk because one of its copies
+    /// was lost.
     pub fn comes_home(&self, lost_a_copy: bool) {
         self.lost_a_copy.store(lost_a_copy, Ordering::Release);
     }
 
-    /// Whether the swap disk was moved back because a copy was lost, as far as this daemon knows.
+    /// Returns whether the swap disk returned to the local disk because a copy was lost, as far as
+    /// this daemon knows.
     pub fn has_lost_a_copy(&self) -> bool {
         self.lost_a_copy.load(Ordering::Acquire)
     }
 
-    /// Number of pages of the VM's RAM.
+    /// Returns the number of pages of the VM's RAM.
     pub fn ram_pages(&self) -> u64 {
         self.seen().layout.pages()
     }
@@ -462,7 +467,7 @@ impl Machine {
     }
 }
 
-/// Limit of the output of a short command, in bytes.
+/// Largest output of a short command, in bytes.
 const SHORT: usize = 4096;
 
 fn library_words(error: &LibraryError) -> String {

@@ -1,4 +1,4 @@
-//! The services that the VM services are built on, and their connections.
+//! The services that the VM services use, and the connections between them.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -20,7 +20,7 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_volumes::SwapVolumes;
 use crate::vm_registry::VmRegistry;
 
-/// The services that the VM services are built on. Each upper service takes those that it needs.
+/// The services that the VM services use. Each VM service takes the ones that it needs from here.
 #[derive(Debug)]
 pub(crate) struct Mechanisms {
     pub folding: Arc<Folding>,
@@ -34,7 +34,7 @@ pub(crate) struct Mechanisms {
     pub segments: Arc<Segments>,
     pub snapshots: Arc<SnapshotDirectory>,
     pub snapshot_locks: Arc<SnapshotLocks>,
-    /// Dropped last: afterwards another daemon can use the state directory.
+    /// Dropped last, because another daemon can use the state directory afterwards.
     pub registry: Arc<VmRegistry>,
 }
 

@@ -1,4 +1,4 @@
-//! Work in a guest that begins as soon as its agent answers.
+//! Starts work in a guest as soon as the guest's agent answers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ pub(crate) fn on_agent_ready(
     let wait = move || {
         let end = Instant::now() + TIMEOUT;
         while Instant::now() < end {
-            // The thread does not keep a VM alive whose agent never answers.
+            // The thread does not keep the data of a VM whose agent never answers.
             let Some(machine) = weak.upgrade() else {
                 return;
             };

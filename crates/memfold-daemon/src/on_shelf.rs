@@ -5,11 +5,11 @@ use memfold_units::ByteSize;
 /// Totals over all snapshots, or over all segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OnShelf {
-    /// Number of all snapshots or segments.
+    /// Number of snapshots or segments in the directory.
     pub count: u64,
-    /// Number of those that cannot be used.
+    /// Number of snapshots or segments that cannot be used.
     pub broken: u64,
-    /// Bytes: the space that snapshots take on disk, or the part of segments in the host's page
-    /// cache.
+    /// Bytes: for snapshots, the space that they take on disk; for segments, the part of them in
+    /// the host's page cache.
     pub bytes: ByteSize,
 }

@@ -42,7 +42,7 @@ pub struct Reports {
     snapshots: Arc<SnapshotDirectory>,
     vms: Arc<Vms>,
     joint: SingleFlight<Arc<FullReport>>,
-    /// Figures of a recent scrape.
+    /// Cached figures of the last scrape.
     kept: CachedFigures,
 }
 
@@ -65,7 +65,7 @@ impl Reports {
         }
     }
 
-    /// The ledger of this moment. Reads the page maps of all VMs.
+    /// Makes the ledger's report now. Reads the page maps of all VMs.
     pub fn report(&self) -> Result<FullReport, DaemonError> {
         let (fold, owed) = self.folding.look()?;
         let stores: Vec<StoreAccount> = fold
@@ -79,7 +79,7 @@ impl Reports {
             .collect();
         let identities: Vec<StoreIdentity> = stores.iter().map(|s| s.identity).collect();
         let machines = self.registry.machines();
-        // A VM that ends during this is left out.
+        // A VM that ends while the report is made is left out.
         let vms: Vec<_> = machines
             .iter()
             .filter_map(|m| m.account(&identities))
@@ -98,21 +98,21 @@ impl Reports {
         Ok(FullReport { ledger, fold })
     }
 
-    /// The ledger of this moment, for API requests. Concurrent requests share one report.
+    /// Makes the ledger's report, for API requests. Concurrent requests share one report.
     pub fn joint_report(&self) -> Result<Arc<FullReport>, DaemonError> {
         self.joint.get(|| self.report().map(Arc::new))
     }
 
-    /// Swap disks and volumes of this host on lent RAM.
+    /// Returns the swap disks and volumes of this host on lent RAM.
     pub(crate) fn borrowed(&self) -> Vec<Borrowed> {
         let mut all = self.swap_disks.borrowed();
         all.extend(self.swap_volumes.borrowed());
         all
     }
 
-    /// All leases and lenders, and this host's part in them.
+    /// Reports all leases and lenders, and this host's part in them.
     pub fn leases(&self) -> Result<LeaseReport, DaemonError> {
-        // While the registry is away, the part about this host is what users need most.
+        // While the registry does not answer, the part about this host is what users need most.
         let (picture, registry_away) = match self.leases.picture() {
             Ok(picture) => (picture, None),
             Err(away @ RegistryError::Unusable { .. }) => {
@@ -142,7 +142,7 @@ impl Reports {
         })
     }
 
-    /// Figures for a metrics scrape, possibly cached; [`Figures::taken`] is their time.
+    /// Returns the figures for a metrics scrape, possibly cached; [`Figures::taken`] is their time.
     pub fn figures(&self) -> Result<Arc<Figures>, DaemonError> {
         self.kept.get(|| self.take_figures())
     }
@@ -152,7 +152,7 @@ impl Reports {
         let engine_before = self.folding.reports_cpu()?;
         let thread_before = thread_cpu();
         let report = self.report()?;
-        // Reports for other callers during this time are counted, too.
+        // This also counts reports that the engine made for other callers meanwhile.
         let engine = Duration::from_secs_f64(report.fold.report_cpu_s.max(0.0));
         let engine = engine.saturating_sub(engine_before);
         let lies = self.leases.lies();

@@ -1,5 +1,5 @@
-//! State of a VM: QEMU's run state, the cause if the VM is not running, and the action that would
-//! make it run again.
+//! Run state of a VM: QEMU's state, the cause if the VM is not running, and the action that would
+//! make the VM run again.
 //!
 //! Source: `RunState`, `query-block` (`io-status`) and the events of QEMU's `qapi/run-state.json`
 //! and `qapi/block-core.json`.
@@ -23,10 +23,10 @@ pub(crate) struct RunState {
     pub full: Vec<PathBuf>,
 }
 
-/// State of a VM whose QEMU does not answer.
+/// Name of the state of a VM whose QEMU does not answer.
 pub(crate) const SILENT: &str = "silent";
 
-/// QMP events that explain a run state.
+/// Names of the QMP events that explain a run state.
 const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
 
 impl Default for RunState {
@@ -45,7 +45,7 @@ impl RunState {
         self.name == "running"
     }
 
-    /// State and cause, in one line.
+    /// Returns run state and cause, in one line.
     pub fn words(&self) -> String {
         match &self.cause {
             Some(cause) => format!("{}: {cause}", self.name),
@@ -53,7 +53,7 @@ impl RunState {
         }
     }
 
-    /// The error for an operation (`what`) that is refused because the VM is not running.
+    /// Returns the error for an operation (`what`) that is refused because the VM is not running.
     pub fn refusal(&self, vm: &str, what: &str) -> DaemonError {
         DaemonError::StandsStill {
             why: format!("VM '{vm}' stands still ({}): {what}", self.words()),
@@ -70,7 +70,7 @@ impl RunState {
         }
     }
 
-    /// The state of a VM whose QEMU process is stopped by a signal or a debugger.
+    /// Returns the state of a VM whose QEMU process is stopped by a signal or a debugger.
     pub fn stopped(pid: i32) -> Self {
         Self::new(
             SILENT,
@@ -79,7 +79,7 @@ impl RunState {
         )
     }
 
-    /// The state of a VM whose QEMU does not answer.
+    /// Returns the state of a VM whose QEMU does not answer.
     pub fn silent(vm: &str, error: &QmpError) -> Self {
         Self::new(
             SILENT,
@@ -90,7 +90,7 @@ impl RunState {
         )
     }
 
-    /// Asks QEMU for the VM's state, and for the cause if the VM is not running.
+    /// Asks QEMU for the VM's run state, and for the cause if the VM is not running.
     pub fn ask(vm: &str, qmp: &mut Qmp) -> Result<Self, QmpError> {
         let answer = qmp.query("query-status")?;
         let name = answer["status"].as_str().unwrap_or("unknown");
@@ -170,7 +170,7 @@ fn panic_words(data: &Value) -> String {
     format!("the guest's kernel has crashed{more}")
 }
 
-/// The state `io-error`, with the disks that could not be read or written and the reason.
+/// Makes the state `io-error`, with the disks that could not be read or written and the reason.
 fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     let devices = block.as_array().into_iter().flatten();
     let failed =
@@ -227,8 +227,9 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     RunState { full, ..state }
 }
 
-/// The file of a block node. If its options do not fit in a file name, for example after a
-/// snapshot, QEMU reports `json:` and all options; the file is taken from them.
+/// Returns the file of a block node named `name`. If the node's options do not fit in a file name,
+/// for example after a snapshot, QEMU reports `json:` and all options; the file is then one of
+/// them.
 fn file_of(name: &str) -> String {
     let described = name.strip_prefix("json:");
     let described = described.and_then(|text| serde_json::from_str::<Value>(text).ok());
@@ -238,7 +239,7 @@ fn file_of(name: &str) -> String {
     file.unwrap_or(name).to_owned()
 }
 
-/// The device's name in a QOM path: `vd0` for `/machine/peripheral/vd0/virtio-backend`.
+/// Returns the device's name in a QOM path: `vd0` for `/machine/peripheral/vd0/virtio-backend`.
 fn device_name(path: &str) -> String {
     let mut parts = path.split('/').filter(|part| !part.is_empty());
     if parts.next() == Some("machine")

@@ -1,9 +1,9 @@
-//! Periodic samples of the ledger: for the history always, and more often while somebody watches
-//! live.
+//! Takes periodic samples of the ledger: always for the history, and more often while somebody
+//! watches the live view.
 //!
-//! A sample's cost depends on the host, because all its processes are read. So the CPU time of each
-//! sample is measured, and the interval is set so that samples take at most [`IDLE_SHARE`] of a
-//! core, or [`LIVE_SHARE`] while somebody watches.
+//! The cost of a sample depends on the host, because a sample reads all processes. So the CPU time
+//! of each sample is measured, and the interval is set so that samples take at most [`IDLE_SHARE`]
+//! of a core, or [`LIVE_SHARE`] while somebody watches.
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -34,25 +34,25 @@ use crate::vms::Vms;
 
 /// Shortest time between two samples for the history.
 const IDLE_INTERVAL: Duration = Duration::from_secs(30);
-/// Shortest time between two samples while somebody watches.
+/// Shortest time between two samples while somebody watches the live view.
 const LIVE_INTERVAL: Duration = Duration::from_secs(2);
 /// Longest time between two samples, whatever they cost.
 const LONGEST_INTERVAL: Duration = Duration::from_secs(600);
-/// Part of one core that samples for the history may take.
+/// Part of one core that samples may take while nobody watches the live view.
 const IDLE_SHARE: f64 = 0.001;
-/// Part of one core that samples may take while somebody watches.
+/// Part of one core that samples may take while somebody watches the live view.
 const LIVE_SHARE: f64 = 0.008;
-/// The first watcher gets a new sample if the last one is older than this. This also limits the
-/// cost of watchers that come and go.
+/// If the last sample is older than this, the first watcher of the live view gets a new one. The
+/// limit also bounds the cost of watchers that come and go.
 const YOUNG: Duration = Duration::from_secs(10);
 
-/// One live sample, as sent to watchers.
+/// One sample of the live view, as sent to watchers.
 #[derive(Serialize, ToSchema)]
 pub struct Live<'a> {
     /// The ledger and what folding has done, as `memfold report --json` prints it.
     #[serde(flatten)]
     pub report: &'a FullReport,
-    /// All VMs, as listed.
+    /// All VMs, as `memfold vm list` shows them.
     pub vms: &'a [VmInfo],
     /// CPU time of taking this sample, in milliseconds.
     pub sample_cpu_ms: f64,
@@ -65,9 +65,9 @@ pub struct Live<'a> {
 struct Samples {
     history: Option<Mutex<History>>,
     latest: watch::Sender<Arc<str>>,
-    /// Whether the daemon ends.
+    /// Whether the daemon is ending.
     ends: Mutex<bool>,
-    /// Notified when the daemon ends, or when a watcher comes.
+    /// Notified when the daemon ends, or when a watcher of the live view connects.
     changed: Condvar,
 }
 
@@ -93,7 +93,7 @@ impl Samples {
         }
     }
 
-    /// Has the thread compute again when the next sample is due; `ends`: has it end.
+    /// Wakes the thread to compute again when the next sample is due; `ends` makes the thread end.
     fn wake(&self, ends: bool) {
         *self.ends.lock() |= ends;
         self.changed.notify_all();
@@ -130,7 +130,7 @@ impl Samples {
     }
 }
 
-/// Time until the next sample after one that took `cost` of CPU time.
+/// Returns the time until the next sample, after a sample that took `cost` of CPU time.
 fn interval(cost: Duration, watched: bool) -> Duration {
     let (least, share) = if watched {
         (LIVE_INTERVAL, LIVE_SHARE)
@@ -158,7 +158,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// `history`: the history's file; `None`: no history is kept.
+    /// Creates the service. `history`: the history's file; `None`: no history is kept.
     pub(crate) fn new(
         below: &Mechanisms,
         vms: Arc<Vms>,
@@ -189,8 +189,8 @@ impl Sampling {
         self.samples.wake(true);
     }
 
-    /// A channel of live samples as JSON ([`Live`]): the last one, and each new one. Slow receivers
-    /// miss samples.
+    /// Returns a channel of live samples as JSON ([`Live`]), which begins with the last sample.
+    /// Slow receivers miss samples.
     pub fn samples(&self) -> watch::Receiver<Arc<str>> {
         let receiver = self.samples.latest.subscribe();
         self.samples.wake(false);
@@ -208,7 +208,8 @@ impl Sampling {
         Ok(read(&history, now_unix_s())?)
     }
 
-    /// Figures of the host, or of the VM `vm`, over the last `seconds`, in at most `points` points.
+    /// Returns the figures of the host, or of the VM `vm`, over the last `seconds`, in at most
+    /// `points` points.
     pub fn history_of(
         &self,
         vm: Option<&str>,
@@ -221,12 +222,13 @@ impl Sampling {
         })
     }
 
-    /// PSS of each VM over the last `seconds` (at most 24 h), in at most `points` points.
+    /// Returns the PSS of each VM over the last `seconds` (at most 24 h), in at most `points`
+    /// points.
     pub fn trends(&self, seconds: i64, points: i64) -> Result<Trends, DaemonError> {
         self.history(|history, now| history.trends(now, now - seconds, points))
     }
 
-    /// Growth of VMs during the last day, for those with enough samples.
+    /// Returns the growth of memory during the last day, for each VM with enough samples.
     pub(crate) fn growths(&self) -> Growths {
         let names = self.registry.names();
         let of = |name: String| {
@@ -237,12 +239,12 @@ impl Sampling {
         names.into_iter().filter_map(of).collect()
     }
 
-    /// The last `count` events, newest first.
+    /// Returns the last `count` events, newest first.
     pub fn events(&self, count: i64) -> Result<Vec<Event>, DaemonError> {
         self.history(|history, _| history.events(count))
     }
 
-    /// Takes one sample. Returns its CPU time.
+    /// Takes one sample. Returns the CPU time that the sample took.
     fn sample(&self, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
         let before = thread_cpu();
         let report = self.reports.report()?;
@@ -299,7 +301,7 @@ impl Sampling {
             sample_cpu_ms: cost.as_secs_f64() * 1e3,
             interval_ms: u64::try_from(interval(cost, true).as_millis()).unwrap_or(u64::MAX),
         };
-        // Also without watchers: the next watcher gets this sample at once.
+        // This sample is also kept without watchers: the next watcher gets it at once.
         match serde_json::to_string(&live) {
             Ok(text) => drop(self.samples.latest.send_replace(text.into())),
             Err(error) => warn!(%error, "cannot encode a sample as JSON; report this"),

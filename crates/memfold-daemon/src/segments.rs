@@ -1,9 +1,10 @@
 //! Segments: read-only file system images that VMs map and execute in place. This module builds,
 //! attaches, overlays and removes them.
 //!
-//! Attaching has three steps, each of which can be repeated: the VM's segments are recorded, QEMU
-//! maps the image (as a device of the VM), and the agent overlays the guest's files with it. If the
-//! guest refuses, the device stays and the next attempt uses it.
+//! Attaching a segment has three steps, each of which can be repeated: the daemon records the
+//! segment, QEMU maps the image as a device of the VM, and the guest's agent mounts the image over
+//! the guest's files. If the guest refuses to mount it, the device stays, and the next attempt uses
+//! the device.
 
 use std::sync::Arc;
 
@@ -34,11 +35,11 @@ pub struct Segments {
     registry: Arc<VmRegistry>,
     folding: Arc<Folding>,
     shelf: Shelf,
-    /// The snapshots, which may need segments.
+    /// The snapshots of this host; a snapshot may need segments.
     snapshots: Arc<SnapshotDirectory>,
     locks: Arc<SnapshotLocks>,
-    /// Write-locked while segments are removed. Read-locked from the lookup of a segment until it
-    /// is mapped.
+    /// Write-locked while segments are removed. Read-locked from the lookup of a segment until QEMU
+    /// maps it.
     removing: RwLock<()>,
 }
 
@@ -59,19 +60,20 @@ impl Segments {
         }
     }
 
-    /// Keeps segments from being removed until the result is dropped.
+    /// Prevents the removal of segments until the result is dropped.
     fn shared(&self) -> (RwLockReadGuard<'_, ()>, Ranked) {
         let rank = Ranked::begin(Rank::Segments);
         (self.removing.read(), rank)
     }
 
-    /// Keeps segments from being looked up until the result is dropped.
+    /// Prevents the lookup of segments until the result is dropped.
     fn exclusive(&self) -> (RwLockWriteGuard<'_, ()>, Ranked) {
         let rank = Ranked::begin(Rank::Segments);
         (self.removing.write(), rank)
     }
 
-    /// Number of segments and their resident bytes; `None`: their directory cannot be read.
+    /// Returns the number of segments and their bytes in the page cache; `None` if their directory
+    /// cannot be read.
     pub(crate) fn in_short(&self) -> Option<OnShelf> {
         let mut all = OnShelf::default();
         for segment in self.shelf.all().ok()? {
@@ -82,12 +84,13 @@ impl Segments {
         Some(all)
     }
 
-    /// Lets segment images be removed like other files. Used at the end of a laboratory run.
+    /// Removes the write protection of segment images, so that they can be deleted like other
+    /// files. Used at the end of a laboratory run.
     pub fn unprotect(&self) {
         self.shelf.unprotect();
     }
 
-    /// Progress of a segment's build; `None`: no build of this name is in progress.
+    /// Returns the progress of a segment's build; `None` if no build of this name is in progress.
     #[must_use]
     pub fn progress(&self, name: &str) -> Option<memfold_host::progress::Step> {
         self.locks.now(&format!("segment {name}"))

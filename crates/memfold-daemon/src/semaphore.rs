@@ -12,12 +12,12 @@ pub(crate) struct Semaphore {
     limit: usize,
 }
 
-/// A permit. Dropping it returns it.
+/// A permit of a [`Semaphore`]. Dropping the permit returns it.
 #[derive(Debug)]
 pub(crate) struct Permit<'a>(&'a Semaphore);
 
 impl Semaphore {
-    /// A semaphore of `limit` permits.
+    /// Creates a semaphore of `limit` permits.
     pub const fn new(limit: usize) -> Self {
         Self {
             taken: Mutex::new(0),
@@ -26,7 +26,7 @@ impl Semaphore {
         }
     }
 
-    /// Waits for a permit; `None` if none is free within `timeout`.
+    /// Waits for a permit; returns `None` if no permit is free within `timeout`.
     pub fn take(&self, timeout: Duration) -> Option<Permit<'_>> {
         let mut taken = self.taken.lock();
         self.returned
@@ -68,7 +68,7 @@ mod tests {
                     let turn = turns.take(Duration::from_secs(60));
                     assert!(turn.is_some());
                     most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                    // Two threads hold a permit at once: neither continues without the other.
+                    // Two threads hold a permit at once: each waits here for the other.
                     two.wait();
                     // A third thread would get a permit here.
                     std::thread::sleep(Duration::from_millis(5));

@@ -1,11 +1,12 @@
-//! Sharing of one expensive result among concurrent callers.
+//! Shares one expensive result among concurrent callers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
 /// Shares an expensive result among callers. One computation runs at a time, and its result goes to
-/// all callers that asked before it began. So no caller gets a result older than its request.
+/// all callers that asked before the computation began. So no caller gets a result older than its
+/// request.
 #[derive(Debug)]
 pub(crate) struct SingleFlight<T> {
     /// Number of computations that have begun.
@@ -30,7 +31,7 @@ impl<T: Clone> SingleFlight<T> {
         self.begun_after(self.last_begun(), make)
     }
 
-    /// Number of the last computation that began; 0 before the first.
+    /// Returns the number of the computation that began last; 0 before the first.
     fn last_begun(&self) -> u64 {
         self.begun.load(Ordering::SeqCst)
     }
@@ -61,8 +62,8 @@ mod tests {
         let joined = &SingleFlight::default();
         let made = AtomicU64::new(0);
         let make = || Ok::<u64, Infallible>(made.fetch_add(1, Ordering::SeqCst) + 1);
-        // In a thread each. When each has asked is given, so the count does not depend on which
-        // thread comes first.
+        // Each value of `asked` gets a thread. The values are fixed, so the count does not depend
+        // on which thread comes first.
         let answers = |asked: Vec<u64>| -> Vec<u64> {
             std::thread::scope(|scope| {
                 let threads: Vec<_> = asked
@@ -75,7 +76,8 @@ mod tests {
         // All callers ask before the first computation begins.
         let asked = (0..40).map(|_| joined.last_begun()).collect();
         assert_eq!(answers(asked), [1; 40]);
-        // These callers ask while the second computation runs, which began before their request.
+        // These callers ask while the second computation runs, so that computation began before
+        // their request.
         let mut asked = Vec::new();
         let second = joined.get(|| {
             asked = (0..40).map(|_| joined.last_begun()).collect();

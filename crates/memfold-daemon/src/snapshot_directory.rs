@@ -8,7 +8,7 @@ use memfold_snapshot::Shelf;
 use crate::on_shelf::OnShelf;
 use memfold_units::ByteSize;
 
-/// The snapshot directory: its path, and access to the snapshots in it.
+/// The snapshot directory of this host: its path, and access to the snapshots in it.
 #[derive(Debug)]
 pub(crate) struct SnapshotDirectory {
     root: PathBuf,
@@ -27,13 +27,14 @@ impl SnapshotDirectory {
         &self.root
     }
 
-    /// Number of snapshots and their size on disk; `None`: the directory cannot be read.
+    /// Returns the number of snapshots and their size on disk; `None` if the directory cannot be
+    /// read.
     pub fn in_short(&self) -> Option<OnShelf> {
         let mut all = OnShelf::default();
         for name in self.names().ok()? {
             all.count += 1;
             all.broken += u64::from(self.manifest(&name).is_err());
-            // The snapshot may be removed at this moment.
+            // Another thread may remove the snapshot at this moment.
             all.bytes += ByteSize(self.disk_bytes(&name).unwrap_or(0));
         }
         Some(all)

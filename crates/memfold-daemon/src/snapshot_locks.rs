@@ -1,5 +1,5 @@
-//! Locks of snapshots by name. While an operation uses a snapshot, its progress is shown and the
-//! snapshot is not removed.
+//! Locks snapshots by name. While an operation uses a snapshot, users see its progress, and the
+//! snapshot cannot be removed.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;
@@ -23,7 +23,8 @@ impl SnapshotLocks {
         self.0.lock()
     }
 
-    /// Locks a snapshot for saving, verifying or restoring. Several users may hold it at once.
+    /// Locks a snapshot for saving, verifying or restoring. Several operations may hold this lock
+    /// at once.
     ///
     /// # Errors
     ///
@@ -63,13 +64,14 @@ impl SnapshotLocks {
         })
     }
 
-    /// Progress of the most recent operation on a snapshot; `None` if there is none.
+    /// Returns the progress of the most recent operation on a snapshot; `None` if no operation uses
+    /// it.
     pub(crate) fn now(&self, name: &str) -> Option<Step> {
         Some(self.lock().used.get(name)?.last()?.now())
     }
 }
 
-/// A snapshot in use. Dropping it ends the use.
+/// An operation's use of a snapshot. Dropping it ends the use.
 #[derive(Debug)]
 pub(crate) struct Use<'a> {
     uses: &'a SnapshotLocks,
@@ -97,7 +99,7 @@ impl Drop for Use<'_> {
     }
 }
 
-/// A snapshot that is being removed. Dropping it ends the removal.
+/// The removal of a snapshot in progress. Dropping it ends the removal.
 #[derive(Debug)]
 pub(crate) struct Removal<'a> {
     uses: &'a SnapshotLocks,
@@ -110,8 +112,8 @@ impl Drop for Removal<'_> {
     }
 }
 
-/// Name in [`SnapshotLocks`] under which a segment is locked while a VM with it is saved or
-/// started.
+/// Returns the name in [`SnapshotLocks`] under which a segment is locked while a VM that uses the
+/// segment is saved or started.
 pub(crate) fn being_saved(reference: &str) -> String {
     format!("saved with segment {reference}")
 }

@@ -1,4 +1,4 @@
-//! Snapshots and clones of the daemon's VMs.
+//! Saves, restores, lists and removes snapshots of the daemon's VMs.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -45,7 +45,8 @@ pub struct Snapshots {
     locks: Arc<SnapshotLocks>,
     /// Held while a VM is restored whose guest cannot renew its identity.
     twins: Mutex<()>,
-    /// Throughput of the disk of snapshots, in bytes a second, and when it was measured.
+    /// Throughput of the disk with the snapshot directory, in bytes a second, and when it was
+    /// measured.
     disk_speed: Mutex<Option<(Instant, f64)>>,
 }
 
@@ -65,12 +66,13 @@ impl Snapshots {
         }
     }
 
-    /// Progress of the most recent operation on a snapshot; `None` if there is none.
+    /// Returns the progress of the most recent operation on a snapshot; `None` if no operation uses
+    /// it.
     pub fn progress(&self, name: &str) -> Option<Step> {
         self.locks.now(name)
     }
 
-    /// All snapshots, with the VMs that run from them.
+    /// Returns all snapshots, with the VMs that run from them.
     pub fn list(&self) -> Result<Vec<SnapshotInfo>, DaemonError> {
         let names = self
             .directory
@@ -120,7 +122,7 @@ impl Snapshots {
         }
     }
 
-    /// The manifest of a snapshot.
+    /// Returns the manifest of a snapshot.
     pub fn manifest(&self, name: &str) -> Result<Manifest, DaemonError> {
         Ok(self.directory.manifest(name)?)
     }

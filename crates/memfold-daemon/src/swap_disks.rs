@@ -1,12 +1,12 @@
-//! Swap disks of this host's VMs on lent RAM: borrowing, watching, returning.
+//! Moves swap disks of this host's VMs to lent RAM, watches them, and moves them back.
 //!
 //! ```text
 //!   again, automatic --> borrow --> watcher --> heal --> give_back --> reconcile --> guards, notes, relays
 //! ```
-//! Every operation may be interrupted at any instant. The nodes that QEMU's device uses show the
-//! true state. `borrowed.json` names the leases and is written before the first lease is used.
-//! [`SwapDisks::clean_up`] removes unused nodes and files. So a new daemon completes or undoes what
-//! the earlier one began.
+//! Every operation may be interrupted at any instant. The block nodes that QEMU's device uses show
+//! the true state. The file `borrowed.json` names the leases, and is written before the first lease
+//! is used. [`SwapDisks::clean_up`] removes unused nodes and files. So a new daemon completes or
+//! undoes what the earlier one began.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ mod watcher;
 pub struct SwapDisks {
     registry: Arc<VmRegistry>,
     leases: Arc<Leases>,
-    /// Loans, by the VM's name.
+    /// Watched loans, by the VM's name.
     guards: Mutex<BTreeMap<String, Arc<Guard>>>,
 }
 
@@ -65,26 +65,26 @@ impl SwapDisks {
         self.guards().values().cloned().collect()
     }
 
-    /// All loans of VMs.
+    /// Returns all loans of VMs.
     pub(crate) fn borrowed(&self) -> Vec<Borrowed> {
         self.all().iter().map(|guard| guard.borrowed()).collect()
     }
 
-    /// The lent swap disks and their places, by the VM's name.
+    /// Returns the lent swap disks and their places, by the VM's name.
     pub(crate) fn swaps(&self) -> BTreeMap<String, VmSwap> {
         let guards = self.guards();
         let swap = |(vm, guard): (&String, &Arc<Guard>)| (vm.clone(), guard.swap());
         guards.iter().map(swap).collect()
     }
 
-    /// Names of VMs whose swap disk should have a copy on this host and has none.
+    /// Returns the names of VMs whose swap disk should have a copy on this host and has none.
     pub(crate) fn without_copy(&self) -> Vec<String> {
         let guards = self.all();
         let without = guards.iter().filter(|guard| guard.borrowing().copy_failed);
         without.map(|guard| guard.vm.clone()).collect()
     }
 
-    /// PIDs of the relays between VMs and lenders.
+    /// Returns the PIDs of the relays between VMs and lenders.
     pub(crate) fn relays(&self) -> Vec<i32> {
         let guards = self.all();
         let of = |part: &Part| Some(part.relay.as_ref()?.process.pid);
@@ -94,7 +94,8 @@ impl SwapDisks {
             .collect()
     }
 
-    /// Stops watching. Loans stay until their leases end, or the next daemon continues them.
+    /// Stops watching loans. The loans stay until their leases end, or until the next daemon
+    /// continues them.
     pub(crate) fn stop(&self) {
         for guard in self.guards().values() {
             guard.stop();

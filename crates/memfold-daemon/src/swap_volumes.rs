@@ -1,8 +1,8 @@
-//! LVM swap volumes of this host on lent RAM: borrowing, watching, returning.
+//! Puts LVM swap volumes of this host on lent RAM, watches them, and takes them off again.
 //!
-//! Every operation may be interrupted at any instant. LVM shows the true state. Notes name leases
-//! and targets, and are written before anything is changed. [`SwapVolumes::take_off`] undoes
-//! everything it finds, and may be repeated.
+//! Every operation may be interrupted at any instant. LVM shows the true state. Notes name the
+//! leases and iSCSI targets, and are written before any change. [`SwapVolumes::take_off`] undoes
+//! every step that was done, and may be repeated.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -29,8 +29,8 @@ use crate::locks::{Rank, Ranked};
 mod keeper;
 mod on_lvm;
 
-/// Time between two checks of a loan, and below, between two checks of mirror images, each of which
-/// starts a process.
+/// Time between two checks of a loan. The next constant: time between two checks of mirror images,
+/// each of which starts a process.
 const LOOK: Duration = Duration::from_secs(1);
 const LOOK_AT_IMAGES: Duration = Duration::from_secs(5);
 
@@ -46,13 +46,13 @@ pub struct SwapVolumes {
     leases: Arc<Leases>,
     /// File of the loans, for the next daemon.
     notes: PathBuf,
-    /// Locks by volume group, held while LVM changes the group. LVM's tools would wait for each
-    /// other, and the state that one step finds must hold for the next.
+    /// Locks by volume group, held while LVM changes the group. Without these locks, LVM's tools
+    /// would wait for each other, and the state that one step finds could change before the next.
     turns: Mutex<BTreeMap<String, Arc<Mutex<()>>>>,
     keepers: Mutex<BTreeMap<Volume, Arc<Keeper>>>,
 }
 
-/// The right to change a volume group, until it is dropped.
+/// The right to change a volume group, held until it is dropped.
 struct Turn<'a> {
     _right: MutexGuard<'a, ()>,
     _rank: Ranked,
@@ -66,7 +66,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Takes the right if it is free.
+    /// Takes the right if it is free; returns `None` if not.
     fn take_now(group: &'a Mutex<()>) -> Option<Self> {
         Some(Self {
             _rank: Ranked::begin(Rank::VolumeGroup),
@@ -85,7 +85,7 @@ impl SwapVolumes {
         }
     }
 
-    /// The lock of a volume's group.
+    /// Returns the lock of a volume's group.
     fn group(&self, volume: &Volume) -> Arc<Mutex<()>> {
         let mut turns = self.turns.lock();
         turns.entry(volume.group.clone()).or_default().clone()
@@ -95,13 +95,13 @@ impl SwapVolumes {
         self.keepers.lock()
     }
 
-    /// All loans of volumes.
+    /// Returns all loans of volumes.
     pub(crate) fn borrowed(&self) -> Vec<Borrowed> {
         let keepers: Vec<Arc<Keeper>> = self.keepers().values().cloned().collect();
         keepers.iter().map(|keeper| keeper.borrowed()).collect()
     }
 
-    /// Stops watching; the next daemon continues.
+    /// Stops watching loans; the next daemon continues.
     pub(crate) fn stop(&self) {
         self.keepers().values().for_each(|keeper| keeper.stop());
     }
@@ -110,8 +110,8 @@ impl SwapVolumes {
     ///
     /// # Errors
     ///
-    /// Among others [`DaemonError::Lvm`] if the volume cannot be moved, or
-    /// [`DaemonError::BadRequest`] for durability `replica` or stripes.
+    /// Among others: [`DaemonError::Lvm`] if the volume cannot be moved;
+    /// [`DaemonError::BadRequest`] if the request asks for durability `replica` or stripes.
     pub fn borrow(
         self: &Arc<Self>,
         volume: &Volume,
@@ -160,7 +160,7 @@ impl SwapVolumes {
         if let Err(error) = done {
             warn!(%volume, error = chain(&error), "volume not moved to a lender");
             if let Err(left) = self.take_off(&keeper, &turn) {
-                warn!(%volume, error = chain(&left), "cannot undo the failed borrow of the volume; run 'memfold return --lvm'");
+                warn!(%volume, error = chain(&left), "cannot undo the failed loan for the volume; run 'memfold return --lvm'");
             }
             return Err(error);
         }
@@ -172,7 +172,7 @@ impl SwapVolumes {
         })
     }
 
-    /// Takes a volume off lent RAM. Succeeds if the volume is not on lent RAM.
+    /// Takes a volume off lent RAM. Also succeeds if the volume is not on lent RAM.
     pub fn give_back(self: &Arc<Self>, volume: &Volume) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         check_tools()?;
@@ -187,7 +187,7 @@ impl SwapVolumes {
         } else {
             let logical = tools::logical(volume)?;
             if let Some(uuid) = forgotten(volume)? {
-                // The loan is from before a boot, or its state directory is gone.
+                // There is no note: the loan is from before a boot, or its state directory is gone.
                 off_lent(volume, &uuid)?;
                 changed = true;
             }
@@ -206,8 +206,8 @@ impl SwapVolumes {
         })
     }
 
-    /// Takes a lease of a lender that exports by iSCSI. The transport of a lender is known only
-    /// after its export; other lenders are released again.
+    /// Takes a lease of a lender that exports by iSCSI. A lender's transport is known only after
+    /// its export; leases of other lenders are released again.
     fn take_disk(
         &self,
         volume: &Volume,
@@ -291,11 +291,11 @@ impl SwapVolumes {
         self.note()
     }
 
-    /// Undoes all steps of a loan, and releases it.
+    /// Undoes all steps of a loan, and releases its lease.
     fn take_off(&self, keeper: &Keeper, _: &Turn<'_>) -> Result<(), DaemonError> {
         let loan = keeper.loan();
         off_lent(&loan.volume, &loan.uuid)?;
-        // Recorded now, so that a later daemon has fewer steps to do.
+        // The phase is recorded now, so that a later daemon has fewer steps to do.
         keeper.change(|loan| loan.phase = Phase::Ending);
         self.note()?;
         if let Some(target) = &loan.target {
@@ -322,7 +322,8 @@ impl SwapVolumes {
             }
         };
         let all = loans.into_iter().map(|loan| {
-            // The time of the last renewal is unknown.
+            // The time of the last renewal is unknown, so half of the lease's duration is assumed
+            // to be left.
             let ttl = lease_ttl(loan.durability, loan.bytes);
             let holds = Instant::now() + ttl / 2 + RESUMED;
             (loan.volume.clone(), Keeper::new(loan, holds))
@@ -376,9 +377,9 @@ impl SwapVolumes {
     }
 
     /// Takes a volume off lent RAM automatically if its lender recalls the memory or has gone, or
-    /// if the earlier daemon left it half done. Returns whether it tried.
+    /// if the earlier daemon left the removal half done. Returns whether this was attempted.
     fn tend(&self, keeper: &Keeper) -> bool {
-        // The holder of the lock may be putting this volume on lent RAM, or taking it off.
+        // If the lock is held, its holder may be putting this volume on lent RAM, or taking it off.
         let group = self.group(&keeper.loan().volume);
         let Some(turn) = Turn::take_now(&group) else {
             return false;
@@ -388,7 +389,7 @@ impl SwapVolumes {
         }
         if keeper.loan().phase == Phase::Lent && keeper.is_running_out() {
             let volume = keeper.loan().volume;
-            warn!(%volume, "registry unreachable and half of the lease over; moving the volume to this host's disk");
+            warn!(%volume, "registry unreachable, and half of the lease's time is over; moving the volume to this host's disk");
         }
         if let Err(error) = self.take_off(keeper, &turn) {
             let volume = keeper.loan().volume;
@@ -420,7 +421,8 @@ fn keep_watch(volumes: &Weak<SwapVolumes>, keeper: &Arc<Keeper>) {
                 keeper.lose(why);
             }
         }
-        // A lost volume can be taken off only by an operator, after its users have ended.
+        // The data of this volume is lost, and only an operator can take the volume off, after its
+        // users have ended.
         let is_hopeless = keeper.durability_now() == Durability::None && keeper.lost().is_some();
         if tending.as_ref().is_some_and(JoinHandle::is_finished) {
             let ended = tending.take().map(JoinHandle::join);
@@ -430,7 +432,7 @@ fn keep_watch(volumes: &Weak<SwapVolumes>, keeper: &Arc<Keeper>) {
         }
         let is_due = tending.is_none() && tried.is_none_or(|tried| tried.elapsed() >= RETRY);
         if !is_hopeless && is_due && keeper.has_to_end() {
-            // The lease is renewed meanwhile.
+            // Meanwhile this thread renews the lease.
             let (volumes, keeper) = (volumes.clone(), keeper.clone());
             let spawned = std::thread::Builder::new()
                 .name("volume-off".into())
@@ -458,7 +460,7 @@ fn wait_synced(keeper: &Keeper) -> Result<(), DaemonError> {
     }
 }
 
-/// Checks that the lender can still be used.
+/// Checks that a loan's lender can still be used.
 ///
 /// # Errors
 ///

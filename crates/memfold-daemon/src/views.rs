@@ -1,5 +1,5 @@
-//! Views of memory for user interfaces. A view is made on request, one at a time, and cached for
-//! some seconds.
+//! Makes views of memory for user interfaces: on request, one view at a time, cached for some
+//! seconds.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -38,14 +38,14 @@ mod estimate_facts;
 const MEMORY_LIFE: Duration = Duration::from_secs(4);
 /// Time for which doctor's report is cached: making it starts QEMU, which takes a second.
 const DOCTOR_LIFE: Duration = Duration::from_secs(60);
-/// Longest time of an estimate, in seconds.
+/// Longest time that an estimate may run, in seconds.
 const LONGEST_ESTIMATE_S: f64 = 300.0;
 /// Number of memory maps that are cached.
 const MOST_MAPS: usize = 64;
-/// Largest `least_bytes` of a placement request, in bytes: more than any host has.
+/// Largest `least_bytes` of a placement request, in bytes: more than the memory of any host.
 const MOST_LEAST: u64 = 1 << 50;
-/// Time limit for a guest to report the use of its swap disk, and the time for which the answer is
-/// cached.
+/// Time limit for a guest to report the use of its swap disk. The next constant: time for which the
+/// answer is cached.
 const SWAP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Body of `POST /v1/estimate`.
@@ -87,7 +87,7 @@ pub struct SwapUse {
 }
 
 impl SwapUse {
-    /// Evaluates the guest's answer to [`swap::used`].
+    /// Converts the guest's answer to [`swap::used`].
     fn of(said: Result<CommandResult, AgentError>) -> Self {
         let no_sense = || "cannot parse the guest's answer".to_owned();
         let used = match said {
@@ -103,10 +103,10 @@ impl SwapUse {
     }
 }
 
-/// A cached value, and the time at which it was made.
+/// A cached value, and the time at which the value was made.
 type Cached<T> = Mutex<Option<(Instant, T)>>;
 
-/// Makes views of memory and caches them.
+/// Makes views of memory for user interfaces, and caches them.
 #[derive(Debug)]
 pub struct Views {
     registry: Arc<VmRegistry>,
@@ -126,8 +126,8 @@ pub struct Views {
     ends: AtomicBool,
 }
 
-/// Returns the cached value if it is younger than `life`, else a new one. Concurrent callers wait
-/// for the new one.
+/// Returns the cached value if it is younger than `life`, else makes a new one. Concurrent callers
+/// wait for the new one.
 fn fresh<T: Clone>(
     kept: &Cached<T>,
     life: Duration,
@@ -163,7 +163,7 @@ impl Views {
         }
     }
 
-    /// Ends a running estimate, because the daemon ends.
+    /// Ends a running estimate because the daemon ends.
     pub fn end(&self) {
         self.ends.store(true, Ordering::Relaxed);
     }
@@ -173,7 +173,7 @@ impl Views {
         Ok(fold.domains.iter().map(DomainStats::store).collect())
     }
 
-    /// A VM's RAM as a map of about `cells` cells.
+    /// Returns a VM's RAM as a map of about `cells` cells.
     pub fn memory_map(&self, name: &str, cells: u64) -> Result<MemoryMap, DaemonError> {
         let machine = self.registry.machine(name)?;
         let mut maps = self.maps.lock();
@@ -193,7 +193,7 @@ impl Views {
         Ok(map)
     }
 
-    /// Pages that VMs share, by pairs of VMs.
+    /// Returns how many pages VMs share, by pairs of VMs.
     pub fn sharing(&self) -> Result<Sharing, DaemonError> {
         fresh(&self.sharing, MEMORY_LIFE, || {
             let stores = self.store_identities()?;
@@ -203,14 +203,14 @@ impl Views {
                 let segments = machine.segment_identities();
                 let segments: Vec<StoreIdentity> = segments.into_iter().map(|(_, id)| id).collect();
                 let of = (pid, machine.name(), machine.domain());
-                // A VM that ends during this is left out.
+                // A VM that ends meanwhile is left out.
                 files_of(of, &machine.layout(), &stores, &segments).ok()
             });
             Ok(sharing(&files.collect::<Vec<_>>()))
         })
     }
 
-    /// Checks of this host, as `memfold doctor --json` prints them.
+    /// Returns the checks of this host, as `memfold doctor --json` prints them.
     pub fn doctor(&self) -> Result<Report, DaemonError> {
         let mut report = fresh(&self.doctor, DOCTOR_LIFE, || {
             Ok(examine(HostFacts::probe(self.registry.state())))
@@ -226,7 +226,7 @@ impl Views {
         self.ksm.explain(name)
     }
 
-    /// Number of VMs that fit on this host, computed from the running VMs.
+    /// Computes from the running VMs how many VMs fit on this host.
     pub fn plan(&self, order: &Order) -> Result<Plan, DaemonError> {
         let report = self.reports.joint_report()?;
         let plan = order.plan(&report.ledger, &report.fold, &self.sampling.growths());
@@ -257,7 +257,7 @@ impl Views {
         proposal.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }
 
-    /// The right to compute an estimate or a proposal, one at a time.
+    /// Takes the right to compute an estimate or a proposal; only one is computed at a time.
     fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
         self.estimating.try_lock().ok_or_else(|| DaemonError::Busy {
             why: "another estimate is being made".into(),
@@ -265,7 +265,7 @@ impl Views {
         })
     }
 
-    /// Use of a VM's swap disk, as the guest reports it.
+    /// Returns the use of a VM's swap disk, as the guest reports it.
     pub fn swap_use(&self, name: &str) -> Result<SwapUse, DaemonError> {
         let machine = self.registry.machine(name)?;
         let lock = || self.swaps.lock();
@@ -283,7 +283,7 @@ impl Views {
                 return Ok(said.clone());
             }
         }
-        // One command at a time runs in the guest, however many requests there are. No lock is
+        // However many requests there are, one command at a time runs in the guest. No lock is
         // held, because the guest may be slow.
         keep(&SwapUse {
             used_bytes: None,

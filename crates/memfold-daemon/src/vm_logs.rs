@@ -1,11 +1,12 @@
-//! Limits the size of VMs' logs: the state directory is a tmpfs, and no VM starts when it is full.
+//! Limits the size of VMs' logs, because the state directory is a tmpfs, and no VM starts when the
+//! tmpfs is full.
 //!
 //! ```text
-//!   console.log, qemu.log     QEMU appends (O_APPEND), so emptying the file has it go on at the beginning
+//!   console.log, qemu.log     QEMU appends (O_APPEND), so after the file is emptied, QEMU writes at its beginning
 //!   more than MOST bytes:     the last MOST go to NAME.log.1, then NAME.log is emptied
 //! ```
 //!
-//! As with logrotate's `copytruncate`, bytes that are written between the two are lost.
+//! As with logrotate's `copytruncate`, bytes that QEMU writes between these two steps are lost.
 
 use std::fs::File;
 use std::io;
@@ -20,15 +21,15 @@ use tracing::{info, warn};
 
 use crate::vm_registry::VmRegistry;
 
-/// Time between two checks.
+/// Time between two checks of the logs' sizes.
 const LOOK: Duration = Duration::from_secs(2);
 
-/// Largest size of a log, and of its previous part, in bytes.
+/// Largest size of a log, and of its previous part (`NAME.log.1`), in bytes.
 const MOST: u64 = 1 << 20;
 
 /// Percent of the state directory's file system in use at which a warning begins, and below which
-/// it ends. Below: a warning needs less than this many bytes free, because a large file system may
-/// well be 80 % full.
+/// the warning ends. The next constant: the warning also needs less than this many bytes free,
+/// because a large file system may well be 80 % full.
 const FULL: (u64, u64) = (80, 75);
 const LEFT: u64 = 1 << 30;
 
@@ -47,7 +48,7 @@ fn watch(registry: &Weak<VmRegistry>) {
             for log in [vm.console_log(), vm.qemu_log()] {
                 match shorten(&log) {
                     Ok(_) => {}
-                    // The VM has ended, or has no such log.
+                    // The VM has ended, or has no log of this name.
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                     Err(error) => {
                         warn!(vm = vm.name(), path = %log.display(), %error, "cannot shorten a VM's log; free space in the state directory");

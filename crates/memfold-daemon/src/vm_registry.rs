@@ -1,5 +1,5 @@
-//! The table of VMs: running VMs, VMs that are being started or adopted, and rights that depend on
-//! names. All services use it, and it uses none of them.
+//! The table of VMs: running VMs, VMs that are being started or adopted, and their names. All
+//! services use the table, and it uses none of them.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,7 +19,7 @@ use crate::error::DaemonError;
 use crate::locks::{Rank, Ranked};
 use crate::machine::Machine;
 
-/// Longest time that a request waits for the adoption of a VM.
+/// Longest time that a request waits until a VM is adopted.
 pub(crate) const ADOPTION_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The table of the daemon's VMs.
@@ -31,13 +31,13 @@ pub(crate) struct VmRegistry {
     /// VMs that are being started or adopted.
     arrivals: Arc<Arrivals>,
     next: Mutex<VmId>,
-    /// Whether VMs may no longer be started.
+    /// Whether starting VMs is refused from now on, because the daemon ends.
     closed: AtomicBool,
-    /// Write-locked while KSM steering begins. Read-locked while it is decided whether a new VM's
-    /// memory may merge.
+    /// Write-locked while KSM steering begins. Read-locked while a thread decides whether a new
+    /// VM's memory may merge.
     starts: RwLock<()>,
-    /// Locks the state directory until the last part of the daemon is dropped: two daemons on one
-    /// state directory would disturb each other's folding.
+    /// Lock of the state directory, held until the last part of the daemon is dropped: two daemons
+    /// on one state directory would disturb each other's folding.
     _lock: File,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct StartRight<'a> {
     _rank: Ranked,
 }
 
-/// Proof that no VM is being started. None will be as long as this exists.
+/// Proof that no VM is being started, and that none is started until this is dropped.
 #[derive(Debug)]
 pub(crate) struct NoStarts<'a> {
     _right: RwLockWriteGuard<'a, ()>,
@@ -85,22 +85,22 @@ impl VmRegistry {
         self.vms.lock()
     }
 
-    /// State directory: files and sockets of the VMs.
+    /// Returns the state directory, which has the files and sockets of the VMs.
     pub fn state(&self) -> &Path {
         &self.state
     }
 
-    /// VMs that are being started or adopted.
+    /// Returns the VMs that are being started or adopted.
     pub fn arrivals(&self) -> &Arc<Arrivals> {
         &self.arrivals
     }
 
-    /// The running VMs, sorted by name.
+    /// Returns the running VMs, sorted by name.
     pub fn machines(&self) -> Vec<Arc<Machine>> {
         self.lock().values().cloned().collect()
     }
 
-    /// Names of the running VMs, sorted.
+    /// Returns the names of the running VMs, sorted.
     pub fn names(&self) -> Vec<String> {
         self.lock().keys().cloned().collect()
     }
@@ -109,17 +109,18 @@ impl VmRegistry {
         self.lock().contains_key(name)
     }
 
-    /// The VM whose QEMU process has this PID.
+    /// Returns the VM whose QEMU process has this PID.
     pub fn with_pid(&self, pid: Pid) -> Option<Arc<Machine>> {
         self.lock().values().find(|vm| vm.pid() == pid).cloned()
     }
 
-    /// A VM by its name. Waits for a VM that is being adopted, for [`ADOPTION_PATIENCE`] at most.
+    /// Returns a running VM by its name. Waits for a VM that is being adopted, for
+    /// [`ADOPTION_PATIENCE`] at most.
     ///
     /// # Errors
     ///
-    /// [`DaemonError::NoSuchVm`], or [`DaemonError::Busy`] while the VM is being started or
-    /// adopted.
+    /// [`DaemonError::NoSuchVm`] if there is no such VM, [`DaemonError::Busy`] while the VM is
+    /// being started or adopted.
     pub fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
         let find = || self.lock().get(name).cloned();
         if let Some(found) = find() {
@@ -138,7 +139,7 @@ impl VmRegistry {
         find().ok_or_else(|| DaemonError::NoSuchVm(name.to_owned()))
     }
 
-    /// A number that no VM of this daemon has had.
+    /// Returns a number that no VM of this daemon has had.
     pub fn new_id(&self) -> VmId {
         let mut next = self.next.lock();
         *next += 1;
@@ -149,7 +150,7 @@ impl VmRegistry {
         self.lock().insert(machine.name().to_owned(), machine);
     }
 
-    /// Removes a VM, unless another VM has its name by now.
+    /// Removes a VM from the table, unless another VM has its name by now.
     pub fn remove(&self, machine: &Machine) {
         let mut vms = self.lock();
         let named = vms.get(machine.name());
@@ -163,7 +164,7 @@ impl VmRegistry {
         self.arrivals.add(spec, way, |name| self.contains(name))
     }
 
-    /// The right to start a VM.
+    /// Takes the right to start a VM.
     ///
     /// # Errors
     ///
@@ -178,7 +179,8 @@ impl VmRegistry {
         })
     }
 
-    /// Keeps VMs from being started; `None` if a VM is still being started after a wait.
+    /// Prevents the start of VMs until the result is dropped; `None` if a VM is still being started
+    /// after a wait.
     pub fn none_starts(&self) -> Option<NoStarts<'_>> {
         for _ in 0..2 {
             let none = NoStarts {
@@ -194,8 +196,8 @@ impl VmRegistry {
         None
     }
 
-    /// Refuses to start VMs from now on, and waits for those that are being started. The list of
-    /// VMs is complete afterwards.
+    /// Refuses to start VMs from now on, and waits until VMs that are being started run or have
+    /// failed. Afterwards no VM is added to the table.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         self.arrivals.wait_for_starts();

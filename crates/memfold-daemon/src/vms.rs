@@ -25,7 +25,7 @@ mod attached;
 mod control;
 mod launch;
 
-/// The VMs, and the steps at their beginning and end.
+/// The service that starts, attaches, adopts and stops VMs.
 #[derive(Debug)]
 pub struct Vms {
     registry: Arc<VmRegistry>,
@@ -35,7 +35,7 @@ pub struct Vms {
     swap_disks: Arc<SwapDisks>,
     snapshots: Arc<SnapshotDirectory>,
     kernels: KernelCopies,
-    /// Paths whose page cache agents are asked to report.
+    /// Glob patterns of the paths whose page cache agents report.
     agents: AgentOptions,
 }
 
@@ -57,7 +57,7 @@ impl Vms {
         }
     }
 
-    /// Inserts a running VM into the table, and begins to watch and fold it.
+    /// Inserts a running VM into the table, and begins to watch and fold the VM.
     fn take_on(
         self: &Arc<Self>,
         vm: Vm,
@@ -87,7 +87,7 @@ impl Vms {
         Ok(machine)
     }
 
-    /// Removes all traces of a VM whose process has ended.
+    /// Removes a VM whose process has ended from all services, and removes its files.
     fn forget(&self, machine: &Machine) {
         let said = machine.vm().directory().and_then(memfold_vm::last_words);
         if let Some(said) = said {
@@ -98,11 +98,11 @@ impl Vms {
         }
         let segments = machine.vm().segments();
         self.segments.end_writer(machine.name(), &segments);
-        // The VM's name becomes free only after its files are removed: otherwise they would be
-        // taken for those of the next VM of this name.
+        // The files are removed before the VM's name becomes free, because the next VM of this name
+        // uses the same paths.
         machine.clean_up();
         self.registry.remove(machine);
-        // The engine may have ended already.
+        // Sending fails if the engine has ended already.
         let _ = self.folding.tell(Command::Remove(machine.id()));
         self.snapshots.let_go();
         self.swap_disks.forget(machine);
@@ -112,15 +112,15 @@ impl Vms {
         }
     }
 
-    /// All VMs, sorted by name, including those that are being started or adopted.
+    /// Returns all VMs, sorted by name, including those that are being started or adopted.
     #[must_use]
     pub fn list(&self) -> Vec<VmInfo> {
-        // The two locks are not held at once.
+        // `swaps` takes another lock, so it is called before the table is locked.
         let lent = self.swap_disks.swaps();
         let arriving = self.registry.arrivals().all();
         let machines = self.registry.machines();
         let mut vms: Vec<VmInfo> = machines.iter().map(|m| m.info()).collect();
-        // A VM that has moved to the table in the meantime is listed once.
+        // A VM that has moved from the list of arrivals to the table meanwhile is listed once.
         for arrival in arriving {
             if vms.iter().all(|vm| vm.name != arrival.name()) {
                 vms.push(arrival.info(self.registry.state()));
@@ -138,7 +138,7 @@ impl Vms {
     /// Shares one copy of the kernel image among VMs that boot with `-kernel`.
     pub(crate) fn share_kernel(&self, vm: &Vm) {
         match self.kernels.share(vm) {
-            Ok(bytes) => debug!(vm = vm.name(), bytes, "of its kernel's image are common"),
+            Ok(bytes) => debug!(vm = vm.name(), bytes, "VM shares these bytes of its kernel image with other VMs"),
             Err(error) => {
                 debug!(vm = vm.name(), %error, "VM keeps its own copy of its kernel image");
             }

@@ -4,8 +4,8 @@
 //! ```text
 //!   each second:  MemAvailable (or what a control group of all VMs leaves), counters of engine and KSM  ->  level
 //!     when MemAvailable fell, VMs came or went, or the last read is old: the engine reads the kernel's page tables first
-//!     warning:  logged; unused store pages are given back at once, not every six seconds
-//!     braked:   no VM is started, and until the level is ok again folding and KSM make no more debt (what is shared stays shared)
+//!     warning:  logged; unused pages of the page store are freed at once, not every six seconds
+//!     braked:   no VM is started, and until the level is ok again folding and KSM share no more pages (shared pages stay shared)
 //!     braked, and less than the reserve is left: guests are asked in turn to drop clean page cache, until the reserve is available
 //! ```
 //! The measurement of each second does not walk page maps.
@@ -34,14 +34,14 @@ use crate::vm_registry::VmRegistry;
 /// Time between two measurements.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Time limit for the engine's answer. The engine may wait for a VM's fold library.
+/// Time limit for the fold engine's answer. The engine may wait for a VM's fold library.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// Time limit for the engine's answer while a VM does not answer.
+/// Time limit for the fold engine's answer while the engine waits for a VM.
 const LATE_ANSWER: Duration = Duration::from_millis(100);
 
-/// Command that has a guest drop its clean page cache. Dirty pages, inodes and directory entries
-/// stay (`Documentation/admin-guide/sysctl/vm.rst`).
+/// Shell command with which a guest drops its clean page cache. Dirty pages, inodes and directory
+/// entries stay (`Documentation/admin-guide/sysctl/vm.rst`).
 const DROP_CLEAN: &str = "echo 1 > /proc/sys/vm/drop_caches";
 
 /// Time limit of [`DROP_CLEAN`]. The two below: time until the freed pages have been reported to
@@ -61,8 +61,8 @@ pub struct DebtBrake {
 }
 
 impl DebtBrake {
-    /// Creates the brake. It keeps `needed` up to date: bytes that must stay available for the
-    /// debt, and are therefore not lent.
+    /// Creates the brake. The brake stores in `needed` how many bytes must stay available for the
+    /// debt and are therefore not lent.
     pub(crate) const fn new(
         registry: Arc<VmRegistry>,
         folding: Arc<Folding>,
@@ -79,22 +79,23 @@ impl DebtBrake {
         }
     }
 
-    /// Starts the thread that measures each second.
+    /// Starts the thread that measures the debt each second.
     pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
         let brake = Arc::downgrade(self);
         let thread = std::thread::Builder::new().name("debt".into());
         thread.spawn(move || watch(&brake)).map(drop)
     }
 
-    /// Measures now: the debt, the memory available for it, and the level of the brake.
+    /// Measures the debt and the memory available for it now, and returns them with the brake's
+    /// level.
     pub fn debt(self: &Arc<Self>) -> Result<DebtReport, DaemonError> {
         let vms = self.registry.names();
         self.ask_owed(false, false, (0, vms))?;
         self.judge(self.debt.memory()?)
     }
 
-    /// Makes the same report from `owed`, which the engine has just returned with other figures.
-    /// `None`: the engine waits for a VM, and its last answer is used.
+    /// Makes the same report as [`Self::debt`] from `owed`, which the fold engine has just returned
+    /// with other figures. `None`: the engine waits for a VM, and its last answer is used.
     pub(crate) fn debt_of(self: &Arc<Self>, owed: Option<Owed>) -> Result<DebtReport, DaemonError> {
         if let Some(owed) = owed {
             self.note_owed(owed);
@@ -102,7 +103,8 @@ impl DebtBrake {
         self.judge(self.debt.memory()?)
     }
 
-    /// Changes reserve and cover until this daemon ends.
+    /// Changes the reserve and the percentage of debt that free memory must cover, until this
+    /// daemon ends.
     pub fn set_debt(self: &Arc<Self>, request: &DebtRequest) -> Result<DebtReport, DaemonError> {
         let reserve = request.reserve.as_deref().map(str::parse).transpose();
         let reserve = reserve.map_err(|why| DaemonError::BadRequest(format!("reserve: {why}")))?;
@@ -137,7 +139,7 @@ impl DebtBrake {
         let ksm_pages = ksm_pages(look, before);
         self.debt.lock().ksm_pages = ksm_pages;
         let report = self.judge(self.debt.memory()?)?;
-        // Repeated each time, because steering may have begun since.
+        // The brake is applied each second, because KSM steering may have begun since.
         self.ksm.brake(why(&report));
         if report.level == Level::Braked && report.mem_available_bytes < report.reserve_bytes {
             self.relieve();
@@ -145,8 +147,8 @@ impl DebtBrake {
         Ok(())
     }
 
-    /// Asks the engine for the debt of each VM, and waits a short time for the answer. One question
-    /// is open at a time: a late answer is collected at the next call.
+    /// Asks the fold engine for the debt of each VM, and waits a short time for the answer. Only
+    /// one question is open at a time; a late answer is collected at the next call.
     fn ask_owed(
         &self,
         look: bool,
@@ -202,7 +204,8 @@ impl DebtBrake {
         state.owed = owed;
     }
 
-    /// Determines the level, and applies its consequences when it has changed.
+    /// Determines the brake's level. When the level has changed, logs it, and stops or resumes
+    /// folding.
     fn judge(self: &Arc<Self>, memory: Memory) -> Result<DebtReport, DaemonError> {
         let mut state = self.debt.lock();
         let before = state.brake.level();
@@ -269,7 +272,7 @@ impl DebtBrake {
             .spawn(work)
         {
             self.debt.lock().relieving = false;
-            warn!(%error, "no thread to ask guests for page cache; retrying every second");
+            warn!(%error, "cannot start the thread that asks guests to drop page cache; retrying every second");
         }
     }
 
@@ -285,7 +288,7 @@ impl DebtBrake {
             let Ok(machine) = self.registry.machine(&vm.name) else {
                 continue;
             };
-            // Without free page reporting, the host would not get the freed pages.
+            // Without free page reporting, freed pages would not return to the host.
             let reports = machine.vm().spec().is_some_and(|spec| spec.balloon);
             if !reports || asked.is_some_and(|at| at.elapsed() < ASK_AGAIN) {
                 continue;
@@ -321,9 +324,9 @@ impl DebtBrake {
     }
 }
 
-/// Pages that KSM saves: each would need its own frame if it was written to. While KSM is stopped,
-/// its counters still contain pages of ended processes. With `look`, processes are then read
-/// instead; without it, `before` is the upper bound.
+/// Returns how many pages KSM saves: each would need its own frame if it was written to. While KSM
+/// is stopped, its counters still contain pages of ended processes. With `look`, this function
+/// therefore reads the processes; without `look`, it returns at most `before`, the last count.
 fn ksm_pages(look: bool, before: u64) -> u64 {
     let controls = ksm::Controls::default();
     let number = |name| controls.number(name).ok().flatten().unwrap_or(0);
@@ -338,7 +341,7 @@ fn ksm_pages(look: bool, before: u64) -> u64 {
     sharing.min(merging.unwrap_or(sharing)) + zero
 }
 
-/// Measures each second, as long as the daemon lives.
+/// Measures the debt each second, as long as the daemon lives.
 fn watch(brake: &Weak<DebtBrake>) {
     // A failure is logged when it begins, not each second.
     let mut told = false;

@@ -1,5 +1,5 @@
-//! KSM while the daemon steers it: the measurement of each second, and the settings that follow
-//! from it.
+//! KSM while the daemon steers it: measures each second, and sets the kernel's settings
+//! accordingly.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -11,19 +11,20 @@ use memfold_ksm::steer::{Decision, Goal, Sample, Steer};
 use memfold_ksm::{Controls, Guard, KsmError, Ksmd, Merged, NOTES, Settings, Status, Steering};
 use tracing::{info, warn};
 
-/// Longest target time of a full scan, in seconds: the limit of the kernel's advisor (`mm/ksm.c`).
+/// Longest time that may be requested for a full scan, in seconds: the limit of the kernel's
+/// advisor (`mm/ksm.c`).
 pub(crate) const LONGEST_TARGET_S: f64 = 86_400.0;
 
-/// The reason why KSM is stopped although it is steered.
+/// The reason why KSM is stopped although the daemon steers it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum HoldReason {
     /// A process outside the trust domain has mergeable memory.
     Others(String),
     /// Another program wrote this value to `run`.
     Overruled(u64),
-    /// The brake is on, for this reason.
+    /// The brake on copy-on-write debt is on, for this reason.
     Braked(String),
-    /// Processes with mergeable memory cannot be determined.
+    /// The daemon cannot determine which processes have mergeable memory (error message).
     Blind(String),
 }
 
@@ -66,18 +67,18 @@ pub(crate) struct SteeredKsm {
     /// ksmd's CPU time at the last measurement.
     cpu: Duration,
     full_scans: u64,
-    /// PIDs of the domain's VMs; below, the number of VMs that have joined since the start.
+    /// PIDs of the domain's VMs. The next field: number of VMs that have joined since the start.
     members: BTreeSet<i32>,
     arrivals: u64,
     held: Option<HoldReason>,
-    /// The reason of the brake, while it is on.
+    /// Reason of the brake on copy-on-write debt; `None` while it is off.
     pub braked: Option<String>,
     /// Whether a VM is being saved live.
     pub saving: bool,
     /// Whether `run` is 0 because this daemon wrote it.
     stopped: bool,
     decision: Option<Decision>,
-    /// Values that were written last, by control.
+    /// Value that the daemon wrote last to each control (file of `/sys/kernel/mm/ksm`).
     written: BTreeMap<&'static str, u64>,
     /// Controls that another program has written since steering began.
     contested: BTreeSet<&'static str>,
@@ -86,9 +87,9 @@ pub(crate) struct SteeredKsm {
 
 /// PIDs of this daemon's VMs.
 pub(crate) struct Ours {
-    /// VMs of the domain that KSM is steered for.
+    /// PIDs of VMs in the trust domain that KSM is steered for.
     pub members: BTreeSet<i32>,
-    /// VMs of another domain, or of none.
+    /// PIDs of VMs in another trust domain, or in none.
     pub strangers: BTreeSet<i32>,
 }
 
@@ -129,7 +130,7 @@ impl SteeredKsm {
             kept_out: BTreeSet::new(),
             controls: controls.clone(),
         };
-        // From here on the guard restores the settings, whatever fails.
+        // From here on, dropping the guard restores the settings, whatever fails.
         controls.apply(&Settings {
             sleep_millisecs: advisor.then_some(20),
             advisor_mode: now.advisor_mode.map(|_| advisor_mode.to_owned()),
@@ -141,7 +142,7 @@ impl SteeredKsm {
         Ok(steered)
     }
 
-    /// Measures once, and stops, resumes or adjusts KSM. A failure is logged.
+    /// Measures KSM once, and stops, resumes or adjusts it. A failure is logged.
     pub fn look(&mut self, ours: &Ours) {
         if let Err(error) = self.try_look(ours) {
             warn!(%error, "cannot steer KSM; retrying");
@@ -168,8 +169,8 @@ impl SteeredKsm {
             }
             processes => processes?,
         };
-        // VMs that are being started are children of this daemon and not in its table yet. They
-        // belong to this domain or have no mergeable memory.
+        // VMs that are being started are children of this daemon, and not in its table yet. Such a
+        // VM belongs to this domain or has no mergeable memory.
         let starting = |pid: &i32| !ours.strangers.contains(pid) && is_own_child(*pid);
         let mut known = members.clone();
         known.extend(processes.iter().map(|p| p.pid).filter(starting));
@@ -214,7 +215,7 @@ impl SteeredKsm {
         self.steer.interrupted();
     }
 
-    /// The reason why KSM is stopped, as text; `None` if it is not.
+    /// Returns why KSM is stopped, as text; `None` if KSM is not stopped.
     pub fn still(&self) -> Option<String> {
         if self.saving {
             return Some("a VM is being saved live".to_owned());
@@ -222,13 +223,13 @@ impl SteeredKsm {
         self.held.as_ref().map(ToString::to_string)
     }
 
-    /// Measures, and sets the scan speed until the next measurement.
+    /// Measures ksmd, and sets its scan speed until the next measurement.
     fn scan(&mut self, processes: &[Process]) -> Result<(), KsmError> {
         let status = Status::read(&self.controls)?;
         self.cpu = self.ksmd.cpu_time()?;
         let full_scans = status.full_scans.unwrap_or(0);
         if full_scans < self.full_scans {
-            // Another program unmerged all pages: the kernel counts from 0 again.
+            // Another program unmerged all pages, so the kernel counts full scans from 0 again.
             self.at_start.1 = 0;
         }
         self.full_scans = full_scans;
@@ -272,7 +273,7 @@ impl SteeredKsm {
             if found != Some(written) {
                 self.contest(name, found.unwrap_or(0));
             } else if written.abs_diff(value) * 20 <= written {
-                // A change of up to a twentieth is noise of the measurement.
+                // A change of up to a twentieth is measurement noise.
                 return Ok(());
             }
         }
@@ -291,14 +292,14 @@ impl SteeredKsm {
         if found != wanted {
             self.contest("advisor_mode", &found);
             self.controls.write("advisor_mode", &wanted)?;
-            // The kernel has changed these controls with the mode.
+            // The kernel changes these controls when the mode changes.
             self.written.clear();
         }
         Ok(())
     }
 
-    /// Logs, once for each control, that another program wrote it. The steering value is written
-    /// again, because the CPU budget is a promise.
+    /// Logs, once for each control, that another program wrote `found` to it. The daemon then
+    /// writes its own value again, because the CPU budget is a promise.
     fn contest(&mut self, name: &'static str, found: impl std::fmt::Display) {
         if self.contested.insert(name) {
             warn!(
@@ -307,7 +308,7 @@ impl SteeredKsm {
         }
     }
 
-    /// Steering as `memfold ksm status` shows it.
+    /// Returns the state of steering as `memfold ksm status` shows it.
     pub fn view(&self) -> Steering {
         let decision = self.decision.as_ref();
         let number = |name| self.controls.number(name).ok().flatten().unwrap_or(0);
@@ -334,7 +335,7 @@ impl SteeredKsm {
         }
     }
 
-    /// The controls that another program writes, as text.
+    /// Returns the controls that another program writes, as text.
     fn contests(&self) -> String {
         if self.contested.is_empty() {
             return String::new();
@@ -351,8 +352,8 @@ impl SteeredKsm {
     }
 }
 
-/// Whether a process is a child of this one (field 4 of `proc_pid_stat(5)`, after the name in
-/// parentheses, which may contain any character).
+/// Returns whether a process is a child of this one (field 4 of `proc_pid_stat(5)`, after the name
+/// in parentheses, which may contain any character).
 fn is_own_child(pid: i32) -> bool {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -364,7 +365,7 @@ fn is_own_child(pid: i32) -> bool {
     parent.and_then(|parent| parent.parse().ok()) == Some(own)
 }
 
-/// Processes with mergeable memory outside `members`, as text.
+/// Returns the processes outside `members` that have mergeable memory, as text.
 fn others(processes: &[Process], members: &BTreeSet<i32>) -> Option<String> {
     let others: Vec<String> = processes
         .iter()

@@ -1,5 +1,5 @@
-//! Clocks of guests whose VM was stopped. A clock is set to the host's as soon as the agent
-//! answers, before commands of users run.
+//! Sets clocks of guests whose VM was stopped. The guest's clock is set to the host's as soon as
+//! the agent answers, before commands of users run.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,13 +13,13 @@ use crate::machine::Machine;
 use crate::machine::pauses::{LONG, now};
 use crate::run_state::RunState;
 
-/// Time limit for a guest to report its time, or to set it.
+/// Time limit for a guest to report its time, or to set its clock.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Longest time that a user's command waits for the guest's clock to be set.
+/// Longest time that a user's command waits until the guest's clock is set.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// File in the VM's directory; present while the guest keeps the clock of its snapshot.
+/// File in the VM's directory that exists while the guest keeps the clock of its snapshot.
 const KEEPS_CLOCK: &str = "keeps-clock";
 
 impl Machine {
@@ -28,8 +28,8 @@ impl Machine {
         self.set_clock_state(ClockStep::pending());
     }
 
-    /// Sets the clock of a guest whose VM was stopped, on a thread: the caller that resumes the VM
-    /// does not wait for the guest.
+    /// Sets the clock of a guest whose VM was stopped. This runs on a thread, so that the caller
+    /// that resumes the VM does not wait for the guest.
     pub(crate) fn set_clock_soon(self: &Arc<Self>) {
         self.clock_is_wrong();
         let weak = Arc::downgrade(self);
@@ -48,8 +48,8 @@ impl Machine {
         }
     }
 
-    /// Sets the guest's clock. Returns `false` if the agent's connection was lost and setting is to
-    /// be repeated.
+    /// Sets the guest's clock. Returns `false` if the agent's connection was lost and the caller
+    /// should try again.
     pub(crate) fn set_clock(&self) -> bool {
         let step = match self.step_clock() {
             Ok(step) => step,
@@ -121,13 +121,13 @@ impl Machine {
         self.clock_set.notify_all();
     }
 
-    /// State of setting the guest's clock; `None` if it was never necessary.
+    /// Returns the state of setting the guest's clock; `None` if setting was never necessary.
     pub(crate) fn clock_step(&self) -> Option<ClockStep> {
         self.clock.lock().clone()
     }
 
-    /// Waits until the guest's clock is set, for 10 s at most and only while the agent answers, so
-    /// that a command sees the right time.
+    /// Waits until the guest's clock is set, so that a command sees the right time. Waits for 10 s
+    /// at most, and only while the agent answers.
     pub(crate) fn wait_clock(&self) {
         let end = Instant::now() + PATIENCE;
         let has_agent = || self.agent().is_some_and(|agent| agent.session().is_some());
@@ -143,7 +143,7 @@ impl Machine {
 }
 
 impl Machine {
-    /// Processes QEMU's STOP and RESUME events. After a long pause, the guest's clock is set.
+    /// Processes QEMU's STOP and RESUME events. After a long pause, sets the guest's clock.
     /// `before`: the VM's state when it was last read.
     pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
         let events = qmp.take_events_named(&["STOP", "RESUME"]);
@@ -159,7 +159,7 @@ impl Machine {
         }
     }
 
-    /// Whether the guest keeps the clock of its snapshot.
+    /// Returns whether the guest keeps the clock of its snapshot.
     fn keeps_clock(&self) -> bool {
         let directory = self.vm.directory();
         directory.is_some_and(|directory| directory.path().join(KEEPS_CLOCK).exists())
@@ -180,7 +180,7 @@ impl Machine {
         }
     }
 
-    /// Records that the VM is stopped for its snapshot, as long as the result exists.
+    /// Records that the VM is stopped by the save of a snapshot, until the result is dropped.
     pub fn note_saving(&self) -> impl Drop + '_ {
         self.being_saved.store(true, Ordering::Relaxed);
         BeingSaved(self, now())

@@ -10,8 +10,8 @@ const NO_MONITOR: &str = "and not at pauses either: the library has no QMP socke
 
 const NOT_STOPPED: &str = "and not at pauses either: only libvirt stops and resumes its domains";
 
-/// Reasons why folded pages that the guest wrote to are not folded again at once. `why` is added if
-/// they cannot be folded during a short stop either.
+/// Returns the reasons why folded pages that the guest wrote to are not folded again while the VM
+/// runs. `why` is added if they cannot be folded during a short stop either.
 fn refold_problems(conditions: &VmConditions, can_stop: bool, why: &str) -> Vec<String> {
     let reasons = conditions.refold_live.iter().map(ToString::to_string);
     let no_stop = (!conditions.refold_live.is_empty() && !can_stop).then(|| why.to_owned());
@@ -59,7 +59,7 @@ impl Machine {
             segments: self.segments(),
             clock: self.clock_step(),
             renewal: self.renewal.lock().clone(),
-            // Correct unless the disk is lent; the daemon then replaces this value.
+            // This is right unless the swap disk is lent; the daemon then replaces this value.
             swap: self
                 .vm()
                 .spec()

@@ -1,11 +1,11 @@
-//! The engine's connection to the fold library in a VM's QEMU: times for its supervision.
+//! Times for supervising the engine's connection to the fold library in a VM's QEMU.
 
 use std::time::{Duration, Instant};
 
-/// Time between two reads of a VM's conditions and memory layout.
+/// Time between two reads of a VM's conditions for folding and its memory layout.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(10);
 
-/// The age of the connection, and the pause before the next attempt.
+/// Age of the connection to the fold library, and the pause before the next attempt to connect.
 #[derive(Debug)]
 pub(crate) struct LibraryWatch {
     pub connected: Instant,
@@ -14,7 +14,7 @@ pub(crate) struct LibraryWatch {
 }
 
 impl LibraryWatch {
-    /// A connection that has just begun.
+    /// Begins to count the age of a connection that was just made.
     pub fn new() -> Self {
         Self {
             connected: Instant::now(),

@@ -1,27 +1,28 @@
-//! Pauses of a VM, measured from QEMU's STOP and RESUME events, whoever stopped the VM.
+//! Measures pauses of a VM from QEMU's STOP and RESUME events, whoever stopped the VM.
 //!
-//! After a pause the guest's wall clock is behind, so it is set to the host's. Pauses of a save are
-//! ignored here: the save knows whether the guest keeps its clock.
+//! After a pause the guest's wall clock is behind, so memfold sets it to the host's. Pauses of a
+//! save are ignored here, because the save itself sets the clock if necessary.
 
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 
-/// Shortest pause after which the clock is set. A shorter one is within a clock's normal error.
+/// Shortest pause after which the guest's clock is set. A clock's normal error is larger than a
+/// shorter pause.
 pub(crate) const LONG: Duration = Duration::from_millis(100);
 
-/// Known pauses of a VM. Times are since 1970, as in QEMU's events.
+/// Pauses of a VM so far. Times count from 1970, as in QEMU's events.
 #[derive(Debug, Default)]
 pub(crate) struct Pauses {
     stopped: Option<Duration>,
-    /// Begin and end of the last save.
+    /// Begin and end of the last save of the VM.
     pub saved: Option<(Duration, Duration)>,
 }
 
 impl Pauses {
-    /// Returns the length of the longest pause that ended in these events, without pauses of a
-    /// save. `stood`: the VM was seen stopped before; a RESUME without STOP then counts as a pause
-    /// of unknown length.
+    /// Returns the length of the longest pause that ended in these events, pauses of a save
+    /// excepted. `stood`: the VM was already stopped when it was last observed; a RESUME without a
+    /// STOP then counts as a pause of unknown length ([`Duration::MAX`]).
     pub fn hear(&mut self, events: &[Value], stood: bool) -> Option<Duration> {
         let mut longest = None;
         for event in events {
@@ -37,7 +38,7 @@ impl Pauses {
             let length = match since {
                 _ if is_of_save => continue,
                 Some(stopped) => at.saturating_sub(stopped),
-                // The VM was stopped before this daemon listened.
+                // The VM was stopped before this daemon received events.
                 None if stood => Duration::MAX,
                 None => continue,
             };
@@ -71,7 +72,7 @@ mod tests {
         let event = |name: &str, ms: u64| json!({ "event": name, "timestamp": { "seconds": ms / 1000, "microseconds": ms % 1000 * 1000 } });
         let mut pauses = Pauses::default();
         let (stop, resume) = (event("STOP", 5_200), event("RESUME", 7_900));
-        // In two looks.
+        // STOP and RESUME arrive in two calls.
         assert_eq!(pauses.hear(from_ref(&stop), false), None);
         let length = pauses.hear(from_ref(&resume), false);
         assert_eq!(length, Some(Duration::from_millis(2_700)));
@@ -84,7 +85,7 @@ mod tests {
         );
         // The VM was stopped before this daemon started.
         assert_eq!(pauses.hear(from_ref(&resume), true), Some(Duration::MAX));
-        // A start.
+        // A RESUME without a stop is the VM's start.
         assert_eq!(pauses.hear(from_ref(&resume), false), None);
         pauses.saved = Some((Duration::from_secs(5), Duration::from_secs(8)));
         assert_eq!(pauses.hear(&both[..2], true), None);

@@ -1,4 +1,4 @@
-//! New identities of restored guests: host keys, machine id and the like, so that clones of a
+//! Gives restored guests new identities: host keys, machine id and others, so that clones of a
 //! snapshot differ.
 
 use std::sync::{Arc, OnceLock};
@@ -12,10 +12,10 @@ use tracing::{info, warn};
 use crate::machine::Machine;
 use crate::semaphore::Semaphore;
 
-/// Time limit for a guest to renew its identity, which includes making keys.
+/// Time limit for a guest to renew its identity, which includes the generation of keys.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Longest wait for a permit; after that the guest proceeds without one.
+/// Longest wait for a permit; after that, the guest renews its identity without one.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Permits for guests that renew their identity at the same time: half of the host's CPUs.
@@ -26,7 +26,8 @@ fn cpus() -> usize {
 }
 
 impl Machine {
-    /// Has a restored guest renew its identity as soon as its agent answers, on a thread.
+    /// Makes a restored guest renew its identity as soon as its agent answers. This runs on a
+    /// thread.
     pub(super) fn renew(self: &Arc<Self>) {
         let plan = self.vm.directory().map_or(Ok(None), Plan::read);
         let plan = match plan {
@@ -45,7 +46,7 @@ impl Machine {
         }
         let weak = Arc::downgrade(self);
         let work = move || {
-            // The thread does not keep a VM alive whose agent never answers.
+            // The thread does not keep the data of a VM whose agent never answers.
             while let Some((machine, agent)) = weak.upgrade().and_then(|m| {
                 let agent = m.agent()?;
                 Some((m, agent))
@@ -53,12 +54,12 @@ impl Machine {
                 if agent.wait_session(Duration::from_secs(1)).is_err() {
                     continue;
                 }
-                // Dozens of guests that renew at once would slow down the next clone's start. No
-                // guest makes the others wait for long.
+                // Dozens of guests that renew at once would slow down the next clone's start. A
+                // guest that renews slowly does not make the others wait for long.
                 let _turn = RENEWING
                     .get_or_init(|| Semaphore::new(cpus().div_ceil(2)))
                     .take(TURN_TIMEOUT);
-                // An interrupted renewal is repeated, which does no harm.
+                // A renewal that was interrupted is repeated, which does no harm.
                 if machine.carry_out(&plan) {
                     return;
                 }
@@ -69,8 +70,8 @@ impl Machine {
         }
     }
 
-    /// Runs the renewal once. Returns `false` if the agent's connection was lost and the run is to
-    /// be repeated.
+    /// Runs the renewal once. Returns `false` if the agent's connection was lost, so that the
+    /// caller repeats the renewal.
     fn carry_out(&self, plan: &Plan) -> bool {
         let renewal = match self.run(&plan.script(), RENEW_TIMEOUT) {
             Ok(done) => Renewal::read(&String::from_utf8_lossy(&done.stdout)),
@@ -87,7 +88,7 @@ impl Machine {
                 }
                 self.set_renewal(renewal);
             }
-            // The plan stays for the next daemon.
+            // The plan file stays, so the next daemon tries again.
             Err(why) => {
                 warn!(
                     vm = self.name,

@@ -8,17 +8,17 @@ use crate::error::DaemonError;
 use crate::locks::{Rank, Ranked};
 use crate::machine::Machine;
 
-/// Longest time that a request waits for a VM's right to save.
+/// Longest time that a request waits for the right to save a VM.
 const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The exclusive right to save a VM or to change its memory mappings, until it is dropped.
+/// The exclusive right to save a VM or to change its memory mappings, held until it is dropped.
 #[derive(Debug)]
 pub(crate) struct SaveRight<'a> {
     _right: MutexGuard<'a, ()>,
     _rank: Ranked,
 }
 
-/// The exclusive right to change the nodes of a VM's swap disk, until it is dropped.
+/// The exclusive right to change the block nodes of a VM's swap disk, held until it is dropped.
 #[derive(Debug)]
 pub(crate) struct SwapRight<'a> {
     _right: MutexGuard<'a, ()>,
@@ -26,7 +26,7 @@ pub(crate) struct SwapRight<'a> {
 }
 
 impl Machine {
-    /// Takes the right to save the VM or to change its mappings. Waits without a time limit.
+    /// Takes the right to save the VM or to change its memory mappings. Waits without a time limit.
     pub fn save_right(&self) -> SaveRight<'_> {
         SaveRight {
             _rank: Ranked::begin(Rank::Save),
@@ -34,7 +34,7 @@ impl Machine {
         }
     }
 
-    /// Takes the right to save the VM or to change its mappings, for a request.
+    /// Takes the right to save the VM or to change its memory mappings, for a user's request.
     ///
     /// # Errors
     ///
@@ -56,9 +56,9 @@ impl Machine {
         })
     }
 
-    /// Takes the right to change the VM's swap disk. A VM with a swap disk is not saved. So this
-    /// right is separate from the right to save, and a lender that needs its memory does not wait
-    /// for an hour-long copy of files from the guest.
+    /// Takes the right to change the VM's swap disk. This right is separate from the right to save:
+    /// a lender that needs its memory back does not wait for an hour-long copy of files from the
+    /// guest. (A VM with a swap disk is not saved, so the two do not conflict.)
     pub fn swap_right(&self) -> SwapRight<'_> {
         SwapRight {
             _rank: Ranked::begin(Rank::Swap),

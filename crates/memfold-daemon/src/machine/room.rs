@@ -1,5 +1,5 @@
-//! Automatic resumption of VMs that were stopped by a full disk, when there is free space again
-//! (option `resume_when_room`).
+//! Resumes VMs that were stopped by a full disk, when the disk has free space again (option
+//! `resume_when_room`).
 
 use std::io;
 use std::path::Path;
@@ -11,15 +11,15 @@ use tracing::{info, warn};
 use crate::machine::Machine;
 use crate::run_state::RunState;
 
-/// Free bytes that the file system of each full disk must have.
+/// Free bytes that the file system of each full disk must have before the VM is resumed.
 const LEAST: u64 = 16 << 20;
 
-/// Shortest and longest time between two attempts. The time grows if the guest fills the free space
-/// at once.
+/// Shortest time between two attempts to resume a VM; the next constant: the longest. The time
+/// grows if the guest fills the free space at once.
 const SHORTEST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// When the VM was last resumed, and the pause until the next attempt.
+/// Time at which the VM was last resumed, and the pause before the next attempt.
 #[derive(Debug, Default)]
 pub(crate) struct RoomWatch {
     resumed: Option<Instant>,
@@ -27,7 +27,7 @@ pub(crate) struct RoomWatch {
 }
 
 impl RoomWatch {
-    /// Resumes the VM if the option is set and its disks have free space.
+    /// Resumes the VM if the option `resume_when_room` is set and its disks have free space.
     pub fn look(&mut self, machine: &Arc<Machine>, now: &RunState) {
         if now.full.is_empty() || !machine.may_resume_when_room() {
             return;
@@ -45,7 +45,7 @@ impl RoomWatch {
                 files = ?now.full,
                 "VM resumed: its disk has room again"
             ),
-            // The new state is logged elsewhere.
+            // `note_state` logs the new state.
             Ok(_) => {}
             Err(error) => warn!(
                 vm = machine.name(),
@@ -56,7 +56,7 @@ impl RoomWatch {
     }
 }
 
-/// The pause after an attempt, from the previous pause and the time since the last attempt.
+/// Returns the pause after an attempt, from the previous pause and the time since the last attempt.
 fn next_pause(pause: Duration, since: Duration) -> Duration {
     if since < LONGEST {
         (pause * 2).clamp(SHORTEST, LONGEST)
@@ -65,7 +65,7 @@ fn next_pause(pause: Duration, since: Duration) -> Duration {
     }
 }
 
-/// Free bytes of the file's file system for unprivileged processes (`f_bavail`).
+/// Returns the free bytes of the file's file system for unprivileged processes (`f_bavail`).
 fn free_bytes(file: &Path) -> io::Result<u64> {
     let facts = rustix::fs::statvfs(file)?;
     Ok(facts.f_bavail.saturating_mul(facts.f_frsize))

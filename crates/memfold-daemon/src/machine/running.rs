@@ -1,4 +1,4 @@
-//! State of a VM (running, stopped, silent), and how it is resumed or ended.
+//! Run state of a VM (running, stopped, silent), and how the VM is resumed or stopped.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,28 +12,29 @@ use crate::error::DaemonError;
 use crate::machine::Machine;
 use crate::run_state::{RunState, SILENT};
 
-/// Time limit for the agent's command to shut the guest down.
+/// Time limit for the agent's answer to the shutdown command.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Command that shuts the guest down.
 const POWER_OFF: &str =
     "if command -v systemctl > /dev/null; then systemctl poweroff; else poweroff; fi";
 
-/// Advice for a VM that resumes by itself.
+/// Advice to the operator of a stopped VM that resumes by itself.
 const GOES_ON: &str = "free space on the file system of that file: the VM then resumes by itself (the guest notices only the time)";
 
 impl Machine {
-    /// Whether the VM resumes by itself when its full disks have free space.
+    /// Returns whether the VM resumes by itself when its full disks have free space.
     fn resumes_when_room(&self) -> bool {
         self.vm.spec().is_some_and(|spec| spec.resume_when_room)
     }
 
-    /// Whether the VM may be resumed automatically now: not while it is being saved.
+    /// Returns whether the VM may be resumed automatically now, which excludes a VM that is being
+    /// saved.
     pub(crate) fn may_resume_when_room(&self) -> bool {
         self.resumes_when_room() && !self.being_saved.load(Ordering::Relaxed)
     }
 
-    /// Replaces the advice in `state` if this VM resumes by itself.
+    /// Replaces the advice in `state` by [`GOES_ON`] if this VM resumes by itself.
     pub(crate) fn with_own_fix(&self, mut state: RunState) -> RunState {
         if !state.full.is_empty() && self.resumes_when_room() {
             state.fix = Some(GOES_ON.into());
@@ -41,19 +42,19 @@ impl Machine {
         state
     }
 
-    /// The VM's state when it was last read.
+    /// Returns the VM's state when it was last read.
     pub fn state(&self) -> RunState {
         self.state.lock().clone()
     }
 
-    /// Reads the VM's state. The last state is returned while a snapshot is being saved, or if
-    /// others use the monitor for longer than `patience`.
+    /// Reads the VM's run state. Returns the previous state while a snapshot is being saved, or if
+    /// other threads use the monitor for longer than `patience`.
     pub(crate) fn look_at_state(self: &Arc<Self>, patience: Duration) -> RunState {
         self.look(patience, |qmp, before| self.hear_pauses(qmp, before))
     }
 
-    /// Reads the VM's state. Calls `heard` with the monitor and the previous state after QEMU has
-    /// answered.
+    /// Reads the VM's run state. After QEMU has answered, calls `heard` with the monitor and the
+    /// previous state.
     fn look(&self, patience: Duration, heard: impl FnOnce(&mut Qmp, &RunState)) -> RunState {
         let pid = self.pid().as_raw_nonzero().get();
         if is_stopped(pid.unsigned_abs()) {
@@ -72,13 +73,13 @@ impl Machine {
             Ok(now) if now.name == before.name => before,
             Ok(now) => self.with_own_fix(now),
             Err(QmpError::Busy { .. }) => before,
-            // QEMU still hangs: the old text is kept even if the error's words differ.
+            // QEMU still hangs: the old text is kept even if the error message differs.
             Err(_) if before.name == SILENT && qmp.is_silent() => before,
             Err(error) => RunState::silent(&self.name, &error),
         }
     }
 
-    /// Stores the VM's state, and logs a change.
+    /// Stores the VM's run state, and logs a change.
     pub(crate) fn note_state(&self, now: &RunState) {
         let before = {
             let mut state = self.state.lock();
@@ -90,7 +91,7 @@ impl Machine {
         if now.is_running() {
             info!(vm = self.name, was = before.name, "VM runs again");
         } else if now.name == "prelaunch" {
-            info!(vm = self.name, "VM waits for 'cont' (-S)");
+            info!(vm = self.name, "VM waits for the QMP command 'cont' (QEMU was started with -S)");
         } else if matches!(
             now.name.as_str(),
             "inmigrate" | "save-vm" | "restore-vm" | "finish-migrate"
@@ -111,11 +112,11 @@ impl Machine {
         }
     }
 
-    /// Returns the VM's state if the VM is stopped, which explains why a command in its guest has
-    /// no answer. A VM that waits for its first start (`prelaunch`) counts as booting.
+    /// Returns the VM's run state if the VM is stopped, which explains why a command in its guest
+    /// gets no answer. A VM that waits for its first start (`prelaunch`) counts as booting.
     pub fn stands_still(&self) -> Option<RunState> {
         let stands = |state: &RunState| !state.is_running() && state.name != "prelaunch";
-        // Only a stop that lasts longer than a moment counts.
+        // Only a stop that lasts for three checks counts.
         for look in 0..3 {
             if look > 0 {
                 std::thread::sleep(Duration::from_millis(100));
@@ -131,8 +132,8 @@ impl Machine {
         None
     }
 
-    /// Refuses an operation that would wait for a stopped guest. `what`: the operation, for the
-    /// message.
+    /// Refuses an operation that would wait for a stopped guest. `what`: name of the operation, for
+    /// the error message.
     ///
     /// # Errors
     ///
@@ -144,7 +145,7 @@ impl Machine {
         }
     }
 
-    /// Resumes the VM, whatever the reason of its stop. Returns its new state.
+    /// Resumes the VM, whatever stopped it. Returns the VM's new state.
     pub fn resume(&self) -> Result<RunState, DaemonError> {
         let mut qmp = self.monitor();
         qmp.query("cont")?;
@@ -154,7 +155,7 @@ impl Machine {
         Ok(now)
     }
 
-    /// Ends the VM: its guest is asked to shut down, and the VM is switched off after `timeout`.
+    /// Stops the VM: asks the guest to shut down, and switches the VM off after `timeout`.
     pub fn stop(&self, timeout: Duration) -> Result<Stopped, DaemonError> {
         if let Some(domain) = self.libvirt() {
             return Err(DaemonError::BadRequest(format!(
@@ -162,22 +163,22 @@ impl Machine {
                 self.name
             )));
         }
-        // Uses the daemon's own monitor, because other sockets may be occupied.
+        // The daemon's own monitor connection is used, because the other sockets may be occupied.
         let monitor = |command: &str| self.monitor().query(command);
         Ok(self
             .vm
             .end(timeout, &|| self.ask_to_shut_down(), Some(&monitor))?)
     }
 
-    /// Has the agent shut the guest down. Returns whether the agent accepted. Without an agent, for
-    /// example while the guest boots, nobody does.
+    /// Asks the guest's agent to shut the guest down. Returns whether the agent accepted; `false`
+    /// if no agent is connected, for example while the guest boots.
     fn ask_to_shut_down(&self) -> bool {
         let Some(agent) = self.agent().filter(|agent| agent.session().is_some()) else {
             return false;
         };
         match agent.run(POWER_OFF, POWER_OFF_TIMEOUT) {
             Ok(done) => done.code == 0,
-            // The guest shut down before the agent could answer.
+            // The connection was lost because the guest shut down before the agent could answer.
             Err(AgentError::Lost) => true,
             Err(error) => {
                 debug!(vm = self.name, %error, "the agent does not shut the guest down");

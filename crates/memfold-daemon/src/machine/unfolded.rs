@@ -1,4 +1,5 @@
-//! Stand-in for the fold library's connection of a VM whose QEMU runs without the library.
+//! Replacement for the connection to the fold library, for a VM whose QEMU runs without the
+//! library.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -9,7 +10,7 @@ use rustix::process::Pid;
 
 pub(super) const NO_LIBRARY: &str = "QEMU runs without memfold's library; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
 
-/// A VM without the fold library. The engine lists such a VM and gives it no orders.
+/// A VM without the fold library. The fold engine lists such a VM and gives it no orders.
 pub(super) struct Unfolded(pub Pid);
 
 impl Guest for Unfolded {

@@ -1,4 +1,4 @@
-//! Periodic checks of a VM: its state, its conditions for folding, and its fold library.
+//! Periodic checks of a VM: its run state, its conditions for folding, and its fold library.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,13 +13,14 @@ use crate::machine::library_watch::INTERVAL;
 use crate::machine::room::RoomWatch;
 use crate::run_state::{RunState, SILENT};
 
-/// Time between two checks of the VM's state.
+/// Time between two checks of the VM's run state.
 const STATE: Duration = Duration::from_secs(1);
 
-/// Longest pause before the next connection to a fold library that keeps failing.
+/// Longest pause before the next attempt to connect to a fold library that keeps failing.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
-/// Time limit of an order: the library begins no run of an order after one second.
+/// Longest time that the fold library needs for an order: it begins no further run of pages after
+/// one second.
 const ORDER: Duration = Duration::from_millis(1500);
 
 impl Machine {
@@ -30,7 +31,8 @@ impl Machine {
         loop {
             match self.vm.process().wait_exit(STATE) {
                 Ok(false) => {
-                    // A state that was seen only once is a short stop by the library, for folding.
+                    // A state counts only after two checks: the fold library may stop the VM for a
+                    // moment.
                     let now = self.look_at_state(Duration::ZERO);
                     if now == seen {
                         self.note_state(&now);
@@ -64,7 +66,7 @@ impl Machine {
         }
         let link = match self.vm.library_link() {
             Some(Ok(link)) => link,
-            // Repeated at the next check. Most VMs whose library is lost are ending.
+            // The next check tries again. Most VMs whose library does not answer are ending.
             Some(Err(error)) => {
                 return debug!(vm = self.name, %error, "cannot reach the library in this VM's QEMU; tried again");
             }
@@ -72,7 +74,7 @@ impl Machine {
         };
         warn!(
             vm = self.name,
-            "library in QEMU did not answer in time; reconnected, folding continues"
+            "fold library in QEMU did not answer in time; the daemon reconnected, and folding continues"
         );
         watch.pause = if watch.connected.elapsed() > LONGEST_PAUSE {
             INTERVAL
@@ -80,8 +82,8 @@ impl Machine {
             (watch.pause * 2).min(LONGEST_PAUSE)
         };
         watch.connected = Instant::now();
-        // An order in progress may still find out that the old connection is lost, so the old state
-        // is not reused.
+        // The new connection gets a new state, because an order in progress may still mark the old
+        // one as lost.
         let state = SharedLibraryState::default();
         *self.library_state.lock() = state.clone();
         self.look_again();
@@ -99,7 +101,7 @@ impl Machine {
         *shared.lock()
     }
 
-    /// The reason why QEMU or its fold library does not answer at this moment; `None` if both do.
+    /// Returns why QEMU or its fold library does not answer at this moment; `None` if both answer.
     pub fn is_silent(&self) -> Option<String> {
         let pid = self.pid().as_raw_nonzero().get();
         let state = if is_stopped(pid.unsigned_abs()) {

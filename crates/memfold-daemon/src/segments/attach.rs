@@ -16,8 +16,8 @@ use crate::segments::in_guest::{lay, take_off};
 use crate::segments::slots::{directory, note, noted};
 
 impl Segments {
-    /// Attaches a segment to a running VM, and has its guest overlay its files with the segment.
-    /// Another generation of the segment is removed from the guest's files first.
+    /// Attaches a segment to a running VM, and has the guest mount the segment over its files.
+    /// Another generation of the segment is unmounted first.
     pub fn attach(
         &self,
         vm: &str,
@@ -26,11 +26,11 @@ impl Segments {
         let machine = self.registry.machine(vm)?;
         let directory = directory(&machine)?;
         let slots = machine.vm().spec().map_or(0, VmSpec::slots);
-        // Only one at a time: two requests would take the same slot, and a snapshot would save an
-        // incomplete state. This right is taken before the other lock, which is held only until
-        // QEMU maps the image: guests may be slow.
+        // Only one attachment at a time: two would take the same slot, and a snapshot would save an
+        // incomplete state. This right is taken before the lock of segments, which is held only
+        // until QEMU maps the image, because guests may be slow.
         let _alone = machine.save_right_soon()?;
-        // A writer's check must hold until the writer is recorded.
+        // This lock keeps the result of the writer's check valid until the writer is recorded.
         let mut kept = if request.writer {
             (None, Some(self.exclusive()))
         } else {
@@ -58,11 +58,11 @@ impl Segments {
             memfold_vm::segments::check_one(&segment)
                 .map_err(|error| SegmentError::Impossible(error.to_string()))?;
             let file = File::open(&image);
-            // Recorded before QEMU is asked: a device that is not recorded would occupy its slot
-            // forever. A recorded segment without a device is removed later.
+            // The segment is recorded before QEMU adds the device: a device without a record would
+            // occupy its slot forever. A record without a device is removed later.
             now.push(segment.clone());
             note(directory, &now)?;
-            // From now on the VM counts as a user of the segment, so the lock is not held while
+            // From now on the VM counts as a user of the segment, so the lock is not needed while
             // QEMU works.
             kept = (None, None);
             let plugged = match &file {
@@ -112,8 +112,8 @@ impl Segments {
         })
     }
 
-    /// Has a guest remove a segment from its files. Changes that were written there are kept. The
-    /// device stays until the VM ends.
+    /// Has a guest unmount a segment. Changes that the guest wrote to the segment's files are kept.
+    /// The device stays until the VM ends.
     pub fn detach(&self, vm: &str, name: &str) -> Result<AttachedSegment, DaemonError> {
         let machine = self.registry.machine(vm)?;
         let reference = Reference::parse(name)?;
@@ -123,7 +123,7 @@ impl Segments {
             Some(_) => s.name == reference.to_string(),
             None => s.base_name() == reference.name,
         };
-        // The generation that overlays the files is the one that was attached last.
+        // The mounted generation is the one that was attached last.
         let Some(at) = now.iter().rposition(|s| of(&s)) else {
             return Err(
                 SegmentError::Impossible(format!("VM '{vm}' has no segment '{name}'")).into(),
@@ -161,8 +161,8 @@ impl Segments {
     }
 }
 
-/// Removes another generation from the guest's files and overlays this one. If that fails, the
-/// other generation is overlaid again.
+/// Unmounts another generation of a segment in the guest and mounts this one. If that fails, the
+/// other generation is mounted again.
 fn lay_instead(
     machine: &Machine,
     now: &[SegmentSpec],
@@ -188,7 +188,7 @@ fn lay_instead(
             error = error as &dyn std::error::Error,
             other = other.name,
             is_laid_again = again.is_ok(),
-            "cannot overlay the newer segment in the guest; fix the cause and attach it again"
+            "cannot mount the newer segment in the guest; fix the cause and attach the segment again"
         );
     }
     laid

@@ -70,11 +70,11 @@ impl Segments {
         Ok(BuildResult { segment, is_new })
     }
 
-    /// Ranks files by the memory that they would save in a segment.
+    /// Ranks files of VMs by the memory that they would save in a segment.
     ///
     /// # Errors
     ///
-    /// [`DaemonError::NoSuchVm`] if a requested VM does not run.
+    /// [`DaemonError::NoSuchVm`] if a VM of the request does not run.
     pub fn rank(&self, request: &RankRequest) -> Result<Vec<Ranked>, DaemonError> {
         let mut uses = self.folding.ask(Command::FileUses)?;
         for vm in &request.vms {

@@ -28,7 +28,8 @@ use crate::segments::slots::{directory, noted};
 /// Size of the disk image, in bytes. The image is sparse: only written parts take space.
 const ROOM: u64 = 16 << 30;
 
-/// QEMU's name of the disk, and below, the serial number that the guest finds it by.
+/// QEMU's name of the disk for the copy. The next constant: the serial number by which the guest
+/// finds the disk.
 const NODE: &str = "copy-out";
 const SERIAL: &str = "memfold-copy";
 
@@ -39,7 +40,7 @@ const COPY_TIMEOUT: Duration = Duration::from_secs(3600);
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Shell script that finds the disk and copies directories to it: with owners, modes, times, links,
-/// capabilities and access lists, and without file systems mounted below them.
+/// capabilities and access lists, but without file systems that are mounted below the directories.
 const COPY: &str = r#"set -e
 find_disk() {
     for disk in /sys/block/vd*; do
@@ -89,7 +90,7 @@ impl CopiedFiles {
 }
 
 impl Segments {
-    /// Copies all files of a guest that the build's globs may match.
+    /// Copies all files of a guest that the build's glob patterns may match.
     pub(crate) fn copy_out(
         &self,
         vm: &str,
@@ -114,7 +115,8 @@ impl Segments {
         }
         let directory = directory(&machine)?;
         let slots = machine.vm().spec().map_or(0, VmSpec::slots);
-        // Until the copy ends, the VM is not saved and no segment takes the slot.
+        // Until the copy ends, this right prevents saves of the VM, and segments that would take
+        // the slot.
         let _alone = machine.save_right_soon()?;
         let slot = u32::try_from(noted(&machine, directory)?.len()).unwrap_or(slots);
         if slot >= slots {
@@ -130,7 +132,7 @@ impl Segments {
         let image = copy.image();
         make(&image)?;
         progress.begin("guest's files copied", 0);
-        // Removes a disk that an earlier daemon has left.
+        // An earlier daemon may have left its disk.
         unplug(&machine);
         let copied = copy_to(&machine, slot, &image, request);
         unplug(&machine);
@@ -173,7 +175,7 @@ fn make(image: &Path) -> Result<(), DaemonError> {
 }
 
 fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError> {
-    // Passed as a file descriptor: a QEMU without privileges cannot open the draft.
+    // The file is passed as a descriptor, because a QEMU without privileges cannot open the path.
     let place = qmp.lend(image)?;
     let added = qmp.execute(
         "blockdev-add",
@@ -186,7 +188,7 @@ fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError>
     // QEMU keeps its own duplicate of the descriptor while the node exists.
     qmp.take_back(&place)?;
     added?;
-    // If the host's disk is full, the copy must fail. By default QEMU would stop the VM.
+    // If the host's disk is full, the copy must fail; by default QEMU would stop the VM instead.
     let device = json!({
         "driver": "virtio-blk-pci", "id": NODE, "drive": NODE, "serial": SERIAL, "bus": format!("segport{slot}"),
         "werror": "report", "rerror": "report",
@@ -194,8 +196,8 @@ fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError>
     qmp.execute("device_add", device).map(drop)
 }
 
-/// Checks that no write to the disk failed: the guest may have ignored errors, and files would lack
-/// bytes.
+/// Checks that no write to the disk failed: the guest may have ignored errors, and files would be
+/// incomplete.
 ///
 /// # Errors
 ///
@@ -217,7 +219,7 @@ fn all_written(machine: &Machine) -> Result<(), DaemonError> {
     }
 }
 
-/// Removes the disk and its block node, if they exist.
+/// Removes the disk for the copy and its block node from QEMU, if they exist.
 pub(crate) fn unplug(machine: &Machine) {
     let peripherals = json!({ "path": "/machine/peripheral" });
     let is_there = || {
@@ -242,7 +244,7 @@ pub(crate) fn unplug(machine: &Machine) {
             );
             return;
         }
-        // A guest that was still booting may have missed the request.
+        // A guest that was still booting may have missed the request to release the disk.
         if asked.elapsed() > UNPLUG_TIMEOUT / 4 {
             asked = Instant::now();
             let _ = machine
@@ -251,7 +253,7 @@ pub(crate) fn unplug(machine: &Machine) {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    // The node may not exist.
+    // This fails if the node does not exist.
     let _ = machine
         .monitor()
         .execute("blockdev-del", json!({ "node-name": NODE }));
@@ -275,7 +277,8 @@ fn run(machine: &Machine, tops: &[String]) -> Result<(), DaemonError> {
     Err(SegmentError::Impossible(why).into())
 }
 
-/// Directories and files that contain all matches of the globs. None of them is below another.
+/// Returns directories and files that together contain all matches of the glob patterns. None of
+/// them is below another.
 fn tops(include: &[String]) -> Vec<String> {
     let programs = PROGRAMS.map(String::from);
     let globs = if include.is_empty() {

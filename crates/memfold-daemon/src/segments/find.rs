@@ -1,4 +1,4 @@
-//! Finding of segments by name, and the check whether a VM may map them.
+//! Finds segments by name, and checks whether a VM may map them.
 
 use std::path::PathBuf;
 
@@ -10,8 +10,8 @@ use crate::segments::Segments;
 use crate::snapshot_locks::{Use, being_saved};
 
 impl Segments {
-    /// Finds the segments of a VM that is about to be started. They cannot be removed as long as
-    /// the result exists.
+    /// Finds the segments of a VM that is about to be started. The segments cannot be removed until
+    /// the result is dropped.
     pub(crate) fn take(&self, spec: &mut VmSpec) -> Result<Vec<Use<'_>>, DaemonError> {
         let _kept = self.shared();
         self.find(spec)?;
@@ -20,7 +20,7 @@ impl Segments {
         Ok(uses.collect::<Result<Vec<_>, _>>()?)
     }
 
-    /// Finds the images of the segments in a VM's description, and verifies them.
+    /// Finds the images of the segments in a VM's description, and verifies the images.
     ///
     /// # Errors
     ///
@@ -80,7 +80,7 @@ impl Segments {
             }
             .into());
         }
-        // The generation is fixed here, even if a newer one is built in the meantime.
+        // The generation is chosen here, even if a newer one is built meanwhile.
         let reference = Reference::parse(&manifest.reference())?;
         Ok(self.shelf.image(&reference)?)
     }

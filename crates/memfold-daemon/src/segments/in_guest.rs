@@ -1,5 +1,5 @@
-//! Commands to the guest's agent for segments: overlay the guest's files, remove the overlay, list
-//! overlays.
+//! Sends commands about segments to the guest's agent: mount a segment over the guest's files,
+//! unmount it, list mounted segments.
 
 use std::time::{Duration, Instant};
 
@@ -11,23 +11,23 @@ use memfold_vm::{AgentError, CommandResult};
 use crate::error::DaemonError;
 use crate::machine::Machine;
 
-/// Time limit for a guest to compare its files with a segment's and to overlay them.
+/// Time limit for a guest to compare its files with those of a segment, and to mount the segment.
 const LAY_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Time limit of overlaying when the guest compares the content of all files.
+/// Time limit for mounting a segment when the guest compares the content of all files.
 const CONTENT_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Time limit for a guest to find a device that was plugged in.
 const PLUG_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Time limit for a guest to list its overlays.
+/// Time limit for a guest to list its mounted segments.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Exit code of an agent that does not know the command.
+/// Exit code of an agent that does not know the command (wrong usage).
 const USAGE: i32 = 2;
 
-/// Has the guest overlay its files with a segment, as soon as it finds the device. With `content`,
-/// the guest compares all bytes of the files first.
+/// Has the guest mount a segment over its files, as soon as the guest finds the device. With
+/// `content`, the guest compares all bytes of the files first.
 pub(crate) fn lay(
     machine: &Machine,
     name: &str,
@@ -40,7 +40,7 @@ pub(crate) fn lay(
     } else {
         LAY_TIMEOUT
     };
-    machine.check_runs("no segment was laid")?;
+    machine.check_runs("no segment was mounted")?;
     let end = Instant::now() + PLUG_TIMEOUT;
     let done = loop {
         let done = machine.run(&script, timeout);
@@ -69,10 +69,10 @@ pub(crate) fn lay(
     answer
 }
 
-/// Has the guest remove the overlay of a segment, whatever its generation.
+/// Has the guest unmount a segment, whatever its generation. Returns the agent's report.
 pub(crate) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonError> {
     let script = format!("exec \"$MEMFOLD_AGENT\" --segment-take-off {base}");
-    machine.check_runs("no segment was taken off")?;
+    machine.check_runs("no segment was unmounted")?;
     let answer = answer(machine, &machine.run(&script, LAY_TIMEOUT)?)?;
     for segment in machine.vm().segments() {
         if segment.base_name() == base {
@@ -82,13 +82,13 @@ pub(crate) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Valu
     Ok(answer)
 }
 
-/// The overlays in the guest, as its agent reports them.
+/// Returns the segments that the guest has mounted, as its agent reports them.
 pub(crate) fn list(machine: &Machine) -> Result<serde_json::Value, DaemonError> {
     let done = machine.run("exec \"$MEMFOLD_AGENT\" --segment-list", LIST_TIMEOUT)?;
     answer(machine, &done)
 }
 
-/// Standard error of a command in a guest, as text.
+/// Returns the standard error of a command in a guest, as text.
 pub(crate) fn says(result: &CommandResult) -> String {
     String::from_utf8_lossy(&result.stderr).trim().to_owned()
 }

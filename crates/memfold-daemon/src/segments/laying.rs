@@ -1,4 +1,4 @@
-//! Overlays of segments when a guest boots, and detection of existing overlays when the daemon
+//! Mounts segments in guests that boot, and finds out which segments are mounted when the daemon
 //! starts.
 
 use std::sync::Arc;
@@ -13,15 +13,15 @@ use crate::on_agent_ready::on_agent_ready;
 use crate::segments::copy_out;
 use crate::segments::in_guest::{self, lay};
 
-/// Has a guest that boots overlay its files with the VM's segments, unless the guest did so itself.
+/// Has a guest that boots mount the VM's segments over its files, unless the guest did so itself.
 pub(crate) fn lay_when_booted(machine: &Arc<Machine>) {
     if machine.vm().segments().iter().any(|segment| !segment.root) {
         on_agent_ready(machine, "segments", lay_all);
     }
 }
 
-/// Asks a guest that was booted under an earlier daemon for its overlays, and removes a disk for
-/// copying files that the earlier daemon has left.
+/// Asks a guest that was booted under an earlier daemon for its mounted segments, and removes a
+/// disk for copying files that the earlier daemon has left.
 pub(crate) fn recall_segments(machine: &Arc<Machine>) {
     if machine.vm().spec().is_none_or(|spec| spec.slots() == 0) {
         return;
@@ -38,7 +38,7 @@ pub(crate) fn recall_segments(machine: &Arc<Machine>) {
 }
 
 fn recall(machine: &Machine) -> Result<(), DaemonError> {
-    // No overlay is made or removed during this.
+    // While this right is held, no segment is mounted or unmounted.
     let _alone = machine.save_right();
     copy_out::unplug(machine);
     if machine.vm().segments().iter().all(|segment| segment.root) {
@@ -61,7 +61,7 @@ fn recall(machine: &Machine) -> Result<(), DaemonError> {
             .into_iter()
             .flatten()
             .any(|e| lies(e).is_some());
-        // A known state is newer: this daemon has asked the guest to change the overlay.
+        // A known state is newer, because this daemon has changed the mount since.
         if is_laid && machine.segment_state(&segment.name).is_none() {
             machine.set_segment_state(&segment.name, SegmentState::Laid);
         }
@@ -69,8 +69,8 @@ fn recall(machine: &Machine) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Has a running guest overlay its files with all segments of the VM. A failure is logged and shown
-/// in the list of VMs.
+/// Has a running guest mount all segments of the VM. A failure is logged and shown in the list of
+/// VMs.
 pub(crate) fn lay_all(machine: &Machine) {
     let _alone = machine.save_right();
     let segments = machine.vm().segments();
@@ -85,7 +85,7 @@ pub(crate) fn lay_all(machine: &Machine) {
                 vm = machine.name(),
                 segment = segment.name,
                 error = &error as &dyn std::error::Error,
-                "cannot overlay the segment in the guest; run 'memfold segment attach'"
+                "cannot mount the segment in the guest; run 'memfold segment attach'"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! Listing, verifying and removing segments.
+//! Lists, verifies and removes segments.
 
 use memfold_segment::{Manifest, Reference, SegmentError, SegmentInfo};
 use rustix::process::Pid;
@@ -7,11 +7,11 @@ use crate::error::DaemonError;
 use crate::segments::Segments;
 
 impl Segments {
-    /// All segments, with their users and sizes.
+    /// Returns all segments, with their users and sizes.
     pub fn list(&self) -> Result<Vec<SegmentInfo>, DaemonError> {
         let all = self.shelf.all()?;
         let users = self.shelf.users(&all)?;
-        // The table of VMs is not locked while files are read.
+        // The table of VMs is not locked while the segments' files are read.
         let known = self.registry.machines();
         let named = |pid: Pid| {
             let vm = known.iter().find(|machine| machine.pid() == pid);
@@ -51,7 +51,7 @@ impl Segments {
     ///
     /// # Errors
     ///
-    /// [`SegmentError::InUse`] if a generation has users; then nothing is removed.
+    /// [`SegmentError::InUse`] if any of the generations has users; then no generation is removed.
     pub fn remove(&self, name: &str) -> Result<Vec<String>, DaemonError> {
         let reference = Reference::parse(name)?;
         let _alone = self.exclusive();

@@ -1,4 +1,4 @@
-//! The record of a VM's segments, in the order of QEMU's slots.
+//! The record of a VM's segments, in the order of their device slots in QEMU.
 
 use memfold_segment::SegmentError;
 use memfold_vm::segments::unplug_backend;
@@ -7,8 +7,8 @@ use memfold_vm::{SegmentSpec, VmDirectory};
 use crate::error::DaemonError;
 use crate::machine::Machine;
 
-/// The segments that QEMU has. Segments that an earlier daemon recorded and did not plug in are
-/// removed from the record.
+/// Returns the recorded segments that QEMU has as devices. A segment that an earlier daemon
+/// recorded and did not plug in is removed from the record.
 pub(super) fn noted(
     machine: &Machine,
     directory: &VmDirectory,

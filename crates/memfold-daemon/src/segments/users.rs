@@ -1,5 +1,5 @@
-//! Users of segments: VMs, snapshots, and the VM that writes the next generation. Unused old
-//! generations are removed.
+//! Determines the users of segments: VMs, snapshots, and the VM that writes the next generation.
+//! Removes old generations that have no user.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
 impl Segments {
-    /// Users of a generation: VMs that map it, and snapshots of such VMs. A snapshot that cannot be
-    /// read counts as a user.
+    /// Returns the users of a generation: VMs that map it, and snapshots of such VMs. A snapshot
+    /// that cannot be read counts as a user.
     pub(super) fn users_of(&self, manifest: &Manifest) -> Result<Vec<String>, DaemonError> {
         let reference = manifest.reference();
         let pids = self.shelf.users(std::slice::from_ref(manifest))?;
@@ -32,8 +32,8 @@ impl Segments {
             ));
         }
         let named = |segments: &[SegmentSpec]| segments.iter().any(|s| s.name == reference);
-        // Needed where the kernel reports another device number for mappings than for files, as on
-        // btrfs.
+        // This finds users where the kernel reports another device number for mappings than for
+        // files, as on btrfs.
         for machine in machines {
             if named(&machine.vm().segments()) {
                 users.insert(format!("VM {}", machine.name()));
@@ -68,11 +68,11 @@ impl Segments {
         Ok(users.into_iter().collect())
     }
 
-    /// The VM that writes a segment's next generation. `None` if that VM has ended or detached the
-    /// segment.
+    /// Returns the VM that writes a segment's next generation; `None` if there is none, or if it
+    /// has ended or detached the segment.
     pub(super) fn writer(&self, name: &str) -> Option<String> {
         let vm = self.shelf.writer(name)?;
-        // The segments of a VM that is not running yet are unknown.
+        // It is not known yet which segments a VM that is being started uses.
         if self.registry.arrivals().get(&vm).is_some() {
             return Some(vm);
         }
@@ -84,19 +84,20 @@ impl Segments {
         machine.is_some_and(|m| has_it(&m)).then_some(vm)
     }
 
-    /// Checks that no other VM maps a generation of the segment, so that `vm` may become its
-    /// writer.
+    /// Checks that no VM but `vm` maps a generation of the segment, so that `vm` may write the next
+    /// generation.
     ///
     /// # Errors
     ///
-    /// [`SegmentError::InUse`] otherwise.
+    /// [`SegmentError::InUse`] if another VM maps one.
     pub(super) fn check_alone(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
         let me = format!("VM {vm}");
         let mut others = BTreeSet::new();
         for manifest in self.shelf.all()?.iter().filter(|m| m.name == name) {
             others.extend(self.users_of(manifest)?);
         }
-        // Snapshots keep the generation that they were saved with.
+        // A snapshot keeps the generation that it was saved with, so it does not conflict with a
+        // writer.
         others.retain(|user| *user != me && !user.contains("snapshot "));
         if others.is_empty() {
             return Ok(());
@@ -132,7 +133,7 @@ impl Segments {
         }
     }
 
-    /// Completes the work of a daemon that died: clears writers that have ended, and removes old
+    /// Completes the work of an earlier daemon: clears writers whose VM has ended, and removes old
     /// generations without users.
     pub(crate) fn clean_up(&self) {
         let all = self.shelf.all().unwrap_or_default();
@@ -159,8 +160,8 @@ impl Segments {
         }
     }
 
-    /// Clears a VM as the writer of segments. Called when the VM ends, before its name is free:
-    /// otherwise the next VM of this name would be the writer.
+    /// Clears a VM as the writer of segments. Called when the VM ends, before its name can be used
+    /// again: otherwise the next VM of this name would be the writer.
     pub(crate) fn end_writer(&self, vm: &str, segments: &[SegmentSpec]) {
         for segment in segments {
             if self.shelf.writer(segment.base_name()).as_deref() == Some(vm) {
@@ -169,7 +170,7 @@ impl Segments {
         }
     }
 
-    /// Removes unused generations after a VM that mapped these segments has ended.
+    /// Removes unused generations of these segments, after a VM that mapped them has ended.
     pub(crate) fn left(&self, segments: &[SegmentSpec]) {
         if segments.is_empty() {
             return;
@@ -181,12 +182,12 @@ impl Segments {
         {
             self.drop_old(name);
         }
-        // A VM that is being started may have looked up a segment and not mapped it yet. This work
-        // is then done when that VM ends.
+        // A VM that is being started may have looked up a segment and not mapped it yet. The
+        // generations are then removed when that VM ends.
         if !self.registry.arrivals().is_empty() {
             return;
         }
-        // The exclusive lock keeps others from looking up a segment that they have not mapped yet.
+        // This lock excludes threads that have looked up a segment which QEMU does not map yet.
         let _alone = self.exclusive();
         self.shelf.let_go();
     }

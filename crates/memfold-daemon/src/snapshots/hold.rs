@@ -1,4 +1,4 @@
-//! Control of a VM during its save: its writes are tracked, or the VM is stopped.
+//! Controls a VM during its save: tracks the VM's writes, or stops the VM.
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
@@ -20,20 +20,20 @@ use crate::machine::Machine;
 /// Time limit for a guest to list its free pages.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A VM whose writes are tracked, or that is stopped. Dropping this resumes the VM and ends
-/// tracking.
+/// A VM whose writes are tracked, or that is stopped, for its save. Dropping it resumes the VM and
+/// ends tracking.
 pub(super) struct HeldVm<'a> {
     folding: &'a Folding,
     machine: &'a Arc<Machine>,
     agent: Option<&'a AgentLink>,
-    /// Held while the VM is stopped: keeps the agent's connection quiet.
+    /// Held while the VM is stopped, so that nothing is sent to the guest's agent.
     quiet: RefCell<Option<MutexGuard<'a, ()>>>,
     merging: RefCell<Option<MergingStops<'a>>>,
     /// Time at which the save stopped the VM; `None` while it runs.
     stopped: Cell<Option<Instant>>,
     /// Total time for which the save has stopped the VM.
     stood: Cell<Duration>,
-    /// The note of the save, for a VM that memfold did not start.
+    /// The note about this save; only for a VM that memfold did not start.
     noted: Option<NotedSave<'a>>,
 }
 
@@ -68,14 +68,14 @@ impl HeldVm<'_> {
                 .map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Tracks the VM's writes, and then asks the guest for its free pages.
+    /// Begins to track the VM's writes, and then asks the guest for its free pages.
     ///
     /// # Errors
     ///
-    /// The reason why free pages cannot be left out of the snapshot.
+    /// A text that says why free pages cannot be left out of the snapshot.
     pub fn free_pages(&self) -> Result<Vec<Frames>, String> {
-        // Conditions may have changed. For example, devices write to pinned memory past the page
-        // tables.
+        // Conditions may have changed. For example, a device that writes to pinned memory bypasses
+        // the page tables.
         self.machine.look_again();
         if let Some(problem) = self.machine.problem() {
             return Err(problem);
@@ -93,8 +93,8 @@ impl HeldVm<'_> {
         free::parse(&listed.stdout, self.machine.ram_pages())
     }
 
-    /// Has the engine do something with the VM that [`Command::Release`] undoes. `what` completes
-    /// the error "the VM cannot be ...".
+    /// Sends the fold engine a command for this VM that [`Command::Release`] undoes. `what`
+    /// completes the error message "the VM cannot be ...".
     fn tell(
         &self,
         what: &str,
@@ -120,8 +120,8 @@ impl save::Hold for HeldVm<'_> {
             self.stopped.set(Some(Instant::now()));
             return Ok(());
         }
-        // The library has no monitor, so nobody in QEMU resumes the VM if the daemon dies. The next
-        // daemon resumes it.
+        // The library has no monitor connection, so nothing in QEMU resumes the VM if the daemon
+        // dies. The next daemon resumes it.
         let failed = |error: &dyn std::fmt::Display| format!("cannot stop the VM: {error}");
         if self.machine.vm().has_library() {
             self.tell("left alone", Command::LeaveAlone)?;
@@ -169,7 +169,7 @@ impl save::Hold for HeldVm<'_> {
     }
 
     fn let_go(&self) {
-        // The engine ends only with the daemon, and then the library resumes the VM.
+        // Sending fails only when the daemon ends, and then the library resumes the VM.
         let _ = self.folding.tell(Command::Release(self.machine.id()));
         self.quiet.take();
         self.merging.take();

@@ -41,15 +41,15 @@ impl Snapshots {
             self.disks_taken_back(name, &saved.vm)?;
         }
         self.directory.remove(name)?;
-        // The snapshot may have been the last user of an old generation.
+        // The snapshot may have been the last user of an old segment generation.
         for segment in saved.map(|saved| saved.spec.segments).unwrap_or_default() {
             self.segments.drop_old(segment.base_name());
         }
         Ok(())
     }
 
-    /// Moves disks of the running VM that was saved out of the snapshot, before the snapshot is
-    /// removed.
+    /// Moves the disks of the VM that was saved out of the snapshot, if that VM still runs, before
+    /// the snapshot is removed.
     fn disks_taken_back(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
         let place = self.directory.path(name)?;
         let machine = match self.registry.machine(vm) {
@@ -66,7 +66,7 @@ impl Snapshots {
         let subject = subject(&machine)?;
         let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
         if let Err(error) = taken {
-            // The VM continues with the files that QEMU has open.
+            // The VM continues with the files that its QEMU has open.
             warn!(vm, snapshot = name, %error, "cannot take the VM's disks back from the removed snapshot; restart the VM before its next save");
         }
         Ok(())

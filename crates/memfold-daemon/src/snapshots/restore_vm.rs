@@ -1,4 +1,4 @@
-//! Restoring: VMs that are started from snapshots.
+//! Starts VMs from snapshots.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,8 +21,8 @@ use crate::snapshots::Snapshots;
 const TWIN_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Snapshots {
-    /// A VM that shares this snapshot's identity: one restored from the snapshot, or the saved VM
-    /// itself if it still runs.
+    /// Returns the name of a VM that has this snapshot's identity: a VM restored from the snapshot,
+    /// or the saved VM itself if it still runs.
     fn twin(&self, manifest: &Manifest) -> Result<Option<String>, DaemonError> {
         let pids = restore::users(&self.directory, &manifest.name)?;
         let machines = self.registry.machines();
@@ -45,19 +45,19 @@ impl Snapshots {
     ///
     /// # Errors
     ///
-    /// Among others [`SnapshotError::Twin`] if the guest cannot renew its identity and another VM
-    /// has the same, [`DaemonError::Braked`] while the brake is on.
+    /// Among others: [`SnapshotError::Twin`] if the guest cannot renew its identity and another VM
+    /// has the same identity; [`DaemonError::Braked`] while the brake is on.
     pub fn restore(
         self: &Arc<Self>,
         snapshot: &str,
         request: &RestoreRequest,
     ) -> Result<VmInfo, DaemonError> {
-        // The lock keeps the snapshot from being removed and replaced, so all files belong to one
+        // The lock prevents the removal and replacement of the snapshot, so all files belong to one
         // save.
         let progress = self.locks.begin(snapshot)?;
         let manifest = self.directory.manifest(snapshot)?;
         let mut spec = restore::spec(&self.directory, &manifest, &request.vm)?;
-        // Checked before disks are copied, which takes long.
+        // The name is checked before the disks are copied, which takes long.
         memfold_vm::check_name("name", &request.vm).map_err(LaunchError::from)?;
         if self.registry.contains(&request.vm) {
             return Err(DaemonError::NameTaken(request.vm.clone()));
@@ -69,7 +69,7 @@ impl Snapshots {
             Some(place) => OwnDisks::make(&mut spec, place, &progress)?,
             None => OwnDisks::default(),
         };
-        // One restore at a time, so that each sees the other's VM.
+        // One restore at a time, so that each restore sees the VM of the other.
         let _alone = if manifest.tells_twins_apart() {
             None
         } else {
@@ -104,7 +104,7 @@ impl Snapshots {
             if let Err(error) = filled {
                 // The log is removed with the VM's directory, so it is read first.
                 let said = vm.directory().map(memfold_vm::log_tail).unwrap_or_default();
-                // A half restored VM is ended.
+                // A VM that is only half restored is killed.
                 let _ = vm.stop(Duration::ZERO);
                 return Err(match error {
                     SnapshotError::Qemu(why) if !said.is_empty() => {
@@ -124,7 +124,8 @@ impl Snapshots {
         admitted.started();
         own_disks.keep();
         let Ok(machine) = self.registry.machine(&request.vm) else {
-            // The VM has ended already, perhaps while its memory was still in use here.
+            // The VM has ended already. Its image may have been in use here, so unused files are
+            // removed now.
             self.directory.let_go();
             return Ok(info);
         };

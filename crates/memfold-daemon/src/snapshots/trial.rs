@@ -1,5 +1,5 @@
-//! Trial start of a snapshot's VM: QEMU is started as `restore` starts it, loads no state, and is
-//! ended.
+//! Trial start of a snapshot's VM: QEMU is started with the options of `restore`, loads no state,
+//! and is killed again.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,7 +11,8 @@ use tracing::warn;
 use crate::error::DaemonError;
 use crate::snapshots::Snapshots;
 
-/// Directory of VMs of trial starts. They are not listed, and no daemon adopts them.
+/// Returns the directory for VMs of trial starts. No list shows these VMs, and no daemon adopts
+/// them.
 fn place(state: &Path) -> PathBuf {
     state.join("trial")
 }
@@ -28,17 +29,17 @@ fn end(vm: &Vm) {
         warn!(
             vm = vm.name(),
             error = &error as &dyn std::error::Error,
-            "cannot end QEMU of a test start; end its process by hand"
+            "cannot end the QEMU process of a trial start; end the process by hand"
         );
     }
 }
 
 impl Snapshots {
-    /// Starts QEMU with the options of a restore, and ends it.
+    /// Starts QEMU with the options of a restore, and kills it again.
     ///
     /// # Errors
     ///
-    /// The reason why a VM cannot be started from the snapshot.
+    /// A [`DaemonError`] that says why a VM cannot be started from the snapshot.
     pub(super) fn try_restore(&self, spec: VmSpec, manifest: &Manifest) -> Result<(), DaemonError> {
         let mut spec = spec.for_trial(format!("try-{:x}", overlay::unique()));
         self.segments.find(&mut spec)?;

@@ -1,4 +1,4 @@
-//! Verification of snapshots: checksums, disks, and a trial start.
+//! Verifies snapshots: checksums, disks, and a trial start.
 
 use memfold_api::VerifyReport;
 use memfold_host::chain;
@@ -8,7 +8,8 @@ use crate::error::DaemonError;
 use crate::snapshots::Snapshots;
 
 impl Snapshots {
-    /// Reads a snapshot completely, compares its checksums, and tries to start a VM from it.
+    /// Reads a snapshot completely, compares its checksums, and tries to start a VM from the
+    /// snapshot.
     pub fn verify(&self, name: &str) -> Result<VerifyReport, DaemonError> {
         let progress = self.locks.begin(name)?;
         let manifest = self.directory.manifest(name)?;
@@ -17,7 +18,7 @@ impl Snapshots {
             .iter()
             .map(|part| format!("{part} was changed since it was saved"))
             .collect();
-        // Changed tables cannot be followed to the data.
+        // If the tables in the snapshot are changed, the data they point to cannot be found.
         if changed.iter().all(|part| *part == shelf::DEVICES) {
             let stored = self.directory.stored(&manifest)?;
             progress.begin("checksums compared", stored.bytes);
@@ -40,7 +41,7 @@ impl Snapshots {
                     format!("no VM can be started from this snapshot: {}", chain(&error))
                 }));
             }
-            // The error names the disk if a disk is the problem.
+            // If a disk is the problem, the error names the disk.
             Err(error) => problems.push(error.to_string()),
         }
         Ok(VerifyReport {

@@ -30,13 +30,13 @@ impl Snapshots {
             if let Some(set) = known {
                 let places = working_set::places(&manifest, &machine.layout());
                 match set.prefetch(machine.pid(), &places) {
-                    Ok(pages) => info!(vm = machine.name(), pages, "fetched"),
-                    Err(error) => debug!(vm = machine.name(), %error, "not all was fetched"),
+                    Ok(pages) => info!(vm = machine.name(), pages, "working set fetched"),
+                    Err(error) => debug!(vm = machine.name(), %error, "cannot fetch the whole working set"),
                 }
                 return;
             }
             let (id, name) = (machine.id(), machine.name().to_owned());
-            // A waiting thread does not keep the VM's data alive.
+            // Dropped, so that this waiting thread does not keep the VM's data.
             drop(machine);
             let found = loop {
                 std::thread::sleep(working_set::TIME);
@@ -46,7 +46,7 @@ impl Snapshots {
                 let Some(machine) = machine.filter(|machine| machine.id() == id) else {
                     return;
                 };
-                // During a save, all of the VM's pages may look touched.
+                // During a save, all of the VM's pages may look accessed.
                 let Some(_saving) = machine.try_save() else {
                     continue;
                 };
@@ -58,16 +58,16 @@ impl Snapshots {
                     vm = name,
                     snapshot = manifest.name,
                     bytes = set.bytes(),
-                    "used first"
+                    "working set recorded"
                 ),
-                Err(error) => debug!(vm = name, %error, "what it used first is not recorded"),
+                Err(error) => debug!(vm = name, %error, "cannot record the working set"),
             }
         };
         if let Err(error) = std::thread::Builder::new()
             .name("working-set".into())
             .spawn(work)
         {
-            debug!(%error, "no thread for the working set");
+            debug!(%error, "cannot start the thread for the working set");
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Repeats loans that operators requested (`memfold borrow`). A request stays in force until the
-//! operator returns the loan, or the VM ends.
+//! Borrows again after an operator's loan (`memfold borrow`) was interrupted. An operator's request
+//! stays in force until the operator returns the loan, or the VM ends.
 //!
 //! If a lender dies, is upgraded or needs its memory, the VM's swap moves to this host's disk,
 //! which is safe and slow. When a lender has free memory again, the swap is moved again: one minute
-//! after a loss, ten minutes after a recall, so that a lender is not asked for memory that it has
-//! just recalled. The request is a file in the VM's directory ([`VmDirectory::wish`]), so the next
-//! daemon knows it, too.
+//! after the loss of a lender, ten minutes after a recall, so that no lender is asked for memory
+//! that it has just recalled. The request is a file in the VM's directory ([`VmDirectory::wish`]),
+//! so the next daemon knows the request, too.
 //!
 //! Automatic loans are not repeated here: VMs that keep swapping borrow again anyway.
 //!
@@ -27,7 +27,7 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_disks::attempt::Asker;
 use crate::swap_disks::saved_request::saved_request;
 
-/// Time between two checks.
+/// Time between two checks for swap disks to move again.
 const LOOK: Duration = Duration::from_secs(2);
 
 /// Time for which a swap disk stays on this host after its lender was lost.
@@ -37,25 +37,27 @@ const AFTER_LOSS: Duration = Duration::from_secs(60);
 /// lender's state is unknown.
 const AFTER_RECALL: Duration = LONGEST_WAIT;
 
-/// Time to wait before borrowing again, by the place of a swap disk that should be lent; `None`:
-/// nothing is to be done. `lost_a_copy`: the disk was moved back because a copy was lost.
+/// Returns the time to wait before borrowing again, by the place of a swap disk that should be
+/// lent; `None`: do not borrow. `lost_a_copy`: the disk returned to this host because a copy was
+/// lost.
 const fn rest(place: SwapPlace, lost_a_copy: bool) -> Option<Duration> {
     match place {
         SwapPlace::OnCopy => Some(AFTER_LOSS),
-        // With one lender left, a replica was moved to the disk automatically.
+        // When one of two lenders was lost, the replica was moved to the disk automatically.
         SwapPlace::OnDisk if lost_a_copy => Some(AFTER_LOSS),
         SwapPlace::OnDisk => Some(AFTER_RECALL),
-        // A lost disk cannot be recovered, and a degraded one is already being moved to the disk.
+        // The data of a lost disk cannot be recovered. A degraded disk is already being moved to
+        // this host.
         SwapPlace::Lent | SwapPlace::Degraded | SwapPlace::Lost => None,
     }
 }
 
-/// Removes VMs whose disks are lent again. A later loss then waits like any first loss.
+/// Forgets VMs whose swap disks are lent again, so that a later loss waits like a first loss.
 fn forget_done(waiting: &mut BTreeMap<u32, Backoff<()>>, now: Instant) {
     waiting.retain(|_, tries| tries.ended(now).is_none());
 }
 
-/// Checks until the daemon ends.
+/// Checks for swap disks to move again, until the daemon ends.
 fn watch(disks: &Weak<SwapDisks>) {
     let mut waiting = BTreeMap::new();
     while let Some(disks) = disks.upgrade() {
@@ -66,14 +68,15 @@ fn watch(disks: &Weak<SwapDisks>) {
 }
 
 impl SwapDisks {
-    /// Starts the thread that repeats loans.
+    /// Starts the thread that borrows again.
     pub(crate) fn begin_borrowing_again(self: &Arc<Self>) -> io::Result<()> {
         let disks = Arc::downgrade(self);
         let thread = Builder::new().name("wishes".into());
         thread.spawn(move || watch(&disks)).map(drop)
     }
 
-    /// VMs whose swap disk should be lent and is not, with the request and the time to wait.
+    /// Returns the VMs whose swap disk should be lent and is not, with the operator's request and
+    /// the time to wait.
     fn wishing(&self) -> Vec<(Arc<Machine>, BorrowRequest, Duration)> {
         let machines: Vec<Arc<Machine>> = self.registry.machines();
         let wishing = machines.into_iter().filter_map(|machine| {
@@ -86,7 +89,7 @@ impl SwapDisks {
         wishing.collect()
     }
 
-    /// Names of VMs that borrow again as soon as a lender has free memory.
+    /// Returns the names of VMs that borrow again as soon as a lender has free memory.
     pub(crate) fn borrow_again_later(&self) -> Vec<String> {
         let wishing = self.wishing();
         let names = wishing.iter().map(|(machine, ..)| machine.name());
@@ -97,7 +100,7 @@ impl SwapDisks {
         let now = Instant::now();
         forget_done(waiting, now);
         let wishing = self.wishing();
-        // A VM whose move is in progress may already count as lent.
+        // A VM may already count as lent while its move is in progress.
         waiting.retain(|id, tries| {
             tries.is_under_way() || wishing.iter().any(|(machine, ..)| machine.id() == *id)
         });
@@ -119,7 +122,7 @@ impl SwapDisks {
             let (disks, name) = (self.clone(), vm.clone());
             let begun = tries.begin("borrow-again", move || disks.try_again(&name, &request));
             if let Err(error) = begun {
-                warn!(vm, %error, "no thread to move the swap disk; retrying later");
+                warn!(vm, %error, "cannot start the thread that moves the swap disk; retrying later");
                 tries.failed(now);
             }
         }

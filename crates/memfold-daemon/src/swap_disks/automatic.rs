@@ -29,20 +29,20 @@ use crate::swap_disks::saved_request::saved_request;
 /// Time between two measurements.
 const LOOK: Duration = Duration::from_secs(2);
 
-/// Traffic of a VM that swaps, in bytes a second.
+/// Traffic of a swap device from which the VM counts as swapping, in bytes a second.
 const BUSY: u64 = 1 << 20;
 
 /// Number of consecutive busy measurements that begin a loan.
 const BUSY_LOOKS: u32 = 5;
 
-/// Traffic below which a VM does not swap, in bytes a second.
+/// Traffic of a swap device below which the VM counts as not swapping, in bytes a second.
 const IDLE: u64 = 64 << 10;
 
-/// Idle time that ends a loan, and the time for which a VM is left alone after another party's
-/// decision.
+/// Idle time after which an automatic loan ends. Also the time for which a VM is left alone after
+/// an operator or a lender has ended its loan.
 const REST: Duration = LONGEST_WAIT;
 
-/// The decision of one measurement.
+/// Decision about one VM's loan after a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BorrowStep {
     Nothing,
@@ -50,19 +50,20 @@ enum BorrowStep {
     GiveBack,
 }
 
-/// Swap traffic of a VM over time.
+/// A VM's swap traffic over time, and its automatic loan.
 #[derive(Debug, Default)]
 struct Habit {
     last: Option<(u64, Instant)>,
     busy_looks: u32,
     idle_since: Option<Instant>,
-    /// Whether the present loan is an automatic one, as far as is known.
+    /// Whether the present loan is an automatic one, as far as this daemon knows.
     by_itself: bool,
-    /// Moves of the disk in both directions. They run on a thread while other VMs are measured.
+    /// Moves of the swap disk to and from lent RAM. They run on a thread while other VMs are
+    /// measured.
     tries: Backoff<Done>,
 }
 
-/// Result of a move.
+/// Result of a move of the swap disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Done {
     Borrowed,
@@ -70,7 +71,8 @@ enum Done {
 }
 
 impl Habit {
-    /// Decides from the total traffic of the swap device so far, and from the place of the disk.
+    /// Decides whether to borrow or to return. `moved`: bytes that the swap device has transferred
+    /// so far; `place`: where the swap disk is.
     fn look(&mut self, moved: u64, place: SwapPlace, now: Instant) -> BorrowStep {
         let Some((before, at)) = self.last.replace((moved, now)) else {
             return BorrowStep::Nothing;
@@ -105,7 +107,7 @@ impl Habit {
         }
     }
 
-    /// Whether a move is in progress. The result of a move that has ended is recorded.
+    /// Returns whether a move is in progress. If a move has ended, records its result.
     fn is_switching(&mut self, now: Instant) -> bool {
         match self.tries.ended(now) {
             Some(Done::Borrowed) => self.borrowed(),
@@ -118,7 +120,7 @@ impl Habit {
     fn borrowed(&mut self) {
         self.by_itself = true;
         self.idle_since = None;
-        // The move itself caused traffic that the guest did not.
+        // The traffic since the last measurement includes the move itself.
         self.last = None;
     }
 
@@ -128,7 +130,8 @@ impl Habit {
     }
 }
 
-/// Total bytes that a VM's swap device has read and written; `None`: QEMU does not report them.
+/// Returns the bytes that a VM's swap device has read and written so far; `None` if QEMU does not
+/// report them.
 fn moved(qmp: &mut Qmp, node: &str) -> Option<u64> {
     let stats = qmp.execute("query-blockstats", json!({})).ok()?;
     let of_it = stats
@@ -139,7 +142,7 @@ fn moved(qmp: &mut Qmp, node: &str) -> Option<u64> {
     Some(bytes("rd_bytes")?.saturating_add(bytes("wr_bytes")?))
 }
 
-/// Measures until the daemon ends.
+/// Measures the traffic of swap devices until the daemon ends.
 fn watch(disks: &Weak<SwapDisks>) {
     let mut habits = BTreeMap::new();
     while let Some(disks) = disks.upgrade() {
@@ -164,7 +167,7 @@ impl SwapDisks {
         };
         let machines: Vec<Arc<Machine>> = self.registry.machines();
         let machines = machines.into_iter().filter(|machine| swaps(machine));
-        // VMs with an operator's request are not decided here.
+        // VMs with an operator's request get no automatic loan.
         let machines = machines.filter(|machine| saved_request(machine).is_none());
         let machines: Vec<Arc<Machine>> = machines.collect();
         habits.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
@@ -183,7 +186,7 @@ impl SwapDisks {
             let guard = self.guard(vm);
             let noted = guard.as_ref().is_some_and(|g| g.borrowing().by_itself);
             let place = guard.map_or(SwapPlace::OnDisk, |guard| guard.borrowed().place);
-            // An automatic loan of the earlier daemon is ended by this one.
+            // This daemon ends the automatic loans of the earlier daemon, too.
             let habit = habits.entry(machine.id()).or_insert_with(|| Habit {
                 by_itself: noted,
                 ..Habit::default()
@@ -196,7 +199,7 @@ impl SwapDisks {
             let (disks, name) = (self.clone(), vm.to_owned());
             let begun = habit.tries.begin("borrow-one", move || work(&disks, &name));
             if let Err(error) = begun {
-                warn!(vm, %error, "no thread to move the swap disk; retrying later");
+                warn!(vm, %error, "cannot start the thread that moves the swap disk; retrying later");
                 habit.tries.failed(Instant::now());
             }
         }
@@ -247,7 +250,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A VM whose swap device transfers this many bytes between two measurements.
+    /// A simulated VM whose swap device transfers this many bytes between two measurements.
     struct Vm {
         habit: Habit,
         moved: u64,
@@ -269,7 +272,7 @@ mod tests {
             self.habit.look(self.moved, place, self.now)
         }
 
-        /// Measures until a step is to be taken. Returns the number of measurements.
+        /// Measures until the decision is `wish`. Returns the number of measurements.
         fn until(&mut self, wish: BorrowStep, bytes: u64, place: SwapPlace) -> u32 {
             for look in 1..2000 {
                 match self.look(bytes, place) {
@@ -288,13 +291,13 @@ mod tests {
     fn continuous_swapping_starts_a_loan_and_a_burst_does_not() {
         let mut vm = Vm::new();
         for look in 0..300 {
-            // Eight of the ten seconds that a loan needs.
+            // The device is busy for eight of the ten seconds that a loan needs.
             let bytes = if look % 5 == 0 { 0 } else { 100 * MIB };
             assert_eq!(vm.look(bytes, SwapPlace::OnDisk), BorrowStep::Nothing);
         }
         vm.look(0, SwapPlace::OnDisk);
         assert_eq!(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk), 5);
-        // A lender that is lost is replaced.
+        // After the loss of a lender, the VM borrows from another one.
         vm.habit.borrowed();
         assert_eq!(vm.look(2 * MIB, SwapPlace::Lent), BorrowStep::Nothing);
         assert_eq!(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnCopy), 1);

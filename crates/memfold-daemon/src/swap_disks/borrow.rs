@@ -1,4 +1,4 @@
-//! Moving of swap disks to lent RAM.
+//! Moves swap disks to lent RAM.
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -28,7 +28,8 @@ use crate::swap_disks::relays::{connect, hear_end, hear_end_of};
 use crate::swap_disks::saved_request::{save_request, saved_request};
 
 impl SwapDisks {
-    /// Moves a VM's swap disk to lent RAM. The request is saved and repeated if the lender is lost.
+    /// Moves a VM's swap disk to lent RAM, on an operator's request. The request is saved, and
+    /// repeated if the lender is lost.
     pub fn borrow_memory(
         self: &Arc<Self>,
         vm: &str,
@@ -37,7 +38,7 @@ impl SwapDisks {
         self.borrow_as(vm, request, Asker::Operator)
     }
 
-    /// Moves a VM's swap disk to lent RAM, for any initiator.
+    /// Moves a VM's swap disk to lent RAM, whoever asked for it.
     pub(super) fn borrow_as(
         self: &Arc<Self>,
         vm: &str,
@@ -101,7 +102,7 @@ impl SwapDisks {
                     format!("return the loan first: memfold return {vm}"),
                 ));
             }
-            // The disk is on this host, even if the note says otherwise.
+            // The disk is on this host, even if the note of a loan says otherwise.
             self.drop_note(machine, directory, right);
         }
         let mut begun = BorrowAttempt::default();
@@ -127,7 +128,7 @@ impl SwapDisks {
                     "state of the swap disk unknown: QEMU did not answer; retrying every second"
                 );
                 if let Some(borrowing) = begun.borrowing {
-                    // The loan is kept and renewed, as QEMU may use it.
+                    // The loan is kept and renewed, because QEMU may use it.
                     let guard = Guard::new(vm, borrowing, begun.wires);
                     guard.state().heard_on = begun.heard_on;
                     self.watch(machine, &guard);
@@ -216,15 +217,16 @@ impl SwapDisks {
         switched?;
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
-            // The next daemon sees from the device itself that the disk was moved.
+            // The next daemon sees from QEMU's device itself that the disk was moved.
             warn!(vm = machine.name(), %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
         }
         Ok(borrowing)
     }
 
     /// Returns the reason to abandon a move in progress: a connection has ended, or a lender hangs
-    /// or recalls its memory (checked once a second; `asked` is the last time). The connections are
-    /// then cut, because QEMU cannot abandon a request that waits for an answer.
+    /// or recalls its memory. Lenders are checked once a second; `asked`: time of the last check.
+    /// If there is a reason, the connections are cut, because QEMU cannot abandon a request that
+    /// waits for an answer.
     fn why_to_give_up(
         &self,
         borrowing: &Borrowing,
@@ -255,7 +257,7 @@ impl SwapDisks {
         why
     }
 
-    /// Continues loans of an earlier daemon for a VM, including a move that was in progress.
+    /// Continues an earlier daemon's loan for a VM, including a move that was in progress.
     pub(crate) fn resume(self: &Arc<Self>, machine: &Arc<Machine>) {
         let Some(directory) = machine.vm().directory() else {
             return;
@@ -265,7 +267,7 @@ impl SwapDisks {
         };
         let _right = machine.swap_right();
         machine.use_generation(borrowing.generation);
-        // If a move was in progress, the device shows how it ended.
+        // If a move was in progress, QEMU's device shows how the move ended.
         Self::clean_up(machine);
         let ended = graph::cancel(&|| machine.monitor()).map_err(GraphError::from);
         let top = ended.and_then(|()| graph::top(&mut machine.monitor(), machine.name()));
@@ -277,9 +279,9 @@ impl SwapDisks {
             self.leases.release(borrowing.leases());
             return;
         }
-        // If QEMU did not answer, the state is determined before anything else is done.
+        // If QEMU did not answer, the state is determined before any other operation.
         borrowing.phase = top.map_or(Phase::Switching, |_| Phase::Lent);
-        // No daemon has received events about failures in the meantime.
+        // Since the earlier daemon ended, no daemon has received events about failed writes.
         borrowing.copy_unwatched = borrowing.copy.is_some();
         let find = |part: &Part| {
             let wire = Wire::find(machine.vm().process(), &part.reached_at()).ok()?;
@@ -292,14 +294,15 @@ impl SwapDisks {
         );
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let guard = Guard::new(machine.name(), borrowing, wires);
-        // The time of the last renewal is unknown.
+        // The time of the last renewal is unknown, so half of the lease's duration is assumed to be
+        // left.
         guard.state().holds = Some(Instant::now() + ttl / 2 + RESUMED);
         self.watch(machine, &guard);
     }
 }
 
-/// An endpoint that a relay can connect to. For a lender that exports by iSCSI, the endpoint is a
-/// bridge on this host, in front of an iSCSI session.
+/// Returns an endpoint that a relay can connect to. For a lender that exports by iSCSI, it is a
+/// bridge on this host, which is connected to an iSCSI session.
 fn reach(
     directory: &VmDirectory,
     lease: &Lease,

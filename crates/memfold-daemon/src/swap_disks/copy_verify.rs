@@ -1,4 +1,4 @@
-//! Verification of a swap disk's copy on this host, after a time in which no daemon received events
+//! Verifies a swap disk's copy on this host, after a time in which no daemon received QEMU's events
 //! about failed writes.
 //!
 //! The relay knows which blocks were written ([`compare`](memfold_lend::relay::compare)). Until the
@@ -16,23 +16,24 @@ use crate::swap_disks::failures::copy_has_failed;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::write_note;
 
-/// Pause before a failed verification is repeated.
+/// Pause before a failed verification of the copy is repeated.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// State of the verification.
+/// State of the verification of a swap disk's copy.
 #[derive(Debug, Default)]
 pub(crate) struct Comparison {
     asked: Option<Asked>,
-    /// The monitor's connection at the request. If it is unchanged, all later failures were
-    /// received.
+    /// Number of the monitor connection at the request. If it is the same at the end, this daemon
+    /// received all events about failed writes in between.
     heard_on: Option<u64>,
     tried: Option<Instant>,
-    /// The relay's version cannot verify: the whole disk is copied when it is returned.
+    /// Whether the relay's version cannot verify; the whole disk is then copied when it is
+    /// returned.
     is_old: bool,
 }
 
 impl Comparison {
-    /// Requests the verification if it is needed, and processes the answer.
+    /// Requests the verification from the relay if it is needed, and processes the relay's answer.
     pub fn step(&mut self, machine: &Machine, guard: &Guard) {
         let borrowing = guard.borrowing();
         let relay = borrowing

@@ -8,7 +8,7 @@ use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::write_note;
 use crate::swap_disks::relays::wait_longer;
 
-/// Processes QEMU's events about failed requests.
+/// Receives QEMU's events about failed requests of a swap disk, and reacts to them.
 pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     let (events, heard_on) = {
         let mut qmp = machine.monitor();
@@ -28,9 +28,9 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     }
     for event in events {
         match graph::failed(&event, &before) {
-            // The part lacks a write now, so it is cut even if the connection works.
+            // The lent part lacks a write now, so its connection is cut even if it works.
             Some(Failed::Lent(part)) => guard.cut(part),
-            // Without a lent part, the guest has received the error itself.
+            // If no lent part is left, the guest itself has received the error.
             Some(Failed::Copy) if before.reached().next().is_some() => {
                 guard.state().borrowing.copy_failed = true;
             }
@@ -50,8 +50,8 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     }
 }
 
-/// Reports that the copy has failed and lent RAM has the only copy, and extends the relays'
-/// timeout.
+/// Logs that the copy on this host has failed, so that lent RAM has the only copy, and extends the
+/// relays' timeout.
 pub(crate) fn copy_has_failed(guard: &Guard) {
     error!(
         vm = guard.vm,

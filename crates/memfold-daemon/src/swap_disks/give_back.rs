@@ -1,4 +1,4 @@
-//! Moving of swap disks back to this host's disk.
+//! Moves swap disks back to this host's disk.
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -25,7 +25,8 @@ impl SwapDisks {
         self.return_as(vm, true)
     }
 
-    /// Moves a VM's swap disk back. The operator's request is deleted only with `for_good`.
+    /// Moves a VM's swap disk back to this host's disk. The operator's request is deleted only with
+    /// `for_good`.
     pub(super) fn return_as(&self, vm: &str, for_good: bool) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         let machine = self.registry.machine(vm)?;
@@ -78,7 +79,7 @@ impl SwapDisks {
         }
         let is_whole = borrowing.has_copy() && !borrowing.copy_unwatched;
         if is_whole || is_last {
-            // The copy has every write, as far as is known, or it is all that is left.
+            // As far as is known, the copy on this host has every write, or nothing else is left.
             for (part, _) in borrowing.reached() {
                 graph::take_out(&mut machine.monitor(), &borrowing, part)?;
                 guard.state().borrowing.parts[part].lost = true;
@@ -86,7 +87,7 @@ impl SwapDisks {
         } else {
             self.move_to_disk(machine, directory, guard, right)?;
         }
-        // The lease is released after nothing uses it any more.
+        // The lease is released only after QEMU no longer uses it.
         Self::clean_up(machine);
         self.drop_note(machine, directory, right);
         info!(
@@ -96,7 +97,7 @@ impl SwapDisks {
         Ok(())
     }
 
-    /// Copies the lent data to a new file.
+    /// Copies the data from lent RAM to a new file on this host.
     fn move_to_disk(
         &self,
         machine: &Machine,
@@ -117,7 +118,7 @@ impl SwapDisks {
             let mut qmp = machine.monitor();
             let to = graph::build_on_disk(&mut qmp, generation, &file, borrowing.bytes)?;
             drop(qmp);
-            // The calling thread may be the one that otherwise renews the leases.
+            // The caller may be the thread that renews the leases, so the leases are renewed here.
             let kept: Cell<Option<Instant>> = Cell::default();
             let keep = || {
                 if kept.get().is_none_or(|kept| kept.elapsed() >= RENEW) {
@@ -132,7 +133,7 @@ impl SwapDisks {
             graph::switch(&|| machine.monitor(), &borrowing.top(), &to, &keep)
         })();
         match &moved {
-            // The state is determined before anything else is done.
+            // The state is determined before any other operation.
             Err(GraphError::Unknown(_)) => guard.state().borrowing.phase = Phase::Switching,
             Err(_) => Self::clean_up(machine),
             Ok(()) => {}
@@ -141,8 +142,8 @@ impl SwapDisks {
     }
 }
 
-/// A number that no node of the swap disk has or had, so that late events about a removed node do
-/// not match a new one.
+/// Returns a number that no block node of the swap disk has or had, so that late events about a
+/// removed node do not match a new one.
 pub(super) fn new_generation(machine: &Machine) -> Result<u64, QmpError> {
     let free = graph::free_generation(&mut machine.monitor())?;
     Ok(machine.use_generation(free))

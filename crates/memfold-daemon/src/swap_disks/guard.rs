@@ -1,4 +1,4 @@
-//! The loan of one VM while it is watched, shared by its thread and by requests.
+//! The watched loan of one VM, shared by the thread that watches it and by requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,17 +21,17 @@ pub(crate) struct Guard {
     state: Mutex<Watched>,
 }
 
-/// State of the loan.
+/// State of a watched loan.
 #[derive(Debug)]
 pub(crate) struct Watched {
     pub borrowing: Borrowing,
-    /// Connections of QEMU to relays, by the index of the part.
+    /// Connections of QEMU to relays, by the index of the loan's part.
     pub wires: Vec<Option<Wire>>,
-    /// The monitor's connection on which QEMU's events were last received.
+    /// Number of the monitor connection on which QEMU's events were last received.
     pub heard_on: Option<u64>,
-    /// Time until which all leases hold without renewal, as far as the registry has reported.
+    /// Time until which all leases hold without renewal, according to the registry's last answers.
     pub holds: Option<Instant>,
-    /// Time for which the guest has waited for the swap disk.
+    /// Time for which the guest has waited for requests to the swap disk.
     pub waits: Option<Waits>,
 }
 
@@ -67,14 +67,14 @@ impl Guard {
         self.state().borrowing.clone()
     }
 
-    /// Cuts the connection to a part. QEMU continues without the part at once.
+    /// Cuts QEMU's connection to a part's relay. QEMU continues without the part at once.
     pub fn cut(&self, part: usize) {
         if let Some(Some(wire)) = self.state().wires.get(part) {
             wire.cut();
         }
     }
 
-    /// Indexes of parts whose connection has ended.
+    /// Returns the indexes of parts whose connection has ended.
     pub fn ended(&self) -> Vec<usize> {
         let state = self.state();
         let parts = state.borrowing.reached();
@@ -82,8 +82,8 @@ impl Guard {
         parts.map(|(part, _)| part).filter(has_ended).collect()
     }
 
-    /// The reason to move the lent data to a disk now; `None` if the data is safe. The data is in
-    /// danger if the death of one lender, or the end of a lease, would lose it.
+    /// Returns the reason to move the lent data to a local disk now; `None` if the data is safe.
+    /// The data is in danger if the death of one lender, or the end of a lease, would lose it.
     pub fn is_in_danger(&self) -> Option<&'static str> {
         let state = self.state();
         let borrowing = &state.borrowing;
@@ -97,7 +97,7 @@ impl Guard {
             .then_some("registry unreachable, and half of the leases' time is over")
     }
 
-    /// The swap disk, and the lender of each part.
+    /// Returns the place of the swap disk, and the lender of each part.
     pub fn swap(&self) -> VmSwap {
         let Borrowed {
             place,

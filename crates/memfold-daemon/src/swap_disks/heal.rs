@@ -1,4 +1,4 @@
-//! Reactions to a lost lender, and to a lender that recalls its memory.
+//! Reacts to a lost lender, and to a lender that recalls its memory.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ use crate::swap_disks::note::{swap_directory, write_note};
 use crate::swap_disks::relays::{hear_end_of, wait_longer};
 
 impl SwapDisks {
-    /// Removes a part that cannot be reached from QEMU's nodes. QEMU already continues without it.
-    /// If one copy is left, the relays get a longer timeout.
+    /// Removes a part of a loan that cannot be reached from QEMU's block nodes. QEMU already
+    /// continues without the part. If one copy is left, the relays get a longer timeout.
     pub(super) fn heal(
         &self,
         machine: &Machine,
@@ -39,7 +39,8 @@ impl SwapDisks {
         let why = hear_end_of(&self.leases, machine.name(), lost);
         if borrowing.is_alone(part) {
             if borrowing.copy_failed {
-                // Reads must fail rather than return data from before the failed write.
+                // The copy on this host lacks writes. Reads must fail rather than return older
+                // data.
                 graph::take_copy_out(&mut machine.monitor(), &borrowing)?;
             }
             error!(
@@ -47,7 +48,7 @@ impl SwapDisks {
                 lenders,
                 durability = ?borrowing.durability,
                 copy_failed = borrowing.copy_failed,
-                "swap disk lost with its lender, no other copy; stop and start the VM"
+                "swap disk lost: its lender is lost, and there is no other copy; stop and start the VM"
             );
         } else {
             graph::take_out(&mut machine.monitor(), &borrowing, part)?;
@@ -69,7 +70,7 @@ impl SwapDisks {
         if now.has_copy() && now.copy_unwatched {
             error!(
                 vm = machine.name(),
-                "swap disk's copy not verified since the daemon was away, may be stale; reboot the guest if the host's kernel log has errors of the copy's disk"
+                "swap disk's copy may be stale, as it was not verified after the daemon was away; reboot the guest if the host's kernel log has errors of the copy's disk"
             );
         }
         if !borrowing.is_alone(part) {
@@ -78,7 +79,7 @@ impl SwapDisks {
                 lenders,
                 why,
                 healed_ms = ms(began),
-                "lender dropped; swap disk continues on the other copy"
+                "lender no longer used; swap disk continues on the other copy"
             );
         }
         Ok(())
@@ -89,7 +90,7 @@ impl SwapDisks {
         let borrowing = guard.borrowing();
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let mut wanted = false;
-        // Earliest end of all leases, as far as the registry has reported.
+        // Earliest end of all leases, according to the registry.
         let mut holds: Option<Instant> = None;
         let mut heard_all = true;
         for (number, part) in borrowing.reached() {
@@ -106,10 +107,10 @@ impl SwapDisks {
                     Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
                         if borrowing.has_copy() =>
                     {
-                        warn!(vm = machine.name(), %error, "lease lost, lender dropped; swap disk continues on the other copy");
+                        warn!(vm = machine.name(), %error, "lease lost, lender no longer used; swap disk continues on the other copy");
                         guard.cut(number);
                     }
-                    // The lease still holds for a while, and the lender knows until when, too.
+                    // The lease still holds for a while, and its end is also known to the lender.
                     Err(_) => heard_all = false,
                 }
             }
@@ -121,7 +122,7 @@ impl SwapDisks {
             let lenders = borrowing.parts[part].lenders();
             warn!(
                 vm = machine.name(),
-                lenders, "lender silent and dropped; check the lender's daemon and network"
+                lenders, "lender does not answer and is no longer used; check the lender's daemon and network"
             );
             guard.cut(part);
         }

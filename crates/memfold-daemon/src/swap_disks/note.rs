@@ -1,5 +1,5 @@
-//! The note of a loan in the VM's directory. `borrowed.json` names the leases and is written before
-//! the first lease is used.
+//! The note of a loan in the VM's directory, the file `borrowed.json`. It names the leases, and is
+//! written before the first lease is used.
 
 use std::path::Path;
 
@@ -14,22 +14,23 @@ pub(crate) fn write_note(directory: &VmDirectory, borrowing: &Borrowing) -> std:
 }
 
 pub(crate) fn remove_note(directory: &VmDirectory) {
-    // There may be no note. The next daemon recognizes an outdated note.
+    // This fails if there is no note. If the note stays, the next daemon recognizes it as outdated.
     let _ = std::fs::remove_file(directory.borrowed());
 }
 
-/// Whether the file is a swap file made by [`swap::place`].
+/// Returns whether `path` is the name of a swap file made by [`swap::place`].
 pub(crate) fn is_swap_file(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     let is_ours = |name: &str| name.starts_with("memfold-") && name.contains("-swap-");
     name.is_some_and(is_ours) && path.extension().is_some_and(|end| end == "raw")
 }
 
-/// The directory of a VM whose swap disk can be moved.
+/// Returns the directory of a VM whose swap disk can be moved.
 ///
 /// # Errors
 ///
-/// [`GraphError::NoSwapDisk`], or [`DaemonError::Lending`] if QEMU runs as another user.
+/// [`GraphError::NoSwapDisk`] if the VM has no swap disk or no directory, [`DaemonError::Lending`]
+/// if QEMU runs as another user.
 pub(crate) fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
     let (Some(directory), Some(spec)) = (machine.vm().directory(), machine.vm().spec()) else {
         return Err(GraphError::NoSwapDisk(machine.name().to_owned()).into());

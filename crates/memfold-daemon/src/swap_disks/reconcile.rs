@@ -1,8 +1,8 @@
-//! Recovery of a swap disk's state after QEMU's answer to the end of a move was lost or came too
-//! late.
+//! Determines where a swap disk is, after QEMU's answer to the last step of a move was lost or came
+//! too late.
 //!
-//! Until QEMU answers, everything that the disk may use is kept: relays, connections, leases, the
-//! note.
+//! Until QEMU answers, all resources that the disk may use are kept: relays, connections, leases,
+//! the note.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::swap_disks::note::{is_swap_file, remove_note, swap_directory, write_n
 use crate::swap_disks::relays::let_go;
 
 impl SwapDisks {
-    /// Finds out whether the swap disk is lent, if that is unknown. Nothing is changed until QEMU
+    /// Asks QEMU whether the swap disk is lent, if that is unknown. Nothing is changed until QEMU
     /// answers.
     pub(super) fn reconcile(
         &self,
@@ -54,7 +54,7 @@ impl SwapDisks {
         Ok(())
     }
 
-    /// Takes the right to change the swap disk, and reconciles as [`Self::reconcile`] does.
+    /// Takes the right to change the swap disk, and then calls [`Self::reconcile`].
     pub(super) fn reconcile_alone(
         &self,
         machine: &Machine,
@@ -68,7 +68,8 @@ impl SwapDisks {
         self.reconcile(machine, directory, guard, &right)
     }
 
-    /// The guard of a VM's loan, after its state was reconciled; `None` if there is no loan.
+    /// Returns the guard of a VM's loan, after its state was reconciled; `None` if there is no
+    /// loan.
     pub(super) fn reconciled_guard(
         &self,
         machine: &Machine,
@@ -101,8 +102,8 @@ impl SwapDisks {
         }
     }
 
-    /// Removes nodes and files of the swap disk that the device does not use: the old ones after a
-    /// move, the new ones after a failure.
+    /// Removes block nodes and files of the swap disk that the device does not use: the old ones
+    /// after a move, the new ones after a failed move.
     pub(super) fn clean_up(machine: &Machine) {
         let tidied = (|| -> Result<(), DaemonError> {
             graph::cancel(&|| machine.monitor())?;
@@ -135,7 +136,7 @@ impl SwapDisks {
                     _ => {}
                 }
             }
-            // The files leave the list only after they are removed.
+            // A file is removed from the list only after it was deleted.
             machine
                 .vm()
                 .change_temporary(|files| files.retain(|file| !left.contains(file)))
@@ -145,7 +146,7 @@ impl SwapDisks {
             warn!(
                 vm = machine.name(),
                 error = chain(&error),
-                "unused nodes or files of the swap disk not removed; the next switch retries"
+                "unused block nodes or files of the swap disk not removed; the next move of the disk retries"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! Relay processes between this host's VMs and lenders: start, supervision and end.
+//! Starts, supervises and ends the relay processes between this host's VMs and lenders.
 
 use std::fs::File;
 
@@ -23,7 +23,7 @@ pub(crate) struct Connected {
     pub wire: Wire,
 }
 
-/// Starts a relay to the lenders of a part, and connects QEMU to it.
+/// Starts a relay to the lenders of a loan's part, and connects QEMU to the relay.
 pub(crate) fn connect(
     machine: &Machine,
     directory: &VmDirectory,
@@ -94,7 +94,7 @@ fn refused(error: &RelayError, part: &Part) -> DaemonError {
     }
 }
 
-/// Whether a relay process that QEMU may wait for is stopped, for example by SIGSTOP.
+/// Returns whether a relay process that QEMU may wait for is stopped, for example by SIGSTOP.
 pub(crate) fn is_relay_stopped(guard: &Guard) -> bool {
     let borrowing = guard.borrowing();
     let mut relays = borrowing
@@ -103,8 +103,8 @@ pub(crate) fn is_relay_stopped(guard: &Guard) -> bool {
     relays.any(Running::is_stopped)
 }
 
-/// Extends the relays' timeout when lent RAM has the only copy: a guest that waits for a minute
-/// loses less than one whose swap disk is lost.
+/// Extends the relays' timeout because lent RAM has the only copy: a guest that waits for a minute
+/// loses less than a guest whose swap disk is lost.
 pub(crate) fn wait_longer(guard: &Guard) {
     let patience = Ask::Patience(u64::try_from(LAST_PATIENCE.as_millis()).unwrap_or(u64::MAX));
     let borrowing = guard.borrowing();
@@ -112,15 +112,15 @@ pub(crate) fn wait_longer(guard: &Guard) {
         .reached()
         .filter_map(|(_, part)| part.relay.as_ref())
     {
-        // The relay's answer contains nothing of use.
+        // The relay's answer to this request is not needed.
         if let Err(error) = relay.ask(&patience) {
             warn!(vm = guard.vm, %error, "cannot extend the relay's timeout for the lender of the only copy; run 'memfold return'");
         }
     }
 }
 
-/// Collects the result of a part's relay. Returns why it ended, as text; `None` if it has no relay
-/// or no result.
+/// Collects the result of a part's relay. Returns why the relay ended, as text; `None` if the part
+/// has no relay or the relay left no result.
 pub(crate) fn hear_end_of(leases: &Leases, vm: &str, part: &Part) -> Option<String> {
     let lenders: Vec<String> = part.stripes().map(|s| s.lender.clone()).collect();
     hear_end(leases, vm, part.relay.as_ref()?, &lenders)
@@ -155,8 +155,8 @@ pub(crate) fn hear_end(
     Some(format!("lender '{lender}': {}", ended.what))
 }
 
-/// Collects the results of a loan's relays and releases its leases, after nothing uses them any
-/// more.
+/// Collects the results of a loan's relays and releases the loan's leases. Called when nothing uses
+/// the loan any more.
 pub(crate) fn let_go(leases: &Leases, guard: &Guard) {
     let borrowing = guard.borrowing();
     for part in &borrowing.parts {

@@ -1,5 +1,5 @@
-//! The operator's borrow request of a VM: a file in the VM's directory, which the next daemon also
-//! reads.
+//! The operator's request to borrow for a VM, kept in a file in the VM's directory for the next
+//! daemon.
 
 use memfold_api::BorrowRequest;
 use memfold_vm::VmDirectory;
@@ -7,21 +7,22 @@ use tracing::warn;
 
 use crate::machine::Machine;
 
-/// The operator's borrow request for a VM; `None` if there is none.
+/// Returns the operator's request to borrow for a VM; `None` if there is none.
 pub(super) fn saved_request(machine: &Machine) -> Option<BorrowRequest> {
     let directory = machine.vm().directory()?;
     VmDirectory::read_json(&directory.wish()).ok()
 }
 
-/// Saves the request. If it cannot be saved, it is not repeated after a loss.
+/// Saves the operator's request. If that fails, the request is not repeated after the loss of a
+/// lender.
 pub(super) fn save_request(directory: &VmDirectory, vm: &str, request: &BorrowRequest) {
     if let Err(error) = directory.write_json(&directory.wish(), request) {
         warn!(vm, %error, "cannot record the borrow request; free space and repeat 'memfold borrow'");
     }
 }
 
-/// Deletes the request.
+/// Deletes the operator's saved request.
 pub(super) fn forget_request(directory: &VmDirectory) {
-    // There may be no request.
+    // This fails if there is no request.
     let _ = std::fs::remove_file(directory.wish());
 }

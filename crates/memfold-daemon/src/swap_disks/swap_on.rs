@@ -1,4 +1,4 @@
-//! Activation of the swap disk in guests, after their boot.
+//! Activates the swap disk in guests, after they have booted.
 
 use std::sync::Arc;
 use std::time::Duration;

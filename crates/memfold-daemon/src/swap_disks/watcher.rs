@@ -15,14 +15,14 @@ use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::relays::is_relay_stopped;
 
-/// Time between two checks of the connections.
+/// Time between two checks of the connections to relays.
 const WATCH: Duration = Duration::from_millis(100);
 
 /// Pause before a failed move away from a single lender is repeated.
 const MOVE_AGAIN: Duration = Duration::from_secs(15);
 
-/// Number of consecutive checks that must find a relay stopped: a debugger may stop a process for a
-/// moment.
+/// Number of consecutive checks that must find a relay stopped before the loan reacts: a debugger
+/// may stop a process for a moment.
 const STOPPED_LOOKS: u32 = 5;
 
 impl SwapDisks {
@@ -35,7 +35,7 @@ impl SwapDisks {
             .name("borrowed".into())
             .spawn(move || keep_watch(&disks, &machine, &guard));
         if let Err(error) = spawned {
-            warn!(%error, "no thread to renew the loan; run 'memfold return' or restart the daemon within a minute");
+            warn!(%error, "cannot start the thread that renews the loan; run 'memfold return' or restart the daemon within a minute");
         }
     }
 }
@@ -44,7 +44,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     let mut renewed = Instant::now();
     let mut moved: Option<Instant> = None;
     let mut comparison = Comparison::default();
-    // Ends when no lent part is left.
+    // The watch ends when no lent part is left.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
         let (Some(disks), Some(machine)) = (disks.upgrade(), machine.upgrade()) else {
@@ -52,11 +52,11 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         };
         for part in guard.ended() {
             if let Err(error) = disks.heal(&machine, guard, part) {
-                // Repeated at the next check. The monitor of a VM that ends fails, too.
+                // The next check tries again. The monitor of a VM that ends fails, too.
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
-                    "cannot remove the lost lender's node from QEMU; retrying every second"
+                    "cannot remove the lost lender's block node from QEMU; retrying every second"
                 );
                 std::thread::sleep(RENEW);
             }
@@ -64,7 +64,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         if stands_still(guard) {
             warn!(
                 vm = guard.vm,
-                "relay process is stopped, its lender is dropped; do not stop relays"
+                "relay process is stopped, so its lender is no longer used; do not stop relays"
             );
             for (part, _) in guard.borrowing().reached() {
                 guard.cut(part);
@@ -81,7 +81,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
                     "state of the swap disk still unknown: QEMU did not answer; retrying every second"
                 );
             }
-            // Figures that are missing now are read a second later.
+            // If the figures cannot be read now, they are read a second later.
             if let Ok(Some(counted)) = waits::look(&mut machine.monitor()) {
                 guard.state().waits = Some(counted);
             }
@@ -112,8 +112,8 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     }
 }
 
-/// Whether a relay is stopped for longer than a moment. QEMU is not asked meanwhile, because its
-/// monitor may wait for that relay.
+/// Returns whether a relay is stopped for longer than a moment. QEMU is not asked meanwhile,
+/// because its monitor may wait for that relay.
 fn stands_still(guard: &Guard) -> bool {
     (0..STOPPED_LOOKS).all(|look| {
         if look > 0 {

@@ -1,4 +1,4 @@
-//! The loan of one LVM volume while it is watched, shared by its thread and by requests.
+//! The watched loan of one LVM volume, shared by the thread that watches it and by requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,19 +17,19 @@ use crate::lease_times::lease_ttl;
 pub(crate) struct Keeper {
     pub loan: Mutex<Loan>,
     pub stop: AtomicBool,
-    /// The reason why the lender can no longer be used.
+    /// The reason why the lender can no longer be used; `None` while it can.
     pub lost: Mutex<Option<String>>,
     /// Whether the lender recalls its memory.
     pub is_wanted: AtomicBool,
-    /// Whether a request to the image on this host's disk has failed: then only lent RAM has all
+    /// Whether a request to the image on this host's disk has failed; only lent RAM then has all
     /// data.
     pub is_alone: AtomicBool,
-    /// Time until which the lease holds without renewal, as far as the registry has reported.
+    /// Time until which the lease holds without renewal, according to the registry's last answer.
     pub holds: Mutex<Instant>,
 }
 
 impl Keeper {
-    /// Creates a keeper. `holds`: the end of the lease without renewal.
+    /// Creates a keeper. `holds`: the end of the lease if it is not renewed.
     pub fn new(loan: Loan, holds: Instant) -> Arc<Self> {
         Arc::new(Self {
             holds: Mutex::new(holds),
@@ -63,7 +63,7 @@ impl Keeper {
         self.lost.lock().clone()
     }
 
-    /// Protection of the data if the lender dies now.
+    /// Returns how well the data is protected if the lender dies now.
     pub fn durability_now(&self) -> Durability {
         if self.is_alone.load(Ordering::Acquire) {
             Durability::None
@@ -72,7 +72,7 @@ impl Keeper {
         }
     }
 
-    /// Records whether the image on this host's disk has failed.
+    /// Records whether the mirror image on this host's disk has failed.
     pub fn own_image_failed(&self, failed: bool) {
         if failed && !self.is_alone.swap(true, Ordering::AcqRel) {
             let loan = self.loan();
@@ -86,7 +86,7 @@ impl Keeper {
         }
     }
 
-    /// Whether the volume must be taken off lent RAM.
+    /// Returns whether the volume must be taken off lent RAM.
     pub fn has_to_end(&self) -> bool {
         let is_wanted = self.is_wanted.load(Ordering::Acquire);
         is_wanted
@@ -95,8 +95,8 @@ impl Keeper {
             || self.is_running_out()
     }
 
-    /// Whether half of the lease has passed without renewal, and the end of the lease would lose
-    /// data.
+    /// Returns whether half of the lease's duration has passed without renewal, and the end of the
+    /// lease would lose data.
     pub fn is_running_out(&self) -> bool {
         let durability = self.durability_now();
         let left = self.holds().saturating_duration_since(Instant::now());
@@ -107,7 +107,7 @@ impl Keeper {
         self.holds.lock()
     }
 
-    /// Records, once, why the lender can no longer be used.
+    /// Records, unless it was recorded before, why the lender can no longer be used.
     pub fn lose(&self, why: String) {
         let mut lost = self.lost.lock();
         if lost.is_some() {
@@ -120,14 +120,14 @@ impl Keeper {
                 volume,
                 lender = loan.lender,
                 why,
-                "volume lost with its lender, no other copy; end its users, then run 'memfold return --lvm'"
+                "volume lost: its lender is lost, and there is no other copy; end its users, then run 'memfold return --lvm'"
             );
         } else {
             warn!(
                 volume,
                 lender = loan.lender,
                 why,
-                "lender dropped; volume continues on this host's disk"
+                "lender no longer used; volume continues on this host's disk"
             );
         }
         *lost = Some(why);
@@ -184,7 +184,7 @@ mod tests {
             let holds = Instant::now() + Duration::from_secs(left);
             let keeper = Keeper::new(loan, holds);
             assert_eq!(keeper.has_to_end(), has_to_end, "{durability:?} {left}");
-            // Nothing else has it any more.
+            // The lender now has the only copy.
             keeper.own_image_failed(true);
             assert_eq!(keeper.durability_now(), Durability::None);
             assert_eq!(keeper.has_to_end(), left < 40, "{durability:?} {left}");

@@ -1,4 +1,4 @@
-//! Queries of LVM about swap volumes, and removal of a volume from a lent disk.
+//! Asks LVM about swap volumes, and takes volumes off lent disks.
 
 use memfold_api::BorrowRequest;
 use memfold_host::chain;
@@ -12,17 +12,17 @@ use crate::error::{DaemonError, lending};
 /// Letter with which the kernel reports a failed mirror image ([`tools::images`]).
 pub(super) const FAILED: char = 'D';
 
-/// Facts about a volume before anything is changed.
+/// Facts about a volume that is to be put on lent RAM, before any change.
 pub(super) struct Fit {
     pub logical: Logical,
     /// Devices that hold the volume.
     pub disks: Vec<String>,
-    /// Number of bytes to borrow.
+    /// Number of bytes of memory to borrow.
     pub wanted: u64,
 }
 
-/// States of a mirror's images, one letter each, this host's image first; `None` if the volume is
-/// no mirror or the states are unknown.
+/// Returns the states of a mirror's images, one letter each, this host's image first; `None` if the
+/// volume is no mirror or the states are unknown.
 pub(super) fn images(loan: &Loan) -> Option<String> {
     if loan.durability == Durability::None {
         return None;
@@ -30,8 +30,8 @@ pub(super) fn images(loan: &Loan) -> Option<String> {
     tools::images(&loan.volume).ok()?
 }
 
-/// The reason why a lender can no longer be used; `None` if it can. `images`: the states of the
-/// images, if known.
+/// Returns the reason why a lender can no longer be used; `None` if it can. `images`: the states of
+/// the mirror images, if known.
 pub(super) fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
     let session = loan.target.as_ref().and_then(session::of);
     if !session.is_some_and(|session| session.is_up) {
@@ -45,7 +45,7 @@ pub(super) fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
 ///
 /// # Errors
 ///
-/// [`LvmError::Unfit`] with the reason and the fix.
+/// [`LvmError::Unfit`] if it cannot, with the reason and the fix.
 pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, DaemonError> {
     let logical = tools::logical(volume)?;
     let disks = tools::physical(&volume.group)?;
@@ -125,12 +125,12 @@ pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, Daemo
     })
 }
 
-/// Whether a disk holds a part of the volume, hidden parts included.
+/// Returns whether a disk holds a part of the volume, hidden parts included.
 fn disk_has(disk: &Physical, volume: &Volume) -> bool {
     disk.volumes.iter().any(|name| is_part(name, volume))
 }
 
-/// Whether `name` is the volume, or an image or metadata volume of it as a mirror.
+/// Returns whether `name` is the volume, or an image or metadata volume of its mirror.
 fn is_part(name: &str, volume: &Volume) -> bool {
     let rest = name.strip_prefix(volume.name.as_str());
     rest.is_some_and(|rest| {
@@ -138,7 +138,7 @@ fn is_part(name: &str, volume: &Volume) -> bool {
     })
 }
 
-/// UUID of the lent disk that holds the volume although no note says so.
+/// Returns the UUID of a lent disk that holds the volume although no note says so.
 pub(super) fn forgotten(volume: &Volume) -> Result<Option<String>, DaemonError> {
     let disks = tools::physical(&volume.group)?;
     let lent = disks
@@ -147,13 +147,13 @@ pub(super) fn forgotten(volume: &Volume) -> Result<Option<String>, DaemonError> 
     Ok(lent.map(|disk| disk.uuid))
 }
 
-/// Takes a volume off a lent disk, and the disk out of its volume group. Continues after any step
-/// that was done before.
+/// Takes a volume off a lent disk, and the disk out of its volume group. Steps that were done
+/// before are skipped.
 pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
     let disks = tools::physical(&volume.group)?;
     let Some(disk) = disks.iter().find(|disk| disk.uuid == uuid) else {
-        // The disk was not added to the group yet, or it was removed as missing and its mirror
-        // image is without a device.
+        // The disk was not added to the group yet, or was removed as missing, so that its mirror
+        // image has no device.
         if let Some(device) = tools::orphan(uuid)? {
             tools::forget_disk(&device)?;
         }
@@ -187,7 +187,7 @@ pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Takes a volume off a lent disk that is missing because its lender has gone.
+/// Takes a volume off a lent disk that is missing because its lender does not answer.
 fn off_missing(
     volume: &Volume,
     disks: &[Physical],
@@ -232,7 +232,8 @@ fn off_missing(
     Ok(tools::remove_missing(&volume.group, false)?)
 }
 
-/// Checks that a lent disk holds parts of this volume only: other volumes would be lost with it.
+/// Checks that a lent disk holds parts of this volume only; other volumes on the disk would be
+/// lost.
 fn is_ours_alone(volume: &Volume, disk: &Physical) -> Result<(), DaemonError> {
     let is_its = |name: &&String| is_part(name, volume) || name.starts_with("pvmove");
     let Some(other) = disk.volumes.iter().find(|name| !is_its(name)) else {
@@ -292,7 +293,7 @@ pub(super) fn check_tools() -> Result<(), DaemonError> {
 pub(super) fn random() -> [u8; 16] {
     use std::io::Read as _;
     let mut bytes = [0; 16];
-    // The value only needs to differ each time; LVM refuses one that exists.
+    // The value only needs to be different each time; LVM refuses one that exists.
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
     if read.is_err() {
         let now = memfold_vm::overlay::unique();

@@ -1,4 +1,4 @@
-//! Facts about the VMs for `memfold estimate`, which reads memory itself.
+//! Collects facts about the VMs for `memfold estimate`, which reads the VMs' memory itself.
 
 use std::collections::HashMap;
 use std::sync::mpsc::sync_channel;
@@ -17,7 +17,8 @@ use crate::views::Views;
 const ANSWER: Duration = Duration::from_secs(5);
 
 impl Views {
-    /// Names, trust domains, RAM ranges and cached files of all VMs, and the guests' free memory.
+    /// Returns names, trust domains, RAM ranges and cached files of all VMs, and the guests' free
+    /// memory.
     pub fn estimate_facts(&self) -> Result<VmFacts, DaemonError> {
         let (answer, cached) = sync_channel(1);
         self.folding.tell(Command::CachedFiles(answer))?;
@@ -68,7 +69,7 @@ fn file_run(run: CachedRun) -> FileRun {
     }
 }
 
-/// `MemFree` of a guest, in bytes; `None` if its agent does not answer.
+/// Returns `MemFree` of a guest, in bytes; `None` if the guest's agent does not answer.
 fn free_bytes(machine: &Machine) -> Option<u64> {
     machine.info().agent?;
     let answer = machine.run("cat /proc/meminfo", ANSWER).ok()?;

@@ -1,4 +1,4 @@
-//! Adoption of the earlier daemon's VMs, as their QEMUs answer.
+//! Adopts the earlier daemon's VMs, as their QEMU processes answer.
 
 use std::io;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ impl Vms {
     /// daemon was attached to. Each has its own thread, which repeats attempts.
     pub(crate) fn begin_adoption(self: &Arc<Self>) -> io::Result<()> {
         for directory in VmDirectory::all(self.registry.state())? {
-            // A directory without a description belongs to a start that was interrupted.
+            // A directory without a description is left from a start that was interrupted.
             let spec: Option<VmSpec> = VmDirectory::read_json(&directory.spec()).ok();
             let spec = spec.unwrap_or_else(|| VmSpec::new(directory.name(), ByteSize(0)));
             let entry = self.registry.arrive(&spec, Way::Adopting);
@@ -80,7 +80,7 @@ impl Vms {
             }
         };
         if let Err(error) = std::thread::Builder::new().name(thread.into()).spawn(work) {
-            warn!(%error, "no thread to adopt a VM; restart the daemon");
+            warn!(%error, "cannot start the thread that adopts a VM; restart the daemon");
         }
     }
 
@@ -137,7 +137,7 @@ impl Vms {
         let Err(error) = attached else {
             return true;
         };
-        // Nobody listens on the socket any more, or another process does.
+        // No process listens on the socket any more, or a different one does.
         let is_gone = matches!(
             &error,
             DaemonError::Machine(
@@ -159,7 +159,7 @@ impl Vms {
     }
 }
 
-/// Whether the process of this directory has ended, or was never started.
+/// Returns whether the QEMU process of this directory has ended, or was never started.
 fn has_ended(directory: &VmDirectory) -> bool {
     match VmDirectory::read_json::<Record>(&directory.record()) {
         Ok(record) => Process::open(record.process)

@@ -1,4 +1,4 @@
-//! Attaching to QEMUs that memfold did not start.
+//! Attaches the daemon to QEMU processes that memfold did not start.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ impl Vms {
                     .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
             }
         }
-        // The two locks are not held at once.
+        // Each of the two locks is released before the other is taken.
         let is_arriving = self.registry.arrivals().get(name).is_some();
         if is_arriving || self.registry.contains(name) {
             return Err(DaemonError::NameTaken(name.clone()));
@@ -34,7 +34,8 @@ impl Vms {
         Ok(())
     }
 
-    /// Adopts a QEMU whose monitor is connected. `libvirt`: its domain name, if libvirt started it.
+    /// Adopts a QEMU process whose monitor is connected. `libvirt`: its domain name, if libvirt
+    /// started it.
     pub(crate) fn attach_as(
         self: &Arc<Self>,
         vm: Vm,

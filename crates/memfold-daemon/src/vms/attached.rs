@@ -25,7 +25,7 @@ impl Vms {
         let machines = self.registry.machines();
         let mut list: Vec<AttachRequest> =
             machines.iter().filter_map(|m| m.attach_request()).collect();
-        // VMs that could not be reached yet are included.
+        // Attached VMs that this daemon has not reached yet are included.
         let arriving = self.registry.arrivals().all();
         let missing = arriving
             .iter()

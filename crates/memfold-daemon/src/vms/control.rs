@@ -12,14 +12,14 @@ use crate::vm_registry::ADOPTION_PATIENCE;
 use crate::vms::Vms;
 
 impl Vms {
-    /// Shuts a VM down, or ends one that is still being started. `timeout`: time for the guest's
-    /// shutdown.
+    /// Shuts a VM down, or kills a VM that is still being started. `timeout`: time that the guest
+    /// has to shut down.
     pub fn stop(&self, name: &str, timeout: Duration) -> Result<Stopped, DaemonError> {
         if let Some(stopped) = self.stop_arriving(name, timeout)? {
             return Ok(stopped);
         }
         let stopped = self.registry.machine(name)?.stop(timeout)?;
-        // The VM's watch thread removes it from the table. The caller expects it to be gone, so
+        // The VM's watch thread removes it from the table. The caller expects the VM to be gone, so
         // this waits up to 10 s.
         let end = Instant::now() + Duration::from_secs(10);
         while self.registry.contains(name) && Instant::now() < end {
@@ -48,7 +48,7 @@ impl Vms {
         Ok(machine.info())
     }
 
-    /// Runs a command in a guest, after the guest's clock was set if that is pending.
+    /// Runs a command in a guest. If the guest's clock is about to be set, waits for that first.
     pub fn exec(
         &self,
         name: &str,
@@ -71,7 +71,8 @@ impl Vms {
         Ok(self.registry.machine(name)?.wait_agent(timeout)?)
     }
 
-    /// Ends a VM that is being started or adopted; `None` if there is none of this name.
+    /// Stops a VM that is being started or adopted; returns `None` if there is no such VM of this
+    /// name.
     fn stop_arriving(&self, name: &str, timeout: Duration) -> Result<Option<Stopped>, DaemonError> {
         let Some(arrival) = self.registry.arrivals().get(name) else {
             return Ok(None);
@@ -82,7 +83,7 @@ impl Vms {
             }
             .into());
         }
-        // A VM that answers is stopped in the usual way.
+        // A VM whose QEMU answers is adopted soon, and then stopped in the usual way.
         if arrival.way == Way::Adopting && self.registry.arrivals().wait_gone(&arrival, SETTLE) {
             return Ok(None);
         }

@@ -1,4 +1,4 @@
-//! Starting of VMs.
+//! Starts VMs.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::machine::Origin;
 use crate::vms::Vms;
 
 impl Vms {
-    /// Starts a VM with `how`, and adopts it. A VM that cannot be adopted is ended.
+    /// Starts a VM by calling `how`, and adopts it. A VM that cannot be adopted is killed.
     pub fn launch(
         self: &Arc<Self>,
         mut spec: VmSpec,
@@ -40,11 +40,11 @@ impl Vms {
     }
 }
 
-/// Ends a VM that was started and could not be adopted: no list would show it.
+/// Kills a VM that was started and could not be adopted, because no list would show it.
 fn end_unknown(state: &Path, name: &str) {
     let ended = match Vm::find(state, name) {
         Ok(vm) => vm.stop(Duration::ZERO).map(drop),
-        // The VM has ended itself and left its files.
+        // The VM has ended by itself and left its files.
         Err(MachineError::NotFound { .. }) => Vm::clear_if_stale(&VmDirectory::of(state, name))
             .map(drop)
             .map_err(|source| MachineError::Look {
@@ -57,7 +57,7 @@ fn end_unknown(state: &Path, name: &str) {
         warn!(
             vm = name,
             error = &error as &dyn std::error::Error,
-            "cannot adopt the started VM, nor end it; restart the daemon to adopt it"
+            "can neither adopt nor end a VM that was started; restart the daemon to adopt the VM"
         );
     }
 }
