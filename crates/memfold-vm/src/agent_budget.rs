@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use memfold_wire::agent::FromAgent;
 
 /// Returns the cost of processing a message, in pages. A message of a few bytes can name many pages
-/// or make the daemon rebuild whole tables, so its length alone does not tell its cost.
+/// or make the daemon rebuild whole tables, so the length of a message does not tell its cost.
 pub(super) fn weight(message: &FromAgent) -> usize {
-    /// Upper bound of one message's cost. A higher cost would only delay the messages of the
+    /// Highest cost of one message, in pages. A higher cost would only delay the messages of the
     /// guest's next boot.
     const MOST: u64 = 1 << 22;
     const WHOLE_TABLE: u64 = 1 << 16;
@@ -28,7 +28,7 @@ pub(super) fn weight(message: &FromAgent) -> usize {
     usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
 }
 
-/// A token bucket of bytes or pages. Time refills it; it holds at most one second's worth.
+/// A token bucket of bytes or pages: it fills with time, and holds at most one second's worth.
 pub(super) struct Budget {
     per_s: f64,
     left: f64,
@@ -45,7 +45,7 @@ impl Budget {
         }
     }
 
-    /// Takes `bytes` out of the bucket. Returns how long to wait if the bucket held fewer.
+    /// Takes `bytes` out of the bucket. If the bucket held fewer, returns how long to wait.
     pub(super) fn spend(&mut self, bytes: usize) -> Option<Duration> {
         let now = Instant::now();
         let refill = now.duration_since(self.at).as_secs_f64() * self.per_s;

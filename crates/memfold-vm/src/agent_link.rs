@@ -4,10 +4,10 @@
 //!   connect -> [Hello -> Welcome, Inventory -> messages ...] -> error or end -> wait, connect again
 //!                 ^------------- a new Hello: the guest rebooted, or its agent began anew
 //! ```
-//! One thread reads. It passes every message to the sink and blocks as long as the sink does.
-//! Meanwhile QEMU's buffer fills and the guest waits, so a flood of messages costs the host bounded
-//! memory. Messages are decoded and checked for limits ([`memfold_wire`]); their content stays
-//! untrusted.
+//! One thread reads. It passes every message to the sink (a function of the caller), and blocks as
+//! long as the sink does. Meanwhile QEMU's buffer fills and the guest waits, so a flood of messages
+//! costs the host bounded memory. Messages are decoded and checked for limits ([`memfold_wire`]);
+//! their content stays untrusted.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
@@ -28,35 +28,37 @@ use memfold_host::caught::caught;
 
 use super::agent_budget::{Budget, weight};
 
-/// First and longest wait before a reconnect.
+/// Shortest and longest wait before a reconnect.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// First and longest time to wait for an agent's Hello. An agent may not notice that the host side
-/// closed and reopened the connection, above all in a restored VM, and then waits as the link does.
-/// The next connection is another chance.
+/// Shortest and longest time to wait for an agent's Hello. An agent may not notice that the host
+/// closed and reopened the connection, above all in a restored VM; then the agent waits for the
+/// host as the host waits for the agent. The next connection is another chance.
 const SILENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(16));
-/// After a connection of at least this length, the wait before a reconnect is short again.
+/// After a connection of at least this length, the next wait before a reconnect is the shortest
+/// again.
 const GOOD_CONNECTION: Duration = Duration::from_secs(10);
-/// Longest time that QEMU may take to accept a connection. Dropping a link may wait this long.
+/// Longest time that QEMU may take to accept a connection. Dropping a link may take as long.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time that a write to the guest may take.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Queue length of a command's output, in pieces of 64 KiB.
 const OUTPUT_PIECES: usize = 64;
-/// Most Hello messages on one connection within this time. More are a flood, which delays the next
-/// agent's messages: the connection is closed, and QEMU discards what was in transit. (A systemd
-/// unit that restarts its agent every second causes ten.)
+/// Most Hello messages that a guest may send on one connection, and the time in which they are
+/// counted. More are a flood, which delays the next agent's messages: the connection is then
+/// closed, and QEMU discards the data in transit. (A systemd unit that restarts its agent every
+/// second causes ten.)
 const GREETINGS: (usize, Duration) = (16, Duration::from_secs(10));
-/// Most output that [`AgentLink::run`] keeps, in bytes, both streams together.
+/// Most output of a command that [`AgentLink::run`] keeps, in bytes, both streams together.
 const MAX_OUTPUT: usize = 64 << 20;
 
 /// Options of an agent link: paths that the agent reports, and limits on its messages.
 #[derive(Clone, Debug)]
 pub struct AgentOptions {
-    /// Globs of paths to report; empty means all.
+    /// Glob patterns of paths to report; empty means all.
     pub include: Vec<String>,
-    /// Globs of paths to exclude.
+    /// Glob patterns of paths to exclude.
     pub exclude: Vec<String>,
-    /// Most bytes per second read from the agent; beyond this limit, the guest waits.
+    /// Most bytes per second that are read from the agent; beyond this limit, the guest waits.
     pub max_bytes_per_s: u32,
     /// Most pages per second that messages may name; beyond this limit, the guest waits. A message
     /// that makes the daemon rebuild tables counts as many pages.
@@ -86,7 +88,7 @@ pub struct AgentFacts {
     pub boot_id: String,
     /// The guest's host name.
     pub host_name: String,
-    /// Conditions in the guest that prevent parts of the agent's work.
+    /// Conditions in the guest that prevent parts of the agent's work, as text.
     pub problems: Vec<String>,
 }
 
@@ -168,8 +170,8 @@ struct Shared {
     options: AgentOptions,
     state: Mutex<State>,
     changed: Condvar,
-    /// Serializes writes. It is separate from the state's lock, so that a slow guest does not block
-    /// readers of the state.
+    /// Serializes writes to the agent. This lock is separate from the state's lock, so that a slow
+    /// guest does not block readers of the state.
     writer: Mutex<()>,
     stats: [AtomicU64; 6],
 }
@@ -196,8 +198,8 @@ enum Counter {
 
 impl AgentLink {
     /// Starts a thread that connects to the agent's port at `path`, and reconnects until the link
-    /// is dropped. `sink` runs on that thread: it may block (the guest then waits), and must not
-    /// call [`run`](Self::run).
+    /// is dropped. `sink` gets the agent's events on that thread. It may block (the guest then
+    /// waits), and must not call [`run`](Self::run).
     pub fn start(
         path: &Path,
         options: AgentOptions,
@@ -224,13 +226,13 @@ impl AgentLink {
         Self { shared, thread }
     }
 
-    /// Returns facts about the agent of the current session; `None` without a session.
+    /// Returns facts about the agent of the current session; `None` if there is no session.
     #[must_use]
     pub fn session(&self) -> Option<AgentFacts> {
         self.shared.lock().session.clone()
     }
 
-    /// Waits until a session exists.
+    /// Waits until a session with the agent exists, for `timeout` at most.
     pub fn wait_session(&self, timeout: Duration) -> Result<AgentFacts, AgentError> {
         let deadline = Instant::now() + timeout;
         let mut state = self.shared.lock();
@@ -286,8 +288,8 @@ impl AgentLink {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks the agent for an inventory. Entries that it reported before, and does not repeat,
-    /// become invalid.
+    /// Asks the agent for an inventory of the guest's page cache. Entries that the agent reported
+    /// before, and does not repeat, become invalid.
     pub fn take_inventory(&self) -> Result<(), AgentError> {
         let state = self.shared.lock();
         if state.session.is_none() {
@@ -359,14 +361,15 @@ impl AgentLink {
                 }
             }
         });
-        // The receiver goes first: the reader may be waiting for room in the channel.
+        // The receiver is dropped first, because the reader may wait for room in the channel.
         drop(receiver);
         self.shared.lock().commands.remove(&command);
         if matches!(
             outcome,
             Err(AgentError::Timeout { .. } | AgentError::TooMuchOutput)
         ) {
-            // The command's fate is told already; a guest that can't be reached has none to kill.
+            // The caller gets the first error in any case. If sending fails, the session is over,
+            // and the command with it.
             let _ = self.shared.send(&ToAgent::Kill { command });
         }
         outcome
@@ -380,7 +383,8 @@ impl Drop for AgentLink {
             state.stop = true;
             state.end_session();
             if let Some(stream) = &state.stream {
-                // Wakes the reader; a socket that is closed already wakes it as well.
+                // This wakes the reader. It fails if the socket is closed already, which wakes the
+                // reader as well.
                 let _ = stream.shutdown(Shutdown::Both);
             }
         }
@@ -393,7 +397,7 @@ impl Drop for AgentLink {
 }
 
 impl State {
-    /// Ends the session. Commands lose their senders, which wakes their waiting callers.
+    /// Ends the session: drops the senders of its commands, which wakes the waiting callers.
     fn end_session(&mut self) {
         self.session = None;
         self.commands.clear();
@@ -421,7 +425,7 @@ impl Shared {
         };
         let _turn = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         (&stream).write_all(&bytes).map_err(|e| {
-            // Part of a frame may be out: this connection can't be used again.
+            // A part of the message may have been sent, so this connection cannot be used any more.
             let _ = stream.shutdown(Shutdown::Both);
             AgentError::Write(e)
         })
@@ -436,7 +440,8 @@ impl Shared {
             let ended = match self.connect() {
                 Ok(stream) => {
                     connected = true;
-                    // What the guest has said must not take the daemon, or this link, with it.
+                    // A panic that a guest's message causes must end neither the daemon nor this
+                    // link.
                     caught(|| self.converse(stream, silence, &mut sink)).unwrap_or_else(|_| {
                         self.count(Counter::ProtocolErrors, 1);
                         Some(
@@ -508,15 +513,16 @@ impl Shared {
         })
     }
 
-    /// Reads until the connection ends, and returns the reason. `None`: no Hello came within
-    /// `silence`.
+    /// Processes messages until the connection ends, and returns why it ended. `None`: no Hello
+    /// came within `silence`.
     fn converse(
         &self,
         mut stream: UnixStream,
         silence: Duration,
         sink: &mut impl FnMut(AgentEvent),
     ) -> Option<String> {
-        // Until its Hello; a session that the other side believes in may go on talking.
+        // This limit applies until the agent's Hello. Without a Hello, an agent may go on with an
+        // old session.
         let mut patience = Some(Instant::now() + silence);
         let mut decoder = Decoder::new();
         let mut chunk = vec![0; 64 << 10];
@@ -608,9 +614,9 @@ impl Shared {
                     include: self.options.include.clone(),
                     exclude: self.options.exclude.clone(),
                 });
-                // The sink knows of the session before anything of it can come.
+                // The sink gets the session before any of the session's messages.
                 sink(AgentEvent::Session(facts.clone()));
-                // First of all that is asked of it.
+                // The inventory is the first request to the agent.
                 self.answer(&ToAgent::Inventory);
                 self.lock().session = Some(facts);
                 self.changed.notify_all();
@@ -636,8 +642,8 @@ impl Shared {
         }
     }
 
-    /// Sends from the reader's thread. A failure shuts the connection down, and the next read
-    /// reports it.
+    /// Sends a message from the reader's thread. A failure shuts the connection down, and the next
+    /// read reports the failure.
     fn answer(&self, message: &ToAgent) {
         if let Err(error) = self.send(message) {
             tracing::debug!(path = %self.path.display(), %error, "cannot answer the agent");

@@ -15,11 +15,11 @@ use super::process::boot_id;
 /// Directories of udev's persistent device names, best first.
 const LINKS: [&str; 3] = ["/dev/disk/by-id", "/dev/disk/by-partuuid", "/dev/mapper"];
 
-/// Length of each sample in bytes. The first and the last sample contain superblocks, partition
-/// tables and their backups.
+/// Length of each sample of a device's content, in bytes. The first and the last sample contain
+/// superblocks, partition tables and their backups.
 const SAMPLE: u64 = 64 << 10;
 
-/// Number of samples between the first and the last.
+/// Number of samples between the first and the last sample.
 const SAMPLES: u64 = 256;
 
 /// Identity and state of a block device at one moment.
@@ -30,11 +30,11 @@ pub struct BlockDevice {
     pub id: Option<String>,
     /// Length in bytes.
     pub bytes: u64,
-    /// XXH3 (128 bits, hexadecimal) of samples of its content.
+    /// XXH3 (128 bits, hexadecimal) of samples of the device's content.
     pub samples: String,
     /// XXH3 (128 bits, hexadecimal) of the parts that a file system writes when it is mounted: the
     /// first [`HEAD`] bytes of the device and of each partition in its table. Unset in snapshots of
-    /// older versions.
+    /// older versions of memfold.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<String>,
     /// Boot ID of the host for which `disk_number` and `sectors_written` are valid.
@@ -46,19 +46,19 @@ pub struct BlockDevice {
 }
 
 impl BlockDevice {
-    /// Reads the block device at `path`; `None` if the path leads to something else.
+    /// Reads the block device at `path`; returns `None` if the path leads to another kind of file.
     pub fn of(path: &Path) -> io::Result<Option<Self>> {
         let facts = fs::metadata(path)?;
         if !facts.file_type().is_block_device() {
             return Ok(None);
         }
         let mut file = File::open(path)?;
-        // What the kernel is still to write would count as written later.
+        // Without this, data that the kernel has not written yet would later count as a change.
         file.sync_all()?;
         let bytes = file.seek(SeekFrom::End(0))?;
         let place = kernel_place(&facts)?;
         let stat = text(&place.join("stat"));
-        // Documentation/block/stat.rst: the seventh.
+        // Sectors written: the seventh field of the file (Documentation/block/stat.rst).
         let written = stat
             .as_deref()
             .and_then(|stat| stat.split_whitespace().nth(6)?.parse().ok());
@@ -201,7 +201,7 @@ fn partitions(file: &File, bytes: u64) -> Vec<u64> {
     };
     let mut sectors = Vec::new();
     let mut sector_bytes = 512;
-    // UEFI specification, "GUID Partition Table": the header is the second sector.
+    // The header of the table is in the second sector (UEFI specification, "GUID Partition Table").
     for size in [512, 4096] {
         let Some(header) = read(size, 92).filter(|header| header.starts_with(b"EFI PART")) else {
             continue;
@@ -298,7 +298,7 @@ mod tests {
         now.samples = saved.samples.clone();
         now.heads = Some("i".into());
         assert!(saved.differs(&now).unwrap().contains("content"));
-        // One that was saved by a memfold of before.
+        // A device that was saved by an older version of memfold.
         let old = BlockDevice {
             heads: None,
             ..saved.clone()
@@ -309,7 +309,7 @@ mod tests {
         now.id = Some("disk b".into());
         let why = saved.differs(&now).unwrap();
         assert!(why.contains("disk a") && why.contains("disk b"), "{why}");
-        // A driver that tells nothing: the content decides.
+        // A driver without an identifier: the content decides.
         now = BlockDevice {
             id: None,
             ..saved.clone()
@@ -336,7 +336,7 @@ mod tests {
         seen.dedup();
         assert_eq!(seen.len(), count, "{seen:?}");
     }
-    /// A disk of 8 GiB with a file system from 131 MiB on, in a partition of an MBR or a GPT.
+    /// Makes a disk of 8 GiB with a file system from 131 MiB on, in a partition of an MBR or a GPT.
     fn partitioned(is_gpt: bool, sector_bytes: u64) -> File {
         let file = tempfile::tempfile().unwrap();
         file.set_len(8 << 30).unwrap();
@@ -365,17 +365,17 @@ mod tests {
         for (is_gpt, sector_bytes) in [(false, 512), (true, 512), (true, 4096)] {
             let file = partitioned(is_gpt, sector_bytes);
             let (before, sampled) = (heads(&file, 8 << 30).unwrap(), samples(&file, 8 << 30));
-            // Times and counts of ext4's superblock.
+            // Changes times and counts in the superblock of ext4.
             file.write_all_at(&[1], (131 << 20) + 1024 + 0x2c).unwrap();
             assert_ne!(
                 heads(&file, 8 << 30).unwrap(),
                 before,
                 "{is_gpt} {sector_bytes}"
             );
-            // The samples are elsewhere.
+            // This part of the disk is in no sample.
             assert_eq!(samples(&file, 8 << 30).unwrap(), sampled.unwrap());
         }
-        // A table that lies.
+        // A partition table that names sectors beyond the disk.
         let file = partitioned(false, 512);
         file.write_all_at(&u32::MAX.to_le_bytes(), 454).unwrap();
         assert_eq!(partitions(&file, 8 << 30), Vec::<u64>::new());

@@ -38,7 +38,7 @@ pub fn arguments(
         format!("memory-backend-ram,id=ram0,size={}", spec.memory.0),
     );
     let plugs = segments::max_memory(spec).map_or_else(String::new, |max| {
-        // Slots are for DIMMs; without them the guest is told of no memory that might come.
+        // These slots are for DIMMs. Without slots, the guest is told that no memory can be added.
         let slots = spec.memory_max.map_or(0, |_| spec.memory_slots);
         format!(",slots={slots},maxmem={}b", max.0)
     });
@@ -78,7 +78,8 @@ fn network_arguments(line: &mut Line, spec: &VmSpec) {
     if spec.network == Network::None {
         return;
     }
-    // No option ROM: nobody boots from it, and it is another Debian package.
+    // The network card gets no option ROM: nobody boots from the network, and the ROM is in another
+    // Debian package.
     let forwards = spec.forwards.iter();
     let forwards = forwards.map(|forward| format!(",hostfwd={}", forward.rule()));
     line.add(
@@ -109,7 +110,7 @@ fn disk_arguments(line: &mut Line, spec: &VmSpec, overlays: &[PathBuf]) {
     }
 }
 
-/// Adds options that the guest does not see: the process's name, sandbox and user.
+/// Adds options that do not affect the guest: the process's name, sandbox and user.
 fn frame<'a>(line: &'a mut Line, spec: &VmSpec) -> &'a mut Line {
     line.add("-name", format!("guest={},debug-threads=on", spec.name))
         .add("-display", "none")
@@ -155,9 +156,9 @@ fn foreign_arguments(
     line.0
 }
 
-/// Returns the value of `-sandbox`. Dropping privileges needs system calls that the sandbox would
-/// forbid (also under `children`). Without privileges and with `spawn` denied, these calls gain
-/// nothing.
+/// Returns the value of `-sandbox`. QEMU drops its privileges with system calls that the sandbox
+/// would forbid (also under `children`), so these calls stay allowed. Without privileges and with
+/// `spawn` denied, these calls gain nothing.
 fn sandbox(spec: &VmSpec) -> String {
     let privileges = if spec.user.is_some() { "allow" } else { "deny" };
     format!("on,obsolete=deny,elevateprivileges={privileges},spawn=deny,resourcecontrol=deny")
@@ -174,7 +175,7 @@ fn agent_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &
     line.with_path("-chardev", &socket, &directory.agent(), "")
 }
 
-/// Adds the console's character device. `is_shared`: several devices use it.
+/// Adds the console's character device. `is_shared`: several devices use this character device.
 fn console_chardev<'a>(
     line: &'a mut Line,
     id: &str,
@@ -194,7 +195,7 @@ fn console_chardev<'a>(
 /// The block node that a disk's device uses.
 struct Node<'a> {
     name: &'a str,
-    /// Further options of `-drive`, if that creates the node; `None`: `-blockdev` creates it.
+    /// Further options of `-drive`, if `-drive` creates the node; `None` if `-blockdev` does.
     of_drive: Option<&'a str>,
 }
 
@@ -205,12 +206,12 @@ struct Layer<'a> {
     file_node: String,
     path: &'a Path,
     read_only: bool,
-    /// `,backing=NODE`
+    /// Text `,backing=NODE`, or nothing.
     backing: &'a str,
 }
 
-/// Adds a disk's block nodes: file and format, and over them the nodes of its overlay, if it has
-/// one.
+/// Adds a disk's block nodes: file and format, and above them the nodes of the disk's overlay, if
+/// it has one.
 fn node_arguments(
     line: &mut Line,
     number: usize,
@@ -242,7 +243,8 @@ fn node_arguments(
     }
 }
 
-/// Adds the nodes of one layer. `of_drive`: further options of `-drive`, if that creates the node.
+/// Adds the block nodes of one layer. `of_drive`: further options of `-drive`, if `-drive` creates
+/// the node.
 fn layer_arguments(line: &mut Line, layer: &Layer<'_>, disk: &DiskSpec, of_drive: Option<&str>) {
     let common = format!(
         "cache.direct={},cache.no-flush={},read-only={},discard=unmap",
@@ -269,7 +271,7 @@ fn layer_arguments(line: &mut Line, layer: &Layer<'_>, disk: &DiskSpec, of_drive
             );
         return;
     };
-    // It takes no node for its file, but the options of one.
+    // `-drive` takes the options of the file's node instead of the node itself.
     let file = file.replace(',', ",file.");
     let before = format!("{drive},{format}{backing},{common},file.{file},file.filename=");
     line.with_path("-drive", &before, layer.path, "");
@@ -280,8 +282,8 @@ fn is_block_device(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
 }
 
-/// Adds the swap disk. Its file is written through the page cache and never flushed: a crash of the
-/// host ends the VM, too, and then its swap is worthless.
+/// Adds the swap disk. QEMU writes the disk's file through the page cache and never flushes it: a
+/// crash of the host also ends the VM, and then the swapped data is worthless.
 fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
     let Some(file) = file else { return };
     let cache = "cache.direct=off,cache.no-flush=on";
@@ -296,8 +298,8 @@ fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
         "-blockdev",
         format!("driver=raw,node-name={node},file={file_node},{cache}"),
     )
-    // What is discarded would have to be allocated again, here or at a lender, at a moment when
-    // there may be no room.
+    // Discarded blocks are not freed: they would have to be allocated again, here or at a lender,
+    // perhaps when there is no room.
     .add(
         "-device",
         format!(

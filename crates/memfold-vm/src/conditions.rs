@@ -1,4 +1,4 @@
-//! Conditions under which a VM's RAM can be folded, and the reasons if it cannot (DESIGN 3.1).
+//! Conditions under which a VM's RAM can be folded, and the reasons if the RAM cannot be folded.
 //!
 //! The kernel's facts take precedence over QEMU's. Open descriptors and locked memory are read from
 //! `/proc`, because QEMU does not report all options and hot-plugged devices.
@@ -33,10 +33,10 @@ impl std::fmt::Display for Reason {
 /// The conditions of a VM at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct VmConditions {
-    /// Reasons why the VM's RAM cannot be folded; empty: it can.
+    /// Reasons why the VM's RAM cannot be folded; empty if the RAM can be folded.
     pub fold: Vec<Reason>,
     /// Reasons why folded pages cannot be folded again while the VM runs (they can be while it is
-    /// paused); empty: they can.
+    /// paused); empty if they can.
     pub refold_live: Vec<Reason>,
     /// Settings that cost the host resources but do not prevent folding.
     pub costs: Vec<Reason>,
@@ -72,7 +72,7 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
     migration(qmp, &mut found)?;
     plugged(qmp, &mut found)?;
     process(pid, library, &mut found);
-    // TCG knows nothing of it.
+    // Under TCG, this option has no effect.
     if qmp.query("query-kvm")?["enabled"] == true {
         found.costs.extend(keeps_cpus(pid).then(|| {
             reason(
@@ -127,7 +127,8 @@ fn plugged(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
 }
 
 fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
-    // SEV, SEV-SNP and TDX: a link to their object, empty without one (QEMU's hw/core/machine.c).
+    // SEV, SEV-SNP and TDX set this property to a link to their object; without them, the link is
+    // empty (QEMU's hw/core/machine.c).
     let guest = json!({ "path": "/machine", "property": "confidential-guest-support" });
     if qmp
         .execute("qom-get", guest)?
@@ -210,8 +211,8 @@ fn migration(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     Ok(())
 }
 
-/// Finds devices that access guest memory without the kernel's page tables, or that pin it while
-/// they write.
+/// Finds devices that access guest memory without the kernel's page tables, or that pin guest
+/// memory while they write to it.
 fn devices(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     for path in ["/machine/peripheral", "/machine/peripheral-anon"] {
         let list = qmp.execute("qom-list", json!({ "path": path }))?;
@@ -230,7 +231,7 @@ fn devices(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     Ok(())
 }
 
-/// `child<virtio-net-pci>` -> `virtio-net-pci`.
+/// Returns the device type in a property type: `virtio-net-pci` in `child<virtio-net-pci>`.
 fn child_type(text: &str) -> Option<&str> {
     text.strip_prefix("child<")?.strip_suffix('>')
 }

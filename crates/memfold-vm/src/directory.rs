@@ -1,16 +1,16 @@
 //! A VM's files: `STATE/vms/NAME/`.
 //!
 //! ```text
-//!   spec.json      what was asked for                process.json   pid, start time, what was started
+//!   spec.json      description of the VM             process.json   pid, start time, QEMU, machine type
 //!   qmp.sock       QMP for people and commands       daemon.sock    QMP for the daemon
 //!   library.sock   the library in QEMU               agent.sock     the guest agent's port
 //!   console.sock   the serial console
 //!   console.log    output of the serial console      qemu.log       QEMU's own output
-//!   launch.lock    locked while QEMU is started      overlays.json  overlays, until process.json is there
+//!   launch.lock    locked while QEMU is started      overlays.json  overlays, until process.json exists
 //!   incoming       exists while it is restored       renewal.json   identities still to be renewed
-//!   segments.json  segments that the VM maps now     borrowed.json  lent RAM under its swap disk
+//!   segments.json  segments that the VM maps now     borrowed.json  lent RAM that its swap disk uses
 //!   lentN-M        socket of a relay, for QEMU       relay.log      output of relays
-//!   wish.json      lent RAM that an operator asked for
+//!   wish.json      an operator's request for lent RAM
 //! ```
 
 use std::fs::{self, DirBuilder, File};
@@ -32,7 +32,7 @@ pub const MAX_SOCKET_PATH: usize = 107;
 /// Record of a started QEMU, written right after the start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Pid and start time of QEMU's process.
+    /// PID and start time of QEMU's process.
     pub process: Identity,
     /// Path of the QEMU program.
     pub qemu: PathBuf,
@@ -40,9 +40,9 @@ pub struct Record {
     pub version: (u64, u64, u64),
     /// Versioned machine type, and machine options that device states depend on.
     pub machine: String,
-    /// `kvm` or `tcg`.
+    /// Accelerator: `kvm` or `tcg`.
     pub accel: String,
-    /// Path of memfold's library, if it was preloaded.
+    /// Path of memfold's library in QEMU, if the library was preloaded.
     pub library: Option<PathBuf>,
     /// Temporary disk overlays, removed with the VM.
     pub overlays: Vec<PathBuf>,
@@ -63,7 +63,7 @@ macro_rules! files {
 }
 
 impl VmDirectory {
-    /// Returns the directory of VM `name`; it need not exist.
+    /// Returns the directory of VM `name`, which need not exist.
     #[must_use]
     pub fn of(state: &Path, name: &str) -> Self {
         Self(state.join("vms").join(name))
@@ -102,17 +102,17 @@ impl VmDirectory {
     files! {
         /// The VM's description ([`VmSpec`](super::VmSpec)).
         spec = "spec.json";
-        /// The [`Record`].
+        /// The [`Record`] of the started QEMU.
         record = "process.json";
-        /// QMP for people and commands.
+        /// QMP socket for users and commands.
         qmp = "qmp.sock";
-        /// QMP for the daemon.
+        /// QMP socket for the daemon.
         daemon_qmp = "daemon.sock";
-        /// The guest agent's port.
+        /// Socket of the guest agent's port.
         agent = "agent.sock";
-        /// The library's socket.
+        /// Socket of memfold's library in QEMU.
         library = "library.sock";
-        /// The serial console.
+        /// Socket of the serial console.
         console = "console.sock";
         /// Log of the serial console's output.
         console_log = "console.log";
@@ -121,11 +121,11 @@ impl VmDirectory {
         /// Segments that the VM maps, in the order of their slots: those of its description, and
         /// those attached since.
         segments = "segments.json";
-        /// Temporary overlays, until the [`Record`] names them.
+        /// Paths of temporary overlays, until the [`Record`] names them.
         overlays = "overlays.json";
         /// Lent RAM that the VM's swap disk uses, or is about to use.
         borrowed = "borrowed.json";
-        /// Lent RAM that an operator has asked for.
+        /// An operator's request for lent RAM.
         wish = "wish.json";
         /// Log of the relays between the swap disk and lenders.
         relay_log = "relay.log";
@@ -149,8 +149,8 @@ impl VmDirectory {
         self.0.join(format!("file{number}"))
     }
 
-    /// Creates the directory, accessible only to its owner. Fails with `AlreadyExists` if it
-    /// exists.
+    /// Creates the directory, accessible only to its owner. Fails with `AlreadyExists` if the
+    /// directory exists.
     pub fn create(&self) -> io::Result<()> {
         let mut builder = DirBuilder::new();
         builder.mode(0o700);
@@ -160,8 +160,8 @@ impl VmDirectory {
         builder.recursive(false).create(&self.0)
     }
 
-    /// Takes the lock, which is held until the returned file is dropped; `None` if another process
-    /// has it.
+    /// Takes the directory's lock, which is held until the returned file is dropped; `None` if
+    /// another process holds the lock.
     pub fn lock(&self) -> io::Result<Option<File>> {
         let file = File::options()
             .create(true)
@@ -175,25 +175,25 @@ impl VmDirectory {
         }
     }
 
-    /// Writes one of the JSON files atomically.
+    /// Writes one of the directory's JSON files atomically.
     pub fn write_json<T: Serialize>(&self, path: &Path, content: &T) -> io::Result<()> {
         let part = path.with_extension("part");
         fs::write(&part, serde_json::to_vec_pretty(content)?)?;
         fs::rename(part, path)
     }
 
-    /// Reads one of the JSON files.
+    /// Reads one of the directory's JSON files.
     pub fn read_json<T: for<'a> Deserialize<'a>>(path: &Path) -> io::Result<T> {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
 
-    /// Removes the directory and these overlays. Missing files are no error.
+    /// Removes the directory and the files in `overlays`. Missing files are no error.
     pub fn remove(&self, overlays: &[PathBuf]) -> io::Result<()> {
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;
         }
-        // Who else looks whether the VM is gone makes the lock's file anew, between our last file
-        // and the directory.
+        // Another process that checks whether the VM has ended may create the lock file again,
+        // after the directory was emptied and before it is removed.
         for _ in 0..20 {
             match fs::remove_dir_all(&self.0) {
                 Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {

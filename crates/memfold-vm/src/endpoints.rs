@@ -16,16 +16,16 @@ use super::foreign::root_of;
 use super::layout::RamBlock;
 use super::qmp::{Qmp, QmpError};
 
-/// Whether and where memfold's library is in a process.
+/// Presence of memfold's library in a process, and the library's socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryPlace {
-    /// Whether the process has the library mapped.
+    /// Whether the library is mapped in the process.
     pub loaded: bool,
     /// The library's socket, from the process's environment.
     pub socket: Option<PathBuf>,
 }
 
-/// Looks for the library in process `pid`.
+/// Looks for memfold's library in process `pid`.
 pub fn library(pid: Pid) -> io::Result<LibraryPlace> {
     let root = format!("/proc/{}", pid.as_raw_nonzero());
     let maps = fs::read_to_string(format!("{root}/maps"))?;
@@ -64,8 +64,8 @@ pub fn guest_name(command_line: &[String]) -> Option<String> {
         .map(ToOwned::to_owned)
 }
 
-/// Returns the Unix socket of the agent's port in QEMU, process `pid`; `None` if the VM has no such
-/// port, or its character device is no socket.
+/// Returns the Unix socket of the agent's port in a QEMU with process ID `pid`; `None` if the VM
+/// has no such port, or if the port's character device is no socket.
 pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError> {
     let tree = qmp.human("info qtree")?;
     let Some(chardev) = port_chardev(&tree) else {
@@ -78,7 +78,7 @@ pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError
         .flatten()
         .find(|c| c["label"] == chardev)
         .and_then(|c| socket_path(c["filename"].as_str()?))
-        // A QEMU that was typed names it from where it was started.
+        // A QEMU that a user started by hand may have a path relative to its working directory.
         .and_then(|path| Some(seen_from_here(pid, working_directory(pid)?.join(path)))))
 }
 
@@ -94,8 +94,8 @@ fn working_directory(pid: Pid) -> Option<PathBuf> {
     fs::read_link(format!("/proc/{}/cwd", pid.as_raw_nonzero())).ok()
 }
 
-/// Returns the character device of the agent's port, from `info qtree`. A device's properties
-/// follow its line and are indented deeper.
+/// Returns the character device of the agent's port, from the output of `info qtree`. In it, a
+/// device's properties follow the device's line and are indented deeper.
 fn port_chardev(tree: &str) -> Option<String> {
     tree.split("dev: ").find_map(|device| {
         let property = |name: &str| {
@@ -109,15 +109,17 @@ fn port_chardev(tree: &str) -> Option<String> {
     })
 }
 
-/// `disconnected:unix:/path,server=on` -> `/path`.
+/// Returns the path in a character device's file name: `/path` in
+/// `disconnected:unix:/path,server=on`.
 fn socket_path(filename: &str) -> Option<PathBuf> {
     let (_, rest) = filename.split_once("unix:")?;
     let path = rest.split(",server").next()?;
     (!path.is_empty()).then(|| Path::new(path).into())
 }
 
-/// Returns the `madvise` settings that QEMU gave a RAM block, from the flags of its mappings.
-/// Folded parts map the store, so an anonymous part is preferred; without one, any part is used.
+/// Returns the `madvise` settings that QEMU gave a RAM block, from the flags of the block's
+/// mappings. Folded parts map the page store, so an anonymous part is preferred; without one, any
+/// part is used.
 pub fn advice(pid: Pid, block: &RamBlock) -> io::Result<Advice> {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", pid.as_raw_nonzero()))?;
     let end = Hva(block
@@ -149,7 +151,8 @@ fn advice_in(smaps: &str, start: Hva, end: Hva) -> Option<Advice> {
     of_file
 }
 
-/// Parses a mapping's first line (`proc_pid_smaps(5)`): start, end, and whether it is anonymous.
+/// Parses the first line of a mapping in `smaps` (`proc_pid_smaps(5)`): start, end, and whether the
+/// mapping is anonymous.
 fn mapping(line: &str) -> Option<((u64, u64), bool)> {
     let mut fields = line.split_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;

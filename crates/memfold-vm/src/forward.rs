@@ -58,8 +58,8 @@ impl Forward {
         format!("{protocol}:{address}:{host}-:{guest}")
     }
 
-    /// Binds the port briefly to check that it is free, and returns the rule with the port found in
-    /// place of 0. Fails if another process holds the port.
+    /// Binds the host port briefly to check that it is free. Returns the rule; if its host port was
+    /// 0, with the port found. Fails if another process holds the port.
     pub fn claim(&self) -> io::Result<Self> {
         let place = SocketAddrV4::new(self.address, self.host);
         let found = if self.is_udp {

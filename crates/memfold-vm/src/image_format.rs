@@ -24,10 +24,11 @@ const MARKS: [(&str, usize, &[u8]); 7] = [
     ("QED", 0, b"QED\0"),
 ];
 
-/// Sets a disk's format if its description does not; refuses a format that contradicts the content.
+/// Sets a disk's format if the description does not name one; refuses a format that contradicts the
+/// content.
 pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
-    // A directory, a name of nothing: others say so. Who describes the VM may have less rights than
-    // who starts it.
+    // Errors about missing files come from other checks: this process may have less rights than the
+    // one that starts the VM.
     let Ok(Some(head)) = head(&disk.path) else {
         return Ok(());
     };
@@ -38,7 +39,7 @@ pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
     let path = disk.path.display();
     let wrong = |why: String| Err(value("disks.format", why));
     match (disk.format.is_some(), disk.format(), holds) {
-        // Who says so knows it.
+        // A user who names the format explicitly is right.
         (true, DiskFormat::Raw, _)
         | (false, DiskFormat::Raw, None)
         | (_, DiskFormat::Qcow2, Some("qcow2")) => {
@@ -62,9 +63,10 @@ pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
     }
 }
 
-/// Returns the first bytes of a file or block device; `None`: the path is something else.
+/// Returns the first bytes of a file or block device; `None` if the path leads to another kind of
+/// file.
 fn head(path: &Path) -> io::Result<Option<Vec<u8>>> {
-    // A FIFO would wait for who writes.
+    // Without this flag, opening a FIFO would wait for a writer.
     let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
     let file = File::options().read(true).custom_flags(flags).open(path)?;
     let kind = file.metadata()?.file_type();
@@ -99,7 +101,7 @@ mod tests {
         assert_eq!(settled("a.img", b"LUKS\xba\xbe", None), Ok(DiskFormat::Raw));
         assert_eq!(settled("a.qcow2", b"QFI\xfb", None), Ok(DiskFormat::Qcow2));
         assert_eq!(settled("a.img", b"QFI\xfb", qcow2), Ok(DiskFormat::Qcow2));
-        // A raw disk whose guest has written a header.
+        // A raw disk to which the guest has written a header.
         assert_eq!(settled("a.img", b"QFI\xfb", raw), Ok(DiskFormat::Raw));
         let why = settled("a.img", b"QFI\xfb", None).unwrap_err();
         assert!(
@@ -115,7 +117,7 @@ mod tests {
                 "{why}"
             );
         }
-        // What is no file is not read.
+        // Devices other than block devices are not read.
         let mut null = DiskSpec::new("/dev/null");
         settle(&mut null).unwrap();
         assert_eq!(null.format, None);

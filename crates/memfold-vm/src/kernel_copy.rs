@@ -8,7 +8,7 @@
 //!
 //! ```text
 //!   image file   | boot sector and setup | the kernel proper ................................. |
-//!   in QEMU               | 16 bytes of malloc's | the kernel proper ......................... |   at a page's start
+//!   in QEMU               | 16 bytes of malloc   | the kernel proper ......................... |   starts a page
 //!   the copy                                   .....| whole pages of it                    |....
 //! ```
 //! If anything differs from what is expected (another malloc, another image format, other bytes),
@@ -34,17 +34,17 @@ use super::Vm;
 /// `sysmalloc_mmap`).
 const AHEAD: u64 = 16;
 
-/// Largest image that is shared, in bytes.
+/// Largest kernel image that is shared, in bytes.
 const MAX_IMAGE: u64 = 256 << 20;
 
-/// Most bytes by which a mapping may exceed the copy. The kernel may have merged neighbouring
-/// mappings; the limit excludes guest RAM from the search.
+/// Most bytes by which a mapping in QEMU may be larger than the copy. The kernel may have merged
+/// neighbouring mappings; the limit excludes guest RAM from the search.
 const MAX_OTHER: u64 = 16 << 20;
 
-/// Number of copies kept for later clones. Copies that VMs have mapped exist regardless.
+/// Number of copies kept for later clones. A copy that VMs have mapped exists in any case.
 const KEPT: usize = 4;
 
-/// Bytes that locate the copy in memory, before all bytes are compared.
+/// Number of bytes by which the copy is located in memory, before all bytes are compared.
 const BEGINNING: usize = 256;
 
 /// Identity of a copy: trust domain and image file.
@@ -58,11 +58,11 @@ struct Key {
 /// One copy of the kernel, without boot sector and setup.
 #[derive(Debug)]
 struct Copy {
-    /// The first [`BEGINNING`] bytes.
+    /// The first [`BEGINNING`] bytes of the kernel.
     beginning: Vec<u8>,
-    /// Length in bytes.
+    /// Length of the kernel in bytes.
     bytes: u64,
-    /// A sealed file of the copy's whole pages, aligned as in QEMU's memory.
+    /// A sealed file with the whole pages of the kernel, aligned as in QEMU's memory.
     pages: File,
 }
 
@@ -75,7 +75,8 @@ impl KernelCopies {
     /// bytes that QEMU no longer holds itself.
     ///
     /// # Errors
-    /// The copy was not replaced; QEMU keeps its own.
+    ///
+    /// An I/O error if the copy was not replaced; QEMU then keeps its own.
     pub fn share(&self, vm: &Vm) -> io::Result<u64> {
         let spec = vm.spec().filter(|spec| spec.foreign.is_none());
         let wanted =
@@ -103,7 +104,7 @@ impl KernelCopies {
             file_page: 0,
         };
         let mapped = ask(&map, Some(copy.pages.as_fd()));
-        // The guest has none of it.
+        // This range is not RAM of the guest.
         ask(&Order::RemoveRam { hva }, None)?;
         mapped.map(|()| pages * PAGE_SIZE)
     }
@@ -170,10 +171,10 @@ impl Copy {
         })
     }
 
-    /// Returns whether the whole copy is at this address of a process.
+    /// Returns whether the whole copy is at address `start` of a process.
     fn is_at(&self, pid: Pid, start: Hva) -> io::Result<bool> {
         let mut at = start.0 - AHEAD + PAGE_SIZE;
-        // So little that a core's cache holds both.
+        // These buffers are so small that a core's cache holds both.
         let (mut theirs, mut ours) = (vec![0; 128 << 10], vec![0; 128 << 10]);
         let mut done = 0;
         loop {
@@ -231,8 +232,9 @@ mod tests {
 
     const SETUP: usize = 15 * 512;
 
-    /// An image whose kernel proper is so long, and all of its bytes. These are kept in one piece:
-    /// malloc would lay the kernel alone as it lies in QEMU, and it would be found here.
+    /// Makes an image with a kernel proper of `bytes` bytes. Returns its file and all of its bytes,
+    /// in one piece: if the kernel were alone in memory, malloc would place it as in QEMU, and the
+    /// search would find it here.
     fn image(bytes: usize, seed: u64) -> (File, Vec<u8>) {
         let mut all = vec![0_u8; SETUP + bytes];
         all[0x1f1] = 14;
@@ -255,7 +257,7 @@ mod tests {
         assert_eq!(copy.bytes, 3_000_003);
         let whole = (3_000_003 - 4080) / 4096 * 4096;
         assert_eq!(copy.pages.metadata().unwrap().len(), whole);
-        // As malloc has it, which maps so large a piece by itself.
+        // malloc places a piece of this size in a mapping of its own; this mapping imitates that.
         let held = Mapping::anonymous(1000, false).unwrap();
         let own = Hva(held.area().start().0 + 17 * PAGE_SIZE + AHEAD);
         let put = |at: usize, bytes: &[u8]| {
@@ -270,7 +272,7 @@ mod tests {
         assert_eq!(find(getpid(), &copy).unwrap(), Some(own));
         let (other, _) = image(3_000_003, 2);
         assert_eq!(find(getpid(), &Copy::of(&other).unwrap()).unwrap(), None);
-        // Nobody can change it.
+        // The sealed file cannot be changed.
         copy.pages.write_all_at(b"x", 0).unwrap_err();
         copy.pages.set_len(0).unwrap_err();
     }

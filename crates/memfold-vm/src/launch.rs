@@ -41,10 +41,10 @@ const INCOMING: [&str; 4] = [
 /// Longest wait for a killed QEMU to end.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Bytes of QEMU's output that an error repeats.
+/// Number of bytes of QEMU's output that an error message repeats.
 const LOG_TAIL: usize = 4096;
 
-/// A log that was last written longer ago than this does not explain QEMU's end.
+/// Longest age of QEMU's last output that still explains QEMU's end.
 const LAST_WORDS: Duration = Duration::from_secs(10);
 
 /// Error of starting a VM. After an error, none of the VM's files and processes remain.
@@ -116,10 +116,10 @@ pub struct Cancel(AtomicBool);
 
 impl Cancel {
     /// Cancels the start of VM `name` under `state`. A QEMU that was already started is killed, so
-    /// that nothing waits for it.
+    /// that no thread waits for it.
     pub fn cancel(&self, state: &Path, name: &str) -> io::Result<()> {
         self.set();
-        // If there is no record yet, the starter finds out when it has written one.
+        // If there is no record yet, the starting thread sees the flag after it has written one.
         match Vm::find(state, name) {
             Ok(vm) => vm.process().kill(),
             Err(_) => Ok(()),
@@ -132,7 +132,7 @@ impl Cancel {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Cancels the start. The starting thread ends QEMU.
+    /// Cancels the start. The starting thread then ends QEMU.
     pub fn set(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
@@ -156,11 +156,11 @@ pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
 /// Properties that a VM must have to load a saved device state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incoming {
-    /// QEMU's version when it was saved: major, minor, micro.
+    /// QEMU's version when the state was saved: major, minor, micro.
     pub qemu: (u64, u64, u64),
     /// Machine type, with its version.
     pub machine: String,
-    /// Accelerator when it was saved: `kvm` or `tcg`.
+    /// Accelerator when the state was saved: `kvm` or `tcg`.
     pub accel: String,
 }
 
@@ -226,7 +226,8 @@ pub fn start_unless(
     vm.map_err(|error| unknown_machine(error, incoming, &qemu))
 }
 
-/// Explains QEMU's error message if this QEMU no longer has the machine type of a saved state.
+/// Explains QEMU's error message, if the reason is that this QEMU no longer has the machine type of
+/// a saved state.
 fn unknown_machine(
     error: LaunchError,
     incoming: Option<&Incoming>,
@@ -249,7 +250,7 @@ fn unknown_machine(
     }
 }
 
-/// Checks that this QEMU can load the device state.
+/// Checks that this QEMU can load the saved device state.
 fn fits(incoming: &Incoming, qemu: &QemuFacts, accel: &str) -> Result<(), LaunchError> {
     let other = |what: &str, then: String, now: String| LaunchError::Incoming {
         what: what.to_owned(),
@@ -277,7 +278,7 @@ fn choose_accel(
 ) -> Result<&'static str, LaunchError> {
     match spec.accel {
         AccelChoice::Tcg => Ok("tcg"),
-        // Not probed: who asks for KVM by name may boot something else than Linux.
+        // There is no probe here: a user who names KVM may boot something else than Linux.
         AccelChoice::Kvm => match File::options().read(true).write(true).open("/dev/kvm") {
             Ok(_) => Ok("kvm"),
             Err(e) => Err(LaunchError::Kvm {
@@ -292,7 +293,7 @@ fn choose_accel(
     }
 }
 
-/// Returns a function that turns an I/O error into a [`LaunchError`] about the VM's files.
+/// Returns a function that converts an I/O error to a [`LaunchError`] about the VM's files.
 fn failed(directory: &VmDirectory) -> impl Fn(io::Error) -> LaunchError + Copy {
     move |source| LaunchError::Files {
         path: directory.path().into(),
@@ -300,7 +301,7 @@ fn failed(directory: &VmDirectory) -> impl Fn(io::Error) -> LaunchError + Copy {
     }
 }
 
-/// Creates the VM's directory. Removes a directory that an ended VM left.
+/// Creates the VM's directory. Removes a directory that an ended VM of this name left.
 fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
     let failed = failed(directory);
     match directory.create() {
@@ -329,7 +330,8 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
-    /// Creates the VM's files. Of its disks, only temporary overlays and the swap disk are created.
+    /// Creates the VM's files. Of the VM's disks, only temporary overlays and the swap disk are
+    /// created.
     fn make_files(&mut self) -> Result<(), LaunchError> {
         let (directory, spec) = (self.directory, self.spec);
         let failed = failed(directory);
@@ -348,7 +350,7 @@ impl Attempt<'_> {
             None => None,
         };
         let all: Vec<&PathBuf> = places.iter().chain(swap.iter().map(|(p, _)| p)).collect();
-        // Whoever starts it may die at any moment, and nobody else knows of them.
+        // This process may die at any moment, so the paths are recorded before the files are made.
         directory
             .write_json(&directory.overlays(), &all)
             .map_err(failed)?;
@@ -377,7 +379,7 @@ impl Attempt<'_> {
     /// Returns the command that starts QEMU: arguments, environment, working directory, output.
     fn command(&self, machine: &str) -> io::Result<Command> {
         let (directory, spec) = (self.directory, self.spec);
-        // Appended to, so that the daemon can empty it when it is long.
+        // QEMU appends to the log, so the daemon can empty it when it is too long.
         let log = File::options()
             .append(true)
             .create(true)
@@ -392,7 +394,8 @@ impl Attempt<'_> {
                 directory,
                 &self.overlays,
             ))
-            // What others have named without a path is looked for there.
+            // The command line of a VM that memfold did not start may name files without a
+            // directory.
             .current_dir(if spec.foreign.is_some() {
                 directory.path()
             } else {
@@ -406,9 +409,8 @@ impl Attempt<'_> {
     }
 
     fn run(&mut self, cancel: &Cancel) -> Result<Vm, LaunchError> {
-        // The HPET ticks on 250 times a second in guests that have long turned to another timer,
-        // each time through QEMU's main loop. It has device state: a VM that is restored is as it
-        // was.
+        // In guests that use another timer, the HPET still ticks 250 times a second, each time
+        // through QEMU's main loop. The HPET has device state, so a restored VM keeps its setting.
         let machine = self.incoming.map_or_else(
             || format!("{},hpet=off", self.qemu.machine),
             |incoming| incoming.machine.clone(),
@@ -442,7 +444,7 @@ impl Attempt<'_> {
             .write_json(&directory.record(), &record)
             .map_err(failed)?;
         let started = wait_for_monitor(child, directory, cancel);
-        // What a cancelled QEMU said last is of no interest.
+        // If the start was cancelled, QEMU's last output does not matter.
         cancel.check(&self.spec.name)?;
         started?;
         let vm = Vm::open(directory).map_err(|e| LaunchError::Start {
@@ -457,13 +459,14 @@ impl Attempt<'_> {
 
     fn undo(&mut self) {
         if let Some(mut child) = self.child.take() {
-            // Fails only for a child that has ended.
+            // This fails only if the child has ended.
             let _ = child.kill();
             let end = Instant::now() + KILL_TIMEOUT;
             while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // It may wait for a disk that does not answer: the kernel ends it when that does.
+            // QEMU may wait for a disk that does not answer; the kernel ends QEMU after the disk
+            // has answered.
             reap(child);
         }
         if let Err(error) = self.directory.remove(&self.overlays) {
@@ -476,7 +479,7 @@ impl Attempt<'_> {
 pub(super) fn qemu_command(program: &Path, log: File) -> io::Result<Command> {
     let mut command = Command::new(program);
     command
-        // The daemon's, not a VM's (sd_notify(3)).
+        // This variable is for the daemon, not for QEMU (sd_notify(3)).
         .env_remove("NOTIFY_SOCKET")
         .env_remove("WATCHDOG_USEC")
         .env_remove("WATCHDOG_PID")
@@ -493,7 +496,7 @@ pub(super) fn reap(mut child: Child) {
         .name("reap-qemu".into())
         .spawn(move || child.wait());
     if let Err(error) = thread {
-        tracing::warn!(%error, "no thread to wait for QEMU's end; nothing is needed");
+        tracing::warn!(%error, "cannot start the thread that waits for QEMU's end; nothing is needed");
     }
 }
 
@@ -514,8 +517,8 @@ fn wait_for_monitor(
             Ok(None) => {}
             Err(e) => return Err(failed(e.to_string())),
         }
-        // The socket exists before QEMU has made its devices; the greeting comes after, unless QEMU
-        // ends first.
+        // The socket exists before QEMU has created its devices. The greeting comes after that,
+        // unless QEMU ends first.
         match Qmp::connect(&directory.qmp(), Duration::from_secs(2)) {
             Ok(_) => return Ok(()),
             Err(e) if Instant::now() >= deadline => return Err(failed(e.to_string())),
@@ -531,7 +534,7 @@ pub fn log_tail(directory: &VmDirectory) -> String {
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// Returns the last line of QEMU's log if QEMU wrote it right before it ended by itself, such as a
+/// Returns the last line of QEMU's log, if QEMU ended by itself right after it: for example a
 /// failed assertion or a report of corrupted memory.
 pub fn last_words(directory: &VmDirectory) -> Option<String> {
     let written = fs::metadata(directory.qemu_log()).ok()?.modified().ok()?;

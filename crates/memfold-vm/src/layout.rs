@@ -42,14 +42,14 @@ pub struct RamLayout {
 }
 
 impl RamLayout {
-    /// Returns the size of guest RAM in pages.
+    /// Returns the number of pages of guest RAM.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.slots.iter().map(|s| s.pages).sum()
     }
 
-    /// Returns the address of page frame `pfn` and the number of contiguous pages from there
-    /// (itself included); `None` outside RAM.
+    /// Returns the address of page frame `pfn` in QEMU and the number of contiguous pages from
+    /// there (`pfn` included); `None` if `pfn` is not RAM.
     #[must_use]
     pub fn hva_of(&self, pfn: Pfn) -> Option<(Hva, u64)> {
         let at = self
@@ -61,7 +61,7 @@ impl RamLayout {
         (inside < slot.pages).then(|| (slot.hva.add_pages(inside), slot.pages - inside))
     }
 
-    /// Returns the page frame at `hva`; `None` outside RAM.
+    /// Returns the page frame at address `hva` of QEMU; `None` if the address is not guest RAM.
     #[must_use]
     pub fn pfn_of(&self, hva: Hva) -> Option<Pfn> {
         let slot = self
@@ -71,7 +71,8 @@ impl RamLayout {
         Some(slot.pfn.add_pages(hva.pages_since(slot.hva)))
     }
 
-    /// Returns the address of guest-physical `gpa`, exact to the byte; `None` outside RAM.
+    /// Returns the address of guest-physical `gpa` in QEMU, exact to the byte; `None` if `gpa` is
+    /// not RAM.
     #[must_use]
     pub fn hva_of_gpa(&self, gpa: Gpa) -> Option<Hva> {
         let (hva, _) = self.hva_of(gpa.pfn())?;

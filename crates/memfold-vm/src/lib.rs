@@ -1,4 +1,5 @@
-//! Virtual machines: launch, QMP, RAM layout, links to agent and library.
+//! One virtual machine: its start, QMP, RAM layout, and connections to the guest's agent and the
+//! library in QEMU.
 //!
 //! ```text
 //!   VmSpec --start--> Vm <--discover-- STATE/vms/NAME/   <--attach-- a QMP socket

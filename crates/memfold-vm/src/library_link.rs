@@ -15,7 +15,8 @@ use rustix::process::Pid;
 /// Device from which a process gets userfaultfds that also catch faults of the kernel.
 const DEVICE: &str = "/dev/userfaultfd";
 
-/// Error of an order. After some errors it is unknown whether the order was carried out.
+/// Error of an order to memfold's library in QEMU. After some errors it is unknown whether the
+/// order was carried out.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum LibraryError {
@@ -27,7 +28,7 @@ pub enum LibraryError {
     },
     #[error("connection to the library in QEMU lost")]
     Lost(#[source] std::io::Error),
-    /// No reply came in time; the connection is unusable.
+    /// No reply came in time; the connection can no longer be used.
     #[error("the library in QEMU did not reply within {seconds} s")]
     Timeout { seconds: f64 },
     #[error("broken message between daemon and library")]
@@ -45,27 +46,27 @@ pub enum LibraryError {
     /// The library refused the order as a whole; nothing changed.
     #[error("the library in QEMU refused: {0}")]
     Refused(String),
-    /// An earlier error left the connection out of step.
+    /// An earlier error has made the connection unusable.
     #[error("connection to the library in QEMU is closed after an earlier error")]
     Closed,
 }
 
-/// Facts about the library, from its greeting.
+/// Facts about memfold's library, from its greeting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryFacts {
-    /// Package version of the library.
+    /// Package version of the library in QEMU.
     pub version: String,
-    /// Whether anonymous memory can be folded.
+    /// Whether the library can fold anonymous memory (`UFFDIO_MOVE`).
     pub can_move: bool,
-    /// Whether folded memory can be folded again while the VM runs.
+    /// Whether the library can fold folded memory again while the VM runs.
     pub can_write_protect: bool,
-    /// Whether an order may stop the VM for a moment.
+    /// Whether the library can stop the VM for a moment during an order.
     pub can_stop: bool,
-    /// Why folding cannot work; `None`: it can.
+    /// Why the library cannot fold; `None` if it can.
     pub problem: Option<String>,
 }
 
-/// A connection to the library.
+/// A connection to memfold's library in QEMU.
 #[derive(Debug)]
 pub struct LibraryLink {
     stream: Option<UnixStream>,
@@ -75,9 +76,9 @@ pub struct LibraryLink {
 }
 
 impl LibraryLink {
-    /// Connects and exchanges greetings. `timeout` also applies to each later reply. The library
-    /// serves one daemon at a time, so a second connection times out. With `only`, a socket of any
-    /// other process is refused before anything is sent.
+    /// Connects to the library and exchanges greetings. `timeout` also applies to each later reply.
+    /// The library serves one daemon at a time, so a second connection times out. With `only`, a
+    /// socket of any other process is refused before anything is sent.
     pub fn connect(
         path: &Path,
         timeout: Duration,
@@ -99,8 +100,8 @@ impl LibraryLink {
             return Err(LibraryError::Stranger { path: path.into() });
         }
         link.greet(None)?;
-        // What a QEMU without root's rights lacks, as a rule; the device is of use in the process
-        // that makes a userfaultfd of it alone.
+        // A QEMU without root's rights usually cannot open this device. The descriptor works only
+        // in the process that creates a userfaultfd with it, so the device itself is passed.
         if link.facts.problem.is_some() {
             if let Ok(device) = File::options().read(true).write(true).open(DEVICE) {
                 link.greet(Some(device.as_fd()))?;
@@ -218,7 +219,8 @@ impl LibraryLink {
     }
 }
 
-/// Connects without waiting. A hanging library accepts no connection, and its queue is short.
+/// Connects without waiting: a library that hangs accepts no connection, and the socket's queue is
+/// short.
 fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -282,7 +284,8 @@ mod tests {
         }
     }
 
-    /// A library that answers with `replies`, one an order, and tells whether descriptors came.
+    /// Starts a library that answers with `replies`, one for each order, and reports whether
+    /// descriptors came.
     fn library(
         replies: Vec<Reply>,
     ) -> (

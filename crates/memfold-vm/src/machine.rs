@@ -1,4 +1,5 @@
-//! A running VM: started by memfold, rediscovered after a daemon's death, or attached to.
+//! A running VM: one that memfold started, one that an earlier daemon started, or one that memfold
+//! attached to.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -24,7 +25,7 @@ use super::spec::VmSpec;
 
 /// Timeout of answers of QEMU's monitor and library.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest time that QEMU may take to end after `quit`, and after a kill.
+/// Longest time that QEMU may take to end, after `quit` or after a kill.
 pub(super) const QUIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Error of finding, attaching to or stopping a VM.
@@ -93,7 +94,7 @@ impl Vm {
 
     /// Opens the running VM `name` under `state`.
     pub fn find(state: &Path, name: &str) -> Result<Self, MachineError> {
-        // A name that could leave the directory is nobody's.
+        // A name that could leave the directory is no VM's name.
         if check_name("name", name).is_err() {
             return Err(MachineError::NotFound { name: name.into() });
         }
@@ -117,7 +118,7 @@ impl Vm {
                     tracing::warn!(
                         vm = directory.name(),
                         error = &error as &dyn std::error::Error,
-                        "cannot open the test QEMU of an earlier daemon; end its process by hand"
+                        "cannot open the process of an earlier daemon's trial QEMU; end the process by hand"
                     );
                 }
             }
@@ -125,11 +126,11 @@ impl Vm {
         Ok(found)
     }
 
-    /// Removes the directory if its VM has ended. Returns whether it was removed; false: the VM
-    /// runs, or is being started.
+    /// Removes the directory if its VM has ended. Returns whether it was removed; `false` if the VM
+    /// runs or is being started.
     pub fn clear_if_stale(directory: &VmDirectory) -> io::Result<bool> {
         let Some(_lock) = (match directory.lock() {
-            // Removed meanwhile by another process.
+            // Another process has removed the directory meanwhile.
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(true),
             other => other?,
         }) else {
@@ -144,7 +145,7 @@ impl Vm {
                 }
                 Some(record)
             }
-            // Whoever started it died between the start and the record.
+            // The process that started QEMU died before it wrote the record.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 for process in unrecorded(directory)? {
                     process.kill()?;
@@ -154,7 +155,7 @@ impl Vm {
                 }
                 None
             }
-            // It may run well, whatever is wrong with its record.
+            // Whatever is wrong with the record, the VM may be running.
             Err(error) => return Err(error),
         };
         let noted = || VmDirectory::read_json(&directory.overlays()).unwrap_or_default();
@@ -181,13 +182,13 @@ impl Vm {
         }
     }
 
-    /// Changes the record of temporary files that belong to the VM.
+    /// Changes the list of temporary files that belong to the VM in its record.
     pub fn change_temporary(&self, change: impl FnOnce(&mut Vec<PathBuf>)) -> io::Result<()> {
         let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
             return Err(io::ErrorKind::Unsupported.into());
         };
         let mut now: Record = VmDirectory::read_json(&directory.record())?;
-        // It may have ended meanwhile, and another have got its name.
+        // The VM may have ended meanwhile, and another VM may have its name.
         if now.process != record.process {
             return Err(io::ErrorKind::NotFound.into());
         }
@@ -210,7 +211,7 @@ impl Vm {
         let process = Process::open(identity).map_err(look)?;
         let words = endpoints::command_line(pid).map_err(look)?;
         let program = words.first().map_or("", String::as_str);
-        // Where QEMU is called 'kvm' its file is not.
+        // If the program's name is 'kvm', the name of its file still contains 'qemu'.
         let file =
             std::fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).map_err(look)?;
         if !program.contains("qemu") && !file.to_string_lossy().contains("qemu") {
@@ -292,7 +293,7 @@ impl Vm {
         self.library_socket.is_some()
     }
 
-    /// Returns the library's socket; `None`: it is not in QEMU.
+    /// Returns the socket of memfold's library; `None` if the library is not in QEMU.
     #[must_use]
     pub fn library_socket(&self) -> Option<&Path> {
         self.library_socket.as_deref()
@@ -304,8 +305,8 @@ impl Vm {
         self.agent_socket.as_deref()
     }
 
-    /// Opens a connection to the monitor for people and commands. Close it soon: QEMU serves one
-    /// client at a time.
+    /// Opens a connection to the monitor for users and commands. Close it soon, because QEMU serves
+    /// one client at a time.
     pub fn qmp(&self) -> Result<Qmp, QmpError> {
         self.own(Qmp::connect(&self.qmp_socket, ANSWER_TIMEOUT)?)
     }
@@ -345,16 +346,16 @@ impl Vm {
         endpoints::advice(self.pid(), block)
     }
 
-    /// Connects to the library; `None`: it is not in QEMU.
+    /// Connects to memfold's library; `None` if the library is not in QEMU.
     pub fn library_link(&self) -> Option<Result<LibraryLink, LibraryError>> {
         let socket = self.library_socket.as_ref()?;
-        // A QEMU that memfold didn't start, and that its guest has taken over, may name the library
-        // of another one.
+        // If memfold did not start this QEMU, and its guest has taken it over, it may name the
+        // socket of another QEMU's library.
         let only = self.spec.is_none().then(|| self.pid());
         Some(LibraryLink::connect(socket, ANSWER_TIMEOUT, only))
     }
 
-    /// Starts a link to the agent; `None`: the VM has no port for it.
+    /// Starts a link to the agent; `None` if the VM has no port for an agent.
     pub fn agent_link(
         &self,
         options: AgentOptions,
@@ -365,8 +366,8 @@ impl Vm {
     }
 }
 
-/// Finds QEMU processes that were started for a VM's directory but not recorded, by the monitor's
-/// socket on their command lines.
+/// Finds QEMU processes that were started for a VM's directory but not recorded; their command
+/// lines contain the monitor's socket.
 fn unrecorded(directory: &VmDirectory) -> io::Result<Vec<Process>> {
     let socket = monitor_argument(&directory.qmp());
     let mut found = Vec::new();
@@ -379,7 +380,7 @@ fn unrecorded(directory: &VmDirectory) -> io::Result<Vec<Process>> {
         else {
             continue;
         };
-        // One that ends while we look is none.
+        // A process that ends meanwhile does not count.
         let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
         if line
             .split(|byte| *byte == 0)

@@ -5,7 +5,8 @@ use super::spec_error::SpecError;
 /// Longest VM or domain name in bytes.
 pub const MAX_NAME: usize = 64;
 
-/// Checks the name of a VM or trust domain: it becomes a directory and part of QEMU's options.
+/// Checks the name of a VM or trust domain, which becomes the name of a directory and a part of
+/// QEMU's options.
 pub fn check_name(field: &'static str, name: &str) -> Result<(), SpecError> {
     let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
     let good = (1..=MAX_NAME).contains(&name.len())

@@ -17,17 +17,17 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// The backing file of an overlay.
 pub struct Backing<'a> {
-    /// Absolute path, written into the overlay's header.
+    /// Absolute path of the backing file, written into the overlay's header.
     pub file: &'a Path,
-    /// `raw` or `qcow2`.
+    /// Format of the backing file: `raw` or `qcow2`.
     pub format: &'a str,
     /// Size of the disk in bytes, if `file` does not exist yet; `None`: `qemu-img` opens `file` to
     /// read its size.
     pub virtual_bytes: Option<u64>,
 }
 
-/// Creates an empty overlay, readable for its owner only. The directory may be writable for others.
-/// Fails with `AlreadyExists` if the file exists. After an error, no file remains.
+/// Creates an empty overlay that only its owner can read, since other users may be able to write to
+/// the directory. Fails with `AlreadyExists` if the file exists. After an error, no file remains.
 pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
     let file = new_file(path)?;
     format(file, backing).inspect_err(|_| {
@@ -35,7 +35,7 @@ pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
     })
 }
 
-/// Creates an empty disk, readable for its owner only. After an error, no file remains.
+/// Creates an empty qcow2 disk that only its owner can read. After an error, no file remains.
 pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
     let file = new_file(path)?;
     let mut command = create_command();
@@ -74,8 +74,8 @@ fn create_command() -> Command {
     command
 }
 
-/// Formats an overlay. `qemu-img` gets the open file instead of its path: it may outlive this
-/// process, and would create the file again after someone has removed it.
+/// Formats an overlay. `qemu-img` gets the open file instead of its path: `qemu-img` may outlive
+/// this process, and would create the file again after it was removed.
 fn format(file: File, backing: &Backing) -> io::Result<()> {
     let mut command = create_command();
     command.args(["-F", backing.format, "-b"]);
@@ -128,8 +128,8 @@ mod tests {
         create(&overlay, &raw(&disk)).unwrap();
         let header = std::fs::read(&overlay).unwrap();
         assert_eq!(header[..4], *b"QFI\xfb");
-        // docs/interop/qcow2 in QEMU: the size is at byte 24, the backing file's name at the offset
-        // in byte 8.
+        // The header (docs/interop/qcow2 in QEMU): the size is at byte 24, and the offset of the
+        // backing file's name is at byte 8.
         assert_eq!(header[24..32], (1_u64 << 20).to_be_bytes());
         let name = disk.to_str().unwrap().as_bytes();
         assert!(header.windows(name.len()).any(|part| part == name));

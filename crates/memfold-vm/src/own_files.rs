@@ -1,7 +1,7 @@
 //! Files other than disks that a VM's additional QEMU arguments name and that QEMU writes, such as
 //! firmware variables and logs. A VM started from a snapshot gets its own copies in its directory.
-//! Tokens stand for their paths in the arguments, so the description does not depend on where that
-//! directory is.
+//! In the arguments, tokens stand for the paths of these files, so the description does not depend
+//! on where the VM's directory is.
 
 use std::ffi::OsString;
 use std::io;
@@ -23,8 +23,8 @@ pub fn token(number: usize) -> String {
     tokens::token(TOKEN, number)
 }
 
-/// Replaces the path for which `is_it` returns true by `name` in an argument; `None`: the argument
-/// contains no such path.
+/// Replaces a path in an argument by `name`, if `is_it` returns true for the path; `None` if the
+/// argument contains no such path.
 pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Option<String> {
     if argument.starts_with('/') && is_it(Path::new(argument)) {
         return Some(name.to_owned());
@@ -34,11 +34,11 @@ pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Opti
         return rename_in(&mut value, is_it, name).then(|| value.to_string());
     }
     let mut found = false;
-    // A comma in a value is written twice.
+    // QEMU's options write a comma in a value twice.
     let whole = argument.replace(",,", "\0");
     let parts = whole.split(',').map(|part| {
         let part = part.replace('\0', ",");
-        // "file=PATH", "file:PATH", "path=file:PATH"
+        // A path may follow `=` or `:`, as in "file=PATH", "file:PATH", "path=file:PATH".
         let starts = part.match_indices('/').map(|(at, _)| at);
         let at = starts.filter(|&at| at > 0 && matches!(part.as_bytes()[at - 1], b'=' | b':'));
         let at = at.into_iter().find(|&at| is_it(Path::new(&part[at..])));

@@ -25,7 +25,8 @@ pub(super) fn add(
 }
 
 /// Adds a QMP monitor for the library over a socket pair: QEMU has one end, and the library in the
-/// same process the other. No path is needed, which a QEMU without root's rights could not reach.
+/// same process has the other. A socket with a path would be out of reach for a QEMU without root's
+/// rights.
 fn add_monitor(command: &mut Command) -> io::Result<()> {
     let (qemus, librarys) = UnixStream::pair()?;
     let qemus = session::pass(command, qemus.into());

@@ -47,8 +47,8 @@ impl Identity {
     }
 }
 
-/// Parses the start time from `/proc/PID/stat`. Fields are counted from the end of the command,
-/// which is in parentheses and may contain anything; field 3 follows it.
+/// Parses the start time from `/proc/PID/stat`. Fields are counted from the end of the command's
+/// name, which is in parentheses and may contain any character; field 3 follows it.
 fn start_ticks(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(22 - 3)?.parse().ok()
@@ -64,8 +64,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Opens the process. Fails with `NotFound` if it has ended, even if another process has its
-    /// pid now.
+    /// Opens the process. Fails with `NotFound` if the process has ended, even if another process
+    /// has its pid now.
     pub fn open(identity: Identity) -> io::Result<Self> {
         let gone = || io::Error::from(io::ErrorKind::NotFound);
         let pid = Pid::from_raw(identity.pid).ok_or_else(gone)?;
@@ -78,8 +78,8 @@ impl Process {
             pid,
             handle,
         };
-        // In this order: whoever has the pid after pidfd_open is the one that the handle means, or
-        // the handle's has ended.
+        // The identity is read after pidfd_open: if it is the wanted one and the handle's process
+        // has not ended, the handle is the right one.
         match Identity::of(pid) {
             Ok(now) if now == identity && !process.has_exited()? => Ok(process),
             _ => Err(gone()),

@@ -15,9 +15,9 @@ use serde_json::{Value, json};
 
 use memfold_host::socket;
 
-/// Largest accepted answer, in bytes.
+/// Largest accepted answer of QEMU, in bytes.
 const MAX_MESSAGE: usize = 64 << 20;
-/// Most events kept until a caller takes them; the oldest are dropped first.
+/// Most events that are kept until a caller takes them; the oldest are dropped first.
 const MAX_EVENTS: usize = 1024;
 /// Timeout of commands that wait for the host's disks, which other processes may keep busy.
 const DISKS_TIMEOUT: Duration = Duration::from_secs(120);
@@ -36,7 +36,7 @@ pub enum QmpError {
         #[source]
         source: std::io::Error,
     },
-    /// No greeting came: another client holds the socket, or QEMU hangs.
+    /// QEMU sent no greeting: another client holds the socket, or QEMU hangs.
     #[error("no QMP greeting on {path} within {seconds} s; is another client connected to it?")]
     NoGreeting { path: PathBuf, seconds: f64 },
     #[error("QMP connection lost during {command}")]
@@ -73,14 +73,14 @@ pub struct Qmp {
     /// Descriptor to send with the next command.
     pass: Option<OwnedFd>,
     connections: u64,
-    /// QEMU has missed a deadline and has not answered since.
+    /// Whether QEMU has missed a deadline and has not answered since.
     is_silent: bool,
-    /// Set if this value stands for a connection that another task holds: how long the caller
-    /// waited.
+    /// How long the caller waited, if this value only stands for a connection that another task
+    /// holds; else `None`.
     busy: Option<Duration>,
 }
 
-/// A descriptor passed to QEMU, which QEMU's options refer to by a path.
+/// A descriptor that was passed to QEMU, and that QEMU's options name by a path.
 #[derive(Debug)]
 pub struct Lent {
     set: u64,
@@ -174,7 +174,7 @@ impl Qmp {
             .and_then(|s| s.set_write_timeout(Some(self.timeout)).map(|()| s));
         self.stream = Some(match stream {
             Ok(stream) => stream,
-            // Nobody was taken from the queue of the socket.
+            // QEMU has not accepted the connection, so the socket's queue is full.
             Err(error) if error.kind() == ErrorKind::TimedOut => {
                 self.is_silent = true;
                 return Err(no_greeting);
@@ -198,8 +198,8 @@ impl Qmp {
             let greeting = self.greeting.take();
             return Err(self.unexpected("the greeting", &greeting));
         }
-        // QEMU greets in a thread of its own, and carries commands out in the one that may be
-        // hanging.
+        // QEMU sends its greeting from a separate thread, but executes commands on the one that may
+        // hang.
         self.once("qmp_capabilities", &Value::Null, limit)
             .map(|_| ())
     }
@@ -239,8 +239,9 @@ impl Qmp {
         }
     }
 
-    /// Like [`execute`](Self::execute), with a longer timeout, for commands that wait for the
-    /// host's disks: QEMU drains pending requests, flushes, and opens files on its main thread.
+    /// Executes a command like [`execute`](Self::execute), with a longer timeout. For commands that
+    /// wait for the host's disks: QEMU drains pending requests, flushes, and opens files on its
+    /// main thread.
     pub fn execute_on_disks(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let timeout = self.timeout.max(DISKS_TIMEOUT);
         self.execute_within(timeout, command, arguments)
@@ -263,7 +264,7 @@ impl Qmp {
         self.execute(command, Value::Null)
     }
 
-    /// Passes a descriptor to QEMU, for use in file options as `/dev/fdset/N`.
+    /// Passes a descriptor to QEMU, which file options name as `/dev/fdset/N`.
     pub fn lend(&mut self, descriptor: BorrowedFd<'_>) -> Result<Lent, QmpError> {
         if self.stream.is_none() {
             self.reconnect()?;
@@ -281,7 +282,7 @@ impl Qmp {
         }
     }
 
-    /// Makes QEMU close the descriptor.
+    /// Makes QEMU close a descriptor that was passed with [`lend`](Self::lend).
     pub fn take_back(&mut self, lent: &Lent) -> Result<(), QmpError> {
         self.execute("remove-fd", json!({ "fdset-id": lent.set }))
             .map(drop)
@@ -325,11 +326,13 @@ impl Qmp {
         }
         loop {
             let mut message = match self.read_message(command, deadline) {
-                // The late answer would be taken for the next one's: start afresh.
+                // The late answer would be taken for that of the next command, so the connection is
+                // given up.
                 Err(QmpError::Timeout { command, .. }) => {
                     self.stream = None;
                     self.is_silent = true;
-                    // All of it, not what was left of it after the last event.
+                    // The error names the whole time limit, not the part that was left after the
+                    // last event.
                     return Err(QmpError::Timeout {
                         command,
                         seconds: limit.as_secs_f64(),
@@ -376,8 +379,8 @@ impl Qmp {
         named.into()
     }
 
-    /// Waits for an event with one of these names, which may already have been received. Returns it
-    /// and drops earlier events. `Ok(None)`: the timeout is over.
+    /// Waits for an event with one of these names, which may already have been received. Returns
+    /// that event and drops earlier ones. Returns `Ok(None)` after the timeout.
     pub fn wait_event(
         &mut self,
         names: &[&str],
@@ -487,8 +490,8 @@ mod tests {
 
     const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
 
-    /// A simulated QEMU, which sends one list of lines for each line that it reads; `ID` stands for
-    /// the request's id.
+    /// Starts a simulated QEMU, which sends one list of lines for each line that it reads. `ID`
+    /// stands for the request's id.
     fn server(connections: Vec<Vec<&'static str>>) -> (tempfile::TempDir, PathBuf) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("q");
@@ -501,7 +504,7 @@ mod tests {
                 for answer in std::iter::once(r#"{"return": {}, "id": ID}"#).chain(script) {
                     let Some(Ok(line)) = lines.next() else { return };
                     let id = serde_json::from_str::<Value>(&line).unwrap()["id"].to_string();
-                    // In two pieces: the client must put them together.
+                    // The answer is sent in two pieces, which the client must put together.
                     let answer = answer.replace("ID", &id) + "\n";
                     let (a, b) = answer.as_bytes().split_at(answer.len() / 2);
                     stream.write_all(a).unwrap();
@@ -550,7 +553,8 @@ mod tests {
 
     #[test]
     fn a_qmp_command_without_an_answer_fails_and_the_error_names_the_time_limit() {
-        // An event comes, and then nothing: the second answer waits for a second request.
+        // An event comes, and then no answer, because the simulated QEMU waits for a second
+        // request.
         let (_dir, path) = server(vec![vec!["{\"event\": \"STOP\"}", "never"]]);
         let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
         let limit = Duration::from_millis(50);

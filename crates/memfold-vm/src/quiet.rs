@@ -20,7 +20,7 @@ const DROPPED: [&str; 12] = [
     "loadvm",
 ];
 
-/// Options of that kind without a value.
+/// Options without a value that claim such a resource.
 const DROPPED_FLAGS: [&str; 2] = ["daemonize", "s"];
 
 /// Options that name or create a character device.
@@ -28,7 +28,7 @@ const CHARACTERS: [&str; 4] = ["debugcon", "monitor", "parallel", "serial"];
 
 impl VmSpec {
     /// Returns the description for a trial start beside the running VM: character devices and
-    /// networks are unconnected, and host ports and sockets are left out.
+    /// networks are not connected, and host ports and sockets are left out.
     #[must_use]
     pub fn for_trial(mut self, name: String) -> Self {
         (self.name, self.fold, self.boot_snapshot) = (name, false, false);
@@ -88,7 +88,7 @@ fn quiet(arguments: &[String]) -> Vec<String> {
     kept
 }
 
-/// The `id` in an option's value.
+/// Returns the `id` in an option's value.
 fn id(value: &str) -> String {
     if let Ok(json) = serde_json::from_str::<serde_json::Value>(value) {
         return json["id"].as_str().unwrap_or_default().to_owned();

@@ -3,7 +3,7 @@
 //! ```text
 //!   info ramblock   block "ram0" -> address in QEMU (HVA), length, page size
 //!   query-memdev    which blocks are RAM that the user gave the guest (not ROM, video memory, ...)
-//!   query-memory-devices   which of those are no system RAM after all (NVDIMM, virtio-pmem)
+//!   query-memory-devices   which of these blocks are no system RAM after all (NVDIMM, virtio-pmem)
 //!   info mtree -f   address space "memory": guest-physical range -> block + offset, the hole below 4 GiB left out
 //! ```
 //! The flat view (`info mtree -f`) changes when the firmware maps its shadow areas below 1 MiB and
@@ -35,27 +35,27 @@ fn text(what: &'static str, why: impl Into<String>) -> RamError {
     }
 }
 
-/// A line of `info ramblock`.
+/// One line of the output of `info ramblock`: a RAM block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockFacts {
     /// QEMU's name of the block.
     pub name: String,
-    /// Page size of the block's backing in bytes; more than 4096 means hugetlbfs.
+    /// Page size of the block's memory in bytes; more than 4096 means hugetlbfs.
     pub page_bytes: u64,
-    /// Length in use, in bytes.
+    /// Bytes of the block that are in use.
     pub used_bytes: u64,
-    /// Address in the QEMU process.
+    /// Address of the block in the QEMU process.
     pub hva: Hva,
 }
 
 /// A RAM backend, from `query-memdev`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backend {
-    /// Id of the backend, and name of its RAM block.
+    /// ID of the backend, and name of its RAM block.
     pub id: String,
-    /// Whether QEMU maps it shared.
+    /// Whether QEMU maps the backend shared.
     pub share: bool,
-    /// Length in bytes.
+    /// Length of the backend in bytes.
     pub size_bytes: u64,
 }
 
@@ -105,8 +105,8 @@ fn parse_backends(answer: &Value) -> Result<Vec<Backend>, RamError> {
         .as_array()
         .ok_or_else(bad)?
         .iter()
-        // A backend without an id is no guest's main memory and no DIMM: those are found by their
-        // id.
+        // A backend without an id is neither main memory nor a DIMM, because QEMU finds both by
+        // their ids.
         .filter(|v| v.get("id").is_some())
         .map(|v| backend(v).ok_or_else(bad))
         .collect()
@@ -143,8 +143,7 @@ pub fn parse_blocks(answer: &str) -> Result<Vec<BlockFacts>, RamError> {
     let mut lines = answer.lines().filter(|l| !l.trim().is_empty());
     let header = lines.next().unwrap_or_default();
     let columns: Vec<&str> = header.split_whitespace().collect();
-    // "Block Name" and "PSize" are followed by columns that older versions have fewer of; without
-    // HVA we can't go on.
+    // Older versions of QEMU have fewer columns after these. The column HVA is needed.
     if columns.get(..6) != Some(&["Block", "Name", "PSize", "Offset", "Used", "Total"])
         || columns.get(6) != Some(&"HVA")
     {
@@ -165,7 +164,8 @@ pub fn parse_blocks(answer: &str) -> Result<Vec<BlockFacts>, RamError> {
 }
 
 fn parse_block(line: &str) -> Option<BlockFacts> {
-    // From the right, since a name may hold spaces: RO HVA Total Used Offset unit number.
+    // The fields are taken from the right (RO HVA Total Used Offset, unit, number), because a name
+    // may contain spaces.
     let mut fields = line.split_whitespace().rev();
     let _read_only = fields.next()?;
     let hva = hex(fields.next()?)?;
@@ -246,7 +246,7 @@ fn assemble(
 ) -> Result<RamLayout, RamError> {
     let is_system = |name: &str| system.contains(backend_id(name));
     let known: BTreeMap<&str, &BlockFacts> = blocks.iter().map(|b| (b.name.as_str(), b)).collect();
-    // Of devices on a bus, the block has its place there before the region's name.
+    // The block of a device on a bus has the bus address before the region's name.
     let of_device = |region: &str| {
         let mut found = blocks.iter().filter(|block| {
             let place = block.name.strip_suffix(region);
@@ -293,7 +293,8 @@ fn assemble(
             block,
         };
         match layout.slots.last_mut() {
-            // The firmware's shadow areas cut low memory into pieces that are one again.
+            // Firmware cuts low memory into pieces by its shadow areas; pieces that belong together
+            // are joined again.
             Some(before)
                 if before.block == block
                     && before.pfn.add_pages(before.pages) == slot.pfn
@@ -342,7 +343,7 @@ mod tests {
         let blocks = parse_blocks(DIMM_BLOCKS).unwrap();
         let layout = assemble(&blocks, &names(&["ram0", "mem1"]), DIMM_TREE).unwrap();
         let (ram0, mem1) = (Hva(0x7fd5_27e0_0000), Hva(0x7fd4_dfe0_0000));
-        // Less 256 KiB of ROM and BIOS shadow below 1 MiB.
+        // 256 KiB below 1 MiB are ROM and BIOS shadow, and so no RAM.
         assert_eq!(layout.pages(), (6 << 18) - 0x40);
         assert_eq!(layout.blocks.len(), 2);
         assert_eq!(
@@ -350,14 +351,14 @@ mod tests {
             Some((ram0.add_pages(0x7ffff), 1))
         );
         assert_eq!(layout.hva_of(Pfn(0x80000)), None);
-        // 4 GiB continues where 2 GiB of the block were used below the hole.
+        // Memory from 4 GiB on continues the block after its first 2 GiB, which lie below the hole.
         assert_eq!(
             layout.hva_of(Pfn(1 << 20)).unwrap().0,
             ram0.add_pages(1 << 19)
         );
         assert_eq!(layout.hva_of(Pfn(0x1c_0000)).unwrap().0, mem1);
         assert_eq!(layout.hva_of(Pfn(0x20_0000)), None);
-        // The BIOS lies in its own block, not in RAM.
+        // The BIOS is in a block of its own, which is no RAM.
         assert_eq!(layout.hva_of(Pfn(0xf0)), None);
     }
 

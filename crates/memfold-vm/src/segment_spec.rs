@@ -15,17 +15,18 @@ pub struct SegmentSpec {
     /// with a kernel in the description.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub root: bool,
-    /// Path of the image; set by the daemon.
+    /// Path of the segment's image; set by the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
-    /// Length of the image in bytes; set by the daemon.
+    /// Length of the segment's image in bytes; set by the daemon.
     #[serde(default)]
     pub bytes: u64,
     /// BLAKE3 of the image; set by the daemon. In the description of a saved VM it is already set,
     /// and an image with another digest is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// Guest-physical address of the device, for a VM that was saved; unset: QEMU chooses.
+    /// Guest-physical address of the segment's device, set only for a saved VM; unset: QEMU chooses
+    /// one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<u64>,
 }

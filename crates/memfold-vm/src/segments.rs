@@ -33,7 +33,7 @@ const LOW_MEMORY: ByteSize = ByteSize(0xb000_0000);
 /// are seldom free.
 pub const SMALL_REPORTS: &str = "page_reporting.page_reporting_order=4";
 
-/// Validates the segments of a VM description.
+/// Validates the segments in a VM description.
 pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     let wrong = |why: String| Err(value("segments", why));
     if spec.slots() > MAX_SLOTS {
@@ -47,7 +47,8 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
             ));
         }
         check_one(segment)?;
-        // Two generations of one segment may be there: a VM that moved over keeps both devices.
+        // Two generations of one segment are possible: a VM that moved to a newer one keeps both
+        // devices.
         let before = &spec.segments[..number];
         if before.iter().any(|other| other.name == segment.name) {
             return wrong(format!("'{}' is named twice", segment.name));
@@ -56,8 +57,8 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Returns the segment of which a new VM's description names two generations; `None`: there is
-/// none.
+/// Returns the name of a segment of which a new VM's description names two generations; `None` if
+/// there is none.
 #[must_use]
 pub fn twice(spec: &VmSpec) -> Option<&str> {
     let names = || spec.segments.iter().map(SegmentSpec::base_name);
@@ -85,7 +86,7 @@ pub fn check_one(segment: &SegmentSpec) -> Result<(), SpecError> {
 /// Adds the slots' ports and devices to QEMU's command line.
 pub(super) fn arguments(line: &mut Line, spec: &VmSpec) {
     for slot in 0..spec.slots() {
-        // Far from the numbers that other ports have.
+        // These numbers are far from the numbers of other ports.
         let number = 100 + slot;
         line.add(
             "-device",
@@ -124,7 +125,7 @@ pub(super) fn max_memory(spec: &VmSpec) -> Option<ByteSize> {
 }
 
 /// Returns the kernel command line with the parameters that segments need: the root segment; the
-/// segments that the guest overlays on its own files at boot; no bounce buffers, which a kernel
+/// segments that the guest mounts over its own files at boot; no bounce buffers, which a kernel
 /// otherwise reserves when it sees device memory above 4 GiB although all RAM is below; and reports
 /// of free memory in small pieces.
 #[must_use]
@@ -150,7 +151,7 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
         words.push("root=/dev/pmem0 rootfstype=erofs rootflags=dax=always".into());
         if !words.iter().any(|word| word.starts_with("memfold.upper=")) {
             let disk = spec.disks.iter().position(|disk| !disk.read_only);
-            // The 27th disk has two letters; nobody's upper layer is there.
+            // From the 27th disk on, names have two letters; no upper layer is placed there.
             let letter = disk.and_then(|n| (b'a'..=b'z').nth(n)).map(char::from);
             words.push(letter.map_or_else(
                 || "memfold.upper=tmpfs".to_owned(),
@@ -160,7 +161,8 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     }
     let mut laid: Vec<&str> = Vec::new();
     for segment in spec.segments.iter().filter(|segment| !segment.root) {
-        // The guest takes the newest generation that it sees.
+        // The name without a generation is enough: the guest takes the newest generation that it
+        // sees.
         if !laid.contains(&segment.base_name()) {
             laid.push(segment.base_name());
         }
@@ -182,8 +184,8 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     Some(words.join(" "))
 }
 
-/// Plugs a segment with this image into a running VM. After an error, nothing of it remains in
-/// QEMU.
+/// Plugs a segment with this image into a running VM. After an error, QEMU has neither the device
+/// nor its backend.
 pub fn plug(
     qmp: &mut Qmp,
     slot: u32,
@@ -191,7 +193,7 @@ pub fn plug(
     image: BorrowedFd<'_>,
 ) -> Result<(), QmpError> {
     let backend = format!("segment{slot}");
-    // By descriptor: a QEMU that has given its rights up can't reach the shelf.
+    // The image is passed as a descriptor, because a QEMU without privileges cannot open its path.
     let place = qmp.lend(image)?;
     let added = qmp.execute(
         "object-add",
@@ -217,7 +219,7 @@ pub fn plug(
             tracing::warn!(
                 error = &left as &dyn std::error::Error,
                 backend,
-                "cannot remove the segment's memory backend from QEMU after a failed attach; attach it again"
+                "cannot remove the segment's memory backend from QEMU after a failed attachment; attach the segment again"
             );
         }
         return Err(error);
@@ -225,14 +227,14 @@ pub fn plug(
     Ok(())
 }
 
-/// Removes a slot's memory backend that no device uses, left by an interrupted attach. A missing
-/// backend is no error.
+/// Removes a slot's memory backend that no device uses, left by an interrupted attachment. A
+/// missing backend is no error.
 pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
     let backend = format!("segment{slot}");
     if qmp.execute("object-del", json!({ "id": backend })).is_ok() {
         tracing::info!(
             backend,
-            "removed the memory backend of an interrupted attach"
+            "memory backend of an interrupted attachment removed"
         );
     }
 }
@@ -302,7 +304,7 @@ mod tests {
         assert!(same.contains("'a@2' is named twice"), "{same}");
         assert_eq!(twice(&with(&["a", "b", "a@2"])), Some("a"));
         assert_eq!(twice(&with(&["a", "b"])), None);
-        // Of a VM that moved over.
+        // A VM that moved to a newer generation.
         let moved = with(&["a@1", "a@2"]);
         check(&moved).unwrap();
         assert!(cmdline(&moved).unwrap().contains("memfold.lay=a "));

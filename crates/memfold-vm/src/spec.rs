@@ -18,9 +18,9 @@ pub enum AccelChoice {
     /// KVM if a probe guest boots with it, else TCG.
     #[default]
     Auto,
-    /// Hardware virtualization.
+    /// Hardware virtualization (KVM).
     Kvm,
-    /// QEMU's translator.
+    /// QEMU's own translator (TCG).
     Tcg,
 }
 
@@ -28,9 +28,9 @@ pub enum AccelChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
-    /// The file contains the disk's bytes directly.
+    /// `raw`: the file contains the disk's bytes directly.
     Raw,
-    /// QEMU's own image format.
+    /// `qcow2`: QEMU's own image format.
     Qcow2,
 }
 
@@ -45,20 +45,20 @@ impl DiskFormat {
     }
 }
 
-/// QEMU's cache modes (`man qemu-system-x86_64`, `-drive cache=`).
+/// QEMU's cache modes of a disk (`man qemu-system-x86_64`, `-drive cache=`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheMode {
     /// Through the host's page cache. Allows folding pages again while the VM runs.
     #[default]
     Writeback,
-    /// Direct I/O.
+    /// Direct I/O, without the host's page cache.
     None,
-    /// Through the page cache, every write flushed.
+    /// Through the host's page cache, every write flushed.
     Writethrough,
     /// Direct I/O, every write flushed.
     Directsync,
-    /// Through the page cache, never flushed: for throw-away guests.
+    /// Through the host's page cache, never flushed: for throw-away guests.
     Unsafe,
 }
 
@@ -73,7 +73,7 @@ impl CacheMode {
     pub const fn no_flush(self) -> bool {
         matches!(self, Self::Unsafe)
     }
-    /// Returns whether the guest sees a volatile write cache.
+    /// Returns whether the guest sees a volatile write cache on the disk.
     #[must_use]
     pub const fn write_cache(self) -> bool {
         matches!(self, Self::Writeback | Self::None | Self::Unsafe)
@@ -84,10 +84,10 @@ impl CacheMode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aio {
-    /// A thread pool.
+    /// A pool of threads.
     #[default]
     Threads,
-    /// `io_uring`.
+    /// The kernel's `io_uring`.
     IoUring,
     /// Linux AIO; only with direct I/O.
     Native,
@@ -105,29 +105,29 @@ impl Aio {
     }
 }
 
-/// One virtio-blk disk; they appear in the guest as vda, vdb, ... in this order.
+/// One virtio-blk disk. Disks appear in the guest as vda, vdb, ... in their order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
-    /// The image file or block device.
+    /// Path of the image file or block device.
     pub path: PathBuf,
     /// Format of the image. Unset: qcow2 if the name ends in `.qcow2`, else raw; a VM whose image
     /// begins with the header of another format is refused. The content alone never decides,
-    /// because a guest could write a header into its raw disk. Checked once; the format is then
-    /// stored.
+    /// because a guest could write a header into its raw disk. memfold checks this once, and then
+    /// stores the format.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<DiskFormat>,
-    /// Cache mode.
+    /// Cache mode of the disk.
     #[serde(default)]
     pub cache: CacheMode,
-    /// I/O method.
+    /// I/O method of the disk.
     #[serde(default)]
     pub aio: Aio,
     /// Whether the disk is read-only for the guest.
     #[serde(default)]
     pub read_only: bool,
-    /// Whether writes go to a temporary overlay, which is removed when the VM ends; the image is
-    /// not changed.
+    /// Whether writes go to a temporary overlay, which is removed when the VM ends. The image is
+    /// then not changed.
     #[serde(default)]
     pub snapshot: bool,
 }
@@ -146,7 +146,7 @@ impl DiskSpec {
         }
     }
 
-    /// Returns the format; if it is unset, by the file's name.
+    /// Returns the format of the image; if it is unset, according to the file's name.
     #[must_use]
     pub fn format(&self) -> DiskFormat {
         self.format.unwrap_or_else(|| {
@@ -193,15 +193,15 @@ pub enum Network {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum MergeChoice {
-    /// If the VM has a trust domain.
+    /// KSM may merge the VM's memory if the VM has a trust domain.
     #[default]
     Domain,
-    /// It may not.
+    /// KSM may not merge the VM's memory.
     Never,
 }
 
 impl MergeChoice {
-    // Serde asks with a reference.
+    // Serde calls this with a reference.
     #[allow(clippy::trivially_copy_pass_by_ref)]
     const fn is_default(&self) -> bool {
         matches!(self, Self::Domain)
@@ -215,39 +215,39 @@ impl MergeChoice {
 pub struct VmSpec {
     /// Name of the VM, unique on this host.
     pub name: String,
-    /// RAM at the start of the VM.
+    /// RAM of the VM at its start.
     #[serde(with = "size_text")]
     pub memory: ByteSize,
-    /// Most RAM that hot-plug may reach; unset: none can be added.
+    /// Largest RAM that the VM can reach by hot-plug; unset: no RAM can be added.
     #[serde(
         default,
         with = "optional_size_text",
         skip_serializing_if = "Option::is_none"
     )]
     pub memory_max: Option<ByteSize>,
-    /// Number of hot-plug slots, if `memory_max` is set.
+    /// Number of memory slots for hot-plug, if `memory_max` is set.
     #[serde(default = "four")]
     pub memory_slots: u32,
-    /// Virtual CPUs.
+    /// Number of virtual CPUs.
     #[serde(default = "one")]
     pub vcpus: u32,
-    /// Trust domain: VMs of the same domain may share memory with each other. Unset: the VM shares
-    /// with no other.
+    /// Trust domain of the VM: VMs of the same domain may share memory with each other. Unset: the
+    /// VM shares with no other VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain: Option<String>,
-    /// Accelerator.
+    /// Accelerator that runs the guest's instructions.
     #[serde(default)]
     pub accel: AccelChoice,
-    /// QEMU's CPU model (`-cpu`). Unset: all features of the host (`host`, under TCG `max`); then a
-    /// snapshot can be restored only on a host with all these features. For several hosts, choose a
-    /// named model that all support, such as `Skylake-Server-v5`.
+    /// QEMU's CPU model (`-cpu`). Unset: all features of the host (`host`, under TCG `max`). A
+    /// snapshot can then be restored only on a host with all these features. For several hosts,
+    /// choose a named model that all of them support, such as `Skylake-Server-v5`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<String>,
     /// Whether the VM has a balloon device with free page reporting, by which the guest returns
     /// freed memory to the host.
     #[serde(default = "yes")]
     pub balloon: bool,
-    /// Kind of network.
+    /// Kind of the guest's network.
     #[serde(default)]
     pub network: Network,
     /// Whether memfold's library is preloaded into QEMU, so that the VM's RAM can be folded.
@@ -265,7 +265,7 @@ pub struct VmSpec {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub boot_snapshot: bool,
     /// Size of a swap disk, which is created and removed with the VM and can be switched to lent
-    /// RAM. Unset: the VM has none.
+    /// RAM. Unset: the VM has no swap disk.
     #[serde(
         default,
         with = "optional_size_text",
@@ -280,31 +280,31 @@ pub struct VmSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
     /// Whether a VM that QEMU stopped because of a full disk resumes by itself as soon as the
-    /// disk's file system has 16 MiB free. Unset: it waits for `vm resume`.
+    /// disk's file system has 16 MiB free. Otherwise the VM waits for `vm resume`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub resume_when_room: bool,
     /// Additional QEMU arguments, passed unchanged.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
-    /// Directory of relative paths in `qemu_args`; `/` if it is unset or does not exist. `vm run`
-    /// sets its own working directory.
+    /// Directory to which relative paths in `qemu_args` refer; `/` if it is unset or does not
+    /// exist. `vm run` sets its own working directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qemu_directory: Option<PathBuf>,
     /// Files that tokens in `qemu_args` stand for; each VM gets its own copy. Set by snapshots
     /// only, never in a user's description.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<PathBuf>,
-    /// Number of slots for segments: for `segments`, and for segments attached while the VM runs.
+    /// Number of slots for segments: those in `segments`, and those attached while the VM runs.
     /// Unset: as many as `segments` has.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub segment_slots: u32,
     /// Segments that the VM maps, in the order of their slots.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub segments: Vec<SegmentSpec>,
-    /// Kernel or firmware.
+    /// Kernel or firmware that the VM boots.
     #[serde(default)]
     pub boot: BootSpec,
-    /// Disks.
+    /// Disks of the VM, in the order in which the guest sees them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskSpec>,
     /// The part of the command line that creates the devices, for a snapshot of a VM that memfold
@@ -361,7 +361,8 @@ impl VmSpec {
         }
     }
 
-    /// Returns the block node that a disk's device uses as long as no overlay was put over it.
+    /// Returns the name of the block node that a disk's device uses as long as no overlay was put
+    /// over the node.
     #[must_use]
     pub fn disk_node(&self, disk: usize) -> String {
         match self.foreign.as_ref().and_then(|f| f.disks.get(disk)) {
@@ -370,7 +371,8 @@ impl VmSpec {
         }
     }
 
-    /// Returns whether a path in QEMU's object tree (`query-block`: `qdev`) is that of disk `disk`.
+    /// Returns whether `place`, a path in QEMU's object tree (`query-block`: `qdev`), is the path
+    /// of disk `disk`.
     #[must_use]
     pub fn is_disk(&self, disk: usize, place: &str) -> bool {
         match &self.foreign {
@@ -379,7 +381,7 @@ impl VmSpec {
         }
     }
 
-    /// Returns the number of network cards.
+    /// Returns the number of the VM's network cards.
     #[must_use]
     pub fn cards(&self) -> usize {
         let own = usize::from(self.network != Network::None);
@@ -393,15 +395,15 @@ impl VmSpec {
         self.segment_slots.max(used)
     }
 
-    /// Returns whether the VM's memory is offered to KSM. A VM without a trust domain shares with
-    /// no other.
+    /// Returns whether the VM's memory is offered to KSM. The memory of a VM without a trust domain
+    /// is not.
     #[must_use]
     pub fn merges(&self) -> bool {
         self.merge == MergeChoice::Domain && self.domain.is_some()
     }
 
-    /// Reads a TOML description. Relative paths are relative to the file's directory. The result is
-    /// not validated yet.
+    /// Reads a description in TOML. Relative paths in it are relative to the file's directory. The
+    /// result is not validated yet.
     pub fn from_toml_file(path: &Path) -> Result<Self, SpecError> {
         let text = std::fs::read_to_string(path).map_err(|source| SpecError::Read {
             path: path.into(),
@@ -441,7 +443,7 @@ impl VmSpec {
     }
 }
 
-/// Serializes sizes as text such as `"512M"`; also accepts a number of bytes.
+/// Serializes a size as text such as `"512M"`. Also accepts a number of bytes.
 mod size_text {
     use super::ByteSize;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};

@@ -21,8 +21,8 @@ const PRESS_AGAIN: Duration = Duration::from_secs(2);
 /// Longest time from the close of QEMU's monitor to its end.
 const ENDING: Duration = Duration::from_millis(500);
 
-/// Consecutive checks that must find the VM paused before it counts as paused, and the interval
-/// between them.
+/// Number of consecutive checks that must find the VM paused before it counts as paused. The next
+/// constant: the time between two checks.
 const STOOD_LOOKS: u32 = 3;
 const STOOD_LOOK: Duration = Duration::from_millis(100);
 
@@ -36,9 +36,9 @@ pub struct Stopped {
     pub kind: StopKind,
     /// Whether the guest was asked to shut down and did not do so in time.
     pub overdue: bool,
-    /// Time from the request to QEMU's end.
+    /// Time from the request to the end of QEMU.
     pub took: Duration,
-    /// Why QEMU was told to quit or killed; `None`: it was not.
+    /// Why QEMU was told to quit or killed, as text; `None` if it was not.
     pub why: Option<String>,
 }
 
@@ -50,7 +50,7 @@ pub enum StopKind {
     Already,
     /// The guest shut down.
     PoweredDown,
-    /// QEMU was told to quit, because the guest's time was over.
+    /// QEMU was told to quit, because the guest did not shut down in time.
     Quit,
     /// QEMU was killed.
     Killed,
@@ -58,7 +58,7 @@ pub enum StopKind {
 
 impl Vm {
     /// Stops the VM: asks the guest to shut down and waits for `timeout`; then tells QEMU to quit;
-    /// then kills it. The VM's files and temporary overlays are removed.
+    /// then kills QEMU. The VM's files and temporary overlays are removed.
     pub fn stop(&self, timeout: Duration) -> Result<StopKind, MachineError> {
         self.end(timeout, &|| false, None)
             .map(|stopped| stopped.kind)
@@ -118,8 +118,8 @@ impl Vm {
         }
     }
 
-    /// Executes a command on a new connection to the daemon's monitor, or, if that is in use, to
-    /// the other monitor.
+    /// Executes a command on a new connection to the daemon's monitor, or to the other monitor if
+    /// the first is in use.
     fn ask_alone(&self, own: &mut Option<Qmp>, command: &str) -> Result<Value, QmpError> {
         if own.is_none() {
             let sockets = self.directory.as_ref().map(|d| [d.daemon_qmp(), d.qmp()]);
@@ -170,7 +170,7 @@ impl Vm {
                 let seconds = timeout.as_secs_f64();
                 (
                     true,
-                    format!("the guest was asked to shut down and had not after {seconds} s"),
+                    format!("the guest was asked to shut down and did not within {seconds} s"),
                 )
             }
             Shutdown::Silent(error) => {
@@ -195,7 +195,7 @@ impl Vm {
                 "VM switched off, unwritten data of its guest is lost; use a longer --timeout or the guest agent"
             );
         }
-        // QEMU may close the connection before it answers; the wait below tells.
+        // QEMU may close the connection before it answers; the wait below shows whether it quits.
         if let Err(error) = monitor("quit") {
             tracing::debug!(vm = self.name, %error, "quit was not answered");
         }
@@ -213,9 +213,9 @@ impl Vm {
             .flatten())
     }
 
-    /// Asks the guest to shut down: through its agent, or else with the power button, repeatedly,
-    /// because a guest whose kernel is still booting receives neither. A paused guest cannot react
-    /// at all.
+    /// Asks the guest to shut down: through its agent, or else with the power button. This is
+    /// repeated, because a guest whose kernel is still booting reacts to neither. A paused guest
+    /// cannot react at all.
     fn power_down(
         &self,
         timeout: Duration,
@@ -237,7 +237,7 @@ impl Vm {
                     was_asked = true;
                     PRESS_AGAIN
                 }
-                // It may be standing still for a moment, while pages are folded.
+                // The VM may be stopped only for a moment, while its pages are folded.
                 Ok(_) if stood < STOOD_LOOKS => {
                     stood += 1;
                     STOOD_LOOK
@@ -270,7 +270,7 @@ fn remove_files(directory: &VmDirectory, record: &Record) -> io::Result<()> {
     if now.as_ref().is_ok_and(|now| now.process != record.process) {
         return Ok(());
     }
-    // A snapshot may have put other overlays in their place since.
+    // A snapshot may have replaced the overlays since the start.
     let overlays = now.map_or_else(|_| record.overlays.clone(), |record| record.overlays);
     directory.remove(&overlays)
 }

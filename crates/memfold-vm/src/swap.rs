@@ -4,9 +4,9 @@
 //! ```text
 //!   virtio-blk "swap", serial memfold-swap
 //!        |
-//!      swap0  (raw)            another generation, swap1, swap2, ..., after each switch (lend)
+//!      swap0  (raw)            another generation, swap1, swap2, ..., after each move to or from lent RAM
 //!        |
-//!   swap-file0  a temporary file beside overlays, with room for all of it, removed with the VM
+//!   swap-file0  a temporary file beside overlays, fully allocated, removed with the VM
 //! ```
 //! The file is created with a swap header, so the guest needs no `mkswap`, only
 //! `swapon -L memfold-swap`.
@@ -23,10 +23,10 @@ use super::overlay;
 use super::spec::VmSpec;
 use super::spec_error::{SpecError, value};
 
-/// Serial number of the disk, and label of the swap space in it.
+/// Serial number of a swap disk, and label of the swap space on it.
 pub const SERIAL: &str = "memfold-swap";
 
-/// Name of the device in QEMU.
+/// Name of the swap disk's device in QEMU.
 pub const DEVICE: &str = "swap";
 
 /// Minimum size of a swap disk.
@@ -35,14 +35,14 @@ const LEAST: ByteSize = ByteSize::mib(1);
 /// Page size of guests (x86-64), in bytes.
 const PAGE: u64 = 4096;
 
-/// Returns the name of the device's block node in this generation, while the swap disk is on the
-/// host's disk alone.
+/// Returns the name of the device's block node in this generation, while the swap disk is only on
+/// the host's disk.
 #[must_use]
 pub fn node(generation: u64) -> String {
     format!("swap{generation}")
 }
 
-/// Returns the name of the block node of the file.
+/// Returns the name of the block node of the swap disk's file, in this generation.
 #[must_use]
 pub fn file_node(generation: u64) -> String {
     format!("swap-file{generation}")
@@ -67,13 +67,13 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Creates a file of `bytes` bytes, readable for its owner only, with all blocks allocated, because
-/// a guest whose swap disk runs out of space loses programs. `fresh`: writes a swap header. After
-/// an error, no file remains.
+/// Creates a file of `bytes` bytes that only its owner can read. All blocks are allocated, because
+/// a guest whose swap disk runs out of space loses programs. `fresh`: also writes a swap header.
+/// After an error, no file remains.
 pub fn create(path: &Path, bytes: u64, fresh: bool) -> io::Result<()> {
     let file = overlay::new_file(path)?;
     fill(&file, bytes, fresh).inspect_err(|_| {
-        // The other error says what matters.
+        // The error of `fill` is the one to report.
         let _ = std::fs::remove_file(path);
     })
 }
@@ -81,7 +81,7 @@ pub fn create(path: &Path, bytes: u64, fresh: bool) -> io::Result<()> {
 fn fill(file: &File, bytes: u64, fresh: bool) -> io::Result<()> {
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Ok(()) => {}
-        // Such a file system gives room when it is written to.
+        // Such a file system allocates blocks when they are written.
         Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(bytes)?,
         Err(error) => return Err(error.into()),
     }
@@ -91,7 +91,8 @@ fn fill(file: &File, bytes: u64, fresh: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the first page of a swap space (`union swap_header` in `include/linux/swap.h`).
+/// Returns the first page of a swap space with its header (`union swap_header` in
+/// `include/linux/swap.h`).
 fn header(bytes: u64) -> io::Result<Vec<u8>> {
     let last = u32::try_from(bytes / PAGE - 1)
         .map_err(|_| io::Error::other("swap disks end at 16 TiB"))?;
@@ -116,8 +117,8 @@ pub fn place(name: &str) -> io::Result<PathBuf> {
         .join(format!("memfold-{name}-swap-{unique:x}.raw")))
 }
 
-/// Returns the shell script with which a guest activates its swap disk; it does nothing if the disk
-/// is active.
+/// Returns the shell script with which a guest activates its swap disk. The script does nothing if
+/// the disk is active.
 ///
 /// virtio disks report that they rotate, so Linux would read the eight pages around each wanted
 /// page. From a non-rotating disk it reads ahead along the program's access pattern, or almost
@@ -135,8 +136,8 @@ pub fn swap_on() -> String {
     )
 }
 
-/// Returns the shell script with which a guest prints its swap disk's line of `/proc/swaps`; exit
-/// code 1 if there is none.
+/// Returns the shell script with which a guest prints its swap disk's line of `/proc/swaps`. The
+/// script's exit code is 1 if there is no such line.
 #[must_use]
 pub fn used() -> String {
     format!(

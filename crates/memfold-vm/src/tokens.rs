@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use super::qemu_line::escape;
 
-/// Returns the token for file `number`. Numbers are padded, so that no token is a prefix of
-/// another.
+/// Returns the token for file `number`. Numbers have leading zeroes, so that no token is a prefix
+/// of another.
 pub(super) fn token(kind: &str, number: usize) -> String {
     format!("{kind}{number:03}")
 }

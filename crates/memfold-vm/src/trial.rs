@@ -1,11 +1,12 @@
 //! Tests whether QEMU starts with a copied command line: starts such a QEMU paused, compares its
-//! devices with the original's, and kills it.
+//! devices with those of the original, and kills it.
 //!
 //! ```text
 //!   words of the copy + files as disks, empty, as large --> QEMU -S --> same devices, RAM blocks, media? --> writes its device state --> killed
 //! ```
-//! Nothing of the original VM is opened for writing, no guest code runs, and guest RAM is never
-//! touched. Thus a save reports, while the VM still runs, errors that only a restore would find.
+//! No file of the original VM is opened for writing, no guest code runs, and guest RAM is never
+//! accessed. So a save, while the VM still runs, reports errors that otherwise only a restore would
+//! find.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -30,13 +31,13 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 const NAME: &str = "try";
 
-/// A started QEMU, killed when this value is dropped.
+/// A started QEMU, which is killed when this value is dropped.
 struct Started(Option<Child>);
 
 impl Drop for Started {
     fn drop(&mut self) {
         if let Some(mut child) = self.0.take() {
-            // Fails only if it has ended.
+            // This fails only if QEMU has ended.
             let _ = child.kill();
             reap(child);
         }
@@ -48,7 +49,7 @@ impl Drop for Started {
 pub struct MachineParts {
     devices: Counts,
     blocks: Counts,
-    /// `query-block`.
+    /// Answer to `query-block`.
     media: Value,
 }
 
@@ -68,7 +69,7 @@ impl MachineParts {
         })
     }
 
-    /// Returns the medium of a disk in `query-block`.
+    /// Returns the entry of a disk in the answer to `query-block`.
     fn medium(&self, spec: &VmSpec, disk: usize) -> Option<&Value> {
         let mut devices = self.media.as_array()?.iter();
         let device = devices.find(|device| {
@@ -89,20 +90,20 @@ impl MachineParts {
     }
 }
 
-/// Starts a QEMU with `spec` as a restore would, and ends it. The error says why QEMU does not
+/// Starts a QEMU with `spec` as a restore would, and kills it. The error says why QEMU does not
 /// start, or how the machine differs from `wanted`.
 pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     let place = tempfile::Builder::new()
         .prefix("memfold-try.")
         .tempdir()
-        .map_err(|error| format!("no directory for a test start: {error}"))?;
+        .map_err(|error| format!("cannot create the directory for a trial start: {error}"))?;
     let directory = VmDirectory::of(place.path(), NAME);
     let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
     directory
         .create()
-        .map_err(|error| failed("no directory for a test start", &error))?;
+        .map_err(|error| failed("cannot create the directory for a trial start", &error))?;
     let spec = with_empty_disks(spec, wanted, place.path())
-        .map_err(|error| failed("no disks for a test start", &error))?;
+        .map_err(|error| failed("cannot create the disks for a trial start", &error))?;
     let qemu = QemuFacts::probe().map_err(|error| failed("cannot use QEMU", &error))?;
     let log = File::create(directory.qemu_log());
     let child = log
@@ -123,7 +124,7 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
             differences.join("; ")
         ));
     }
-    // There are devices with which QEMU dies of this: not the VM's.
+    // This command makes QEMU crash if it has certain devices; this VM has none of them.
     let nowhere = json!({ "filename": "/dev/null", "live": false });
     tried
         .execute("xen-save-devices-state", nowhere)
@@ -144,7 +145,7 @@ fn wait_for_monitor(started: &mut Started, directory: &VmDirectory) -> Result<Qm
             Ok(Some(status)) => return Err(said(status.to_string())),
             Err(error) => return Err(said(error.to_string())),
         }
-        // Until it listens, and has made its devices.
+        // The socket exists once QEMU listens, and QEMU answers once it has created its devices.
         if directory.qmp().exists() {
             let left = end.saturating_duration_since(Instant::now());
             match Qmp::connect(
@@ -201,7 +202,7 @@ fn compare(what: &str, before: &Counts, after: &Counts, found: &mut Vec<String>)
     }
 }
 
-/// Counts the devices in `info qtree`, by lines such as `dev: e1000, id "net0"`.
+/// Counts the devices in the output of `info qtree`, by lines such as `dev: e1000, id "net0"`.
 fn devices(tree: &str) -> Counts {
     let mut counts = Counts::new();
     for line in tree.lines() {

@@ -10,7 +10,7 @@ use super::spec::{Aio, Network, VmSpec};
 use super::spec_error::{SpecError, value};
 use super::swap;
 
-/// Minimum memory of a VM; with less, no Linux kernel boots.
+/// Least memory of a VM; with less, no Linux kernel boots.
 const MIN_MEMORY: ByteSize = ByteSize::mib(16);
 /// QEMU's limit on vCPUs of q35.
 const MAX_VCPUS: u32 = 4096;
@@ -18,9 +18,9 @@ const MAX_VCPUS: u32 = 4096;
 const MAX_SLOTS: u32 = 256;
 
 impl VmSpec {
-    /// Checks every field and that every file exists, and makes paths absolute, because QEMU runs
-    /// in another directory. Links to block devices are kept, because the device may have another
-    /// name after a boot.
+    /// Checks every field, and that every file exists. Makes paths absolute, because QEMU runs in
+    /// another directory. Links to block devices are kept, because the device may have another name
+    /// after a boot of the host.
     pub fn validate(&mut self) -> Result<(), SpecError> {
         check_name("name", &self.name)?;
         if let Some(domain) = &self.domain {
@@ -29,7 +29,7 @@ impl VmSpec {
         if let Some(user) = &self.user {
             check_name("user", user)?;
         }
-        // What others started has what it has.
+        // The memory of a VM that memfold did not start is valid already.
         if self.foreign.is_none() {
             self.check_memory()?;
         }
@@ -84,8 +84,8 @@ impl VmSpec {
             if absolute.is_dir() {
                 return Err(file(std::io::ErrorKind::IsADirectory.into()));
             }
-            // QEMU's option syntax doubles commas, and `escape` does; a line feed has no escape in
-            // its messages.
+            // `escape` doubles commas in the path, as QEMU's option syntax needs. A line feed could
+            // not be escaped in QEMU's messages.
             *path = absolute;
         }
         Ok(())
@@ -113,8 +113,7 @@ impl VmSpec {
         }
     }
 
-    /// Refuses a boot snapshot of a VM that is known to be impossible to save, before the VM
-    /// starts.
+    /// Refuses a boot snapshot if it is known before the VM starts that the VM cannot be saved.
     fn check_boot_snapshot(&self) -> Result<(), SpecError> {
         check_name("boot_snapshot", &format!("{}-boot", self.name))?;
         let why = if !self.fold {

@@ -14,7 +14,7 @@ use std::path::Path;
 use super::options::{self, Named};
 use super::value::Value;
 
-/// The implied key of a value's first word, which has no key.
+/// Key of a value's first word, if the word has no key.
 const IMPLIED: &str = "";
 
 /// Groups of `-readconfig` files whose command-line option has another name (`qemu_find_opts`,
@@ -26,8 +26,8 @@ const OTHER_NAMES: [(&str, &str); 4] = [
     ("acpi", "acpitable"),
 ];
 
-/// Replaces `-readconfig` and `-set` by the options that they stand for. `read` returns a file's
-/// contents, read with the rights of QEMU's user.
+/// Replaces `-readconfig` and `-set` by the options that they stand for. `read` returns the
+/// contents of a file, read with the rights of QEMU's user.
 pub(super) fn expand(
     options: Vec<Named>,
     read: impl Fn(&Path) -> io::Result<String>,
@@ -64,7 +64,7 @@ pub(super) fn expand(
     Ok(expanded)
 }
 
-/// Carries out `-set GROUP.ID.KEY=VALUE`.
+/// Carries out the option `-set GROUP.ID.KEY=VALUE`.
 fn set(options: &mut [Named], text: &str) -> Option<()> {
     let (place, value) = text.split_once('=')?;
     let (group, place) = place.split_once('.')?;
@@ -78,7 +78,8 @@ fn set(options: &mut [Named], text: &str) -> Option<()> {
     Some(())
 }
 
-/// Parses a file into options and their values. An error is the line that cannot be parsed.
+/// Parses a `-readconfig` file into options and their values. The error is the line that cannot be
+/// parsed.
 fn groups(text: &str) -> Result<Vec<(String, String)>, String> {
     let mut options: Vec<(String, Vec<String>)> = Vec::new();
     for line in text.lines().map(str::trim) {

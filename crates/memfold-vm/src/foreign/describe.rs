@@ -20,8 +20,8 @@ use crate::spec::{AccelChoice, DiskFormat, DiskSpec, VmSpec};
 /// Longest name of a block node (QEMU: `BlockDriverState.node_name`).
 const MAX_NODE_NAME: usize = 31;
 
-/// Error of describing a VM that memfold did not start: why a second QEMU cannot be started like
-/// it.
+/// Error of describing a VM that memfold did not start: why no second QEMU can be started with the
+/// same devices.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum ForeignError {
@@ -37,7 +37,7 @@ pub enum ForeignError {
     Impossible(String),
 }
 
-/// Returns the description and the record of a VM that memfold did not start.
+/// Returns description and record of a VM that memfold did not start.
 pub fn describe(
     vm: &Vm,
     name: &str,
@@ -148,7 +148,7 @@ fn sizes(nodes: &Json) -> std::collections::BTreeMap<String, u64> {
     facts.collect()
 }
 
-/// Returns the disks that a snapshot includes: all devices with a medium.
+/// Returns the disks that a snapshot of the VM includes: all devices with a medium.
 fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>), String> {
     let (mut disks, mut described) = (Vec::new(), Vec::new());
     for device in block.as_array().into_iter().flatten() {

@@ -8,15 +8,15 @@
 use super::options::Named;
 use super::value::{Value, parse};
 
-/// Keys of `-drive` that affect the drive's device.
+/// Keys of `-drive` that affect the device that uses the drive.
 const OF_ITS_DEVICE: [&str; 3] = ["media", "rerror", "werror"];
 
 /// A drive of the command line, with all defaults resolved.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Drive {
-    /// Name in `query-block`.
+    /// Name of the drive in `query-block`.
     pub(super) backend: String,
-    /// `ide`, `virtio`, `none` ...
+    /// Interface of the drive: `ide`, `virtio`, `none` ...
     pub(super) interface: String,
     bus: u64,
     pub(super) unit: u64,
@@ -24,10 +24,10 @@ pub(super) struct Drive {
 }
 
 impl Drive {
-    /// Returns the options of `-drive` other than the file.
+    /// Returns the options of `-drive` except the file.
     pub(super) fn option(&self) -> String {
         let mut option = format!("if={},id={}", self.interface, self.backend);
-        // Those of no interface are nowhere.
+        // A drive without an interface has neither bus nor unit.
         if self.interface != "none" {
             option.extend([",bus=", &self.bus.to_string()]);
             option.extend([",unit=", &self.unit.to_string()]);
@@ -40,10 +40,10 @@ impl Drive {
         option
     }
 
-    /// Returns the value of `-drive` without a medium; `None`: this drive cannot be empty.
+    /// Returns the value of `-drive` without a medium; `None` if this drive cannot be empty.
     pub(super) fn empty_option(&self) -> Option<String> {
         match self.interface.as_str() {
-            // Whatever it had.
+            // A drive without an interface becomes an empty CD-ROM drive, whatever it was.
             "none" => Some(format!("if=none,id={},media=cdrom", self.backend)),
             "floppy" => Some(self.option()),
             _ => self.is_cdrom().then(|| self.option()),
@@ -158,7 +158,7 @@ fn drive(options: Value, machine: &str, before: &[Drive]) -> Result<Drive, Strin
     })
 }
 
-/// Returns the name of the drive or node that a `-device` value uses; `None`: it uses none.
+/// Returns the name of the drive or block node that a `-device` value uses; `None` if it uses none.
 pub(super) fn of_device(value: &str) -> Result<Option<String>, String> {
     Ok(parse("driver", value)?.get("drive").map(str::to_owned))
 }
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn drives_get_the_same_bus_units_and_names_as_in_qemu() {
-        // As QEMU 10 names them (`query-block`), drive by drive.
+        // QEMU 10 names the drives like this (`query-block`); tested drive by drive.
         for (machine, line, wanted) in [
             (
                 "pc-q35-10.0",

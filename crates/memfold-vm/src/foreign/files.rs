@@ -1,6 +1,6 @@
 //! Files that a copied command line names: kernel, firmware, ROMs. A snapshot holds copies of them.
-//! They are read with the rights of QEMU's user, so a manipulated command line cannot expose files
-//! that this user cannot read.
+//! memfold reads these files with the rights of QEMU's user, so a manipulated command line cannot
+//! expose files that this user cannot read.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -17,10 +17,10 @@ use super::value::Value;
 use super::view::View;
 use crate::tokens;
 
-/// Prefix of the tokens that stand for files; a file's number follows.
+/// Prefix of the tokens that stand for files in a command line; a file's number follows.
 const TOKEN: &str = "/memfold/file";
 
-/// Device files that any user may read.
+/// Device files that any user may read, and that are therefore not copied.
 const DEVICES: [&str; 3] = ["/dev/urandom", "/dev/random", "/dev/hwrng"];
 
 /// Largest file that is copied, in bytes.
@@ -29,11 +29,11 @@ const MOST_BYTES: u64 = 1 << 30;
 /// Largest `-readconfig` file that is read, in bytes.
 const MOST_OPTIONS: u64 = 1 << 20;
 
-/// Options whose whole value is a file.
+/// Options whose whole value is the path of a file.
 const WHOLE: [&str; 5] = ["bios", "dtb", "initrd", "kernel", "shim"];
 
-/// Keys of other options whose value is a file. A value's first word has the option's name as its
-/// key.
+/// Keys of other options whose value is the path of a file. A value's first word has the option's
+/// name as its key.
 const KEYS: [(&str, &str); 11] = [
     ("acpitable", "data"),
     ("acpitable", "file"),
@@ -155,7 +155,7 @@ fn token(path: &str, view: &View, found: &mut Vec<PathBuf>) -> Result<String, St
     Ok(tokens::token(TOKEN, number))
 }
 
-/// Returns the words with tokens replaced by file paths.
+/// Returns the words with file paths in place of tokens.
 pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
     let replaced = |word: &String| tokens::put_in(TOKEN, word, files);
     let words = words.iter().map(replaced);
@@ -164,7 +164,7 @@ pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
         .collect()
 }
 
-/// Copies a file with the rights of a user.
+/// Copies a file with the rights of a user, given as `user`.
 fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
     let file = view.open_as(from, user).map_err(|error| {
         let why = format!("as user {}: {}: {error}", user.name, from.display());
@@ -174,7 +174,7 @@ fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
         let why = format!("{} is not a regular file", from.display());
         return Err(io::Error::other(why));
     }
-    // Another process has a deadline, also on a file system that hangs.
+    // A separate process can be killed at a deadline, even if the file system hangs.
     let mut command = Command::new("head");
     command.args(["-c", &MOST_BYTES.to_string()]);
     let child = command
@@ -193,7 +193,8 @@ fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
     Err(io::Error::other(why))
 }
 
-/// Copies a file that a QEMU's command line names, with the rights of its user; `None`: root.
+/// Copies a file that the command line of a QEMU names, with the rights of that QEMU's user;
+/// `None`: root.
 pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io::Result<()> {
     let (name, (uid, gid)) = match user {
         None => ("root", (0, 0)),
@@ -206,7 +207,7 @@ pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io:
     copy(from, view, to, &User { name, uid, gid })
 }
 
-/// Reads a text file that a QEMU's command line names, with the rights of its user.
+/// Reads a text file that the command line of a QEMU names, with the rights of that QEMU's user.
 pub(super) fn read_as(path: &Path, view: &View, user: Option<&str>) -> io::Result<String> {
     let mut copy = tempfile::tempfile()?;
     copy_file(path, view, &copy, user)?;

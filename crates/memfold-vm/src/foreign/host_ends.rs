@@ -48,7 +48,7 @@ pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
             let kind = if text.starts_with('{') {
                 parse("type", text)?.kind().to_owned()
             } else {
-                // `vnc=:1`
+                // The value may be just an address, such as `vnc=:1`.
                 text.split([',', '=']).next().unwrap_or_default().to_owned()
             };
             let is_served =
@@ -92,8 +92,8 @@ pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
     Ok(found.into_iter().collect())
 }
 
-/// Returns an option's settings of how the host provides RAM, as text. They are dropped, because a
-/// VM that runs from a snapshot maps its RAM from there.
+/// Returns the settings in an option that say how the host provides RAM, as text. The copy leaves
+/// them out, because a VM that runs from a snapshot maps its RAM from the snapshot.
 pub(super) fn of_ram(name: &str, text: &str) -> Result<Option<String>, String> {
     Ok(match name {
         "mem-prealloc" => Some("-mem-prealloc (RAM is not filled at the start)".to_owned()),
@@ -123,11 +123,11 @@ pub fn of_arguments(arguments: &[String]) -> Vec<String> {
     told.flat_map(Result::unwrap_or_default).collect()
 }
 
-/// Removes claims on host resources that another process holds now from additional QEMU arguments.
-/// Returns the removed resources, as text.
+/// Removes claims on host resources from additional QEMU arguments, if another process holds the
+/// resource now. Returns the removed claims, as text.
 pub fn leave_out_taken(arguments: &mut Vec<String>) -> Vec<String> {
     let mut left = Vec::new();
-    // What can't be read stays as it is: QEMU says why.
+    // Arguments that cannot be parsed stay unchanged; QEMU then reports the error.
     let Some(named) = read(arguments) else {
         return left;
     };
@@ -156,7 +156,7 @@ fn read(arguments: &[String]) -> Option<Vec<Named>> {
     options::read(&line).ok()
 }
 
-/// Change of an option.
+/// Change of an option that claims a host resource.
 enum Change {
     /// The option is removed.
     Gone,
@@ -164,8 +164,8 @@ enum Change {
     Value(String),
 }
 
-/// Returns the change of an option that claims a resource which another process holds; `None`: it
-/// claims none.
+/// Returns the change of an option that claims a resource which another process holds; `None` if it
+/// claims no such resource.
 fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Change> {
     let mut say = |words: Vec<String>| left.extend(words);
     match name {
@@ -296,7 +296,7 @@ fn is_unix_taken(path: &str) -> bool {
     UnixStream::connect(Path::new(path)).is_ok()
 }
 
-/// Returns a null character device with the same name.
+/// Returns a null character device with the name of `chardev`.
 pub(super) fn null_chardev(chardev: &Value) -> String {
     let shared = if chardev.is_on("mux") { ",mux=on" } else { "" };
     format!("null,id={}{shared}", chardev.text("id"))
@@ -337,12 +337,12 @@ mod tests {
         assert_eq!(arguments.join(" "), wanted);
         assert_eq!(left.len(), 5, "{left:?}");
         assert!(left[0].contains(&taken.to_string()), "{left:?}");
-        // All are told at the save.
+        // A save reports all claims.
         let told = of_arguments(&arguments);
         assert_eq!(told.len(), 3, "{told:?}");
         let vsock = ["-device", "vhost-vsock-pci,guest-cid=7"].map(str::to_owned);
         assert_eq!(of_arguments(&vsock), ["vhost-vsock-pci guest-cid=7"]);
-        // What memfold doesn't know is QEMU's to judge.
+        // Arguments that memfold does not know stay, so that QEMU judges them.
         let mut strange = vec!["-brand-new".to_owned()];
         assert_eq!(
             (leave_out_taken(&mut strange), strange.len()),

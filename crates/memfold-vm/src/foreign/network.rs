@@ -6,7 +6,7 @@
 
 use super::value::{Value, parse};
 
-/// Network backends that use a resource of the host which no second QEMU can have.
+/// Keys of network options that use a resource of the host which no second QEMU can have.
 const OF_THE_HOST: [&str; 6] = [
     "hostfwd",
     "guestfwd",
@@ -16,17 +16,17 @@ const OF_THE_HOST: [&str; 6] = [
     "bootfile",
 ];
 
-/// Keys that are valid for every kind of network.
+/// Keys that are valid for every kind of network backend.
 const COMMON: [&str; 6] = ["id", "model", "mac", "macaddr", "name", "netdev"];
 
-/// Returns a network's option for the copy, and the host resources left out of it.
+/// Returns a network option for the copy, and the host resources that were left out of it, as text.
 pub(super) fn copy(option: &str, value: &str) -> Result<(String, Vec<String>), String> {
     let mut net = parse("type", value)?;
     let kind = net.kind().to_owned();
     let mut left = Vec::new();
     match kind.as_str() {
         "none" | "hubport" => {}
-        // The card of `-net`.
+        // A network card, made by the old option `-net`.
         "nic" if option == "net" => {}
         "user" => {
             for key in OF_THE_HOST {
@@ -40,7 +40,7 @@ pub(super) fn copy(option: &str, value: &str) -> Result<(String, Vec<String>), S
             left.push(host_end(&kind, &net));
             let queues = queues(&net);
             net.drop_keys(|key| !COMMON.contains(&key));
-            // Of these, packets have headers.
+            // Packets of these backends have offload headers.
             if ["tap", "bridge", "vhost-user", "vhost-vdpa"].contains(&kind.as_str()) {
                 net.set("type", "tap");
                 net.set("script", "no");
@@ -57,9 +57,9 @@ pub(super) fn copy(option: &str, value: &str) -> Result<(String, Vec<String>), S
     Ok((net.render(), left))
 }
 
-/// Returns the number of queue pairs of a network.
+/// Returns the number of queue pairs of a network backend.
 fn queues(net: &Value) -> u64 {
-    // libvirt gives descriptors.
+    // libvirt passes a list of file descriptors, one for each queue pair.
     let fds = net.text("fds");
     if fds.is_empty() {
         return net.text("queues").parse().unwrap_or(1);
@@ -67,7 +67,7 @@ fn queues(net: &Value) -> u64 {
     u64::try_from(fds.split(':').count()).unwrap_or(1)
 }
 
-/// Describes the host's end of a network, as text.
+/// Describes the host's side of a network backend, as text.
 fn host_end(kind: &str, net: &Value) -> String {
     let named = ["ifname", "br", "path", "connect", "listen", "mcast", "udp"];
     let named = named

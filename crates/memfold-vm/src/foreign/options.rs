@@ -14,7 +14,7 @@ pub(super) enum Fate {
     Dropped,
     /// [`super::rewrite`] replaces the option.
     Made,
-    /// The command line cannot be copied; the message says why.
+    /// The command line cannot be copied; the text says why.
     Refused(&'static str),
 }
 
@@ -23,7 +23,7 @@ const RAM_FILE: &str =
     "the VM's RAM is a file; start the VM without that option, or with -object memory-backend-ram";
 const XEN: &str = "the VM runs under Xen";
 
-/// All options: name, whether a value follows, treatment.
+/// All options of QEMU: name, whether a value follows, treatment in the copy.
 const OPTIONS: &[(&str, bool, Fate)] = &[
     ("D", true, Dropped),
     ("L", true, Made),
@@ -69,7 +69,7 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     ("hdc", true, Made),
     ("hdd", true, Made),
     ("icount", true, Made),
-    // Proxmox VE's: a number for `ps`.
+    // Proxmox VE adds this option, so that `ps` shows the VM's number.
     ("id", true, Dropped),
     ("incoming", true, Dropped),
     ("initrd", true, Kept),
@@ -81,7 +81,7 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     ("m", true, Kept),
     ("machine", true, Made),
     ("mem-path", true, Refused(RAM_FILE)),
-    // A VM of a snapshot maps its RAM: to fill it first would only take time.
+    // A VM that runs from a snapshot maps its RAM, so filling RAM first would only take time.
     ("mem-prealloc", false, Dropped),
     ("mon", true, Dropped),
     ("monitor", true, Dropped),
@@ -154,11 +154,11 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     ("xen-domid-restrict", false, Refused(XEN)),
 ];
 
-/// An option's name and value.
+/// Name and value of an option.
 pub(super) type Named = (String, Option<String>);
 
-/// Returns whether a value follows an option, and its treatment; `None`: QEMU 10 has no such
-/// option.
+/// Returns whether a value follows an option, and the option's treatment; `None` if QEMU 10 has no
+/// such option.
 pub(super) fn known(name: &str) -> Option<(bool, Fate)> {
     let found = OPTIONS.iter().find(|(known, ..)| *known == name);
     found.map(|(_, has_value, fate)| (*has_value, *fate))
@@ -170,7 +170,7 @@ pub(super) fn read(line: &[String]) -> Result<Vec<Named>, String> {
     let mut words = line.iter().skip(1);
     while let Some(word) = words.next() {
         let Some(name) = word.strip_prefix('-') else {
-            // As QEMU reads it (`system/vl.c`).
+            // A bare file name is a disk, as in QEMU (`system/vl.c`).
             options.push(("hda".to_owned(), Some(word.clone())));
             continue;
         };
@@ -200,8 +200,8 @@ mod tests {
 
     const QEMU: &str = "qemu-system-x86_64";
 
-    /// Whether a value follows an option, as QEMU says; `None`: it has no such option. QEMU ends
-    /// before it has made anything.
+    /// Returns whether a value follows an option, according to the installed QEMU; `None` if QEMU
+    /// has no such option. QEMU ends before it creates any device.
     fn has_value(name: &str) -> Option<bool> {
         let option = format!("-{name}");
         let line = [&option, "-kernel", "-no-such-option", "-kernel"];
@@ -237,7 +237,7 @@ mod tests {
         let unknown: Vec<&&str> = names.iter().filter(|name| known(name).is_none()).collect();
         assert!(unknown.is_empty(), "{unknown:?}");
         for (name, ours, _) in OPTIONS {
-            // Those of other versions are no option here.
+            // Options of other QEMU versions are unknown to the installed QEMU.
             if let Some(qemus) = has_value(name) {
                 assert_eq!(*ours, qemus, "-{name}");
             }

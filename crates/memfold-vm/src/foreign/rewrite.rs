@@ -3,17 +3,17 @@
 //!
 //! | option | in the copy |
 //! |---|---|
-//! | machine, CPUs, memory's size, devices, firmware tables, kernel | as they are |
+//! | machine, CPUs, memory's size, devices, firmware tables, kernel | unchanged |
 //! | RAM backends | plain memory of the same name and size |
 //! | disks and other media (`-blockdev`) | left out: the VM gets its own |
 //! | drives (`-drive`, `-hda` ...) | the same interface, bus, unit and name, with a medium of its own |
-//! | firmware (pflash) | of no file: what it holds is RAM |
-//! | network: user mode | as it is, without ports of the host |
-//! | network: taps, bridges, vhost-user | a tap of its own, with as many queues, connected to nothing |
+//! | firmware (pflash) | without a file: its contents are in the saved RAM |
+//! | network: user mode | unchanged, but without ports of the host |
+//! | network: taps, bridges, vhost-user | a new tap with as many queues, connected to nothing |
 //! | network: others | user mode, restricted |
-//! | character devices | lead nowhere, but for the console and the agent's port |
-//! | sound | goes nowhere |
-//! | monitors, displays, sandbox, files of its own | left out |
+//! | character devices | null devices, except the console and the agent's port |
+//! | sound | discarded |
+//! | monitors, displays, sandbox, QEMU's own files | left out |
 //!
 //! Options that [`options`](super::options) does not list are refused, because a device that
 //! differs cannot load the saved device state. Ports, sockets and displays that are left out are
@@ -35,7 +35,7 @@ use crate::qemu_line::on_or_off;
 pub(super) struct Facts {
     /// Machine type, with its version.
     pub(super) machine: String,
-    /// `kvm` or `tcg`.
+    /// Accelerator: `kvm` or `tcg`.
     pub(super) accel: String,
     /// Devices that have a medium.
     pub(super) media: Vec<Medium>,
@@ -60,7 +60,7 @@ pub(super) struct Medium {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Node {
     pub(super) name: String,
-    /// Further options of `-drive`, if that creates the node.
+    /// Further options of `-drive`, if `-drive` creates the node.
     pub(super) option: Option<String>,
 }
 
@@ -69,7 +69,7 @@ pub(super) struct Copy {
     pub(super) words: Vec<String>,
     /// Block node for each of [`Facts::media`], by the device's path in QEMU's object tree.
     pub(super) nodes: BTreeMap<String, Node>,
-    /// Character device of the agent's port; `console` is that of the console.
+    /// Name of the character device of the agent's port. The next field: that of the console.
     pub(super) agent: Option<String>,
     pub(super) console: Option<String>,
     /// Whether another device also uses the console's character device.
@@ -80,7 +80,7 @@ pub(super) struct Copy {
     pub(super) balloon: bool,
 }
 
-/// Kinds of devices that need a resource of the host or another process.
+/// Kinds of devices that need a resource of the host or another process, and are refused.
 const HOSTS: &[&str] = &[
     "vfio-",
     "vhost-",
@@ -99,7 +99,7 @@ const HOSTS: &[&str] = &[
     "virtio-9p",
     "xen-",
 ];
-/// Kinds of devices that draw with the host's OpenGL. QEMU cannot save their state
+/// Kinds of devices that draw with the host's OpenGL and are refused: QEMU cannot save their state
 /// (`virgl is not yet migratable`).
 const DRAWN_BY_HOST: [&str; 4] = [
     "virtio-gpu-gl",
@@ -131,7 +131,7 @@ const OWN_OBJECTS: &[&str] = &[
     "colo-compare",
     "pr-manager",
 ];
-/// Name of the console's character device that replaces another.
+/// Name of the console's character device, which replaces the original one.
 const CONSOLE: &str = "memfold-console";
 
 /// Makes the copy of a command line.
@@ -185,9 +185,9 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
             (_, "parallel") => words(if text == "none" { "none" } else { "null" }.into()),
             (_, "debugcon") if !text.starts_with("chardev:") => words("null".into()),
             (_, "debugcon" | "icount" | "usbdevice") => words(of_no_other(name, text)?),
-            // Its guest sees that (MONITOR and MWAIT).
+            // The guest sees this setting (MONITOR and MWAIT).
             (_, "overcommit") if parse("", text)?.is_on("cpu-pm") => words("cpu-pm=on".into()),
-            // Its first serial port is where it was started from.
+            // With `-nographic`, the first serial port is the terminal where QEMU was started.
             (_, "nographic")
                 if copy.console.as_deref() == Some(CONSOLE) && has_own_serial(options)? =>
             {
@@ -206,7 +206,7 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
         copy.words.extend(["-accel".into(), facts.accel.clone()]);
     }
     if !has_audio {
-        // Cards of sound would look for the host's.
+        // Otherwise sound cards would open the host's sound devices.
         copy.words.extend(["-audio".into(), "none".into()]);
     }
     copy.nodes = media.nodes;
@@ -226,7 +226,8 @@ fn machine(value: &str, facts: &Facts) -> Result<Value, String> {
     Ok(machine)
 }
 
-/// Returns an option's value unchanged, or an error if it is specific to this host or this run.
+/// Returns an option's value unchanged, or an error if the value is valid only on this host or for
+/// this run.
 fn of_no_other(name: &str, value: &str) -> Result<String, String> {
     match name {
         "usbdevice" if value == "braille" => {
@@ -253,7 +254,7 @@ fn found(options: &[Named], name: &str, value: &str, view: &View) -> String {
     if named != value || !["bios", "option-rom"].contains(&name) || value.contains('/') {
         return named;
     }
-    // Where QEMU is told to look for its own files.
+    // Directories in which QEMU looks for its own data files.
     let places = options.iter().filter(|(name, _)| name == "L");
     let places = places.filter_map(|(_, place)| Some(view.whole(place.as_ref()?).join(value)));
     let mut there = places.filter(|path| view.is_file(path));
@@ -361,13 +362,13 @@ fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     let nets = values(options, &["net"]).filter(|net| net.starts_with("nic"));
     copy.cards += nets.count();
     let networks = ["netdev", "nic", "net", "nodefaults"];
-    // QEMU's own.
+    // Without any network option, QEMU creates a card by default.
     copy.cards += usize::from(values(options, &networks).next().is_none());
     Ok(())
 }
 
-/// Finds the console: the first connected serial port. This runs first, because options that depend
-/// on the console may precede it.
+/// Finds the console, which is the first connected serial port. This runs first, because options
+/// that depend on the console may come before it.
 fn look_at_chardevs(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     let mut ports = values(options, &["serial"]).filter(|port| !["none", "null"].contains(port));
     if let Some(port) = ports.next().filter(|_| copy.console.is_none()) {
@@ -389,7 +390,7 @@ fn look_at_chardevs(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns a null character device in place of `value`; `None`: the copy creates this device
+/// Returns a null character device in place of `value`; `None` if the copy creates this device
 /// separately.
 fn chardev(value: &str, copy: &Copy) -> Result<Option<String>, String> {
     let chardev = parse("backend", value)?;
@@ -402,7 +403,7 @@ fn chardev(value: &str, copy: &Copy) -> Result<Option<String>, String> {
 
 fn device(value: &str) -> Result<String, String> {
     let mut device = parse("driver", value)?;
-    // Another VM, another generation.
+    // The copy is another VM, so it gets another generation ID.
     if device.kind() != "vmgenid" {
         return Ok(value.to_owned());
     }
@@ -425,7 +426,7 @@ fn object(value: &str) -> Result<Option<String>, String> {
             ));
         }
         let size = object.text("size");
-        // The name of its RAM block depends on it.
+        // The name of the RAM block depends on this setting.
         let naming = "x-use-canonical-path-for-ramblock-id";
         let naming = match object.text(naming) {
             text if text.is_empty() => text,
@@ -458,13 +459,13 @@ fn serial(value: &str, copy: &Copy) -> String {
     if is_first { console } else { "null".to_owned() }
 }
 
-/// Media of a command line, with their nodes and drives.
+/// Disks and other media of a command line, with their block nodes and drives.
 struct Media {
     /// Block nodes of firmware (pflash).
     flash: BTreeSet<String>,
-    /// Every drive of the command line, in its order.
+    /// All drives of the command line, in their order.
     drives: Vec<Drive>,
-    /// See [`Copy::nodes`].
+    /// Block node for each medium; see [`Copy::nodes`].
     nodes: BTreeMap<String, Node>,
 }
 
@@ -480,7 +481,7 @@ impl Media {
             flash.extend(nodes.map(str::to_owned));
         }
         let mut nodes = BTreeMap::new();
-        // What no device uses is nothing of the guest's.
+        // A medium that no device uses is not visible to the guest.
         for medium in facts
             .media
             .iter()
@@ -523,8 +524,8 @@ impl Media {
         )))
     }
 
-    /// Returns the replacement of a drive's option; `None`: its medium is added when the copy is
-    /// started, or no device uses it.
+    /// Returns the replacement of a drive's option; `None` if the drive's medium is added when the
+    /// copy is started, or if no device uses the drive.
     fn drive(drive: &Drive, facts: &Facts) -> Result<Option<String>, String> {
         let name = &drive.backend;
         let medium = facts.media.iter().find(|medium| medium.backend == *name);
@@ -539,7 +540,7 @@ impl Media {
         }
         match medium {
             Some(medium) if !medium.device.is_empty() => Ok(None),
-            // It has a medium and no device.
+            // The drive has a medium, and no device uses it.
             Some(_) if drive.interface != "none" => Ok(None),
             _ => Ok(Some(drive.empty_option().ok_or_else(|| gone(name))?)),
         }
@@ -547,8 +548,8 @@ impl Media {
 }
 
 impl Medium {
-    /// Returns the name of the medium's node on the command line. Other nodes may have been put
-    /// over it since.
+    /// Returns the name that the medium's block node has on the command line. The running VM may
+    /// use other nodes above this node.
     fn called(&self, devices: &[Value]) -> String {
         let id = self.device.strip_prefix("/machine/peripheral/");
         let id = id.map_or(self.device.as_str(), |rest| {

@@ -93,11 +93,11 @@ const LIBVIRT: &str = r#"-name guest=a,debug-threads=on
         -sandbox on,obsolete=deny
         -msg timestamp=on"#;
 
-/// Facts of the QEMU of [`LIBVIRT`].
+/// Facts about the QEMU of [`LIBVIRT`].
 fn libvirt_facts() -> Facts {
     Facts {
         media: vec![
-            // A snapshot of libvirt's lies over it.
+            // A snapshot that libvirt made lies over this disk.
             medium("", "/machine/peripheral/virtio-disk0/virtio-backend", "d9"),
             medium("", "sata0-0-0", "c-storage"),
             medium("", "/machine/system.flash1", "fw1"),
@@ -332,12 +332,12 @@ fn a_disk_without_an_identifiable_device_is_refused_and_an_ejected_drive_stays_e
     };
     let text = "-blockdev driver=file,node-name=d,filename=/d\n-device virtio-blk-pci,drive=d,id=a";
     with("a", text).unwrap();
-    // Which device it is can't be told, and a node lies over its own.
+    // The device has no id, and another node lies over the node that it was started with.
     let why = with("/machine/peripheral-anon/device[0]/virtio-backend", text).unwrap_err();
     assert!(why.contains("give that device an id"), "{why}");
     let why = with("", text).unwrap_err();
     assert!(why.contains("'d'") && why.contains("gone"), "{why}");
-    // Of a drive that was ejected nothing is opened.
+    // The file of an ejected drive is not opened.
     let ejected = "-drive if=none,id=cd,file.driver=file,file.filename=/etc/shadow\n-device ide-cd,drive=cd,id=c";
     let words = with("", ejected).unwrap();
     assert!(
@@ -346,7 +346,7 @@ fn a_disk_without_an_identifiable_device_is_refused_and_an_ejected_drive_stays_e
     );
 }
 
-/// An option, its copy, and words that must not occur in the copy.
+/// Cases: an option, its copy, and words that must not occur in the copy.
 const KINDS: &[(&str, &str, &str)] = &[
     ("-watchdog-action reset", "-watchdog-action reset", ""),
     ("-k en-us -name x", "", "en-us"),
@@ -477,7 +477,7 @@ fn a_console_used_by_several_devices_counts_as_shared() {
         (made.console.as_deref(), made.is_console_shared),
         (Some("c"), true)
     );
-    // A monitor uses it in the original alone.
+    // Here the console's device is shared with a monitor only, which the copy leaves out.
     let alone = "-chardev stdio,id=c,mux=on -serial chardev:c -mon chardev=c";
     assert!(!copy(&words(alone), &facts()).unwrap().is_console_shared);
 }
@@ -654,6 +654,6 @@ fn damaged_command_lines_never_cause_a_panic() {
             }
         }
     }
-    // Both were had.
+    // Both results occurred often.
     assert!(made > 100 && refused > 100, "{made} {refused}");
 }

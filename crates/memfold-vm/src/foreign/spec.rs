@@ -17,10 +17,10 @@ pub struct Foreign {
     pub words: Vec<String>,
     /// Disks, in the order of the description's disks.
     pub disks: Vec<ForeignDisk>,
-    /// Character device of the agent's port; `None`: the VM has no such port.
+    /// Name of the character device of the agent's port; `None`: the VM has no such port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<String>,
-    /// Character device of the console; `None`: the VM has none.
+    /// Name of the character device of the console; `None`: the VM has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub console: Option<String>,
     /// Whether another device also uses the console's character device.
@@ -30,16 +30,17 @@ pub struct Foreign {
     /// displays), as text.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
-    /// Number of network cards.
+    /// Number of network cards of the VM.
     #[serde(default)]
     pub cards: usize,
-    /// Files that tokens in `words` stand for (`/memfold/fileNNN`), in order.
+    /// Paths of the files that tokens in `words` stand for (`/memfold/fileNNN`), in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<PathBuf>,
 }
 
 impl Foreign {
-    /// Returns the words for QEMU's command line, with files for tokens and with forwarded ports.
+    /// Returns the words for QEMU's command line, with file paths in place of tokens and with
+    /// forwarded ports.
     #[must_use]
     pub fn line(&self, forwards: &[Forward]) -> Vec<String> {
         let mut words = files::put_in(&self.words, &self.files);
@@ -54,7 +55,7 @@ impl Foreign {
         words
     }
 
-    /// Returns whether ports can be forwarded into the guest.
+    /// Returns whether host ports can be forwarded into the guest.
     #[must_use]
     pub fn takes_forwards(&self) -> bool {
         self.user_network().is_some()
@@ -81,10 +82,10 @@ pub struct ForeignDisk {
     pub device: String,
     /// Block node that the running VM's device uses.
     pub node: String,
-    /// Name by which the device refers to the node on the command line.
+    /// Name by which the device refers to its block node on the command line.
     pub drive: String,
     /// Options of `-drive` other than the node, if `-drive` creates the disk: interface, bus, unit,
-    /// name. `None`: `-blockdev` creates it.
+    /// name. `None`: `-blockdev` creates the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub option: Option<String>,
 }

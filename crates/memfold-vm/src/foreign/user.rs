@@ -17,7 +17,7 @@ pub(super) struct User {
 pub(super) fn user(pid: Pid) -> io::Result<Result<Option<String>, String>> {
     let facts = fs::metadata(format!("/proc/{}", pid.as_raw_nonzero()))?;
     let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero()))?;
-    // The directory of a process that can't be dumped is root's.
+    // The directory of a process that cannot be dumped belongs to root, so `status` is read first.
     let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
     let effective = line.and_then(|rest| rest.split_whitespace().nth(1)?.parse().ok());
     let uid = effective.unwrap_or_else(|| facts.uid());

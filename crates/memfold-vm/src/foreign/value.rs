@@ -7,7 +7,7 @@ use crate::qemu_line::on_or_off;
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Value {
-    /// Implied key of the first word.
+    /// Key of the first word, which is written without a key.
     implied: &'static str,
     is_json: bool,
     pairs: Map<String, Json>,
@@ -31,7 +31,7 @@ impl Value {
             let (key, value) = match part.split_once('=') {
                 Some((key, value)) => (key.to_owned(), value.to_owned()),
                 None if number == 0 => (implied.to_owned(), part),
-                // `-chardev socket,server,nowait`, as it was written once.
+                // Old syntax for a flag: `-chardev socket,server,nowait`.
                 None => (part, "on".to_owned()),
             };
             add(&mut pairs, key, value);
@@ -43,7 +43,8 @@ impl Value {
         })
     }
 
-    /// Returns a key's value if it is a string; the last one if the key occurs several times.
+    /// Returns a key's value if it is a string. If the key occurs several times, returns the last
+    /// value.
     pub(super) fn get(&self, key: &str) -> Option<&str> {
         match self.pairs.get(key)? {
             Json::Array(words) if !self.is_json => words.last()?.as_str(),
@@ -51,7 +52,7 @@ impl Value {
         }
     }
 
-    /// Returns all values of a key that may occur several times. In JSON these are a list of
+    /// Returns all values of a key that may occur several times. In JSON, they are a list of
     /// strings or of `{"str": STRING}`.
     pub(super) fn all(&self, key: &str) -> Vec<String> {
         let word = |value: &Json| Some(value.as_str().or(value["str"].as_str())?.to_owned());
@@ -128,7 +129,7 @@ impl Value {
         }
     }
 
-    /// Returns every string with its key; for nested values, the innermost key.
+    /// Returns every string in the value with its key; for nested values, with the innermost key.
     pub(super) fn strings(&self) -> Vec<(&str, &str)> {
         let mut found = Vec::new();
         for (key, value) in &self.pairs {
@@ -137,7 +138,7 @@ impl Value {
         found
     }
 
-    /// Replaces every string for which `change` returns another.
+    /// Replaces every string for which `change` (of key and string) returns a new one.
     pub(super) fn change_strings(&mut self, change: &impl Fn(&str, &str) -> Option<String>) {
         for (key, value) in &mut self.pairs {
             change_one(key, value, change);
@@ -167,7 +168,7 @@ impl Value {
     }
 }
 
-/// Adds a pair; an existing key keeps both values.
+/// Adds a pair. If the key exists, it keeps both values.
 fn add(pairs: &mut Map<String, Json>, key: String, value: String) {
     match pairs.get_mut(&key) {
         None => drop(pairs.insert(key, value.into())),

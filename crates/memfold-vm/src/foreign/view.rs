@@ -49,8 +49,8 @@ impl View {
         Self { place, ..self }
     }
 
-    /// Returns `path` as an absolute path, relative to the working directory, which contains no
-    /// links.
+    /// Returns `path` as an absolute path, relative to the working directory. (The path of the
+    /// working directory contains no links.)
     pub(super) fn whole(&self, path: impl AsRef<Path>) -> PathBuf {
         let (mut place, mut path) = (self.place.as_path(), path.as_ref());
         while let Ok(rest) = path.strip_prefix("..") {
@@ -71,11 +71,12 @@ impl View {
     /// Opens a file for reading, with the rights of `user` only.
     pub(super) fn open_as(&self, path: &Path, user: &User) -> io::Result<File> {
         let root = self.open_root()?;
-        // What was a plain file may be something by now that nobody ever opens at its other end.
+        // The file may have been replaced by a FIFO whose other end nobody opens, so opening must
+        // not wait.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY;
         let as_user = || -> io::Result<File> {
             if user.uid != 0 && getuid().is_root() {
-                // Of this thread alone, which ends with this.
+                // These identities change for this thread only, which ends after the open.
                 set_thread_groups(&[])?;
                 set_thread_gid(Gid::from_raw(user.gid))?;
                 set_thread_uid(Uid::from_raw(user.uid))?;
@@ -104,8 +105,8 @@ impl View {
     }
 }
 
-/// Returns the path of a process's root directory: `/` if the process has the daemon's view of the
-/// host.
+/// Returns the path that leads to a process's root directory: `/` if the process sees the same file
+/// system as the daemon.
 pub fn root_of(pid: Pid) -> io::Result<PathBuf> {
     let of = format!("/proc/{}", pid.as_raw_nonzero());
     let same = |name: &str| -> io::Result<bool> {

@@ -469,7 +469,7 @@ fn end_within(limit: Duration, code: i32) {
             std::process::exit(code);
         });
     if let Err(error) = thread {
-        warn!(%error, "no thread to watch the daemon's end, which may take longer; nothing is needed");
+        warn!(%error, "cannot start the thread that watches the daemon's end, which may take longer; nothing is needed");
     }
 }
 

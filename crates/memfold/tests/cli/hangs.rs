@@ -398,7 +398,7 @@ fn a_guest_that_ignores_a_shutdown_is_switched_off_with_a_warning() {
     let said = out(&stop);
     assert!(
         said.contains("deaf: switched off after")
-            && said.contains("was asked to shut down and had not after 5 s"),
+            && said.contains("was asked to shut down and did not within 5 s"),
         "{said}"
     );
     let logged = std::fs::read_to_string(&log).unwrap();
