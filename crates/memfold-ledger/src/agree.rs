@@ -8,12 +8,13 @@ use super::disagreement::Disagreement;
 /// Largest difference between two sums that counts as agreement.
 const TOLERANCE_PERCENT: f64 = 2.0;
 
-/// Smaller differences are noise of reading a running VM (64 pages), however small the sums are.
+/// Largest difference that is ignored, however small the sums are: noise of reading a running VM
+/// (64 pages).
 const SLACK_BYTES: u64 = 64 * 4096;
 
 fn off_percent(ledger: u64, kernel: u64) -> f64 {
     let off = (ledger as f64 - kernel as f64) / kernel.max(1) as f64;
-    // Rounded to two decimals.
+    // The percentage is rounded to two decimals.
     (off * 1e4).round() / 1e2
 }
 
@@ -40,7 +41,8 @@ impl Checks {
     }
 }
 
-/// Returns the sums in `report` that differ by more than 2 %; normally none.
+/// Returns the pairs of sums in `report` that should be equal and differ by more than 2 %; normally
+/// none.
 #[must_use]
 pub fn check(report: &Report) -> Vec<Disagreement> {
     let mut checks = Checks(Vec::new());
@@ -105,8 +107,8 @@ pub fn check(report: &Report) -> Vec<Disagreement> {
     checks.0
 }
 
-/// Memory that is not in `MemAvailable`: VMs, memfold, stores, other processes, other memory files,
-/// the kernel, and the kernel's reserves.
+/// Returns the memory that is not in `MemAvailable`: VMs, memfold, page stores, other processes,
+/// other memory files, the kernel, and the kernel's reserves.
 fn not_available(report: &Report) -> ByteSize {
     let host = &report.host;
     let page_tables: ByteSize = report.vms.iter().map(|v| v.page_table_bytes).sum();
@@ -117,7 +119,7 @@ fn not_available(report: &Report) -> ByteSize {
         .sum();
     let our_shmem = shmem + host.own.pss_shmem_bytes - host.own.store_pss_bytes + host.stores_bytes;
     let other_shmem = host.shmem_bytes - our_shmem;
-    // Page tables are part of the kernel's memory too; they must count once.
+    // Page tables are part of the kernel's memory too, so they are subtracted here to count once.
     host.unreclaimable_bytes - page_tables - host.own.page_table_bytes
         + host.others_anon_bytes
         + other_shmem
@@ -127,9 +129,10 @@ fn not_available(report: &Report) -> ByteSize {
 }
 
 /// Compares the change of `MemAvailable` between two reports with the change of the ledger's sums.
-/// This is sharper than [`check`] where VMs use a small part of the host. Memory that other
-/// processes and the kernel took or gave back meanwhile is part of the sums, so it hides nothing.
-/// The two changes may differ by 2 % of the larger of the VMs' change and `MemAvailable`'s change.
+/// This finds smaller errors than [`check`] if VMs use a small part of the host. Memory that other
+/// processes and the kernel took or gave back meanwhile is part of the sums, so such changes do not
+/// hide an error. The two changes may differ by 2 % of the larger of the VMs' change and
+/// `MemAvailable`'s change.
 #[must_use]
 pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
     let taken = |report: &Report| report.host.mem_total_bytes - report.host.mem_available_bytes;
@@ -155,7 +158,7 @@ pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
 }
 
 impl Report {
-    /// Makes a report of these accounts with the present time, and checks it.
+    /// Makes a report of these accounts with the present time, and checks the report's sums.
     #[must_use]
     pub fn new(host: HostAccount, vms: Vec<VmAccount>) -> Self {
         let taken_unix_s = std::time::SystemTime::now()
@@ -250,8 +253,8 @@ mod tests {
         assert_eq!(check_change(&before, &after), None);
         after.host.mem_available_bytes = before.host.mem_available_bytes - mib(103);
         assert!(check_change(&before, &after).is_some());
-        // Another process gave as much back as the VMs took: nothing changed in sum, and an error
-        // of 3 MiB is still 3 %.
+        // Another process gave back as much as the VMs took. The total is unchanged, but an error
+        // of 3 MiB is still 3 % of the VMs' change.
         after.host.others_anon_bytes = mib(0);
         after.host.mem_available_bytes = before.host.mem_available_bytes - mib(40);
         assert_eq!(check_change(&before, &after), None);

@@ -1,4 +1,5 @@
-//! The brake: stops further sharing when the host could not give shared memory back at once.
+//! The brake: stops further sharing when guests could need more memory at once, by writing to
+//! shared pages, than the host has available.
 //!
 //! ```text
 //!   needed    = debt x cover                        memory that guests may need at once by writing
@@ -19,14 +20,16 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// How long conditions must be better before a level falls.
+/// Time for which conditions must be better before the brake's level falls.
 pub const CALM: Duration = Duration::from_secs(10);
 
-/// A level is reached above this part of the available memory.
+/// Strain above which the level is `Warning`: the part of the available memory that guests may need
+/// at once. The next constant: the same for `Braked`.
 const WARNING: f64 = 0.8;
 const BRAKED: f64 = 1.0;
 
-/// A level is left when the strain is this much below the point where it was reached.
+/// The brake leaves a level when the strain is this much below the strain at which the level was
+/// reached.
 const HYSTERESIS: f64 = 0.1;
 
 /// Level of the brake.
@@ -35,12 +38,12 @@ const HYSTERESIS: f64 = 0.1;
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// All memory that guests may need at once is available.
+    /// The host has all the memory available that guests may need at once.
     #[default]
     Ok,
-    /// Almost no more memory may be shared.
+    /// Guests may need almost all available memory at once.
     Warning,
-    /// Nothing more is shared, and no VM is started.
+    /// No more memory is shared, and no VM is started.
     Braked,
 }
 
@@ -57,16 +60,16 @@ impl fmt::Display for Level {
 /// Memory that a host keeps for itself.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reserve {
-    /// A number of bytes.
+    /// An absolute number of bytes.
     Bytes(ByteSize),
     /// Percent of the host's RAM (0 to 100).
     Percent(f64),
 }
 
 impl Reserve {
-    /// The reserve of a host with `total_bytes` of RAM, in bytes.
+    /// Returns the reserve of a host with `total_bytes` of RAM, in bytes.
     #[must_use]
-    // A percentage of a number does not exceed it.
+    // The result does not exceed `total_bytes`.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     pub fn of(self, total_bytes: u64) -> u64 {
         match self {
@@ -109,27 +112,27 @@ impl FromStr for Reserve {
 pub struct BrakePolicy {
     /// Memory that the host keeps for itself.
     pub reserve: Reserve,
-    /// Percent of the debt that must be available for guests that claim it at once (0 to 100; 0
-    /// disables the brake).
+    /// Percent of the debt for which the host must have memory available, because guests may claim
+    /// it at once (0 to 100; 0 disables the brake).
     pub cover_percent: f64,
 }
 
 impl Default for BrakePolicy {
     fn default() -> Self {
         Self {
-            // One sixteenth, the same reserve as for lending.
+            // The reserve is one sixteenth, as for lending.
             reserve: Reserve::Percent(6.25),
             cover_percent: 50.0,
         }
     }
 }
 
-/// One look at a host.
+/// Figures of a host at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Look {
-    /// Time of the look, since a fixed instant.
+    /// Time of the figures, counted from a fixed instant.
     pub at: Duration,
-    /// Bytes that guests could claim by writing.
+    /// Copy-on-write debt: bytes that guests could claim by writing.
     pub debt_bytes: u64,
     /// `MemTotal`, in bytes.
     pub total_bytes: u64,
@@ -138,22 +141,23 @@ pub struct Look {
 }
 
 impl BrakePolicy {
-    /// Bytes that guests are assumed to claim at once.
+    /// Returns the bytes that guests are assumed to claim at once.
     #[must_use]
-    // A percentage of a number does not exceed it.
+    // The result does not exceed `debt_bytes`.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     pub fn needed_bytes(&self, debt_bytes: u64) -> u64 {
         (debt_bytes as f64 * self.cover_percent / 100.0) as u64
     }
 
-    /// Bytes that are available for such claims.
+    /// Returns the bytes that are available for guests' claims: available memory less the reserve.
     #[must_use]
     pub fn absorbable_bytes(&self, look: &Look) -> u64 {
         look.available_bytes
             .saturating_sub(self.reserve.of(look.total_bytes))
     }
 
-    /// Needed over available memory: 0 if nothing is needed, infinite if nothing is available.
+    /// Returns the ratio of needed to available memory: 0 if nothing is needed, infinite if nothing
+    /// is available.
     #[must_use]
     pub fn strain(&self, look: &Look) -> f64 {
         let needed = self.needed_bytes(look.debt_bytes);
@@ -168,18 +172,18 @@ impl BrakePolicy {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Brake {
     level: Level,
-    /// Since when a lower level would suffice, and the highest level seen since.
+    /// Time since which a lower level would suffice, and the highest level that was needed since.
     better: Option<(Duration, Level)>,
 }
 
 impl Brake {
-    /// The present level.
+    /// Returns the present level of the brake.
     #[must_use]
     pub const fn level(&self) -> Level {
         self.level
     }
 
-    /// Judges a new look and returns the level.
+    /// Evaluates new figures of the host, and returns the level of the brake.
     pub fn judge(&mut self, policy: &BrakePolicy, look: &Look) -> Level {
         let strain = policy.strain(look);
         let reached = |warning: f64, braked: f64| {
@@ -226,7 +230,7 @@ mod tests {
         }
     }
 
-    /// Reserve 1 GiB; all of the debt must be there.
+    /// Makes a policy with a reserve of 1 GiB and memory available for all of the debt.
     fn whole() -> BrakePolicy {
         BrakePolicy {
             reserve: Reserve::Percent(6.25),
@@ -237,7 +241,7 @@ mod tests {
     #[test]
     fn the_brake_level_rises_immediately_with_the_debt() {
         let mut brake = Brake::default();
-        // Ten GiB above the reserve.
+        // 11 GiB are available, ten GiB more than the reserve.
         for (debt, level) in [
             (0, Level::Ok),
             (7 * GIB, Level::Ok),
@@ -290,7 +294,7 @@ mod tests {
     fn the_brake_level_falls_only_after_ten_seconds_of_lower_debt() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
-        // Not enough better, for however long.
+        // Conditions are better, but not enough better, for however long.
         for second in 1..60 {
             let level = brake.judge(&whole(), &look(second, 9 * GIB + GIB / 2, 11 * GIB));
             assert_eq!(level, Level::Braked);
@@ -310,7 +314,7 @@ mod tests {
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         let mut changes = 0;
         for second in 1..300 {
-            // Eight seconds of relief, two of trouble, over and over.
+            // Conditions are good for eight seconds and bad for two, over and over.
             let debt = if second % 10 < 8 { GIB } else { 11 * GIB };
             let before = brake.level();
             changes += u32::from(brake.judge(&whole(), &look(second, debt, 11 * GIB)) != before);
@@ -342,8 +346,8 @@ mod tests {
         assert_eq!(brake.judge(&whole(), &look(22, GIB, 11 * GIB)), Level::Ok);
     }
 
-    /// Guests rewrite all they share, as fast as they can; each page rewritten is a page less
-    /// available, and owed no more.
+    /// Guests rewrite all pages that they share, as fast as they can. Each rewritten page reduces
+    /// the available memory and the debt by one page.
     #[test]
     fn during_a_storm_of_writes_the_brake_activates_before_the_reserve_is_used() {
         let policy = BrakePolicy {
@@ -366,7 +370,7 @@ mod tests {
                 "{first} GiB available: braked at {at_brake}"
             );
         }
-        // With enough for all of it the brake never comes: nothing is at risk.
+        // With enough memory for the whole debt, the brake never comes on.
         let (mut brake, mut debt, mut available) = (Brake::default(), 8 * GIB, 12 * GIB);
         for second in 0..80 {
             assert!(brake.judge(&whole(), &look(second, debt, available)) < Level::Braked);

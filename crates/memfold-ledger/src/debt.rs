@@ -5,11 +5,11 @@
 //!   folded     mapped to a page store, not written since      one copy each; the store's own page is freed seconds later
 //!   snapshots  views of the image a VM runs from, not written  one copy each; the image stays for further clones
 //!   zero       pages of zeroes that were given back            one page each
-//!   KSM        pages_sharing, and the zero pages it mapped     one copy each; the last sharer's frees the merged page
+//!   KSM        pages_sharing, and zero pages that KSM mapped   one copy each; the merged page is freed after the last copy
 //! ```
 //! Each guest page is in at most one of these classes: a page that a VM has written is a private
 //! copy, and KSM merges only such pages. Segments are no debt, because guests cannot write to them.
-//! RAM that a guest has never touched is no debt either: it is promised, not shared.
+//! RAM that a guest has never used is no debt either: that RAM is promised, not shared.
 
 use memfold_host::{Check, Status};
 use memfold_units::ByteSize;
@@ -18,93 +18,97 @@ use utoipa::ToSchema;
 
 use super::brake::Level;
 
-/// Debt of one VM: memory that it could claim by writing.
+/// Copy-on-write debt of one VM: memory that the VM could claim by writing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmDebt {
     /// Name of the VM.
     pub name: String,
-    /// Bytes mapped to a page store and not written since.
+    /// Bytes of the VM's RAM that are mapped to a page store and not written since.
     pub folded_bytes: u64,
-    /// Bytes of the image that the VM runs from, where the image has data, and not written since.
+    /// Bytes of the VM's RAM that are mapped to data of its snapshot's image and not written since.
     pub snapshot_bytes: u64,
-    /// Bytes given back because they held only zeroes, and not written since.
+    /// Bytes of the VM's RAM that were given back because they held only zeroes, and not written
+    /// since.
     pub zero_bytes: u64,
 }
 
 impl VmDebt {
-    /// Sum of all classes.
+    /// Returns the sum of all classes, in bytes.
     #[must_use]
     pub const fn total_bytes(&self) -> u64 {
         self.folded_bytes + self.snapshot_bytes + self.zero_bytes
     }
 }
 
-/// An action of the brake.
+/// An event of the brake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct BrakeEvent {
-    /// Time of the action, in seconds since 1970.
+    /// Time of the event, in seconds since 1970.
     pub at_unix_s: f64,
-    /// Level at that time.
+    /// Level of the brake at that time.
     pub level: Level,
-    /// `MemAvailable` at that time, or the memory that a control group's limit left.
+    /// `MemAvailable` at that time, or the memory that a control group's limit left, in bytes.
     pub mem_available_bytes: u64,
     /// Debt at that time, in bytes.
     pub debt_bytes: u64,
-    /// Description of the action.
+    /// Description of the event.
     pub what: String,
 }
 
-/// The debt of a host, and the memory available for it: `GET /v1/debt`.
+/// Copy-on-write debt of a host, and the memory available for it: `GET /v1/debt`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DebtReport {
     /// Level of the brake.
     pub level: Level,
-    /// Whether folding and KSM may add no debt. Set when the level becomes `braked`, cleared when
-    /// it is `ok`.
+    /// Whether folding and KSM are kept from sharing more. Set when the level becomes `braked`,
+    /// cleared when it becomes `ok`.
     pub sharing_held: bool,
-    /// Description of the reason.
+    /// The figures that determine the level, as text.
     pub why: String,
     /// Bytes that guests could claim in all: the sum of the next five fields.
     pub debt_bytes: u64,
-    /// Bytes mapped to page stores.
+    /// Guests' bytes that are mapped to page stores.
     pub folded_bytes: u64,
-    /// Bytes of views of snapshots' images.
+    /// Guests' bytes that are mapped to snapshots' images.
     pub snapshot_bytes: u64,
-    /// Bytes of zero pages given back.
+    /// Guests' bytes that were pages of zeroes and were given back.
     pub zero_bytes: u64,
     /// Bytes merged by KSM, in any process.
     pub ksm_bytes: u64,
-    /// Bytes of images of VMs that are just starting and are not in any account yet.
+    /// Bytes of the snapshot images of VMs that are just starting and are not in another figure
+    /// yet.
     pub starting_bytes: u64,
-    /// Bytes of page stores, which are freed once all folded pages are written.
+    /// Bytes of page stores, which are freed after all folded pages are written.
     pub store_bytes: u64,
-    /// Percent of the debt that must be available for guests that claim it at once.
+    /// Percent of the debt for which the host must have memory available.
     pub cover_percent: f64,
-    /// The same part of the debt, in bytes.
+    /// The part of the debt for which the host must have memory available, in bytes.
     pub needed_bytes: u64,
-    /// `MemAvailable`, or the memory that a control group's limit leaves if all VMs are in that
-    /// group and it leaves less.
+    /// `MemAvailable` in bytes, or the memory that a control group's limit leaves, if all VMs are
+    /// in that group and its limit leaves less.
     pub mem_available_bytes: u64,
-    /// Directory of that control group.
+    /// Directory of the control group that limits `mem_available_bytes`; null: only the host's
+    /// memory does.
     #[serde(default)]
     pub limited_by: Option<String>,
     /// Bytes that the host keeps for itself.
     pub reserve_bytes: u64,
-    /// Bytes available for the debt: available memory less the reserve.
+    /// Bytes that are available for the debt: available memory less the reserve.
     pub absorbable_bytes: u64,
     /// `SwapFree`, in bytes; not part of any other figure.
     pub swap_free_bytes: u64,
-    /// Bytes of store pages given back while the brake was on or near, since the daemon's start.
+    /// Bytes of page stores that were freed while the brake was on or near, since the daemon's
+    /// start.
     pub given_back_bytes: u64,
-    /// Debt of each VM, without KSM's part.
+    /// Debt of each VM, without pages that KSM merged.
     pub vms: Vec<VmDebt>,
-    /// Recent actions of the brake, oldest first.
+    /// Recent events of the brake, oldest first.
     pub events: Vec<BrakeEvent>,
 }
 
 impl DebtReport {
-    /// The check for `memfold doctor`: the brake's level, the debt against the available memory,
-    /// and a remedy.
+    /// Makes the check for `memfold doctor`: the brake's level, the debt against the available
+    /// memory, and a remedy.
     #[must_use]
     pub fn check(&self) -> Check {
         let size = |bytes: u64| ByteSize(bytes).to_string();
@@ -145,7 +149,7 @@ impl DebtReport {
     }
 }
 
-/// Remedy that releases the brake.
+/// Remedy that makes the brake leave its level.
 const LESS_DEBT: &str = "memfold debt (shows what each VM could claim), then memfold vm stop VM, or free memory on this host; memfold debt --reserve SIZE --cover PERCENT changes the limits";
 
 #[cfg(test)]
@@ -178,7 +182,7 @@ mod tests {
                 assert!(check.meaning.contains(word), "no '{word}' in {check:?}");
             }
         }
-        // Without a brake, but with enough for everybody.
+        // The brake is disabled, but enough memory is available.
         let enough = DebtReport {
             absorbable_bytes: 9 << 30,
             ..report(Level::Ok, false, 0.0)

@@ -1,14 +1,14 @@
-//! The record of two sums that should be equal and are not.
+//! The record of two sums of memory that should be equal and are not.
 
 use std::fmt;
 
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
-/// Two sums that should be equal and are not.
+/// Two sums of memory that should be equal and are not.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Disagreement {
-    /// Name of the VM; `None` for the host.
+    /// Name of the VM whose sums differ; `None`: sums of the host.
     pub vm: Option<String>,
     /// Description of the compared sums.
     pub what: String,

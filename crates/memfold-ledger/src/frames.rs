@@ -1,5 +1,5 @@
-//! Physical page frames of a VM's RAM. They prove which pages are shared, and that no page is
-//! shared across trust domains.
+//! Physical page frames of a VM's RAM. Their numbers prove which pages are shared, and that no page
+//! is shared across trust domains.
 
 use std::io;
 
@@ -10,12 +10,12 @@ use memfold_vm::RamLayout;
 use super::memory::ram_ranges;
 use super::read::{ReadError, pagemap_of};
 
-/// Pages whose frame numbers are read at once.
+/// Number of pages whose frame numbers are read at once.
 const BATCH_PAGES: u64 = 1 << 16;
 
-/// Host frame numbers of the guest pages `[first, first + pages)`. `None` for a page outside RAM,
-/// not in memory, or whose number may not be read (that needs root). The zero page has a frame
-/// number like any other.
+/// Returns the host frame numbers of the guest pages `[first, first + pages)`. `None` stands for a
+/// page that is outside RAM, is not in memory, or whose number may not be read (that needs root).
+/// The zero page has a frame number like any other.
 pub fn frames(
     pid: i32,
     layout: &RamLayout,
@@ -40,8 +40,8 @@ pub fn frames(
     Ok(found)
 }
 
-/// Number of physical pages that guest RAM of both VMs maps. The zero page is not counted, because
-/// every process on the host shares it.
+/// Returns the number of physical pages that the guest RAM of both VMs maps. The zero page is not
+/// counted, because every process on the host shares it.
 pub fn shared_frames(a: (i32, &RamLayout), b: (i32, &RamLayout)) -> Result<u64, ReadError> {
     let (a, b) = (all_frames(a.0, a.1)?, all_frames(b.0, b.1)?);
     let mut b = b.iter().peekable();
@@ -55,7 +55,7 @@ pub fn shared_frames(a: (i32, &RamLayout), b: (i32, &RamLayout)) -> Result<u64, 
     Ok(shared)
 }
 
-/// Frame numbers of all guest RAM in memory, sorted, each once, without the zero page.
+/// Returns the frame numbers of all guest RAM in memory, sorted, each once, without the zero page.
 fn all_frames(pid: i32, layout: &RamLayout) -> Result<Vec<u64>, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
     let pagemap = pagemap_of(pid)?;

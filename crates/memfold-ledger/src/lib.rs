@@ -6,7 +6,7 @@
 //!   | private | unfolded | folded: resident, untouched | file | zero | swapped | free |
 //!   '-- backed (+ folded resident, file resident) = Rss of guest RAM --'
 //!
-//!   the host:  sum over VMs (PSS - its shares of store pages) + memfold (the same) + page stores (all they allocate)
+//!   the host:  sum over VMs (PSS - its shares of store pages) + memfold (likewise) + page stores (allocated memory)
 //! ```
 //!
 //! A store page that k page tables map counts 1/k in each process's PSS, and not at all when no
@@ -19,8 +19,8 @@
 //! - `agree` checks the accounts against other figures of the kernel.
 //! - [`table`] prints the accounts.
 //! - `frames` proves which VMs share which physical pages.
-//! - `debt` is the memory that guests could claim by writing; `brake` decides when that is too
-//!   much.
+//! - `debt` computes the memory that guests could claim by writing to shared pages; `brake` decides
+//!   when the debt is too large.
 //! - [`memory_map`] shows one VM's RAM from end to end; [`sharing`] shows which VMs have pages in
 //!   common.
 //! - [`plan`] predicts how much memory more VMs would take.

@@ -7,55 +7,55 @@ use memfold_vm::RamLayout;
 
 use super::read::Vma;
 
-/// Kind of a stretch's mapping.
+/// Kind of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Anonymous memory, or no mapping.
+    /// Anonymous memory, or no mapping at all.
     Anonymous,
     /// A mapping of a page store.
     Store,
-    /// A mapping of another file.
+    /// A mapping of a file that is no page store.
     File,
 }
 
-/// A range `[start, end)` of addresses with one kind of mapping.
+/// A stretch `[start, end)` of addresses with one kind of mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stretch {
     /// Address of the first byte.
     pub start: Hva,
     /// Address after the last byte.
     pub end: Hva,
-    /// Kind of the mapping.
+    /// Kind of the stretch's mapping.
     pub kind: Kind,
 }
 
-/// Number of pages in each class. Pages in `huge` are also counted in another class.
+/// Numbers of pages by class. Pages in `huge` are also counted in another class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Places {
-    /// Anonymous pages in memory, outside stores.
+    /// Anonymous pages in memory, outside page-store mappings.
     pub private: u64,
-    /// Private copies inside store mappings.
+    /// Private copies inside page-store mappings.
     pub unfolded: u64,
-    /// Store pages in the page table.
+    /// Pages of a page store that are in the page table.
     pub folded_resident: u64,
-    /// Store pages not in the page table.
+    /// Pages of a page store that are not in the page table.
     pub folded_untouched: u64,
-    /// Other files' pages in the page table.
+    /// Pages of other files that are in the page table.
     pub file_resident: u64,
-    /// Other files' pages not in the page table.
+    /// Pages of other files that are not in the page table.
     pub file_untouched: u64,
     /// Pages mapped to the zero page.
     pub zero: u64,
     /// Pages in swap.
     pub swapped: u64,
-    /// Pages without backing.
+    /// Pages without memory.
     pub free: u64,
-    /// Pages that huge pages map.
+    /// Pages that huge pages map (also counted in another class).
     pub huge: u64,
 }
 
-/// The address ranges of guest RAM in QEMU, sorted and without overlap: RAM blocks and slots
-/// together.
+/// Returns the address ranges of guest RAM in QEMU, sorted and without overlap: RAM blocks and
+/// slots together.
 #[must_use]
 pub fn ram_ranges(layout: &RamLayout) -> Vec<(Hva, Hva)> {
     let blocks = layout.blocks.iter().map(|b| (b.hva, b.pages));
@@ -76,7 +76,9 @@ pub fn ram_ranges(layout: &RamLayout) -> Vec<(Hva, Hva)> {
     merged
 }
 
-/// The mappings of `[start, end)`, without gaps and in order. `vmas` must be sorted by address.
+/// Splits `[start, end)` into stretches with one kind of mapping each, in address order. An
+/// unmapped range is a stretch of kind `Anonymous`. `vmas` must be sorted by address; `stores`:
+/// identities of the page stores.
 #[must_use]
 pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -> Vec<Stretch> {
     let mut found = Vec::new();
@@ -117,29 +119,29 @@ pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -
 /// Class of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// Anonymous, in memory, outside stores.
+    /// An anonymous page in memory, outside page-store mappings.
     Private,
-    /// A private copy inside a store mapping.
+    /// A private copy inside a page-store mapping.
     Unfolded,
-    /// A store page in the page table.
+    /// A page of a page store, in the page table.
     FoldedResident,
-    /// A store page not in the page table.
+    /// A page of a page store, not in the page table.
     FoldedUntouched,
-    /// Another file's page in the page table.
+    /// A page of another file, in the page table.
     FileResident,
-    /// Another file's page not in the page table.
+    /// A page of another file, not in the page table.
     FileUntouched,
-    /// The zero page.
+    /// The kernel's zero page.
     Zero,
-    /// In swap.
+    /// A page in swap.
     Swapped,
-    /// Without backing.
+    /// A page without memory.
     Free,
 }
 
-/// Classifies every page of `stretches`, in order, and reports runs `[start, end)` of one class to
-/// `told`. `regions` are the pages there that are present or swapped, in order. The last argument
-/// of `told` is true for pages that huge pages map.
+/// Classifies every page of `stretches`, in order, and passes runs `[start, end)` of one class to
+/// `told`. `regions`: the pages in `stretches` that are present or swapped, in order. The last
+/// argument of `told` is true for pages that huge pages map.
 pub fn each_run(
     stretches: &[Stretch],
     regions: &[Region],
@@ -186,8 +188,8 @@ fn place(kind: Kind, region: &Region) -> Place {
     } else if region.is(category::FILE) {
         match kind {
             Kind::Store => Place::FoldedResident,
-            // Anonymous: the mapping appeared after the mappings were read and before the page map
-            // was.
+            // A page of a file in an anonymous mapping: this mapping appeared after the mappings
+            // were read and before the page map was read.
             Kind::File | Kind::Anonymous => Place::FileResident,
         }
     } else if kind == Kind::Store {
@@ -197,8 +199,8 @@ fn place(kind: Kind, region: &Region) -> Place {
     }
 }
 
-/// Counts the pages of `stretches` by class. `regions` are the pages there that are present or
-/// swapped, in order.
+/// Counts the pages of `stretches` by class. `regions`: the pages in `stretches` that are present
+/// or swapped, in order.
 #[must_use]
 pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
     let mut places = Places::default();
@@ -252,7 +254,7 @@ mod tests {
             vma(0, 14, None),
             vma(14, 20, Some(STORE)),
             vma(20, 30, Some(template)),
-            // 30..34 not mapped
+            // Pages 30..34 are not mapped.
             vma(34, 50, None),
         ];
         let stretches = stretches(&vmas, Hva(10 * PAGE_SIZE), Hva(40 * PAGE_SIZE), &[STORE]);

@@ -1,4 +1,4 @@
-//! The map of one VM's RAM from end to end: the number of pages in each state, cell by cell.
+//! A map of one VM's RAM from end to end: for each cell, the number of pages in each state.
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::Filter;
@@ -11,33 +11,33 @@ use super::memory::{Place, each_run, ram_ranges};
 use super::read::{Proc, ReadError, pagemap_of};
 use super::take::look;
 
-/// Names of the counts in a cell, in order. `template`: pages of a snapshot's image or of another
-/// file.
+/// Names of the states that are counted in each cell, in order. `template`: pages of a snapshot's
+/// image or of another file.
 pub const STATES: [&str; 7] = [
     "private", "unfolded", "folded", "template", "zero", "swapped", "free",
 ];
 
-/// Most cells of a map.
+/// Most cells of a memory map.
 pub const MOST_CELLS: u64 = 8192;
 
 /// A segment that the VM maps beside its RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MappedSegment {
-    /// The segment, as `NAME@GENERATION`.
+    /// Name of the segment, as `NAME@GENERATION`.
     pub segment: String,
-    /// Bytes that the VM maps.
+    /// Bytes of the segment that the VM maps.
     pub bytes: u64,
-    /// Part of these bytes that is in the VM's page tables.
+    /// Part of `bytes` that is in the VM's page tables.
     pub resident_bytes: u64,
 }
 
-/// Address of a cell. The cells after it follow without a gap.
+/// Address of a cell. The next cells follow it without a gap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CellPlace {
     /// Number of the cell, from 0.
     pub cell: u64,
-    /// Guest-physical address; null: QEMU's memory at this place is not part of the guest's address
-    /// space.
+    /// Guest-physical address of the cell; null: this part of QEMU's memory is not in the guest's
+    /// address space.
     pub address: Option<u64>,
 }
 
@@ -48,13 +48,13 @@ pub struct MemoryMap {
     pub vm: String,
     /// Size of guest RAM in bytes; the sum of all cells.
     pub ram_bytes: u64,
-    /// Bytes of a cell. The last cell of a range may be smaller.
+    /// Bytes that a cell covers. The last cell of a range may cover less.
     pub cell_bytes: u64,
-    /// Names of the counts in a cell.
+    /// Names of the page states that are counted in each cell.
     pub states: Vec<String>,
     /// Number of pages in each state, for each cell, in the order of guest addresses.
     pub cells: Vec<[u64; 7]>,
-    /// Addresses of cells that do not follow the previous cell.
+    /// Addresses of the cells that do not follow the previous cell.
     pub places: Vec<CellPlace>,
     /// Segments that the VM maps beside its RAM.
     pub segments: Vec<MappedSegment>,
@@ -86,8 +86,8 @@ fn add(cells: &mut [[u64; 7]], from: u64, to: u64, cell_pages: u64, state: usize
     }
 }
 
-/// Adds the addresses of a range's cells, except cells that follow the previous one. The last cell
-/// of the previous range may have been short.
+/// Adds the addresses of a range's cells, except those of cells that follow the previous cell
+/// without a gap. The last cell of the previous range may have been shorter than `cell_bytes`.
 fn extend(places: &mut Vec<CellPlace>, begins: impl Iterator<Item = CellPlace>, cell_bytes: u64) {
     for (number, begin) in begins.enumerate() {
         let follows = places.last().filter(|_| number > 0).is_some_and(|last| {
@@ -103,7 +103,8 @@ fn extend(places: &mut Vec<CellPlace>, begins: impl Iterator<Item = CellPlace>, 
 /// Makes the map of a VM's RAM, with about `cells` cells ([`MOST_CELLS`] at most).
 ///
 /// # Errors
-/// The process ended, may not be read, or the kernel has no `PAGEMAP_SCAN`.
+///
+/// A [`ReadError`] if the process ended or may not be read, or if the kernel has no `PAGEMAP_SCAN`.
 pub fn memory_map(
     (pid, name): (i32, &str),
     layout: &RamLayout,
@@ -189,7 +190,7 @@ mod tests {
             cells,
             [row(5, 5, 0), row(0, 10, 0), row(0, 10, 0), row(0, 1, 6)]
         );
-        // Beyond the end: nothing to count it in.
+        // Pages beyond the end are not counted, because there is no cell for them.
         add(&mut cells, 37, 45, 10, 6);
         assert_eq!(cells.iter().flatten().sum::<u64>(), 40);
     }
@@ -198,7 +199,8 @@ mod tests {
     fn a_memory_map_cell_after_an_address_gap_records_its_address() {
         let place = |(cell, address)| CellPlace { cell, address };
         let mut places = Vec::new();
-        // A hole of the guest's addresses, one that it doesn't see, and the next range.
+        // The cells: a hole in the guest's addresses, one outside the guest's address space, and
+        // the next range.
         let first = [
             (0, Some(0)),
             (1, Some(10)),

@@ -1,5 +1,5 @@
-//! Predicts how much memory more VMs of a kind would take, and how many fit. The model uses the
-//! ledger's figures.
+//! Predicts from the ledger's figures how much memory more VMs of a kind would take, and how many
+//! fit.
 //!
 //! ```text
 //!   used(N) = used now + sum over kinds: (N - n) x own            own:  memory that only this VM takes (mean of the n that run)
@@ -11,10 +11,10 @@
 //! To plan for a later time, the model assumes that each VM keeps growing as VMs of its kind grew
 //! lately (the history's trend), up to all of its RAM. It assumes that no VM shrinks.
 //!
-//! The model assumes that one more VM is like those that run: it shares what they share with each
-//! other. A VM that runs alone in its trust domain shares nothing yet, so its kind shares nothing
-//! in the model; `memfold estimate` tells what two such VMs would have in common. VMs may use more
-//! than they do now: the last column shows the most, which is all of their RAM.
+//! The model assumes that one more VM is like those that run: it shares the pages that they share
+//! with each other. A VM that runs alone in its trust domain shares nothing yet, so its kind shares
+//! nothing in the model; `memfold estimate` tells what two such VMs would have in common. VMs may
+//! use more than they do now: the last column shows the most, which is all of their RAM.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,10 +26,10 @@ use utoipa::ToSchema;
 use super::account::{Report, VmAccount};
 use super::debt::DebtReport;
 
-/// Reason why nothing can be planned.
+/// Reason why no plan can be computed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// No VM runs, so nothing is measured.
+    /// No VM runs, so no memory was measured.
     #[error("no VM runs, and a plan is computed from running VMs; start one of each kind first")]
     NoVms,
     /// No VM has this name.
@@ -41,7 +41,7 @@ pub enum PlanError {
     /// No kind has this name.
     #[error("no kind '{0}'; the kinds are {1}")]
     NoSuchKind(String, String),
-    /// The daemon is of another version.
+    /// The daemon has another version than this program.
     #[error(
         "the daemon's report lacks the figures of shared memory; use a daemon and a client of the same version"
     )]
@@ -53,33 +53,34 @@ pub enum PlanError {
 pub struct Kind {
     /// Name of the kind.
     pub name: String,
-    /// Names of the measured VMs.
+    /// Names of the running VMs of this kind, which were measured.
     pub vms: Vec<String>,
     /// Bytes that one more VM takes: anonymous memory and memory files of its QEMU, without shares
-    /// of pages that others map too, and its page tables.
+    /// of pages that other processes map too, and its page tables.
     pub own_bytes: u64,
     /// Part of `own_bytes`: unshared page cache in the guest, according to its agent.
     pub page_cache_bytes: u64,
     /// Error bar (95 %) of `own_bytes`, from the differences between the measured VMs; null: only
     /// one was measured.
     pub plus_minus_bytes: Option<u64>,
-    /// Bytes that each VM shares: folded, of a snapshot's image, or merged by KSM.
+    /// Bytes that each VM shares: folded, mapped from a snapshot's image, or merged by KSM.
     pub shared_bytes: u64,
-    /// Bytes that each VM could claim by writing.
+    /// Bytes that each VM could claim by writing to shared pages.
     pub owed_bytes: u64,
     /// Bytes that each VM would take if it used all of its RAM and shared nothing.
     pub most_bytes: u64,
-    /// Mean growth of a VM lately, in bytes per hour; null: too few samples.
+    /// Mean recent growth of a VM, in bytes per hour; null: too few samples.
     pub grows_bytes_per_hour: Option<i64>,
-    /// Bytes by which each VM is assumed to grow within the planned time.
+    /// Bytes by which each VM is assumed to grow until the planned time.
     pub grown_bytes: u64,
-    /// Number of further VMs of this kind that fit beside the running VMs, by both limits.
+    /// Number of further VMs of this kind that fit beside the running VMs, by memory and by the
+    /// brake's limit.
     pub more_fit: u64,
     /// Number of further VMs that fit by memory alone, if no guest ever claimed shared memory.
     pub more_fit_by_memory: u64,
     /// Number of VMs of this kind in the prediction.
     pub wanted: u64,
-    /// Standard deviation of one VM, for the error bar of a sum.
+    /// Standard deviation of the memory of one VM, for the error bar of a sum.
     #[serde(skip)]
     pub deviation: f64,
 }
@@ -91,30 +92,30 @@ pub struct Plan {
     pub memory_bytes: u64,
     /// Bytes that the host keeps for itself.
     pub reserve_bytes: u64,
-    /// Percent of the owed bytes that must be available.
+    /// Percent of the owed bytes for which the host must have memory available.
     pub cover_percent: f64,
     /// Bytes used now (`MemTotal` - `MemAvailable`).
     pub used_bytes: u64,
-    /// Bytes owed now.
+    /// Bytes that guests could claim now by writing to shared pages.
     pub owed_bytes: u64,
-    /// The kinds of VMs.
+    /// The kinds of VMs in the plan.
     pub kinds: Vec<Kind>,
     /// Predicted bytes in use with the wanted VMs.
     pub predicted_bytes: u64,
     /// Error bar (95 %) of the prediction; null: a kind with additional VMs was measured only once.
     pub plus_minus_bytes: Option<u64>,
-    /// Predicted bytes owed.
+    /// Predicted bytes that guests could claim by writing to shared pages.
     pub predicted_owed_bytes: u64,
     /// Hours to plan ahead.
     pub ahead_hours: f64,
-    /// Part of `predicted_bytes`: growth of the VMs until then.
+    /// Part of `predicted_bytes`: growth of the VMs until the planned time.
     pub grown_bytes: u64,
     /// Whether the wanted VMs fit.
     pub fits: bool,
 }
 
-/// The kinds if none are given: one for each trust domain. A VM without a domain is a kind of its
-/// own.
+/// Returns the kinds of a plan whose order names none: one for each trust domain. A VM without a
+/// domain is a kind of its own.
 #[must_use]
 pub fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -125,7 +126,7 @@ pub fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     kinds.into_iter().collect()
 }
 
-/// For each VM by name: cached pages, and the part of them that is shared.
+/// Returns for each VM, by name, the number of cached pages and how many of them are shared.
 #[must_use]
 pub fn caches(stats: &EngineStats) -> BTreeMap<String, (u64, u64)> {
     let of = |vm: &VmStats| (vm.name.clone(), (vm.cached_pages, vm.matched_folded_pages));
@@ -135,12 +136,12 @@ pub fn caches(stats: &EngineStats) -> BTreeMap<String, (u64, u64)> {
 /// Growth of each VM by name, in bytes per hour.
 pub type Growths = BTreeMap<String, i64>;
 
-/// Input of a plan.
+/// Input of a plan, as an operator orders it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Order {
-    /// Kinds: a name and its VMs. Empty: those of [`kinds_by_domain`].
+    /// Kinds: for each, a name and the names of its VMs. Empty: the kinds of [`kinds_by_domain`].
     pub kinds: Vec<(String, Vec<String>)>,
-    /// Wanted numbers of VMs, for kinds whose number should differ from the running VMs.
+    /// Wanted numbers of VMs, by kind, where the number should differ from that of the running VMs.
     pub vms: Vec<(String, u64)>,
     /// Bytes of memory to plan for; `None`: the host's memory.
     pub memory_bytes: Option<u64>,
@@ -152,7 +153,8 @@ impl Order {
     /// Computes the plan from the running VMs.
     ///
     /// # Errors
-    /// No VM runs, or a name is unknown.
+    ///
+    /// A [`PlanError`] if no VM runs, or if a name is unknown.
     pub fn plan(
         &self,
         report: &Report,
@@ -170,6 +172,7 @@ impl Order {
 /// Parses a kind as operators write it: `KIND=VM,VM`.
 ///
 /// # Errors
+///
 /// A message that describes the right form.
 pub fn parse_kind(text: &str) -> Result<(String, Vec<String>), String> {
     let (name, vms) = text.split_once('=').unwrap_or((text, ""));
@@ -185,6 +188,7 @@ pub fn parse_kind(text: &str) -> Result<(String, Vec<String>), String> {
 /// Parses a number of VMs as operators write it: `KIND=NUMBER`.
 ///
 /// # Errors
+///
 /// A message that describes the right form.
 pub fn parse_number(text: &str) -> Result<(String, u64), String> {
     let parts = text.split_once('=').filter(|(name, _)| !name.is_empty());
@@ -197,6 +201,7 @@ pub fn parse_number(text: &str) -> Result<(String, u64), String> {
 /// Parses the hours to plan ahead: 0 to a year.
 ///
 /// # Errors
+///
 /// A message with the allowed range.
 pub fn parse_hours(text: &str) -> Result<f64, String> {
     match text.parse() {
@@ -205,8 +210,8 @@ pub fn parse_hours(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom. Beyond the
-/// last, the normal distribution is used.
+/// Two-sided 95 % points of Student's t distribution for 1, 2, ... degrees of freedom. For more
+/// degrees, the value of the normal distribution is used.
 const T: [f64; 10] = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23];
 
 fn t(degrees: usize) -> f64 {
@@ -214,8 +219,8 @@ fn t(degrees: usize) -> f64 {
     T.get(at).copied().unwrap_or(1.96)
 }
 
-/// Part of a VM's anonymous memory that is its share of pages merged by KSM. These pages exist
-/// already for the next VM.
+/// Returns the part of a VM's anonymous memory that is its share of pages merged by KSM. These
+/// pages already exist for a further VM.
 fn ksm_share(report: &Report, vm: &VmAccount) -> u64 {
     let Some(ksm) = report.host.ksm else { return 0 };
     let all = ksm.pages_shared + ksm.pages_sharing;
@@ -227,8 +232,8 @@ fn ksm_share(report: &Report, vm: &VmAccount) -> u64 {
     u64::try_from(share).unwrap_or(merged)
 }
 
-/// Bytes that only this VM takes. An image or a segment in memory exists already, so the VM's share
-/// of it is not counted.
+/// Returns the bytes that only this VM takes. The VM's shares of an image or a segment in memory
+/// are not counted, because these pages already exist.
 fn own(report: &Report, vm: &VmAccount) -> u64 {
     let files = vm.pss_shmem_bytes - vm.store_pss_bytes - vm.segment_shmem_bytes;
     let image = if report.host.images_bytes.0 > 0 {
@@ -300,7 +305,7 @@ impl Kind {
         })
     }
 
-    /// Assumes for each VM the mean growth of those VMs of the kind whose growth is known.
+    /// Assumes that each VM of the kind grows by the mean of the VMs whose growth is known.
     #[allow(clippy::cast_possible_truncation)] // as much as its terms
     fn grow(&mut self, growths: &Growths, ahead_hours: f64) {
         let known: Vec<f64> = self
@@ -318,19 +323,19 @@ impl Kind {
         self.grown_bytes = whole(mean * ahead_hours).min(most);
     }
 
-    /// Number of VMs beyond the measured ones; negative if fewer are wanted.
+    /// Returns the number of VMs beyond the measured ones; negative if fewer are wanted.
     fn more(&self, wanted: u64) -> f64 {
         wanted as f64 - self.vms.len() as f64
     }
 
-    /// Variance of the memory of `more` VMs together: each VM differs, and the measured mean is
-    /// uncertain.
+    /// Returns the variance of the memory of `more` VMs together: each VM differs, and the measured
+    /// mean is uncertain.
     fn variance(&self, more: f64) -> f64 {
         let number = self.vms.len() as f64;
         self.deviation.powi(2) * (more.abs() + more.powi(2) / number)
     }
 
-    /// Error bar of the memory of `more` VMs; `None`: unknown.
+    /// Returns the error bar of the memory of `more` VMs; `None`: unknown.
     fn plus_minus(&self, more: f64) -> Option<f64> {
         if more == 0.0 {
             return Some(0.0);
@@ -340,14 +345,15 @@ impl Kind {
 }
 
 impl Plan {
-    /// Whether a plan fits: used bytes with their error bar, and the owed bytes beside them.
+    /// Returns whether a plan fits: the used bytes with their error bar, and beside them the part
+    /// of the owed bytes that must be available.
     fn holds(&self, used: f64, error: f64, owed: f64) -> bool {
         let room = self.memory_bytes.saturating_sub(self.reserve_bytes) as f64;
         used + error <= room && owed * self.cover_percent / 100.0 <= (room - used).max(0.0)
     }
 
-    /// Number of further VMs of a kind that fit beside the running VMs, which grow by `grown_now`
-    /// bytes.
+    /// Returns the number of further VMs of a kind that fit beside the running VMs, which grow by
+    /// `grown_now` bytes.
     fn more(&self, kind: &Kind, grown_now: f64, cover: bool) -> u64 {
         let each = (kind.own_bytes + kind.grown_bytes) as f64;
         let fits = |more: u64| {
@@ -357,8 +363,8 @@ impl Plan {
             let error = kind.plus_minus(more).unwrap_or(0.0);
             self.holds(used, error, if cover { owed } else { 0.0 })
         };
-        // Each VM takes some memory, so the search ends. The bound is for kinds that were measured
-        // as taking nothing.
+        // Each VM takes some memory, so the search ends. The upper bound is for kinds whose
+        // measured memory is zero.
         let (mut low, mut high) = (0_u64, 1_u64 << 20);
         while low < high {
             let middle = (low + high).div_ceil(2);
@@ -372,7 +378,7 @@ impl Plan {
     }
 }
 
-/// Computes a plan for an order that names its kinds. For `caches`, see [`caches`].
+/// Computes a plan for an order whose kinds are known. For `caches`, see [`caches`].
 fn plan(
     report: &Report,
     caches: &BTreeMap<String, (u64, u64)>,
@@ -404,7 +410,7 @@ fn plan(
         kind.grow(growths, order.ahead_hours);
         plan.kinds.push(kind);
     }
-    // Beside the running VMs, which grow as well.
+    // Further VMs come beside the running VMs, which grow as well.
     let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
     let grown_now = sum(&|k| k.vms.len() as f64 * k.grown_bytes as f64);
     let more_fit = |kind: &Kind, cover| plan.more(kind, grown_now, cover);
@@ -470,15 +476,15 @@ mod tests {
             pss_anon_bytes: ByteSize::mib(own - 2),
             page_table_bytes: ByteSize::mib(2),
             folded_bytes: ByteSize::mib(100),
-            // Half of the store's 100 MiB each.
+            // Half of the 100 MiB in the page store.
             pss_shmem_bytes: ByteSize::mib(50),
             store_pss_bytes: ByteSize::mib(50),
             ..VmAccount::default()
         }
     }
 
-    /// 10,000 MiB, of which 2,000 are used; two VMs of 150 and 170 MiB of their own that share 100;
-    /// reserve 500.
+    /// Makes a host with 10,000 MiB, of which 2,000 are used, and a reserve of 500. Its two VMs
+    /// take 150 and 170 MiB alone, and share 100.
     fn report() -> Report {
         let mut report = Report {
             vms: vec![vm("a", 150), vm("b", 170)],
@@ -535,7 +541,7 @@ mod tests {
             now.predicted_bytes + later.grown_bytes
         );
         assert!(later.kinds[0].more_fit < now.kinds[0].more_fit);
-        // 512 MiB of RAM, and what its QEMU takes.
+        // The most that a VM takes: its 512 MiB of RAM, and the memory of its QEMU.
         let kind = of(mib(10), 1e6).kinds.remove(0);
         assert_eq!(kind.own_bytes + kind.grown_bytes, kind.most_bytes);
         assert_eq!(of(mib(-10), 3.0).grown_bytes, 0);
@@ -554,7 +560,7 @@ mod tests {
         assert_eq!(five.predicted_bytes, (2_000 + 3 * 160) * MIB);
         assert_eq!(five.predicted_owed_bytes, 500 * MIB);
         assert!(five.fits);
-        // Fewer, too.
+        // A plan may also have fewer VMs than run now.
         let one = planned(&report(), &[("web".into(), 1)]);
         assert_eq!(one.predicted_bytes, (2_000 - 160) * MIB);
     }
@@ -565,13 +571,13 @@ mod tests {
         exact.vms[1] = vm("b", 150);
         let kind = planned(&exact, &[]).kinds.remove(0);
         assert_eq!(kind.plus_minus_bytes, Some(0));
-        // Room 9,500 - 2,000; 150 each; and beside them half of 100 each, and of the 200 that are
-        // owed now.
+        // There is room for 9,500 - 2,000 MiB. Each VM takes 150, and half of its debt of 100 must
+        // be available, also for the debt of 200 that exists now.
         assert_eq!(kind.more_fit_by_memory, 7_500 / 150);
         assert_eq!(kind.more_fit, (7_500 - 100) / 200);
         let fits = |number| planned(&exact, &[("web".into(), number)]).fits;
         assert!(fits(2 + kind.more_fit) && !fits(3 + kind.more_fit));
-        // The same mean and two VMs that differ: fewer are sure to fit.
+        // With the same mean but two VMs that differ, fewer are sure to fit.
         let mut vague = report();
         vague.vms = vec![vm("a", 140), vm("b", 160)];
         let vague = planned(&vague, &[]).kinds.remove(0);
@@ -602,7 +608,7 @@ mod tests {
             ..KsmAccount::default()
         });
         let kind = planned(&report, &[]).kinds.remove(0);
-        // A third of the 60 MiB is this VM's share.
+        // The VM's share of its 60 MiB of merged memory is a third.
         assert_eq!(kind.own_bytes, 140 * MIB);
         assert_eq!(kind.owed_bytes, 160 * MIB);
     }

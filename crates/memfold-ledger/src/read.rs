@@ -1,5 +1,5 @@
-//! Parsers of files in `/proc`. Each takes the root directory, so that tests can read captured
-//! trees.
+//! Parsers of files in `/proc`. Each parser takes the path of `/proc`, so that tests can read
+//! captured trees.
 //!
 //! Sources: `Documentation/filesystems/proc.rst`; `fs/proc/task_mmu.c` (`smaps`), `mm/show_mem.c`
 //! (`si_mem_available`).
@@ -13,7 +13,7 @@ use memfold_sys::pagemap::Pagemap;
 use memfold_units::{ByteSize, Hva, PageCount};
 use rustix::process::Pid;
 
-/// A kernel file could not be used.
+/// Error of reading a kernel file.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
     /// The file could not be read: the process ended, or reading is not allowed.
@@ -35,7 +35,7 @@ pub enum ReadError {
     /// The page map could not be scanned.
     #[error("cannot scan the page map of process {pid}")]
     Pagemap {
-        /// The process.
+        /// Number of the process.
         pid: i32,
         /// The kernel's error.
         source: std::io::Error,
@@ -66,49 +66,49 @@ pub struct Vma {
     pub start: Hva,
     /// Address after the last byte.
     pub end: Hva,
-    /// Whether it is writable.
+    /// Whether the mapping is writable.
     pub write: bool,
-    /// Whether it is executable.
+    /// Whether the mapping is executable.
     pub execute: bool,
-    /// Whether it is shared (`MAP_SHARED`).
+    /// Whether the mapping is shared (`MAP_SHARED`).
     pub shared: bool,
-    /// Offset in the file, in bytes.
+    /// Offset of the mapping in the file, in bytes.
     pub offset: u64,
     /// Device and inode of the mapped file; `None` for anonymous memory.
     pub file: Option<StoreIdentity>,
 }
 
-/// Figures of one mapping in `smaps`.
+/// Figures of one mapping in `/proc/PID/smaps`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Smap {
     /// The mapping.
     pub vma: Vma,
-    /// `Rss`.
+    /// `Rss` of the mapping.
     pub rss_bytes: ByteSize,
-    /// `Pss`.
+    /// `Pss` of the mapping.
     pub pss_bytes: ByteSize,
-    /// `Anonymous`.
+    /// `Anonymous` of the mapping.
     pub anonymous_bytes: ByteSize,
-    /// `Swap`.
+    /// `Swap` of the mapping.
     pub swap_bytes: ByteSize,
-    /// `KSM`, Linux >= 6.6.
+    /// `KSM` of the mapping (Linux >= 6.6).
     pub ksm_bytes: Option<ByteSize>,
-    /// `VmFlags`: two letters each.
+    /// `VmFlags` of the mapping, two letters each.
     pub vm_flags: String,
 }
 
-/// Figures of a process in `smaps_rollup`.
+/// Figures of a process in `/proc/PID/smaps_rollup`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rollup {
-    /// `Rss`.
+    /// `Rss` of the process.
     pub rss_bytes: ByteSize,
-    /// `Pss`.
+    /// `Pss` of the process.
     pub pss_bytes: ByteSize,
-    /// `Pss_Anon`.
+    /// `Pss_Anon` of the process.
     pub pss_anon_bytes: ByteSize,
-    /// `Pss_File`.
+    /// `Pss_File` of the process.
     pub pss_file_bytes: ByteSize,
-    /// `Pss_Shmem`.
+    /// `Pss_Shmem` of the process.
     pub pss_shmem_bytes: ByteSize,
 }
 
@@ -128,7 +128,7 @@ pub struct Zones {
 /// Lines of the form `Key: value kB`, by key; values in bytes.
 pub type Fields = HashMap<String, ByteSize>;
 
-/// A `/proc` directory.
+/// A `/proc` directory, the real one or a captured copy.
 #[derive(Clone, Debug)]
 pub struct Proc {
     root: PathBuf,
@@ -141,7 +141,7 @@ impl Default for Proc {
 }
 
 impl Proc {
-    /// The directory at `root`.
+    /// Uses the `/proc` directory at `root`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -203,8 +203,8 @@ impl Proc {
         Ok(all)
     }
 
-    /// Returns the figures of the whole process in proportional shares. `None` for a kernel thread,
-    /// which has no memory.
+    /// Returns a process's memory in proportional shares; `None` for a kernel thread, which has no
+    /// memory.
     pub fn rollup(&self, pid: i32) -> Result<Option<Rollup>, ReadError> {
         let (path, text) = self.read(&format!("{pid}/smaps_rollup"))?;
         // The first line is the header of a mapping; its colon belongs to the device number.
@@ -288,7 +288,8 @@ impl Proc {
             let mut value = rest.filter_map(number);
             match key {
                 Some(b"low") => zone.low = value.next().unwrap_or(0),
-                // The lists of each CPU have a `high:` as well; it comes after the zone's own.
+                // The lists of each CPU have a field `high:` as well, which comes after that of the
+                // zone.
                 Some(b"high") if zone.high == 0 => zone.high = value.next().unwrap_or(0),
                 Some(b"managed") => zone.managed = value.next().unwrap_or(0),
                 Some(b"count") => zone.per_cpu += value.next().unwrap_or(0),

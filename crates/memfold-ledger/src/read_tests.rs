@@ -13,7 +13,7 @@ fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, Proc) {
     (tree, proc)
 }
 
-/// As Linux 6.18 shows a private mapping of a memfd, half of it copied.
+/// Private mapping of a memfd as Linux 6.18 shows it; half of its pages are copied.
 const SMAPS: &str = "\
 7f3aa0000000-7f3aa0100000 rw-p 00200000 00:01 1044                       /memfd:store a (deleted)
 Size:               1024 kB
@@ -103,8 +103,8 @@ fn smaps_rollup_is_parsed_and_is_absent_for_a_kernel_thread() {
 
 #[test]
 fn zone_reserves_are_computed_with_the_formula_of_the_kernel() {
-    // DMA keeps its protection (6091) up to what it manages, DMA32 likewise; the lists of a CPU
-    // have a `high` too.
+    // The zone DMA keeps its protection (6091), but at most its managed pages, and so does DMA32.
+    // The lists of a CPU have a field `high`, too.
     let zoneinfo = "\
 Node 0, zone      DMA
   per-node stats

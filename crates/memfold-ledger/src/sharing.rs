@@ -1,9 +1,9 @@
-//! The matrix of VMs that have pages in common: pages of one file that two VMs map and neither has
-//! copied.
+//! Makes the matrix of VMs that have pages in common: pages of one file that two VMs map and
+//! neither has copied.
 //!
-//! A page store's pages are in memory whether or not a VM has touched them, so all folded pages
-//! count. Pages of snapshot images and of segments count if they are in both VMs' page tables.
-//! Pages merged by KSM are not included: the kernel does not tell which VMs share them.
+//! The pages of a page store are in memory whether or not a VM has accessed them, so all folded
+//! pages count. Pages of snapshot images and of segments count if they are in both VMs' page
+//! tables. Pages merged by KSM are not included: the kernel does not tell which VMs share them.
 
 use std::collections::BTreeMap;
 
@@ -41,7 +41,7 @@ pub struct Sharer {
     pub vm: String,
     /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Bytes of file pages that it maps and has not copied, each page once.
+    /// Bytes of file pages that the VM maps and has not copied, each page once.
     pub mapped_bytes: u64,
 }
 
@@ -52,15 +52,15 @@ pub struct SharedPair {
     pub a: String,
     /// Name of the other VM.
     pub b: String,
-    /// Bytes of a page store.
+    /// Bytes that both VMs map from a page store.
     pub folded_bytes: u64,
-    /// Bytes of a snapshot's image, or of another file.
+    /// Bytes that both VMs map from a snapshot's image, or from another file.
     pub template_bytes: u64,
-    /// Bytes of segments.
+    /// Bytes that both VMs map from segments.
     pub segment_bytes: u64,
 }
 
-/// The matrix. Pairs without common pages are left out.
+/// The matrix of VMs that have pages in common. Pairs without common pages are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Sharing {
     /// All VMs, in the order given.
@@ -80,7 +80,8 @@ pub struct FilesOf {
 /// Reads which file pages a VM maps and has not copied.
 ///
 /// # Errors
-/// The process ended, may not be read, or the kernel has no `PAGEMAP_SCAN`.
+///
+/// A [`ReadError`] if the process ended or may not be read, or if the kernel has no `PAGEMAP_SCAN`.
 pub fn files_of(
     (pid, vm, domain): (i32, &str, Option<&str>),
     layout: &RamLayout,
@@ -123,8 +124,8 @@ pub fn files_of(
     })
 }
 
-/// Reports the ranges of a mapping that hold the file's own pages. `untouched`: pages that are in
-/// no page table count too.
+/// Reports the ranges of a mapping that hold the file's own pages. `untouched`: also pages that are
+/// in no page table.
 fn uncopied(vma: &Vma, regions: &[Region], untouched: bool, mut told: impl FnMut(Hva, Hva)) {
     let mut at = vma.start;
     for region in regions {
@@ -157,7 +158,7 @@ fn united(mut pages: Vec<FilePages>) -> Vec<FilePages> {
     all
 }
 
-/// Number of pages that both VMs map, by mechanism.
+/// Returns the number of pages that both VMs map, by mechanism.
 fn common(a: &[FilePages], b: &[FilePages]) -> BTreeMap<By, u64> {
     let mut found = BTreeMap::new();
     let (mut i, mut j) = (0, 0);
@@ -235,7 +236,7 @@ mod tests {
             vec![
                 run(7, 20, 30, By::Folding),
                 run(7, 0, 10, By::Folding),
-                // Twice in its memory, once in the store.
+                // These pages occur twice in the VM's memory and once in the page store.
                 run(7, 5, 10, By::Folding),
                 run(9, 0, 4, By::Segment),
             ],

@@ -31,7 +31,7 @@ pub fn render(report: &Report) -> String {
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    // Lines only around the header and at both ends, not between rows.
+    // There are lines only around the header and at both ends, none between rows.
     for line in [
         TableComponent::HorizontalLines,
         TableComponent::MiddleIntersections,
@@ -88,7 +88,7 @@ fn vms(vms: &[VmAccount]) -> Table {
     table
 }
 
-/// Sums of the columns shown.
+/// Returns the sums of the table's columns.
 fn total(vms: &[VmAccount]) -> VmAccount {
     let mut sum = VmAccount::default();
     for vm in vms {
@@ -177,7 +177,7 @@ fn size(bytes: ByteSize) -> String {
     bytes.to_string()
 }
 
-/// A number of bytes as text, with a sign if it is negative.
+/// Returns a number of bytes as text, with a sign if it is negative.
 pub fn signed(bytes: i64) -> String {
     let sign = if bytes < 0 { "-" } else { "" };
     format!("{sign}{}", ByteSize(bytes.unsigned_abs()))

@@ -1,4 +1,4 @@
-//! Builds the accounts from the kernel's files, as they are now.
+//! Builds the ledger's accounts from the kernel's files, as they are now.
 
 use std::os::fd::AsFd;
 
@@ -12,12 +12,12 @@ use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount};
 use super::memory::{Kind, Places, Stretch, ram_ranges, sort_pages, stretches};
 use super::read::{Proc, ReadError, Smap, Vma, pagemap_of};
 
-/// How often figures are read again if they change while they are read.
+/// Number of attempts to read figures that change while they are read.
 const ATTEMPTS: usize = 3;
 
 impl StoreAccount {
-    /// Account of an open page-store file. Its allocation is `st_blocks` in units of 512 bytes
-    /// (stat(2)).
+    /// Makes the account of an open page-store file. The file's allocation is `st_blocks` in units
+    /// of 512 bytes (stat(2)).
     pub fn of(domain: &str, file: impl AsFd) -> std::io::Result<Self> {
         let stat = rustix::fs::fstat(&file)?;
         Ok(Self {
@@ -34,8 +34,9 @@ impl StoreAccount {
 /// reads allow.
 ///
 /// # Errors
-/// The process ended, may not be read (that needs root), or the kernel has no `PAGEMAP_SCAN` (Linux
-/// < 6.7).
+///
+/// A [`ReadError`] if the process ended, may not be read (that needs root), or if the kernel has no
+/// `PAGEMAP_SCAN` (Linux < 6.7).
 pub fn vm(
     pid: i32,
     name: &str,
@@ -51,8 +52,8 @@ pub fn vm(
     let smaps = proc.smaps(pid)?;
     let rollup = proc.rollup(pid)?.unwrap_or_default();
     let shares = shares(&smaps, &ram, stores, |start, end| {
-        // A process that ended meanwhile has nothing there. Reading its status below reports the
-        // end.
+        // A process that has ended meanwhile has no resident pages. Reading its status below
+        // reports the end.
         resident(&pagemap, start, end).unwrap_or(0)
     });
     let bytes = |pages: u64| PageCount(pages).bytes();
@@ -110,8 +111,8 @@ fn of_segments(
     smaps.iter().filter(of_one).map(bytes).sum()
 }
 
-/// Whether the mapped file is held in memory (`TMPFS_MAGIC` in `linux/magic.h`). False for a
-/// process that has ended.
+/// Returns whether the mapped file is stored in memory (`TMPFS_MAGIC` in `linux/magic.h`); false
+/// for a process that has ended.
 fn is_in_memory(pid: i32, smap: &Smap) -> bool {
     let (start, end) = (smap.vma.start.0, smap.vma.end.0);
     rustix::fs::statfs(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))
@@ -119,7 +120,7 @@ fn is_in_memory(pid: i32, smap: &Smap) -> bool {
 }
 
 /// Makes the account of memfold's own process and of its relays to lenders. `metadata_bytes` comes
-/// from the engine.
+/// from the fold engine.
 ///
 /// Relays' anonymous pages are not in `pss_anon_bytes`, because they are already counted among
 /// other processes.
@@ -149,8 +150,8 @@ pub fn own(
     Ok(own)
 }
 
-/// Makes the account of the host. `zero_dropped_bytes`: zero pages given back and not written
-/// since, as counted by the engine.
+/// Makes the account of the host. `zero_dropped_bytes`: pages of zeroes that were given back and
+/// not written since, as counted by the fold engine.
 pub fn host(
     vms: &[VmAccount],
     stores: &[StoreAccount],
@@ -171,7 +172,7 @@ pub fn host(
             own,
             zero_dropped_bytes,
         )?;
-        // Processes start and end while they are added up. If the sum changed by more than a
+        // Processes start and end while their memory is added up. If the sum changed by more than a
         // percent, it is computed again.
         let moved = host.anon_pages_bytes.0.abs_diff(anon.unwrap_or_default().0);
         if attempt == ATTEMPTS || moved <= host.anon_pages_bytes.0 / 100 {
@@ -193,8 +194,8 @@ fn host_from(
     let info = proc.meminfo()?;
     let field = |key: &str| info.get(key).copied().unwrap_or_default();
     let zones = proc.zones()?;
-    // As in si_mem_available: caches count only down to the low watermark, and at most half of them
-    // is kept.
+    // As in the kernel's si_mem_available, caches count only down to the low watermark, and at most
+    // half of them is kept.
     let kept = |cache: u64| (cache / 2).min(zones.low_bytes.0);
     let file_cache = field("Active(file)").0 + field("Inactive(file)").0;
     let reserve_bytes =
@@ -242,7 +243,7 @@ fn host_from(
         max_map_count: proc.max_map_count()?,
         stores: stores.to_vec(),
         stores_bytes,
-        // The caller that laid out the images sets this.
+        // The caller, who knows the snapshot images, sets this.
         images_bytes: ByteSize(0),
         ksm,
         own,
@@ -282,7 +283,7 @@ impl KsmAccount {
         })
     }
 
-    /// `general_profit`, without pages that only ended processes had merged.
+    /// Returns `general_profit` without pages that only ended processes had merged.
     #[must_use]
     pub fn saved_bytes(&self) -> i64 {
         let most = self
@@ -297,8 +298,8 @@ fn signed(bytes: ByteSize) -> i64 {
     i64::try_from(bytes.0).unwrap_or(i64::MAX)
 }
 
-/// Classifies all pages of `ram`. Also returns the number of mappings, and of those that map a
-/// store in `ram`.
+/// Classifies all pages of `ram`. Also returns the number of mappings, and the number of those in
+/// `ram` that map a page store.
 fn scan(
     proc: &Proc,
     pid: i32,
@@ -315,15 +316,15 @@ fn scan(
 
 /// A process's memory at one moment.
 pub(super) struct Looked {
-    /// Mappings of `ram`, in the order of its ranges.
+    /// Mappings of guest RAM, in the order of its ranges.
     pub stretches: Vec<Stretch>,
-    /// Pages of `ram` that are present or swapped.
+    /// Pages of guest RAM that are present or swapped.
     pub regions: Vec<Region>,
     /// All mappings of the process.
     pub mappings: Vec<Vma>,
 }
 
-/// Reads mappings and page map of `ram`. Repeats this if the mappings changed meanwhile.
+/// Reads mappings and page map of the ranges `ram`. Repeats this if the mappings changed meanwhile.
 pub(super) fn look(
     proc: &Proc,
     pid: i32,
@@ -354,7 +355,8 @@ pub(super) fn look(
     }
 }
 
-/// Number of pages of `[start, end)` in memory, without the zero page, as `Rss` counts.
+/// Returns the number of pages of `[start, end)` in memory, counted like `Rss`: without the zero
+/// page.
 fn resident(pagemap: &Pagemap, start: Hva, end: Hva) -> std::io::Result<u64> {
     let regions = pagemap.scan(start, end, Filter::RESIDENT)?;
     Ok(regions
@@ -363,7 +365,7 @@ fn resident(pagemap: &Pagemap, start: Hva, end: Hva) -> std::io::Result<u64> {
         .sum())
 }
 
-/// Whether guest RAM is mapped to the same files in both lists.
+/// Returns whether guest RAM is mapped to the same files in both lists of mappings.
 fn same_in(ram: &[(Hva, Hva)], before: &[Vma], after: &[Vma]) -> bool {
     fn files<'a>(ram: &'a [(Hva, Hva)], vmas: &'a [Vma]) -> impl Iterator<Item = &'a Vma> {
         vmas.iter()
@@ -380,14 +382,14 @@ struct Shares {
     other_pss: ByteSize,
     tcg_pss: ByteSize,
     store_pss: ByteSize,
-    /// Shares of files inside RAM that are no page stores.
+    /// Shares of files in guest RAM that are no page stores.
     file_pss: ByteSize,
 }
 
-/// Splits the process's PSS into guest RAM and the rest.
+/// Splits the PSS of a process into guest RAM and the rest.
 ///
-/// `resident` counts the pages in memory in a range. It is called for mappings that are partly in
-/// RAM.
+/// `resident` returns the number of pages in memory in a range. It is called for mappings of which
+/// only a part is guest RAM.
 fn shares(
     smaps: &[Smap],
     ram: &[(Hva, Hva)],
@@ -410,9 +412,9 @@ fn shares(
         let (inside, whole) = match parts[..] {
             [] => (0, 1),
             [(start, end)] if (start, end) == (vma.start, vma.end) => (1, 1),
-            // A mapping only partly in RAM: anonymous memory that the kernel merged with its
-            // neighbour. QEMU aligns each block's start and adds a guard page behind it, so this is
-            // rare. Divides by the resident pages.
+            // Only a part of this mapping is guest RAM: the kernel merged anonymous memory with its
+            // neighbour. This is rare, because QEMU aligns each block's start and adds a guard page
+            // behind it. The PSS is divided by the resident pages.
             _ => {
                 let inside = parts
                     .iter()
@@ -444,9 +446,9 @@ fn shares(
     sum
 }
 
-/// Anonymous PSS of all other processes. Kernel threads, and processes that end meanwhile, are left
-/// out. For a process with more rights than ours, which hides its shares (ptrace(2), access mode
-/// checks), `RssAnon` is used.
+/// Returns the anonymous PSS of all other processes. Kernel threads, and processes that end
+/// meanwhile, are left out. For a process with more rights than this one, which hides its shares
+/// (ptrace(2), access mode checks), `RssAnon` is used.
 fn others(proc: &Proc, vms: &[VmAccount]) -> Result<ByteSize, ReadError> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     Ok(proc

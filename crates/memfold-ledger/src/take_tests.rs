@@ -23,9 +23,9 @@ fn the_pss_of_qemu_is_split_into_guest_ram_and_other_memory() {
     folded.anonymous_bytes = ByteSize::kib(200);
     let mut code = smap(0x60_0000, 0x70_0000, 50);
     code.vma.execute = true;
-    // A mapping that the kernel joined over the end of RAM: a quarter of its pages is RAM.
+    // A mapping that the kernel extended over the end of RAM: a quarter of its pages is RAM.
     let joined = smap(0x30_0000, 0x70_0000, 400);
-    // Half of what it has of an image another process has too.
+    // Another process shares half of the image's pages with this one.
     let mut image = smap(0x10_0000, 0x18_0000, 90);
     image.vma.file = Some(StoreIdentity { dev: 1, ino: 8 });
     image.rss_bytes = ByteSize::kib(110);
@@ -95,7 +95,7 @@ fn a_store_page_counts_once_on_the_host_although_many_vms_map_it() {
         ByteSize::mib(3),
     )
     .unwrap();
-    // Two VMs of 100 MiB beside the store, the store, memfold.
+    // Two VMs of 100 MiB beside the page store, the page store, and memfold.
     assert_eq!(host.physical_bytes, ByteSize::mib(2 * 100 + 50 + 10));
     assert_eq!(host.unreclaimable_bytes, ByteSize::mib(2 * 90 + 50));
     assert_eq!(host.saved_by_folding_bytes, 50 << 20);
@@ -112,7 +112,7 @@ fn ksm_pages_of_ended_processes_are_not_counted_as_saved() {
         ..KsmAccount::default()
     };
     assert_eq!(ksm.saved_bytes(), 0);
-    // Zeroes are saved too, and are in no other count.
+    // Zero pages that KSM mapped are saved too, and are part of no other count.
     ksm.zero_pages = Some(2 << 8);
     assert_eq!(ksm.saved_bytes(), 2 << 20);
     ksm.merging_pages = Some(20_000);

@@ -10,20 +10,20 @@ pub enum EstimateError {
         "no QEMU process with memory of its own runs on this host; start VMs ('memfold vm run')"
     )]
     NoVms,
-    /// No QEMU can be seen, and the caller is not root.
+    /// The caller is not root and cannot see any QEMU.
     #[error("cannot see the memory of other users' processes; run this as root")]
     NotRoot,
-    /// A VM that was asked for does not run.
+    /// A requested VM does not run.
     #[error(
         "no running QEMU has the name or process number '{0}'; 'memfold ksm status' and 'memfold vm list' list them"
     )]
     NoSuchVm(String),
-    /// Several VMs have the name.
+    /// Several VMs have the requested name.
     #[error("several QEMUs are named '{name}'; give one of their process numbers: {pids:?}")]
     Ambiguous {
-        /// The name.
+        /// Name of the VMs.
         name: String,
-        /// Their process numbers.
+        /// Process numbers of these VMs.
         pids: Vec<i32>,
     },
     /// The kernel has no `PAGEMAP_SCAN`.
@@ -31,12 +31,12 @@ pub enum EstimateError {
         "this kernel cannot list resident pages (PAGEMAP_SCAN is missing); use Linux 6.7 or newer"
     )]
     NoScan,
-    /// The process's memory may not be read.
+    /// The kernel does not allow reading the process's memory.
     #[error(
         "not permitted to read the memory of process {pid} (CAP_SYS_PTRACE and CAP_SYS_ADMIN are needed); run this as root"
     )]
     NotAllowed {
-        /// The process.
+        /// Number of the process.
         pid: i32,
         /// The kernel's error.
         source: io::Error,
@@ -44,10 +44,10 @@ pub enum EstimateError {
     /// The QEMU processes could not be determined.
     #[error(transparent)]
     Processes(#[from] memfold_ksm::KsmError),
-    /// A file of `/proc` could not be read.
+    /// A file of the process in `/proc` could not be read.
     #[error("cannot read the page map or mappings of process {pid}")]
     Read {
-        /// The process.
+        /// Number of the process.
         pid: i32,
         /// The kernel's error.
         source: io::Error,

@@ -1,49 +1,49 @@
-//! A daemon's knowledge of the VMs under estimate that cannot be seen from outside, such as cached
-//! files: `GET /v1/estimate`.
+//! Facts about the VMs that only a daemon knows, for an estimate, such as the files that guests
+//! cache: `GET /v1/estimate`.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Consecutive pages in a VM's memory that cache consecutive pages of a file.
+/// A run of pages in a VM's memory that cache consecutive pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FileRun {
-    /// Address of the first page in QEMU.
+    /// Address of the run's first page in QEMU.
     pub hva: u64,
-    /// Number of pages.
+    /// Number of pages of the run.
     pub pages: u32,
-    /// The file: an index into [`VmFacts::files`].
+    /// The cached file, as an index into [`VmFacts::files`].
     pub file: u32,
-    /// Number of the first page in the file.
+    /// Number of the run's first page in the file.
     pub page: u32,
 }
 
 /// A file that VMs cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct KnownFile {
-    /// Absolute path in the guest. Of several paths with the same bytes, one is named.
+    /// Absolute path in the guest. If several paths have the same bytes, one of them.
     pub path: String,
     /// Length of the file, in bytes.
     pub file_bytes: u64,
 }
 
-/// A daemon's knowledge of a VM.
+/// Facts about a VM that only a daemon knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct KnownVm {
     /// Name of the VM.
     pub name: String,
-    /// Trust domain; null: the VM shares with no other VM.
+    /// Trust domain of the VM; null: the VM shares with no other VM.
     pub domain: Option<String>,
     /// Process number of QEMU.
     pub pid: i32,
-    /// Ranges of the VM's RAM in QEMU: first byte, and byte after the last.
+    /// Address ranges of the VM's RAM in QEMU: first byte, and byte after the last.
     pub ram: Vec<(u64, u64)>,
-    /// `MemFree` of the guest, in bytes; null: its agent does not report it.
+    /// `MemFree` of the guest, in bytes; null: its agent does not report the value.
     pub free_bytes: Option<u64>,
     /// File pages that the VM caches; null: no agent reports them.
     pub runs: Option<Vec<FileRun>>,
 }
 
-/// A daemon's knowledge of all its VMs.
+/// Facts about all VMs that only a daemon knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmFacts {
     /// The daemon's VMs.

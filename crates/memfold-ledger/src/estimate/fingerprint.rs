@@ -1,10 +1,12 @@
-//! Fingerprints of VMs' memory: `memfold estimate --fingerprint`. Two hosts can tell from them how
-//! many page contents their VMs have in common. They reveal the contents to nobody.
+//! Fingerprints of VMs' memory: `memfold estimate --fingerprint`. From the fingerprints of two
+//! hosts, one can tell how many page contents their VMs have in common. Fingerprints do not reveal
+//! the contents.
 //!
 //! The method follows Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of
 //! a Bloom filter of all pages. A content is in the fingerprints of all VMs that hold it, or of
-//! none. So common contents are counted, and multiplied by 2^level. Contents are hashed with a
-//! secret that the hosts share: a fingerprint alone cannot be searched for a known page.
+//! none. So common contents are counted, and the count is multiplied by 2^level. Contents are
+//! hashed with a secret that the hosts share: a fingerprint alone cannot be searched for a known
+//! page.
 //!
 //! ```text
 //!   a content, 64 bits:   6: number of leading zero bits of its sampling hash (limited to 63)
@@ -29,20 +31,20 @@ use super::targets::Target;
 /// Format number of the fingerprints that this code reads and writes.
 pub const FORMAT: u32 = 1;
 
-/// Most contents of a VM in a fingerprint. The common part of two VMs is then right within about
-/// 1.5 % of either, at 95 % confidence.
+/// Most contents of one VM in a fingerprint. The computed common part of two VMs is then right
+/// within about 1.5 % of either VM, at 95 % confidence.
 const MOST_CONTENTS: usize = 1 << 14;
 
-/// Greatest level that a content's 64 bits can hold.
+/// Greatest level that the 64 bits of a content can hold.
 const MOST_LEVEL: u32 = 63;
 
-/// Reason why there is no key.
+/// Error of reading or creating a key file.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     /// The key file cannot be read or created.
     #[error("cannot read or create the key {path}")]
     File {
-        /// Path of the file.
+        /// Path of the key file.
         path: PathBuf,
         /// The kernel's error.
         #[source]
@@ -51,7 +53,7 @@ pub enum KeyError {
     /// The file does not contain a key.
     #[error("{0} is not a key file, which contains one line of 64 hexadecimal digits")]
     Format(PathBuf),
-    /// Other users may read the file.
+    /// Users other than the owner may read the file.
     #[error("other users may read the key {0}; run 'chmod 600 {0}'")]
     Open(PathBuf),
 }
@@ -93,7 +95,7 @@ impl Key {
             return Err(KeyError::Open(path.into()));
         }
         let mut text = String::new();
-        // Reads no more than a key has, whatever file was named.
+        // Whatever file was named, no more bytes are read than a key has.
         (&mut file)
             .take(128)
             .read_to_string(&mut text)
@@ -129,14 +131,14 @@ impl Key {
         *blake3::keyed_hash(&self.0, what).as_bytes()
     }
 
-    /// Identifier of the key. It shows whether two fingerprints were made with the same key, and
-    /// does not reveal the key.
+    /// Returns an identifier of the key. It shows whether two fingerprints were made with the same
+    /// key, and does not reveal the key.
     #[must_use]
     pub fn id(&self) -> String {
         hex(&self.hash(b"memfold fingerprint: name of the key")[..8])
     }
 
-    /// Seed of the sampling hash.
+    /// Returns the seed of the sampling hash.
     #[must_use]
     pub fn seed(&self) -> u64 {
         first(&self.hash(b"memfold fingerprint: seed of the sample"))
@@ -161,7 +163,7 @@ fn first(hash: &[u8; 32]) -> u64 {
         .fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// The sample level up to which a content is drawn.
+/// Returns the sample level up to which a content is drawn.
 #[must_use]
 pub const fn level_of(content: u64) -> u32 {
     (content >> 58) as u32
@@ -173,11 +175,11 @@ pub const fn level_of(content: u64) -> u32 {
 pub struct VmPrint {
     /// Name of the VM.
     pub name: String,
-    /// Trust domain; null: the VM shares with no other VM.
+    /// Trust domain of the VM; null: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// Bytes of RAM in memory, shared or not.
+    /// Bytes of the VM's RAM in memory, shared or not.
     pub ram_bytes: u64,
-    /// Bytes that QEMU takes beside RAM.
+    /// Bytes that QEMU takes beside the VM's RAM.
     pub beside_bytes: u64,
     /// Sampled contents of the VM, each once, sorted.
     pub contents: Vec<u64>,
@@ -187,11 +189,11 @@ pub struct VmPrint {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fingerprint {
-    /// Format number, [`FORMAT`].
+    /// Number of the fingerprint's format, [`FORMAT`].
     pub format: u32,
     /// Name of the host.
     pub host: String,
-    /// Identifier of the key, [`Key::id`].
+    /// Identifier of the key with which the fingerprint was made, [`Key::id`].
     pub key: String,
     /// Level of the sample: one content in 2^level is drawn.
     pub level: u32,
@@ -212,11 +214,11 @@ pub struct HostMemory {
     pub available_bytes: u64,
 }
 
-/// Makes the fingerprint of the pages read. The pages must be read with
+/// Makes the fingerprint from pages that were read. They must have been read with
 /// [`super::Options::reads_files`] and with the key's seed.
 pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Result<Fingerprint> {
     let mut contents: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
-    // A page that changed between the two reads has no lasting twin.
+    // A page that changed between the two reads is not shareable.
     let stays = looked
         .sample
         .pages
@@ -241,7 +243,7 @@ pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Res
         of_vm.sort_unstable();
         of_vm.dedup();
     }
-    // The level is the same for all VMs: a content is drawn everywhere or nowhere.
+    // The level is the same for all VMs: a content is drawn for all VMs or for none.
     while contents
         .values()
         .any(|of_vm| of_vm.iter().filter(|&&c| level_of(c) >= level).count() > MOST_CONTENTS)
@@ -279,7 +281,7 @@ pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Res
     })
 }
 
-/// PSS of a VM's RAM, and PSS of the rest of its process, in bytes.
+/// Returns the PSS of a VM's RAM, and the PSS of the rest of its process, in bytes.
 fn taken_by(target: &Target) -> io::Result<(u64, u64)> {
     let maps = Process::new(target.pid).and_then(|process| process.smaps());
     let maps = maps.map_err(io::Error::other)?;
@@ -378,7 +380,7 @@ mod tests {
 
     #[test]
     fn contents_shared_by_two_vms_are_in_the_fingerprints_of_each_vm_at_any_level() {
-        // 40,000 contents each, of which 30,000 are the same.
+        // Each of two VMs has 40,000 contents, of which 30,000 are the same.
         let contents: Vec<(u32, u64)> = (0..40_000)
             .flat_map(|number| [(0, scrambled(number)), (1, scrambled(number + 10_000))])
             .collect();
@@ -395,10 +397,11 @@ mod tests {
         let estimate = common as f64 * f64::from(print.level).exp2();
         assert!((28_000.0..32_000.0).contains(&estimate), "{estimate}");
         assert_eq!(a.ram_bytes, 5 * PAGE_SIZE);
-        // This process has no RAM of a VM: all of it is beside.
+        // This process has no VM's RAM, so all of its memory counts as beside.
         assert!(a.beside_bytes > 0);
         assert!(print.others_bytes < 1 << 40);
-        // Another key draws others, and nothing of one is found in the other.
+        // With another key, other contents are drawn, and none of them equals a content of the
+        // first fingerprint.
         let other = of(&looked(&contents, 1 << 20), &Key([8; 32]), "h", host).unwrap();
         assert_ne!(other.key, print.key);
         let found = other.vms[0]

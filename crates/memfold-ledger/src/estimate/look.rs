@@ -1,15 +1,15 @@
 //! Reads the memory of VMs twice, from outside and within a CPU budget.
 //!
-//! 1. The page maps show which pages exist. Pages of files or shared memory, the kernel's zero
-//!    page, swapped pages and holes are counted but not read: they are shared already, or not in
-//!    memory.
+//! 1. The page maps show which pages exist. Pages that are shared already or not in memory are
+//!    counted but not read: pages of files or shared memory, the kernel's zero page, swapped pages
+//!    and holes.
 //! 2. First read: every other page is read and hashed, in random order.
 //! 3. Second read, at least one second later: the sampled pages that have a twin, and one in eight
 //!    of those that have none. KSM does not merge pages that change between two of its passes, so a
 //!    page that changed is not counted as a possible saving.
 //!
-//! Reading 64 bytes of each page costs three quarters of reading all of it (0.55 against 0.74 us a
-//! page), because finding the page is the expensive part. Therefore whole pages are read, and
+//! Reading 64 bytes of each page costs three quarters of reading the whole page (0.55 against 0.74
+//! us a page), because finding the page is the expensive part. Therefore whole pages are read, and
 //! sampled by all of their bytes.
 
 use std::io;
@@ -30,7 +30,7 @@ use super::pace::Told;
 use super::sample::{Again, Frequent, Sample, Seen};
 use super::targets::{Range, Target};
 
-/// Pages read by one system call. They fit into a core's cache until they are hashed.
+/// Number of pages that one system call reads. They fit into a core's cache until they are hashed.
 const BATCH: usize = 128;
 
 /// Least size of the sample, in pages.
@@ -39,21 +39,21 @@ const LEAST_SAMPLE: usize = 1 << 16;
 /// Least time between the two reads of a page.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
-/// Part of a limited time that the first read may take.
+/// Part of a limited time that the first read of all pages may take.
 const FIRST_LOOK: f64 = 0.75;
 
-/// One in this many pages without a twin is read again.
+/// One in this many pages without a twin (another page with the same content) is read again.
 const LONERS: u64 = 8;
 
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
 
-/// A VM's pages by class.
+/// A VM's pages, counted by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pages {
-    /// All pages of its memory, in memory or not.
+    /// All pages of the VM's memory, in memory or not.
     pub memory: u64,
-    /// Pages of files or shared memory: folded, of an image, of a segment.
+    /// Pages of files or shared memory: of a page store, a snapshot's image, a segment.
     pub file: u64,
     /// Pages mapped to the kernel's zero page.
     pub kernel_zero: u64,
@@ -61,7 +61,8 @@ pub struct Pages {
     pub swapped: u64,
     /// Pages of hugetlbfs.
     pub hugetlb: u64,
-    /// Pages in memory that belong to this VM only, or were merged by KSM. These are read.
+    /// Pages in memory that belong to this VM only, or were merged by KSM. The estimate reads
+    /// these.
     pub private: u64,
     /// Part of the private pages that huge pages map.
     pub huge: u64,
@@ -73,14 +74,14 @@ pub struct Pages {
     pub gone: u64,
 }
 
-/// Result of the two reads.
+/// Result of reading the VMs' memory twice.
 #[derive(Debug)]
 pub struct Looked {
-    /// The VMs that did not end meanwhile.
+    /// The VMs that were read and did not end meanwhile.
     pub targets: Vec<Target>,
-    /// Page counts of these VMs, in the same order.
+    /// Page counts of the VMs in `targets`, in the same order.
     pub vms: Vec<Pages>,
-    /// The sample, sorted by content.
+    /// The sample of pages, sorted by content.
     pub sample: Sample,
     /// Whether every private page was read.
     pub complete: bool,
@@ -88,7 +89,7 @@ pub struct Looked {
     pub again_pages: u64,
 }
 
-/// Consecutive pages, by page number.
+/// A piece of consecutive pages, by page number.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     first: u64,
@@ -105,7 +106,9 @@ struct Batch {
 /// Reads the memory of the VMs twice.
 ///
 /// # Errors
-/// No VM is left, memory may not be read, the kernel lacks `PAGEMAP_SCAN`, or the user interrupted.
+///
+/// An [`EstimateError`] if no VM is left, if memory may not be read, if the kernel lacks
+/// `PAGEMAP_SCAN`, or if the user interrupted.
 pub fn look(
     targets: Vec<Target>,
     options: &Options,
@@ -154,15 +157,15 @@ pub fn look(
     Ok(looked)
 }
 
-/// Size of the sample: a quarter of all pages, so that the second read costs little beside the
-/// first. A quarter of a gigabyte leaves an error bar of about one percent.
+/// Returns the size of the sample in pages: a quarter of all pages, so that the second read costs
+/// little beside the first. A quarter of a gigabyte leaves an error bar of about one percent.
 fn room(vms: &[Pages], options: &Options) -> usize {
     let private: u64 = vms.iter().map(|pages| pages.private).sum();
     let quarter = usize::try_from(private / 4).unwrap_or(usize::MAX);
     quarter.max(LEAST_SAMPLE).min(options.sample_pages)
 }
 
-/// Time at which the first read must end, if the time is limited.
+/// Returns the time at which the first read must end, if the time is limited.
 fn first_end(pace: &Pace<'_>) -> Option<Duration> {
     pace.limit().map(|limit| limit.mul_f64(FIRST_LOOK))
 }
@@ -171,7 +174,7 @@ fn pid(target: &Target) -> io::Result<Pid> {
     Pid::from_raw(target.pid).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// The page map of a VM; `None`: the VM has ended.
+/// Opens the page map of a VM; returns `None` if the VM has ended.
 fn pagemap_of(target: &Target) -> Result<Option<Pagemap>, EstimateError> {
     match pid(target).and_then(Pagemap::open) {
         Ok(pagemap) => Ok(Some(pagemap)),
@@ -199,7 +202,7 @@ fn failed(pid: i32, source: io::Error) -> EstimateError {
     }
 }
 
-/// Counts a VM's pages, and lists those to be read. `None`: the VM has ended.
+/// Counts a VM's pages, and lists the pages to be read. Returns `None` if the VM has ended.
 fn scan(
     target: &Target,
     pagemap: &Pagemap,
@@ -251,7 +254,7 @@ fn scan(
     Ok(Some(pages))
 }
 
-/// Counts a region. Returns whether its pages are to be read.
+/// Counts the pages of a region. Returns whether they are to be read.
 fn count(pages: &mut Pages, range: &Range, region: &Region, reads_files: bool) -> bool {
     let n = region.pages();
     if reads_files && !range.hugetlb && region.is(category::FILE) && region.is(category::PRESENT) {
@@ -276,7 +279,7 @@ fn count(pages: &mut Pages, range: &Range, region: &Region, reads_files: bool) -
     false
 }
 
-/// Shuffles a list (Fisher and Yates).
+/// Shuffles a list (method of Fisher and Yates).
 fn shuffle<T>(all: &mut [T], seed: u64) {
     for at in (1..all.len()).rev() {
         let chance = xxh3_64_with_seed(&at.to_ne_bytes(), seed);
@@ -285,8 +288,8 @@ fn shuffle<T>(all: &mut [T], seed: u64) {
     }
 }
 
-/// Frame numbers of all pages of these pieces; 0 if there is none, or if it may not be read. Pieces
-/// that lie close together are read at once.
+/// Returns the frame numbers of all pages of these pieces; 0 for a page without a frame, or whose
+/// frame may not be read. Pieces that lie close together are read at once.
 fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
     let end = |piece: &Piece| piece.first + u64::from(piece.pages);
     let near = |from: &Piece, to: &Piece| end(to) - from.first <= 8 * BATCH as u64;
@@ -295,7 +298,7 @@ fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
     while let Some(first) = rest.first() {
         let (together, behind) = rest.split_at(rest.partition_point(|piece| near(first, piece)));
         let (together, behind) = match together {
-            // A single piece may be longer than the limit.
+            // The first piece alone may be longer than the limit.
             [] => rest.split_at(1),
             _ => (together, behind),
         };
@@ -371,7 +374,7 @@ fn first(
     Ok(())
 }
 
-/// Reads pages again that have a twin, and some of the others.
+/// Reads pages again: those with a twin, and some of the others.
 fn second(
     looked: &mut Looked,
     options: &Options,
@@ -379,13 +382,13 @@ fn second(
     told: Told<'_>,
 ) -> Result<(), EstimateError> {
     let read: u64 = looked.vms.iter().map(|pages| pages.read).sum();
-    // Reading single pages takes longer than reading whole stretches.
+    // Reading single pages takes longer than reading consecutive ones.
     let cost = pace.cpu().mul_f64(1.5 / read.max(1) as f64);
     let from = pace.elapsed() + BETWEEN_LOOKS;
     let from = pace.limit().map_or(from, |limit| from.min(limit));
     let sample = &mut looked.sample;
     sample.pages.sort_unstable_by_key(|seen| seen.hash);
-    // Shrinks the sample if there is no time to read all of it again.
+    // If there is no time to read all of the sample again, the sample shrinks.
     if let Some(limit) = pace.limit() {
         while sample.pages.len() > 1024 && cost.mul_f64(wanted(sample) as f64) > pace.left(limit) {
             sample.halve();
@@ -423,7 +426,7 @@ fn second(
     Ok(())
 }
 
-/// Whether the pages of one content are read again.
+/// Returns whether the pages of one content are read again.
 fn is_wanted(group: &[Seen]) -> bool {
     group.len() > 1 || group[0].hash % LONERS == 0
 }
@@ -435,15 +438,15 @@ fn wanted(sample: &Sample) -> usize {
     sample.zero.kept.len() + groups.chain(frequent).sum::<usize>()
 }
 
-/// Number of pages without a twin that each re-read one of them stands for.
+/// Returns the number of pages without a twin that each of those that are read again stands for.
 #[must_use]
 pub const fn loners() -> f64 {
     LONERS as f64
 }
 
-/// Marks copies of a frequent content that share a frame with other copies: KSM has merged them. If
-/// the places of all copies are known, one copy of each frame stays unmarked. If only some are
-/// known, a frame that shows two of them holds many more.
+/// Marks copies of a frequent content that share a frame with other copies, because KSM has merged
+/// them. If the places of all copies are known, one copy of each frame stays unmarked. If only some
+/// are known, a frame that shows two of them holds many more.
 fn mark_merged(frequent: &mut Frequent) {
     let whole = frequent.is_whole();
     let mut first: HashMap<u64, usize> = HashMap::default();
@@ -461,7 +464,7 @@ fn mark_merged(frequent: &mut Frequent) {
     }
 }
 
-/// Reads and hashes pages.
+/// Reads and hashes pages of a VM.
 struct Reader {
     buffer: Vec<u8>,
     ranges: Vec<(Hva, usize)>,
@@ -477,8 +480,8 @@ impl Reader {
         }
     }
 
-    /// Reads pages. Calls `each` with each page's index in `pages`, ascending, and its hash; `None`
-    /// for a page that no longer exists.
+    /// Reads pages. Calls `each` with the index of each page in `pages`, ascending, and the page's
+    /// hash (`None` for a page that no longer exists).
     fn read(
         &mut self,
         target: &Target,
@@ -538,7 +541,7 @@ mod tests {
         let merged = |room: usize| {
             let mut frequent = Frequent::new(1.0, room);
             for page in 0..1000 {
-                // Half of them lie in frames of 50, half alone.
+                // Half of the copies lie in frames of 50 copies, half have their own frame.
                 let frame = if page < 500 {
                     1 + page / 50
                 } else {

@@ -57,19 +57,19 @@ pub enum Way {
 /// Expected result of one mechanism.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Mechanism {
-    /// Mechanism whose saving is estimated.
+    /// The mechanism.
     pub way: Way,
-    /// Expected saving; null: it cannot be known from outside, see `words`.
+    /// Expected saving; null if it cannot be known from outside (`words` says why).
     pub saved: Option<Estimate>,
     /// Upper limit of the saving, if it depends on unknown facts.
     pub at_most_bytes: Option<u64>,
-    /// CPU time until it is saved, in seconds of one core; null: not measured.
+    /// CPU time that the saving costs, in seconds of one core; null: not measured.
     pub cpu_seconds: Option<f64>,
-    /// Description of the mechanism and its conditions.
+    /// Description of the mechanism and its conditions, as text.
     pub words: String,
 }
 
-/// The expected results of all mechanisms.
+/// Returns the expected results of all mechanisms.
 #[must_use]
 pub fn all(looked: &Looked, split: &Split, files: &[KnownFile]) -> Vec<Mechanism> {
     let mut all = vec![
@@ -174,7 +174,8 @@ fn fold(looked: &Looked, split: &Split) -> Mechanism {
         way: Way::Fold,
         saved: knows.then(|| saved.bytes()),
         at_most_bytes: None,
-        // Of `k` copies `k` are folded and `k - 1` saved: at most two folds for each saved page.
+        // Of `k` copies, all `k` are folded and `k - 1` are saved, so at most two folds for each
+        // saved page.
         cpu_seconds: knows.then(|| saved.total() * 2.0 * fold_us(mean) / 1e6),
         words: if knows {
             format!(
@@ -186,8 +187,8 @@ fn fold(looked: &Looked, split: &Split) -> Mechanism {
     }
 }
 
-/// CPU time per page in a run of `pages` pages, in microseconds. Between measured lengths it is
-/// interpolated linearly in the logarithms of both.
+/// Returns the CPU time per page for folding a run of `pages` pages, in microseconds. Between
+/// measured lengths, it is interpolated linearly in the logarithms of both.
 fn fold_us(pages: f64) -> f64 {
     let last = FOLD_US[FOLD_US.len() - 1];
     if pages <= 1.0 {
@@ -266,8 +267,8 @@ fn free_page_reporting(looked: &Looked) -> Mechanism {
     }
 }
 
-/// Free pages of the guest that the host backs. Pages of its RAM that are not in memory are assumed
-/// to be free.
+/// Returns the number of free pages of the guest that are in the host's memory. Pages of the
+/// guest's RAM that are not in memory are assumed to be free.
 fn free_and_backed(free: u64, pages: &Pages) -> u64 {
     let there = pages.private + pages.file + pages.swapped + pages.hugetlb;
     let missing = pages.memory.saturating_sub(there);
@@ -302,7 +303,7 @@ mod tests {
             kernel_zero: 50,
             ..Pages::default()
         };
-        // 300 are missing or the kernel's zero page.
+        // 300 pages are not in memory or are the kernel's zero page.
         assert_eq!(free_and_backed(500, &pages), 200);
         assert_eq!(free_and_backed(200, &pages), 0);
         assert_eq!(free_and_backed(5000, &pages), 600);

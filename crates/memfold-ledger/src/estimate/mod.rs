@@ -4,19 +4,18 @@
 //! ```text
 //!   targets     QEMUs of the host: their memory ranges, names, trust domains and files
 //!     |
-//!   look        first look: every private page is read and hashed     second look: the sample's pages, has the guest written since?
-//!     |              |                                                     |
-//!   pace         within a share of one core                                |
-//!   sample       pages of contents whose hash begins with `level` zero bits: all copies of a content, or none
-//!     |                                                                    |
-//!   split        zero / within a VM / between VMs of a domain / between domains / volatile / merged already / the rest  <--'
+//!   look        first read: every private page is hashed; second read: did the sample's pages change?
+//!     |         (pace limits the CPU time to a share of one core)
+//!   sample      contents whose hash begins with `level` zero bits: all copies of a content, or none
 //!     |
-//!   mechanisms   how much of that segments, clones, folding, KSM and free page reporting would save, at what CPU cost
+//!   split       classes: zero, within a VM, between VMs of a domain, between domains, volatile, merged, rest
+//!     |
+//!   mechanisms  what segments, clones, folding, KSM and free page reporting would save, and their CPU cost
 //!   report, table
 //! ```
-//! Nothing is written, no page is shared, and no library or agent is needed. Reading has two costs
-//! for the VMs: their pages count as recently used for the host's reclaim (`process_vm_readv(2)`
-//! touches them), and other processes lose CPU cache contents.
+//! Nothing is written, no page is shared, and no library or agent is needed. Reading has two costs:
+//! the host's reclaim takes the VMs' pages for recently used (`process_vm_readv(2)` accesses them),
+//! and other processes lose CPU cache contents.
 //!
 //! | | |
 //! |---|---|
@@ -51,8 +50,8 @@ pub use pace::{Pace, Told};
 pub use report::EstimateReport;
 pub use targets::{Domains, Range, Target};
 
-/// Reads the memory of `targets` and estimates possible savings. `files` are the files that their
-/// runs refer to.
+/// Reads the memory of `targets` and estimates possible savings. The file runs of `targets` refer
+/// to `files`.
 pub fn estimate(
     targets: Vec<Target>,
     files: &[KnownFile],

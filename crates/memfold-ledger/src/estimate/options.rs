@@ -1,6 +1,6 @@
 //! Options of an estimate.
 
-/// Default limit of the sample, in pages of 40 bytes each.
+/// Default limit of the sample, in pages. Each page of the sample takes 40 bytes.
 pub const SAMPLE_PAGES: usize = 1 << 20;
 
 /// Options of an estimate.
@@ -11,16 +11,17 @@ pub struct Options {
     /// Seed of the sampling hash. It is random, so that no guest can keep contents out of the
     /// sample.
     pub seed: u64,
-    /// KSM's `max_page_sharing`: pages that one merged page can stand for.
+    /// KSM's `max_page_sharing`: number of pages that one merged page can stand for.
     pub max_page_sharing: u64,
     /// KSM's `use_zero_pages`: whether pages of zeroes are mapped to the kernel's zero page.
     pub use_zero_pages: bool,
-    /// Whether pages of files are read too: pages that are folded or of a snapshot's image already.
+    /// Whether file pages are read too, that is pages that are folded or mapped from a snapshot's
+    /// image.
     pub reads_files: bool,
 }
 
 impl Options {
-    /// Options with KSM's present settings, or with its defaults on a kernel without KSM.
+    /// Returns options with KSM's present settings, or with KSM's defaults on a kernel without KSM.
     #[must_use]
     pub fn here() -> Self {
         use std::hash::{BuildHasher, Hasher};

@@ -1,4 +1,4 @@
-//! A CPU budget: the thread sleeps whenever it has used more than its share.
+//! A CPU budget: the thread sleeps whenever it has used more than its share of a core.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -8,10 +8,10 @@ use memfold_sys::cpu::thread_cpu_ns;
 use super::error::EstimateError;
 
 /// Part of the budget for reading and hashing. The rest is for later work that does not sleep:
-/// scanning page tables, and grouping the sample.
+/// scanning page tables, grouping the sample.
 const FOR_READING: f64 = 0.9;
 
-/// Shorter sleeps are skipped: waking up costs about 10 us.
+/// Shortest sleep. A shorter one is skipped, because waking up costs about 10 us.
 const LEAST_SLEEP: Duration = Duration::from_millis(3);
 
 /// Longest sleep before the stop flag is checked.
@@ -28,7 +28,7 @@ pub struct Pace<'a> {
 }
 
 impl<'a> Pace<'a> {
-    /// A budget of `share` of one core, for at most `limit`. Setting `stop` ends the work.
+    /// Creates a budget of `share` of one core, for at most `limit`. Setting `stop` ends the work.
     #[must_use]
     pub fn new(share: f64, limit: Option<Duration>, stop: &'a AtomicBool) -> Self {
         Self {
@@ -40,31 +40,31 @@ impl<'a> Pace<'a> {
         }
     }
 
-    /// Allowed share of one core.
+    /// Returns the allowed share of one core.
     #[must_use]
     pub const fn share(&self) -> f64 {
         self.share
     }
 
-    /// Longest duration of the work.
+    /// Returns the longest duration of the work.
     #[must_use]
     pub const fn limit(&self) -> Option<Duration> {
         self.limit
     }
 
-    /// CPU time used since [`Pace::new`].
+    /// Returns the CPU time used since [`Pace::new`].
     #[must_use]
     pub fn cpu(&self) -> Duration {
         thread_cpu().saturating_sub(self.cpu_before)
     }
 
-    /// Time since [`Pace::new`].
+    /// Returns the time since [`Pace::new`].
     #[must_use]
     pub fn elapsed(&self) -> Duration {
         self.began.elapsed()
     }
 
-    /// CPU time that may still be used until `at` (since [`Pace::new`]).
+    /// Returns the CPU time that may still be used until `at` (since [`Pace::new`]).
     #[must_use]
     pub fn left(&self, at: Duration) -> Duration {
         at.mul_f64(self.share * FOR_READING)
@@ -102,7 +102,7 @@ fn thread_cpu() -> Duration {
     Duration::from_nanos(thread_cpu_ns())
 }
 
-/// Callback for progress: name of the step, pages done, pages in all.
+/// Callback for progress: name of the step, number of pages done, number of pages in all.
 pub type Told<'a> = &'a mut dyn FnMut(&'static str, u64, u64);
 
 #[cfg(test)]
@@ -114,7 +114,7 @@ mod tests {
         let stop = AtomicBool::new(false);
         let pace = Pace::new(0.2, None, &stop);
         let mut sum = 0_u64;
-        // By the work, not by the clock: a busy machine may give this thread nothing for a while.
+        // The loop counts CPU time, because a busy machine may not run this thread for a while.
         while pace.cpu() < Duration::from_millis(160) {
             for n in 0..200_000_u64 {
                 sum = std::hint::black_box(sum.wrapping_mul(31).wrapping_add(n));

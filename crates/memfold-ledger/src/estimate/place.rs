@@ -18,19 +18,19 @@ use serde::{Deserialize, Serialize};
 
 use super::fingerprint::{FORMAT, Fingerprint, VmPrint, level_of};
 
-/// Weight of a byte that a host lacks, against a byte that is used.
+/// Weight of a byte of memory that a host lacks, compared with a byte that is used.
 const LACK: u64 = 16;
 
-/// Most moves: a safety limit that has never been reached.
+/// Most moves of a proposal: a safety limit that has never been reached.
 const MOST_MOVES: usize = 10_000;
 
 /// Most contents of all VMs that are compared.
 const MOST_CONTENTS: usize = 1 << 18;
 
-/// Reason why nothing can be proposed.
+/// Reason why no placement can be proposed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlaceError {
-    /// One host has no other to move VMs to.
+    /// Only one host was given, so no VM can move.
     #[error(
         "give the fingerprints of at least two hosts ('memfold estimate --fingerprint FILE --key KEY' on each)"
     )]
@@ -62,11 +62,11 @@ pub struct Proposal {
     pub hosts: Vec<PlacedHost>,
     /// The moves, in order. An exchange is two moves.
     pub moves: Vec<Move>,
-    /// Bytes that all hosts use now, if all shareable contents were shared.
+    /// Bytes that all hosts together would use now, if all shareable contents were shared.
     pub now_bytes: u64,
-    /// The same after the moves.
+    /// Bytes that all hosts together would use after the moves.
     pub then_bytes: u64,
-    /// Error bar (95 %) of the difference, from sampling.
+    /// Error bar (95 %) of the difference, due to sampling.
     pub plus_minus_bytes: u64,
 }
 
@@ -77,9 +77,9 @@ pub struct PlacedHost {
     pub host: String,
     /// Bytes that may be used on the host: its memory less the reserve.
     pub limit_bytes: u64,
-    /// Bytes used now, if all shareable contents were shared.
+    /// Bytes that the host would use now, if all shareable contents were shared.
     pub now_bytes: u64,
-    /// The same after the moves.
+    /// Bytes that the host would use after the moves.
     pub then_bytes: u64,
     /// VMs on the host after the moves.
     pub vms: Vec<String>,
@@ -115,10 +115,10 @@ struct Host {
     others: u64,
     limit: u64,
     vms: BTreeSet<usize>,
-    /// Number of the host's VMs of a trust domain that hold a content.
+    /// Number of VMs of this host that hold a content, by trust domain and content.
     holders: HashMap<(u32, u64), u32>,
     apart: u64,
-    /// Number of copies of contents beyond the first.
+    /// Number of copies of contents beyond the first copy.
     common: u64,
 }
 
@@ -158,7 +158,7 @@ impl Model<'_> {
         host.vms.remove(&vm);
     }
 
-    /// Memory used and lacked by the two hosts of a step, before and after it.
+    /// Returns the memory used and lacked by the two hosts of a step, before and after the step.
     fn weigh(&mut self, step: Step) -> (Weight, Weight) {
         let before = self.weight(step);
         self.apply(step);
@@ -194,7 +194,7 @@ impl Model<'_> {
         }
     }
 
-    /// VMs with their hosts.
+    /// Returns all VMs, each with its host.
     fn places(&self) -> Vec<(usize, usize)> {
         (0..self.hosts.len())
             .flat_map(|host| self.hosts[host].vms.iter().map(move |&vm| (vm, host)))
@@ -220,9 +220,10 @@ impl Model<'_> {
         steps
     }
 
-    /// The step that saves most, among those that save enough. Of equal steps it is the first, so
-    /// that the same fingerprints give the same proposal. No step may increase what a host lacks.
-    /// Reducing a lack counts [`LACK`] times as much as saving.
+    /// Returns the step that saves most, among the steps that save at least `least_bytes`. Of equal
+    /// steps, the first is chosen, so that the same fingerprints give the same proposal. No step
+    /// may increase the memory that a host lacks. Reducing this lack counts [`LACK`] times as much
+    /// as saving.
     fn best(&mut self, steps: Vec<Step>, least_bytes: u64) -> Option<Step> {
         let mut best: Option<(i128, Step)> = None;
         for step in steps {
@@ -300,7 +301,8 @@ impl Step {
 /// memory free.
 ///
 /// # Errors
-/// The fingerprints cannot be compared, or there are fewer than two.
+///
+/// A [`PlaceError`] if the fingerprints cannot be compared, or if there are fewer than two.
 pub fn propose(
     prints: &[Fingerprint],
     least_bytes: u64,
@@ -317,7 +319,7 @@ pub fn propose(
     let mut drawn = 0;
     let mut moves = Vec::new();
     while moves.len() < MOST_MOVES {
-        // There are many more exchanges than moves.
+        // Moves are tried before exchanges, of which there are many more.
         let moved = model.best(model.moves(), least_bytes);
         let Some(step) = moved.or_else(|| model.best(model.exchanges(), least_bytes)) else {
             break;
@@ -328,7 +330,7 @@ pub fn propose(
         let had = common(&model);
         model.apply(step);
         let has = common(&model);
-        // Contents lost at one host and won at the other were drawn twice.
+        // Contents that one host loses and the other gains were drawn at both.
         drawn += had[0].abs_diff(has[0]) + had[1].abs_diff(has[1]);
         let after: u64 = all(&model).iter().sum();
         let saves = i64::try_from(i128::from(before) - i128::from(after)).unwrap_or(i64::MAX);
@@ -347,8 +349,8 @@ pub fn propose(
         }
     }
     let then = all(&model);
-    // Sampled contents are counted like rare events: the deviation is the square root of their
-    // number.
+    // The number of sampled contents has the distribution of rare events: its deviation is its
+    // square root.
     let plus_minus = 1.96 * (drawn as f64).sqrt() * model.bytes_a_content as f64;
     let hosts = prints.iter().enumerate().map(|(number, print)| PlacedHost {
         host: print.host.clone(),
@@ -370,7 +372,7 @@ pub fn propose(
     })
 }
 
-/// Rounds down to whole bytes.
+/// Rounds an amount down to whole bytes.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // a cast of a float ends at the type's bounds
 const fn whole(bytes: f64) -> u64 {
     bytes as u64
@@ -429,7 +431,7 @@ fn model(prints: &[Fingerprint], reserve_percent: f64) -> Model<'_> {
             common: 0,
         });
         for vm in &print.vms {
-            // A VM without a trust domain is one of its own on every host.
+            // A VM without a trust domain gets a domain of its own on every host.
             let name = match &vm.domain {
                 Some(domain) => format!("domain/{domain}"),
                 None => format!("vm/{number}/{}", vm.name),
@@ -456,7 +458,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A VM of so many MiB that holds contents of a kind: numbers from `kind * 1000` on, at
+    /// Makes a VM of `mib` MiB that holds contents of a kind: numbers from `kind * 1000` on, at
     /// level 0.
     fn vm(name: &str, domain: Option<&str>, kind: u64, mib: u64) -> VmPrint {
         VmPrint {
@@ -511,8 +513,8 @@ mod tests {
             host("b", 8, vec![db("d2"), web("w3"), db("d3")]),
         ];
         let found = propose(&prints, MIB, 5.0).unwrap();
-        // All six on one host would save no more than each kind on its own; nobody moves for
-        // nothing.
+        // All six VMs on one host would save no more than each kind on its own host, so no VM moves
+        // without a saving.
         assert_eq!(found.now_bytes - found.then_bytes, 2 * 50 * MIB);
         let all: i64 = found.moves.iter().map(|m| m.saves_bytes).sum();
         assert_eq!(all, 100 << 20);
@@ -526,7 +528,7 @@ mod tests {
         }
         assert!(found.plus_minus_bytes > 0);
         assert_eq!(propose(&prints, MIB, 5.0).unwrap(), found, "the same again");
-        // What is worth less than asked for is left as it is.
+        // A move that saves less than the requested minimum is not proposed.
         let still = propose(&prints, 51 * MIB, 5.0).unwrap();
         assert!(still.moves.is_empty());
         assert_eq!(still.now_bytes, still.then_bytes);
@@ -534,7 +536,7 @@ mod tests {
 
     #[test]
     fn a_placement_swaps_vms_between_full_hosts() {
-        // 100 for others, 100 + 100 for two VMs: 300 of 330.
+        // Each host uses 100 MiB for others and 100 for each of two VMs: 300 of 330.
         let mut prints = [
             host("a", 1, vec![web("w1"), db("d1")]),
             host("b", 1, vec![web("w2"), db("d2")]),
@@ -571,13 +573,13 @@ mod tests {
 
     #[test]
     fn no_proposed_move_leaves_a_host_with_less_than_its_reserve() {
-        // Two that share 50 MiB would take 250 of b's 240.
+        // Both VMs on b would share 50 MiB and take 250 MiB, but b has 240.
         let mut prints = [host("a", 8, vec![web("w1")]), host("b", 8, vec![web("w2")])];
         for print in &mut prints {
             print.memory_bytes = 240 * MIB;
         }
         assert!(propose(&prints, 0, 0.0).unwrap().moves.is_empty());
-        // One that lacks memory is not relieved by crumbs.
+        // Moving a very small VM does not relieve a host that lacks memory.
         let crumb = vm("crumb", Some("shop"), 3, 2);
         let mut prints = [
             host("a", 8, vec![crumb, db("d1")]),
@@ -605,7 +607,7 @@ mod tests {
 
     #[test]
     fn fingerprints_are_compared_at_the_coarsest_level_of_all_hosts() {
-        // On b only every 4th content was drawn: those whose first six bits say 2 or more.
+        // On b, only every 4th content was drawn: contents whose first six bits are 2 or more.
         let at = |level: u64, n: u64| (0..n).map(move |number| level << 58 | number);
         let print = |name: &str, level| VmPrint {
             contents: at(0, if level == 0 { 300 } else { 0 })

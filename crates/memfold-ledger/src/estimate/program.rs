@@ -3,7 +3,7 @@
 //! The study counts every mapping without `w` as shareable. That is too much where a page was
 //! written before it was protected (relocations: `r--p`, but a private copy). It is too little
 //! where a page of a writable private mapping was never written. `Anonymous` in `/proc/PID/smaps`
-//! tells these apart: a page that is resident and not anonymous is the file's own page.
+//! distinguishes these pages: a resident page that is not anonymous is the file's own page.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,7 @@ use utoipa::ToSchema;
 
 use memfold_ksm::ranges::{self, Mapping};
 
-/// Kind of a mapping, by who could share it.
+/// Kind of a mapping, which determines who could share its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -24,15 +24,15 @@ pub enum Kind {
     Text,
     /// Read-only data of a file.
     ReadOnly,
-    /// Private writable mapping of a file.
+    /// Pages of a private writable mapping of a file.
     PrivateFile,
     /// Shared memory, or a shared mapping of a file.
     Shared,
-    /// Private anonymous memory: heap, stack, and others.
+    /// Private anonymous memory, such as heap and stack.
     Anonymous,
 }
 
-/// Resident memory of one kind and mode.
+/// Resident memory of a program in mappings of one kind and mode.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Mode {
     /// Kind of the mappings.
@@ -48,21 +48,21 @@ pub struct Mode {
 /// Shareable memory of a program.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ProgramReport {
-    /// Name or process number that was asked for.
+    /// The requested name or process number.
     pub program: String,
-    /// Its processes. Pages that several of them map count for each.
+    /// Numbers of the program's processes. A page that several of them map counts for each.
     pub pids: Vec<i32>,
     /// Resident memory by kind and mode.
     pub modes: Vec<Mode>,
     /// Resident bytes in all.
     pub resident_bytes: u64,
-    /// Part of it that is mapped without `w`: the study's measure.
+    /// Part of `resident_bytes` that is mapped without `w`: the study's measure.
     pub not_writable_bytes: u64,
-    /// The same in percent.
+    /// `not_writable_bytes` in percent of `resident_bytes`.
     pub not_writable_percent: f64,
-    /// Part of the resident bytes that VMs could share: file pages of private mappings.
+    /// Part of `resident_bytes` that VMs could share: file pages of private mappings.
     pub shareable_bytes: u64,
-    /// The same in percent.
+    /// `shareable_bytes` in percent of `resident_bytes`.
     pub shareable_percent: f64,
 }
 
@@ -81,8 +81,8 @@ fn kind(mapping: &Mapping) -> Kind {
     }
 }
 
-/// Processes of a program: the one with that number, or all with that name (`/proc/PID/comm`, which
-/// the kernel cuts at 15 bytes).
+/// Returns the processes of a program: the process with that number, or all processes with that
+/// name (`/proc/PID/comm`, which the kernel cuts at 15 bytes).
 pub fn find(proc_root: &Path, program: &str) -> io::Result<Vec<i32>> {
     let number: Option<i32> = program.parse().ok();
     let name = &program.as_bytes()[..program.len().min(15)];

@@ -12,7 +12,7 @@ use super::split::{DomainSplit, FileSplit, Split, VmSplit};
 use super::statistics::{Estimate, Sum, whole};
 use super::targets::Target;
 
-/// Estimate for one VM. Its classes add up to `private_bytes`.
+/// Estimate for one VM. The classes of its pages add up to `private_bytes`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmEstimate {
     /// Name of the VM.
@@ -21,11 +21,12 @@ pub struct VmEstimate {
     pub pid: i32,
     /// Trust domain; null: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// All bytes of its memory, in memory or not.
+    /// All bytes of the VM's memory, in memory or not.
     pub memory_bytes: u64,
-    /// Bytes in memory that belong to this VM only and were examined: the sum of the classes below.
+    /// Bytes in memory that belong to this VM only and were examined: the sum of the following
+    /// classes.
     pub private_bytes: u64,
-    /// Bytes of files or shared memory; not examined.
+    /// Bytes of the VM's memory that are files or shared memory; not examined.
     pub file_bytes: u64,
     /// Bytes mapped to the kernel's zero page; not examined.
     pub kernel_zero_bytes: u64,
@@ -35,17 +36,17 @@ pub struct VmEstimate {
     pub hugetlb_bytes: u64,
     /// Part of the private bytes that KSM may merge.
     pub mergeable_bytes: u64,
-    /// Pages of zeroes.
+    /// Pages of the VM that hold only zeroes.
     pub zero: Estimate,
-    /// Copies within the VM beyond the first.
+    /// Copies of contents within the VM beyond the first copy.
     pub within: Estimate,
-    /// The VM's part of contents common to VMs of its domain, all but one copy.
+    /// The VM's part of contents that VMs of its trust domain have in common, all but one copy.
     pub between: Estimate,
     /// Pages that KSM has merged already.
     pub merged: Estimate,
     /// Pages that changed between the two reads.
     pub volatile: Estimate,
-    /// The rest: unique contents, and the VM's part of the one remaining copy of others.
+    /// The rest: unique contents, and the VM's part of the one remaining copy of shared contents.
     pub rest_bytes: u64,
     /// Bytes mapped by huge pages.
     pub huge_bytes: u64,
@@ -53,30 +54,30 @@ pub struct VmEstimate {
     pub broken_huge_pages: u64,
     /// Error bar (95 %) of `broken_huge_pages`.
     pub plus_minus_huge_pages: u64,
-    /// Bytes of page cache according to the agent; null: no agent reports it.
+    /// Bytes of page cache in the guest according to its agent; null: no agent reports them.
     pub cached_bytes: Option<u64>,
-    /// Bytes that had disappeared before they were read.
+    /// Bytes that had disappeared from memory before they were read.
     pub gone_bytes: u64,
 }
 
 /// Estimate for a trust domain, or for a VM without one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DomainEstimate {
-    /// Name of the trust domain; null: a VM without one.
+    /// Name of the trust domain; null for a VM without one.
     pub domain: Option<String>,
-    /// Names of its VMs.
+    /// Names of the VMs in the trust domain.
     pub vms: Vec<String>,
     /// Sum of `zero`, `within` and `between`.
     pub saved: Estimate,
-    /// Pages of zeroes.
+    /// Pages that hold only zeroes.
     pub zero: Estimate,
-    /// Copies within VMs.
+    /// Copies within single VMs, beyond the first.
     pub within: Estimate,
-    /// Copies in other VMs of the domain.
+    /// Copies in several VMs of the domain, all but one.
     pub between: Estimate,
     /// Part of `within` and `between` that is page cache of files; null: no agent reports files.
     pub of_files: Option<Estimate>,
-    /// Saving by KSM in memory that is offered to it (`MADV_MERGEABLE`).
+    /// Saving by KSM in memory that is offered to KSM (`MADV_MERGEABLE`).
     pub ksm: Estimate,
 }
 
@@ -85,7 +86,7 @@ pub struct DomainEstimate {
 pub struct FileEstimate {
     /// Path of the file in the guests.
     pub path: String,
-    /// Trust domain of the VMs.
+    /// Trust domain of the VMs that cache the file.
     pub domain: Option<String>,
     /// Bytes of the file that VMs of the domain cache.
     pub cached_bytes: u64,
@@ -93,25 +94,25 @@ pub struct FileEstimate {
     pub saved: Estimate,
 }
 
-/// How the memory was read.
+/// How the memory was read, and the cost of reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct How {
-    /// Duration, in seconds.
+    /// Duration of the estimate, in seconds.
     pub seconds: f64,
-    /// CPU time, in seconds.
+    /// CPU time of the estimate, in seconds.
     pub cpu_seconds: f64,
-    /// CPU time in percent of one core.
+    /// CPU time of the estimate, in percent of one core.
     pub cpu_percent: f64,
     /// Allowed CPU time in percent of one core.
     pub cpu_limit_percent: f64,
-    /// Bytes read in the first read.
+    /// Bytes that the first read has read.
     pub read_bytes: u64,
-    /// Percent of the private memory that was read. Below 100, copies in the rest were not found:
-    /// `within` and `between` are then lower bounds.
+    /// Percent of the private memory that was read. Below 100, copies in the unread memory were not
+    /// found: `within` and `between` are then lower bounds.
     pub read_percent: f64,
-    /// Bytes read a second time.
+    /// Bytes that were read a second time.
     pub read_again_bytes: u64,
-    /// One content in this many was sampled; 1: all.
+    /// One content in this many was sampled; 1: all contents.
     pub one_in: f64,
 }
 
@@ -124,7 +125,8 @@ pub struct EstimateReport {
     pub domains: Vec<DomainEstimate>,
     /// Possible saving in all domains together.
     pub saved: Estimate,
-    /// Copies in other domains beyond one. They must not be shared, and are in no sum.
+    /// Copies of contents in several trust domains, beyond one. They must not be shared, and are
+    /// part of no sum.
     pub across_domains: Estimate,
     /// Number of huge pages that sharing would split.
     pub broken_huge_pages: u64,
@@ -197,7 +199,7 @@ fn domain(split: &DomainSplit, looked: &Looked) -> DomainEstimate {
     }
 }
 
-/// Makes the report.
+/// Makes the report of an estimate.
 #[must_use]
 pub fn report(
     looked: &Looked,
@@ -237,7 +239,7 @@ pub fn report(
         how: How::default(),
         daemon: false,
     };
-    // Last, so that the report's own cost is included.
+    // This comes last, so that the report's own CPU cost is included.
     report.how = how(looked, pace);
     report
 }

@@ -3,9 +3,9 @@
 //! A random sample of pages would miss most twins: a tenth of all pages contains both copies of a
 //! content with a chance of 1 in 100. Contents are therefore drawn by their hash (Gibbons,
 //! "Distinct Sampling for Highly-Accurate Answers to Distinct Values Queries and Event Reports",
-//! VLDB 2001). All copies of a content then come together, and a sum over contents, multiplied by
-//! 2^level, is right on average. Every page is read and hashed. The sample limits only how much is
-//! remembered and read a second time.
+//! VLDB 2001). All copies of a content are then drawn together, and a sum over contents, multiplied
+//! by 2^level, is right on average. Every page is read and hashed. The size of the sample only
+//! limits how much is remembered and read a second time.
 //!
 //! ```text
 //!   level 0:  all contents        level 1: hash begins with 0        level 2: with 00        ...
@@ -29,35 +29,35 @@ pub enum Again {
     Changed,
 }
 
-/// A page as it was read.
+/// Facts about a page that was read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// Hash of its bytes.
+    /// Hash of the page's bytes.
     pub hash: u64,
-    /// Its address in QEMU divided by 4096.
+    /// The page's address in QEMU divided by 4096.
     pub page: u64,
-    /// Host frame number; 0: it may not be read.
+    /// Number of the page's host frame; 0: it may not be read.
     pub frame: u64,
-    /// Number of the VM.
+    /// Number of the VM that the page belongs to.
     pub vm: u32,
-    /// Whether a huge page maps it.
+    /// Whether a huge page maps the page.
     pub huge: bool,
-    /// Whether KSM has merged it.
+    /// Whether KSM has merged the page.
     pub merged: bool,
-    /// Result of the second read.
+    /// Result of reading the page a second time.
     pub again: Again,
 }
 
 impl Seen {
-    /// The 2 MiB block that the page is in: VM, and address divided by 2 MiB.
+    /// Returns the 2 MiB block that contains the page: VM, and address divided by 2 MiB.
     #[must_use]
     pub const fn huge_page(&self) -> (u32, u64) {
         (self.vm, self.page >> 9)
     }
 
-    /// A pseudorandom number that depends on the page's place only.
+    /// Returns a pseudorandom number that depends only on the page's VM and address.
     fn place(&self) -> u64 {
-        // SplitMix64's finalizer (Steele, Lea, Flood 2014).
+        // The finalizer of SplitMix64 (Steele, Lea, Flood 2014).
         let mut z = (self.page ^ u64::from(self.vm) << 52).wrapping_add(0x9E37_79B9_7F4A_7C15);
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -65,11 +65,11 @@ impl Seen {
     }
 }
 
-/// A content with many copies. All copies are counted; the places of some are kept.
+/// A content with many copies. All copies are counted, but the places of only some are kept.
 #[derive(Clone, Debug, Default)]
 pub struct Frequent {
-    /// Number of contents that this one stands for: 1, unless it was sampled before it was found to
-    /// be frequent.
+    /// Number of contents that this content stands for: 1, unless it was sampled before it was
+    /// found to be frequent.
     pub weight: f64,
     /// Number of copies in each VM.
     pub pages: Vec<u64>,
@@ -82,7 +82,7 @@ pub struct Frequent {
 }
 
 impl Frequent {
-    /// An empty record that keeps at most `room` places.
+    /// Creates an empty record that keeps at most `room` places of copies.
     #[must_use]
     pub fn new(weight: f64, room: usize) -> Self {
         Self {
@@ -92,7 +92,7 @@ impl Frequent {
         }
     }
 
-    /// Adds a copy.
+    /// Adds a copy of the content.
     pub fn add(&mut self, seen: Seen) {
         let vm = seen.vm as usize;
         if self.pages.len() <= vm {
@@ -110,20 +110,20 @@ impl Frequent {
         }
     }
 
-    /// Drops half of the kept places.
+    /// Drops half of the kept places of copies.
     pub fn halve(&mut self) {
         self.level += 1;
         let level = self.level;
         self.kept.retain(|s| s.place().leading_zeros() >= level);
     }
 
-    /// Whether the places of all copies are kept.
+    /// Returns whether the places of all copies are kept.
     #[must_use]
     pub const fn is_whole(&self) -> bool {
         self.level == 0
     }
 
-    /// Number of copies in a VM.
+    /// Returns the number of copies in a VM.
     #[must_use]
     pub fn of(&self, vm: usize) -> u64 {
         self.pages.get(vm).copied().unwrap_or(0)
@@ -147,8 +147,8 @@ pub struct Sample {
 const MOST_FREQUENT: usize = 1024;
 
 impl Sample {
-    /// An empty sample of about `room` pages. It keeps the places of `room / 16` pages of zeroes as
-    /// well.
+    /// Creates an empty sample of about `room` pages. It also keeps the places of `room / 16` pages
+    /// of zeroes.
     #[must_use]
     pub fn new(room: usize) -> Self {
         Self {
@@ -172,7 +172,7 @@ impl Sample {
         }
     }
 
-    /// Drops half of the contents. Contents with many copies are counted separately from now on.
+    /// Drops half of the contents. From then on, contents with many copies are counted separately.
     pub fn halve(&mut self) {
         self.pages.sort_unstable_by_key(|seen| seen.hash);
         let many = (self.room / MOST_FREQUENT).max(8);
@@ -197,13 +197,14 @@ impl Sample {
         self.pages = left;
     }
 
-    /// Number of zero bits that a sampled content's hash begins with.
+    /// Returns the level: the number of zero bits that the hash of each sampled content begins
+    /// with.
     #[must_use]
     pub const fn level(&self) -> u32 {
         self.level
     }
 
-    /// Number of contents that each sampled one stands for.
+    /// Returns the number of contents that each sampled content stands for.
     #[must_use]
     pub fn weight(&self) -> f64 {
         f64::from(self.level).exp2()
@@ -215,24 +216,24 @@ mod tests {
     use super::super::statistics::Sum;
     use super::*;
 
-    /// A population: for each content how many copies it has in VMs 0 and 1.
+    /// Makes a population of contents: for each, the number of copies in VMs 0 and 1.
     fn population() -> Vec<(u64, u64)> {
         let mut contents = vec![(1, 0); 3000];
         contents.extend(vec![(1, 1); 2000]);
         contents.extend(vec![(3, 2); 300]);
         contents.extend(vec![(40, 10); 20]);
-        // One that would decide everything, if it were drawn or not.
+        // One content with so many copies that it would dominate the estimate if it were sampled.
         contents.push((6000, 4000));
         contents
     }
 
-    /// Pages that merging all copies would save.
+    /// Returns the number of pages that merging all copies would save.
     fn truth() -> f64 {
         let saved = population().into_iter().map(|(a, b)| a + b - 1);
         saved.sum::<u64>() as f64
     }
 
-    /// Looks at the population in an order by chance, and estimates.
+    /// Adds the population to a sample in random order, and estimates the saving.
     fn estimated(room: usize, seed: u64) -> (f64, f64, Sample) {
         let mut random = seed;
         let mut next = || {
@@ -280,8 +281,8 @@ mod tests {
         assert!(sample.frequent.is_empty());
     }
 
-    /// Unbiased, and the interval holds the truth as often as it says: checks that a wrong weight,
-    /// a lost copy or a content that is drawn too often would fail.
+    /// Checks that estimates are unbiased, and that the true value lies in the interval as often as
+    /// stated. A wrong weight, a lost copy or a content that is drawn too often would fail.
     #[test]
     fn estimated_sums_are_unbiased_and_error_bars_have_the_stated_coverage() {
         const SEEDS: u32 = 400;
@@ -319,7 +320,7 @@ mod tests {
         let most = most.unwrap();
         assert_eq!((most.of(0), most.of(1), most.of(2)), (6000, 4000, 0));
         assert!(most.kept.len() <= 4096 && !most.is_whole());
-        // Kept by their place: as many of each VM as it has.
+        // Copies are kept by their place, so each VM has as large a part of them as of all copies.
         let first = most.kept.iter().filter(|seen| seen.vm == 0).count() as f64;
         let share = first / most.kept.len() as f64;
         assert!((0.55..0.65).contains(&share), "{share}");

@@ -1,12 +1,13 @@
 //! Splits the pages read into classes: possible savings, and pages that cannot be shared.
 //!
-//! Let a VM hold a content in `f` page frames, and a trust domain in `F` (frames, not pages: pages
-//! that are already shared count once). One copy for all would save `F - 1` frames:
+//! Let a VM hold a content in `f` page frames, and all VMs of a trust domain in `F` frames (frames,
+//! not pages: pages that are already shared count once). Keeping one copy for the domain would save
+//! `F - 1` frames:
 //!
 //! ```text
-//!   within    f - 1, added up over the domain's VMs            one VM alone could save it
-//!   between   VMs of the domain that have it, less 1           each of m VMs is credited with (m - 1) / m
-//!   across    domains that have it, less 1                     not allowed, and in no sum
+//!   within    f - 1, added up over the domain's VMs                each VM alone could save this
+//!   between   number of the domain's VMs with the content, less 1  each of m VMs is credited with (m - 1) / m
+//!   across    number of domains with the content, less 1           must not be shared, and in no sum
 //! ```
 //! Pages of zeroes need no copy at all, and are a class of their own. A page that changed between
 //! the two reads is *volatile*, whatever it contained.
@@ -24,41 +25,42 @@ use super::targets::Target;
 /// Number of 4 KiB pages in a huge page.
 const WHOLE: u32 = 512;
 
-/// One VM's part, in pages.
+/// Pages of one VM by class.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmSplit {
-    /// Pages of zeroes.
+    /// Pages of the VM that hold only zeroes.
     pub zero: Sum,
-    /// Part of `zero` that memfold's library gives back. A huge page stays whole unless all of it
-    /// is zero, or folding splits it.
+    /// Part of `zero` that memfold's library in QEMU gives back. A huge page stays whole unless all
+    /// of it is zero, or folding splits it.
     pub zero_given_back: Sum,
-    /// Copies within the VM beyond the first.
+    /// Copies of contents within the VM beyond the first copy.
     pub within: Sum,
-    /// The VM's part of contents common to VMs of its domain.
+    /// The VM's part of contents that VMs of its trust domain have in common.
     pub between: Sum,
     /// Pages that changed between the two reads.
     pub volatile: Sum,
     /// Pages that KSM has already merged with other pages that were read. Of `k` pages in one
-    /// frame, each counts (k - 1) / k.
+    /// frame, each counts as (k - 1) / k.
     pub merged: Sum,
     /// Huge pages that sharing would split.
     pub broken_huge_pages: Sum,
 }
 
-/// One trust domain's part, in pages. A VM without a domain is alone in its own.
+/// Pages of one trust domain by class. A VM without a domain counts as a domain of its own.
 #[derive(Clone, Debug, Default)]
 pub struct DomainSplit {
     /// Name of the trust domain.
     pub name: Option<String>,
-    /// Numbers of its VMs.
+    /// Numbers of the VMs in the domain.
     pub vms: Vec<usize>,
-    /// Pages of zeroes.
+    /// Pages that hold only zeroes.
     pub zero: Sum,
-    /// Copies within VMs.
+    /// Copies within single VMs, beyond the first.
     pub within: Sum,
-    /// Copies in other VMs.
+    /// Copies in several VMs of the domain, all but one.
     pub between: Sum,
-    /// Sum of the three, kept separately because their errors are not independent.
+    /// Sum of `zero`, `within` and `between`, kept separately because their errors are not
+    /// independent.
     pub saved: Sum,
     /// Part of `within` and `between` that is page cache of files.
     pub of_files: Sum,
@@ -66,16 +68,16 @@ pub struct DomainSplit {
     pub folded: Sum,
     /// Pages saved by KSM in memory that is offered to it.
     pub ksm: Sum,
-    /// Pages that KSM would save if all memory were offered.
+    /// Pages that KSM would save if all memory were offered to KSM.
     pub ksm_if_offered: Sum,
 }
 
-/// One file's part.
+/// Pages of one file, and the possible saving.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FileSplit {
     /// Number of the file.
     pub file: u32,
-    /// Number of the domain.
+    /// Number of the trust domain.
     pub domain: usize,
     /// Pages of the file that VMs cache.
     pub cached_pages: u64,
@@ -86,13 +88,13 @@ pub struct FileSplit {
 /// Result of the split, in pages.
 #[derive(Debug, Default)]
 pub struct Split {
-    /// By VM, in the order of the targets.
+    /// Pages of each VM, in the order of the targets.
     pub vms: Vec<VmSplit>,
-    /// By domain.
+    /// Pages of each trust domain.
     pub domains: Vec<DomainSplit>,
-    /// Copies in other domains beyond one.
+    /// Copies of contents in several trust domains, beyond one.
     pub across: Sum,
-    /// By file, largest saving first.
+    /// Pages of each file, largest saving first.
     pub files: Vec<FileSplit>,
 }
 
@@ -120,14 +122,14 @@ struct Splitter<'a> {
     weight: f64,
     max_page_sharing: f64,
     use_zero_pages: bool,
-    /// Domain number of each VM.
+    /// Number of each VM's trust domain.
     domain: Vec<usize>,
     split: Split,
     files: HashMap<(usize, u32), Sum>,
     /// Number of pages that would be shared, in each huge page.
     shared_in_huge: HashMap<(u32, u64), u32>,
     broken: HashSet<(u32, u64)>,
-    /// Blocks of 2 MiB in which files cache enough pages for folding to split a huge page.
+    /// Blocks of 2 MiB in which guests cache enough file pages for folding to split a huge page.
     splittable: HashSet<(u32, u64)>,
 }
 
@@ -179,7 +181,7 @@ impl<'a> Splitter<'a> {
             }
         }
         if alone {
-            // It was seen in one domain only, with nothing to save.
+            // The content was seen in one domain only, so there is nothing to save.
             return;
         }
         stable.sort_unstable_by_key(|s| (self.domain[s.vm as usize], s.vm, s.page));
@@ -254,8 +256,8 @@ impl<'a> Splitter<'a> {
         }
     }
 
-    /// Frames that KSM frees, of `frames` frames that hold `pages` pages of one content. One frame
-    /// remains for every `max_page_sharing` pages.
+    /// Returns how many frames KSM frees, of `frames` frames that hold `pages` pages of one
+    /// content. One frame remains for every `max_page_sharing` pages.
     fn merged(&self, pages: f64, frames: f64) -> f64 {
         (frames - (pages / self.max_page_sharing).ceil()).max(0.0)
     }
@@ -276,7 +278,8 @@ impl<'a> Splitter<'a> {
         files.len() as f64 * each
     }
 
-    /// Counts pages that cache the same page of the same file in several VMs: all but one of each.
+    /// Counts pages that cache the same page of the same file in several VMs: for each page of a
+    /// file, all but one.
     fn folded(&self, own: &[&Seen]) -> f64 {
         let folds = |s: &&&Seen| !s.huge || self.splittable.contains(&s.huge_page());
         let mut places: Vec<((u32, u32), u32)> = own
@@ -290,7 +293,7 @@ impl<'a> Splitter<'a> {
         same_place.map(|vms| vms.len() as f64 - 1.0).sum()
     }
 
-    /// Adds a content with many copies, some of which were read again.
+    /// Adds a content with many copies, of which some were read again.
     fn frequent(&mut self, frequent: &Frequent) {
         let looked = frequent.kept.len() as f64;
         if looked == 0.0 {
@@ -352,12 +355,12 @@ impl<'a> Splitter<'a> {
             let changed = count(&|seen| seen.again == Again::Changed);
             let merged = count(&|seen| seen.again != Again::Changed && seen.merged);
             let population = zero.of(vm);
-            // Unread pages are like the pages read, because the order was random.
+            // The unread pages are similar to the pages read, because the order was random.
             let pages = &self.pages[vm];
             let unread = pages.private as f64 / pages.read.max(1) as f64;
             let share = |found: u64| Sum::of_share(found, looked, population).times(unread);
             let (own, volatile, merged) = match looked {
-                // None was sampled, so there are few.
+                // No copy in this VM was sampled, so it has few.
                 0 => {
                     let mut all = Sum::default();
                     all.add(population as f64, 1.0);
@@ -385,8 +388,8 @@ impl<'a> Splitter<'a> {
             split.zero_given_back = own.times(given.max(0.0));
             split.volatile.join(volatile);
             split.merged.join(merged);
-            // One page stays for every `max_page_sharing`, unless the kernel's zero page replaces
-            // all.
+            // One page remains for every `max_page_sharing` pages, unless KSM maps all of them to
+            // the kernel's zero page.
             let left = if self.use_zero_pages {
                 1.0
             } else {
@@ -411,7 +414,7 @@ impl<'a> Splitter<'a> {
             if self.broken.contains(place) {
                 continue;
             }
-            // The huge page has about this many such pages, and was found if one of them was
+            // The huge page has about this many shareable pages, and was found if one of them was
             // sampled.
             let pages = f64::from(*pages) / drawn;
             let found = 1.0 - (1.0 - drawn).powf(pages);
@@ -463,7 +466,7 @@ fn splittable(targets: &[Target]) -> HashSet<(u32, u64)> {
     enough.map(|(place, _)| place).collect()
 }
 
-/// Part of a VM's private pages that is offered to KSM, 0 to 1.
+/// Returns the part of a VM's private pages that is offered to KSM, 0 to 1.
 fn offered_share(pages: &Pages) -> f64 {
     pages.mergeable as f64 / pages.private.max(1) as f64
 }
@@ -482,8 +485,8 @@ mod tests {
         reads_files: false,
     };
 
-    /// Two VMs of a domain and one of another, all of whose memory is offered to KSM; nothing was
-    /// seen yet.
+    /// Makes two VMs of a domain and one of another. All of their memory is offered to KSM, and no
+    /// page was sampled yet.
     fn looked() -> Looked {
         let target = |pid: i32, domain: &str| Target {
             pid,
@@ -531,13 +534,13 @@ mod tests {
     fn page_frames_that_are_already_shared_count_once() {
         let mut looked = looked();
         looked.sample.pages = vec![
-            // Three pages in two frames, one of which the other VM maps, too.
+            // Three pages are in two frames, and the other VM maps one of these frames, too.
             seen(7, 0, 1, 50),
             seen(7, 0, 2, 51),
             seen(7, 0, 3, 51),
             seen(7, 1, 1, 51),
             seen(7, 1, 9, 52),
-            // In another domain.
+            // The same content in another domain.
             seen(7, 2, 1, 60),
             seen(7, 2, 2, 61),
         ];
@@ -547,7 +550,7 @@ mod tests {
         is(d.within, 1.0);
         is(d.between, 1.0);
         is(d.ksm, 2.0);
-        // Three pages lie in one frame: each is credited with two thirds.
+        // Three pages are in one frame: each is credited with two thirds.
         is(split.vms[0].merged, 4.0 / 3.0);
         is(split.vms[1].merged, 2.0 / 3.0);
         is(split.vms[0].between, 0.5);
@@ -565,7 +568,7 @@ mod tests {
         looked.sample.pages = vec![
             seen(7, 0, 1, 50),
             changed(seen(7, 1, 1, 51)),
-            // One in eight of those without a twin is looked at again.
+            // Of pages without a twin, one in eight is read again.
             changed(seen(8, 0, 2, 52)),
         ];
         let split = split(&looked, &[], &OPTIONS);
@@ -592,7 +595,7 @@ mod tests {
         is(d.between, 1.0);
         is(d.ksm, 15_000.0 - 59.0);
         is(all.across, 1.0);
-        // A tenth of those whose place is known was merged, a fifth changes.
+        // Of the copies whose place is known, a tenth was merged and a fifth changed.
         let frequent = looked.sample.frequent.get_mut(&7).unwrap();
         let (kept, n) = (&mut frequent.kept, frequent.pages[0] as f64);
         for (at, seen) in kept.iter_mut().enumerate() {
@@ -624,7 +627,7 @@ mod tests {
             let zero = seen(0, 0, page, page + 1);
             looked.sample.zero.add(Seen { huge, ..zero });
         }
-        // Of the second huge page a part only.
+        // Only a part of the second huge page is zero.
         for page in 2048..2148 {
             let zero = seen(0, 0, page, page + 1);
             looked.sample.zero.add(Seen { huge: true, ..zero });
@@ -645,7 +648,7 @@ mod tests {
     fn the_folding_estimate_excludes_huge_pages_with_few_cached_pages() {
         use super::super::facts::FileRun;
         let mut looked = looked();
-        // In each VM 63 pages of a file in one huge page, and 64 in the next.
+        // In each VM, 63 pages of a file are in one huge page, and 64 in the next.
         let run = |hva: u64, pages, page| FileRun {
             hva: hva << 12,
             pages,

@@ -7,8 +7,8 @@ use utoipa::ToSchema;
 /// Number of standard deviations on each side that enclose 95 % of a normal distribution.
 const CONFIDENCE: f64 = 1.96;
 
-/// A sum over a population whose members were each drawn with a known probability (Horvitz and
-/// Thompson 1952).
+/// A sum over a population of which only some members were drawn, each with a known probability
+/// (Horvitz and Thompson 1952).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sum {
     total: f64,
@@ -16,8 +16,8 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// Adds a member with value `x` that was drawn with probability `p = 1 / weight`. Its part of
-    /// the variance is estimated as `x^2 (1 - p) / p^2`.
+    /// Adds a member with value `x` that was drawn with probability `p = 1 / weight`. The member's
+    /// part of the variance is estimated as `x^2 (1 - p) / p^2`.
     pub fn add(&mut self, x: f64, weight: f64) {
         self.total += x * weight;
         self.variance += x * x * weight * (weight - 1.0);
@@ -30,15 +30,15 @@ impl Sum {
     }
 
     /// Estimates how many members of a population are of a kind, if `found` of `looked` drawn
-    /// members were.
+    /// members are of this kind.
     #[must_use]
     pub fn of_share(found: u64, looked: u64, population: u64) -> Self {
         if looked == 0 {
             return Self::default();
         }
         let (found, looked, population) = (found as f64, looked as f64, population as f64);
-        // One more of each kind is assumed: a kind that was not found in a small sample may still
-        // exist.
+        // One more member of each kind is assumed: a kind that was not found in a small sample may
+        // still exist.
         let likely = (found + 1.0) / (looked + 2.0);
         let rest = (1.0 - looked / population).max(0.0);
         Self {
@@ -56,13 +56,13 @@ impl Sum {
         }
     }
 
-    /// The sum, in the unit of the added values.
+    /// Returns the sum, in the unit of the added values.
     #[must_use]
     pub const fn total(&self) -> f64 {
         self.total
     }
 
-    /// Half the width of the 95 % confidence interval.
+    /// Returns half the width of the 95 % confidence interval.
     #[must_use]
     pub fn plus_minus(&self) -> f64 {
         CONFIDENCE * self.variance.sqrt()
@@ -79,7 +79,7 @@ impl Sum {
 }
 
 /// Rounds to the nearest whole number, at least 0.
-// The cast saturates, and a host's pages are far below 2^52.
+// The cast saturates, and the number of a host's pages is far below 2^52.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 #[must_use]
 pub fn whole(x: f64) -> u64 {
@@ -91,7 +91,7 @@ pub fn whole(x: f64) -> u64 {
 pub struct Estimate {
     /// Estimated amount, in bytes.
     pub bytes: u64,
-    /// Half of the 95 % confidence interval, in bytes; 0: every page was read.
+    /// Half of the 95 % confidence interval, in bytes; 0 if every page was read.
     pub plus_minus_bytes: u64,
 }
 
@@ -113,7 +113,7 @@ mod tests {
     fn a_share_of_zero_in_a_sample_has_an_error_bar() {
         let sum = Sum::of_share(0, 100, 10_000);
         assert_eq!(sum.bytes().bytes, 0);
-        // 3 in 100 would have been missed with a chance of 1 in 20.
+        // A kind that has 3 of 100 members would be missed with a chance of 1 in 20.
         assert!((100.0..400.0).contains(&sum.plus_minus()), "{sum:?}");
         assert_eq!(Sum::of_share(0, 0, 10_000), Sum::default());
     }

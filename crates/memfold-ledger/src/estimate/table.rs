@@ -9,7 +9,7 @@ use super::mechanisms::{Mechanism, Way};
 use super::report::{EstimateReport, How, VmEstimate};
 use super::statistics::Estimate;
 
-/// Most files shown.
+/// Largest number of files that the table shows.
 const FILES: usize = 15;
 
 const LEGEND: &str = "\
@@ -64,7 +64,7 @@ fn size(bytes: u64) -> String {
     ByteSize(bytes).to_string()
 }
 
-/// The amount, with its error bar if it has one.
+/// Returns the amount as text, with its error bar if it has one.
 pub(super) fn amount(estimate: Estimate) -> String {
     match estimate.plus_minus_bytes {
         0 => size(estimate.bytes),
@@ -110,8 +110,8 @@ fn row(vm: &VmEstimate, name: &str, pid: &str) -> [String; 13] {
     ]
 }
 
-/// Sums the columns shown. Errors are added linearly: for a content that several VMs hold, they are
-/// the same error.
+/// Sums the columns of the table. Errors are added linearly: if several VMs hold a content, they
+/// have the same error.
 fn sum(vms: &[VmEstimate]) -> VmEstimate {
     let mut sum = VmEstimate::default();
     for vm in vms {

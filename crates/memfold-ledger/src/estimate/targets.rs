@@ -1,5 +1,5 @@
-//! The QEMU processes whose memory is read: their RAM ranges, and which VMs may share with each
-//! other.
+//! Finds the QEMU processes whose memory is read: their RAM ranges, and which VMs may share with
+//! each other.
 
 use std::path::Path;
 
@@ -17,9 +17,9 @@ pub struct Range {
     pub start: u64,
     /// Address after the last byte.
     pub end: u64,
-    /// Whether KSM may merge its pages.
+    /// Whether KSM may merge pages of the range.
     pub mergeable: bool,
-    /// Whether it consists of hugetlbfs pages, which cannot be shared.
+    /// Whether the range consists of hugetlbfs pages, which cannot be shared.
     pub hugetlb: bool,
 }
 
@@ -30,9 +30,9 @@ pub struct Target {
     pub name: String,
     /// Process number of QEMU.
     pub pid: i32,
-    /// Trust domain; `None`: the VM shares with no other VM.
+    /// Trust domain of the VM; `None`: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// Ranges of its memory, by address.
+    /// Ranges of the VM's memory, sorted by address.
     pub ranges: Vec<Range>,
     /// File pages that the VM caches, by address; `None`: unknown.
     pub runs: Option<Vec<FileRun>>,
@@ -41,7 +41,8 @@ pub struct Target {
 }
 
 impl Target {
-    /// Key that groups VMs that may share: the trust domain, or the VM alone.
+    /// Returns the key that groups VMs which may share with each other: the trust domain, or the VM
+    /// alone.
     #[must_use]
     pub fn group(&self) -> String {
         match &self.domain {
@@ -50,7 +51,8 @@ impl Target {
         }
     }
 
-    /// The file, and the page in it, that the page number `page` (address / 4096) caches.
+    /// Returns the file that page `page` of memory (address / 4096) caches, and the number of the
+    /// page in the file.
     #[must_use]
     pub fn file_at(&self, page: u64) -> Option<(u32, u32)> {
         let runs = self.runs.as_deref()?;
@@ -61,7 +63,7 @@ impl Target {
             .then(|| Some((run.file, run.page.checked_add(u32::try_from(inside).ok()?)?)))?
     }
 
-    /// Whether KSM may merge the page number `page` (address / 4096).
+    /// Returns whether KSM may merge page `page` of memory (address / 4096).
     #[must_use]
     pub fn is_mergeable(&self, page: u64) -> bool {
         let address = page << 12;
@@ -91,11 +93,12 @@ impl Domains {
     }
 }
 
-/// Finds the QEMUs of this host. If `selected` is not empty, only those that it names, by name or
-/// process number.
+/// Finds the QEMUs of this host. If `selected` is not empty, only the QEMUs that it names, by name
+/// or process number.
 ///
 /// # Errors
-/// No such VM runs, or its memory map may not be read.
+///
+/// An [`EstimateError`] if no such VM runs, or if its memory map may not be read.
 pub fn find(
     proc_root: &Path,
     selected: &[String],
@@ -182,8 +185,8 @@ fn name_of(pid: i32, facts: &VmFacts) -> String {
         .unwrap_or_else(|| format!("process {pid}"))
 }
 
-/// Guest memory, and other mergeable memory of the process: small blocks such as video memory or
-/// ROMs too.
+/// Returns the ranges of guest memory, and of other mergeable memory of the process, including
+/// small blocks such as video memory or ROMs.
 fn memory(proc_root: &Path, pid: i32, known: Option<&KnownVm>) -> std::io::Result<Vec<Range>> {
     let ram = known.map_or(&[][..], |vm| &vm.ram);
     let mut mappings = ranges::guest(proc_root, pid, ram)?;

@@ -2,27 +2,28 @@
 
 use super::Series;
 
-/// Most points of a trend. All pairs of points are compared.
+/// Most points of a trend; the cost grows with the square, since all pairs of points are compared.
 const MOST: usize = 60;
 
 /// Fewest points of a trend.
 const LEAST: usize = 8;
 
-/// A gap of more than this many steps ends a run of samples: the VM was another one before.
+/// Longest gap within a run of samples, in steps. After a longer one, the VM counts as another one.
 const GAP: i64 = 4;
 
-/// Growth of a VM.
+/// Growth of a VM's unshared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth {
-    /// Bytes per hour; negative if it shrinks.
+    /// Bytes per hour; negative if the memory shrinks.
     pub bytes_per_hour: i64,
-    /// Length of the measured time, in seconds.
+    /// Time over which the growth was measured, in seconds.
     pub over_s: i64,
 }
 
-/// The trend of private and unfolded memory in a VM's series. It is the median slope of all pairs
-/// of points (Theil and Sen), so that peaks do not count. Only the newest run of samples without a
-/// gap is used, without its first quarter, in which a guest boots. `None`: too few samples.
+/// Returns the trend of private and unfolded memory in a VM's series. It is the median slope of all
+/// pairs of points (method of Theil and Sen), so peaks do not count. Only the newest run of samples
+/// without a gap is used, except its first quarter, in which a guest boots. `None`: too few
+/// samples.
 #[must_use]
 pub fn growth(series: &Series) -> Option<Growth> {
     let of = |name: &str| {
@@ -61,7 +62,7 @@ pub fn growth(series: &Series) -> Option<Growth> {
     }
     slopes.sort_unstable_by(f64::total_cmp);
     let slope = slopes.get(slopes.len() / 2)?;
-    // Memory of a host an hour: far below 2^63.
+    // The memory that a host can take in an hour is far below 2^63 bytes.
     #[allow(clippy::cast_possible_truncation)]
     Some(Growth {
         bytes_per_hour: (slope * 3600.0).round() as i64,
@@ -90,7 +91,8 @@ mod tests {
 
     #[test]
     fn a_growth_trend_is_found_despite_a_boot_and_peaks() {
-        // 10 MiB an hour after a boot of 300 MiB in ten minutes; each tenth sample is a peak.
+        // A VM that boots to 300 MiB in ten minutes and then grows by 10 MiB an hour. Each tenth
+        // sample is a peak.
         let bytes = |n: i64| {
             let boot = (n * 15).min(300) << 20;
             let peak = if n % 10 == 0 { 80 << 20 } else { 0 };
@@ -101,7 +103,7 @@ mod tests {
         let rate = found.bytes_per_hour as f64 / f64::from(10 << 20);
         assert!((0.9..1.1).contains(&rate), "{rate}");
         assert_eq!(found.over_s, 299 * 30);
-        // Another VM of that name, long before, that was larger.
+        // Long before, another, larger VM had the same name.
         let mut two = vec![(0, 1 << 40); 3];
         two.iter_mut().zip(0..).for_each(|(p, n)| p.0 = n * 30);
         two.extend(points);

@@ -21,12 +21,12 @@ pub use store::{History, HistoryError, KEEP_COARSE_S, KEEP_FINE_S};
 /// A change seen between two samples.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
-    /// Time when it was seen, in seconds since 1970.
+    /// Time when the change was seen, in seconds since 1970.
     pub at_unix_s: i64,
     /// Subject of the event: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `brake`,
     /// `snapshot`, `lending`, `daemon`.
     pub kind: String,
-    /// Whether the operator should look at it.
+    /// Whether the operator should look at the event.
     pub warning: bool,
     /// Name of the VM, if the event concerns one.
     pub vm: Option<String>,
@@ -37,17 +37,17 @@ pub struct Event {
 /// Figures over time.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Series {
-    /// Seconds per point. A point is the mean of the samples in that time.
+    /// Seconds per point. The value of a point is the mean of the samples in that time.
     pub step_s: i64,
     /// Start time of each point, in seconds since 1970.
     pub t: Vec<i64>,
-    /// Names of the figures.
+    /// Names of the figures, in the order of `values`.
     pub names: Vec<String>,
-    /// For each name, one value per point; null: not known at that time.
+    /// For each name, one value per point; null: unknown at that time.
     pub values: Vec<Vec<Option<i64>>>,
 }
 
-/// PSS of all VMs over time.
+/// PSS of each VM over time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Trends {
     /// Seconds per point.

@@ -6,7 +6,7 @@ use memfold_units::ByteSize;
 use crate::{Report, VmAccount};
 
 /// Names of the host's figures. The first five, together with cache and free memory, add up to
-/// `MemTotal`. New names are appended: the order is that of the database's columns.
+/// `MemTotal`. New names are appended, because the order is that of the database's columns.
 pub const HOST_SERIES: [&str; 20] = [
     "vms_bytes",
     "stores_bytes",
@@ -47,7 +47,7 @@ fn whole(bytes: ByteSize) -> i64 {
 }
 
 fn milliseconds(seconds: f64) -> i64 {
-    // CPU seconds since boot: far below 2^53 milliseconds.
+    // CPU seconds since boot are far below 2^53 milliseconds.
     #[allow(clippy::cast_possible_truncation)]
     let ms = (seconds * 1e3) as i64;
     ms
@@ -58,11 +58,12 @@ fn milliseconds(seconds: f64) -> i64 {
 pub struct Lent {
     /// Bytes of this host's memory that are lent to others.
     pub lent_bytes: u64,
-    /// Bytes of this host's VMs' swap disks that are in other hosts' memory.
+    /// Bytes of VMs' swap disks of this host that are in other hosts' memory.
     pub borrowed_bytes: u64,
 }
 
-/// Values in the order of [`HOST_SERIES`]; `None`: unknown. CPU times are totals.
+/// Returns a report's values in the order of [`HOST_SERIES`]; `None`: unknown. CPU times are
+/// totals.
 #[must_use]
 pub fn host_values(
     ledger: &Report,
@@ -96,7 +97,7 @@ pub fn host_values(
     ]
 }
 
-/// Values in the order of [`VM_SERIES`].
+/// Returns a VM's values in the order of [`VM_SERIES`].
 #[must_use]
 pub fn vm_values(vm: &VmAccount) -> [i64; VM_SERIES.len()] {
     [

@@ -8,21 +8,22 @@ use rusqlite::{Connection, ToSql, params, params_from_iter};
 
 use super::{Event, HOST_SERIES, Series, Trend, Trends, VM_SERIES};
 
-/// How long fine samples are kept, in seconds.
+/// Age up to which fine samples are kept, in seconds.
 pub const KEEP_FINE_S: i64 = 24 * 3600;
-/// How long coarse samples are kept, in seconds.
+/// Age up to which coarse samples are kept, in seconds.
 pub const KEEP_COARSE_S: i64 = 90 * 24 * 3600;
 /// Length of a coarse sample, in seconds.
 const COARSE_STEP_S: i64 = 1800;
-/// Most rows of VMs' samples, fine and coarse, of about 70 bytes each. 100 VMs have 720,000 rows.
+/// Most rows of VMs' samples, fine and coarse. A row takes about 70 bytes; 100 VMs have 720,000
+/// rows.
 const MOST_VM_ROWS: i64 = 1_000_000;
 /// Most events that are kept.
 const MOST_EVENTS: i64 = 5000;
-/// Size limit of the file in pages of 4,096 bytes: 256 MiB.
+/// Size limit of the database file, in pages of 4,096 bytes: 256 MiB.
 const MOST_PAGES: i64 = 65_536;
-/// `user_version` of databases that this code reads.
+/// Version (`user_version`) of the databases that this code reads.
 const VERSION: i64 = 2;
-/// Statements that upgrade a database from each version, starting with 1, to the next.
+/// Statements that upgrade a database, each from one version to the next, beginning with version 1.
 const UPGRADES: [&str; 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
     ALTER TABLE host ADD COLUMN debt_absorbable_bytes INTEGER;
     ALTER TABLE host ADD COLUMN lent_bytes INTEGER;
@@ -34,7 +35,7 @@ pub enum HistoryError {
     /// The file cannot be created.
     #[error("cannot use {path}")]
     File {
-        /// Path of the file.
+        /// Path of the database file.
         path: PathBuf,
         /// The kernel's error.
         #[source]
@@ -43,7 +44,7 @@ pub enum HistoryError {
     /// The database failed.
     #[error("cannot use the history at {path}")]
     Database {
-        /// Path of the file.
+        /// Path of the database file.
         path: PathBuf,
         /// The database's error.
         #[source]
@@ -54,7 +55,7 @@ pub enum HistoryError {
         "the history at {path} has version {version}, this memfold reads versions up to {VERSION}; move the file away"
     )]
     Version {
-        /// Path of the file.
+        /// Path of the database file.
         path: PathBuf,
         /// Version of the database.
         version: i64,
@@ -66,7 +67,7 @@ pub enum HistoryError {
 pub struct History {
     path: PathBuf,
     connection: Connection,
-    /// Start of the coarse step whose fine samples are being collected.
+    /// Start of the coarse step (in seconds since 1970) whose fine samples are being collected.
     gathering: Option<i64>,
 }
 
@@ -76,7 +77,7 @@ fn columns(names: &[&str]) -> String {
 }
 
 fn schema() -> String {
-    // Fine samples have step 0, because they may come at any interval.
+    // Fine samples have step 0, because the time between two of them may vary.
     format!(
         "CREATE TABLE host (step INTEGER NOT NULL, t INTEGER NOT NULL, {}, PRIMARY KEY (step, t)) STRICT, WITHOUT ROWID;
          CREATE TABLE vm_names (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL) STRICT;
@@ -100,7 +101,7 @@ fn is_full(error: &rusqlite::Error) -> bool {
 }
 
 impl History {
-    /// Opens the history, and creates it if there is none. Only its owner can read it.
+    /// Opens the history, or creates it if there is none. Only its owner can read the file.
     pub fn open(path: &Path) -> Result<Self, HistoryError> {
         let file = |source| HistoryError::File {
             path: path.to_owned(),
@@ -160,7 +161,7 @@ impl History {
         }
     }
 
-    /// Adds a sample and events. Deletes data that is too old or too much.
+    /// Adds a sample and events. Deletes data that is too old or exceeds a limit.
     pub fn add(
         &mut self,
         at_unix_s: i64,
@@ -169,15 +170,15 @@ impl History {
         events: &[Event],
     ) -> Result<(), HistoryError> {
         let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
-        // Comes first, because it frees space. It also handles data of an earlier daemon, which may
-        // have lived for less than a step.
+        // This comes first, because it frees space. It also handles data of an earlier daemon,
+        // which may have run for less than a step.
         let tidied = if self.gathering.replace(step) == Some(step) {
             Ok(())
         } else {
             self.make_coarse(step)
         };
         let mut added = self.add_rows(at_unix_s, host, vms, events);
-        // A full disk causes the same error.
+        // A full disk causes the same error as a full database.
         if added.as_ref().is_err_and(is_full) && self.is_at_its_limit() {
             self.make_room().map_err(|source| self.failed(source))?;
             added = self.add_rows(at_unix_s, host, vms, events);
@@ -195,7 +196,7 @@ impl History {
         number("page_count") * 10 >= number("max_page_count") * 9
     }
 
-    /// Deletes the oldest quarter when the file has reached its size limit.
+    /// Deletes the oldest quarter of the data when the file has reached its size limit.
     fn make_room(&mut self) -> rusqlite::Result<()> {
         tracing::warn!(path = %self.path.display(), "history full, oldest quarter deleted; nothing is needed");
         let transaction = self.connection.transaction()?;
@@ -220,7 +221,7 @@ impl History {
         let transaction = self.connection.transaction()?;
         {
             let marks = |n: usize| vec!["?"; n].join(", ");
-            // Of two samples in one second, the later one counts.
+            // If two samples have the same second, the later one counts.
             let mut add = transaction.prepare_cached(&format!(
                 "INSERT OR REPLACE INTO host VALUES ({})",
                 marks(HOST_SERIES.len() + 2)
@@ -249,9 +250,9 @@ impl History {
         transaction.commit()
     }
 
-    /// Computes the means of all complete steps before `now_step` that have none, and deletes data
-    /// that is too old. Samples with a time in the future (the clock was ahead) stay until their
-    /// time comes, and do no harm.
+    /// Computes the means of all complete steps before `now_step` that have no mean yet, and
+    /// deletes data that is too old. Samples with a time in the future (the clock was ahead) stay
+    /// until their time comes, and do no harm.
     fn make_coarse(&mut self, now_step: i64) -> rusqlite::Result<()> {
         let transaction = self.connection.transaction()?;
         let bucket = format!("t - t % {COARSE_STEP_S}");
@@ -298,14 +299,14 @@ impl History {
         transaction.commit()
     }
 
-    /// The host's figures since `from`, in at most `points` points. Fine samples are used if they
-    /// are kept for that long, otherwise coarse ones.
+    /// Returns the host's figures since `from`, in at most `points` points. Fine samples are used
+    /// if they are kept for that long, otherwise coarse ones.
     pub fn host(&self, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
         self.series("host", "", &[], &HOST_SERIES, (now, from), points)
             .map_err(|source| self.failed(source))
     }
 
-    /// A VM's figures since `from`. An unknown VM has no points.
+    /// Returns a VM's figures since `from`. An unknown VM has no points.
     pub fn vm(&self, name: &str, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
         let condition = "AND vm = (SELECT id FROM vm_names WHERE name = ?5)";
         self.series("vms", condition, &[&name], &VM_SERIES, (now, from), points)
@@ -348,8 +349,8 @@ impl History {
         Ok(found)
     }
 
-    /// PSS of all VMs since `from`, in at most `points` points. All VMs have the same points, from
-    /// `from` to `now`.
+    /// Returns the PSS of all VMs since `from`, in at most `points` points. All VMs have the same
+    /// points, from `from` to `now`.
     pub fn trends(&self, now: i64, from: i64, points: i64) -> Result<Trends, HistoryError> {
         // Samples have a resolution of one second.
         let points = points.min(now - from).max(1);
@@ -382,7 +383,7 @@ impl History {
         read().map_err(|source| self.failed(source))
     }
 
-    /// The last `count` events, newest first.
+    /// Returns the last `count` events, newest first.
     pub fn events(&self, count: i64) -> Result<Vec<Event>, HistoryError> {
         let read = || -> rusqlite::Result<Vec<Event>> {
             let mut select = self.connection.prepare_cached(
@@ -408,7 +409,7 @@ mod tests {
     use super::*;
 
     const DAY: i64 = 24 * 3600;
-    /// A multiple of the coarse step.
+    /// Start time of the tests' samples: a multiple of the coarse step.
     const BEGIN: i64 = 1_800_000_000;
 
     fn open() -> (tempfile::TempDir, History) {
@@ -437,7 +438,7 @@ mod tests {
     #[test]
     fn a_full_history_database_deletes_its_oldest_samples_and_adds_new_samples() {
         let (directory, mut history) = open();
-        // 400 KiB: a hundred pages.
+        // One hundred pages are 400 KiB.
         let most = 100;
         let set = history
             .connection
@@ -550,9 +551,9 @@ mod tests {
         assert_eq!(found[0].pss_bytes, [Some(0); 40]);
         let (before, young) = found[1].pss_bytes.split_at(38);
         assert_eq!((before, young), (&[None; 38][..], &[Some(0); 2][..]));
-        // What doesn't divide the time evenly is in the last one.
+        // If the points do not divide the time evenly, the last point covers the rest.
         assert_eq!(points(70)[1].pss_bytes.len(), 70);
-        // Where a sample is rarer than a point there are gaps.
+        // If samples are rarer than points, some points have no value.
         let gaps = &history.trends(BEGIN + 3600, BEGIN, 240).unwrap().vms[0].pss_bytes;
         assert_eq!((gaps[0], gaps[1], gaps[2]), (Some(0), None, Some(0)));
         let few = history.trends(BEGIN + 3600, BEGIN + 3597, 40).unwrap();
@@ -593,7 +594,7 @@ mod tests {
         for n in 0..10 {
             add(&mut history, BEGIN + DAY + n * 600, 7);
         }
-        // It is set right.
+        // The clock is set right again.
         for n in 0..10 {
             add(&mut history, BEGIN + n * 600, 5);
         }
@@ -653,7 +654,7 @@ mod tests {
         let (directory, history) = open();
         let path = directory.path().join("records/history.sqlite");
         let connection = &history.connection;
-        // As that version made it.
+        // Makes the table as version 1 did.
         for name in &HOST_SERIES[OLD..] {
             let drop = format!("ALTER TABLE host DROP COLUMN {name}");
             connection.execute_batch(&drop).unwrap();
