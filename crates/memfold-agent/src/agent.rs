@@ -1,7 +1,7 @@
 //! Main loop of the agent: connects to the daemon, and turns kernel events into messages.
 //!
 //! ```text
-//!   no port --> host absent --> waiting (Hello sent) --> working (Welcome came)
+//!   no port --> host absent --> waiting (Hello sent) --> working (Welcome received)
 //!      ^             ^  ^______________________|____________________|   host side closed
 //!      |_____________|__________________________________________________ port gone
 //! ```
@@ -31,26 +31,28 @@ use crate::port::{self, Port};
 use crate::trace::{Round, Tracer};
 use crate::worker::{Finding, Job, Worker};
 
-/// Delay between the first trace event and the reading of the ring buffers, so that events gather.
+/// Delay between the first trace event and the reading of the ring buffers, so that several events
+/// are read at once.
 const GATHER: Duration = Duration::from_millis(100);
-/// The same delay when the last round was large. It is shorter, so that the ring buffer does not
+/// The same delay after a large round of reading. It is shorter, so that the ring buffer does not
 /// overflow.
 const GATHER_BUSY: Duration = Duration::from_millis(10);
-/// Number of events above which a round counts as large: a quarter of a CPU's ring buffer.
+/// Number of events above which a round of reading counts as large: a quarter of a CPU's ring
+/// buffer.
 const BUSY_ROUND: u64 = 5000;
-/// A `SIGIO` of the port that comes within this time after received data is taken to announce that
-/// data.
+/// Time after received data within which a `SIGIO` of the port is taken to announce that data.
 const SIGNAL_SLACK: Duration = Duration::from_millis(200);
-/// Delay between the last loss of events and the inventory that repairs it.
+/// Delay between the last loss of trace events and the inventory that repairs the daemon's
+/// knowledge.
 const REPAIR_DELAY: Duration = Duration::from_secs(2);
-/// Shortest interval between two repair inventories, and the longest. The interval doubles while
-/// events are still being lost.
+/// Shortest and longest interval between two repair inventories. The interval doubles while events
+/// are still being lost.
 const REPAIR_INTERVAL: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(300));
 /// Shortest and longest interval between two directory walks for files without a path.
 const FIND_INTERVAL: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(120));
 
-/// Result of one `poll`. Worker and commands are polled only while the send queue has space for
-/// their messages.
+/// Result of one `poll`. The worker and the commands are polled only while the send queue has space
+/// for their messages.
 struct Polled {
     port: Option<PollFlags>,
     mounts: PollFlags,
@@ -61,10 +63,10 @@ struct Polled {
 
 impl Agent {
     /// Sets up tracing and starts the threads. If tracing fails, the agent continues and reports
-    /// the problem in its Hello. `text`: print messages to standard output instead of using the
-    /// port.
+    /// the problem in its Hello. With `text`, messages are printed to standard output instead of
+    /// being sent to the port.
     pub fn new(text: bool) -> io::Result<Self> {
-        // Before any thread starts, as threads inherit the mask.
+        // This comes before any thread starts, because threads inherit the signal mask.
         let signals = guest::signal_descriptor(&[
             guest::signal::IO,
             guest::signal::TERM,
@@ -127,7 +129,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Does the work whose time has come, and the work that waited for space in the send queue.
+    /// Does the work that is due now, and the work that waited for space in the send queue.
     fn deadlines(&mut self) -> io::Result<()> {
         if let State::Absent(when) = self.state {
             if when <= Instant::now() {
@@ -157,7 +159,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Waits until an event or a deadline. Returns true on a signal to end.
+    /// Waits until an event or a deadline. Returns true if a signal asks the agent to end.
     fn wait(&mut self) -> io::Result<bool> {
         let polled = self.poll()?;
         let mut port_signal = false;
@@ -182,12 +184,12 @@ impl Agent {
         }
         if let Some(events) = polled.port {
             self.port_event(events);
-            // Data that came after the poll has its signal here already.
+            // If data came after the poll, its signal has come already.
             let quiet = !events.contains(PollFlags::IN)
                 && self.heard.elapsed() > SIGNAL_SLACK
                 && matches!(&self.sink, Sink::Port(port) if !port.has_input());
-            // Neither data nor a host side that is gone: it went and came back, and waits for a
-            // Hello.
+            // A signal without data, while the host side is open: the host side closed and opened
+            // again, and waits for a Hello.
             if port_signal && quiet && !matches!(self.state, State::Absent(_)) {
                 self.lost_host();
             }
@@ -227,7 +229,8 @@ impl Agent {
             set.extend(rings.map(|d| PollFd::from_borrowed_fd(d, PollFlags::IN)));
         }
         let timeout = self.next_deadline().map(|when| {
-            // Rounded up: a little early would be a busy loop.
+            // The timeout is rounded up, because a timeout that ends too early would cause a busy
+            // loop.
             let left = when.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
             Timespec {
                 tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
@@ -258,7 +261,8 @@ impl Agent {
             list.push(Some(when));
         }
         if self.state == State::Working {
-            // What waits for room or for a running job is woken by that.
+            // Work that waits for space or for a running job is started when the space or the job's
+            // end is noticed.
             let free = !self.inventory_running && self.has_room();
             list.push(self.repair.due.filter(|_| free));
             list.push(self.find.due.filter(|_| !self.finding && self.has_room()));
@@ -269,7 +273,7 @@ impl Agent {
 
     fn read_mounts(&mut self) {
         use std::io::{Read, Seek};
-        // Read through the polled descriptor: that is what makes it quiet again.
+        // Only reading through the polled descriptor makes it unreadable again.
         let mut text = Vec::new();
         let read = self.mountinfo.as_mut().and_then(|file| {
             file.rewind().ok()?;
@@ -293,8 +297,8 @@ impl Agent {
         let mut lost = self.round.lost > 0;
         if let Sink::Port(port) = &self.sink {
             if port.is_full() {
-                // The daemon doesn't keep up: reading goes on, so that the kernel's buffer doesn't
-                // hide how much was lost.
+                // The daemon is too slow. Events are still read, so that the number of lost events
+                // is known.
                 counters.events_lost += self.round.records;
                 self.round.events.clear();
                 lost = true;
@@ -362,7 +366,7 @@ impl Agent {
         }
     }
 
-    /// Sends the batch. Returns false if a message was dropped.
+    /// Sends the messages of the batch. Returns false if a message was dropped.
     fn send_batch(&mut self) -> bool {
         let mut all = true;
         for message in self.cache.batch.take_ready() {
@@ -375,11 +379,11 @@ impl Agent {
     }
 }
 
-/// Opens the port; waits until it exists.
+/// Waits until the port exists, and opens it.
 ///
 /// # Errors
 ///
-/// Kind `Interrupted` if a signal ended the wait.
+/// An error of kind `Interrupted` if a signal ended the wait.
 fn wait_for_port(signals: &OwnedFd) -> io::Result<Port> {
     let mut told = false;
     loop {

@@ -1,14 +1,14 @@
-//! Schedules repeated work whose interval doubles while the work is of no use.
+//! Schedules repeated work; the interval doubles as long as the work is of no use.
 
 use std::time::{Duration, Instant};
 
-/// Schedule of work that is repeated more rarely the less useful it is.
+/// Schedule of work that is repeated more rarely if it was of no use.
 #[derive(Debug)]
 pub struct Backoff {
     bounds: (Duration, Duration),
     interval: Duration,
     not_before: Instant,
-    /// Time at which the work is due; `None` if nobody wants it.
+    /// Time at which the work is due; `None` if the work was not requested.
     pub due: Option<Instant>,
 }
 
@@ -42,7 +42,7 @@ impl Backoff {
             return false;
         }
         self.due = None;
-        // Long unused: as at the start.
+        // After a long time without requests, the interval is the shortest again.
         if now.duration_since(self.not_before) > self.bounds.1 {
             self.interval = self.bounds.0;
         }

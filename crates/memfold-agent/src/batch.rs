@@ -1,9 +1,9 @@
 //! Combines many events into few messages.
 //!
-//! Everything between two flushes is sent in this order: files, gone, hints, dirty, clean. Each
-//! kind is sorted and joined into runs. The batch is flushed early where this order would
-//! contradict the order of the events: a frame that is freed after it was hinted, or a page dirtied
-//! after its file was cleaned.
+//! Events between two flushes are sent in this order: files, gone, hints, dirty, clean. Each kind
+//! is sorted and joined into runs. The batch is flushed early if this order would contradict the
+//! order of the events: a frame is freed after it was hinted, or a page is written to after its
+//! file was written back.
 
 use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_RUN_PAGES, MAX_RUNS, PfnRun,
@@ -11,10 +11,10 @@ use memfold_wire::agent::{
 
 /// Most bytes of paths in one message, well below the longest frame.
 const MAX_PATHS: usize = 64 << 10;
-/// Bits in the filter of frames offered since the last flush.
+/// Number of bits in the filter of frames that were hinted since the last flush.
 const FILTER_BITS: u64 = 1 << 16;
 
-/// Reports that are not yet messages, and messages that are ready to be sent.
+/// Events that are not messages yet, and messages that are ready to be sent.
 #[derive(Debug)]
 pub struct Batch {
     files: Vec<FileFacts>,
@@ -108,13 +108,13 @@ impl Batch {
         push_range(&mut self.clean, range);
     }
 
-    /// Adds a message of another kind, after everything added before.
+    /// Adds a message of another kind, to be sent after everything added before.
     pub fn message(&mut self, message: FromAgent) {
         self.flush();
         self.ready.push(message);
     }
 
-    /// Turns everything that was added into messages.
+    /// Converts everything that was added into messages.
     pub fn flush(&mut self) {
         self.path_bytes = 0;
         if !self.files.is_empty() {
@@ -161,7 +161,7 @@ fn fits(a: u32, b: u32) -> bool {
     a.checked_add(b).is_some_and(|n| n <= MAX_RUN_PAGES)
 }
 
-/// Adds `next` to `last` if it continues that run. Returns whether it did.
+/// Adds `next` to `last` if `next` continues that run. Returns whether it was added.
 fn join_hint(last: &mut HintRun, next: &HintRun) -> bool {
     let n = u64::from(last.pages);
     let follows = next.file == last.file
@@ -298,7 +298,7 @@ mod tests {
             let decoded = memfold_wire::frame::decode_body::<FromAgent>(&frame[4..]).unwrap();
             assert_eq!(decoded, *message);
         }
-        // Nothing is left out to keep the limits.
+        // The limits of messages do not cause a loss.
         let mut counts = [0; 5];
         for message in &ready {
             match message {

@@ -1,4 +1,4 @@
-//! Maps a block device to the disk that contains it: `/sys/dev/block`.
+//! Finds the disk that contains a block device, in `/sys/dev/block`.
 //!
 //! Source: `Documentation/ABI/stable/sysfs-block`. The directory of a partition is inside the
 //! directory of its disk.
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Bytes of a sector in sysfs. It is 512 for every disk.
 const SECTOR: u64 = 512;
 
-/// Start of a block device on its disk.
+/// Position of a block device on its disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Device number of the disk, as `major:minor`.
@@ -19,7 +19,7 @@ pub struct Place {
     pub start: u64,
 }
 
-/// Cache of devices that were looked up.
+/// Cache of block devices that were looked up.
 #[derive(Debug)]
 pub struct BlockDevices {
     sys: PathBuf,
@@ -35,9 +35,10 @@ impl BlockDevices {
         }
     }
 
-    /// Returns where device `number` (`st_dev`) starts on its disk. `None` if the device is neither
-    /// a disk nor a partition of one. Devices made from others (device mapper, md, loop) have no
-    /// hardware directory in sysfs. btrfs and overlays use device numbers that belong to no device.
+    /// Returns where device `number` (`st_dev`) starts on its disk; `None` if the device is neither
+    /// a disk nor a partition of one. Devices that are built on others (device mapper, md, loop)
+    /// have no hardware directory in sysfs. btrfs and overlays use device numbers that belong to no
+    /// device.
     pub fn place(&mut self, number: u64) -> Option<&Place> {
         let sys = &self.sys;
         let place = self

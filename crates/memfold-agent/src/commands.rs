@@ -1,8 +1,9 @@
 //! Runs shell commands for the daemon.
 //!
-//! Each command has a thread, which starts the shell in its own process group and forwards its
-//! output. The shell runs at normal priority (the agent's is lower). The channel to the main thread
-//! is short: when the port is slow, the command's pipe fills up and the command waits.
+//! Each command has a thread. The thread starts the shell in a process group of its own and
+//! forwards the shell's output. The shell runs at normal priority (the agent's is lower). The
+//! channel to the main thread is short: when the port is slow, the command's pipe fills up and the
+//! command waits.
 
 use std::collections::HashMap;
 use std::io;
@@ -22,13 +23,14 @@ use crate::wake::Wake;
 const MAX_COMMANDS: usize = 16;
 /// Most bytes of output in one message.
 const PIECE: usize = 16 << 10;
-/// Reads after the shell has ended, until a full pipe is empty (1 MiB if the command enlarged it).
-/// Later output comes from children left running.
+/// Number of reads after the shell has ended, enough for a full pipe (1 MiB if the command enlarged
+/// it). Later output comes from children that the shell left running.
 const ROUNDS_AFTER_END: u32 = 64;
-/// Messages that the channel to the main thread holds.
+/// Number of messages that the channel to the main thread can hold.
 const MESSAGES: usize = 8;
 
-/// Running commands by (epoch, number of the command). `None`: not started yet.
+/// Running commands, by epoch (number of the connection) and number of the command. `None`: not
+/// started yet.
 type Running = Arc<Mutex<HashMap<(u32, u32), Option<Pid>>>>;
 
 /// Commands that the agent runs for the daemon.
@@ -71,7 +73,8 @@ impl Commands {
                 let text = format!(
                     "memfold-agent: command {command} is already running, or {MAX_COMMANDS} others are\n"
                 );
-                // Not from this thread, which would wait for itself when the channel is full.
+                // A thread of its own sends this, because the calling thread also empties the
+                // channel, which may be full.
                 let _ = std::thread::Builder::new()
                     .stack_size(64 << 10)
                     .spawn(move || task.fail(&text));
@@ -90,19 +93,20 @@ impl Commands {
 
     /// Kills a command and its children.
     pub fn kill(&self, command: u32) {
-        // The entry goes before the process is reaped, so the number can't be another's by now.
+        // The entry is removed before the process is reaped, so this process number belongs to the
+        // command.
         let running = lock(&self.running);
         if let Some(Some(pid)) = running.get(&(self.epoch, command)) {
             let _ = kill_process_group(*pid, Signal::KILL);
         }
     }
 
-    /// Forgets the commands of a lost connection: they keep running, and their output is dropped.
+    /// Drops the output of the commands of a lost connection. These commands keep running.
     pub fn forget(&mut self) {
         self.epoch = self.epoch.wrapping_add(1);
     }
 
-    /// Returns the next message to send, if there is one.
+    /// Returns the next message to send; `None` if there is none.
     pub fn next(&self) -> Option<FromAgent> {
         loop {
             let (epoch, message) = self.receiver.try_recv().ok()?;
@@ -112,12 +116,13 @@ impl Commands {
         }
     }
 
-    /// Descriptor that is readable when a message may be ready; [`Self::rest`] resets it.
+    /// Returns a descriptor that is readable when a message may be ready; [`Self::rest`] makes it
+    /// unreadable.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// Resets the descriptor. Call it before [`Self::next`].
+    /// Makes the descriptor unreadable. Call this before [`Self::next`].
     pub fn rest(&self) {
         self.wake.rest();
     }
@@ -157,8 +162,8 @@ impl Task {
     }
 
     fn run(&mut self, script: &str) {
-        // A child has the nice value of the thread that starts it. On Linux `None` is the calling
-        // thread.
+        // A child inherits the nice value of the thread that starts it. On Linux, `None` stands for
+        // the calling thread.
         let _ = rustix::process::setpriority_process(None, 0);
         let mut command = Command::new("/bin/sh");
         command
@@ -178,8 +183,7 @@ impl Task {
         if std::env::var_os("HOME").is_none() {
             command.env("HOME", "/root");
         }
-        // So that a script finds the agent's options for segments wherever the guest keeps the
-        // agent.
+        // With this variable, a script finds the agent's program wherever the guest keeps it.
         if let Ok(agent) = std::env::current_exe() {
             command.env("MEMFOLD_AGENT", agent);
         }
@@ -242,7 +246,7 @@ impl Task {
                 if !ready[at + 1] {
                     continue;
                 }
-                // Ready, so it doesn't block.
+                // The pipe is readable, so this does not block.
                 let n = rustix::io::read(pipes[i], &mut buffer[..])?;
                 let stream = if i == 0 {
                     OutputStream::Stdout

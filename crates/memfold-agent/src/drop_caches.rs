@@ -1,5 +1,6 @@
 //! Drops files from the guest's page cache, in the order of a list, until a deadline. A cold
-//! snapshot uses this: `/proc/sys/vm/drop_caches` drops all, and nothing ends it.
+//! snapshot uses this, because `/proc/sys/vm/drop_caches` drops everything and cannot be
+//! interrupted.
 
 use std::io::{self, BufRead};
 use std::sync::Mutex;
@@ -10,14 +11,14 @@ use rustix::fs::{Advice, fadvise};
 
 use crate::file_list::{find, paths};
 
-/// Bytes that are dropped between two looks at the clock.
+/// Bytes that are dropped between two checks of the deadline.
 const PIECE_BYTES: u64 = 32 << 20;
 
-/// Most threads. Each drops another file: the kernel locks a file's page cache.
+/// Most threads. Each thread drops another file, because the kernel locks a file's page cache.
 const MAX_THREADS: usize = 4;
 
-/// Drops the clean pages of files from the page cache. Pages that a process maps stay. Returns
-/// whether all files were dropped before the deadline.
+/// Drops the clean pages of files from the page cache. Pages that a process has mapped stay.
+/// Returns whether all files were dropped before the deadline `limit`.
 pub fn drop_files(limit: Duration, input: &mut (impl BufRead + Send)) -> io::Result<bool> {
     let end = Instant::now() + limit;
     let (files, is_late) = (Mutex::new(paths(input)), AtomicBool::new(false));
@@ -27,7 +28,7 @@ pub fn drop_files(limit: Duration, input: &mut (impl BufRead + Send)) -> io::Res
     };
     let work = || -> io::Result<()> {
         while let Some(path) = next()? {
-            // A file that is gone is not cached.
+            // A file that no longer exists has no cached pages.
             if !drop_file(&path, end).unwrap_or(true) {
                 is_late.store(true, Ordering::Relaxed);
                 break;
@@ -52,7 +53,7 @@ pub fn drop_files(limit: Duration, input: &mut (impl BufRead + Send)) -> io::Res
     Ok(!is_late.into_inner())
 }
 
-/// Returns whether the file was dropped before `end`.
+/// Drops one file. Returns whether it was dropped before `end`.
 fn drop_file(path: &[u8], end: Instant) -> io::Result<bool> {
     let Some(named) = find(path)? else {
         return Ok(true);
@@ -87,7 +88,7 @@ mod tests {
 
     #[test]
     fn files_are_dropped_from_the_page_cache_in_list_order_until_the_deadline() {
-        // Not in memory: a tmpfs keeps its pages.
+        // The directory must not be in memory, because a tmpfs keeps its pages.
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let mut list = b"relative\n/gone\n/dev/null\n".to_vec();
         let mut files = Vec::new();

@@ -2,13 +2,13 @@
 //! instead of copying the guest's page cache.
 //!
 //! ```text
-//!   standard input    a path a line; any byte may be \ooo, its octal number, as in /proc/self/mountinfo
+//!   standard input    one path in each line; any byte may be written as \ooo (octal), as in /proc/self/mountinfo
 //!   FS_IOC_FIEMAP     page of the file -> byte on the file system's device
-//!   /sys/dev/block    that device -> disk, and where on it the device begins
-//!   standard output   a line a run: number of the path, first page of the file, pages, disk, first page on the disk
+//!   /sys/dev/block    that device -> disk, and the device's position on the disk
+//!   standard output   one run in each line: number of the path, first page of the file, pages, disk, first page on the disk
 //! ```
-//! Nothing is written back, no file content is read, and an answer that would need waiting is left
-//! out. The answer may be out of date: the host compares the bytes.
+//! No dirty page is written back, no file content is read, and files whose location is not known at
+//! once are left out. The answer may be out of date, so the host compares the bytes.
 
 use std::io::{self, BufRead, BufWriter, Write};
 use std::path::Path;
@@ -19,20 +19,20 @@ use memfold_units::PAGE_SIZE;
 use crate::block_devices::{BlockDevices, Place};
 use crate::file_list::{find, paths};
 
-/// Most runs written for one file, and for all files together.
+/// Most runs that are written for one file, and for all files together.
 const MAX_RUNS: (usize, usize) = (1 << 13, 1 << 15);
 
 /// Pages of a file that are contiguous on a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Run {
-    /// First page, counted in the file.
+    /// First page of the run, counted in the file.
     page: u64,
     pages: u64,
-    /// First page, counted on the disk.
+    /// First page of the run, counted on the disk.
     block: u64,
 }
 
-/// Reads paths, one a line, and writes the locations of their files.
+/// Reads paths, one in each line, and writes the locations of their files on disks.
 pub fn write(input: &mut impl BufRead, output: &mut impl Write) -> io::Result<()> {
     write_below(Path::new("/sys"), input, output)
 }
@@ -42,7 +42,7 @@ fn write_below(sys: &Path, input: &mut impl BufRead, output: &mut impl Write) ->
     let mut output = BufWriter::new(output);
     let mut left = MAX_RUNS.1;
     for (number, path) in paths(input).enumerate() {
-        // A file that is gone, or on a file system that can't say it, is one that is not told of.
+        // Files that no longer exist, or whose file system does not report locations, are left out.
         let Ok(Some((place, runs))) = look(&path?, &mut devices) else {
             continue;
         };
@@ -89,8 +89,8 @@ fn look<'a>(
     Ok(Some((place, runs)))
 }
 
-/// Adds the whole pages of an extent. `start` is the byte of the disk at which the file's device
-/// begins.
+/// Adds the whole pages of an extent to `runs`. `start`: byte of the disk at which the file's block
+/// device begins.
 fn add(runs: &mut Vec<Run>, start: u64, extent: &Extent) {
     let Some(byte) = start.checked_add(extent.physical) else {
         return;
@@ -157,7 +157,7 @@ mod tests {
     fn only_regular_files_are_reported_with_their_disk_extents() {
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let at = |name: &str| directory.path().join(name);
-        // A hole of 64 pages, and a tail that is no whole page.
+        // The file begins with a hole of 64 pages and ends with a part of a page.
         let file = File::create(at("a\nfile\\")).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &vec![7; 40_000], 64 * 4096).unwrap();
         file.sync_all().unwrap();
@@ -238,7 +238,7 @@ mod tests {
         let told = told(sys.path(), &line.repeat(MAX_FILES + 10));
         let lines = told.lines().count();
         let fit = usize::try_from(MAX_INPUT).unwrap() / line.len();
-        // The input may end where a line does but for its end.
+        // The input may be cut right before the end of a line.
         let all = lines == fit || lines == fit + 1 || lines == MAX_FILES;
         assert!(all, "{lines} of {fit}");
     }

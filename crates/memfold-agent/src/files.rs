@@ -2,35 +2,38 @@
 
 use std::collections::HashMap;
 
-/// Most files in the table (about 5 MB). When it is full, the least recently used half is
-/// forgotten; those files get new numbers later.
+/// Most files in the table (about 5 MB). When the table is full, the least recently used half is
+/// forgotten; these files get new numbers later.
 pub const MAX_FILES: usize = 40_000;
-/// Most dirty ranges kept for one file. Beyond it, the two nearest ranges are joined.
+/// Most dirty ranges that are kept for one file. If there are more, the two nearest ranges are
+/// joined.
 const MAX_RANGES: usize = 16;
 
-/// Inode: device number and inode number.
+/// Device number and inode number of a file.
 pub type Inode = (u32, u64);
 
-/// What the agent knows of a file.
+/// The agent's knowledge of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileEntry {
     pub number: u32,
-    /// Hash of the path that was sent; 0 if none was.
+    /// Hash of the path that was sent to the daemon; 0 if none was sent.
     pub path_hash: u64,
-    /// Size that was sent, in bytes.
+    /// Size that was sent to the daemon, in bytes.
     pub size: u64,
-    /// Whether the rules allow hints of this file.
+    /// Whether the daemon's rules allow hints of this file.
     pub allowed: bool,
-    /// Directory walks that may still look for its path: 0 for a file that has a path, or no name.
+    /// Number of directory walks that may still look for the file's path: 0 for a file that has a
+    /// path, or no name.
     pub walks: u8,
-    /// log2 of the size of the largest folio seen, in pages.
+    /// Size of the largest folio of the file that was seen: log2 of its pages.
     pub order: u8,
     used: u32,
     dirty: Vec<(u64, u64)>,
 }
 
 impl FileEntry {
-    /// Notes that pages `[start, end)` are dirty; false if they all were already.
+    /// Records that pages `[start, end)` are dirty. Returns false if all of them were already
+    /// recorded.
     pub fn mark_dirty(&mut self, start: u64, end: u64) -> bool {
         if self.dirty.iter().any(|r| r.0 <= start && end <= r.1) {
             return false;
@@ -55,7 +58,7 @@ impl FileEntry {
         true
     }
 
-    /// Takes the dirty ranges; they count as clean from now on.
+    /// Returns and removes the dirty ranges; these pages count as clean from now on.
     pub fn take_dirty(&mut self) -> Vec<(u64, u64)> {
         std::mem::take(&mut self.dirty)
     }
@@ -75,12 +78,12 @@ pub struct Files {
 }
 
 impl Files {
-    /// Forgets everything for a new connection, and frees the memory.
+    /// Forgets all files and frees the memory, for a new connection.
     pub fn reset(&mut self) {
         *self = Self::default();
     }
 
-    /// Forgets all files; they get new numbers.
+    /// Forgets all files; they get new numbers when they are seen again.
     pub fn forget_all(&mut self) {
         self.map = HashMap::new();
     }
@@ -116,12 +119,12 @@ impl Files {
         (entry, new)
     }
 
-    /// Returns the entry of an inode if it is known.
+    /// Returns the entry of an inode; `None` if it is not in the table.
     pub fn get(&mut self, inode: Inode) -> Option<&mut FileEntry> {
         self.map.get_mut(&inode)
     }
 
-    /// Forgets the entries older than the median age (all, if they have one age).
+    /// Forgets the entries older than the median age (all entries, if they have the same age).
     fn forget_half(&mut self) {
         let now = self.now;
         let mut ages: Vec<u32> = self

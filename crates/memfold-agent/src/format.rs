@@ -1,14 +1,14 @@
-//! Offsets of the fields of trace events: `events/SYSTEM/EVENT/format` of tracefs.
+//! Reads the offsets of trace events' fields from `events/SYSTEM/EVENT/format` of tracefs.
 //!
 //! The layout is read at run time, because it differs between kernels: page-cache events have a
-//! field `order` in 6.18, and none in 6.1.
+//! field `order` in Linux 6.18, and none in 6.1.
 
 /// One field of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Field {
-    /// Bytes from the start of the record.
+    /// Position of the field in bytes from the start of the record.
     pub offset: usize,
-    /// Length in bytes.
+    /// Length of the field in bytes.
     pub size: usize,
 }
 
@@ -60,13 +60,13 @@ impl EventFormat {
         })
     }
 
-    /// Returns the field of this name.
+    /// Returns the position and length of the field of this name.
     pub fn field(&self, name: &str) -> Option<Field> {
         self.fields.iter().find(|(n, _)| n == name).map(|(_, f)| *f)
     }
 }
 
-/// `field:char name[32];  offset:8;  size:32;  signed:0;`
+/// Parses a line such as `field:char name[32];  offset:8;  size:32;  signed:0;`.
 fn field(line: &str) -> Option<(String, Field)> {
     let rest = line.trim().strip_prefix("field:")?;
     let mut parts = rest.split(';').map(str::trim);
@@ -86,16 +86,17 @@ fn field(line: &str) -> Option<(String, Field)> {
 /// Layout of a ring-buffer page, from `events/header_page`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFormat {
-    /// The commit word: bytes of data that follow, and flags.
+    /// The commit word of a page: number of bytes of data that follow, and flags.
     pub commit: Field,
-    /// Offset of the data, in bytes.
+    /// Offset of the data in the page, in bytes.
     pub data: usize,
 }
 
 impl PageFormat {
     /// Parses the text of `events/header_page`.
     pub fn parse(text: &str) -> Option<Self> {
-        // The type comes as `field: u64 timestamp`: the same shape but for a space.
+        // The field's type comes first (`field: u64 timestamp`). Except for a space, this is the
+        // syntax of other fields.
         let fields: Vec<_> = text.lines().filter_map(field).collect();
         let find = |name: &str| fields.iter().find(|(n, _)| n == name).map(|(_, f)| *f);
         Some(Self {
@@ -106,7 +107,7 @@ impl PageFormat {
 }
 
 impl Default for PageFormat {
-    /// The layout of every 64-bit kernel so far.
+    /// Returns the layout that every 64-bit kernel so far has.
     fn default() -> Self {
         Self {
             commit: Field { offset: 8, size: 8 },

@@ -1,8 +1,8 @@
 //! Lists the page frames that are free in the guest's kernel, so that a snapshot can leave them
 //! out.
 //!
-//! Source: `/proc/kpageflags`, `Documentation/admin-guide/mm/pagemap.rst`. The host tracks writes
-//! from before this list is made, so it notices every frame that is used afterwards.
+//! Source: `/proc/kpageflags`, `Documentation/admin-guide/mm/pagemap.rst`. The host begins to track
+//! writes before this list is made, so it notices every frame that is used afterwards.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -10,28 +10,29 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 /// `KPF_BUDDY`: the page is in a free block of the page allocator. The kernel reads this flag
-/// without a lock, so it may be stale while a block is being allocated. Pages in any other use have
-/// another flag, or neighbours that are not free.
+/// without a lock, so it may be stale while a block is being allocated. Pages that are used
+/// otherwise have another flag, or neighbours that are not free.
 const FREE: u64 = 1 << 10;
 
-/// Size of a group in frames. A group is listed only if all its frames are free. It is larger than
-/// any block that the kernel allocates without marking each page.
+/// Size of a group in frames. A group is listed only if all its frames are free. A group is larger
+/// than any block that the kernel allocates without marking each page.
 const TOGETHER: usize = 16;
 
-/// Frames whose flags are read in one call.
+/// Number of frames whose flags are read in one call.
 const CHUNK: u64 = 64 << 10;
 
-/// Bytes of a flag word in `/proc/kpageflags`.
+/// Size of a flag word in `/proc/kpageflags`, in bytes.
 const WORD: usize = 8;
 
-/// Options of the kernel's command line under which free pages must keep their bytes.
+/// Options of the kernel's command line that make the kernel check the bytes of free pages.
 const CHECKED: [&str; 3] = ["page_poison", "debug_pagealloc", "slub_debug"];
 
-/// Writes all free runs, one a line: first frame and number of frames.
+/// Writes all runs of free frames, one in each line: first frame and number of frames.
 ///
 /// # Errors
 ///
-/// If the kernel checks the bytes of free pages, or if `/proc/kpageflags` cannot be read.
+/// An I/O error if the kernel checks the bytes of free pages, or if `/proc/kpageflags` cannot be
+/// read.
 pub fn write(out: &mut impl Write) -> io::Result<()> {
     let line = std::fs::read_to_string("/proc/cmdline")?;
     if let Some(option) = checks_free_pages(&line) {
@@ -68,7 +69,7 @@ fn put(out: &mut impl Write, run: Option<Range<u64>>) -> io::Result<()> {
     })
 }
 
-/// Reads the flag words of these frames, as bytes of the file.
+/// Reads the flag words of these frames as bytes.
 fn read(flags: &File, frames: Range<u64>) -> io::Result<Vec<u8>> {
     let count = usize::try_from(frames.end - frames.start).unwrap_or(0);
     let mut words = vec![0; count * WORD];
@@ -87,7 +88,7 @@ fn free_runs(first: u64, words: &[u8]) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     let groups = words.chunks_exact(free_group.len());
     for (start, group) in (first..).step_by(TOGETHER).zip(groups) {
-        // As bytes: in an emulated guest this is what counts.
+        // Comparing bytes is fast, which matters in an emulated guest.
         if group != free_group {
             continue;
         }
@@ -114,7 +115,8 @@ fn ram(iomem: &str) -> Vec<Range<u64>> {
     iomem.lines().filter_map(range).collect()
 }
 
-/// Returns the option of the kernel's command line that makes it check free pages.
+/// Returns the option of the kernel's command line that makes the kernel check the bytes of free
+/// pages.
 fn checks_free_pages(line: &str) -> Option<&str> {
     line.split_ascii_whitespace().find(|option| {
         let name = option.split('=').next().unwrap_or_default();
@@ -129,8 +131,8 @@ mod tests {
     #[test]
     fn only_complete_groups_of_free_pages_are_reported() {
         let mut flags = vec![FREE; 100];
-        // A page in use, and one that a racing look took for free though it is part of a larger
-        // page (KPF_COMPOUND_TAIL).
+        // Frame 20 is in use. Frame 50 looks free because of a race, but is part of a larger page
+        // (KPF_COMPOUND_TAIL).
         flags[20] = 0;
         flags[50] = FREE | 1 << 16;
         let words: Vec<u8> = flags.iter().flat_map(|word| word.to_ne_bytes()).collect();

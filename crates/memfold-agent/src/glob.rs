@@ -15,13 +15,13 @@ pub fn matches(pattern: &[u8], path: &[u8]) -> bool {
     whole(pattern, text)
 }
 
-/// Matches without recursion, which a hostile pattern could deepen. It keeps one position to return
-/// to for each kind of star. The time is at most the product of the lengths (squared when both
-/// kinds occur).
+/// Matches without recursion, whose depth a hostile pattern could increase. For each kind of star,
+/// one position to return to is kept. The time is at most the product of the lengths (squared if
+/// both kinds occur).
 fn whole(pattern: &[u8], text: &[u8]) -> bool {
     let (mut p, mut t) = (0, 0);
-    // After a star: (pattern after it, text where it could go on); of a double one also whether
-    // whole components only.
+    // Positions to return to after a star: the pattern after the star, and the text where the rest
+    // may begin. For a double star also whether it matches whole components only.
     let mut star: Option<(usize, usize)> = None;
     let mut deep: Option<(usize, usize, bool)> = None;
     loop {
@@ -68,12 +68,12 @@ fn whole(pattern: &[u8], text: &[u8]) -> bool {
     }
 }
 
-/// Returns the length of the pattern's first element if it matches `byte`.
+/// Returns the length of the pattern's first element if this element matches `byte`.
 fn one(pattern: &[u8], byte: u8) -> Option<usize> {
     match *pattern.first()? {
         b'?' => (byte != b'/').then_some(1),
         b'[' => {
-            // A bracket that is never closed is a plain character.
+            // A bracket that is never closed is an ordinary character.
             let Some(close) = pattern.iter().skip(2).position(|b| *b == b']') else {
                 return (byte == b'[').then_some(1);
             };
@@ -106,7 +106,7 @@ fn in_set(mut set: &[u8], byte: u8) -> bool {
     false
 }
 
-/// Include and exclude globs that the daemon sends in `Welcome`.
+/// Include and exclude glob patterns, which the daemon sends in `Welcome`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules {
     include: Vec<String>,
@@ -119,8 +119,8 @@ impl Rules {
         Self { include, exclude }
     }
 
-    /// Returns whether a file of this path is reported. A file without a path is, unless `include`
-    /// names paths.
+    /// Returns whether a file of this path is reported. A file without a path is reported unless
+    /// `include` names paths.
     pub fn allow(&self, path: &[u8]) -> bool {
         let any = |list: &[String]| list.iter().any(|p| matches(p.as_bytes(), path));
         if path.is_empty() {

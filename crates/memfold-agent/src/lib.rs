@@ -10,7 +10,7 @@
 //! | module | purpose |
 //! |---|---|
 //! | [`agent`] | the main loop: connection, deadlines, messages |
-//! | `page_cache` | turns events and findings into hints |
+//! | `page_cache` | converts events and findings to hints |
 //! | [`trace`], `ring`, [`format`](mod@format) | the kernel's events |
 //! | `worker`, `walk`, `residency`, `throttle` | inventories of the page cache, in the background |
 //! | `files`, `resolve`, [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
@@ -27,7 +27,7 @@
 /// the log cannot be written.
 macro_rules! say {
     ($($words:tt)*) => {{
-        // Nobody could be told.
+        // A failure is ignored, because there is no other place to report it.
         let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($words)*)));
     }};
 }

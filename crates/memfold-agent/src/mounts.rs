@@ -1,17 +1,18 @@
-//! Mounted disk file systems, whose page cache can be hinted: `/proc/self/mountinfo`.
+//! Table of the mounted disk file systems, whose page cache can be hinted, from
+//! `/proc/self/mountinfo`.
 
 use std::fs;
 use std::io;
 
-/// Device number that stands for files of overlays in hints. Their page cache belongs to a file
-/// system that may be mounted nowhere else, so all overlays share this number. No real device
-/// number is that high (20 bits of minor, 12 of major).
+/// Device number that stands for files of overlays in hints. The page cache of these files belongs
+/// to a file system that may be mounted nowhere else, so all overlays share this number. No real
+/// device number is that high (20 bits of minor, 12 of major).
 pub const OVERLAY_DEVICE: u32 = u32::MAX;
 
-/// Prefix of the mount source of an overlay that lays a segment over a directory.
+/// Prefix of the mount source of an overlay that shows a segment over a directory.
 pub(crate) const LAID_SOURCE: &str = "memfold:";
 
-/// Kind of file system, by how a file is found from its inode number.
+/// Kind of a file system, by the way in which a file is found from its inode number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// ext4, ext3, ext2, f2fs: a file handle is the inode number and generation 0.
@@ -22,7 +23,7 @@ pub enum Kind {
     Btrfs,
     /// EROFS, squashfs: inode numbers in directories differ from `st_ino`.
     Packed,
-    /// overlayfs.
+    /// overlayfs: a file is found by its path only.
     Overlay,
 }
 
@@ -33,21 +34,21 @@ pub struct Mount {
     pub id: u64,
     /// Device number in the kernel's internal form (`major << 20 | minor`), as in trace events.
     pub device: u32,
-    /// Directory of the file system that is mounted (`/` for the whole file system).
+    /// Directory of the file system that is mounted here (`/` for the whole file system).
     pub root: Vec<u8>,
-    /// Mount point.
+    /// Path of the mount point.
     pub point: Vec<u8>,
     /// Kind of the file system.
     pub kind: Kind,
-    /// `subvolid=` of a btrfs mount.
+    /// Subvolume of a btrfs mount (`subvolid=`).
     pub subvolume: Option<u64>,
-    /// Whether this is a mounted segment image, whose files need no page cache, or an overlay that
-    /// lays a segment over a directory. Walks leave both out. The files of the overlay's other
+    /// Whether this mount is a segment's image, whose files need no page cache, or an overlay that
+    /// shows a segment over a directory. Walks leave both out. The files of the overlay's other
     /// layers are found on their own mounts. A walk of the overlay would make the kernel look up
     /// every name of every merged directory: 15 MiB of slab in an idle guest.
     pub laid: bool,
-    /// Whether a segment is laid over a directory of this mount. Programs then read the files
-    /// through the overlay.
+    /// Whether a segment is mounted over a directory of this mount. Programs then read the files of
+    /// this directory through an overlay.
     pub is_laid_over: bool,
 }
 
@@ -64,7 +65,7 @@ impl Mount {
 /// Mounts of known disk file systems, in mount order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mounts {
-    /// Mounts, in mount order.
+    /// The mounts, in mount order.
     pub list: Vec<Mount>,
 }
 
@@ -88,7 +89,7 @@ impl Mounts {
         Self { list }
     }
 
-    /// Returns the device number that hints use for the device of an event. `None` for devices
+    /// Returns the device number that hints use for the device of an event; `None` for devices
     /// without a disk file system (tmpfs, proc, block devices).
     pub fn hint_device(&self, event_device: u32) -> Option<u32> {
         if self
@@ -98,14 +99,14 @@ impl Mounts {
         {
             return Some(event_device);
         }
-        // A layer of an overlay that is mounted nowhere else; never an anonymous device, whose
-        // major number is 0.
+        // The device may be that of an overlay's layer that is mounted nowhere else. It is not an
+        // anonymous device, whose major number is 0.
         let overlay = self.list.iter().any(|m| m.kind == Kind::Overlay);
         (overlay && event_device >> 20 != 0).then_some(OVERLAY_DEVICE)
     }
 
-    /// Returns the mounts to walk: each part of a file system once, through its widest mount,
-    /// without segments.
+    /// Returns the mounts to walk, without segments: each part of a file system once, through the
+    /// mount that shows most of it.
     pub fn to_walk(&self) -> Vec<&Mount> {
         let mut chosen: Vec<&Mount> = Vec::new();
         let mut sorted: Vec<&Mount> = self.list.iter().filter(|m| !m.laid).collect();
@@ -119,8 +120,8 @@ impl Mounts {
         chosen
     }
 
-    /// Returns the mounts through which files of `device` can be opened by handle, the widest
-    /// first.
+    /// Returns the mounts through which files of `device` can be opened by handle; those that show
+    /// most of the file system come first.
     pub fn by_device(&self, device: u32) -> Vec<&Mount> {
         let mut found: Vec<_> = self.list.iter().filter(|m| m.device == device).collect();
         found.sort_by_key(|m| (m.root.len(), m.point.len()));
@@ -135,8 +136,9 @@ fn under(path: &[u8], root: &[u8]) -> bool {
     }
 }
 
+/// Parses a line such as
 /// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`
-/// (`proc_pid_mountinfo(5)`)
+/// (`proc_pid_mountinfo(5)`).
 fn line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|b| *b == b' ');
     let id = number(fields.next()?)?;
@@ -183,7 +185,8 @@ fn number(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// Decodes `\ooo`: mountinfo writes space, tab, newline and backslash as three octal digits.
+/// Decodes `\ooo`: mountinfo writes space, tab, newline and backslash as a backslash and three
+/// octal digits.
 pub(crate) fn unescape(text: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len());
     let mut rest = text;
@@ -251,7 +254,7 @@ mod tests {
         assert_eq!(points, ["/", "/merged", "/mnt/erofs"]);
         let over: Vec<bool> = mounts.list.iter().map(|m| m.is_laid_over).collect();
         assert_eq!(over, [true, false, false, false, false]);
-        // Events of a layer still are the overlay's, if they are of no other mount.
+        // Events of an overlay's layer belong to the overlay, unless another mount has this device.
         assert_eq!(mounts.hint_device(259 << 20), Some(259 << 20));
     }
 

@@ -1,5 +1,5 @@
-//! Turns trace events and the worker's findings into messages. Keeps the files, their numbers, and
-//! the facts that were sent.
+//! Converts trace events and the worker's findings to messages. Keeps the table of files, their
+//! numbers, and the facts that were sent.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -21,23 +21,24 @@ use crate::worker::{Finding, overlay_inode};
 /// Most files that wait for a walk to find their paths.
 const MAX_WANTED: usize = 4096;
 
-/// Most files looked at again in one round because they have grown.
+/// Most files that are looked up again in one round because they have grown.
 const MAX_GROWN: usize = 64;
 
-/// Walks that look for a file before the agent stops searching for its path.
+/// Number of walks that look for a file before the agent stops searching for its path.
 const WALKS: u8 = 4;
 
-/// Page cache as reported in one connection.
+/// The guest's page cache, as reported in one connection.
 #[derive(Debug, Default)]
 pub struct PageCache {
-    /// Messages of this connection that are being built.
+    /// Messages of this connection that are not sent yet.
     pub batch: Batch,
-    /// Totals of this agent. The fields `cpu_us` and `rss_bytes` are zero here; they are filled in
-    /// when the counters are sent.
+    /// Counters since this agent's start. The fields `cpu_us` and `rss_bytes` are zero here; they
+    /// are filled in when the counters are sent.
     pub counters: AgentCounters,
     files: Files,
     mounts: Mounts,
-    /// Device numbers of the file systems on each disk. Writeback events name only the disk.
+    /// Device numbers of the file systems on each disk, because writeback events name only the
+    /// disk.
     disks: HashMap<u32, Vec<u32>>,
     rules: Rules,
     wanted: HashSet<Inode>,
@@ -48,19 +49,19 @@ pub struct PageCache {
     last_device: Option<(u32, Option<u32>)>,
 }
 
-/// File of the last event. Kept because consecutive events mostly concern one file.
+/// The file of the last event. It is kept because consecutive events mostly concern one file.
 #[derive(Clone, Copy, Debug)]
 struct Last {
     inode: Inode,
     number: u32,
     allowed: bool,
     order: u8,
-    /// Length of the file in pages, by the size that was reported.
+    /// Length of the file in pages, according to the size that was reported.
     known_pages: u64,
 }
 
 impl PageCache {
-    /// Starts a new connection.
+    /// Forgets everything that was reported, for a new connection.
     pub fn reset(&mut self, rules: Rules) {
         self.batch = Batch::default();
         self.files.reset();
@@ -70,7 +71,7 @@ impl PageCache {
         self.last = None;
     }
 
-    /// Replaces the table of mounts after a change.
+    /// Replaces the table of mounts after a mount or unmount.
     pub fn set_mounts(&mut self, mounts: Mounts) {
         self.disks.clear();
         for mount in &mounts.list {
@@ -88,17 +89,17 @@ impl PageCache {
         self.last_device = None;
     }
 
-    /// Returns the current mounts.
+    /// Returns the current table of mounts.
     pub const fn mounts(&self) -> &Mounts {
         &self.mounts
     }
 
-    /// Returns the current rules.
+    /// Returns the daemon's current rules for paths.
     pub const fn rules(&self) -> &Rules {
         &self.rules
     }
 
-    /// Takes the files that a walk has to find; `None` if there are none.
+    /// Returns and removes the files that a walk has to find; `None` if there are none.
     pub fn take_wanted(&mut self) -> Option<HashSet<Inode>> {
         (!self.wanted.is_empty()).then(|| std::mem::take(&mut self.wanted))
     }
@@ -128,19 +129,19 @@ impl PageCache {
         }
     }
 
-    /// Forgets which files were introduced, because a dropped message may have introduced some.
-    /// They are introduced anew.
+    /// Forgets which files were introduced to the daemon, because a dropped message may have
+    /// introduced some of them. The files are introduced again when they are seen.
     pub fn forget_files(&mut self) {
         self.files.forget_all();
         self.last = None;
     }
 
-    /// Ends a round: looks again at files that have grown, and closes all mount points so that they
+    /// Ends a round: looks up files again that have grown, and closes all mount points so that they
     /// can be unmounted.
     pub fn end_round(&mut self) {
-        // Files that were looked at while they were being written, and whose writeback did not show
-        // them whole. Once a round: one that grows now has a page behind its known end with every
-        // event.
+        // These files were looked up while they were being written, and writeback did not report
+        // their full size. They are looked up once a round, because a growing file has a page
+        // behind its known end in every event.
         for inode in std::mem::take(&mut self.grown) {
             match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
                 Found::Unknown => self.want(inode, 1),
@@ -187,7 +188,7 @@ impl PageCache {
         }
     }
 
-    /// Looks a file up, and introduces it if it is new.
+    /// Looks a file up in the table, and introduces it to the daemon if it is new.
     fn file(&mut self, inode: Inode, order: u8) -> Last {
         let (entry, new) = self.files.entry(inode);
         entry.order = entry.order.max(order);
@@ -214,7 +215,8 @@ impl PageCache {
         }
     }
 
-    /// Queues a file for the next walk, if there is space. `walks`: walks that the file has left.
+    /// Queues a file for the next walk, if there is space. `walks`: number of walks that may still
+    /// look for the file.
     fn want(&mut self, inode: Inode, walks: u8) {
         if self.wanted.len() < MAX_WANTED && self.wanted.insert(inode) {
             let (entry, _) = self.files.entry(inode);
@@ -222,7 +224,7 @@ impl PageCache {
         }
     }
 
-    /// Reports a file's path and size, whatever was reported before.
+    /// Reports path and size of a file, whatever was reported before.
     fn introduce(&mut self, inode: Inode, found: Found) {
         let (path, size) = match found {
             Found::Path(path, size) if path.len() <= MAX_PATH => (path, size),
@@ -270,8 +272,8 @@ impl PageCache {
             let Some(entry) = self.files.get(inode) else {
                 continue;
             };
-            // The event names a folio by its first page and not its size; it is aligned to it, and
-            // no larger than any folio seen.
+            // The event names the first page of a folio and not its size. A folio is aligned to its
+            // size, and is no larger than any folio seen before.
             let order = u32::from(entry.order).min(event.page.trailing_zeros());
             let pages = 1_u32 << order;
             if entry.mark_dirty(event.page, event.page.saturating_add(pages.into()))
@@ -295,7 +297,7 @@ impl PageCache {
             };
             let (file, allowed) = (entry.number, entry.allowed);
             let ranges = entry.take_dirty();
-            // It may have been renamed to its final name, and has grown.
+            // The file may have been renamed to its final name, and may have grown.
             match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
                 Found::Unknown => self.want(inode, 1),
                 found => self.news(inode, found),
@@ -313,7 +315,7 @@ impl PageCache {
         }
     }
 
-    /// Reports path and size of a known file if either has changed.
+    /// Reports path and size of a known file if one of them has changed.
     fn news(&mut self, inode: Inode, found: Found) {
         let Found::Path(path, size) = &found else {
             return;
@@ -328,7 +330,7 @@ impl PageCache {
         }
     }
 
-    /// Handles a finding of the worker. The main loop handles the ends of jobs.
+    /// Handles a finding of the worker. (The main loop handles the ends of jobs.)
     pub fn finding(&mut self, finding: Finding) {
         match finding {
             Finding::Cached {
@@ -363,7 +365,7 @@ impl PageCache {
     }
 }
 
-/// Returns the disk of a partition; for other devices, the device itself.
+/// Returns the device number of a partition's disk; for other devices, the number itself.
 fn disk_of(device: u32) -> u32 {
     let (major, minor) = (device >> 20, device & ((1 << 20) - 1));
     let link = format!("/sys/dev/block/{major}:{minor}");

@@ -10,15 +10,15 @@ use memfold_wire::{Decoder, FrameError, encode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
-/// Size of the send queue in bytes. Beyond it, no message is added.
+/// Size of the send queue in bytes. If a message does not fit, it is not added.
 const LIMIT: usize = 1 << 20;
-/// Bytes in the send queue above which messages about events are dropped.
+/// Number of bytes in the send queue above which messages about events are dropped.
 const EVENTS_LIMIT: usize = LIMIT / 2;
-/// Bytes in the send queue above which deferrable messages (inventory, output of commands) are not
-/// fetched.
+/// Number of bytes in the send queue above which messages that can wait (inventory, output of
+/// commands) are not added.
 const QUIET_LIMIT: usize = 128 << 10;
 
-/// Finds the device of the agent's port, by its udev link or by the port names in sysfs.
+/// Finds the device of the agent's port, by udev's link or by the port names in sysfs.
 pub fn find() -> Option<PathBuf> {
     find_under(Path::new("/"))
 }
@@ -47,7 +47,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// Opens the device.
+    /// Opens the device of the port.
     ///
     /// # Errors
     ///
@@ -55,7 +55,7 @@ impl Port {
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
-        // Without it, only a host side that comes back faster than we look goes unnoticed.
+        // If this fails, only a quick reconnect of the host side goes unnoticed.
         let _ = memfold_sys::guest::signal_changes(&file);
         Ok(Self {
             file,
@@ -65,7 +65,7 @@ impl Port {
         })
     }
 
-    /// Returns whether the host side is open.
+    /// Returns whether the host side of the port is open.
     pub fn host_is_there(&self) -> bool {
         let mut set = [PollFd::new(&self.file, PollFlags::IN | PollFlags::OUT)];
         let now = Timespec {
@@ -76,7 +76,7 @@ impl Port {
             && !set[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// Returns whether data can be read.
+    /// Returns whether data can be read from the port.
     pub fn has_input(&self) -> bool {
         let mut set = [PollFd::new(&self.file, PollFlags::IN)];
         let now = Timespec {
@@ -95,7 +95,7 @@ impl Port {
         while self.file.read(&mut scrap).is_ok_and(|n| n > 0) {}
     }
 
-    /// Reads from the host. Returns the number of bytes; 0 if there was nothing.
+    /// Reads data from the host. Returns the number of bytes; 0 if there was none.
     pub fn receive(&mut self) -> io::Result<usize> {
         let mut buffer = [0; 4096];
         match self.file.read(&mut buffer) {
@@ -115,7 +115,7 @@ impl Port {
         }
     }
 
-    /// Returns the host's next complete message.
+    /// Returns the next complete message from the host; `None` if there is none.
     pub fn order(&mut self) -> Result<Option<ToAgent>, FrameError> {
         self.decoder.next()
     }
@@ -146,7 +146,7 @@ impl Port {
         self.waiting.len() - self.sent
     }
 
-    /// Returns whether the send queue has space for deferrable messages.
+    /// Returns whether the send queue has space for messages that can wait.
     pub fn has_room(&self) -> bool {
         self.backlog() < QUIET_LIMIT
     }
@@ -173,7 +173,7 @@ impl Port {
         Ok(())
     }
 
-    /// Returns the entry for `poll`: always for input, for output if the send queue is not empty.
+    /// Returns the entry for `poll`: for input always, for output if the send queue is not empty.
     pub fn poll_fd(&self) -> PollFd<'_> {
         let out = if self.backlog() > 0 {
             PollFlags::OUT

@@ -1,8 +1,8 @@
-//! Reseeds the kernel's random number generator. A restored guest needs it, because other VMs may
-//! run from the same snapshot with the same generator state.
+//! Reseeds the kernel's random number generator. A restored guest needs this, because other VMs may
+//! run from the same snapshot with the same state of the generator.
 //!
-//! Source: `random(4)`. Bytes written to `/dev/urandom` are mixed into the kernel's pool. They need
-//! not be secret, only different for each VM.
+//! Source: `random(4)`. Bytes written to `/dev/urandom` are mixed into the kernel's pool. The bytes
+//! need not be secret, only different for each VM.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

@@ -6,19 +6,19 @@ use std::os::fd::AsFd;
 use memfold_sys::guest::{self, FileView};
 use memfold_sys::pagemap::Pagemap;
 
-/// Pages looked at in one step (4 MiB). It bounds the agent's resident set, because mapped pages
-/// count in it.
+/// Number of pages examined in one step (4 MiB). This limits the agent's resident set, in which
+/// mapped pages count.
 const WINDOW: u64 = 1024;
 
 /// Cached pages that are consecutive in the file and in memory: first page in the file, first
 /// frame, number of pages.
 pub type Run = (u64, u64, u32);
 
-/// Reader of the residency of files.
+/// Finds out which pages of files are cached.
 #[derive(Debug)]
 pub struct Residency {
     pagemap: Pagemap,
-    /// False after the kernel has reported that it has no `cachestat`.
+    /// Whether the kernel has `cachestat`, as far as is known.
     has_cachestat: bool,
     states: Vec<u8>,
 }
@@ -33,8 +33,8 @@ impl Residency {
         })
     }
 
-    /// Returns the number of cached pages by `cachestat`; `None` if the call fails. Not for files
-    /// on an overlay, where `cachestat` would look at the overlay's own empty mapping.
+    /// Returns the number of cached pages of a file by `cachestat`; `None` if the call fails. Not
+    /// for files on an overlay: `cachestat` would examine the overlay's own empty mapping.
     pub fn quick(&mut self, file: impl AsFd) -> Option<u64> {
         if !self.has_cachestat {
             return None;
@@ -49,8 +49,8 @@ impl Residency {
         }
     }
 
-    /// Calls `run` for every run of cached pages of a file of `pages` pages, until it returns
-    /// false. Calls `pause` between windows of 1024 pages; `pause` may sleep.
+    /// Calls `run` for every run of cached pages of a file with `pages` pages, until `run` returns
+    /// false. Calls `pause` between steps of 1024 pages; `pause` may sleep.
     pub fn runs(
         &mut self,
         file: impl AsFd,
@@ -76,8 +76,8 @@ impl Residency {
                 }
                 any = true;
                 let page = first + offset as u64;
-                // A page truncated or evicted meanwhile makes it fail; what came in before is shown
-                // all the same.
+                // This fails if a page was truncated or evicted meanwhile. The pages before it are
+                // reported all the same.
                 let _ = view.populate(page, part.len() as u64);
                 let frames = self.pagemap.frames(view.hva(page), part.len())?;
                 for (page, frame) in (page..).zip(frames) {

@@ -1,8 +1,8 @@
 //! Finds the path of an inode by file handle, without reading directories.
 //!
 //! A file whose pages are being cached has its inode and, as a rule, its directory entry in memory,
-//! so `open_by_handle_at` costs no disk access. Where a file system needs more than the inode
-//! number for a handle (XFS: the generation) or numbers its inodes otherwise (EROFS), a
+//! so `open_by_handle_at` costs no disk access. If a file system needs more than the inode number
+//! for a handle (XFS: the generation), or has other inode numbers in directories (EROFS), a
 //! [`crate::walk`] has to find the file.
 
 use std::collections::HashMap;
@@ -19,15 +19,16 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::mounts::{Kind, Mount, Mounts};
 
-/// `FILEID_INO32_GEN`: inode number, generation (include/linux/exportfs.h). Generation 0 stands for
-/// any on ext4 and f2fs.
+/// Type of a file handle with inode number and generation: `FILEID_INO32_GEN`
+/// (include/linux/exportfs.h). On ext4 and f2fs, generation 0 stands for any.
 const INO32_GEN: i32 = 1;
-/// `FILEID_BTRFS_WITHOUT_PARENT`: inode, subvolume, generation (0: any).
+/// Type of a file handle with inode, subvolume and generation (0: any):
+/// `FILEID_BTRFS_WITHOUT_PARENT`.
 const BTRFS: i32 = 0x4d;
-/// btrfs's top-level subvolume (`BTRFS_FS_TREE_OBJECTID`).
+/// Number of btrfs's top-level subvolume (`BTRFS_FS_TREE_OBJECTID`).
 const BTRFS_TOP: u64 = 5;
 
-/// Result of a look-up.
+/// Result of looking up a file by its inode.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
     /// The file's path and size in bytes.
@@ -38,8 +39,8 @@ pub enum Found {
     Unknown,
 }
 
-/// Finds paths of inodes. It keeps mount points open until [`Resolver::close`]; an open mount
-/// cannot be unmounted.
+/// Finds paths of inodes. Keeps mount points open until [`Resolver::close`]; an open mount cannot
+/// be unmounted.
 #[derive(Debug, Default)]
 pub struct Resolver {
     open: HashMap<u64, File>,
@@ -71,7 +72,7 @@ impl Resolver {
             Entry::Vacant(entry) => entry.insert(open_directory(&mount.point)?),
         };
         let file = match guest::open_by_handle(directory, kind, &bytes) {
-            // There is no such inode any more; on btrfs it may be in another subvolume.
+            // The inode no longer exists. (On btrfs, it may exist in another subvolume.)
             Err(e) if is_stale(&e) && mount.kind == Kind::Plain => return Ok(Found::Nameless),
             file => file?,
         };
@@ -83,10 +84,11 @@ impl Resolver {
             return Ok(Found::Nameless);
         }
         let path = name(&file)?;
-        // The kernel says so when the name that it remembers is not the file's any more, or is
-        // under no mount of ours. It is not looked up again: a path hidden by another mount costs
-        // the daemon a comparison, a look-up costs us one a file. A file in memory without a
-        // directory entry in memory has the path `/`.
+        // The path ends so if the name that the kernel remembers no longer belongs to the file, and
+        // begins otherwise if the file is under no mount of this namespace. (A file in memory
+        // without a directory entry in memory has the path `/`.) The path is not looked up again: a
+        // path that another mount hides costs the daemon only a comparison, while a look-up costs
+        // the guest time for each file.
         if path.first() != Some(&b'/') || path.ends_with(b"/") || path.ends_with(b" (deleted)") {
             return Ok(Found::Unknown);
         }

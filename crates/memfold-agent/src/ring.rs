@@ -12,17 +12,18 @@
 
 use crate::format::PageFormat;
 
-/// Events were lost before this page (`RB_MISSED_EVENTS`).
+/// Flag of the commit word: events were lost before this page (`RB_MISSED_EVENTS`).
 const MISSED_EVENTS: u64 = 1 << 31;
-/// The number of lost events is stored after the page's data (`RB_MISSED_STORED`).
+/// Flag of the commit word: the number of lost events is stored after the page's data
+/// (`RB_MISSED_STORED`).
 const MISSED_STORED: u64 = 1 << 30;
-/// The rest of the commit word's low half is the length of the data (`RB_MISSED_MASK`).
+/// Bits of the commit word that hold the length of the data (`RB_MISSED_MASK`).
 const LENGTH_MASK: u64 = (1 << 20) - 1;
 
 const PADDING: u32 = 29;
 const TIME_EXTEND: u32 = 30;
 const TIME_STAMP: u32 = 31;
-/// Bits of the time difference in an event's header.
+/// Number of bits of the time difference in an event's header.
 const TIME_BITS: u32 = 27;
 
 /// One page of the ring buffer.
@@ -30,7 +31,8 @@ const TIME_BITS: u32 = 27;
 pub struct RingPage<'a> {
     timestamp: u64,
     data: &'a [u8],
-    /// Events lost before this page: `None` none, `Some(0)` an unknown number.
+    /// Number of events lost before this page: `None` if none were lost, `Some(0)` if the number is
+    /// unknown.
     pub lost: Option<u64>,
 }
 
@@ -89,13 +91,13 @@ impl<'a> Iterator for Records<'a> {
     fn next(&mut self) -> Option<Self::Item> {
         loop {
             let header = self.word(0)?;
-            // `type_len:5, time_delta:27` on little-endian machines.
+            // Bit fields `type_len:5, time_delta:27` of a little-endian machine.
             let (kind, delta) = (header & 31, u64::from(header >> 5));
             let (start, length, yields): (usize, usize, bool) = match kind {
                 PADDING => {
                     let length = self.word(1)?;
-                    // Without a delta the rest of the page is padding (`rb_null_event`), else a
-                    // discarded event.
+                    // Without a time difference, the rest of the page is padding (`rb_null_event`);
+                    // otherwise the event was discarded.
                     if delta == 0 {
                         self.rest = &[];
                         return None;
@@ -108,12 +110,12 @@ impl<'a> Iterator for Records<'a> {
                     (8, 0, false)
                 }
                 TIME_STAMP => {
-                    // Absolute, without the top five bits, which stay as they are.
+                    // The time is absolute, but lacks the top five bits, which stay as they are.
                     let top = self.time & !((1 << 59) - 1);
                     self.time = top | u64::from(self.word(1)?) << TIME_BITS;
                     (8, 0, false)
                 }
-                // The length word counts itself.
+                // The length word includes its own length.
                 0 => (8, (self.word(1)? as usize).checked_sub(4)?, true),
                 words => (4, words as usize * 4, true),
             };

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// CPU time of work between two pauses.
+/// CPU time that the thread works between two pauses.
 const SLICE: Duration = Duration::from_millis(5);
 
-/// Makes the calling thread sleep after every 5 ms of work: four times as long as it worked, or
-/// half as long if the guest is mostly idle.
+/// Makes the calling thread sleep after every 5 ms of work: for four times the time that it worked,
+/// or for half that time if the guest is mostly idle.
 #[derive(Debug)]
 pub struct Throttle {
     slice_start: Duration,
@@ -22,7 +22,7 @@ fn cpu(clock: ClockId) -> Duration {
     Duration::try_from(clock_gettime(clock)).unwrap_or_default()
 }
 
-/// Returns the CPU time of the whole process.
+/// Returns the CPU time that the whole process has used.
 pub fn process_cpu() -> Duration {
     cpu(ClockId::ProcessCPUTime)
 }
@@ -30,8 +30,8 @@ pub fn process_cpu() -> Duration {
 impl Throttle {
     /// Creates a throttle for the calling thread, and sets that thread to nice value 19.
     pub fn of_this_thread() -> Self {
-        // On Linux this sets one thread, whatever POSIX says (setpriority(2), "C library/kernel
-        // differences").
+        // On Linux, this sets the nice value of one thread, unlike POSIX (setpriority(2), "C
+        // library/kernel differences").
         let _ = rustix::process::setpriority_process(None, 19);
         Self {
             slice_start: cpu(ClockId::ThreadCPUTime),
@@ -68,8 +68,9 @@ impl Throttle {
     }
 }
 
-/// Returns idle time (waiting for disks included) and total time of all CPUs, in clock ticks, from
-/// `/proc/stat`. Niced time counts as idle, or an idle guest would look busy while the agent works.
+/// Returns the idle time (waiting for disks included) and the total time of all CPUs, in clock
+/// ticks, from `/proc/stat`. Niced time counts as idle: otherwise, an idle guest would look busy
+/// while the agent works.
 fn idle_and_total() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
     parse_stat(&text)
@@ -83,7 +84,7 @@ fn parse_stat(text: &str) -> (u64, u64) {
         .take(8)
         .map_while(|f| f.parse().ok())
         .collect();
-    // user nice system idle iowait irq softirq steal
+    // Order of the fields: user nice system idle iowait irq softirq steal.
     let at = |i: usize| fields.get(i).copied().unwrap_or(0);
     (at(1) + at(3) + at(4), fields.iter().sum())
 }

@@ -21,10 +21,10 @@ use crate::ring::RingPage;
 
 /// Mount point of tracefs.
 const TRACEFS: &str = "/sys/kernel/tracing";
-/// Size of each CPU's ring buffer in KiB: some 23,000 page-cache events.
+/// Size of each CPU's ring buffer in KiB, enough for some 23,000 page-cache events.
 const BUFFER_KIB: u32 = 1024;
-/// Ring-buffer pages read in one round. It bounds the agent's memory (about 90 events a page, 48
-/// bytes each).
+/// Number of ring-buffer pages that are read in one round. It limits the agent's memory (about 90
+/// events a page, 48 bytes each).
 const PAGES_A_ROUND: usize = 128;
 
 const ADD: &str = "filemap/mm_filemap_add_to_page_cache";
@@ -32,45 +32,45 @@ const DELETE: &str = "filemap/mm_filemap_delete_from_page_cache";
 const DIRTY: &str = "writeback/writeback_dirty_folio";
 const WRITTEN: &str = "writeback/writeback_single_inode";
 
-/// Disk number that stands for every backing device that is no block device (btrfs has one of its
+/// Device number that stands for every backing device that is no block device (btrfs has one of its
 /// own).
 pub const UNNAMED_DISK: u32 = u32::MAX;
 
 /// Kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// 2^`order` page frames from `pfn` cache the file from page `page`. `device` is the file
-    /// system's.
+    /// 2^`order` page frames from `pfn` on cache the file from page `page` on. `device`: device
+    /// number of the file system.
     Add,
     /// These page frames no longer cache the file.
     Delete,
-    /// A program wrote to the folio at `page`. `device` is the disk's (not the partition's), or
-    /// [`UNNAMED_DISK`].
+    /// A program wrote to the folio at page `page`. `device`: number of the disk (not of the
+    /// partition), or [`UNNAMED_DISK`].
     Dirty,
-    /// All dirty pages of the inode were written back to disk. `device` as for `Dirty`.
+    /// All dirty pages of the inode were written back to disk. `device`: as for `Dirty`.
     Written,
 }
 
 /// One decoded trace event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Time by the trace clock, in ns.
+    /// Time of the event by the trace clock, in ns.
     pub time: u64,
-    /// Inode number.
+    /// Inode number of the file.
     pub inode: u64,
-    /// First page in the file (`Add`, `Delete`, `Dirty`).
+    /// Number of the first page in the file (`Add`, `Delete`, `Dirty`).
     pub page: u64,
-    /// First page frame (`Add`, `Delete`).
+    /// Number of the first page frame (`Add`, `Delete`).
     pub pfn: u64,
-    /// Device, `major << 20 | minor`.
+    /// Device number, `major << 20 | minor`.
     pub device: u32,
-    /// log2 of the number of pages.
+    /// Number of pages, as log2.
     pub order: u8,
     /// Kind of the event.
     pub what: What,
 }
 
-/// Fields of the two page-cache events.
+/// Positions of the fields of the two page-cache events.
 #[derive(Clone, Copy, Debug)]
 struct CacheFields {
     id: u16,
@@ -108,8 +108,9 @@ pub struct EventDecoder {
 }
 
 impl EventDecoder {
-    /// Creates a decoder. `format` returns the text of an event's format file by `system/event`.
-    /// `None` if the kernel has no page-cache events; the writeback events may be missing.
+    /// Creates a decoder. `format` returns the text of the format file of an event, given as
+    /// `system/event`. `None` if the kernel has no page-cache events; the writeback events may be
+    /// missing.
     pub fn new(format: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let parse = |name| EventFormat::parse(&format(name)?);
         let cache = |name| {
@@ -150,7 +151,7 @@ impl EventDecoder {
         })
     }
 
-    /// Decodes a record; `None` for malformed records and those of other events.
+    /// Decodes a record; returns `None` for malformed records and for those of other events.
     pub fn decode(&self, time: u64, record: &[u8]) -> Option<Event> {
         let id = u16::from_ne_bytes(*record.first_chunk()?);
         let cache = |f: &CacheFields, what| {
@@ -164,7 +165,7 @@ impl EventDecoder {
                 page: f.index.number(record)?,
                 pfn: f.pfn.number(record)?,
                 device: u32::try_from(f.device.number(record)?).ok()?,
-                // 1 GiB, the largest folio and the longest run of a message.
+                // Order 18 is 1 GiB: the largest folio, and the longest run in a message.
                 order: (order <= 18).then_some(order)?,
                 what,
             })
@@ -187,8 +188,8 @@ impl EventDecoder {
             });
         }
         let f = self.written.filter(|f| f.id == id)?;
-        // It wrote less than it was allowed to: so nothing dirty is left. (The flag in `state` has
-        // another value since 6.12.)
+        // The flusher wrote fewer pages than it was allowed to, so no dirty page is left. (The flag
+        // in `state` has another value since 6.12.)
         let all = f.wrote.number(record)? < f.nr_to_write.number(record)?;
         all.then_some(Event {
             time,
@@ -215,11 +216,12 @@ fn disk(name: &[u8]) -> u32 {
 /// Events read in one round.
 #[derive(Debug, Default)]
 pub struct Round {
-    /// Events in order of time.
+    /// Events of all CPUs in order of time.
     pub events: Vec<Event>,
-    /// Records read, of any event.
+    /// Number of records read, of any event.
     pub records: u64,
-    /// Events that the kernel overwrote before they were read; 1 if their number is unknown.
+    /// Number of events that the kernel overwrote before they were read; 1 if their number is
+    /// unknown.
     pub lost: u64,
     /// Whether more events may be waiting.
     pub more: bool,
@@ -236,8 +238,8 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// Creates the instance (mounting tracefs if needed), or takes over the instance of an earlier
-    /// agent. No event is enabled yet.
+    /// Creates the tracing instance (and mounts tracefs if needed), or takes over the instance of
+    /// an earlier agent. No event is enabled yet.
     pub fn new() -> io::Result<Self> {
         let tracefs = Path::new(TRACEFS);
         if !tracefs.join("events").exists() {
@@ -273,7 +275,8 @@ impl Tracer {
         };
         tracer.stop();
         tracer.set("buffer_size_kb", &BUFFER_KIB.to_string())?;
-        // Wake a poll at the first event; Linux >= 4.20, without it at half a buffer.
+        // With 0, the first event wakes a poll (Linux >= 4.20); without it, half a buffer of events
+        // does.
         tracer.set("buffer_percent", "0")?;
         Ok(tracer)
     }
@@ -287,8 +290,8 @@ impl Tracer {
         fs::write(file, if on { "1" } else { "0" })
     }
 
-    /// Empties the buffers and enables the events. If the writeback events are missing, returns a
-    /// message about it.
+    /// Empties the ring buffers and enables the events. If the writeback events are missing,
+    /// returns a message about it.
     pub fn start(&mut self) -> io::Result<Option<String>> {
         self.stop();
         self.set("trace", "\n")?;
@@ -313,16 +316,16 @@ impl Tracer {
         Ok(problem)
     }
 
-    /// Disables the events, so that tracing costs the guest nothing without a daemon.
+    /// Disables the events, so that tracing costs the guest nothing while no daemon is connected.
     pub fn stop(&mut self) {
         for event in [ADD, DELETE, DIRTY, WRITTEN] {
-            // Missing events are reported by `start`; there is nothing to do about the others.
+            // `start` reports missing events; other failures cannot be repaired here.
             let _ = self.enable(event, false);
         }
         self.pipes.clear();
     }
 
-    /// Removes the instance, which returns its memory to the guest.
+    /// Removes the tracing instance, which returns its memory to the guest.
     pub fn remove(mut self) {
         self.stop();
         let _ = fs::remove_dir(&self.instance);
@@ -333,7 +336,7 @@ impl Tracer {
         self.pipes.iter().map(AsFd::as_fd)
     }
 
-    /// Reads the waiting events into `round`, at most some 128 ring-buffer pages of them. Earlier
+    /// Reads the waiting events into `round`, at most 128 ring-buffer pages of them. Earlier
     /// contents of `round` are replaced.
     pub fn read(&mut self, round: &mut Round) -> io::Result<()> {
         self.read_pages(round, |_| {})
@@ -376,7 +379,7 @@ pub fn decode_page(bytes: &[u8], format: &PageFormat, decoder: &EventDecoder, ro
         return;
     };
     if let Some(lost) = page.lost {
-        // A damaged page may say any number.
+        // A damaged page may contain any number.
         round.lost = round.lost.saturating_add(lost.max(1));
     }
     for (time, record) in page.records() {

@@ -1,4 +1,4 @@
-//! Wakes the main loop from another thread.
+//! Wakes the main loop from another thread, by an eventfd.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,7 +20,8 @@ impl Wake {
 
     /// Makes the descriptor readable.
     pub fn up(&self) {
-        // It can only fail when it is readable 2^64 times already.
+        // This fails only if the counter would exceed 2^64, and then the descriptor is readable
+        // already.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 

@@ -2,9 +2,9 @@
 //!
 //! A cached page belongs to an inode in memory, and that inode was opened through a dentry. So it
 //! is enough to look at cached dentries: `openat2` with `RESOLVE_CACHED` (Linux >= 5.12) opens a
-//! file only if that needs no disk access and no new inode. The walk reads the blocks of cached
-//! directories only; files that nobody used cost nothing. It misses files whose dentry was
-//! reclaimed before their pages.
+//! file only if that needs no disk access and no new inode. The walk reads only directories that
+//! are cached, so unused files cost nothing. It misses files whose dentry was reclaimed before
+//! their pages.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -18,25 +18,25 @@ use rustix::mount::OpenTreeFlags;
 
 use crate::mounts::Mount;
 
-/// Depth limit of the walk, in directories. It bounds the memory for a path.
+/// Most levels of directories that the walk descends. This limits the memory for a path.
 const MAX_DEPTH: usize = 64;
 
 /// A regular file that the walk found.
 pub struct Entry<'a> {
     pub directory: BorrowedFd<'a>,
-    /// Name in the directory.
+    /// Name of the file in its directory.
     pub name: &'a CStr,
-    /// Inode number by the directory entry (`d_ino`).
+    /// Inode number of the file according to the directory entry (`d_ino`).
     pub inode: u64,
-    /// Path of the directory below the mount, without slashes at its ends.
+    /// Path of the file's directory below the mount, without slashes at its ends.
     pub parent: &'a [u8],
-    /// Flags for `openat2` that keep the open on this mount.
+    /// Flags for `openat2` that forbid leaving this mount.
     stay: ResolveFlags,
 }
 
 impl Entry<'_> {
-    /// Opens the file for reading. `None` if its inode or dentry is not in memory, or if the open
-    /// is not permitted.
+    /// Opens the file for reading; returns `None` if its inode or dentry is not in memory, or if
+    /// opening it is not permitted.
     pub fn open(&self) -> Option<OwnedFd> {
         open(self.directory, self.name, OFlags::RDONLY, self.stay)
     }
@@ -69,7 +69,7 @@ fn open(
         | OFlags::NOATIME
         | OFlags::NOCTTY;
     let resolve = ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS | stay;
-    // EAGAIN may also come from a rename at the same time; once more is enough to tell.
+    // EAGAIN may also come from a rename at the same time, so the open is tried once more.
     for _ in 0..2 {
         match rustix::fs::openat2(directory, name, flags, Mode::empty(), resolve) {
             Ok(file) => return Some(file),
@@ -80,9 +80,9 @@ fn open(
     None
 }
 
-/// Calls `visit` for every regular file of `mount` in a cached directory, until it returns false.
-/// Files on other mounts below it are not visited. Files hidden by such mounts are visited only if
-/// a segment is laid over a directory of `mount`.
+/// Calls `visit` for every regular file of `mount` in a cached directory, until `visit` returns
+/// false. Files on other mounts below `mount` are not visited. Files that such mounts hide are
+/// visited only if a segment is mounted over a directory of `mount`.
 pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) -> io::Result<()> {
     let point = std::path::Path::new(std::ffi::OsStr::from_bytes(&mount.point));
     let top: OwnedFd = File::open(point)?.into();
@@ -92,20 +92,20 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
         AtFlags::EMPTY_PATH,
         StatxFlags::from_bits_retain(STATX_MNT_ID),
     )?;
-    // Another file system may be mounted over it. Kernels before 5.8 don't say; the agent needs
-    // 5.12 anyhow.
+    // Another file system may be mounted over this one. Kernels before 5.8 do not report it, but
+    // the agent needs 5.12 anyway.
     if stat.stx_mask & STATX_MNT_ID != 0 && stat.stx_mnt_id != mount.id {
         return Ok(());
     }
-    // Programs that use a segment read the guest's own files below its overlay, and a copy of the
-    // mount has nothing mounted below it. Others are not copied: umount would succeed while the
-    // copy keeps the file system alive.
+    // Programs that use a segment read the guest's own files below the segment's overlay, so the
+    // walk uses a copy of the mount, without mounts below it. Other mounts are not copied: umount
+    // would succeed while the copy keeps the file system alive.
     let (top, stay) = if mount.is_laid_over {
         let flags = OpenTreeFlags::OPEN_TREE_CLONE
             | OpenTreeFlags::OPEN_TREE_CLOEXEC
             | OpenTreeFlags::AT_EMPTY_PATH;
-        // With CACHED, NO_XDEV refuses directories that something is mounted on, also where the
-        // mount isn't seen.
+        // NO_XDEV is not used on the copy: with CACHED, it also refuses directories on which
+        // something is mounted outside of the copy.
         let copy = rustix::mount::open_tree(&top, c"", flags)?;
         (copy, ResolveFlags::empty())
     } else {
@@ -140,7 +140,7 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
                     below.extend(name.to_bytes());
                     pending.push((below, depth + 1));
                 }
-                // Some file systems don't tell the type.
+                // Some file systems do not report the type.
                 FileType::RegularFile | FileType::Unknown => {
                     let entry = Entry {
                         directory: directory.as_fd(),
@@ -160,7 +160,8 @@ pub fn cached_files(mount: &Mount, mut visit: impl FnMut(&Entry<'_>) -> bool) ->
     Ok(())
 }
 
-/// Bit that requests `stx_mnt_id`, and shows that it is valid (include/uapi/linux/stat.h).
+/// Bit that requests `stx_mnt_id`, and shows in the result that it is valid
+/// (include/uapi/linux/stat.h).
 const STATX_MNT_ID: u32 = 0x1000;
 
 #[cfg(test)]
@@ -200,7 +201,7 @@ mod tests {
         paths
     }
 
-    /// A walk copies a mount.
+    /// Returns whether this process may copy a mount, as a walk does.
     fn may_mount() -> bool {
         let root = rustix::process::geteuid().is_root();
         if !root {
@@ -231,7 +232,7 @@ mod tests {
         let sub = directory.path().join("sub");
         std::fs::create_dir(&sub).unwrap();
         std::fs::write(sub.join("below"), b"1").unwrap();
-        // In a mount namespace of its own, which ends with the thread.
+        // This runs in a mount namespace of its own, which ends with the thread.
         let own = || {
             in_a_mount_namespace();
             let none = rustix::mount::MountFlags::empty();
@@ -243,8 +244,8 @@ mod tests {
         std::thread::scope(|scope| scope.spawn(own).join().unwrap());
     }
 
-    // The safe function is deprecated because of what other flags can do; NEWNS only parts this
-    // thread's view of the mounts.
+    // The safe function is deprecated because of the effects of other flags; NEWNS only gives this
+    // thread its own mounts.
     #[allow(deprecated)]
     fn in_a_mount_namespace() {
         rustix::thread::unshare(rustix::thread::UnshareFlags::NEWNS).unwrap();

@@ -1,4 +1,5 @@
-//! Background thread for inventories of the page cache, and for walks that find paths of files.
+//! Background thread that makes inventories of the page cache, and walks directories to find paths
+//! of files.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -18,17 +19,17 @@ use crate::throttle::Throttle;
 use crate::wake::Wake;
 use crate::walk;
 
-/// Most runs in one finding.
+/// Most runs of cached pages in one finding.
 const RUNS_A_FINDING: usize = 1024;
-/// Weight at which findings are handed over. A run weighs 1, a file 8.
+/// Weight of findings at which they are handed over to the main thread. A run weighs 1, a file 8.
 const WEIGHT: usize = 1024;
-/// Hand-overs that wait for the main thread before this thread blocks.
+/// Number of hand-overs that may wait for the main thread before the worker blocks.
 const FINDINGS: usize = 4;
 
-/// Job of the worker.
+/// A job of the worker.
 #[derive(Debug)]
 pub enum Job {
-    /// Reports everything that is cached on these mounts and allowed by the rules.
+    /// Reports all pages that are cached on these mounts and allowed by the rules.
     Inventory(Mounts, Rules),
     /// Finds the paths of these inodes.
     Find(Mounts, HashSet<Inode>),
@@ -40,34 +41,34 @@ pub enum Finding {
     /// Cached pages of a file, found by an inventory. A file with many runs is reported in several
     /// parts.
     Cached {
-        /// Device and inode number.
+        /// Device and inode number of the file.
         inode: Inode,
-        /// Path in the guest's root.
+        /// Path of the file in the guest's root.
         path: Vec<u8>,
-        /// Size in bytes.
+        /// Size of the file in bytes.
         size: u64,
-        /// Cached pages.
+        /// Cached pages of the file.
         runs: Vec<Run>,
     },
     /// Number of cached pages that the rules exclude.
     Excluded(u64),
     /// End of an inventory.
     InventoryDone {
-        /// Files looked at.
+        /// Number of files that the inventory examined.
         files: u64,
-        /// Pages found.
+        /// Number of cached pages that the inventory found.
         pages: u64,
     },
-    /// A wanted file's path and size.
+    /// Path and size of a wanted file.
     Path(Inode, Vec<u8>, u64),
     /// End of a search for paths.
     FindDone {
-        /// Files not found.
+        /// Number of files that were not found.
         missing: u64,
     },
 }
 
-/// Handle of the thread, with its channels.
+/// Handle of the worker thread, with its channels.
 #[derive(Debug)]
 pub struct Worker {
     jobs: Sender<(u32, Job)>,
@@ -102,18 +103,18 @@ impl Worker {
         })
     }
 
-    /// Queues a job after those that were submitted before.
+    /// Queues a job, after the jobs that were submitted before.
     pub fn submit(&self, job: Job) {
         let _ = self.jobs.send((self.epoch.load(Ordering::Relaxed), job));
     }
 
-    /// Drops all jobs and findings, because their connection is gone.
+    /// Drops all jobs and findings, because the connection that they belong to is lost.
     pub fn cancel(&self) {
         self.epoch.fetch_add(1, Ordering::Relaxed);
         while self.findings.try_recv().is_ok() {}
     }
 
-    /// Returns the next findings, if there are any.
+    /// Returns the next findings; `None` if there are none.
     pub fn next(&self) -> Option<Vec<Finding>> {
         loop {
             match self.findings.try_recv() {
@@ -126,12 +127,13 @@ impl Worker {
         }
     }
 
-    /// Descriptor that is readable when findings may be ready; [`Self::rest`] resets it.
+    /// Returns a descriptor that is readable when findings may be ready; [`Self::rest`] makes it
+    /// unreadable.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// Resets the descriptor. Call it before [`Self::next`].
+    /// Makes the descriptor unreadable. Call this before [`Self::next`].
     pub fn rest(&self) {
         self.wake.rest();
     }
@@ -139,7 +141,7 @@ impl Worker {
 
 struct Thread {
     found: SyncSender<(u32, Vec<Finding>)>,
-    /// Findings not sent yet, and their weight.
+    /// Findings that are not handed over yet, and their weight.
     pending: RefCell<(Vec<Finding>, usize)>,
     epoch: Arc<AtomicU32>,
     wake: Arc<Wake>,
@@ -166,7 +168,7 @@ impl Thread {
     }
 
     /// Queues a finding. Returns false if the job was cancelled. Findings are handed over in
-    /// groups, because waking the main thread for each would cost more than making it.
+    /// groups, because waking the main thread for each one would cost more than making it.
     fn send(&self, finding: Finding) -> bool {
         let (weight, last) = match &finding {
             Finding::Cached { runs, .. } => (8 + runs.len(), false),
@@ -189,11 +191,11 @@ impl Thread {
     fn inventory(&self, mounts: &Mounts, rules: &Rules) {
         let mut throttle = Throttle::of_this_thread();
         let (mut files, mut pages) = (0, 0);
-        // Files of several names are offered once.
+        // A file with several names is offered once.
         let mut seen = HashSet::new();
         if let Ok(mut residency) = Residency::new() {
             for mount in mounts.to_walk() {
-                // A mount that can't be opened has just gone.
+                // A mount that cannot be opened was just unmounted.
                 let _ = walk::cached_files(mount, |entry| {
                     throttle.step();
                     files += 1;
@@ -208,7 +210,7 @@ impl Thread {
                         seen: &mut seen,
                         pages: &mut pages,
                     };
-                    // Errors concern this file alone.
+                    // An error concerns only this file.
                     self.offer(entry, &file, &mut offer).unwrap_or(true)
                 });
             }
@@ -286,8 +288,8 @@ impl Thread {
             if !wanted.iter().any(|(d, _)| *d == device) {
                 continue;
             }
-            // There, a directory's inode numbers are others than stat's: every cached file has to
-            // be opened.
+            // On these file systems, inode numbers in directories differ from those of stat, so
+            // every cached file has to be opened.
             let ask_each = matches!(mount.kind, Kind::Packed | Kind::Overlay);
             let _ = walk::cached_files(mount, |entry| {
                 throttle.step();
@@ -311,7 +313,7 @@ impl Thread {
     }
 }
 
-/// Arguments of [`Thread::offer`] that stay the same for all files of a mount.
+/// Arguments of [`Thread::offer`] that are the same for all files of a mount.
 struct Offer<'a> {
     mount: &'a Mount,
     rules: &'a Rules,
@@ -321,8 +323,8 @@ struct Offer<'a> {
     pages: &'a mut u64,
 }
 
-/// Returns the inode number without the highest bits on an overlay. With `xino` overlayfs puts the
-/// number of the layer's file system there (Documentation/filesystems/overlayfs.rst).
+/// Returns an inode number; on an overlay, without its highest bits. With `xino`, overlayfs stores
+/// the number of the layer's file system there (Documentation/filesystems/overlayfs.rst).
 pub fn overlay_inode(overlay: bool, inode: u64) -> u64 {
     if overlay { inode & 0xffff_ffff } else { inode }
 }

@@ -1,4 +1,5 @@
-//! Connection to the host side of the port: waiting for it, handshake, orders, and loss.
+//! Connection to the host side of the port: wait for the host, handshake, orders, and loss of the
+//! connection.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use super::state::{Agent, Sink, State};
 use crate::glob::Rules;
 use crate::trace::Round;
 
-/// Shortest and longest interval between two checks for the host side.
+/// Shortest and longest interval between two checks whether the host side is open.
 pub(super) const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
 
 impl Agent {
@@ -26,7 +27,7 @@ impl Agent {
         self.retry = RETRY.0;
         port.begin();
         self.state = State::Waiting;
-        // The signal of its coming may be yet to come.
+        // The signal for the opening of the host side may still come.
         self.heard = Instant::now();
         let read = |path| {
             fs::read_to_string(path)

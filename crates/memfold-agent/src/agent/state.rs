@@ -1,4 +1,4 @@
-//! State of the agent, and sending of its messages.
+//! State of the agent, and the sending of its messages.
 
 use std::fs::{self, File};
 use std::os::fd::OwnedFd;
@@ -14,12 +14,12 @@ use crate::throttle::process_cpu;
 use crate::trace::{Round, Tracer};
 use crate::worker::Worker;
 
-/// Shortest interval between two unasked counter messages.
+/// Shortest interval between two messages with counters that the daemon did not ask for.
 const COUNTERS: Duration = Duration::from_secs(1);
 
 /// Destination of messages.
 pub(super) enum Sink {
-    /// A virtio-serial port, which the daemon reads from.
+    /// A virtio-serial port, from which the daemon reads.
     Port(Port),
     /// Standard output, as text.
     Text,
@@ -51,7 +51,7 @@ pub struct Agent {
     pub(super) tracer: Option<Tracer>,
     pub(super) problems: Vec<String>,
     pub(super) round: Round,
-    /// Time at which the waiting trace events are to be read.
+    /// Time at which waiting trace events are to be read; `None` if none wait.
     pub(super) gather: Option<Instant>,
     pub(super) busy: bool,
     pub(super) cache: PageCache,
@@ -76,7 +76,7 @@ impl Agent {
     pub(super) fn say(&mut self, message: &FromAgent) -> bool {
         match &mut self.sink {
             Sink::Port(port) => {
-                // Writing what waits makes room.
+                // Sending a part of the queue makes space for the message.
                 port.push(message) || (port.send().is_ok() && port.push(message))
             }
             Sink::Text => {
@@ -118,7 +118,8 @@ fn print(message: &FromAgent) {
     }
 }
 
-/// Resident set of this process (`proc_pid_statm(5)`: the second field, in pages).
+/// Returns the resident set of this process in bytes (`proc_pid_statm(5)`: the second field, in
+/// pages).
 fn resident_bytes() -> u64 {
     let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages = text

@@ -1,9 +1,9 @@
-//! Finds the files of a segment that equal the guest's own, by their metadata.
+//! Finds the files of a segment that equal the guest's own files, by their metadata.
 //!
-//! Equal means: same type, mode, owner, group and extended attributes. Regular files also have the
-//! same size and modification time, and with `content` the same bytes. Symbolic links have the same
-//! target, and devices the same number. A file that differs is hidden, so a wrong "different" costs
-//! only memory.
+//! Two files are equal if they have the same type, mode, owner, group and extended attributes.
+//! Regular files must also have the same size and modification time, and with `content` the same
+//! bytes. Symbolic links must have the same target, and devices the same number. A segment's file
+//! that differs is hidden, so a wrong result "different" costs only memory.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
@@ -15,11 +15,11 @@ use rustix::fs::{Advice, FileType, OFlags, Statx, StatxAttributes};
 use super::error::{During, Error, Result, shown};
 use super::tree;
 
-/// Depth limit of a tree, in levels. Deeper trees are refused.
+/// Most levels of a directory tree. Deeper trees are refused.
 const MAX_DEPTH: usize = 200;
 /// Number of differing paths that a report names.
 const MAX_NAMED: usize = 10;
-/// Bytes compared in one step.
+/// Number of bytes compared in one step.
 const PIECE: usize = 128 << 10;
 
 /// Way in which an entry of the segment is hidden.
@@ -27,62 +27,62 @@ const PIECE: usize = 128 << 10;
 pub enum How {
     /// Hidden by a hard link to the guest's own file.
     Link,
-    /// Hidden by a whiteout, because the guest has no such name.
+    /// Hidden by a whiteout, because the guest has no file of this name.
     Whiteout,
 }
 
-/// An entry of the segment to hide.
+/// An entry of the segment that is to be hidden.
 #[derive(Debug)]
 pub struct Hidden {
-    /// Path, relative to the laid directory.
+    /// Path of the entry, relative to the directory over which the segment is mounted.
     pub path: Vec<u8>,
-    /// Way in which it is hidden.
+    /// Way in which the entry is hidden.
     pub how: How,
-    /// Facts of the guest's own file, if there is one.
+    /// Facts of the guest's own file of this name, if there is one.
     pub own: Option<Facts>,
 }
 
 /// An entry of the segment that may replace the guest's own.
 #[derive(Debug)]
 pub struct Same {
-    /// Path, relative to the laid directory.
+    /// Path of the entry, relative to the directory over which the segment is mounted.
     pub path: Vec<u8>,
-    /// Facts of the guest's own file.
+    /// Facts of the guest's own file of this name.
     pub own: Facts,
 }
 
 /// Result of a comparison: the entries of a segment's directory to show and to hide.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// Number of files in the segment's directory (everything but directories).
+    /// Number of files in the segment's directory (all entries except directories).
     pub files: u64,
-    /// Total size of its regular files, in bytes.
+    /// Total size of the regular files in the segment's directory, in bytes.
     pub bytes: u64,
-    /// Number of files that differ, or that the guest lacks.
+    /// Number of files of the segment that differ, or that the guest lacks.
     pub differing: u64,
     /// Number of regular files that the kernel would map with DAX.
     pub dax_files: u64,
-    /// Number of regular files.
+    /// Number of regular files in the segment's directory.
     pub regular_files: u64,
-    /// First differing paths, each with the reason.
+    /// The first differing paths, each with the reason.
     pub first_differing: Vec<(Vec<u8>, &'static str)>,
-    /// Entries to hide.
+    /// Entries of the segment to hide.
     pub hidden: Vec<Hidden>,
-    /// Directories whose facts (owner, mode, times) are taken from the guest's own.
+    /// Directories that get owner, mode and times of the guest's own directory.
     pub masked: Vec<Vec<u8>>,
-    /// Entries to show, directories included.
+    /// Entries of the segment to show, directories included.
     pub same: Vec<Same>,
 }
 
-/// Metadata of a file: the part that programs can see, and the part that tells whether the file
-/// changed.
+/// Metadata of a file: the part that programs can see, and the part that reveals changes of the
+/// file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// Type and permissions.
     pub mode: u16,
     /// User ID of the owner.
     pub uid: u32,
-    /// Group ID.
+    /// Group ID of the file.
     pub gid: u32,
     /// Size in bytes; 0 for directories, whose size depends on the file system.
     pub size: u64,
@@ -117,13 +117,15 @@ impl Facts {
         FileType::from_raw_mode(self.mode as u32)
     }
 
-    /// Returns whether both look equal to a program: all facts but change time and inode number.
+    /// Returns whether both files look equal to a program: all facts except change time and inode
+    /// number.
     pub fn looks_like(&self, other: &Self) -> bool {
         self.why_different(other, false).is_none()
     }
 
-    /// Returns the first difference, if there is one. Many image builders keep whole seconds only,
-    /// so nanoseconds of a modification time count only if both sides have them, or if `strict`.
+    /// Returns the first difference between two files; `None` if they are equal. Many image
+    /// builders keep whole seconds only, so the nanoseconds of a modification time count only if
+    /// both files have them, or with `strict`.
     fn why_different(&self, other: &Self, strict: bool) -> Option<&'static str> {
         let nanoseconds = strict || (self.mtime.1 != 0 && other.mtime.1 != 0);
         if self.kind() != other.kind() {
@@ -144,7 +146,8 @@ impl Facts {
     }
 }
 
-/// Compares the segment's directory with the guest's own. Paths in `hide` count as different.
+/// Compares the segment's directory with the guest's own directory. Paths in `hide` count as
+/// different.
 pub fn compare(
     segment: &OwnedFd,
     own: &OwnedFd,
@@ -177,11 +180,11 @@ struct Walk<'a> {
     content: bool,
     hide: &'a BTreeSet<Vec<u8>>,
     plan: Plan,
-    /// Path, depth, and whether the guest has this directory too.
+    /// Directories to compare: path, depth, and whether the guest has this directory too.
     pending: Vec<(Vec<u8>, usize, bool)>,
 }
 
-/// The directories of the segment and of the guest that contain an entry.
+/// The directories of the segment and of the guest that contain the same entry.
 struct Pair {
     segment: OwnedFd,
     own: OwnedFd,
@@ -202,7 +205,8 @@ impl Walk<'_> {
             None
         };
         if let (Some(pair), true) = (&pair, path.is_empty()) {
-            // For its refusal; the top's facts come from the upper layer.
+            // This only refuses wrong attributes: the facts of the top directory come from the
+            // upper layer.
             same_xattrs(pair, path, &[c"."])?;
         }
         for entry in entries(&segment, pair.as_ref(), path)? {
@@ -239,8 +243,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Compares one entry of a directory that both sides have. Returns true for a directory that
-    /// the guest has too.
+    /// Compares an entry of a directory that both sides have. Returns true if the entry is a
+    /// directory that the guest has too.
     fn entry(&mut self, pair: &Pair, entry: &Entry) -> Result<bool> {
         let path = &entry.path[..];
         let theirs = Facts::of(&entry.theirs);
@@ -301,7 +305,7 @@ impl Walk<'_> {
         });
     }
 
-    /// Compares two entries of which neither is a directory, or that have different types.
+    /// Compares two entries that are no directories, or that have different types.
     fn why_different(
         &self,
         pair: &Pair,
@@ -332,18 +336,18 @@ impl Walk<'_> {
     }
 }
 
-/// One entry of a segment's directory.
+/// An entry of a segment's directory.
 struct Entry {
     name: CString,
-    /// Path, relative to the laid directory.
+    /// Path of the entry, relative to the directory over which the segment is mounted.
     path: Vec<u8>,
     theirs: Statx,
     own: Option<Statx>,
-    /// Whether the extended attributes are equal; determined only if both files are of one type.
+    /// Whether the extended attributes are equal; known only if both files have the same type.
     same_xattrs: bool,
 }
 
-/// Lists a segment's directory, with the guest's entries of the same names.
+/// Lists a segment's directory, together with the guest's entries of the same names.
 fn entries(segment: &OwnedFd, pair: Option<&Pair>, path: &[u8]) -> Result<Vec<Entry>> {
     let names = tree::names(segment).during(|| format!("reading the segment's {}", shown(path)))?;
     let mut entries = Vec::with_capacity(names.len());
@@ -378,8 +382,9 @@ fn entries(segment: &OwnedFd, pair: Option<&Pair>, path: &[u8]) -> Result<Vec<En
     Ok(entries)
 }
 
-/// Refuses overlayfs' own attributes in a segment: such an attribute could make a directory hide
-/// the guest's, or a file borrow another file's bytes.
+/// Compares extended attributes of the named entries. Refuses overlayfs' own attributes in a
+/// segment: such an attribute could make a directory hide the guest's directory, or a file use
+/// another file's bytes.
 fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
     let of = |directory: &OwnedFd| {
         tree::xattrs_of(directory, names.iter().copied())
@@ -406,7 +411,7 @@ fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
 }
 
 /// Compares the bytes of both files. Drops the guest's own file from the page cache, because the
-/// segment replaces it from now on.
+/// segment's file replaces it from now on.
 fn same_bytes(pair: &Pair, name: &CStr) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME;
     let own = tree::open_below(&pair.own, name.to_bytes(), flags)?;

@@ -27,33 +27,34 @@ const MAGIC: u32 = 0xe0f5_e1e2;
 const MAGIC_AT: u64 = 1024;
 /// `VIRTIO_ID_PMEM` (`include/uapi/linux/virtio_ids.h`) as sysfs writes it.
 const VIRTIO_PMEM: &str = "0x001b";
-/// Longest wait for the device file of a hot-plugged device.
+/// Longest wait for the device file of a device that was plugged in.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Number of regular files that are checked for DAX.
 const DAX_SAMPLES: u32 = 64;
 
-/// A mount of an image that is attached to no directory yet.
+/// A mounted image that is attached to no directory yet.
 pub struct Image {
-    /// Root of the file system. Closing it ends the mount, unless the mount was attached.
+    /// Root directory of the image's file system. Closing it ends the mount, unless the mount was
+    /// attached.
     pub root: OwnedFd,
-    /// Reason why the kernel refused to mount it with DAX.
+    /// Reason why the kernel refused to mount the image with DAX.
     pub no_dax: Option<String>,
 }
 
 /// A segment that is mounted at its path in `/run/memfold/segments`.
 #[derive(Debug)]
 pub struct Segment {
-    /// Manifest of the image.
+    /// Manifest of the segment's image.
     pub manifest: Manifest,
-    /// Mount point.
+    /// Path of the mount point.
     pub mounted: PathBuf,
-    /// Device, as named in the mount table.
+    /// Path of the device, as in the mount table.
     pub device: PathBuf,
-    /// Whether its files are mapped with DAX; `None` if the image has no file to check.
+    /// Whether the segment's files are mapped with DAX; `None` if the image has no file to check.
     pub dax: Option<bool>,
-    /// Reason why not, by the kernel's messages.
+    /// Reason why the files are not mapped with DAX, from the kernel's messages.
     pub dax_reason: Option<String>,
-    /// Whether this run has mounted it.
+    /// Whether this run of the agent has mounted the segment.
     pub is_new: bool,
 }
 
@@ -70,15 +71,15 @@ fn pmem_devices() -> usize {
         .count()
 }
 
-/// Loads the drivers if the machine has a virtio-pmem device, and waits up to 2 s for its device
-/// file. Errors are ignored, because drivers may be built in: a missing driver shows when the
-/// device is used.
+/// Loads the drivers for segments if the machine has a virtio-pmem device, and waits up to 2 s for
+/// the device file. Errors are ignored, because drivers may be built in; if a driver is missing,
+/// the use of the device fails.
 pub fn load_modules(places: &Places) {
     if pmem_devices() == 0 {
         return;
     }
-    // One by one: without -a the other words would be options, and with -a one that is unknown may
-    // end it.
+    // Modules are loaded one by one: without -a, modprobe takes further words for options, and with
+    // -a it may stop at an unknown module.
     for module in ["virtio_pmem", "nd_pmem", "erofs", "overlay"] {
         let _ = Command::new("modprobe")
             .args(["-q", module])
@@ -94,7 +95,7 @@ pub fn load_modules(places: &Places) {
     }
 }
 
-/// Returns all `/dev/pmemN`, by number.
+/// Returns all device files `/dev/pmemN`, by number.
 pub fn devices(places: &Places) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(&places.dev) else {
         return Vec::new();
@@ -116,9 +117,9 @@ pub fn devices(places: &Places) -> Vec<PathBuf> {
     found
 }
 
-/// Makes a device with an image read-only for the whole guest, because the host maps the image
-/// read-only and a guest's writes would be lost silently. Best effort: the file system is mounted
-/// read-only in any case. Returns false if the device holds no image.
+/// Makes a device with an image read-only for the whole guest: the host maps the image read-only,
+/// so a guest's writes would be lost silently. If this fails, the file system is still mounted
+/// read-only. Returns false if the device holds no image.
 pub fn protect(device: &Path) -> io::Result<bool> {
     let mut magic = [0; 4];
     let file = File::open(device)?;
@@ -130,7 +131,7 @@ pub fn protect(device: &Path) -> io::Result<bool> {
     Ok(is_image)
 }
 
-/// Opens the image on a device, and reads its manifest.
+/// Opens the image on a device, and reads the image's manifest.
 pub fn open(device: &Path) -> Result<(Image, Manifest)> {
     if !protect(device).during(|| format!("reading {}", device.display()))? {
         return Err(Error::refused(
@@ -149,9 +150,9 @@ pub fn open(device: &Path) -> Result<(Image, Manifest)> {
     Ok((image, manifest))
 }
 
-/// Mounts an image without attaching it to a directory. So the manifest can be read before the
-/// mount point is chosen, and an unwanted mount disappears by itself. There is no `nosuid`: the
-/// files replace the guest's own, setuid programs included.
+/// Mounts an image without attaching the mount to a directory. So the manifest can be read before
+/// the mount point is chosen, and an unwanted mount disappears when it is closed. The mount is not
+/// `nosuid`, because the segment's files replace the guest's own, setuid programs included.
 fn mount_image(device: &Path, dax: bool) -> io::Result<Image> {
     let context = fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     let done = (|| {
@@ -183,7 +184,8 @@ fn mount_image(device: &Path, dax: bool) -> io::Result<Image> {
     }
 }
 
-/// Reads the kernel's messages from a file system context: one for each read, "e text" or "w text".
+/// Reads the kernel's messages from a file system context. Each read returns one message, "e text"
+/// or "w text".
 fn said_by_kernel(context: &OwnedFd) -> Option<String> {
     let mut said: Vec<String> = Vec::new();
     let mut buffer = [0_u8; 512];
@@ -222,7 +224,7 @@ fn read_manifest(root: &OwnedFd) -> Result<Manifest> {
 }
 
 impl Segment {
-    /// Returns the segment `name@generation`; mounts it if needed.
+    /// Returns the segment `name@generation`. Mounts it if it is not mounted.
     pub fn mount(places: &Places, name: &str, generation: u64) -> Result<Self> {
         let mounted = places.mounted(name, generation);
         if let Some(mount) = MountTable::read()?.at(&mounted) {
@@ -325,14 +327,14 @@ impl Segment {
         })
     }
 
-    /// Unmounts the segment. Returns true if it is still in use.
+    /// Unmounts the segment. Returns true if programs still use it.
     pub fn unmount(&self) -> Result<bool> {
         unmount_at(&self.mounted)
     }
 }
 
-/// Unmounts an image and removes its mount point. Returns true if the image is still in use, by
-/// running programs or by an overlay. Then the mount is only detached, and the device must stay.
+/// Unmounts an image and removes its mount point. Returns true if running programs or an overlay
+/// still use the image; the mount is then only detached, and the device must stay.
 pub fn unmount_at(mounted: &Path) -> Result<bool> {
     let what = || format!("unmounting {}", mounted.display());
     let table = MountTable::read()?;
@@ -351,7 +353,7 @@ pub fn unmount_at(mounted: &Path) -> Result<bool> {
     Ok(busy || device.is_some_and(|d| is_claimed(&d)))
 }
 
-/// Returns whether a mounted file system holds the device: an exclusive open is refused then
+/// Returns whether a mounted file system uses the device. The kernel then refuses an exclusive open
 /// (`open(2)`, `O_EXCL` without `O_CREAT`).
 fn is_claimed(device: &Path) -> bool {
     let flags = i32::try_from((OFlags::EXCL | OFlags::NONBLOCK).bits()).unwrap_or(0);
@@ -363,8 +365,8 @@ fn is_claimed(device: &Path) -> bool {
         && opened.is_err_and(|e| e.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()))
 }
 
-/// Returns whether files are mapped with DAX, by a look at some non-empty regular files. One file
-/// with DAX is enough: a file with an inlined tail never has DAX.
+/// Returns whether files are mapped with DAX, by checking some non-empty regular files. One file
+/// with DAX is enough, because a file with an inlined tail never has DAX.
 fn dax(root: &OwnedFd) -> Option<bool> {
     let mut looked = 0;
     let mut pending = vec![Vec::new()];

@@ -1,4 +1,5 @@
-//! Errors of segment operations. Each names the failed condition and what would change it.
+//! Errors of segment operations. Each error names the failed condition and the action that would
+//! change it.
 
 use std::io;
 
@@ -10,7 +11,7 @@ pub enum Error {
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
-        /// Operation that failed, with the path.
+        /// The operation that failed, with the path.
         what: String,
         /// Error of the system call.
         source: io::Error,
@@ -18,9 +19,9 @@ pub enum Error {
     /// A condition for the operation does not hold.
     #[error("{why} (hint: {hint})")]
     Refused {
-        /// Failed condition, with the path.
+        /// The failed condition, with the path.
         why: String,
-        /// Advice that would change it.
+        /// The action that would change the condition.
         hint: String,
     },
     /// The command line is wrong.
@@ -32,7 +33,7 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// Creates a refusal from the failed condition and the advice.
+    /// Creates a refusal from the failed condition and the action that would change it.
     pub fn refused(why: impl Into<String>, hint: impl Into<String>) -> Self {
         Self::Refused {
             why: why.into(),
@@ -40,7 +41,7 @@ impl Error {
         }
     }
 
-    /// Returns the program's exit code.
+    /// Returns the exit code of the program for this error.
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
@@ -64,7 +65,7 @@ impl<T, E: Into<io::Error>> During<T> for std::result::Result<T, E> {
     }
 }
 
-/// Formats a path for messages: UTF-8 as it is, other bytes as `\xNN`.
+/// Formats a path for messages: UTF-8 unchanged, other bytes as `\xNN`.
 pub fn shown(path: &[u8]) -> String {
     escaped(path)
 }

@@ -1,8 +1,8 @@
-//! Writes the JSON of the reports.
+//! Writes the JSON of the agent's reports.
 //!
-//! A JSON string is Unicode, and a path is bytes. A byte outside of UTF-8 is written as the four
-//! characters `\xNN` (so `\\xNN` in the JSON text). That form is for people; no program reads a
-//! path back from a report.
+//! A JSON string is Unicode, but a path is a sequence of bytes. A byte outside of UTF-8 is written
+//! as the four characters `\xNN` (so `\\xNN` in the JSON text). This form is for people only; no
+//! program takes a path from a report.
 
 use std::fmt::Write;
 
@@ -38,7 +38,7 @@ impl Object {
         self.raw(key, &string(value.as_ref()))
     }
 
-    /// Adds a string, or null.
+    /// Adds a string, or null if there is none.
     #[must_use]
     pub fn maybe(self, key: &str, value: Option<impl AsRef<[u8]>>) -> Self {
         match value {

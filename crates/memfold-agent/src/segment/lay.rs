@@ -1,4 +1,4 @@
-//! `--segment-lay`: lays directories of a segment over the guest's own.
+//! `--segment-lay`: mounts directories of a segment over the guest's own.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -15,7 +15,7 @@ use super::state::{Places, Record};
 use super::tree;
 use super::verify::Verdict;
 
-/// Attempts to compare a directory that changes meanwhile.
+/// Number of attempts to compare a directory that changes meanwhile.
 const ATTEMPTS: u32 = 3;
 
 /// Parameters of `--segment-lay`.
@@ -23,19 +23,21 @@ const ATTEMPTS: u32 = 3;
 pub struct Request {
     /// Name of the segment, without its generation.
     pub name: String,
-    /// Generation of the segment.
+    /// Number of the segment's generation.
     pub generation: u64,
-    /// Whether the bytes of files are compared too.
+    /// Whether the bytes of files are compared, too.
     pub content: bool,
-    /// Directories to lay; empty for those that the image names.
+    /// Guest directories over which the segment is mounted; empty: the directories that the image
+    /// names.
     pub only: Vec<Vec<u8>>,
-    /// Percent of the segment's files that may differ; more is a refusal.
+    /// Percent of the segment's files that may differ from the guest's. If more differ, the request
+    /// is refused.
     pub max_differing: u8,
 }
 
 impl Request {
-    /// Creates a request with the defaults: the image's directories, no comparison of bytes, 25
-    /// percent.
+    /// Creates a request with the defaults: the directories that the image names, no comparison of
+    /// bytes, 25 percent.
     pub fn new(name: impl Into<String>, generation: u64) -> Self {
         Self {
             name: name.into(),
@@ -47,20 +49,21 @@ impl Request {
     }
 }
 
-/// A directory that this run has laid.
+/// A directory over which this run has mounted the segment.
 struct Done {
     directory: Vec<u8>,
     plan: Plan,
     took_ms: u64,
 }
 
-/// Lays the segment's directories and returns the report. On failure, the guest is left as it was.
+/// Mounts the segment's directories over the guest's, and returns the report. If that fails,
+/// everything is undone.
 pub fn lay(places: &Places, request: &Request) -> Result<String> {
     let _lock = places.lock()?;
     lay_locked(places, request)
 }
 
-/// Does the work of [`lay`]. The caller holds the lock.
+/// Does the work of [`lay`]. The caller must hold the lock of segments.
 pub fn lay_locked(places: &Places, request: &Request) -> Result<String> {
     let start = Instant::now();
     for directory in &request.only {
@@ -83,8 +86,8 @@ pub fn lay_locked(places: &Places, request: &Request) -> Result<String> {
     }
 }
 
-/// Refuses if another generation of the segment is laid: the layers on disk have no generation
-/// number.
+/// Refuses if another generation of the segment is mounted, because the layers on disk have no
+/// generation number.
 fn refuse_other_generation(name: &str, generation: u64) -> Result<()> {
     let table = MountTable::read()?;
     let mut laid = table.0.iter().filter_map(|m| layers::generation(m, name));
@@ -195,7 +198,8 @@ impl Run<'_> {
         ))
     }
 
-    /// Lays one directory. Files that are found open for writing are hidden in the next attempt.
+    /// Mounts the segment over one directory. Files that are open for writing are hidden in the
+    /// next attempt.
     fn lay_one(
         &self,
         directory: &[u8],
@@ -252,8 +256,8 @@ impl Run<'_> {
         }
         lay.sort();
         lay.dedup();
-        // Directories that are in the record and are not laid any more would come back at the next
-        // boot.
+        // Directories in the record over which the segment is no longer mounted would be mounted
+        // again at the next boot.
         let table = MountTable::read()?;
         lay.retain(|directory| self.layer(directory).laid(&table).is_some());
         let record = Record {
@@ -265,13 +269,13 @@ impl Run<'_> {
         self.places.write_record(&self.request.name, &record)
     }
 
-    /// Takes off the directories that this run laid.
+    /// Unmounts the directories that this run has mounted.
     fn undo(&self, error: Error) -> Error {
         let mut error = error;
         for done in &self.done {
             error = undone(&self.layer(&done.directory), error);
         }
-        // Directories that were prepared and not laid.
+        // These directories were prepared, but the segment was not mounted over them.
         for directory in self
             .places
             .layer_directories(&self.request.name)
@@ -337,7 +341,7 @@ impl Run<'_> {
     }
 }
 
-/// Takes a layer off again; adds to the error if that fails too.
+/// Unmounts a layer after an error. If that fails too, adds this to the error.
 fn undone(layer: &Layer<'_>, error: Error) -> Error {
     match layer.take_off() {
         Ok(_) => error,

@@ -1,5 +1,4 @@
-//! One directory with a segment laid over it: preparing and mounting the overlay, and taking it
-//! off.
+//! One guest directory with a segment mounted over it: prepares, mounts and unmounts the overlay.
 
 use std::ffi::CString;
 use std::fs::{self, DirBuilder};
@@ -24,26 +23,27 @@ use crate::mounts::LAID_SOURCE;
 
 /// `OVERLAYFS_SUPER_MAGIC` (include/uapi/linux/magic.h).
 const OVERLAY_MAGIC: u32 = 0x794c_7630;
-/// Overlay options, set explicitly because the kernel's defaults vary. A directory's files are
-/// found by its path only, and a file of the upper layer is complete; merging relies on both.
+/// Mount options of the overlay, set explicitly because the kernel's defaults vary. With them,
+/// files are found in lower layers by path only, and every file of the upper layer is complete.
+/// Merging relies on both.
 const OPTIONS: &str = "redirect_dir=nofollow,metacopy=off,index=off,xino=auto";
-/// Most bytes of options: `mount(2)` takes one page.
+/// Most bytes of mount options: `mount(2)` takes one page.
 const MAX_OPTIONS: usize = 4095;
 
-/// A directory of the guest, and the layers of a segment for it.
+/// A guest directory, and the layers of a segment for this directory.
 pub struct Layer<'a> {
     places: &'a Places,
     name: &'a str,
-    /// Path in the guest.
+    /// Path of the directory in the guest.
     pub directory: &'a [u8],
-    /// Path of the directory; differs from `directory` only in tests.
+    /// Path by which the agent opens the directory; differs from `directory` only in tests.
     pub point: PathBuf,
-    /// Directory that contains `mask`, `upper` and `work`.
+    /// Directory on the guest's disk that contains `mask`, `upper` and `work`.
     disk: PathBuf,
 }
 
 impl<'a> Layer<'a> {
-    /// Creates the value; changes nothing on disk.
+    /// Creates the value. Changes nothing on disk.
     pub fn new(places: &'a Places, name: &'a str, directory: &'a [u8]) -> Self {
         Self {
             places,
@@ -54,12 +54,13 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Returns the generation of this segment whose overlay is the topmost mount on the directory.
+    /// Returns the generation of this segment that is mounted on the directory; `None` if the
+    /// topmost mount there is not the segment's overlay.
     pub fn laid(&self, table: &MountTable) -> Option<u64> {
         generation(table.at(&self.point)?, self.name)
     }
 
-    /// Opens the guest's own directory; `None` if it does not exist.
+    /// Opens the guest's own directory; returns `None` if it does not exist.
     pub fn open_own(&self) -> Result<Option<OwnedFd>> {
         let root = tree::open(&self.places.root).during(|| "opening the guest's root".into())?;
         let inner = self.directory.strip_prefix(b"/").unwrap_or(self.directory);
@@ -76,8 +77,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Makes the layer's directory, and checks that writes can be merged back by renaming: layers
-    /// and guest's tree must be on one mount.
+    /// Makes the layer's directory on disk. Checks that writes can be merged back by renaming, for
+    /// which layers and guest directory must be on one mount.
     pub fn prepare(&self, own: &OwnedFd, table: &MountTable) -> Result<()> {
         let what = || format!("making {}", self.disk.display());
         self.places.steps.step().during(what)?;
@@ -130,8 +131,8 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Makes the three directories of the layer. The upper one appears last, with the facts of the
-    /// guest's own directory, so that merging is correct whenever it exists.
+    /// Makes the three directories of the layer. The upper directory appears last, with owner, mode
+    /// and times of the guest's own directory, so that merging is correct whenever it exists.
     pub fn build(&self, plan: &Plan, own: &OwnedFd) -> Result<()> {
         let make = |name: &str, mode: u32| {
             let path = self.disk.join(name);
@@ -151,7 +152,7 @@ impl<'a> Layer<'a> {
         fs::rename(&new, self.disk.join("upper")).during(what)
     }
 
-    /// Mounts the overlay.
+    /// Mounts the overlay over the guest directory.
     pub fn mount(&self, segment: &Path, generation: u64, own: &OwnedFd) -> Result<()> {
         let what = || format!("mounting the overlay on {}", self.point.display());
         let inner = self.directory.strip_prefix(b"/").unwrap_or(self.directory);
@@ -192,7 +193,7 @@ impl<'a> Layer<'a> {
             ));
         }
         let data = CString::new(data).map_err(io::Error::from).during(what)?;
-        // What the mount forbids that the directory is on, the overlay forbids, too.
+        // Restrictions of the mount that holds the directory also apply to the overlay.
         let below = rustix::fs::fstatvfs(own).during(what)?.f_flag;
         let mut flags = MountFlags::empty();
         flags.set(
@@ -209,8 +210,8 @@ impl<'a> Layer<'a> {
         mount(source, &self.point, "overlay", flags, &*data).during(what)
     }
 
-    /// Checks through the mount that the guest sees the same files as before, and that the compared
-    /// files have not changed.
+    /// Checks through the overlay that the guest sees the same files as before, and that the
+    /// compared files have not changed.
     pub fn verify(&self, plan: &Plan, own: &OwnedFd) -> Result<verify::Verdict> {
         let what = || format!("checking {}", self.point.display());
         self.places.steps.step().during(what)?;
@@ -219,7 +220,7 @@ impl<'a> Layer<'a> {
         verify::unchanged(plan, own)
     }
 
-    /// Checks that the overlay can be taken off now.
+    /// Checks that the overlay can be unmounted now.
     pub fn check_take_off(&self, table: &MountTable) -> Result<()> {
         if self.laid(table).is_none() {
             let covered = |m: &Mount| {
@@ -246,7 +247,8 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Unmounts the overlay if it is mounted, merges the written files, and removes the layer.
+    /// Unmounts the overlay if it is mounted, merges the written files into the guest's own
+    /// directory, and removes the layer.
     pub fn take_off(&self) -> Result<Merged> {
         loop {
             let table = MountTable::read()?;
@@ -254,14 +256,14 @@ impl<'a> Layer<'a> {
             if self.laid(&table).is_none() {
                 return self.settle();
             }
-            // Programs that run from it keep their files; only the name is given back.
+            // Programs that use files of the overlay keep them; only the mount point is released.
             unmount(&self.point, UnmountFlags::DETACH)
                 .during(|| format!("unmounting {}", self.point.display()))?;
         }
     }
 
-    /// Merges the written files of a layer that is not mounted, and removes the layer. A layer that
-    /// does not exist is no error.
+    /// Merges the written files of a layer that is not mounted into the guest's own directory, and
+    /// removes the layer. A layer that does not exist is no error.
     pub fn settle(&self) -> Result<Merged> {
         let upper = self.disk.join("upper");
         let mut merged = Merged::default();
@@ -314,7 +316,7 @@ impl<'a> Layer<'a> {
         Ok(own)
     }
 
-    /// Removes the layer's directories, the upper one only if it is empty.
+    /// Removes the layer's directories; the upper one only if it is empty.
     fn remove(&self) -> Result<()> {
         let what = || format!("removing {}", self.disk.display());
         let disk = match tree::open(&self.disk) {
@@ -335,14 +337,14 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Returns the bytes on disk of the files written since the directory was laid.
+    /// Returns the bytes on disk of the files that were written since the segment was mounted.
     pub fn upper_bytes(&self) -> u64 {
         tree::open(&self.disk.join("upper")).map_or(0, |upper| tree::bytes_below(&upper))
     }
 }
 
-/// Returns the generation of the segment `name` that a memfold overlay shows: its source in the
-/// mount table is `memfold:NAME@GENERATION`.
+/// Returns the generation of the segment `name` that a memfold overlay shows. The overlay's source
+/// in the mount table is `memfold:NAME@GENERATION`.
 pub fn generation(mount: &Mount, name: &str) -> Option<u64> {
     let source = std::str::from_utf8(&mount.source).ok()?;
     let (of, generation) = source.strip_prefix(LAID_SOURCE)?.split_once('@')?;

@@ -9,8 +9,7 @@ use super::layers::Layer;
 use super::settle::mounted;
 use super::state::Places;
 
-/// One item of the list. It collects what is known of a segment: its device, its mount, its layers
-/// on disk.
+/// The agent's knowledge of one segment: its device, its mount, its layers on disk.
 #[derive(Default)]
 struct Entry {
     device: Option<String>,
@@ -18,7 +17,7 @@ struct Entry {
     problem: Option<String>,
 }
 
-/// Returns the list as JSON, sorted by name.
+/// Returns the list of segments as JSON, sorted by name.
 pub fn list(places: &Places) -> Result<String> {
     let _lock = places.lock()?;
     let mut entries: BTreeMap<(String, Option<u64>), Entry> = BTreeMap::new();

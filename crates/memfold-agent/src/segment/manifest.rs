@@ -1,44 +1,44 @@
-//! `/.memfold-segment`: the manifest of an image. It is parsed as hostile text, because the builder
-//! of the image wrote it.
+//! Reads `/.memfold-segment`, the manifest of a segment's image. It is parsed as hostile text,
+//! because the builder of the image wrote it.
 //!
 //! ```text
 //!   format 1
 //!   name web
 //!   generation 3
-//!   lay /usr          any number up to 64
+//!   lay /usr          a guest directory to mount over; up to 64 such lines
 //! ```
 
 use super::error::{Error, Result, shown};
 
-/// Name of the manifest in the image's root.
+/// Name of the manifest in the image's root directory.
 pub const FILE: &str = ".memfold-segment";
 /// Largest manifest, in bytes.
 pub const MAX_BYTES: usize = 64 << 10;
-/// Most directories that an image may name to be laid.
+/// Most directories that a manifest may name.
 const MAX_LAY: usize = 64;
-/// Longest path of such a directory, in bytes. Its escaped form, at most three times as long, must
-/// fit into a file name.
+/// Longest path of a directory in a manifest, in bytes. Its escaped form, at most three times as
+/// long, must fit into a file name.
 const MAX_DIRECTORY: usize = 85;
-/// Directories on and below which nothing is laid: they belong to the kernel, hold changing state,
-/// or hold memfold's own files.
+/// Directories on and below which no segment is mounted: they belong to the kernel, hold changing
+/// state, or hold memfold's own files.
 const NEVER: [&[u8]; 7] = [
     b"/proc", b"/sys", b"/dev", b"/run", b"/tmp", b"/boot", b"/var",
 ];
 
-/// Content of the manifest.
+/// Content of a segment's manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
     /// Name of the segment.
     pub name: String,
     /// Generation of the segment.
     pub generation: u64,
-    /// Directories to lay over the guest's own.
+    /// Directories over which the segment is to be mounted.
     pub lay: Vec<Vec<u8>>,
 }
 
 impl Manifest {
-    /// Parses the text. Unknown keys are an error, because a newer memfold may use them for
-    /// conditions.
+    /// Parses the text of a manifest. Unknown keys are an error, because a newer memfold may use
+    /// them for conditions.
     pub fn parse(text: &[u8]) -> Result<Self> {
         if text.len() > MAX_BYTES {
             return Err(bad("the file is longer than 64 KiB"));
@@ -87,8 +87,8 @@ pub fn check_name(name: &[u8]) -> Result<String> {
     Ok(String::from_utf8_lossy(name).into_owned())
 }
 
-/// Checks a directory to be laid: an absolute, normalised path outside of the directories that are
-/// never laid, without characters that separate overlayfs' options.
+/// Checks a directory over which a segment is to be mounted: an absolute, normalised path outside
+/// of the forbidden directories, without characters that separate overlayfs' options.
 pub fn check_directory(path: &[u8]) -> Result<()> {
     let refuse = |why: &str, hint: &str| {
         let why = format!("cannot lay {:?}: {why}", shown(path));
@@ -122,7 +122,8 @@ pub fn check_directory(path: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Refuses directories of which one is inside another, because it would be laid twice.
+/// Refuses directories of which one is inside another, because a segment would be mounted twice
+/// over it.
 pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
     for (i, a) in lay.iter().enumerate() {
         if let Some(b) = lay.iter().skip(i + 1).find(|b| is_in(a, b) || is_in(b, a)) {
@@ -148,7 +149,7 @@ fn once<T>(slot: &mut Option<T>, value: T) -> Result<()> {
     }
 }
 
-/// Parses a number of digits only; `u64::from_str` would accept a sign.
+/// Parses a number that consists of digits only; `u64::from_str` would accept a sign.
 fn number(text: &[u8]) -> Result<u64> {
     std::str::from_utf8(text)
         .ok()

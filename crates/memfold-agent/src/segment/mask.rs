@@ -1,7 +1,7 @@
-//! Builds the mask: the topmost lower layer, which hides files of the segment that differ from the
-//! guest's.
+//! Builds the mask: the topmost lower layer of the overlay, which hides files of the segment that
+//! differ from the guest's.
 //!
-//! The mask is on the guest's own file system, so it shows the guest's file by a hard link. A
+//! The mask is on the guest's own file system, so it can show the guest's file by a hard link. A
 //! program that had the file open before continues to write to the file that all programs see.
 
 use std::collections::BTreeSet;
@@ -34,7 +34,7 @@ fn parent(path: &[u8]) -> Option<&[u8]> {
     Some(&path[..at])
 }
 
-/// Fills the empty directory `mask` as `plan` says.
+/// Fills the empty directory `mask` according to `plan`.
 pub fn build(plan: &Plan, own: &OwnedFd, mask: &Path, steps: &Steps) -> Result<()> {
     let mask = tree::open(mask).during(|| format!("opening {}", mask.display()))?;
     let directories = directories(plan);
@@ -60,7 +60,8 @@ pub fn build(plan: &Plan, own: &OwnedFd, mask: &Path, steps: &Steps) -> Result<(
             }
         }
     }
-    // Last and from below, so that the times stay.
+    // Owner, mode and times are copied last and from the deepest directory up, so that later
+    // changes do not alter the times.
     for path in directories.iter().rev() {
         let what = || format!("copying owner, mode and times of {}", shown(path));
         let from = tree::directory_below(own, path).during(what)?;

@@ -1,9 +1,10 @@
-//! Merges the files that were written while a directory was laid into the guest's own tree.
+//! Merges the files that were written while a segment was mounted over a directory into the guest's
+//! own directory.
 //!
 //! ```text
-//!   upper (what was written)              own (what was there)
+//!   upper (files written meanwhile)       own (the guest's own directory)
 //!   file, symlink, device    --rename-->  replaces the name
-//!   character device 0/0     --delete-->  the name goes, then the mark
+//!   whiteout (device 0/0)    --delete-->  the name is removed, then the whiteout
 //!   directory                --merge--->  entry by entry, then its owner, mode, times, attributes
 //!   opaque directory         --rename-->  replaces the directory as a whole
 //! ```
@@ -25,12 +26,13 @@ use super::tree;
 /// may add files meanwhile.
 const ROUNDS: u32 = 100;
 
-/// Counts of a merge.
+/// Numbers of files that a merge has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Merged {
-    /// Names moved into the guest's own tree; a directory renamed as a whole counts once.
+    /// Number of names moved into the guest's own directory; a directory renamed as a whole counts
+    /// once.
     pub moved: u64,
-    /// Names removed from that tree.
+    /// Number of names removed from the guest's own directory.
     pub removed: u64,
 }
 
@@ -110,8 +112,9 @@ impl Merge<'_> {
         Err(io::Error::other("files keep being added to the directory"))
     }
 
-    /// Moves a directory that replaces the existing one. Its opaque mark is removed after the move;
-    /// else a crash between the two steps would merge it.
+    /// Moves a directory of the upper layer that replaces the existing one. Its opaque mark is
+    /// removed after the move: otherwise, after a crash between the two steps, the directory would
+    /// be merged.
     fn whole(
         &mut self,
         upper: &OwnedFd,
@@ -156,7 +159,7 @@ impl Merge<'_> {
             other => other?,
         }
         if there.is_some_and(|s| s.stx_ino == stat.stx_ino) {
-            // Renaming one name of a file onto another of the same file does nothing, rename(2).
+            // Renaming a file's name to another name of the same file does nothing (rename(2)).
             tree::remove(upper, name)?;
         }
         tree::protect(own, name, flags)?;
@@ -166,8 +169,8 @@ impl Merge<'_> {
 }
 
 /// Removes overlayfs' marks from everything in a directory that is to be renamed as a whole.
-/// Entries that cannot be reached by a path are left as they are: the marks mean nothing outside of
-/// an upper layer.
+/// Entries that cannot be reached by a path stay unchanged, because the marks have no meaning
+/// outside of an upper layer.
 fn clean(directory: &OwnedFd) -> io::Result<()> {
     let times = tree::times_of(&tree::stat_of(directory)?);
     let mut removed = false;
@@ -195,7 +198,7 @@ fn clean(directory: &OwnedFd) -> io::Result<()> {
 fn named(name: &CStr, error: &io::Error) -> io::Error {
     let name = super::error::shown(name.to_bytes());
     let text = error.to_string();
-    // The path grows from below: "a/b: reason".
+    // Each level adds its name in front: "a/b: reason".
     let text = match text.strip_prefix(MARK) {
         Some(rest) => format!("{MARK}{name}/{rest}"),
         None => format!("{MARK}{name}: {text}"),
@@ -203,5 +206,5 @@ fn named(name: &CStr, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), text)
 }
 
-/// Start of the text of an error that has a path already.
+/// Start of the text of an error that contains a path already.
 const MARK: &str = "at ";

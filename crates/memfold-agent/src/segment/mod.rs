@@ -1,11 +1,11 @@
 //! Segments in the guest: read-only images with files that equal the guest's own. They are mounted
-//! over the guest's directories, so that these files need no guest memory.
+//! over the guest's directories (*laid*), so that these files need no guest memory.
 //!
 //! ```text
 //!   what programs see: D                          what is where
 //!   +---------------------------------------+
-//!   | UPPER    what was written since       |     /var/lib/memfold/segments/NAME/layers/D/upper
-//!   | MASK     where the next is not equal  |     /var/lib/memfold/segments/NAME/layers/D/mask
+//!   | UPPER    files written since          |     /var/lib/memfold/segments/NAME/layers/D/upper
+//!   | MASK     hides unequal files          |     /var/lib/memfold/segments/NAME/layers/D/mask
 //!   | SEGMENT  files equal to the guest's   |     /dev/pmemN, EROFS with DAX: host memory, no page cache
 //!   | OWN      the guest's own tree         |     D itself, below the mount
 //!   +---------------------------------------+
@@ -17,10 +17,10 @@
 //!
 //! * an entry of SEGMENT is shown only if it equals the entry of OWN ([`compare`]). Otherwise MASK
 //!   hides it ([`mask`]): by a hard link to OWN's file, or by a whiteout if OWN has no such name.
-//!   After mounting, the overlay is checked, and so is OWN: nothing changed during the comparison,
-//!   and no compared file is open for writing ([`verify`]);
-//! * while D is laid, no path leads to OWN. So UPPER holds all that must be merged back, by
-//!   renaming ([`merge`]). That is why UPPER and OWN are on one mount;
+//!   After mounting, both the overlay and OWN are checked: OWN must not have changed during the
+//!   comparison, and no compared file may be open for writing ([`verify`]);
+//! * while D is laid, no path leads to OWN. So UPPER holds all changes that must be merged back
+//!   ([`merge`]). Merging renames files, so UPPER and OWN must be on one mount;
 //! * UPPER only shrinks during a merge, so the same merge continues after a crash: at boot, before
 //!   ordinary services ([`settle`](mod@settle));
 //! * a segment that is missing, broken or made from another guest costs memory and nothing else.
@@ -54,7 +54,7 @@ pub mod verify;
 
 use error::{Error, Result};
 
-/// Parses a reference to a segment, `NAME@GENERATION`.
+/// Parses a reference to a segment of the form `NAME@GENERATION`.
 pub fn parse_reference(text: &str) -> Result<(String, u64)> {
     let (name, generation) = text
         .split_once('@')

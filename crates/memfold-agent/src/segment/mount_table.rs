@@ -11,11 +11,11 @@ use crate::mounts::unescape;
 /// One line of the mount table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Mount point.
+    /// Path of the mount point.
     pub point: Vec<u8>,
-    /// File system type.
+    /// Type of the file system.
     pub kind: Vec<u8>,
-    /// Device, or the source given in its place.
+    /// Device that is mounted, or the source given in its place.
     pub source: Vec<u8>,
 }
 
@@ -42,7 +42,7 @@ impl MountTable {
         self.0.iter().rev().find(|m| m.point == path)
     }
 
-    /// Returns a mount below this path (not at it).
+    /// Returns a mount below this path, but not at the path itself.
     pub fn below(&self, path: &Path) -> Option<&Mount> {
         let mut prefix = path.as_os_str().as_bytes().to_vec();
         prefix.push(b'/');
@@ -50,7 +50,7 @@ impl MountTable {
     }
 }
 
-/// Parses one line (`proc_pid_mountinfo(5)`).
+/// Parses one line of the mount table (`proc_pid_mountinfo(5)`).
 fn line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|b| *b == b' ');
     let point = unescape(fields.nth(4)?);

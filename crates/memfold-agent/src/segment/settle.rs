@@ -1,8 +1,9 @@
-//! `--segment-settle`: merges and lays segments when the guest boots.
+//! `--segment-settle`: merges and mounts segments when the guest boots.
 //!
-//! First, files that were written while a segment was laid, and not merged before the guest went
-//! down, are merged: until then the guest's own tree is old. Then the recorded segments are laid
-//! again. A failure must not keep the guest from booting: it is reported and skipped.
+//! First, the files are merged that were written while a segment was mounted, and not merged before
+//! the guest went down: until then, the guest's own directories are out of date. Then the recorded
+//! segments are mounted again. A failure must not keep the guest from booting, so it is reported
+//! and skipped.
 
 use std::collections::HashSet;
 use std::fs;
@@ -18,19 +19,19 @@ use super::mount_table::MountTable;
 use super::state::Places;
 use super::take_off::in_short;
 
-/// Result of settling.
+/// Result of merging and mounting segments at boot.
 #[derive(Debug, Default)]
 pub struct Settled {
-    /// Names that were moved into the guest's own tree or removed from it.
+    /// Number of names that were moved into the guest's own directories or removed from them.
     pub merged: u64,
-    /// Reports of the laid segments.
+    /// Reports of the mounted segments.
     pub laid: Vec<String>,
-    /// Errors.
+    /// Error messages.
     pub problems: Vec<String>,
 }
 
 impl Settled {
-    /// Returns the report as JSON.
+    /// Returns the report of settling as JSON.
     pub fn report(self) -> String {
         Object::new()
             .number("merged", self.merged)
@@ -43,7 +44,7 @@ impl Settled {
     }
 }
 
-/// Merges and lays segments. `command_line` is the kernel's.
+/// Merges and mounts segments. `command_line`: the command line of the kernel.
 pub fn settle(places: &Places, command_line: &str) -> Settled {
     let mut settled = Settled::default();
     if let Err(e) = try_settle(places, command_line, &mut settled) {
@@ -53,7 +54,7 @@ pub fn settle(places: &Places, command_line: &str) -> Settled {
 }
 
 fn try_settle(places: &Places, command_line: &str, settled: &mut Settled) -> Result<()> {
-    // Also one that is the root file system, and is not laid over anything.
+    // This includes a segment that is the root file system and is mounted over nothing.
     for device in devices(places) {
         let _ = protect(&device);
     }
@@ -76,7 +77,7 @@ fn try_settle(places: &Places, command_line: &str, settled: &mut Settled) -> Res
         let Some(record) = places.record(name) else {
             continue;
         };
-        // The same generation, else the newest.
+        // The recorded generation is preferred, else the newest.
         let of_name = images.iter().filter(|i| i.name == *name);
         let best = of_name.max_by_key(|i| (i.generation == record.generation, i.generation));
         if let Some(image) = best {
@@ -120,7 +121,8 @@ fn merge_left_over(places: &Places, name: &str, settled: &mut Settled) -> Result
     Ok(())
 }
 
-/// Returns the segments that the guest has, on mounts and on devices, the newest generation first.
+/// Returns the manifests of the segments that the guest has, on mounts and on devices, the newest
+/// generation first.
 fn images(places: &Places, problems: &mut Vec<String>) -> Vec<Manifest> {
     let mut found: Vec<Manifest> = mounted(places).into_iter().map(|s| s.manifest).collect();
     load_modules(places);
@@ -150,7 +152,7 @@ pub fn mounted(places: &Places) -> Vec<Segment> {
         .collect()
 }
 
-/// Names of the segments to lay, from `memfold.lay=web,db` or `memfold.lay=*` on the kernel's
+/// Names of the segments to mount, from `memfold.lay=web,db` or `memfold.lay=*` on the kernel's
 /// command line.
 struct Wanted<'a>(Vec<&'a str>);
 
@@ -175,9 +177,9 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Makes systemd reload its units and start those that the merge has added. Both calls only queue
-/// jobs, so a unit that runs before ordinary services may make them. Does nothing if the command
-/// line names a boot target: a rescue shell stays one.
+/// Makes systemd reload its units and start the units that the merge has added. Both calls only
+/// queue jobs, so a unit that runs before ordinary services may make them. Does nothing if the
+/// kernel's command line names a boot target, so that a rescue shell stays one.
 pub fn tell_systemd(command_line: &str) {
     let chosen = |word: &str| {
         word.starts_with("systemd.unit=")

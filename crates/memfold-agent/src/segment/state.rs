@@ -1,9 +1,9 @@
 //! Paths of segment files in the guest, and the lock.
 //!
 //! ```text
-//!   /run/memfold/segments.lock              held by whoever changes anything here
+//!   /run/memfold/segments.lock              held by a process that changes any of these files
 //!   /run/memfold/segments/NAME@GEN/         the image, mounted (mode 0700 above: old setuid programs stay out of reach)
-//!   /var/lib/memfold/segments/NAME/laid     how to lay it again after a reboot: "generation 3", "content 0", "max-differing 25", "lay /usr"
+//!   /var/lib/memfold/segments/NAME/laid     how to mount the segment again after a reboot: "generation 3", "content 0", "max-differing 25", "lay /usr"
 //!   /var/lib/memfold/segments/NAME/layers/ESCAPED-DIR/{mask,upper,work}
 //! ```
 
@@ -20,21 +20,21 @@ use rustix::fs::{FlockOperation, flock};
 use super::error::{During, Error, Result};
 use super::manifest::{check_directory, check_name};
 
-/// Longest wait for the lock, which another run may hold.
+/// Longest wait for the lock, which another run of the agent may hold.
 const LOCK_PATIENCE: Duration = Duration::from_secs(120);
 
-/// Directories that segment operations use; tests use others.
+/// Directories that segment operations use; tests use other ones.
 #[derive(Clone, Debug)]
 pub struct Places {
-    /// The guest's root.
+    /// The guest's root directory.
     pub root: PathBuf,
-    /// `/run/memfold`.
+    /// Directory `/run/memfold`.
     pub run: PathBuf,
-    /// `/var/lib/memfold/segments`.
+    /// Directory `/var/lib/memfold/segments`.
     pub state: PathBuf,
-    /// `/dev`.
+    /// Directory `/dev`.
     pub dev: PathBuf,
-    /// Counter of changes on disk; tests use it to fail at one of them.
+    /// Counter of changes on disk, at which tests simulate a failure.
     pub steps: Steps,
 }
 
@@ -50,7 +50,8 @@ impl Default for Places {
     }
 }
 
-/// Fails once after a number of steps, to simulate a power cut. It never fails outside of tests.
+/// Counter that fails once, after a number of steps, to simulate a power cut. It never fails
+/// outside of tests.
 #[derive(Clone, Debug, Default)]
 pub struct Steps(Cell<Option<u64>>);
 
@@ -77,14 +78,14 @@ impl Steps {
 }
 
 impl Places {
-    /// Returns the path of a guest directory.
+    /// Returns the path by which the agent opens a guest directory.
     pub fn own(&self, directory: &[u8]) -> PathBuf {
         let inner = directory.strip_prefix(b"/").unwrap_or(directory);
         self.root
             .join(Path::new(std::ffi::OsStr::from_bytes(inner)))
     }
 
-    /// Returns the directory that contains the mount points of images.
+    /// Returns the directory with the mount points of images.
     pub fn segments(&self) -> PathBuf {
         self.run.join("segments")
     }
@@ -94,18 +95,18 @@ impl Places {
         self.segments().join(format!("{name}@{generation}"))
     }
 
-    /// Returns the directory that contains all layers of a segment.
+    /// Returns the directory with all layers of a segment.
     pub fn layers(&self, name: &str) -> PathBuf {
         self.state.join(name).join("layers")
     }
 
-    /// Returns the layer of one guest directory.
+    /// Returns the directory with the layer of one guest directory.
     pub fn layer(&self, name: &str, directory: &[u8]) -> PathBuf {
         let escaped = std::ffi::OsString::from_vec(escape(directory));
         self.layers(name).join(escaped)
     }
 
-    /// Returns the guest directories that have a layer on disk, laid or left over, sorted.
+    /// Returns the guest directories that have a layer on disk, mounted or left over, sorted.
     pub fn layer_directories(&self, name: &str) -> Result<Vec<Vec<u8>>> {
         let mut found: Vec<Vec<u8>> = file_names(&self.layers(name))?
             .iter()
@@ -126,8 +127,8 @@ impl Places {
         Ok(names)
     }
 
-    /// Makes the directories and takes the lock, which is released when the returned file is
-    /// dropped. Waits up to two minutes.
+    /// Makes the directories and takes the lock of segments, which is released when the returned
+    /// file is dropped. Waits up to two minutes.
     pub fn lock(&self) -> Result<File> {
         let make = |path: &Path, mode| {
             DirBuilder::new()
@@ -157,7 +158,7 @@ impl Places {
         Ok(file)
     }
 
-    /// Records that a segment is to be laid again after a reboot.
+    /// Records that a segment is to be mounted again after a reboot.
     pub fn write_record(&self, name: &str, record: &Record) -> Result<()> {
         let path = self.state.join(name).join("laid");
         let what = || format!("writing {}", path.display());
@@ -181,7 +182,7 @@ impl Places {
         fs::rename(&temporary, &path).during(what)
     }
 
-    /// Returns the record of a segment; `None` if there is none or it is malformed.
+    /// Returns the record of a segment; `None` if there is none or if it is malformed.
     pub fn record(&self, name: &str) -> Option<Record> {
         let text = fs::read(self.state.join(name).join("laid")).ok()?;
         let mut record = Record::default();
@@ -215,23 +216,23 @@ impl Places {
         }
     }
 
-    /// Removes a segment's directories once they are empty.
+    /// Removes a segment's directories if they are empty.
     pub fn forget_if_empty(&self, name: &str) {
         let _ = fs::remove_dir(self.layers(name));
         let _ = fs::remove_dir(self.state.join(name));
     }
 }
 
-/// Content of the file `laid`: how to lay a segment again.
+/// Content of the file `laid`: how to mount a segment again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Record {
-    /// Generation that was laid.
+    /// Generation of the segment that was mounted.
     pub generation: u64,
-    /// Whether bytes were compared.
+    /// Whether the bytes of files were compared.
     pub content: bool,
     /// Percent of the segment's files that may differ.
     pub max_differing: u8,
-    /// Directories over which it was laid.
+    /// Directories over which the segment was mounted.
     pub lay: Vec<Vec<u8>>,
 }
 
@@ -255,7 +256,7 @@ fn escape(directory: &[u8]) -> Vec<u8> {
         match byte {
             b'/' => out.push(b'-'),
             b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' => out.push(*byte),
-            // Not at the beginning only: "." and ".." as a whole are no file names.
+            // This also encodes dots, because "." and ".." are no file names.
             _ => out.extend(format!("%{byte:02x}").bytes()),
         }
     }

@@ -13,24 +13,24 @@ use super::layers::Layer;
 use super::mount_table::MountTable;
 use super::state::Places;
 
-/// Whether the segment is to be laid again at the next boot.
+/// Whether the segment is to be mounted again at the next boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Record {
-    /// Do not lay it again.
+    /// The segment is not mounted again.
     Remove,
-    /// Lay it again: the guest is going down.
+    /// The segment is mounted again, because the guest is going down.
     Keep,
 }
 
-/// Takes a segment off and returns the report. A segment that is not laid is no error. If a
-/// directory fails, its written files stay on disk, and the next run or boot continues with it.
+/// Unmounts a segment and returns the report. A segment that is not mounted is no error. If a
+/// directory fails, its written files stay on disk, and the next run or boot merges them.
 pub fn take_off(places: &Places, name: &str) -> Result<String> {
     let _lock = places.lock()?;
     take_off_locked(places, name, Record::Remove)
 }
 
-/// Takes all segments off before the guest goes down, so that all written files are merged when it
-/// boots again.
+/// Unmounts all segments before the guest goes down, so that all written files are merged when the
+/// guest boots again.
 pub fn take_off_all(places: &Places) -> Result<String> {
     let _lock = places.lock()?;
     let (mut reports, mut first) = (Vec::new(), None);
@@ -48,13 +48,15 @@ pub fn take_off_all(places: &Places) -> Result<String> {
 
 fn take_off_locked(places: &Places, name: &str, record: Record) -> Result<String> {
     let start = Instant::now();
-    // All before any: a refusal leaves everything laid.
+    // All directories are checked before one is unmounted, so that a refusal leaves all of them
+    // mounted.
     let table = MountTable::read()?;
     let directories = places.layer_directories(name)?;
     for directory in &directories {
         Layer::new(places, name, directory).check_take_off(&table)?;
     }
-    // First of the changes, so that a boot after a crash from here on merges and does not lay.
+    // The record is removed first, so that a boot after a crash merges the files and does not mount
+    // the segment.
     if record == Record::Remove {
         places.remove_record(name)?;
     }

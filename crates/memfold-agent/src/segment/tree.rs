@@ -1,5 +1,6 @@
 //! Access to directory trees by descriptor, so that no part of a path can be replaced by a symbolic
-//! link between check and use. A laid directory may contain directories of ordinary users.
+//! link between check and use. A directory with a segment mounted over it may contain directories
+//! of ordinary users.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -15,14 +16,14 @@ use rustix::io::Errno;
 /// Extended attributes by name.
 pub type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
 
-/// Prefix of overlayfs' own attributes. They describe a layer, not the file.
+/// Prefix of overlayfs' own extended attributes, which describe a layer, not the file.
 pub const OVERLAY_XATTRS: &[u8] = b"trusted.overlay.";
-/// Attribute of a directory of the upper layer that hides the lower layers' entries.
+/// Extended attribute of a directory of the upper layer that hides the entries of lower layers.
 pub const OPAQUE: &CStr = c"trusted.overlay.opaque";
-/// Permission bits of a mode, with setuid, setgid and sticky.
+/// Permission bits of a file mode, with setuid, setgid and sticky.
 const PERMISSIONS: u32 = 0o7777;
 
-/// Opens a directory by path; its last part must be no symbolic link.
+/// Opens a directory by its path, whose last part must not be a symbolic link.
 pub fn open(path: &std::path::Path) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, DIRECTORY, Mode::empty())?)
 }
@@ -44,7 +45,7 @@ pub fn open_below(top: impl AsFd, path: &[u8], flags: OFlags) -> io::Result<Owne
     let path = if path.is_empty() { b"." } else { path };
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    // EAGAIN: something was renamed meanwhile, openat2(2).
+    // EAGAIN means that a file was renamed meanwhile (openat2(2)).
     for _ in 0..16 {
         match rustix::fs::openat2(top.as_fd(), path, flags, Mode::empty(), resolve) {
             Err(Errno::AGAIN) => {}
@@ -57,7 +58,7 @@ pub fn open_below(top: impl AsFd, path: &[u8], flags: OFlags) -> io::Result<Owne
 /// Opens the directory at a relative path that may cross mounts, but no symbolic link.
 pub fn directory_on_any_mount(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    // With O_NOFOLLOW a link at the end would be ENOTDIR, as a file is.
+    // With O_NOFOLLOW, a link at the end would give ENOTDIR, as a file does.
     let flags = DIRECTORY.difference(OFlags::NOFOLLOW);
     Ok(rustix::fs::openat2(
         top.as_fd(),
@@ -96,7 +97,7 @@ pub fn stat_of(file: impl AsFd) -> io::Result<Statx> {
     Ok(rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, STAT)?)
 }
 
-/// `STATX_MNT_ID` (include/uapi/linux/stat.h).
+/// Fields of `statx` to read, among them `STATX_MNT_ID` (include/uapi/linux/stat.h).
 const STAT: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::from_bits_retain(0x1000));
 
 /// Returns the `statx` of a name; `None` if it does not exist.
@@ -113,7 +114,7 @@ pub fn kind(stat: &Statx) -> FileType {
     FileType::from_raw_mode(stat.stx_mode.into())
 }
 
-/// Returns whether this is a whiteout, by which overlayfs hides a name of a lower layer: a
+/// Returns whether a file is a whiteout, by which overlayfs hides a name of a lower layer: a
 /// character device 0/0.
 pub fn is_whiteout(stat: &Statx) -> bool {
     kind(stat) == FileType::CharacterDevice && stat.stx_rdev_major == 0 && stat.stx_rdev_minor == 0
@@ -121,12 +122,12 @@ pub fn is_whiteout(stat: &Statx) -> bool {
 
 /// Runs `call` with `directory` as the working directory, so that `l...xattr` calls reach a name in
 /// it. Calls relative to a descriptor exist only since Linux 6.13, and a path through
-/// `/proc/self/fd` costs several times the call itself. The working directory belongs to the
-/// process: the agent's options for segments run in a process with one thread.
+/// `/proc/self/fd` takes several times as long. The working directory belongs to the process: the
+/// agent's options for segments run in a process with one thread.
 fn inside<T>(directory: BorrowedFd<'_>, call: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     rustix::process::fchdir(directory)?;
     let result = call();
-    // Never left there: it would keep the file system busy.
+    // The process leaves the directory again, because it would keep the file system busy.
     rustix::process::chdir(c"/")?;
     result
 }
@@ -175,14 +176,14 @@ fn all(call: impl Fn(&mut [u8]) -> rustix::io::Result<usize>) -> io::Result<Vec<
     }
 }
 
-/// Removes the attributes of overlayfs and of memfold from the set.
+/// Removes the attributes of overlayfs and of memfold from a set of attributes.
 pub fn without_overlay(mut xattrs: Xattrs) -> Xattrs {
     xattrs.retain(|key, _| !key.starts_with(OVERLAY_XATTRS) && key != TIMES.to_bytes());
     xattrs
 }
 
-/// Removes the attributes of overlayfs and of memfold from a file. They would mislead a later
-/// overlay.
+/// Removes the attributes of overlayfs and of memfold from a file, because they would mislead a
+/// later overlay.
 pub fn strip(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     inside(directory.as_fd(), || {
         let list = all(|buffer| rustix::fs::llistxattr(name, buffer))?;
@@ -198,8 +199,8 @@ pub fn strip(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     })
 }
 
-/// Gives the directory `to` the owner, attributes, mode and times of `from`; `times` replaces the
-/// times of `from`.
+/// Gives the directory `to` the owner, attributes, mode and times of `from`. If `times` is given,
+/// it replaces the times of `from`.
 pub fn copy_directory_facts(
     from: &OwnedFd,
     to: &OwnedFd,
@@ -221,7 +222,7 @@ pub fn copy_directory_facts(
             rustix::fs::fsetxattr(to, &key[..], value, XattrFlags::empty())?;
         }
     }
-    // Also after an ACL was set, which changes the mode.
+    // The mode is set after the attributes, because an ACL among them changes it.
     rustix::fs::fchmod(
         to,
         Mode::from_raw_mode(u32::from(stat.stx_mode) & PERMISSIONS),
@@ -230,7 +231,7 @@ pub fn copy_directory_facts(
     Ok(rustix::fs::futimens(to, &times)?)
 }
 
-/// Returns the modification time, and "leave as it is" for the access time.
+/// Returns the modification time of a file, with an access time that means "unchanged".
 pub fn times_of(stat: &Statx) -> Timestamps {
     Timestamps {
         last_access: Timespec {
@@ -244,8 +245,8 @@ pub fn times_of(stat: &Statx) -> Timestamps {
     }
 }
 
-/// Attribute with the modification time that a directory of the upper layer had before the merge
-/// began to empty it: seconds and nanoseconds in decimal, separated by a dot.
+/// Extended attribute with the modification time that a directory of the upper layer had before the
+/// merge began to empty it: seconds and nanoseconds in decimal, separated by a dot.
 const TIMES: &CStr = c"trusted.memfold.mtime";
 
 /// Records a directory's modification time in an attribute. A record of an interrupted run stays.
@@ -270,13 +271,14 @@ pub fn note_times(directory: &OwnedFd) -> io::Result<Timestamps> {
     Ok(times)
 }
 
-/// Returns whether this directory of the upper layer is opaque.
+/// Returns whether a directory of the upper layer is opaque, that is, hides lower layers.
 pub fn is_opaque(directory: &OwnedFd) -> bool {
     let mut buffer = [0_u8; 8];
     rustix::fs::fgetxattr(directory, OPAQUE, &mut buffer[..]).is_ok_and(|n| &buffer[..n] == b"y")
 }
 
-/// Removes a name and everything below it, on one file system. A missing name is no error.
+/// Removes the file or directory `name` and everything below it, on one file system. A missing name
+/// is no error.
 pub fn remove(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     let directory = directory.as_fd();
     match rustix::fs::unlinkat(directory, name, AtFlags::empty()) {
@@ -286,7 +288,7 @@ pub fn remove(directory: impl AsFd, name: &CStr) -> io::Result<()> {
         Err(e) => return Err(e.into()),
     }
     let inner = match open_in(directory, name) {
-        // No directory: then the first error was a real one (an immutable file).
+        // The name is no directory, so the first error counts (an immutable file).
         Err(e) if e.kind() == io::ErrorKind::NotADirectory => return Err(Errno::PERM.into()),
         other => other?,
     };
@@ -299,7 +301,7 @@ pub fn remove(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     }
 }
 
-/// Returns the bytes on disk of all regular files below a directory; unreadable files count as 0.
+/// Returns the bytes on disk of all regular files below a directory. Unreadable files count as 0.
 pub fn bytes_below(directory: &OwnedFd) -> u64 {
     let mut bytes = 0;
     for name in names(directory).unwrap_or_default() {
@@ -317,8 +319,8 @@ pub fn bytes_below(directory: &OwnedFd) -> u64 {
     bytes
 }
 
-/// Returns the letters `a` (append-only) and `i` (immutable) that overlayfs keeps for a file in an
-/// attribute of its upper layer (`ovl_set_protattr` in fs/overlayfs/inode.c).
+/// Returns the flags append-only (`a`) and immutable (`i`) that overlayfs keeps for a file in an
+/// attribute of the upper layer (`ovl_set_protattr` in fs/overlayfs/inode.c).
 pub fn protection(directory: impl AsFd, name: &CStr, stat: &Statx) -> IFlags {
     let mut flags = IFlags::empty();
     if kind(stat) == FileType::RegularFile {
@@ -334,7 +336,7 @@ pub fn protection(directory: impl AsFd, name: &CStr, stat: &Statx) -> IFlags {
     flags
 }
 
-/// Sets these flags on a file.
+/// Sets the flags append-only and immutable on a file.
 pub fn protect(directory: impl AsFd, name: &CStr, flags: IFlags) -> io::Result<()> {
     if flags.is_empty() {
         return Ok(());

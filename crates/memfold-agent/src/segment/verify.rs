@@ -1,8 +1,9 @@
-//! Checks an overlay after mounting: the view through it, and once more the compared files.
+//! Checks an overlay after it was mounted: the view through the overlay, and once more the compared
+//! files.
 //!
-//! From the mount on, every path leads to the overlay. Only a file that was opened before can still
-//! change the guest's own tree. So a file that is open for writing, and every change since the
-//! comparison, is found now for good.
+//! After the mount, every path leads to the overlay. Only through a file that was opened before can
+//! the guest's own directory still change. So this check finds every file that is open for writing,
+//! and every change since the comparison.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -18,10 +19,10 @@ use super::tree;
 /// Number of paths of each kind that are checked through the overlay.
 const SAMPLES: usize = 64;
 
-/// Result of the second look at the compared files.
+/// Result of checking the compared files a second time.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nothing changed.
+    /// None of the compared files has changed.
     Unchanged,
     /// These files are open for writing.
     Writers(Vec<Vec<u8>>),
@@ -48,7 +49,7 @@ pub fn merged(plan: &Plan, merged: &OwnedFd, own: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
-/// Returns up to 64 items, spread evenly.
+/// Returns up to 64 items of a list, spread evenly.
 fn sampled<T>(list: &[T]) -> impl Iterator<Item = &T> {
     list.iter().step_by(list.len().div_ceil(SAMPLES).max(1))
 }
@@ -60,13 +61,15 @@ fn wrong(path: &[u8]) -> Error {
     )
 }
 
-/// Compares the guest's own tree with the facts in the plan, change times and inode numbers
+/// Compares the guest's own directory with the facts in the plan, change times and inode numbers
 /// included.
 pub fn unchanged(plan: &Plan, own: &OwnedFd) -> Result<Verdict> {
-    // Somebody who wants to write while we hold a lease for a moment has SIGIO sent to us.
+    // The kernel sends SIGIO if a process wants to write to a file while this process holds a lease
+    // on it.
     let _signal = guest::signal_descriptor(&[signal::IO]).during(|| "blocking SIGIO".into())?;
     let mut writers = Vec::new();
-    // The plan has a directory's entries one after another: open it once for all of them.
+    // The entries of a directory are consecutive in the plan, so the directory is opened once for
+    // all of them.
     let mut open: Option<(&[u8], OwnedFd)> = None;
     for same in &plan.same {
         let what = || format!("looking at {} again", shown(&same.path));
