@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Role of a client: the requests that it may make.
+/// Role of a client, which determines the requests that the client may make.
 #[derive(
     Clone,
     Copy,
@@ -19,12 +19,12 @@ use utoipa::ToSchema;
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// Ask the registry of leases, in the name of one host.
+    /// May only call the registry of leases, in the name of one host.
     #[value(skip)]
     Host,
-    /// See everything that memfold shows, but not the audit log.
+    /// May see everything that memfold shows, except the audit log.
     Read,
-    /// Change everything, too.
+    /// May see everything and change everything.
     Operate,
 }
 
@@ -65,7 +65,7 @@ pub struct SessionInfo {
     pub role: Role,
     /// Name of the client in the audit log.
     pub who: String,
-    /// Connection: `socket` or `tcp`.
+    /// Endpoint of the client's connection: `socket` or `tcp`.
     pub via: String,
 }
 
@@ -73,18 +73,19 @@ pub struct SessionInfo {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CodeRequest {
-    /// Role of the session that the code begins; at most the caller's own role.
+    /// Role of the session that is opened with this login code; it cannot exceed the caller's own
+    /// role.
     pub role: Role,
 }
 
 /// A login code, which is valid once.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct LoginCode {
-    /// URLs of the dashboard with the code after `#`; browsers do not send that part to any server.
+    /// URLs of the dashboard with the code after `#`. Browsers do not send this part to any server.
     pub urls: Vec<String>,
-    /// Role of the session.
+    /// Role of the session that is opened with this code.
     pub role: Role,
-    /// Validity of the code, in seconds.
+    /// Time for which the code is valid, in seconds.
     pub valid_s: u64,
 }
 
@@ -96,10 +97,10 @@ pub struct HostRequest {
     pub host: String,
 }
 
-/// Credentials with which a host uses the registry.
+/// Credentials with which a host calls the registry.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct HostToken {
-    /// The name under which this host lends and borrows.
+    /// Name under which this host lends and borrows.
     pub host: String,
     /// The host's token. The daemon does not store it and cannot show it again.
     pub token: String,

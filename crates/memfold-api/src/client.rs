@@ -44,7 +44,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// Returns a client of the daemon at `socket`, which connects anew for each request.
+    /// Returns a client of the daemon at `socket`. The client opens a new connection for each
+    /// request.
     pub fn new(socket: &Path) -> Result<Self, ClientError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -57,7 +58,7 @@ impl Client {
         })
     }
 
-    /// Sets the timeout of each request.
+    /// Sets the time limit of each request.
     #[must_use]
     pub fn within(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
@@ -107,7 +108,7 @@ impl Client {
                 })?;
             let (mut sender, connection) =
                 hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
-            // Its errors reach us through the request as well.
+            // An error of the connection also makes the request fail.
             tokio::spawn(async move { drop(connection.await) });
             let request = Request::builder()
                 .method(method)
@@ -135,7 +136,7 @@ impl Client {
         let Some(patience) = self.patience else {
             return self.runtime.block_on(asked);
         };
-        // The timer belongs to the runtime.
+        // The timer must be created inside the runtime.
         let limited = async { tokio::time::timeout(patience, asked).await };
         self.runtime.block_on(limited).unwrap_or_else(|_| {
             Err(ClientError::Slow {

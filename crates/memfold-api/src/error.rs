@@ -6,9 +6,9 @@ use utoipa::ToSchema;
 /// The body of a response with an HTTP status of 400 and above.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {
-    /// Message: which condition failed.
+    /// Message that names the failed condition.
     pub error: String,
-    /// Remedy, if known.
+    /// Action that would fix the failed condition, if known.
     pub hint: Option<String>,
     /// Whether the request is impossible on this host (the command line exits with 3).
     #[serde(default)]

@@ -7,10 +7,10 @@ use utoipa::ToSchema;
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct FoldRequest {
-    /// Whether folding pauses. Folded pages stay folded.
+    /// Whether folding pauses. Pages that are folded already stay folded.
     pub paused: Option<bool>,
     /// Average CPU that folding may use, in percent of one core (0 to 100).
     pub cpu_percent: Option<f64>,
-    /// Most pages examined per second; 0: no limit.
+    /// Most pages that folding examines per second; 0: no limit.
     pub pages_per_second: Option<u64>,
 }

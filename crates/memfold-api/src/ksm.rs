@@ -7,12 +7,13 @@ use utoipa::ToSchema;
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KsmStartRequest {
-    /// Trust domain whose VMs are merged; null: the only domain whose VMs have mergeable memory.
+    /// Trust domain whose VMs' memory is merged; null: the only domain whose VMs have mergeable
+    /// memory.
     #[serde(default)]
     pub domain: Option<String>,
     /// CPU that ksmd may use, in percent of one core (above 0, to 95).
     pub cpu_percent: f64,
-    /// Target duration of a full scan, in seconds (1 or more).
+    /// Target duration of a full scan by ksmd, in seconds (1 or more).
     pub target_s: f64,
     /// Whether the kernel's advisor sets `pages_to_scan` (Linux 6.8 or newer).
     #[serde(default)]
@@ -23,8 +24,8 @@ pub struct KsmStartRequest {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KsmStopRequest {
-    /// Whether merged pages are separated again. This takes as much memory at once as merging
-    /// saves.
+    /// Whether merged pages are separated again. This needs as much memory at once as merging has
+    /// saved.
     #[serde(default)]
     pub unmerge: bool,
 }

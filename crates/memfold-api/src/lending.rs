@@ -19,13 +19,13 @@ use crate::swap::SwapPlace;
 pub struct LendRequest {
     /// Most bytes to lend.
     pub max_bytes: u64,
-    /// Address that exports listen on, each with TLS and its own key; null: Unix sockets, for
+    /// Address on which exports listen, each with TLS and a key of its own; null: Unix sockets, for
     /// borrowers on this host.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub listen: Option<IpAddr>,
-    /// Address announced to borrowers instead of `listen`, if a forwarder is in between; null:
-    /// `listen`.
+    /// Address that is announced to borrowers instead of `listen`, if a forwarder is in between;
+    /// null: `listen`.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub announce: Option<IpAddr>,
@@ -36,7 +36,8 @@ pub struct LendRequest {
     /// Protocol of exports. With iSCSI, a null `listen` means 127.0.0.1.
     #[serde(default)]
     pub transport: Transport,
-    /// Whether sending VMs' swapped-out memory unencrypted is accepted (iSCSI to other hosts).
+    /// Whether the operator accepts that VMs' swapped memory is sent unencrypted (iSCSI to other
+    /// hosts).
     #[serde(default)]
     pub cleartext: bool,
 }
@@ -45,7 +46,8 @@ impl LendRequest {
     /// Returns the address that exports listen on.
     ///
     /// # Errors
-    /// A message if borrowers could not reach the exports, or if settings contradict each other.
+    /// A message if borrowers could not reach the exports, or if the settings contradict each
+    /// other.
     pub fn listens(&self) -> Result<Listen, &'static str> {
         let is_iscsi = self.transport == Transport::Iscsi;
         if self.cleartext && !is_iscsi {
@@ -94,14 +96,14 @@ impl LendRequest {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BorrowRequest {
-    /// Bytes to borrow, at least the size of the VM's swap disk; absent: that size.
+    /// Bytes to borrow, at least the size of the VM's swap disk; absent: the size of the disk.
     #[serde(default)]
     pub bytes: Option<u64>,
     /// Protection of the data if a lender dies.
     #[serde(default)]
     pub durability: Durability,
-    /// Number of lenders over which the disk is striped, 1 to 8; absent: as few as can hold it, and
-    /// one if there is no copy on disk.
+    /// Number of lenders over which the disk is striped, 1 to 8; absent: as few lenders as can hold
+    /// the disk, or one if there is no copy on this host's disk.
     #[serde(default)]
     pub stripes: Option<u8>,
 }
@@ -109,7 +111,7 @@ pub struct BorrowRequest {
 /// RAM that a VM, or a swap volume of the host, has borrowed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Borrowed {
-    /// Name of the VM; or `VG/LV`, a swap volume of the host.
+    /// Name of the VM, or `VG/LV` for a swap volume of the host.
     pub vm: String,
     /// Location of the swap disk.
     pub place: SwapPlace,
@@ -117,9 +119,9 @@ pub struct Borrowed {
     pub bytes: u64,
     /// Protection of the data if a lender dies; null: nothing is lent.
     pub durability: Option<Durability>,
-    /// Names of the lending hosts.
+    /// Names of the hosts that lend the RAM.
     pub lenders: Vec<String>,
-    /// Number of lenders over which each copy is striped; null: nothing is lent.
+    /// Number of lenders over which each copy of the disk is striped; null: nothing is lent.
     #[serde(default)]
     pub stripes: Option<u8>,
     /// Time that the guest has waited for the swap disk since it first borrowed; null: unknown, or
@@ -166,18 +168,18 @@ pub struct LeaseReport {
     pub host: String,
     /// Address of the registry.
     pub registry: String,
-    /// Why the registry cannot be used now. Then lenders, leases and the blast radius are unknown.
-    /// Null: it answers.
+    /// Why the registry cannot be used now; lenders, leases and blast radius are then unknown.
+    /// Null: the registry answers.
     #[serde(default)]
     pub registry_away: Option<String>,
-    /// RAM that this host lends; null: it does not lend.
+    /// RAM that this host lends; null: this host does not lend.
     #[schema(value_type = Option<Object>)]
     pub lending: Option<LenderStatus>,
-    /// The request by which this host lends, to be repeated with another `max_bytes`. Null: it does
-    /// not lend, or is taking everything back.
+    /// The request by which this host lends, to be repeated with another `max_bytes`. Null: this
+    /// host does not lend, or is recalling all its memory.
     #[serde(default)]
     pub lends_as: Option<LendRequest>,
-    /// VMs and volumes of this host that borrow.
+    /// Loans of this host's VMs and volumes.
     pub borrowed: Vec<Borrowed>,
     /// VMs of this host that swap to their own disk although lent RAM was requested. They borrow
     /// again when a lender has room.
@@ -186,10 +188,10 @@ pub struct LeaseReport {
     /// All lenders that the registry knows.
     #[schema(value_type = Vec<Object>)]
     pub lenders: Vec<LenderView>,
-    /// All leases.
+    /// All leases that the registry knows.
     #[schema(value_type = Vec<Object>)]
     pub leases: Vec<Lease>,
-    /// The blast radius: what the death of each lender would do.
+    /// The blast radius: for each lender, the effect of its death.
     #[schema(value_type = Vec<Object>)]
     pub blast: Vec<Blast>,
     /// Lenders that served wrong bytes to VMs of this host, and from which nothing is borrowed now.

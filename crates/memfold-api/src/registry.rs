@@ -15,10 +15,10 @@ use memfold_lend::{EtcdRegistry, Registry, RegistryAt};
 use crate::client::Client;
 use crate::error::ErrorBody;
 
-/// URL path of the registry that a daemon serves.
+/// Path of the registry in the API of a daemon that serves one.
 pub const REGISTRY_PATH: &str = "/v1/registry";
 
-/// Timeout of a request to another daemon's registry.
+/// Time limit of a request to another daemon's registry.
 const REGISTRY_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Returns a client of the registry at `at`.

@@ -6,7 +6,7 @@ use utoipa::ToSchema;
 /// A segment that a VM maps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmSegment {
-    /// `NAME@GENERATION`.
+    /// Reference to the segment, `NAME@GENERATION`.
     pub segment: String,
     /// State of the segment in the guest.
     pub state: SegmentState,
@@ -16,15 +16,15 @@ pub struct VmSegment {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SegmentState {
-    /// The guest sees the device; nothing more is known.
+    /// The guest sees the segment's device; nothing more is known.
     Attached,
     /// The segment is the guest's root file system.
     Root,
-    /// The segment is overlaid on the guest's own files.
+    /// The segment is mounted over the guest's own files.
     Laid,
-    /// The overlay was removed; the device remains until the VM ends.
+    /// The segment was unmounted in the guest; the device remains until the VM ends.
     TakenOff,
-    /// The segment could not be overlaid on the guest's own files; the text says why.
+    /// The segment could not be mounted over the guest's own files; the text says why.
     Failed(String),
 }
 
@@ -36,37 +36,38 @@ pub struct BuildRequest {
     pub name: String,
     /// Trust domain of the segment.
     pub domain: String,
-    /// Sources: one directory or disk image on the daemon's host, packages (`.deb` files,
-    /// `package:NAME`), or a running VM (`vm:NAME`).
+    /// Sources of the files: one directory or disk image on the daemon's host, packages (`.deb`
+    /// files, `package:NAME`), or a running VM (`vm:NAME`).
     pub from: Vec<String>,
-    /// Globs of paths to include, beginning with a slash; empty: `/usr/**` and `/opt/**`, or
-    /// everything with `root`.
+    /// Glob patterns of paths to include, beginning with a slash; empty: `/usr/**` and `/opt/**`,
+    /// or everything with `root`.
     #[serde(default)]
     pub include: Vec<String>,
-    /// Globs of paths to exclude.
+    /// Glob patterns of paths to exclude.
     #[serde(default)]
     pub exclude: Vec<String>,
-    /// Include only the files with the highest savings, ranked by the page caches of the domain's
-    /// VMs, up to this many bytes.
+    /// Most bytes of files to include. Files are then ranked by the page caches of the domain's
+    /// VMs, and those with the highest savings are included. Unset: all files.
     #[serde(default)]
     pub top_files_bytes: Option<u64>,
-    /// Number of VMs that will map the segment, for that ranking; unset: the number of running VMs.
+    /// Number of VMs that will map the segment, for the ranking of `top_files_bytes`; unset: the
+    /// number of running VMs.
     #[serde(default)]
     pub for_vms: Option<u64>,
-    /// Whether to build a whole root file system.
+    /// Whether the segment is a whole root file system.
     #[serde(default)]
     pub root: bool,
-    /// Whether to keep the image in memory.
+    /// Whether the image is kept in memory while VMs use it.
     #[serde(default)]
     pub pinned: bool,
 }
 
-/// Result of a build.
+/// Result of building a segment.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct BuildResult {
-    /// The newest generation.
+    /// Manifest of the newest generation.
     pub segment: memfold_segment::Manifest,
-    /// Whether the generation is new; `false`: the newest generation already held the same files.
+    /// Whether this generation is new; `false`: the newest generation already held the same files.
     pub is_new: bool,
 }
 
@@ -77,13 +78,13 @@ pub struct RankRequest {
     /// VMs whose cached files are ranked; empty: all VMs of the domain.
     #[serde(default)]
     pub vms: Vec<String>,
-    /// Trust domain; unset: all domains.
+    /// Trust domain whose VMs are considered; unset: all domains.
     #[serde(default)]
     pub domain: Option<String>,
     /// Number of VMs that will map the segment; unset: for each file, as many as cache it now.
     #[serde(default)]
     pub for_vms: Option<u64>,
-    /// Globs of files to rank; empty: `/usr/**` and `/opt/**`.
+    /// Glob patterns of files to rank; empty: `/usr/**` and `/opt/**`.
     #[serde(default)]
     pub include: Vec<String>,
 }
@@ -92,18 +93,18 @@ pub struct RankRequest {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct AttachSegmentRequest {
-    /// `NAME` or `NAME@GENERATION`.
+    /// Reference to the segment: `NAME` or `NAME@GENERATION`.
     pub segment: String,
-    /// Whether to attach only the device, without an overlay in the guest.
+    /// Whether only the device is attached, and the guest does not mount the segment.
     #[serde(default)]
     pub no_lay: bool,
-    /// Whether the guest first compares all bytes with its own files, not only names, sizes and
-    /// times.
+    /// Whether the guest first compares all bytes of the segment's files with its own, not only
+    /// names, sizes and times.
     #[serde(default)]
     pub content: bool,
-    /// Whether this VM is to write the segment's next generation (`from` = `vm:NAME`). Refused if
-    /// another VM maps any generation; no other VM may map one until this VM detaches the segment
-    /// or ends.
+    /// Whether this VM writes the segment's next generation (`from` = `vm:NAME`). This is refused
+    /// if another VM maps any generation. No other VM may map one until this VM detaches the
+    /// segment or ends.
     #[serde(default)]
     pub writer: bool,
 }
@@ -113,7 +114,7 @@ pub struct AttachSegmentRequest {
 pub struct AttachedSegment {
     /// The segment and its state in the guest.
     pub segment: VmSegment,
-    /// Report of the guest's agent, if the agent did something.
+    /// Report of the guest's agent, if the agent changed anything.
     #[schema(value_type = Option<Object>)]
     pub report: Option<serde_json::Value>,
 }

@@ -13,26 +13,26 @@ use utoipa::ToSchema;
 )]
 #[serde(rename_all = "lowercase")]
 pub enum KeepChoice {
-    /// What saves soonest: one of the others, by the page cache and the speed of the disk. Of two
-    /// that take about as long, the one that keeps more.
+    /// One of the other choices: the one that saves soonest, by the size of the page cache and the
+    /// speed of the disk. Of two that take about as long, the one that keeps more.
     #[default]
     Auto,
-    /// Nothing: the guest drops its page cache and its caches of names and inodes first.
+    /// No caches: the guest drops its page cache and its caches of names and inodes first.
     None,
-    /// The page cache, by reference: what the disks hold is not saved a second time.
+    /// The page cache, by reference: data that is on the guest's disks is not saved a second time.
     Hot,
-    /// All, as it is.
+    /// All caches, unchanged.
     All,
 }
 
 /// `POST /v1/snapshots`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct SaveRequest {
-    /// The VM to save.
+    /// Name of the VM to save.
     pub vm: String,
     /// Name of the snapshot.
     pub name: String,
-    /// Which of the guest's caches are kept.
+    /// Which of the guest's caches the snapshot keeps.
     #[serde(default)]
     pub keep: KeepChoice,
     /// Whether the VM runs while its RAM is copied. The snapshot is still of one instant.
@@ -41,19 +41,19 @@ pub struct SaveRequest {
     /// Whether the RAM image is compressed.
     #[serde(default)]
     pub compress: bool,
-    /// Longest time for the guest to drop its caches, in seconds. Unset: as long as the disk of
-    /// snapshots takes to write the page cache, from 5 s to 120 s. Caches not dropped by then are
-    /// saved.
+    /// Longest time for the guest to drop its caches, in seconds. Unset: the time that the disk
+    /// with the snapshots takes to write the page cache, from 5 s to 120 s. Caches that are not
+    /// dropped by then are saved.
     #[serde(default)]
     pub drop_s: Option<u32>,
-    /// Whether the guest's clock is left behind by the time that the VM was stopped. Unset: the
-    /// clock is set to the host's if that time was long.
+    /// Whether the guest's clock stays behind by the time that the VM was stopped. Unset: the clock
+    /// is set to the host's if that time was long.
     #[serde(default)]
     pub keep_clock: bool,
 }
 
 impl SaveRequest {
-    /// Returns a request with default settings: the VM is stopped meanwhile.
+    /// Returns a request with default settings, by which the VM is stopped during the save.
     pub fn new(vm: impl Into<String>, name: impl Into<String>) -> Self {
         Self {
             vm: vm.into(),
@@ -76,19 +76,18 @@ pub struct RestoreRequest {
     /// Which identities of the VM are renewed.
     #[serde(default)]
     pub renew: Renew,
-    /// Whether to start the VM although it could not be given an identity that differs from another
-    /// VM with the same memory.
+    /// Whether the VM is started even if another VM with the same memory keeps the same identity.
     #[serde(default)]
     pub force: bool,
-    /// Whether to start the VM although the brake is on, or would be on with it.
+    /// Whether the VM is started although the brake is on, or this VM would put it on.
     #[serde(default)]
     pub despite_brake: bool,
-    /// Whether to prefetch the pages that a restored VM touches first, instead of loading each page
-    /// when it is touched.
+    /// Whether the pages that a restored VM accesses first are prefetched, instead of loading each
+    /// page when it is accessed.
     #[serde(default)]
     pub prefetch: bool,
-    /// Whether the guest's clock continues from the moment of the save. Unset: it is set to the
-    /// host's when the agent answers.
+    /// Whether the guest's clock continues from the moment of the save. Unset: the clock is set to
+    /// the host's when the agent answers.
     #[serde(default)]
     pub keep_clock: bool,
     /// Directory for the VM's own copies of its writable disks (`VM-diskN.qcow2`), which remain
@@ -97,14 +96,14 @@ pub struct RestoreRequest {
     #[schema(value_type = Option<String>)]
     pub disks: Option<PathBuf>,
     /// Host ports to forward into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: any
-    /// free port), in place of the saved VM's.
+    /// free port), instead of those of the saved VM.
     #[serde(default)]
     #[schema(value_type = Vec<String>)]
     pub forwards: Vec<Forward>,
 }
 
 impl RestoreRequest {
-    /// Returns a request to continue as the saved VM, with default settings.
+    /// Returns a request with default settings, by which the VM continues as the saved one.
     #[must_use]
     pub fn new(vm: impl Into<String>) -> Self {
         Self {
@@ -125,26 +124,26 @@ impl RestoreRequest {
 pub struct VerifyReport {
     /// Name of the snapshot that was verified.
     pub name: String,
-    /// Problems found; empty: none.
+    /// Problems that were found; empty: none.
     pub problems: Vec<String>,
 }
 
-/// The snapshot of a VM right after its boot.
+/// Status of a VM's boot snapshot, which is saved right after the boot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum BootSnapshot {
     /// The guest is still booting.
     Pending,
-    /// The snapshot exists.
+    /// The boot snapshot exists.
     Ready,
-    /// The snapshot could not be taken; the text says why.
+    /// The boot snapshot could not be saved; the text says why.
     Failed(String),
 }
 
 /// `POST /v1/vms/{name}/reboot`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RebootRequest {
-    /// Whether to restore the VM, disks included, to its state right after its boot, instead of
+    /// Whether the VM, disks included, is restored to its state right after its boot, instead of
     /// rebooting the guest.
     #[serde(default)]
     pub from_boot_snapshot: bool,

@@ -9,12 +9,12 @@ use utoipa::ToSchema;
 pub struct VmSwap {
     /// Size of the disk, in bytes.
     pub bytes: u64,
-    /// Location of the disk.
+    /// Location of the disk's data.
     pub place: SwapPlace,
     /// Protection of the data if a lender dies; null: nothing is lent.
     pub durability: Option<Durability>,
-    /// Parts of the disk on lent memory, by lender: all parts of the first copy, then those of the
-    /// next.
+    /// Parts of the disk on lent memory, one for each lender: all parts of the first copy, then
+    /// those of the second.
     pub lent: Vec<LentPart>,
 }
 
@@ -34,15 +34,15 @@ pub struct LentPart {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SwapPlace {
-    /// On lent RAM.
+    /// The data is on lent RAM.
     Lent,
-    /// On lent RAM, with fewer copies than requested.
+    /// The data is on lent RAM, with fewer copies than requested.
     Degraded,
-    /// On this host's disk although lent RAM was requested, because the lender died or recalled its
-    /// RAM.
+    /// The data is on this host's disk although lent RAM was requested, because the lender died or
+    /// recalled its RAM.
     OnCopy,
-    /// On this host's disk.
+    /// The data is on this host's disk.
     OnDisk,
-    /// Lost with its lender.
+    /// The data is lost with its lender.
     Lost,
 }

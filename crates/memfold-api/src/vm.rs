@@ -16,27 +16,27 @@ use crate::swap::VmSwap;
 pub struct VmInfo {
     /// Name of the VM, unique on this host.
     pub name: String,
-    /// Trust domain; `null`: the VM shares memory with no other.
+    /// Trust domain of the VM; `null`: the VM shares memory with no other.
     pub domain: Option<String>,
     /// QEMU's process ID.
     pub pid: i32,
     /// Guest RAM in bytes.
     pub ram_bytes: u64,
-    /// `started` by memfold, or `attached`.
+    /// `started` if memfold started the VM, or `attached`.
     pub origin: String,
     /// Name of the domain in libvirt, if libvirt started the VM.
     #[serde(default)]
     pub libvirt: Option<String>,
     /// QEMU's version.
     pub qemu: String,
-    /// Kernel version of the guest, if its agent is connected.
+    /// Kernel version of the guest, as its agent reports it; unset if no agent is connected.
     pub agent: Option<String>,
     /// Problems that the agent reports, as text.
     pub agent_problems: Vec<String>,
-    /// Reasons why the VM's RAM is not folded; empty: it is.
+    /// Reasons why the VM's RAM is not folded; empty: it is folded.
     pub fold_problems: Vec<String>,
-    /// Reasons why folded pages can be folded again only while the VM is paused; empty: at any
-    /// time.
+    /// Reasons why folded pages can be folded again only while the VM is paused; empty: they can be
+    /// folded again at any time.
     pub refold_problems: Vec<String>,
     /// Settings that cost the host other resources, such as CPUs that the guest never yields.
     #[serde(default)]
@@ -51,27 +51,27 @@ pub struct VmInfo {
     /// stopped, or keeps its clock.
     #[serde(default)]
     pub clock: Option<ClockStep>,
-    /// Swap disk, if memfold created one.
+    /// The VM's swap disk, if memfold created one.
     #[serde(default)]
     pub swap: Option<VmSwap>,
     /// Status of the boot snapshot, if the VM was started with `boot_snapshot`.
     #[serde(default)]
     pub boot_snapshot: Option<BootSnapshot>,
-    /// `running`, or why it is not: QEMU's run state (`paused`, `io-error`, `guest-panicked`, ...:
-    /// QEMU's `docs/interop/qemu-qmp-ref`, `RunState`), `starting`, `taking-over`, or `silent`
-    /// where QEMU does not answer.
+    /// State of the VM: `running`; another run state of QEMU (`paused`, `io-error`,
+    /// `guest-panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`;
+    /// `taking-over`; or `silent` if QEMU does not answer.
     #[serde(default)]
     pub state: String,
     /// Cause of the state, if known.
     #[serde(default)]
     pub state_cause: Option<String>,
-    /// Remedy by which the VM would run again.
+    /// Action that would make the VM run again.
     #[serde(default)]
     pub state_fix: Option<String>,
     /// Host ports forwarded into the guest: `ADDRESS:PORT:GUEST-PORT`.
     #[serde(default)]
     pub forwards: Vec<String>,
-    /// Host resources that the VM in its snapshot had and this VM lacks, because only one VM can
+    /// Host resources that the saved VM had and this restored VM lacks, because only one VM can
     /// have them.
     #[serde(default)]
     pub left_out: Vec<String>,
@@ -93,39 +93,40 @@ impl VmInfo {
 /// `POST /v1/attach`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AttachRequest {
-    /// QMP socket of a running QEMU.
+    /// Path of the QMP socket of a running QEMU.
     #[schema(value_type = String)]
     pub qmp: PathBuf,
-    /// Name to give the VM.
+    /// Name that the VM gets in memfold.
     pub name: String,
-    /// Trust domain.
+    /// Trust domain of the VM; null: the VM shares memory with no other.
     pub domain: Option<String>,
 }
 
 /// `POST /v1/vms/{name}/exec`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ExecRequest {
-    /// Shell text, run by `/bin/sh -c` in the guest.
+    /// Text of a shell script, which `/bin/sh -c` runs in the guest.
     pub script: String,
-    /// Timeout in seconds; the command is then killed.
+    /// Time limit in seconds, after which the command is killed.
     pub timeout_s: f64,
 }
 
 /// Result of a command in a guest. Invalid UTF-8 in its output is replaced.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ExecResult {
-    /// Standard output.
+    /// Standard output of the command.
     pub stdout: String,
-    /// Standard error.
+    /// Standard error of the command.
     pub stderr: String,
-    /// Exit code; 128 + signal if it was killed.
+    /// Exit code of the command; 128 + signal if it was killed.
     pub code: i32,
 }
 
 /// `POST /v1/vms/{name}/stop`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopRequest {
-    /// Time for the guest to shut down before QEMU is ended, in seconds; 0: the guest is not asked.
+    /// Time for the guest to shut down, in seconds, before QEMU is ended; 0: the guest is not
+    /// asked.
     pub timeout_s: f64,
 }
 
@@ -134,8 +135,8 @@ pub struct StopRequest {
 pub struct StopReport {
     /// Name of the VM.
     pub name: String,
-    /// `powered_down`: the guest shut down; `already`: the VM had ended before; `quit`: QEMU was
-    /// told to quit; `killed`: QEMU did not answer and was killed.
+    /// How the VM ended: `powered_down`: the guest shut down; `already`: the VM had ended before;
+    /// `quit`: QEMU was told to quit; `killed`: QEMU did not answer and was killed.
     pub how: String,
     /// Whether the guest was asked to shut down and did not do so in time.
     pub overdue: bool,
@@ -149,7 +150,7 @@ pub struct StopReport {
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
 #[serde(deny_unknown_fields)]
 pub struct RunOptions {
-    /// Whether to start the VM although the brake is on.
+    /// Whether the VM is started although the brake is on.
     #[serde(default)]
     pub despite_brake: bool,
 }

@@ -1,5 +1,5 @@
-//! Catches panics in work where a panic is expected. All other panics end the daemon, because a
-//! daemon with a dead thread is of no use.
+//! Catches panics in work where panics are expected. All other panics end the daemon, because a
+//! daemon that lacks a thread is of no use.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,7 +8,7 @@ thread_local! {
     static CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is inside [`caught`], so that a panic would be caught.
+/// Returns whether this thread is inside [`caught`], so that a panic would be caught.
 #[must_use]
 pub fn is_caught() -> bool {
     CAUGHT.get()
@@ -18,7 +18,8 @@ pub fn is_caught() -> bool {
 /// unused afterwards, or consistent at any time.
 ///
 /// # Errors
-/// The work panicked; the panic is in the log.
+///
+/// [`Panicked`] if the work panicked; the panic is in the log.
 pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Panicked> {
     let before = CAUGHT.replace(true);
     let done = catch_unwind(AssertUnwindSafe(work));
@@ -26,7 +27,7 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Panicked> {
     done.map_err(|_| Panicked)
 }
 
-/// The error of work that panicked.
+/// Error of work that panicked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Panicked;
 

@@ -6,33 +6,33 @@ use serde::Serialize;
 use super::facts::HostFacts;
 use super::kvm::KvmVerdict;
 
-/// The kernel's default of `vm.max_map_count`. Folding a busy VM takes about 5,000 mappings.
+/// The kernel's default of `vm.max_map_count`. Folding a busy VM creates about 5,000 mappings.
 const DEFAULT_MAP_COUNT: u64 = 65_530;
 /// Memory that `memfold demo` needs: three VMs of 512 MiB and their QEMUs.
 const DEMO_MEMORY: ByteSize = ByteSize::mib(2560);
 
-/// Result of a check.
+/// Result of one of doctor's checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
     /// The checked feature works.
     Ok,
-    /// The main job runs, but a secondary feature does not.
+    /// Booting and folding VMs works, but a secondary feature does not.
     Warn,
-    /// The main job cannot run.
+    /// VMs cannot be booted and folded.
     Fail,
 }
 
 /// One line of doctor's report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// Name of the checked feature.
+    /// Name of the feature that was checked.
     pub name: &'static str,
     /// Result of the check.
     pub status: Status,
-    /// Description of the finding and its consequence.
+    /// The finding and its consequence, as text.
     pub meaning: String,
-    /// Command that fixes the problem.
+    /// Command that fixes the problem; `None` if none is known or needed.
     pub fix: Option<String>,
 }
 
@@ -47,7 +47,7 @@ pub struct Report {
     pub host: HostFacts,
 }
 
-/// Judges the host's facts.
+/// Makes doctor's report from the host's facts.
 #[must_use]
 pub fn examine(host: HostFacts) -> Report {
     let mut checks = Vec::new();
@@ -82,7 +82,7 @@ fn bad(name: &'static str, status: Status, meaning: impl Into<String>, fix: &str
 
 const NEWER_KERNEL: &str = "install Linux 6.8 or newer (Debian 13's, or on Debian 12: apt install -t bookworm-backports linux-image-amd64)";
 
-/// Capabilities that root needs for folding: bit (`include/uapi/linux/capability.h`), name, and
+/// Capabilities that root needs for folding: bit (`include/uapi/linux/capability.h`), name,
 /// purpose.
 const CAPABILITIES: [(u32, &str, &str); 2] = [
     (

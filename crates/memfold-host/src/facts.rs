@@ -12,42 +12,42 @@ use super::files;
 use super::kvm::{self, KvmVerdict};
 use super::qemu::QemuFacts;
 
-/// Support for userfaultfd.
+/// Support of the kernel for userfaultfd.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Userfault {
     /// Whether a userfaultfd that handles kernel-mode faults can be opened.
     pub available: bool,
-    /// Whether `UFFDIO_MOVE` is supported.
+    /// Whether the kernel supports `UFFDIO_MOVE`.
     pub can_move: bool,
-    /// Whether `UFFDIO_WRITEPROTECT` is supported.
+    /// Whether the kernel supports `UFFDIO_WRITEPROTECT`.
     pub can_write_protect: bool,
-    /// Reason why none can be opened.
+    /// Reason why no userfaultfd can be opened.
     pub error: Option<String>,
 }
 
 /// Settings of KSM, the kernel's same-page merging (`/sys/kernel/mm/ksm`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Ksm {
-    /// `run`: 0 off, 1 on, 2 off and everything unmerged.
+    /// Control `run`: 0 off, 1 on, 2 off and everything unmerged.
     pub run: u32,
-    /// `pages_to_scan`.
+    /// Control `pages_to_scan`.
     pub pages_to_scan: u64,
-    /// `sleep_millisecs`.
+    /// Control `sleep_millisecs`.
     pub sleep_millisecs: u64,
-    /// `advisor_mode` (Linux >= 6.7).
+    /// Control `advisor_mode` (Linux >= 6.7).
     pub advisor_mode: Option<String>,
 }
 
-/// QEMU and the features that memfold uses.
+/// The QEMU program and those of its features that memfold uses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Qemu {
-    /// The QEMU program; `None`: no working program was found.
+    /// Facts about the QEMU program; `None`: no working program was found.
     pub facts: Option<QemuFacts>,
-    /// Whether the balloon supports free page reporting.
+    /// Whether QEMU's balloon supports free page reporting.
     pub free_page_reporting: bool,
-    /// Whether the seccomp sandbox is built in.
+    /// Whether QEMU has the seccomp sandbox.
     pub sandbox: bool,
-    /// Reason why no program was found.
+    /// Reason why no QEMU program was found.
     pub error: Option<String>,
 }
 
@@ -56,11 +56,11 @@ pub struct Qemu {
 pub struct Tool {
     /// Name of the program.
     pub name: &'static str,
-    /// Feature that needs the program.
+    /// Feature of memfold that needs the program.
     pub used_for: &'static str,
     /// Debian package that contains the program.
     pub package: &'static str,
-    /// Path of the program; `None`: missing.
+    /// Path of the program; `None`: it is missing.
     pub path: Option<PathBuf>,
 }
 
@@ -71,27 +71,27 @@ pub struct HostFacts {
     pub kernel: String,
     /// Whether the effective user is root.
     pub root: bool,
-    /// Effective capabilities, `CapEff` of `proc_pid_status(5)`.
+    /// Effective capabilities of this process (`CapEff` of `proc_pid_status(5)`).
     pub capabilities: u64,
-    /// Userfaultfd.
+    /// Support for userfaultfd.
     pub userfault: Userfault,
-    /// `vm.unprivileged_userfaultfd`.
+    /// Kernel setting `vm.unprivileged_userfaultfd`.
     pub unprivileged_userfaultfd: Option<u64>,
     /// Reason why `PAGEMAP_SCAN` fails; `None`: it works.
     pub pagemap_scan_error: Option<String>,
     /// Settings of KSM; `None`: the kernel has no KSM.
     pub ksm: Option<Ksm>,
-    /// `vm.max_map_count`: most mappings of a process.
+    /// Kernel setting `vm.max_map_count`: most mappings of a process.
     pub max_map_count: Option<u64>,
     /// The selected word in `/sys/kernel/mm/transparent_hugepage/enabled`.
     pub transparent_hugepage: Option<String>,
-    /// `MemAvailable`, in bytes.
+    /// `MemAvailable` of `/proc/meminfo`, in bytes.
     pub available_bytes: u64,
-    /// QEMU.
+    /// The QEMU program and its features.
     pub qemu: Qemu,
-    /// KVM.
+    /// Verdict on KVM.
     pub kvm: KvmVerdict,
-    /// Path of memfold's library, or the reason why it is missing.
+    /// Path of memfold's library for QEMU, or the reason why it is missing.
     pub library: Result<PathBuf, String>,
     /// Names of the available guest images, or the reason why there are none.
     pub guest_images: Result<Vec<String>, String>,
@@ -100,7 +100,7 @@ pub struct HostFacts {
 }
 
 impl HostFacts {
-    /// Collects all facts. Takes about a second, and up to ten when KVM is tried for the first
+    /// Collects all facts. This takes about a second, and up to ten when KVM is tried for the first
     /// time. The verdict on KVM is cached in the directory `state`.
     #[must_use]
     pub fn probe(state: &Path) -> Self {
@@ -159,7 +159,7 @@ fn userfault() -> Userfault {
     }
 }
 
-/// Scans a page of this process that is certainly in memory.
+/// Scans a page of this process that is certainly in memory, to test `PAGEMAP_SCAN`.
 fn pagemap_scan() -> std::io::Result<()> {
     let here = vec![1u8; 3 * memfold_units::PAGE_BYTES];
     let inside = here.as_ptr().expose_provenance() as u64 + PAGE_SIZE;
@@ -170,7 +170,7 @@ fn pagemap_scan() -> std::io::Result<()> {
     };
     let map = Pagemap::open(rustix::process::getpid())?;
     let found = map.scan(page, page.add_pages(1), filter)?;
-    // Keeps the buffer alive until after the scan.
+    // This keeps the buffer in memory until after the scan.
     if std::hint::black_box(&here).is_empty() || found.is_empty() {
         return Err(std::io::Error::other(
             "PAGEMAP_SCAN missed a page that is in memory",
@@ -190,7 +190,7 @@ fn ksm(root: &Path) -> Option<Ksm> {
     })
 }
 
-/// `always [madvise] never` -> `madvise`.
+/// Returns the selected word of a kernel setting: `madvise` in `always [madvise] never`.
 fn chosen(text: &str) -> Option<String> {
     let (_, rest) = text.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())

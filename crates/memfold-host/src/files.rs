@@ -9,17 +9,17 @@ use serde::{Deserialize, Serialize};
 /// File name of the library that is preloaded into QEMU.
 pub const LIBRARY: &str = "libmemfold_qemu.so";
 
-/// Environment variable with the path of the library.
+/// Environment variable with the path of the library for QEMU.
 pub const LIBRARY_VARIABLE: &str = "MEMFOLD_QEMU_LIBRARY";
 
 /// Environment variable with the directory of guest images.
 pub const CACHE_VARIABLE: &str = "MEMFOLD_CACHE";
 
-/// Finds the library: at `MEMFOLD_QEMU_LIBRARY` if set, else beside the running program (or one
-/// directory up, for tests), else in `/usr/lib/memfold`.
+/// Finds the library for QEMU: at `MEMFOLD_QEMU_LIBRARY` if set, else beside the running program
+/// (or one directory up, for tests), else in `/usr/lib/memfold`.
 ///
 /// # Errors
-/// `NotFound` names the paths that were tried.
+/// `NotFound` if the library is at none of these paths; the error names them.
 pub fn library() -> io::Result<PathBuf> {
     let candidates = if let Some(path) = std::env::var_os(LIBRARY_VARIABLE) {
         vec![PathBuf::from(path)]
@@ -40,10 +40,10 @@ pub fn library() -> io::Result<PathBuf> {
     ))
 }
 
-/// A guest image. Its files must never be written; VMs use an overlay.
+/// A guest image. Its files must never be written; VMs use overlays.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestImage {
-    /// Path of a raw ext4 file system, the guest's `/dev/vda`.
+    /// Path of a raw ext4 file system, which the guest sees as `/dev/vda`.
     pub disk: PathBuf,
     /// Path of the kernel.
     pub kernel: PathBuf,
@@ -53,7 +53,7 @@ pub struct GuestImage {
     pub kernel_version: String,
 }
 
-/// Returns the directory of guest images: `MEMFOLD_CACHE`, else `memfold` in `XDG_CACHE_HOME` or
+/// Returns the directory of guest images: `MEMFOLD_CACHE`, or else `memfold` in `XDG_CACHE_HOME` or
 /// `~/.cache`.
 pub fn image_directory() -> io::Result<PathBuf> {
     let set = |name| {
@@ -67,7 +67,7 @@ pub fn image_directory() -> io::Result<PathBuf> {
         .ok_or_else(|| io::Error::other("neither MEMFOLD_CACHE, XDG_CACHE_HOME nor HOME is set"))
 }
 
-/// An entry of `images.json`; data disks have no kernel.
+/// An entry of `images.json`. Data disks have no kernel.
 #[derive(Deserialize)]
 struct Entry {
     disk: PathBuf,
@@ -131,10 +131,11 @@ pub fn program(name: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
-/// Returns the path for starting this program again: its own, or in tests the `memfold` beside it.
+/// Returns the path for starting this program again: the program's own path, or in tests that of
+/// the `memfold` beside it.
 ///
 /// # Errors
-/// The running program is another one, and there is no `memfold` beside it.
+/// An I/O error if the running program is another one, and there is no `memfold` beside it.
 pub fn own_program() -> io::Result<PathBuf> {
     const NAME: &str = "memfold";
     let own = std::env::current_exe()?;
@@ -143,10 +144,11 @@ pub fn own_program() -> io::Result<PathBuf> {
         return Ok(own);
     }
     if name == Some("memfold (deleted)") {
-        // The file was replaced by another version; the running one can still be started.
+        // The program's file was replaced by another version; the running version can still be
+        // started.
         return Ok("/proc/self/exe".into());
     }
-    // target/release/deps, target/release
+    // Tests run in target/release/deps, and `memfold` is in target/release.
     let beside = own.ancestors().skip(1).take(2).map(|d| d.join(NAME));
     beside
         .into_iter()

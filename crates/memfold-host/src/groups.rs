@@ -1,15 +1,15 @@
-//! Memory limits of control groups. For the processes in a limited group, the group's limit takes
-//! the place of the host's memory size.
+//! Memory limits of control groups. For processes in a control group with a limit, this limit
+//! replaces the host's memory size.
 //!
 //! Sources: the kernel's `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Directory where systemd mounts control groups.
+/// Directory where systemd mounts the control groups.
 const ROOT: &str = "/sys/fs/cgroup";
 
-/// File names of one version of the interface.
+/// File names of one version of the control group interface.
 #[derive(Debug, PartialEq, Eq)]
 struct Files {
     limit: &'static str,
@@ -40,23 +40,24 @@ pub struct Group {
 /// Memory limit of a group, and the memory that it leaves, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// The limit. Without one, version 1 shows a huge number.
+    /// Memory limit of the group in bytes. For a group without a limit, version 1 shows a huge
+    /// number.
     pub limit: u64,
-    /// Bytes left up to the limit, with page cache counted as free.
+    /// Bytes that are left up to the limit; page cache counts as free.
     pub available: u64,
 }
 
 impl Group {
-    /// The groups that contain all of these processes: their limits apply to all together. Ended
-    /// processes are ignored.
+    /// Returns the groups that contain all of these processes, so that their limits apply to all
+    /// processes together. Ended processes are ignored.
     #[must_use]
     pub fn of_all(pids: &[i32]) -> Vec<Self> {
         Self::of_all_in(Path::new("/proc"), Path::new(ROOT), pids)
     }
 
-    /// The groups whose limits apply to all VMs, the next one included. With a single VM, it is
-    /// unknown where the next will run. Then only groups count that also contain this process: a
-    /// limit set for that VM alone must not stop others.
+    /// Returns the groups whose limits apply to all VMs, including the VM that is started next. If
+    /// only one VM runs, it is unknown where the next will run. In this case, only groups count
+    /// that also contain this process: a limit set for the one VM must not stop others.
     #[must_use]
     pub fn of_vms(pids: Vec<i32>) -> Vec<Self> {
         let own = rustix::process::getpid().as_raw_nonzero().get();
@@ -83,9 +84,10 @@ impl Group {
         })
     }
 
-    /// The group named in `/proc/PID/cgroup`, and all groups that contain it.
+    /// Returns the group named in `/proc/PID/cgroup`, and all groups that contain it.
     fn around(root: &Path, text: &str) -> Vec<Self> {
-        // hierarchy:controllers:path; version 2 has no controllers there.
+        // The lines have the form hierarchy:controllers:path; in version 2, there are no
+        // controllers.
         let lines = text.lines().filter_map(|line| {
             let mut parts = line.splitn(3, ':').skip(1);
             Some((parts.next()?, parts.next()?))
@@ -111,7 +113,7 @@ impl Group {
             .collect()
     }
 
-    /// Memory that the group's limit leaves; `None` if it has no limit.
+    /// Returns limit and free memory of the group; `None` if the group has no limit.
     #[must_use]
     pub fn room(&self) -> Option<Room> {
         let read = |name| std::fs::read_to_string(self.directory.join(name)).ok();
@@ -132,7 +134,7 @@ impl Group {
         })
     }
 
-    /// Directory of the group.
+    /// Returns the directory of the group.
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory
@@ -172,7 +174,7 @@ mod tests {
         assert_eq!(of(&[1, 2, 99]), ["machine.slice", ""]);
         assert_eq!(of(&[1, 2, 3]), [""]);
         assert_eq!(of(&[4]), ["memory/vms", "memory"]);
-        // The daemon is 3.
+        // Process 3 stands for the daemon.
         let of_vms = |pids: &[i32]| names(root, &Group::of_vms_in(root, root, 3, pids.to_vec()));
         assert_eq!(of_vms(&[1, 2]), ["machine.slice", ""]);
         assert_eq!(of_vms(&[1]), [""]);
@@ -201,7 +203,7 @@ mod tests {
         assert_eq!(groups[0].room(), Some(room));
         put(root, "a/memory.max", "max\n");
         assert_eq!(groups[0].room(), None);
-        // The root group has no such files.
+        // The root group lacks the files of a limit.
         assert_eq!(groups[1].room(), None);
 
         let groups = Group::of_all_in(root, root, &[2]);

@@ -10,8 +10,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 /// Runs a program and collects its output. At the time limit, the program and all processes in its
-/// group are killed, and the error is `TimedOut`. Standard input is as set in `command`; otherwise
-/// the caller's.
+/// group are killed, and the error is `TimedOut`. Standard input is as set in `command`; otherwise,
+/// it is the caller's.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     output_of(
         command
@@ -23,8 +23,8 @@ pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     )
 }
 
-/// Like [`output`], for a running child that leads its process group. Only output to pipes is
-/// collected.
+/// Collects the output of a running child like [`output`]. The child must lead its process group.
+/// Only output to pipes is collected.
 pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
     let collected = collect(&mut child, Instant::now() + limit);
     if matches!(collected, Ok(Some(_))) {
@@ -36,7 +36,7 @@ pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
             stderr,
         });
     }
-    // Fails if the whole group has ended.
+    // This fails if all processes of the group have ended.
     let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
     // A process that waits for a disk ends only when the disk answers.
     let reaped = std::thread::Builder::new()
@@ -55,7 +55,7 @@ pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
     ))
 }
 
-/// Collects a child's output until it ends; `None`: it did not end in time.
+/// Collects a child's output until the child ends; returns `None` if it did not end in time.
 fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, Vec<u8>)>> {
     let end = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     let (mut out, mut err) = (child.stdout.take(), child.stderr.take());
@@ -70,8 +70,8 @@ fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, 
             left,
             &[out.as_ref().map(AsFd::as_fd), err.as_ref().map(AsFd::as_fd)],
         )?;
-        // The child's own children may keep the pipes open: after its end, the pipes' present
-        // contents are all.
+        // The child's own children may keep the pipes open, so after the child's end only the
+        // present contents of the pipes are read.
         let more = read(&mut out, &mut stdout)? | read(&mut err, &mut stderr)?;
         if ended && !more {
             return Ok(Some((stdout, stderr)));
@@ -79,7 +79,7 @@ fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, 
     }
 }
 
-/// Waits until the process ends or a pipe has data. Returns whether it has ended.
+/// Waits until the process ends or a pipe has data. Returns whether the process has ended.
 fn wait(end: BorrowedFd<'_>, left: Duration, pipes: &[Option<BorrowedFd<'_>>]) -> io::Result<bool> {
     let left = Timespec::try_from(left).map_err(io::Error::other)?;
     let mut fds = vec![PollFd::from_borrowed_fd(end, PollFlags::IN)];
@@ -97,7 +97,8 @@ fn wait(end: BorrowedFd<'_>, left: Duration, pipes: &[Option<BorrowedFd<'_>>]) -
     }
 }
 
-/// Reads available data, if any. Returns whether there was some. A pipe at its end is dropped.
+/// Reads the available data of a pipe. Returns whether there was some. A pipe at its end is
+/// dropped.
 fn read<R: Read + AsFd>(pipe: &mut Option<R>, into: &mut Vec<u8>) -> io::Result<bool> {
     let Some(open) = pipe else {
         return Ok(false);
@@ -143,7 +144,7 @@ mod tests {
             (300_000, b"no\n".as_slice())
         );
         assert_eq!(said.status.code(), Some(3));
-        // A child that goes on with its pipes does not keep it.
+        // A grandchild that keeps the pipes open does not delay the result.
         let said = shell("sleep 60 & echo $!", Duration::from_secs(30)).unwrap();
         let pid = String::from_utf8(said.stdout).unwrap();
         let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();

@@ -1,5 +1,5 @@
 //! Tests whether KVM works by booting a probe guest. Opening `/dev/kvm` is not enough: a nested
-//! host may offer the device and yet be unable to run a stock kernel.
+//! host may have the device but be unable to run an ordinary kernel.
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use serde::{Deserialize, Serialize};
 use super::files::GuestImage;
 use super::qemu::QemuFacts;
 
-/// Time limit for the first output of the probe guest's kernel. On hardware it appears within a
-/// second.
+/// Time limit for the first output of the probe guest's kernel. On hardware, this output appears
+/// within a second.
 const PATIENCE: Duration = Duration::from_secs(8);
 
-/// Beginning of a Linux kernel's first output.
+/// Beginning of the first output of a Linux kernel.
 const FIRST_WORDS: &[u8] = b"Linux version";
 
 /// Verdict on KVM.
@@ -27,18 +27,18 @@ pub enum KvmVerdict {
     Works,
     /// KVM cannot be used.
     Unusable {
-        /// Step of the probe that failed, with its error or QEMU's last words.
+        /// Step of the probe that failed, with its error or QEMU's last message.
         why: String,
     },
-    /// The device opens, but no probe guest could be tried.
+    /// The device can be opened, but no probe guest could be tried.
     Untried {
-        /// Missing part: QEMU, or a guest image to boot.
+        /// The missing part: QEMU, or a guest image to boot.
         why: String,
     },
 }
 
 impl KvmVerdict {
-    /// Whether VMs with `accel = "auto"` use KVM.
+    /// Returns whether VMs with `accel = "auto"` use KVM.
     #[must_use]
     pub const fn is_usable(&self) -> bool {
         matches!(self, Self::Works)
@@ -52,8 +52,8 @@ struct Cached {
 }
 
 /// Tests KVM, or returns the cached verdict for the same host kernel, QEMU and guest kernel. The
-/// cache is `kvm.json`, in `state` and beside the image, so that other daemons of this host need no
-/// test.
+/// cache is a file `kvm.json` in `state` and one beside the image, so that other daemons of this
+/// host need no test.
 pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmVerdict {
     if let Err(e) = std::fs::File::options()
         .read(true)
@@ -108,14 +108,14 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
     cached.verdict
 }
 
-/// Paths of the cache files.
+/// Returns the paths of the cache files.
 fn places(image: &GuestImage, state: &Path) -> Vec<PathBuf> {
     let places = [Some(state), image.kernel.parent()];
     let places = places.into_iter().flatten();
     places.map(|place| place.join("kvm.json")).collect()
 }
 
-/// The verdict in a cache file, if it has this key.
+/// Returns the verdict in a cache file, if it has this key.
 fn kept(place: &Path, key: &str) -> Option<KvmVerdict> {
     let bytes = std::fs::read(place).ok()?;
     let cached: Cached = serde_json::from_slice(&bytes).ok()?;
@@ -133,15 +133,16 @@ fn remember(place: &Path, cached: &Cached) -> io::Result<()> {
 
 /// Result of the probe guest.
 enum Outcome {
-    /// The guest's kernel ran.
+    /// The probe guest's kernel ran.
     Spoke,
-    /// The guest printed nothing in time.
+    /// The probe guest printed nothing in time.
     Silent,
     /// QEMU ended with this message.
     Ended(String),
 }
 
-/// Boots the image's kernel without a disk, and waits for its first output on the serial console.
+/// Boots the image's kernel without a disk, and waits for the kernel's first output on the serial
+/// console.
 fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<Outcome> {
     let mut child = Command::new(&qemu.program)
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
@@ -159,7 +160,7 @@ fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<Outcome> {
         Some(console) => listen(console),
         None => Ok(Outcome::Silent),
     };
-    // The guest always ends here; killing an ended process is no error.
+    // The probe guest ends here in any case. Killing an ended process is no error.
     child.kill()?;
     let output = child.wait_with_output()?;
     Ok(match heard? {
@@ -176,7 +177,7 @@ fn listen(mut console: std::process::ChildStdout) -> io::Result<Outcome> {
     let deadline = Instant::now() + PATIENCE;
     let mut heard = Vec::new();
     let mut chunk = [0; 4096];
-    // A console without these words is not a Linux kernel's.
+    // Output without these words is not that of a Linux kernel.
     while heard.len() < 1 << 20 {
         let left = deadline.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(io::Error::other)?;

@@ -1,5 +1,5 @@
-//! Probes of the host: its kernel features, KVM, QEMU, control groups, and memfold's own files.
-//! Also small helpers for processes and sockets that other crates share.
+//! Examines the host: kernel features, KVM, QEMU, control groups, and memfold's own files. Also has
+//! small helpers for processes and sockets that other crates share.
 
 pub mod caught;
 pub mod doctor;
@@ -24,27 +24,27 @@ pub use qemu::{QemuError, QemuFacts};
 #[macro_export]
 macro_rules! say {
     ($($words:tt)*) => {{
-        // Nobody could be told.
+        // A failure is ignored, because there is no other place to report it.
         let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($words)*)));
     }};
 }
 
 static COMMIT: std::sync::OnceLock<&str> = std::sync::OnceLock::new();
 
-/// Sets the commit that the program is built from. The program passes it in, because this library
-/// would otherwise be recompiled for each commit.
+/// Sets the commit that the program is built from. The program passes it in, because otherwise this
+/// library would be recompiled for each commit.
 pub fn set_commit(commit: &'static str) {
     // A second call has no effect.
     let _ = COMMIT.set(commit);
 }
 
-/// The commit that the program is built from; `unknown` if it was not set.
+/// Returns the commit that the program is built from; `unknown` if it was not set.
 #[must_use]
 pub fn commit() -> &'static str {
     COMMIT.get().copied().unwrap_or("unknown")
 }
 
-/// An error with all its causes, in one line.
+/// Returns an error with all its causes, in one line.
 #[must_use]
 pub fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());

@@ -6,12 +6,12 @@ use std::sync::{Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Progress of one step.
+/// Progress of one step of an operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Step {
     /// Name of the step.
     pub step: String,
-    /// Bytes that are done, of RAM or of disks.
+    /// Bytes of the step that are done, of RAM or of disks.
     pub done_bytes: u64,
     /// Bytes of the whole step; 0: unknown.
     pub total_bytes: u64,
@@ -25,19 +25,19 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Begins a step of `total_bytes` bytes; 0: unknown.
+    /// Begins a step of `total_bytes` bytes (0: unknown).
     pub fn begin(&self, step: &'static str, total_bytes: u64) {
         let mut now = self.step.lock().unwrap_or_else(PoisonError::into_inner);
         self.done.store(0, Ordering::Relaxed);
         *now = (step, total_bytes);
     }
 
-    /// Adds `bytes` to the bytes that are done.
+    /// Adds `bytes` to the bytes of the current step that are done.
     pub fn add(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// The present progress.
+    /// Returns the present progress.
     #[must_use]
     pub fn now(&self) -> Step {
         let (step, total_bytes) = *self.step.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! The QEMU program: its location, version and capabilities.
+//! Finds the QEMU program, and its version and capabilities.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -14,7 +14,7 @@ use super::{files, helper};
 /// Time limit for QEMU to report its capabilities.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Environment variable with the path of another QEMU program.
+/// Environment variable with the path of the QEMU program to use instead of the one in `PATH`.
 pub const PROGRAM_VARIABLE: &str = "MEMFOLD_QEMU";
 
 /// File name of the QEMU program, looked up in `PATH`.
@@ -35,14 +35,14 @@ pub enum QemuError {
         #[source]
         source: io::Error,
     },
-    /// The program's output cannot be parsed.
+    /// The output of QEMU cannot be parsed.
     #[error("cannot parse the output of '{program} {argument}': {text}")]
     Text {
         /// Path of the program.
         program: PathBuf,
-        /// The option that it was called with.
+        /// The option with which QEMU was called.
         argument: &'static str,
-        /// Beginning of its output.
+        /// Beginning of QEMU's output.
         text: String,
     },
 }
@@ -52,11 +52,11 @@ pub enum QemuError {
 pub struct QemuFacts {
     /// Path of the program.
     pub program: PathBuf,
-    /// Version: major, minor, micro.
+    /// Version of QEMU: major, minor, micro.
     pub version: (u64, u64, u64),
     /// The newest versioned q35 machine type, such as `pc-q35-10.0`.
     pub machine: String,
-    /// Names of the built-in accelerators.
+    /// Names of the accelerators that QEMU has.
     pub accelerators: Vec<String>,
 }
 
@@ -82,15 +82,15 @@ impl Stamp {
 }
 
 impl QemuFacts {
-    /// Queries the QEMU at `MEMFOLD_QEMU`, else the one in `PATH`.
+    /// Queries the QEMU at `MEMFOLD_QEMU`, or else the one in `PATH`.
     pub fn probe() -> Result<Self, QemuError> {
         let named = std::env::var_os(PROGRAM_VARIABLE).map(PathBuf::from);
         let program = named.or_else(|| files::program(PROGRAM));
         Self::of(&program.unwrap_or_else(|| PROGRAM.into()))
     }
 
-    /// Queries `program`, or returns its cached answer: three starts of QEMU take longer than that
-    /// of a clone.
+    /// Queries `program`, or returns the cached answer, because the three starts of QEMU for a
+    /// query take longer than the start of a clone.
     pub fn of(program: &Path) -> Result<Self, QemuError> {
         static KNOWN: Mutex<Option<(Stamp, QemuFacts)>> = Mutex::new(None);
         let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -132,13 +132,13 @@ impl QemuFacts {
         })
     }
 
-    /// Whether the version is at least [`OLDEST`].
+    /// Returns whether the version is at least [`OLDEST`].
     #[must_use]
     pub fn is_supported(&self) -> bool {
         self.version >= OLDEST
     }
 
-    /// Whether `-device kind` has the property `property`.
+    /// Returns whether `-device kind` has the property `property`.
     pub fn has_property(&self, kind: &str, property: &str) -> Result<bool, QemuError> {
         let text = output(&self.program, "-device", &[&format!("{kind},help")])?;
         Ok(text
@@ -146,7 +146,7 @@ impl QemuFacts {
             .any(|l| l.trim().starts_with(&format!("{property}="))))
     }
 
-    /// Whether the seccomp sandbox is built in.
+    /// Returns whether QEMU has the seccomp sandbox.
     pub fn has_sandbox(&self) -> Result<bool, QemuError> {
         Ok(output(&self.program, "-help", &[])?.contains("-sandbox on"))
     }
@@ -162,7 +162,7 @@ fn output(program: &Path, argument: &str, more: &[&str]) -> Result<String, QemuE
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// `QEMU emulator version 10.0.2 (Debian ...)` -> (10, 0, 2).
+/// Parses the version in a line such as `QEMU emulator version 10.0.2 (Debian ...)`.
 fn parse_version(text: &str) -> Option<(u64, u64, u64)> {
     let (_, rest) = text.split_once("version ")?;
     let number: String = rest

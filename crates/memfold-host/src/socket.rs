@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// Connects within `limit`. Later writes have no time limit; the caller must set one.
+/// Connects to the socket within `limit`. Later writes have no time limit; the caller must set one.
 ///
 /// # Errors
+///
 /// `TimedOut` if the process at the other end accepts no connections.
 pub fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
     let deadline = Instant::now() + limit;
@@ -26,7 +27,7 @@ pub fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
         None,
     )?;
     loop {
-        // Zero would mean no limit.
+        // A timeout of zero would mean no limit.
         let left = deadline
             .saturating_duration_since(Instant::now())
             .max(Duration::from_millis(1));
@@ -65,7 +66,7 @@ mod tests {
             assert!(queued.len() < 10, "the queue never fills");
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        // Room again.
+        // This makes room in the socket's queue.
         listener.accept().unwrap();
         connect(&path, Duration::from_secs(5)).unwrap();
     }

@@ -1,8 +1,8 @@
 //! Finds the settings in a domain's XML that prevent folding of its memory, so that the operator
 //! learns of them when the domain is enabled, before its next start.
 //!
-//! For a running VM, the daemon asks QEMU and the kernel ([`memfold_vm::conditions`]). The XML may
-//! not show devices that were hot-plugged, or options that are written in another way.
+//! For a running VM, the daemon asks QEMU and the kernel instead ([`memfold_vm::conditions`]),
+//! because the XML may not show hot-plugged devices, or options that are written in another way.
 //! Elements: <https://libvirt.org/formatdomain.html>.
 
 use memfold_vm::conditions;
@@ -10,19 +10,20 @@ use roxmltree::{Document, Node};
 
 use super::xml::XmlError;
 
-/// Of QEMU's own arguments (<https://libvirt.org/kbase/qemu-passthrough-security.html>).
+/// Name space of QEMU's own arguments in the XML
+/// (<https://libvirt.org/kbase/qemu-passthrough-security.html>).
 const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
 
-/// What the XML says of a domain before it is started.
+/// Facts about a domain that its XML shows before it is started.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Foretold {
-    /// What keeps its memory from being folded, each with the element that has it; empty: nothing.
+    /// Settings that prevent folding of the domain's memory, each with its element; empty: none.
     pub not_folded: Vec<String>,
-    /// What it costs its host besides.
+    /// Settings that cost the host other resources.
     pub costs: Vec<String>,
 }
 
-/// Reads a domain's XML.
+/// Finds the settings in a domain's XML that prevent folding or cost the host resources.
 pub fn read(xml: &str) -> Result<Foretold, XmlError> {
     let document = Document::parse(xml)?;
     let mut not_folded: Vec<String> = document.descendants().filter_map(hindrance).collect();
@@ -123,7 +124,7 @@ mod tests {
         let found = with("kvm", "cpu-pm=on");
         assert!(found.costs[0].contains("cpu-pm=on"), "{found:?}");
         assert_eq!(found.not_folded, Vec::<String>::new());
-        // TCG knows nothing of it.
+        // Under TCG, this option has no effect.
         assert_eq!(with("qemu", "cpu-pm=on"), Foretold::default());
         assert_eq!(with("kvm", "cpu-pm=off,mem-lock=off"), Foretold::default());
         let found = with("kvm", "mem-lock=on");

@@ -4,7 +4,7 @@
 //! ```text
 //!   memfold libvirt enable   ---virsh define--->  the domain's XML: <emulator> wrapper, <channel> of the agent, <metadata> trust domain
 //!   virsh start: libvirt --> wrapper --> QEMU with the library, and a QMP socket for the daemon, in the domain's own directory
-//!   daemon:  RUN/*.pid --> its process --> these sockets     virsh dumpxml --> trust domain
+//!   daemon:  RUN/*.pid --> the QEMU process --> its sockets     virsh dumpxml --> trust domain
 //! ```
 //! All state about a domain is in its XML; memfold keeps no other record.
 
@@ -27,26 +27,26 @@ use utoipa::ToSchema;
 /// Error of enabling, disabling or adopting a domain.
 #[derive(Debug, thiserror::Error)]
 pub enum LibvirtError {
-    /// libvirt refused, or cannot be reached.
+    /// libvirt refused the operation, or cannot be reached.
     #[error(transparent)]
     Virsh(#[from] VirshError),
     /// memfold does not support the domain's XML.
     #[error("domain '{domain}': {source}")]
     Xml {
-        /// The domain.
+        /// Name of the domain.
         domain: String,
-        /// Why.
+        /// Reason why the XML is not supported.
         source: XmlError,
     },
-    /// The wrapper can't be put beside its QEMU.
+    /// The wrapper script cannot be installed beside the domain's QEMU.
     #[error(transparent)]
     Wrapper(#[from] WrapperError),
-    /// The domain is gone when it is switched off.
+    /// The domain exists only while it runs, so its XML cannot be changed.
     #[error(
         "domain '{0}' is transient, so libvirt keeps no XML of it to change; define the domain first (virsh define)"
     )]
     Transient(String),
-    /// The name of a trust domain.
+    /// The name of the trust domain is invalid.
     #[error(transparent)]
     Name(#[from] memfold_vm::SpecError),
 }
@@ -54,16 +54,16 @@ pub enum LibvirtError {
 /// Result of [`enable`] or [`disable`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Change {
-    /// The domain.
+    /// Name of the libvirt domain.
     pub domain: String,
-    /// Its trust domain, if it is enabled and has one.
+    /// Trust domain of the domain, if it is enabled and has one.
     pub trust_domain: Option<String>,
-    /// Whether the XML was changed.
+    /// Whether the XML was changed by this call.
     pub changed: bool,
-    /// Whether the domain runs; then changes take effect at its next start.
+    /// Whether the domain runs; changes then take effect at its next start.
     pub running: bool,
-    /// Whether libvirt has saved the domain's memory (managed save). Then its next start continues
-    /// with the old settings.
+    /// Whether libvirt has saved the domain's memory (managed save). If so, the next start
+    /// continues with the old settings.
     pub managed_save: bool,
     /// Settings in the XML that prevent folding; empty: none.
     #[serde(default)]
@@ -73,7 +73,7 @@ pub struct Change {
     pub costs: Vec<String>,
 }
 
-/// Enables memfold for a domain, from its next start on. Safe to repeat.
+/// Enables memfold for a libvirt domain, from the domain's next start on. Safe to repeat.
 pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, LibvirtError> {
     if let Some(name) = trust_domain {
         memfold_vm::check_name("domain", name)?;
@@ -89,8 +89,8 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
     let enabled = xml::enable(&before, trust_domain, &wrapped).map_err(wrong)?;
     if enabled != before {
         virsh::define(&enabled)?;
-        // libvirt gives the agent's port controllers where it has none that are free: they have to
-        // go with it.
+        // libvirt adds controllers for the agent's port if no controller is free. The mark records
+        // them, so that they can be removed, too.
         let after = virsh::inactive_xml(&facts.name)?;
         let noted = xml::note_controllers(&after).map_err(wrong)?;
         if noted != after {
@@ -142,7 +142,7 @@ impl DomainFacts {
     }
 }
 
-/// Returns a domain's name among memfold's VMs, which allow fewer characters.
+/// Returns the name of a libvirt domain's VM in memfold, where fewer characters are allowed.
 #[must_use]
 pub fn vm_name(domain: &str) -> String {
     let letter = |c: char| match c.to_ascii_lowercase() {

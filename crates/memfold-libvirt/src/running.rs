@@ -1,4 +1,4 @@
-//! Finds the QEMU processes that libvirt runs, and memfold's sockets in them.
+//! Finds the QEMU processes that libvirt runs, and memfold's sockets in these processes.
 
 use std::ffi::OsStr;
 use std::io;
@@ -8,24 +8,24 @@ use rustix::process::Pid;
 
 use memfold_vm::{Identity, endpoints};
 
-/// Where libvirt notes the processes of its QEMUs: `NAME.pid`.
+/// Directory in which libvirt records the processes of its QEMUs, as `NAME.pid`.
 pub const DEFAULT_RUN: &str = "/run/libvirt/qemu";
 
-/// The QMP socket that the wrapper has QEMU make, beside the library's.
+/// File name of the QMP socket that the wrapper makes QEMU create, beside the library's socket.
 const QMP: &str = "memfold-qmp.sock";
 
-/// A domain's QEMU.
+/// The QEMU process of a running libvirt domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Running {
-    /// The domain.
+    /// Name of the domain.
     pub domain: String,
-    /// Its process.
+    /// The QEMU process.
     pub process: Identity,
 }
 
 impl Running {
-    /// All that run; none where there is no libvirt. `driver.pid` is libvirt's own, and has no
-    /// sockets of ours.
+    /// Returns all QEMU processes that libvirt runs; none if there is no libvirt. (`driver.pid` is
+    /// the process of libvirt itself, which has none of memfold's sockets.)
     pub fn all(run: &Path) -> io::Result<Vec<Self>> {
         let entries = match std::fs::read_dir(run) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -33,7 +33,7 @@ impl Running {
         };
         let mut found = Vec::new();
         for entry in entries {
-            // A domain may end while we look.
+            // A domain may end meanwhile.
             found.extend(Self::of(&entry?.path()));
         }
         Ok(found)
@@ -50,7 +50,8 @@ impl Running {
         })
     }
 
-    /// Its QMP socket for the daemon; `None` if it was started without the wrapper.
+    /// Returns the path of the QMP socket for the daemon; `None` if QEMU was started without the
+    /// wrapper.
     #[must_use]
     pub fn qmp(&self) -> Option<PathBuf> {
         let library = endpoints::library(Pid::from_raw(self.process.pid)?).ok()?;
@@ -84,8 +85,8 @@ mod tests {
         ] {
             std::fs::write(run.path().join(file), text).unwrap();
         }
-        // A parent goes on before the kernel has laid out the environment of what it started
-        // (fs/binfmt_elf.c).
+        // After the start of a child, its parent may continue before the kernel has set up the
+        // child's environment (fs/binfmt_elf.c).
         let environment = format!("/proc/{}/environ", child.id());
         while std::fs::read(&environment).unwrap().is_empty() {
             std::thread::yield_now();

@@ -11,16 +11,16 @@ use super::{DEFAULT_RUN, LibvirtError, Mark, Running, virsh};
 /// Status of a libvirt domain.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DomainStatus {
-    /// Its name in libvirt.
+    /// Name of the domain in libvirt.
     pub domain: String,
-    /// Whether it runs.
+    /// Whether the domain runs.
     pub running: bool,
     /// memfold's mark in the XML; null: the domain is not enabled.
     #[schema(value_type = Option<Object>)]
     pub mark: Option<Mark>,
-    /// Whether it was started with memfold; null: it doesn't run.
+    /// Whether the domain was started with memfold; null: it does not run.
     pub started_with_memfold: Option<bool>,
-    /// Its name among memfold's VMs, if the daemon has it.
+    /// Name of the domain's VM in memfold, if the daemon manages it.
     pub vm: Option<String>,
     /// Status of folding and required action, as text.
     pub folding: String,
@@ -29,17 +29,17 @@ pub struct DomainStatus {
 /// The daemon's facts about a VM that libvirt started.
 #[derive(Clone, Debug)]
 pub struct KnownVm {
-    /// Its name among memfold's VMs.
+    /// Name of the VM in memfold.
     pub name: String,
-    /// Its name in libvirt.
+    /// Name of the domain in libvirt.
     pub domain: String,
-    /// The first reason why its RAM is not folded.
+    /// The first reason why the VM's RAM is not folded; `None`: it is folded.
     pub fold_problem: Option<String>,
-    /// Whether folded pages can be folded again while it runs.
+    /// Whether folded pages can be folded again while the VM runs.
     pub folds_again: bool,
 }
 
-/// Returns the status of all domains. `vms`: VMs of the daemon; `None`: it does not answer.
+/// Returns the status of all libvirt domains. `vms`: the daemon's VMs; `None`: no daemon answers.
 pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError> {
     let running = Running::all(Path::new(DEFAULT_RUN)).unwrap_or_default();
     let one = |domain: String| {
@@ -63,7 +63,8 @@ pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError
     virsh::domains()?.into_iter().map(one).collect()
 }
 
-/// What becomes of a domain. `vms`: those of the daemon, if there is one.
+/// Describes the folding of a domain's memory, and what the operator can do. `vms`: the daemon's
+/// VMs, if a daemon answers.
 fn folding(
     domain: &str,
     mark: Option<&Mark>,

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use memfold_host::helper;
 
-/// The libvirt that is asked: the host's.
+/// URI of the libvirt that virsh connects to: the host's own.
 const CONNECTION: &str = "qemu:///system";
 
-/// Seconds that libvirt may take for an answer. It asks a QEMU that it sees for the first time what
-/// it can do, which takes some of them.
+/// Seconds that libvirt may take for an answer. If libvirt sees a QEMU program for the first time,
+/// it probes the program's features, which takes some seconds.
 const PATIENCE_S: u64 = 120;
 
 /// Error of a `virsh` command.
@@ -19,42 +19,42 @@ pub enum VirshError {
     /// `virsh` is not installed.
     #[error("virsh is not installed; install it (Debian: apt install libvirt-clients)")]
     Missing,
-    /// It could not be started.
+    /// `virsh` could not be started.
     #[error("cannot run virsh")]
     Start(#[source] io::Error),
     /// `virsh` did not finish in time.
     #[error("libvirt did not answer 'virsh {command}' within {PATIENCE_S} s")]
     Timeout {
-        /// What was asked.
+        /// The command that was run.
         command: String,
     },
     /// `virsh` reported an error.
     #[error("virsh {command}: {words}")]
     Refused {
-        /// What was asked.
+        /// The command that was run.
         command: String,
-        /// Its words.
+        /// The error message of `virsh`.
         words: String,
     },
-    /// libvirt says that it doesn't run.
+    /// libvirt reported that the domain does not run.
     #[error("domain '{0}' does not run any more")]
     NotRunning(String),
-    /// It took the name for another domain's number.
+    /// virsh took the name for the number or UUID of another domain.
     #[error(
         "virsh answered for domain '{got}' instead of '{asked}'; rename the domain whose name is a number"
     )]
     Another {
-        /// The name.
+        /// The requested name.
         asked: String,
-        /// Whose XML came.
+        /// Name of the domain whose XML virsh returned.
         got: String,
     },
-    /// It answered something that is not known here.
+    /// virsh's answer lacks an expected field.
     #[error("the answer of 'virsh {command}' lacks '{field}'")]
     Unknown {
-        /// What was asked.
+        /// The command that was run.
         command: String,
-        /// What should have been there.
+        /// Name of the missing field.
         field: &'static str,
     },
 }
@@ -62,17 +62,17 @@ pub enum VirshError {
 /// Facts about a domain, from `virsh dominfo`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DomainFacts {
-    /// Its name.
+    /// Name of the domain.
     pub name: String,
-    /// Whether it runs, or is paused.
+    /// Whether the domain runs or is paused.
     pub running: bool,
-    /// Whether libvirt keeps its XML.
+    /// Whether libvirt keeps the domain's XML when the domain does not run.
     pub persistent: bool,
-    /// Whether libvirt has saved its memory for its next start.
+    /// Whether libvirt has saved the domain's memory for the next start.
     pub managed_save: bool,
 }
 
-/// Returns the names of all domains.
+/// Returns the names of all libvirt domains.
 pub fn domains() -> Result<Vec<String>, VirshError> {
     let list = run(&["list", "--all", "--name"])?;
     let mut names: Vec<String> = list.lines().map(str::to_owned).collect();
@@ -81,7 +81,7 @@ pub fn domains() -> Result<Vec<String>, VirshError> {
     Ok(names)
 }
 
-/// Returns the facts of a domain, by its name, id or UUID.
+/// Returns the facts about a domain, which is given by name, ID or UUID.
 pub fn facts(domain: &str) -> Result<DomainFacts, VirshError> {
     let (command, option) = ("dominfo", option(domain));
     let text = run(&[command, &option])?;
@@ -95,7 +95,7 @@ pub fn facts(domain: &str) -> Result<DomainFacts, VirshError> {
     };
     Ok(DomainFacts {
         name: field("Name")?.to_owned(),
-        // The others have no id.
+        // A domain that does not run has no ID.
         running: field("Id")? != "-",
         persistent: field("Persistent")? == "yes",
         managed_save: field("Managed save")? == "yes",
@@ -116,11 +116,12 @@ pub fn xml(domain: &str) -> Result<String, VirshError> {
     if runs {
         return Ok(xml);
     }
-    // Its process number may be another's by now.
+    // The domain has ended, and its process number may belong to another process by now.
     Err(VirshError::NotRunning(domain.to_owned()))
 }
 
-/// A name that looks like a number or a UUID is taken for another domain's by virsh.
+/// Checks that the XML is that of the named domain: virsh takes a name that looks like a number or
+/// a UUID for that of another domain.
 fn of_name(domain: &str, xml: String) -> Result<String, VirshError> {
     let document = roxmltree::Document::parse(&xml);
     let name = document.ok().and_then(|document| {
@@ -139,14 +140,14 @@ fn of_name(domain: &str, xml: String) -> Result<String, VirshError> {
 
 /// Stores a domain's XML in libvirt (`virsh define`).
 pub fn define(xml: &str) -> Result<(), VirshError> {
-    // Readable for its owner alone: there are passwords in it.
+    // Only its owner may read the file, because the XML contains passwords.
     let mut file = tempfile::NamedTempFile::new().map_err(VirshError::Start)?;
     file.write_all(xml.as_bytes()).map_err(VirshError::Start)?;
     let path = file.path().to_string_lossy();
     run(&["define", "--file", &path]).map(drop)
 }
 
-/// A domain's name may begin with a hyphen.
+/// Returns a domain's name as the value of an option, because the name may begin with a hyphen.
 fn option(domain: &str) -> String {
     format!("--domain={domain}")
 }
@@ -160,7 +161,7 @@ fn run(arguments: &[&str]) -> Result<String, VirshError> {
     virsh
         .args(["--quiet", "--connect", CONNECTION])
         .args(arguments)
-        // Words are read here.
+        // virsh's messages are parsed, so they must be in English.
         .env("LC_ALL", "C")
         .stdin(Stdio::null());
     let output = match helper::output(&mut virsh, Duration::from_secs(PATIENCE_S)) {

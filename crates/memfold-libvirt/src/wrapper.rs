@@ -1,59 +1,59 @@
-//! Installs the wrapper program that enabled domains have as their `<emulator>`. It lies in QEMU's
-//! directory, and its name is QEMU's with the prefix `memfold-`.
+//! Installs the wrapper program that enabled domains have as their `<emulator>`. The wrapper is in
+//! QEMU's directory, and its name is QEMU's name with the prefix `memfold-`.
 
 use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-/// What packages bring as `/usr/bin/memfold-qemu-system-x86_64`.
+/// The wrapper script, which packages install as `/usr/bin/memfold-qemu-system-x86_64`.
 const SCRIPT: &str = include_str!("../../../deploy/libvirt/memfold-qemu-system-x86_64");
-/// The line of it that says where the library is.
+/// Beginning of the script's line that names the path of the library.
 const LIBRARY_LINE: &str = "library=";
-/// A line by which a wrapper is known as one.
+/// Line by which a file is recognized as a wrapper script.
 const SIGN: &str = "# A QEMU for libvirt that has memfold's library in it";
 
 const PREFIX: &str = "memfold-";
 
-/// Why there is no wrapper.
+/// Reason why the wrapper could not be installed.
 #[derive(Debug, thiserror::Error)]
 pub enum WrapperError {
-    /// The emulator isn't a program in a directory.
+    /// The emulator is not a program in a directory.
     #[error("the domain's <emulator> '{0}' is not a program on this host")]
     Emulator(PathBuf),
-    /// There is another file in its place.
+    /// Another file has the wrapper's name.
     #[error(
         "{0} exists and is not memfold's; remove the file, or give the domain another <emulator>"
     )]
     Taken(PathBuf),
-    /// It can't be written.
+    /// The wrapper cannot be written.
     #[error("cannot write {path}")]
     Write {
-        /// The file.
+        /// Path of the wrapper.
         path: PathBuf,
-        /// Why.
+        /// The error of writing.
         #[source]
         source: io::Error,
     },
-    /// The library isn't where QEMU could have it from.
+    /// The library is missing, or QEMU could not read it.
     #[error("{0}")]
     Library(String),
 }
 
-/// The wrapper of a QEMU.
+/// Returns the path of the wrapper of a QEMU.
 #[must_use]
 pub fn of(emulator: &Path) -> PathBuf {
     let name = emulator.file_name().unwrap_or_default().to_string_lossy();
     emulator.with_file_name(format!("{PREFIX}{name}"))
 }
 
-/// The QEMU that a wrapper runs; `None` if this is no wrapper's name.
+/// Returns the QEMU that a wrapper runs; `None` if the name is not that of a wrapper.
 #[must_use]
 pub fn emulator(wrapper: &Path) -> Option<PathBuf> {
     let name = wrapper.file_name()?.to_str()?.strip_prefix(PREFIX)?;
     Some(wrapper.with_file_name(name))
 }
 
-/// Sees to it that a QEMU has its wrapper, and gives its path.
+/// Makes sure that a QEMU has its wrapper, and returns the wrapper's path.
 pub fn ensure(emulator: &Path) -> Result<PathBuf, WrapperError> {
     if !emulator.is_file() {
         return Err(WrapperError::Emulator(emulator.to_owned()));
@@ -66,12 +66,12 @@ pub fn ensure(emulator: &Path) -> Result<PathBuf, WrapperError> {
     match std::fs::read(&path) {
         Ok(there) => {
             let there = String::from_utf8_lossy(&there).into_owned();
-            // One that a removed package has left is a link to QEMU.
+            // A package that was removed leaves a link to QEMU in the wrapper's place.
             let link = path.canonicalize().ok() == emulator.canonicalize().ok();
             if !link && !there.contains(SIGN) {
                 return Err(WrapperError::Taken(path));
             }
-            // A package's, or one that was written here before.
+            // The wrapper exists: it came with a package, or was written here before.
             if !link && library_of(&there).is_some_and(Path::is_file) {
                 return Ok(path);
             }
@@ -89,7 +89,7 @@ pub fn ensure(emulator: &Path) -> Result<PathBuf, WrapperError> {
     Ok(path)
 }
 
-/// The library, if QEMU may read it that runs as nobody in particular.
+/// Returns the path of the library, if a QEMU that runs as an unprivileged user can read it.
 fn library() -> Result<PathBuf, WrapperError> {
     let path = memfold_host::library().map_err(|error| WrapperError::Library(error.to_string()))?;
     let refuse = |why: &str| {
@@ -98,7 +98,8 @@ fn library() -> Result<PathBuf, WrapperError> {
             path.display()
         ))
     };
-    // The preloader takes these for two names (ld.so(8)), the shell for its own.
+    // The preloader would split the path at other characters (ld.so(8)), and the shell would
+    // interpret them.
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@".contains(c);
     if !path.to_string_lossy().chars().all(plain) {
         return Err(refuse(
@@ -152,7 +153,8 @@ mod tests {
         assert!(SCRIPT.contains(SIGN));
     }
 
-    /// A directory with a QEMU that says what it was started with, and its wrapper.
+    /// Makes a directory with a program that prints how it was started in place of QEMU, and with
+    /// its wrapper.
     fn wrapped(name: &str) -> (tempfile::TempDir, PathBuf) {
         let place = tempfile::tempdir().unwrap();
         let write = |file: &str, text: &str| {

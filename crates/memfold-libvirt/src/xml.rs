@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::wrapper;
 
-/// Name space of the mark.
+/// Name space of memfold's mark in the metadata.
 pub const NAMESPACE: &str = "urn:memfold:libvirt:1";
 
 /// Error of reading or changing a domain's XML.
@@ -31,13 +31,13 @@ pub enum XmlError {
     /// An element is missing.
     #[error("the XML has no <{0}>")]
     Lacks(&'static str),
-    /// It is run by something else than QEMU.
+    /// The domain is not run by QEMU.
     #[error("the domain's type is '{0}'; memfold supports QEMU's types 'kvm' and 'qemu'")]
     Type(String),
-    /// Another processor.
+    /// The guest's processor is not supported.
     #[error("the guest's architecture is {0}; memfold supports x86_64")]
     Architecture(String),
-    /// The agent's channel can't be reached by the daemon.
+    /// The daemon cannot reach the channel that the XML has for the agent.
     #[error(
         "the channel {PORT_NAME} has type '{0}'; make it <channel type='unix'>, or remove the channel"
     )]
@@ -47,22 +47,22 @@ pub enum XmlError {
 /// memfold's mark in a domain's metadata.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mark {
-    /// Its trust domain; without one it shares with nobody.
+    /// Trust domain of the domain; without one, the VM shares with no other.
     pub domain: Option<String>,
-    /// Emulator before the domain was enabled.
+    /// Emulator that the domain had before it was enabled.
     pub emulator: PathBuf,
-    /// Whether the agent's channel is memfold's.
+    /// Whether memfold added the agent's channel.
     pub channel: bool,
-    /// Controllers that libvirt has added for that (`TYPE:INDEX`), and PCI slots that it has made
-    /// one of several functions for them (`multifunction:DOMAIN:BUS:SLOT`).
+    /// Controllers that libvirt added for the channel (`TYPE:INDEX`), and PCI slots that libvirt
+    /// made multifunction for these controllers (`multifunction:DOMAIN:BUS:SLOT`).
     pub controllers: BTreeSet<String>,
-    /// The same of before, until it is known what libvirt has added.
+    /// Controllers and slots before the change, until it is known which ones libvirt has added.
     #[serde(skip)]
     before: Option<BTreeSet<String>>,
 }
 
 impl Mark {
-    /// The mark of a domain; `None` if it isn't enabled.
+    /// Reads the mark of a domain; returns `None` if the domain is not enabled.
     pub fn read(xml: &str) -> Result<Option<Self>, XmlError> {
         Ok(Self::of(&Document::parse(xml)?))
     }
@@ -82,7 +82,8 @@ impl Mark {
         })
     }
 
-    /// With what libvirt has added since, if that wasn't noted yet.
+    /// Adds the controllers that libvirt has added since the change, unless they were recorded
+    /// before.
     fn noted(mut self, document: &Document<'_>) -> Self {
         if let Some(before) = self.before.take() {
             let now = additions(document);
@@ -175,7 +176,7 @@ pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<S
     Ok(changes.apply(xml))
 }
 
-/// Records in the mark which controllers libvirt added for the agent's port.
+/// Records in the mark which controllers libvirt added for the agent's channel.
 pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let Some(mark) = Mark::of(&document) else {
@@ -186,7 +187,8 @@ pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
     Ok(changes.apply(xml))
 }
 
-/// Returns the domain's XML without memfold's changes. Changes made by its owner since remain.
+/// Returns the domain's XML without memfold's changes. Changes that the domain's owner has made
+/// since remain.
 pub fn disable(xml: &str) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let emulator = emulator_node(&document)?;
@@ -205,8 +207,8 @@ pub fn disable(xml: &str) -> Result<String, XmlError> {
         let devices = devices.ok_or(XmlError::Lacks("devices"))?;
         let mut gone: Vec<Node<'_, '_>> = Vec::new();
         gone.extend(channel(devices).filter(|_| mark.channel));
-        // A controller goes when nothing hangs on it any more; then the one that it hangs on may
-        // go, too.
+        // A controller is removed when no device uses it any more. Then the controller to which it
+        // was connected may be removed, too.
         loop {
             let unused = controllers(&document).find(|(name, node)| {
                 mark.controllers.contains(name)
@@ -257,8 +259,8 @@ fn emulator_node<'a, 'i>(document: &'a Document<'i>) -> Result<Node<'a, 'i>, Xml
         .ok_or(XmlError::Lacks("emulator"))
 }
 
-/// The Unix socket that libvirt has made for the agent's port, of a running domain's XML; `None`:
-/// it has no such port.
+/// Returns the Unix socket that libvirt has created for the agent's channel, from a running
+/// domain's XML; `None` if the domain has no such channel.
 pub fn agent_socket(xml: &str) -> Result<Option<PathBuf>, XmlError> {
     let document = Document::parse(xml)?;
     let devices = child(document.root_element(), "devices");
@@ -266,7 +268,7 @@ pub fn agent_socket(xml: &str) -> Result<Option<PathBuf>, XmlError> {
     Ok(source.and_then(|s| s.attribute("path")).map(PathBuf::from))
 }
 
-/// The agent's channel.
+/// Returns the agent's channel; `None` if there is none.
 fn channel<'a, 'i>(devices: Node<'a, 'i>) -> Option<Node<'a, 'i>> {
     devices.children().find(|n| {
         let target = n.has_tag_name("channel").then(|| child(*n, "target"));
@@ -274,7 +276,7 @@ fn channel<'a, 'i>(devices: Node<'a, 'i>) -> Option<Node<'a, 'i>> {
     })
 }
 
-/// Controllers with their names, `TYPE:INDEX`.
+/// Returns all controllers with their names, `TYPE:INDEX`.
 fn controllers<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = (String, Node<'a, 'i>)> {
     let devices = child(document.root_element(), "devices");
     let nodes = devices.into_iter().flat_map(|d| d.children());
@@ -285,14 +287,15 @@ fn controllers<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = (Stri
     })
 }
 
-/// What libvirt may add for a new device: controllers, and slots of several functions.
+/// Returns the names of everything that libvirt may add for a new device: controllers, and
+/// multifunction slots.
 fn additions(document: &Document<'_>) -> impl Iterator<Item = String> {
     let controllers: Vec<String> = controllers(document).map(|(name, _)| name).collect();
     let slots: Vec<String> = functions(document).map(slot_name).collect();
     controllers.into_iter().chain(slots)
 }
 
-/// Addresses of devices whose PCI slot has several functions.
+/// Returns the addresses of devices in multifunction PCI slots.
 fn functions<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = Node<'a, 'i>> {
     let devices = child(document.root_element(), "devices");
     let nodes = devices.into_iter().flat_map(|d| d.descendants());
@@ -312,7 +315,8 @@ fn slot_name(address: Node<'_, '_>) -> String {
     format!("multifunction:{domain}:{bus}:{slot}")
 }
 
-/// Whether another device that stays is in the slot of an address.
+/// Returns whether another device, which stays, is in the PCI slot of an address. `gone`: devices
+/// that are removed.
 fn shares_slot(devices: Node<'_, '_>, address: Node<'_, '_>, gone: &[Node<'_, '_>]) -> bool {
     let stays = |n: &Node<'_, '_>| !gone.contains(n);
     let mut others = devices
@@ -322,19 +326,20 @@ fn shares_slot(devices: Node<'_, '_>, address: Node<'_, '_>, gone: &[Node<'_, '_
     others.any(|other| other != address && is_pci_address(other) && slot(other) == slot(address))
 }
 
-/// Whether a device that stays has its address on a controller.
+/// Returns whether a device that stays is connected to a controller. `gone`: devices that are
+/// removed.
 fn is_used(devices: Node<'_, '_>, controller: Node<'_, '_>, gone: &[Node<'_, '_>]) -> bool {
     let kind = controller.attribute("type").unwrap_or_default();
-    // Addresses on PCI buses call the bus what others call the controller (libvirt's formatdomain,
-    // "Device Addresses").
+    // In a PCI address, the field `bus` names the controller; in other addresses, `controller` does
+    // (libvirt's formatdomain, "Device Addresses").
     let field = if kind == "pci" { "bus" } else { "controller" };
     let index = controller.attribute("index").and_then(number);
     let stays = |n: &Node<'_, '_>| *n != controller && !gone.contains(n);
     devices.children().filter(stays).any(|device| {
         let mut addresses = device.descendants().filter(|n| n.has_tag_name("address"));
         addresses.any(|address| {
-            // Disks of a SCSI controller have 'drive', and other controllers than these aren't
-            // added with a channel.
+            // Disks on a SCSI controller have addresses of type 'drive'. Other kinds of controllers
+            // are not added for a channel.
             let on =
                 address.attribute("type") == Some(kind) || !matches!(kind, "pci" | "virtio-serial");
             on && address.attribute(field).and_then(number) == index
@@ -342,7 +347,7 @@ fn is_used(devices: Node<'_, '_>, controller: Node<'_, '_>, gone: &[Node<'_, '_>
     })
 }
 
-/// As libvirt writes numbers: `5`, `0x05`.
+/// Parses a number as libvirt writes it: `5` or `0x05`.
 fn number(text: &str) -> Option<u32> {
     match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
@@ -358,8 +363,8 @@ fn put_mark(xml: &str, document: &Document<'_>, mark: &Mark, changes: &mut Chang
                 changes.replace(node.range(), mark.write());
             }
         }
-        // Nothing may hang between the elements that are there and this one, or it would stay when
-        // this one goes.
+        // The new element is placed right after the existing ones: text in between would remain
+        // when this element is removed.
         (None, Some(metadata)) if metadata.first_element_child().is_some() => {
             let at = end_of_content(xml, metadata);
             changes.insert(at, format!("\n    {}", mark.write()));
@@ -377,7 +382,7 @@ fn metadata_with(mark: &Mark) -> String {
     format!("<metadata>\n    {}\n  </metadata>", mark.write())
 }
 
-/// Behind the last element within an element that has some.
+/// Returns the position after the last child element of `node`.
 fn end_of_content(xml: &str, node: Node<'_, '_>) -> usize {
     match node.last_element_child() {
         Some(last) => last.range().end,
@@ -392,7 +397,7 @@ fn element(name: &str, text: &str) -> String {
     format!("<{name}>{text}</{name}>")
 }
 
-/// Places of the text that get another one.
+/// Ranges of the XML text that are replaced, each with its new text.
 #[derive(Default)]
 struct Changes(Vec<(Range<usize>, String)>);
 
@@ -405,7 +410,7 @@ impl Changes {
         self.replace(at..at, text);
     }
 
-    /// With the space before it, which was put there with it.
+    /// Removes a range, and the space before it, which was added together with it.
     fn remove(&mut self, xml: &str, range: Range<usize>) {
         let start = xml[..range.start].trim_end().len();
         self.replace(start..range.end, String::new());
@@ -445,7 +450,8 @@ mod tests {
         enable(xml, domain, Path::new(WRAPPER)).unwrap()
     }
 
-    /// As libvirt does it on q35: a controller for the port, on a PCI port that is new as well.
+    /// Adds controllers as libvirt does on q35: one for the agent's channel, on a PCI port that is
+    /// also new.
     fn with_controllers(xml: &str) -> String {
         xml.replace(
             "    <memballoon",
@@ -462,7 +468,7 @@ mod tests {
         for before in [
             PLAIN.to_owned(),
             PLAIN.replace("  <os>", "  <metadata>\n    <a:b xmlns:a=\"u\" c='d'>  x\n</a:b>\n  </metadata>\n  <os>"),
-            // A port of the owner's is used, and stays.
+            // The channel uses a port of the owner's, which stays.
             PLAIN.replace("  </devices>", &format!("    <channel type='unix'><target type='virtio' name='{PORT_NAME}'/></channel>\n  </devices>")),
             PLAIN.replace("/opt/qemu/bin/", "/opt/q &amp; a/"),
         ] {
@@ -506,21 +512,22 @@ mod tests {
     fn disable_removes_controllers_that_libvirt_added_unless_another_device_uses_them() {
         let after = with_controllers(&enabled(PLAIN, None));
         let noted = note_controllers(&after).unwrap();
-        // Whoever was to note them died before: the next one does.
+        // The daemon that was to record the controllers died before; the next one records them.
         assert_eq!(enabled(&after, None), noted);
         assert_eq!(disable(&after).unwrap(), PLAIN);
         let mark = Mark::read(&noted).unwrap().unwrap();
         let list: Vec<&str> = mark.controllers.iter().map(String::as_str).collect();
         assert_eq!(list, ["pci:5", "virtio-serial:0"]);
         assert_eq!(disable(&noted).unwrap(), PLAIN);
-        // Again, with a controller of the owner's since: it isn't taken for one of these.
+        // When the domain is enabled again, a controller that the owner has added since is not
+        // taken for one of libvirt's.
         let more = noted.replace(
             "  </devices>",
             "    <controller type='scsi' index='0'/>\n  </devices>",
         );
         assert_eq!(note_controllers(&enabled(&more, None)).unwrap(), more);
         assert!(disable(&more).unwrap().contains("type='scsi'"));
-        // Somebody else's port hangs on the controller, which hangs on the PCI port.
+        // A channel of another program uses the controller, which uses the PCI port.
         let guest_agent = "    <channel type='unix'>\n      <target type='virtio' name='org.qemu.guest_agent.0'/>\n      <address type='virtio-serial' controller='0' bus='0' port='2'/>\n    </channel>\n  </devices>";
         let used = disable(&noted.replace("  </devices>", guest_agent)).unwrap();
         assert!(used.contains("'virtio-serial' index='0'") && used.contains("index='5'"));
@@ -540,7 +547,7 @@ mod tests {
                 "    <controller type='pci' index='{index}' model='pcie-root-port'>\n      <address type='pci' domain='0x0000' bus='0x00' slot='0x02' function='0x{function}'{more}/>\n    </controller>\n"
             )
         };
-        // Its only port is used.
+        // The only existing port is used.
         let before = PLAIN.replace("    <memballoon", &(port(1, 0, "") + "    <memballoon"));
         let on = with_controllers(&enabled(&before, None))
             .replace(
@@ -555,14 +562,14 @@ mod tests {
         let noted = note_controllers(&on).unwrap();
         assert_eq!(disable(&on).unwrap(), before);
         assert_eq!(disable(&noted).unwrap(), before);
-        // Another function of the owner's has come since.
+        // Since then, the owner has added another function to the slot.
         let more = noted.replace("  </devices>", &(port(9, 4, "") + "  </devices>"));
         let off = disable(&more).unwrap();
         assert!(
             off.contains("multifunction='on'") && !off.contains("function='0x1'"),
             "{off}"
         );
-        // What had several functions before has them afterwards.
+        // A slot that was multifunction before stays so.
         let before = before.replace(
             "function='0x0'/>\n    </controller>",
             "function='0x0' multifunction='on'/>\n    </controller>",
@@ -577,7 +584,7 @@ mod tests {
         let other = on.replace(WRAPPER, "/usr/bin/qemu-system-x86_64");
         let off = disable(&other).unwrap();
         assert_eq!(off, PLAIN.replace("/opt/qemu/bin/", "/usr/bin/"));
-        // Without the mark, its name tells.
+        // Without the mark, the emulator's name reveals that the domain is enabled.
         let bare = PLAIN.replace("qemu-system", "memfold-qemu-system");
         assert_eq!(disable(&bare).unwrap(), PLAIN);
     }

@@ -28,25 +28,26 @@ use super::source::{EROFS_MAGIC, Source};
 use super::tools::{run, tool};
 use super::tree::{Filter, PROGRAMS, Tree, is_full};
 
-/// Guests take device memory in pieces of this size (`SUBSECTION_SIZE` of Linux on x86-64).
+/// Size of the pieces in which guests add device memory (`SUBSECTION_SIZE` of Linux on x86-64).
 const ALIGN: u64 = 2 << 20;
 
-/// File in the image's root in which guests find the segment's description.
+/// Name of the file in the image's root that describes the segment to guests.
 pub const MARK: &str = ".memfold-segment";
 
-/// Directories over which guests never lay a segment, because they belong to the guest or its
+/// Directories over which guests never mount a segment, because they belong to the guest or its
 /// kernel.
 const OWN: [&str; 9] = [
     "proc", "sys", "dev", "run", "tmp", "boot", "var", "etc", "root",
 ];
 
-/// Of the superblock (`fs/erofs/erofs_fs.h`): checksum, features, and the time it was made.
+/// Offset of the superblock (`fs/erofs/erofs_fs.h`). The next constants: offsets of its checksum,
+/// its features, and the build time.
 const SUPERBLOCK: u64 = 1024;
 const CHECKSUM: u64 = SUPERBLOCK + 4;
 const FEATURES: u64 = SUPERBLOCK + 8;
 const BUILT: u64 = SUPERBLOCK + 24;
 const BUILT_BYTES: usize = 12;
-/// `EROFS_FEATURE_COMPAT_SB_CHKSUM`
+/// Feature flag `EROFS_FEATURE_COMPAT_SB_CHKSUM`.
 const HAS_CHECKSUM: u32 = 1;
 
 /// Request to build a segment.
@@ -54,27 +55,27 @@ const HAS_CHECKSUM: u32 = 1;
 pub struct Request {
     /// Name of the segment.
     pub name: String,
-    /// Its trust domain.
+    /// Trust domain of the segment.
     pub domain: String,
-    /// Sources: one directory or image, or packages.
+    /// Sources of the files: one directory or image, or packages.
     pub from: Vec<String>,
     /// Source to record in the manifest instead of `from`, if `from` is a copy made for this build.
     pub origin: Option<String>,
-    /// Globs of paths to include, beginning with a slash; empty: programs and libraries (`/usr`,
-    /// `/opt`), or everything for a root.
+    /// Glob patterns of paths to include, beginning with a slash; empty: programs and libraries
+    /// (`/usr`, `/opt`), or everything for a root file system.
     pub include: Vec<String>,
-    /// Globs of paths to exclude.
+    /// Glob patterns of paths to exclude.
     pub exclude: Vec<String>,
-    /// Limit in bytes, and a ranking: only the best files that fit are included.
+    /// Limit in bytes, and a ranking of files: only the best files that fit are included.
     pub top: Option<(ByteSize, Vec<Ranked>)>,
     /// Whether the segment is a VM's root file system.
     pub root: bool,
-    /// Whether the image is kept in memory.
+    /// Whether the image is kept in memory while VMs use it.
     pub pinned: bool,
 }
 
 /// Builds a new generation, and returns its manifest with `true`. If the newest generation has the
-/// same content, returns that with `false`.
+/// same content, returns the manifest of that generation with `false`.
 pub fn build(
     shelf: &Shelf,
     request: &Request,
@@ -113,7 +114,7 @@ pub fn build(
             == (&contents.digest, request.root, request.pinned, &lay)
     };
     if let Some(old) = newest.as_ref().filter(|old| is_same(old)) {
-        // One that was damaged since is built again.
+        // If the image was damaged since, the generation is built again.
         if shelf.image(&Reference::parse(&old.reference())?).is_ok() {
             return Ok((old.clone(), false));
         }
@@ -155,7 +156,7 @@ pub fn build(
     Ok((manifest, true))
 }
 
-/// Opens all sources, and returns the root of their files.
+/// Opens all sources, and returns the root directory of their files.
 fn open_sources(from: &[String], draft: &Draft) -> Result<std::path::PathBuf, SegmentError> {
     let sources: Vec<Source> = from
         .iter()
@@ -211,9 +212,9 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
     Ok(tree)
 }
 
-/// Returns the best files, by savings per byte of the image, that fit into `budget`. Lengths are
-/// those in the source, because lengths reported by guests are untrusted. Files missing in the
-/// source are left out.
+/// Returns the files with the highest savings per byte of the image that fit into `budget`. Lengths
+/// of files are taken from the source, because lengths reported by guests are untrusted. Files
+/// missing in the source are left out.
 fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     let mut left = budget.0;
     let mut taken = Vec::new();
@@ -232,7 +233,7 @@ fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     taken
 }
 
-/// Returns the directories over which guests lay the segment: the top directories of the tree,
+/// Returns the directories over which guests mount the segment: the top directories of the tree,
 /// except those that belong to the guest.
 fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError> {
     if request.root {
@@ -267,16 +268,16 @@ fn write_mark(files: &Path, name: &str, generation: u32, lay: &[String]) -> io::
         .set_modified(SystemTime::UNIX_EPOCH)
         .set_accessed(SystemTime::UNIX_EPOCH);
     File::options().write(true).open(&place)?.set_times(times)?;
-    // The root's own time is that of the build.
+    // The time of the root directory is that of the build, so it is replaced.
     File::open(files)?.set_times(times)
 }
 
-/// Returns a UUID for the file system, derived from everything that determines its bytes.
+/// Returns a UUID for the file system, derived from all that determines the bytes of the image.
 fn uuid(name: &str, generation: u32, content: &str) -> String {
     let sum = blake3::hash(format!("{name}\n{generation}\n{content}").as_bytes());
     let hex = sum.to_hex();
     let part = |range: std::ops::Range<usize>| hex.get(range).unwrap_or_default().to_owned();
-    // Of version 8, "custom" (RFC 9562).
+    // The UUID has version 8, "custom" (RFC 9562).
     format!(
         "{}-{}-8{}-8{}-{}",
         part(0..8),
@@ -287,8 +288,8 @@ fn uuid(name: &str, generation: u32, content: &str) -> String {
     )
 }
 
-/// Takes the time of the build out of the superblock, and with it its checksum, which the kernel
-/// doesn't need; pads the image. Returns its length.
+/// Removes the build time and the checksum from the superblock (the kernel does not need the
+/// checksum), and pads the image. Returns the image's length.
 fn finish(image: &Path) -> io::Result<u64> {
     let file = File::options().read(true).write(true).open(image)?;
     let mut magic = [0; 4];
@@ -360,7 +361,7 @@ mod tests {
             assert_eq!(manifest.lay, ["/usr"]);
             digests.push(manifest.digest);
             shelf.unprotect();
-            // The superblock tells seconds.
+            // The superblock's time has a resolution of one second.
             std::thread::sleep(std::time::Duration::from_millis(1100));
         }
         assert_eq!(digests[0], digests[1]);
@@ -386,12 +387,12 @@ mod tests {
         let mut nothing = request(from.path());
         nothing.include = vec!["/nowhere/**".into()];
         assert!(build(&nothing).unwrap_err().to_string().contains("no file"));
-        // What failed left nothing behind.
+        // The failed builds left no files.
         let all = shelf.all().unwrap();
         assert_eq!(all.len(), 2);
         assert!(!place.path().join(".web.draft").exists());
-        // No number comes twice, whatever is removed: snapshots and people speak of generations by
-        // it.
+        // A generation's number is never used again, because snapshots and users refer to the
+        // generation by this number.
         for manifest in all {
             shelf.remove(&manifest).unwrap();
         }
@@ -415,14 +416,14 @@ mod tests {
         let reference = Reference::parse("web").unwrap();
         let (manifest, image) = shelf.image(&reference).unwrap();
         assert!(image.starts_with(memory.path()));
-        // Where the kernel can (Linux 6.6).
+        // The kernel supports the flag on tmpfs since Linux 6.6.
         if shelf.protection(&manifest) == "immutable" {
             assert!(File::options().write(true).open(&image).is_err());
         }
         shelf.let_go();
         assert!(!image.exists());
         shelf.unprotect();
-        // A directory on a disk is no memory.
+        // A directory on a disk is not accepted for copies in memory.
         let disk = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let shelf = Shelf::open(place.path(), &disk.path().join("run"));
         let refused = shelf.image(&reference).unwrap_err().to_string();
@@ -452,7 +453,7 @@ mod tests {
         }
         let fit = || best(&ranked, ByteSize(16_384), root.path());
         assert_eq!(fit(), [b"/usr/a".to_vec(), b"/usr/c".to_vec()]);
-        // Whatever guests say of its length.
+        // The length in the source counts, whatever length guests report.
         fs::write(root.path().join("usr/a"), vec![1; 20_000]).unwrap();
         assert_eq!(fit(), [b"/usr/c".to_vec()]);
         fs::remove_file(root.path().join("usr/c")).unwrap();

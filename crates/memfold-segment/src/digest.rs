@@ -1,4 +1,4 @@
-//! Computes the digest that identifies an image's bytes.
+//! Computes the digest that identifies the bytes of a segment's image.
 
 use std::fs::File;
 use std::io::{self, Read};

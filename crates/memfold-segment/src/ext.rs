@@ -1,8 +1,9 @@
 //! Unpacks ext2, ext3 and ext4 images with `debugfs` (e2fsprogs), which needs neither a loop device
 //! nor a mount.
 //!
-//! `debugfs` does not restore all file attributes. They are queried separately and set afterwards,
-//! so that builds are reproducible and programs keep their set-user-ID bits and capabilities.
+//! `debugfs` does not restore all file attributes. These attributes are queried separately and set
+//! afterwards, so that builds are reproducible and programs keep their set-user-ID bits and
+//! capabilities.
 
 use std::fs;
 use std::io;
@@ -16,17 +17,18 @@ use super::error::{SegmentError, failed};
 use super::tools::{confined, run, tool};
 use super::tree::{ATTRIBUTES, set_times};
 
-/// Of access lists on disk and of those that the kernel takes: `EXT4_ACL_VERSION`
-/// (`fs/ext4/acl.h`), `POSIX_ACL_XATTR_VERSION` (`include/uapi/linux/posix_acl_xattr.h`).
+/// Version of access lists on disk (`EXT4_ACL_VERSION`, `fs/ext4/acl.h`). The next constant:
+/// version of the lists that the kernel accepts (`POSIX_ACL_XATTR_VERSION`,
+/// `include/uapi/linux/posix_acl_xattr.h`).
 const STORED_ACL: u32 = 1;
 const ACL: u32 = 2;
 
-/// Tags of entries that name a user or a group (`include/uapi/linux/posix_acl.h`); others have no
-/// number on disk.
+/// Tags of access list entries for a named user or group (`include/uapi/linux/posix_acl.h`).
+/// Entries with other tags have no number on disk.
 const ACL_USER: u16 = 2;
 const ACL_GROUP: u16 = 8;
 
-/// What debugfs says of a file.
+/// Facts about a file, as debugfs reports them.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Facts {
     mode: u32,
@@ -34,11 +36,11 @@ struct Facts {
     attributes: Vec<(&'static str, Vec<u8>)>,
 }
 
-/// Unpacks `image` into `room`, which is empty.
+/// Unpacks the file system in `image` into the empty directory `room`.
 pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
     let debugfs = tool("debugfs", "reads ext4 images", "e2fsprogs")?;
     for path in [image, room] {
-        // Its language has no way to write these.
+        // The language of debugfs cannot express these characters.
         if path.to_string_lossy().contains(['"', '\n', '\\']) {
             return Err(SegmentError::Source {
                 from: path.display().to_string(),
@@ -51,7 +53,7 @@ pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
         "debugfs",
         confined(&debugfs, room)?.args(["-R", &request]).arg(image),
     )?;
-    // It ends well whatever happens; what it prints beside its version are errors.
+    // debugfs always exits with 0. The lines that it prints, except its version, are errors.
     let errors: Vec<&str> = said
         .lines()
         .filter(|line| !line.starts_with("debugfs ") && !line.contains("lost+found"))
@@ -65,12 +67,12 @@ pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
     restore_all(&debugfs, image, room)
 }
 
-/// Gives symbolic links their times, programs their set-user-ID bits, and everything its
-/// capabilities and access lists.
+/// Restores the times of symbolic links, the set-user-ID bits of programs, and capabilities and
+/// access lists of all files.
 fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentError> {
     let mut found = Vec::new();
     find_all(room, &mut found).map_err(failed(room))?;
-    // Its language has no way to write these.
+    // The language of debugfs cannot express these characters.
     let is_plain = |path: &PathBuf| {
         let text = path.to_str();
         text.is_some_and(|text| !text.contains(['"', '\n', '\r', '\\']))
@@ -108,7 +110,7 @@ fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentE
     Ok(())
 }
 
-/// Links, regular files, and directories behind what lies in them.
+/// Finds all links, regular files and directories; a directory comes after its contents.
 fn find_all(place: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     for entry in fs::read_dir(place)? {
         let entry = entry?;
@@ -123,7 +125,7 @@ fn find_all(place: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads what `stat` prints of one file after the other.
+/// Parses the facts about several files that debugfs prints for `stat`.
 fn facts(said: &str) -> Result<Vec<Facts>, String> {
     let mut files: Vec<Facts> = Vec::new();
     for line in said.lines() {
@@ -150,26 +152,26 @@ fn facts(said: &str) -> Result<Vec<Facts>, String> {
     Ok(files)
 }
 
-/// Reads `Inode: 12   Type: regular    Mode:  04755   Flags: 0x80000`.
+/// Parses the mode in a line such as `Inode: 12   Type: regular    Mode:  04755   Flags: 0x80000`.
 fn mode(line: &str) -> Option<u32> {
     let (_, rest) = line.strip_prefix("Inode: ")?.split_once("Mode:")?;
     u32::from_str_radix(rest.split_ascii_whitespace().next()?, 8).ok()
 }
 
-/// Reads ` mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 ...`: seconds since 1970, and behind the colon
-/// their upper two bits and nanoseconds (`ext4_decode_extra_time`).
+/// Parses a line such as ` mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 ...`: seconds since 1970, and
+/// after the colon their upper two bits and the nanoseconds (`ext4_decode_extra_time`).
 fn modified(line: &str) -> Option<(i64, i64)> {
     let time = line.trim_start().strip_prefix("mtime: 0x")?;
     let time = time.split(' ').next()?;
     let (low, extra) = time.split_once(':').unwrap_or((time, "0"));
-    // From 2038 on the lower half looks negative, and the upper bits make up for it.
+    // From 2038 on, the lower half looks negative, and the upper bits correct that.
     let low = i64::from_str_radix(low, 16).ok()?;
     let low = if low >= 1 << 31 { low - (1 << 32) } else { low };
     let extra = i64::from_str_radix(extra, 16).ok()?;
     Some((low + ((extra & 3) << 32), extra >> 2))
 }
 
-/// Reads `  security.capability (20) = 01 00 00 02 ...`: length and value.
+/// Parses length and value in a line such as `  security.capability (20) = 01 00 00 02 ...`.
 fn attribute<'a>(line: &'a str, name: &str) -> Option<(&'a str, &'a str)> {
     line.trim_start()
         .strip_prefix(name)?
@@ -191,8 +193,8 @@ fn decode(name: &str, length: &str, value: &str) -> Option<Vec<u8>> {
     }
 }
 
-/// An access list as the kernel takes it, of one as it lies on the disk: there, only entries for
-/// named users and groups have a number.
+/// Converts an access list from its form on disk to the form that the kernel accepts. On disk, only
+/// entries for named users and groups have a number.
 fn access_list(stored: &[u8]) -> Option<Vec<u8>> {
     let (version, mut rest) = stored.split_first_chunk()?;
     if u32::from_le_bytes(*version) != STORED_ACL {
@@ -296,7 +298,8 @@ mod tests {
         let ping = from.join("usr/bin/ping");
         fs::write(&ping, "ping").unwrap();
         fs::set_permissions(&ping, fs::Permissions::from_mode(0o2755)).unwrap();
-        // `struct vfs_cap_data` with CAP_NET_RAW; a user's entry among those that every list has.
+        // A `struct vfs_cap_data` with CAP_NET_RAW; and an access list with an entry for a named
+        // user.
         let mut capability = vec![1, 0, 0, 2, 0, 0x20];
         capability.resize(20, 0);
         let mut list = ACL.to_le_bytes().to_vec();
@@ -320,7 +323,7 @@ mod tests {
         if !has {
             memfold_testkit::skip!("this file system has no capabilities or access lists");
         }
-        // mke2fs takes over no parts of seconds.
+        // mke2fs does not copy fractions of seconds.
         let time = Timespec {
             tv_sec: 1000,
             tv_nsec: 0,

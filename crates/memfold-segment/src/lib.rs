@@ -3,8 +3,8 @@
 //!
 //! ```text
 //!   build    source -> tree (chosen files) -> EROFS image, padded -> SHELF/NAME/GENERATION/      (source, tree, build, shelf)
-//!   rank     which files are worth their place, by the pages that VMs really cache                (rank)
-//!   attach   QEMU maps the image (virtio-pmem) -> guest mounts it with DAX -> lays it over its own tree    (memfold_daemon::daemon)
+//!   rank     which files would save memory in a segment, by the pages that VMs really cache        (rank)
+//!   attach   QEMU maps the image (virtio-pmem) -> guest mounts it with DAX, over its own directories       (memfold_daemon)
 //! ```
 //! A published image never changes; a new generation is a separate image. Its pages are in the
 //! host's page cache, one copy for all VMs, and the host may reclaim them. With `--pinned`, a copy

@@ -1,20 +1,20 @@
-//! Names of segments: `NAME` for the newest generation, `NAME@GENERATION` for one of them.
+//! References to segments: `NAME` for the newest generation, `NAME@GENERATION` for a certain one.
 
 use std::fmt;
 
 use super::error::SegmentError;
 
-/// What a user calls a segment.
+/// A reference to a segment or to one of its generations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reference {
-    /// Its name.
+    /// Name of the segment.
     pub name: String,
-    /// Which generation; `None`: the newest.
+    /// Number of the generation; `None`: the newest one.
     pub generation: Option<u32>,
 }
 
 impl Reference {
-    /// Reads `NAME` or `NAME@GENERATION`.
+    /// Parses a reference, `NAME` or `NAME@GENERATION`.
     pub fn parse(text: &str) -> Result<Self, SegmentError> {
         let (name, generation) = match text.split_once('@') {
             Some((name, number)) => (name, Some(number)),

@@ -3,8 +3,8 @@
 //! A file of `n` pages, of which `u` of `v` VMs cache `t` pages each, takes `u * t` pages in guest
 //! page caches. In a segment, its touched pages exist once per trust domain (at least `t`, at most
 //! `n`). Every VM that maps the segment spends 64 bytes (`struct page`) on each of its `n` pages.
-//! So `net = u * t - t - v * n / 64`. A file that only one VM uses saves nothing. Study A leaves
-//! this choice by file open.
+//! So `net = u * t - t - v * n / 64`. A file that only one VM uses saves nothing. (Study A does not
+//! say how to choose files.)
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -22,21 +22,21 @@ use super::tree::{self, PROGRAMS};
 /// A file, with the memory that it would save in a segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Ranked {
-    /// Absolute path in the guests.
+    /// Absolute path of the file in the guests.
     pub path: String,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// Bytes of the file that a VM caches, on average over the VMs that cache any of it.
+    /// Bytes of the file that a VM caches, on average over the VMs that cache a part of it.
     pub touched_bytes: u64,
-    /// Number of VMs that cache any of the file.
+    /// Number of VMs that cache a part of the file.
     pub vms: u64,
-    /// Memory saved over all these VMs, minus the cost of describing the pages, in bytes; negative:
-    /// the cost is higher.
+    /// Memory saved over all VMs that would map the segment, minus the cost of describing the
+    /// file's pages, in bytes; negative if the cost is higher.
     pub net_bytes: i64,
 }
 
-/// Whether a path is one of those that `include` names, or of programs and libraries if it names
-/// none.
+/// Returns a function that says whether `include` chooses a path; without patterns, whether it
+/// belongs to programs and libraries.
 pub fn chosen(include: &[String]) -> Result<impl Fn(&[u8]) -> bool + use<>, SegmentError> {
     let globs = if include.is_empty() {
         tree::globs(&PROGRAMS.map(String::from))?
@@ -46,25 +46,27 @@ pub fn chosen(include: &[String]) -> Result<impl Fn(&[u8]) -> bool + use<>, Segm
     Ok(move |path: &[u8]| globs.is_match(Path::new(OsStr::from_bytes(path))))
 }
 
-/// What VMs cache of one file.
+/// Numbers of pages of one file that VMs cache.
 #[derive(Debug, Default)]
 struct Cached<'a> {
     file_bytes: u64,
     vms: u64,
     pages: u64,
-    /// The most that one VM caches, by trust domain: each has a segment of its own.
+    /// Most pages that one VM caches, by trust domain, because each domain has a segment of its
+    /// own.
     most: BTreeMap<&'a str, u64>,
 }
 
-/// Ranks files by their gain for each byte of the image, best first; `looked_at`: of how many VMs
-/// these uses are, `vms`: how many VMs like these are to map the segment, by default all of them.
-/// Paths that are not UTF-8 are left out, as no glob or list could name them.
+/// Ranks files by their gain for each byte of the image, best first. `looked_at`: number of VMs
+/// whose caches `uses` describes. `vms`: number of similar VMs that will map the segment; by
+/// default `looked_at`. Paths that are not UTF-8 are left out, because no glob pattern or list
+/// could name them.
 #[must_use]
 pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
     let mut files: BTreeMap<&[u8], Cached> = BTreeMap::new();
     for used in uses.iter().filter(|used| used.cached_pages > 0) {
         let file = files.entry(&used.path).or_default();
-        // Versions of a file differ; the largest has room for all.
+        // VMs may have different versions of a file; the largest one counts.
         file.file_bytes = file.file_bytes.max(used.file_bytes);
         file.vms += 1;
         file.pages = file.pages.saturating_add(used.cached_pages);
@@ -75,13 +77,13 @@ pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
         .into_iter()
         .filter_map(|(path, cached)| {
             let path = String::from_utf8(path.to_vec()).ok()?;
-            // At least those that were seen.
+            // There are at least as many VMs as cache the file.
             let looked_at = looked_at.max(cached.vms);
             let users = i128::from(vms.unwrap_or(looked_at));
             let pages = cached.file_bytes.div_ceil(PAGE_SIZE);
             let pages = pages.max(cached.most.values().max().copied().unwrap_or(0));
-            // Wide: guests say how long their files are. As many of them cache it as of those that
-            // were looked at.
+            // The numbers are wide, because guests report the lengths of files. The part of VMs
+            // that caches the file is assumed to be that of the examined VMs.
             let page = i128::from(PAGE_SIZE);
             let without = users * i128::from(cached.pages) * page / i128::from(looked_at);
             let once: i128 = cached.most.values().map(|&most| i128::from(most)).sum();
@@ -106,7 +108,7 @@ pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
     ranked
 }
 
-/// Returns totals over the ranked files that save anything: bytes in an image, and bytes saved.
+/// Returns totals over the ranked files that save memory: bytes in an image, and bytes saved.
 #[must_use]
 pub fn sums(ranked: &[Ranked]) -> (ByteSize, i64) {
     let gaining = || ranked.iter().filter(|file| file.net_bytes > 0);
@@ -141,12 +143,12 @@ mod tests {
         let ranked = rank(&uses, 2, None);
         assert_eq!(ranked[0].net_bytes, (80 - 40 - 2) * 4096);
         assert_eq!((ranked[0].vms, ranked[0].touched_bytes), (2, 40 * 4096));
-        // Ten VMs like these.
+        // The segment is for ten VMs.
         assert_eq!(
             rank(&uses, 2, Some(10))[0].net_bytes,
             (400 - 40 - 10) * 4096
         );
-        // Of four VMs two don't cache it, and describe it all the same.
+        // Two of four VMs do not cache the file, but also describe its pages.
         assert_eq!(rank(&uses, 4, None)[0].net_bytes, (80 - 40 - 4) * 4096);
         assert_eq!(rank(&uses, 4, Some(8))[0].net_bytes, (160 - 40 - 8) * 4096);
     }

@@ -3,10 +3,10 @@
 //!
 //! ```text
 //!   SHELF/NAME/GENERATION/    image            what VMs map, read-only and (where the file system can) immutable
-//!                             manifest.json    what it is
+//!                             manifest.json    description of the generation
 //!   SHELF/NAME/writer         name of the VM that writes the next generation, if one does
-//!   SHELF/.NAME.last          number of the last generation, also when that is removed: no number comes twice
-//!   SHELF/.NAME.draft/        a build that is under way (locked), or was cut off (removed by the next daemon)
+//!   SHELF/.NAME.last          number of the last generation, even if it was removed: numbers are not used again
+//!   SHELF/.NAME.draft/        a build in progress (locked), or interrupted (removed by the next daemon)
 //!   RUNTIME/NAME@GENERATION   a pinned segment's copy in memory (tmpfs), while VMs use it
 //! ```
 
@@ -30,29 +30,29 @@ use super::name::Reference;
 /// Default directory of segments.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/segments";
 
-/// File name of the image that VMs map.
+/// Name of the file that VMs map: the image.
 pub const IMAGE: &str = "image";
 const MANIFEST: &str = "manifest.json";
 const WRITER: &str = "writer";
 
-/// `TMPFS_MAGIC` of `linux/magic.h`.
+/// File system type of a tmpfs: `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// The segment directory of a host.
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
-    /// For those that are held in memory: refused if that isn't a tmpfs.
+    /// Directory of images that are kept in memory; refused if it is not on a tmpfs.
     runtime: PathBuf,
-    /// Images whose bytes were right when they had this stamp.
+    /// Images whose digest was verified, each with the stamp of the file at that time.
     right: Arc<Mutex<HashMap<PathBuf, Stamp>>>,
-    /// Held while a copy is put into memory: two would write the same file.
+    /// Held while a copy is put into memory, because two threads would write the same file.
     pinning: Arc<Mutex<()>>,
-    /// Held while a generation gets its place or loses it.
+    /// Held while a generation's directory is created or removed.
     naming: Arc<Mutex<()>>,
 }
 
-/// What differs as soon as a file was written to, or another one was put in its place.
+/// Facts about a file that change as soon as the file is written to or replaced.
 type Stamp = (u64, u64, u64, i64, i64, i64, i64);
 
 fn stamp(facts: &fs::Metadata) -> Stamp {
@@ -69,7 +69,7 @@ fn stamp(facts: &fs::Metadata) -> Stamp {
 
 impl Shelf {
     /// Opens the segment directory `root`, which need not exist yet; pinned copies are in
-    /// `runtime`. Drafts of daemons that died are removed.
+    /// `runtime`. Removes the drafts of daemons that died.
     pub fn open(root: &Path, runtime: &Path) -> Self {
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
@@ -90,14 +90,14 @@ impl Shelf {
             }
         }
         let shelf = Self {
-            // It gets into what QEMU is told.
+            // The path must be absolute, because QEMU gets it.
             root: std::path::absolute(root).unwrap_or_else(|_| root.into()),
             runtime: std::path::absolute(runtime).unwrap_or_else(|_| runtime.into()),
             right: Arc::default(),
             pinning: Arc::default(),
             naming: Arc::default(),
         };
-        // Of a daemon that died between the image's last name and this, or while it removed one.
+        // A daemon may have died before it protected an image, or while it removed one.
         for manifest in shelf.all().unwrap_or_default() {
             protect(&shelf.stored_image(&manifest), true);
         }
@@ -116,7 +116,7 @@ impl Shelf {
         self.root.join(format!(".{name}.last"))
     }
 
-    /// Generations of a segment, in order; none: there is no such segment.
+    /// Returns the generations of a segment, in order; none if there is no such segment.
     fn generations(&self, name: &str) -> Result<Vec<u32>, SegmentError> {
         let place = self.root.join(name);
         let entries = match fs::read_dir(&place) {
@@ -125,7 +125,7 @@ impl Shelf {
         };
         let mut found: Vec<u32> = entries
             .flatten()
-            // Without a manifest it is none, or none any more.
+            // A directory without a manifest is not complete, or is being removed.
             .filter(|entry| entry.path().join(MANIFEST).exists())
             .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
             .collect();
@@ -133,8 +133,8 @@ impl Shelf {
         Ok(found)
     }
 
-    /// Returns all generations of all segments, sorted by name and generation. Unreadable ones are
-    /// logged.
+    /// Returns all generations of all segments, sorted by name and generation. Generations that
+    /// cannot be read are logged.
     pub fn all(&self) -> Result<Vec<Manifest>, SegmentError> {
         let entries = match fs::read_dir(&self.root) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -165,7 +165,7 @@ impl Shelf {
         Ok(all)
     }
 
-    /// Returns the newest generation of a segment; `None`: there is none.
+    /// Returns the newest generation of a segment; `None` if there is none.
     pub fn newest(&self, name: &str) -> Result<Option<Manifest>, SegmentError> {
         let Some(&generation) = self.generations(name)?.last() else {
             return Ok(None);
@@ -177,7 +177,7 @@ impl Shelf {
         self.manifest(&reference).map(Some)
     }
 
-    /// Returns the manifest of a generation; without a number, of the newest one.
+    /// Returns the manifest of a generation; if the reference has no number, of the newest one.
     pub fn manifest(&self, reference: &Reference) -> Result<Manifest, SegmentError> {
         let unknown = || SegmentError::Unknown(reference.to_string());
         let Some(generation) = reference.generation else {
@@ -228,8 +228,8 @@ impl Shelf {
         self.right.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the file that VMs map. Its digest is verified unless that was done since its last
-    /// change. The image of a pinned segment is copied into memory first.
+    /// Returns the file that VMs map. The file's digest is verified unless this was done since the
+    /// file's last change. The image of a pinned segment is copied into memory first.
     pub fn image(&self, reference: &Reference) -> Result<(Manifest, PathBuf), SegmentError> {
         let manifest = self.manifest(reference)?;
         let stored = self.stored_image(&manifest);
@@ -266,13 +266,13 @@ impl Shelf {
             let _ = fs::remove_file(&part);
         }
         copied?;
-        // A tmpfs can since Linux 6.6.
+        // tmpfs supports this since Linux 6.6.
         protect(&pinned, true);
         self.check(&manifest, &pinned)?;
         Ok((manifest, pinned))
     }
 
-    /// Reads a segment whole, its copy in memory too, and compares it with its digest.
+    /// Reads all of a segment, including its copy in memory, and compares it with its digest.
     pub fn verify(&self, reference: &Reference) -> Result<(), SegmentError> {
         let manifest = self.manifest(reference)?;
         let stored = self.stored_image(&manifest);
@@ -284,7 +284,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Compares an image with its digest, unless that was done since it was last changed.
+    /// Compares an image with its digest, unless this was done since the image's last change.
     fn check(&self, manifest: &Manifest, image: &Path) -> Result<(), SegmentError> {
         let facts = fs::metadata(image).map_err(failed(image))?;
         let now = stamp(&facts);
@@ -310,8 +310,8 @@ impl Shelf {
         Ok(())
     }
 
-    /// Returns the problem of a segment, without reading the whole image: only checks that the
-    /// image is still the verified file. `None`: no problem.
+    /// Returns the problem of a segment; `None` if there is none. Does not read the whole image,
+    /// but only checks that the image is still the verified file.
     #[must_use]
     pub fn problem(&self, manifest: &Manifest) -> Option<String> {
         let image = self.stored_image(manifest);
@@ -334,7 +334,7 @@ impl Shelf {
         }
     }
 
-    /// Returns the protection of the image against changes.
+    /// Returns how the image is protected against changes.
     #[must_use]
     pub fn protection(&self, manifest: &Manifest) -> &'static str {
         let pinned = self.pinned_image(manifest);
@@ -346,13 +346,13 @@ impl Shelf {
         let flags = File::open(image).map(|file| ioctl_getflags(&file));
         match flags {
             Ok(Ok(flags)) if flags.contains(IFlags::IMMUTABLE) => "immutable",
-            // Nobody but this daemon gets into its directory.
+            // Only this daemon can access the directory of the copy in memory.
             _ if manifest.pinned => "memory",
             _ => "nothing",
         }
     }
 
-    /// Returns the bytes of the image in the host's memory.
+    /// Returns how many bytes of the image are in the host's memory.
     #[must_use]
     pub fn resident_bytes(&self, manifest: &Manifest) -> u64 {
         let path = if manifest.pinned {
@@ -389,14 +389,14 @@ impl Shelf {
         mapped::processes_with(&texts).map_err(failed(Path::new("/proc")))
     }
 
-    /// Returns the recorded VM that writes a segment's next generation. The VM may have ended
+    /// Returns the recorded VM that writes a segment's next generation. This VM may have ended
     /// since.
     #[must_use]
     pub fn writer(&self, name: &str) -> Option<String> {
         fs::read_to_string(self.root.join(name).join(WRITER)).ok()
     }
 
-    /// Records the VM that writes the next generation of an existing segment; `None`: none does.
+    /// Records the VM that writes the next generation of an existing segment; `None`: no VM does.
     pub fn set_writer(&self, name: &str, vm: Option<&str>) -> Result<(), SegmentError> {
         let place = self.root.join(name).join(WRITER);
         let Some(vm) = vm else {
@@ -405,7 +405,7 @@ impl Shelf {
                 _ => Ok(()),
             };
         };
-        // Whole or not there.
+        // The rename makes the file appear with its whole content.
         let part = place.with_extension("part");
         fs::write(&part, vm).map_err(failed(&part))?;
         fs::rename(&part, &place).map_err(failed(&place))
@@ -475,14 +475,14 @@ impl Shelf {
         Ok(())
     }
 
-    /// Removes a generation. The caller ensures that nothing uses it.
+    /// Removes a generation. The caller ensures that it has no users.
     pub fn remove(&self, manifest: &Manifest) -> Result<(), SegmentError> {
         let place = self.place(&manifest.name, manifest.generation);
         let image = place.join(IMAGE);
         protect(&image, false);
         unpin(&self.pinned_image(manifest)).map_err(failed(&self.runtime))?;
-        // At once, with the last generation all of the segment; if the rest is cut off, the next
-        // daemon does it.
+        // The rename removes the generation at once (with the last generation, the whole segment).
+        // If the deletion below is interrupted, the next daemon completes it.
         let gone = self.root.join(format!(".{}.draft", manifest.reference()));
         let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
         let is_last = self.generations(&manifest.name)? == [manifest.generation];
@@ -495,7 +495,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Removes copies in memory that no process maps.
+    /// Removes copies of images in memory that no process maps.
     pub fn let_go(&self) {
         let pinned: Vec<Manifest> = self
             .all()
@@ -516,7 +516,7 @@ impl Shelf {
         }
     }
 
-    /// Clears the immutable flag of all images, so that a laboratory can remove its files.
+    /// Clears the immutable flag of all images, so that a laboratory can remove the files.
     pub fn unprotect(&self) {
         for manifest in self.all().unwrap_or_default() {
             protect(&self.stored_image(&manifest), false);
@@ -528,7 +528,7 @@ impl Shelf {
     }
 }
 
-/// Removes a copy in memory, if there is one.
+/// Removes an image's copy in memory, if there is one.
 fn unpin(copy: &Path) -> io::Result<()> {
     if !copy.exists() {
         return Ok(());
@@ -540,8 +540,8 @@ fn unpin(copy: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes a file immutable (`chattr +i`), or no longer so: truncating it would end every VM that
-/// maps it. Not every file system can.
+/// Sets or clears a file's immutable flag (`chattr +i`), because truncating the file would kill
+/// every VM that maps it. Not every file system supports this.
 fn protect(image: &Path, on: bool) {
     let set = || -> io::Result<()> {
         let file = File::open(image)?;
@@ -554,7 +554,7 @@ fn protect(image: &Path, on: bool) {
     }
 }
 
-/// A build in progress. Dropping an unpublished draft removes it.
+/// Directory of a build in progress. Dropping an unpublished draft removes it.
 #[derive(Debug)]
 pub struct Draft {
     path: PathBuf,
@@ -562,7 +562,7 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Returns the draft's directory.
+    /// Returns the path of the draft's directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -571,7 +571,7 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        // Published, it has another name.
+        // A published draft was renamed.
         if self.path.exists() {
             if let Err(error) = fs::remove_dir_all(&self.path) {
                 tracing::warn!(path = %self.path.display(), %error, "cannot remove the draft of a failed segment build; remove it by hand");

@@ -12,34 +12,35 @@ use super::tools::{confined, run, run_with_input, tool};
 
 /// Magic number of ext2, ext3 and ext4 at byte 1080 (`fs/ext4/ext4.h`).
 const EXT_MAGIC: (u64, [u8; 2]) = (1080, [0x53, 0xEF]);
-/// Of EROFS at byte 1024 (`fs/erofs/erofs_fs.h`).
+/// Magic number of EROFS at byte 1024 (`fs/erofs/erofs_fs.h`).
 pub const EROFS_MAGIC: (u64, [u8; 4]) = (1024, [0xE2, 0xE1, 0xF5, 0xE0]);
-/// Of QEMU's format at the beginning (`docs/interop/qcow2.rst`).
+/// Magic number of qcow2, QEMU's own format, at byte 0 (`docs/interop/qcow2.rst`).
 const QCOW_MAGIC: [u8; 4] = *b"QFI\xFB";
-/// Of a partition table, at byte 510.
+/// Magic number of a partition table (MBR) at byte 510.
 const MBR_MAGIC: [u8; 2] = [0x55, 0xAA];
 
-/// Directories of a system whose `/bin`, `/lib`, ... are links into `/usr`, as all of Debian's
-/// since 12: packages may still name the old places.
+/// Names in the root directory that are links into `/usr`, as in Debian since 12. Packages may
+/// still name the old places.
 const MERGED: [&str; 6] = ["bin", "sbin", "lib", "lib32", "lib64", "libx32"];
 
-/// Something to build from.
+/// A source of files for a segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A directory that stands for the guest's root.
     Directory(PathBuf),
     /// A raw image of an ext2, ext3 or ext4 file system.
     Ext(PathBuf),
-    /// An EROFS image.
+    /// An image of an EROFS file system.
     Erofs(PathBuf),
-    /// A package file.
+    /// A Debian package file.
     PackageFile(PathBuf),
-    /// A package by name, fetched by apt.
+    /// A Debian package by name, which apt fetches.
     Package(String),
 }
 
 impl Source {
-    /// Finds out what `text` names: a directory, an image, a `.deb` file, or `package:NAME`.
+    /// Determines the kind of source that `text` names: a directory, an image, a `.deb` file, or
+    /// `package:NAME`.
     pub fn find(text: &str) -> Result<Self, SegmentError> {
         let bad = |why: &str| SegmentError::Source {
             from: text.to_owned(),
@@ -88,7 +89,8 @@ impl Source {
         }
     }
 
-    /// The root of its files. What has to be unpacked is unpacked into `room`, which is empty.
+    /// Returns the root directory of the source's files. A source that must be unpacked is unpacked
+    /// into the empty directory `room`.
     pub fn open(&self, room: &Path) -> Result<PathBuf, SegmentError> {
         match self {
             Self::Directory(path) => return Ok(path.clone()),
@@ -126,7 +128,7 @@ impl Source {
 
 fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
     let dpkg = tool("dpkg-deb", "unpacks packages", "dpkg")?;
-    // By way of tar: `dpkg-deb -x` refuses to write through the links below.
+    // tar unpacks the files, because `dpkg-deb -x` refuses to write through the links made here.
     for name in MERGED {
         let (link, place) = (room.join(name), room.join("usr").join(name));
         if !link.exists() {
@@ -151,10 +153,11 @@ fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
         command.stdin(out);
     }
     let taken = run_with_input("tar", &mut command);
-    // With it, our end of the pipe: dpkg-deb would wait for a tar that has failed.
+    // This closes this process's end of the pipe; otherwise dpkg-deb would wait for a tar that has
+    // failed.
     drop(command);
     if taken.is_err() {
-        // It may have hung. Fails only for a child that has ended.
+        // dpkg-deb may hang. The kill fails only if it has ended.
         let _ = unpacked.kill();
     }
     let ended = unpacked.wait().map_err(failed(file))?;

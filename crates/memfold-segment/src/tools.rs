@@ -1,4 +1,4 @@
-//! Finds, sandboxes and runs the external programs that fetch, unpack and pack files.
+//! Finds, sandboxes and runs external programs that fetch, unpack and pack files.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use memfold_host::helper;
 
 use super::error::SegmentError;
 
-/// Timeout of a program.
+/// Time limit for an external program.
 const LIMIT: Duration = Duration::from_secs(3600);
 
-/// Returns a command for a sandboxed program. Such a program reads untrusted images and packages as
-/// root, in which names may lead anywhere. It sees the host read-only, without devices and network,
-/// and can write only to `room`.
+/// Returns a command for a sandboxed program. The program reads untrusted images and packages as
+/// root, and names in these may lead anywhere. So it sees the host read-only, without devices and
+/// network, and can write only to `room`.
 pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     let bwrap = tool(
         "bwrap",
@@ -35,7 +35,7 @@ pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
             "--bind",
         ])
         .args([room, room])
-        // Files keep their owners.
+        // The program needs capabilities to set the owners of files.
         .args([
             "--cap-add",
             "ALL",
@@ -48,7 +48,7 @@ pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     Ok(command)
 }
 
-/// Finds a program.
+/// Finds an external program; the error names its purpose and the package that contains it.
 pub fn tool(
     name: &'static str,
     what: &'static str,
@@ -61,12 +61,12 @@ pub fn tool(
     })
 }
 
-/// Runs a program, and returns its standard error.
+/// Runs a program without input, and returns its standard error.
 pub fn run(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
     run_with_input(name, command.stdin(Stdio::null()))
 }
 
-/// The same, with the input that the command has been given.
+/// Runs a program with the standard input that the command has, and returns its standard error.
 pub(super) fn run_with_input(
     name: &'static str,
     command: &mut Command,

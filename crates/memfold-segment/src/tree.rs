@@ -14,10 +14,10 @@ use rustix::fs::{AtFlags, CWD, FileType, Timespec, Timestamps, XattrFlags};
 
 use super::error::SegmentError;
 
-/// Default globs for guests that have a system of their own.
+/// Default glob patterns for guests that have a system of their own.
 pub const PROGRAMS: [&str; 2] = ["/usr/**", "/opt/**"];
 
-/// Extended attributes that are carried over: what the kernel acts on when a file is used.
+/// Extended attributes that are copied: those that the kernel evaluates when a file is used.
 pub const ATTRIBUTES: [&str; 3] = [
     "security.capability",
     "system.posix_acl_access",
@@ -27,20 +27,21 @@ pub const ATTRIBUTES: [&str; 3] = [
 /// Longest value of an extended attribute (`XATTR_SIZE_MAX`).
 const MAX_ATTRIBUTE: usize = 64 << 10;
 
-/// Bytes that are copied at once.
+/// Number of bytes that are copied at once.
 const PIECE: usize = 1 << 20;
 
-/// Which files are wanted. Paths begin with a slash, as guests see them.
+/// Choice of the files to copy, by their paths in guests, which begin with a slash.
 #[derive(Debug)]
 pub struct Filter {
     include: GlobSet,
     exclude: GlobSet,
-    /// If set, of regular files only these.
+    /// If set, the only regular files that are chosen.
     only: Option<std::collections::BTreeSet<Vec<u8>>>,
 }
 
 impl Filter {
-    /// `include`: globs, of which one has to match; none: everything. `exclude` is stronger.
+    /// Creates a filter of glob patterns. `include`: one of these must match; empty: every path
+    /// does. `exclude` takes precedence.
     pub fn new(include: &[String], exclude: &[String]) -> Result<Self, SegmentError> {
         let all = ["/**".to_owned()];
         let include = if include.is_empty() { &all } else { include };
@@ -70,7 +71,7 @@ impl Filter {
     }
 }
 
-/// Globs of paths, each beginning with a slash.
+/// Compiles glob patterns of paths, each beginning with a slash.
 pub fn globs(texts: &[String]) -> Result<GlobSet, SegmentError> {
     let bad = |text: &str, why: &dyn std::fmt::Display| {
         SegmentError::Name(format!("'{text}' is not a glob of paths: {why}"))
@@ -93,7 +94,7 @@ pub fn globs(texts: &[String]) -> Result<GlobSet, SegmentError> {
         .map_err(|error| SegmentError::Name(error.to_string()))
 }
 
-/// What one entry is.
+/// Kind of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Directory,
@@ -105,38 +106,39 @@ enum Kind {
 /// One entry of the chosen tree.
 #[derive(Clone, Debug)]
 struct Entry {
-    /// Relative to the root.
+    /// Path of the entry, relative to the root.
     path: PathBuf,
     kind: Kind,
     facts: fs::Metadata,
 }
 
-/// The chosen part of a tree.
+/// The chosen files of a directory tree.
 #[derive(Debug)]
 pub struct Tree {
     root: PathBuf,
-    /// By path: directories before what is in them.
+    /// The chosen entries, sorted by path: a directory comes before its contents.
     entries: Vec<Entry>,
 }
 
 /// Digest and size of a tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Contents {
-    /// BLAKE3 over everything, 64 hexadecimal digits.
+    /// BLAKE3 over all entries, 64 hexadecimal digits.
     pub digest: String,
-    /// Regular files, each name counted.
+    /// Number of regular files; a file with several names counts for each.
     pub files: u64,
-    /// Bytes of regular files, of one with several names once.
+    /// Bytes of regular files; a file with several names counts once.
     pub bytes: u64,
 }
 
 impl Tree {
     /// Chooses the entries below `root` that `filter` matches. Directories are included if they
-    /// contain a chosen entry; with `everything`, all directories.
+    /// contain a chosen entry; with `everything`, all directories are included.
     pub fn choose(root: &Path, filter: &Filter, everything: bool) -> io::Result<Self> {
         let mut entries = Vec::new();
         walk(root, Path::new(""), filter, everything, &mut entries)?;
-        // By bytes: the order of the file system is not part of what is built.
+        // The entries are sorted by bytes, because the order in the file system must not influence
+        // the build.
         entries.sort_by(|a, b| {
             a.path
                 .as_os_str()
@@ -169,8 +171,8 @@ impl Tree {
             .collect()
     }
 
-    /// Copies the tree into `to`, which is empty, with owners, modes, times, links and the
-    /// attributes that matter.
+    /// Copies the tree into the empty directory `to`, with owners, modes, times, links and the
+    /// extended attributes that matter.
     pub fn copy(&self, to: &Path, progress: &Progress) -> io::Result<Contents> {
         let bytes = self.entries.iter().filter(|e| e.kind == Kind::File);
         progress.begin("files copied", bytes.map(|e| e.facts.len()).sum());
@@ -183,7 +185,7 @@ impl Tree {
         let mut first_names: HashMap<(u64, u64), PathBuf> = HashMap::new();
         for entry in &self.entries {
             let (from, place) = (self.root.join(&entry.path), to.join(&entry.path));
-            // A full disk is the copy's.
+            // If a disk is full, it is that of the copy, so the error names the copy.
             let at = |error: io::Error| {
                 let file = if is_full(&error) { &place } else { &from };
                 io::Error::new(error.kind(), format!("{}: {error}", file.display()))
@@ -219,7 +221,8 @@ impl Tree {
             }
             attributes(&from, &place, entry, &mut sum).map_err(at)?;
         }
-        // Last, and from the inside: what is made in a directory changes its time.
+        // Times are set last, and from the deepest directory up, because creating an entry changes
+        // its directory's time.
         for entry in self.entries.iter().rev() {
             let time = Timespec {
                 tv_sec: entry.facts.mtime(),
@@ -273,7 +276,8 @@ fn walk(
     Ok(())
 }
 
-/// Adds what an entry is, apart from its bytes, so that no two trees give the same sum.
+/// Adds an entry's facts, except its bytes, to the sum, so that no two different trees give the
+/// same sum.
 fn note(sum: &mut blake3::Hasher, entry: &Entry) {
     let facts = &entry.facts;
     let path = entry.path.as_os_str().as_bytes();
@@ -281,7 +285,7 @@ fn note(sum: &mut blake3::Hasher, entry: &Entry) {
     for number in [facts.mode(), facts.uid(), facts.gid()] {
         sum.update(&number.to_le_bytes());
     }
-    // Where it lies decides how long a directory or a link is.
+    // The length of a directory or a link depends on its file system, so it is not added.
     if entry.kind == Kind::File {
         sum.update(&facts.len().to_le_bytes());
     }
@@ -290,7 +294,7 @@ fn note(sum: &mut blake3::Hasher, entry: &Entry) {
     }
 }
 
-/// Whether it says that there is no room.
+/// Returns whether an error says that the disk is full or a quota is exceeded.
 pub(super) fn is_full(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -324,14 +328,14 @@ fn copy_file(
     }
 }
 
-/// Owner, mode and extended attributes.
+/// Copies owner, mode and extended attributes of an entry.
 fn attributes(from: &Path, to: &Path, entry: &Entry, sum: &mut blake3::Hasher) -> io::Result<()> {
     let facts = &entry.facts;
     std::os::unix::fs::lchown(to, Some(facts.uid()), Some(facts.gid()))?;
     if entry.kind == Kind::Link {
         return Ok(());
     }
-    // Behind the owner, whose change takes set-user-ID and capabilities away.
+    // The mode is set after the owner, whose change clears set-user-ID and capabilities.
     fs::set_permissions(to, fs::Permissions::from_mode(facts.mode() & 0o7777))?;
     for name in ATTRIBUTES {
         let mut value = vec![0; MAX_ATTRIBUTE];
@@ -350,7 +354,7 @@ fn attributes(from: &Path, to: &Path, entry: &Entry, sum: &mut blake3::Hasher) -
     Ok(())
 }
 
-/// Sets both times of an entry, of a link's own.
+/// Sets access and modification time of an entry. For a link, sets those of the link itself.
 pub(super) fn set_times(place: &Path, time: Timespec) -> io::Result<()> {
     let times = Timestamps {
         last_access: time,

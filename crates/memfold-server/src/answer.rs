@@ -19,12 +19,12 @@ use memfold_vm::LaunchError;
 
 use super::limits::MAX_BODY;
 
-/// The error text of a refusal, attached to the response for the audit log.
+/// Error message of a refusal, attached to the response for the audit log.
 #[derive(Clone, Debug)]
 pub(crate) struct Told(pub String);
 
-/// A request's JSON body. A body that cannot be parsed is refused with an [`ErrorBody`], like all
-/// other errors.
+/// The JSON body of a request. A body that cannot be parsed is refused with an [`ErrorBody`], like
+/// all other errors.
 #[derive(FromRequest)]
 #[from_request(via(Json), rejection(BadBody))]
 pub(crate) struct Asked<T>(pub(crate) T);
@@ -39,8 +39,8 @@ impl From<JsonRejection> for BadBody {
 
 impl IntoResponse for BadBody {
     fn into_response(self) -> Response {
-        // Status 413, 415 or 400. Invalid JSON and invalid fields have the same status, because the
-        // difference does not matter to the client.
+        // The status is 413, 415 or 400. Invalid JSON and invalid fields have the same status,
+        // because the difference does not matter to the client.
         let status = match self.0.status() {
             StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
             status => status,
@@ -135,7 +135,7 @@ impl IntoResponse for Failure {
 /// The daemon, as an argument of handlers.
 pub(crate) type Served = State<Arc<Daemon>>;
 
-/// Result of most handlers.
+/// Result of most request handlers.
 pub(crate) type Answered<T> = Result<Json<T>, Failure>;
 
 /// Runs a blocking method of the daemon outside the async threads.
@@ -143,7 +143,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
     State(daemon): Served,
     work: impl FnOnce(&Arc<Daemon>) -> Result<T, DaemonError> + Send + 'static,
 ) -> Answered<T> {
-    // Right after its start, the daemon may not know all running VMs yet.
+    // Right after its start, the daemon may not have adopted all running VMs yet.
     let work = move || {
         daemon.settle_first();
         work(&daemon)

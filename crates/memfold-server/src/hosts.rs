@@ -25,7 +25,7 @@ fn failed(error: &std::io::Error) -> Response {
     refusal(StatusCode::INTERNAL_SERVER_ERROR, &text)
 }
 
-/// Names of the hosts that have a token.
+/// Returns the names of the hosts that have a token.
 #[utoipa::path(get, path = "/v1/hosts", responses((status = 200, body = Vec<String>)))]
 pub(super) async fn hosts(Extension(access): Extension<Arc<Access>>) -> Json<Vec<String>> {
     Json(access.hosts().names())
@@ -50,7 +50,7 @@ pub(super) async fn add(
     let urls = access.urls.iter();
     let urls = urls.map(|url| url.trim_end_matches('/').to_owned());
     let urls = urls.collect();
-    // This writes to a disk.
+    // This writes to a disk, which may take time.
     match block_in_place(|| access.hosts().add(&request.host)) {
         Ok(token) => Json(HostToken {
             host: request.host,

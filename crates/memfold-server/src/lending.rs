@@ -29,7 +29,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route(REGISTRY_PATH, post(registry))
 }
 
-/// Status of this host's lending; null: this host does not lend.
+/// Returns the status of this host's lending; null: this host does not lend.
 #[utoipa::path(get, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
 pub(super) async fn lending(daemon: Served) -> Answered<Option<LenderStatus>> {
     blocking(daemon, |d| Ok(d.lending().status())).await
@@ -102,33 +102,36 @@ fn volume(group: &str, name: &str) -> Result<Volume, DaemonError> {
     parsed.map_err(DaemonError::BadRequest)
 }
 
-/// All leases and lenders, and this host's loans.
+/// Returns all leases and lenders, and this host's loans.
 #[utoipa::path(get, path = "/v1/leases", responses((status = 200, body = LeaseReport)))]
 pub(super) async fn leases(daemon: Served) -> Answered<LeaseReport> {
     blocking(daemon, |d| d.reports().leases()).await
 }
 
-/// Recalls one lease of this host by its number. The borrower has 10 s, and one more second for
-/// each 20 MiB if the lender holds the only copy. Returns the lease as it was before.
+/// Recalls a lease that this host has granted, by its number. The borrower has 10 s to return the
+/// memory, and one more second for each 20 MiB if the lender holds the only copy. Returns the lease
+/// as it was before.
 #[utoipa::path(post, path = "/v1/leases/{id}/return", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
 pub(super) async fn recall_lease(daemon: Served, UrlPath(id): UrlPath<u64>) -> Answered<Lease> {
     blocking(daemon, move |d| d.leases().recall(LeaseId(id))).await
 }
 
-/// Trusts a lender again that served wrong bytes. Returns whether the lender was distrusted.
+/// Ends the distrust of a lender that has served wrong bytes. Returns whether the lender was
+/// distrusted.
 #[utoipa::path(delete, path = "/v1/lenders/{name}/distrust", responses((status = 200, body = bool)))]
 pub(super) async fn trust(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<bool> {
     blocking(daemon, move |d| Ok(d.leases().trust(&name))).await
 }
 
-/// Call of another daemon to the lease registry that this daemon serves.
+/// Executes a call of another daemon at the lease registry that this daemon serves.
 #[utoipa::path(post, path = "/v1/registry", request_body = Object, responses((status = 200, body = Object), (status = 400, body = ErrorBody)))]
 pub(super) async fn registry(
     daemon: Served,
     Extension(visitor): Extension<Visitor>,
     Asked(call): Asked<Call>,
 ) -> Response {
-    // A host may act only in its own name: it cannot end leases of others or read their keys.
+    // A host may act only in its own name: it can neither end leases of other hosts nor read their
+    // keys.
     if let (Some(host), Some(named)) = (&visitor.host, call.speaks_for()) {
         if host != named {
             return refusal_with_hint(

@@ -18,14 +18,14 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/libvirt/disable", post(disable))
 }
 
-/// Domains of libvirt: whether they are enabled, their trust domain, and their state. Null: libvirt
-/// is not installed, or this daemon does not use it.
+/// Returns the domains of libvirt: whether they are enabled, their trust domain, and their state.
+/// Null: libvirt is not installed, or this daemon does not use it.
 #[utoipa::path(get, path = "/v1/libvirt", responses((status = 200, body = Option<Vec<DomainStatus>>), (status = 400, body = ErrorBody)))]
 pub(super) async fn domains(daemon: Served) -> Answered<Option<Vec<DomainStatus>>> {
     blocking(daemon, |d| d.libvirt().list()).await
 }
 
-/// Adopts a running libvirt domain now; otherwise the daemon adopts it by itself.
+/// Adopts a running libvirt domain now. (The daemon also adopts enabled domains by itself.)
 #[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtRequest, responses((status = 200, body = VmInfo)))]
 pub(super) async fn attach_libvirt(
     daemon: Served,
@@ -47,7 +47,7 @@ pub(super) async fn enable(
     .await
 }
 
-/// Restores a domain's XML as it was before it was enabled.
+/// Restores a domain's XML to its state before the domain was enabled.
 #[utoipa::path(post, path = "/v1/libvirt/disable", request_body = LibvirtRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
 pub(super) async fn disable(
     daemon: Served,

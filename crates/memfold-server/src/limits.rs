@@ -3,11 +3,11 @@
 /// Largest request body, in bytes.
 pub(crate) const MAX_BODY: usize = 1 << 20;
 
-/// Largest request body with fingerprints, in bytes: enough for some hundred VMs.
+/// Largest request body with fingerprints of hosts, in bytes: enough for some hundred VMs.
 pub(crate) const MOST_FINGERPRINTS: usize = 64 << 20;
 
-/// Largest number of concurrent streams of samples.
+/// Largest number of concurrent streams of live samples.
 pub(crate) const MOST_STREAMS: usize = 16;
 
-/// Largest number of streams of readers, so that they cannot use up all streams.
+/// Largest number of concurrent streams of readers, so that readers cannot use up all streams.
 pub(crate) const MOST_OF_READERS: usize = 12;

@@ -1,4 +1,4 @@
-//! API paths for the dashboard: live samples, the history, views of memory, doctor, estimates.
+//! API paths of the dashboard: live samples, the history, views of memory, doctor, estimates.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,15 +24,16 @@ use super::access::Access;
 use super::access::Visitor;
 use super::answer::{Answered, Asked, Served, blocking, refusal_with_hint};
 
-/// Time between keep-alive messages of an idle stream. They detect a client that no longer reads.
+/// Time between keep-alive messages of an idle stream, which detect a client that no longer reads.
 const STILL_HERE: Duration = Duration::from_secs(15);
-/// Duration of a stream. The browser then reconnects, and its rights are checked again.
+/// Longest duration of a stream of live samples. The browser then reconnects, and its rights are
+/// checked again.
 const STREAM_LIFE: Duration = Duration::from_secs(600);
-/// Time after which the browser reconnects.
+/// Time after which the browser reconnects to the stream.
 const ASK_AGAIN: Duration = Duration::from_millis(300);
-/// Largest number of points of a series.
+/// Largest number of points of a series in the history.
 const MOST_POINTS: i64 = 2000;
-/// Largest number of points of each VM's line.
+/// Largest number of points of each VM's trend.
 const MOST_TREND_POINTS: i64 = 100;
 /// Largest number of events in one response.
 const MOST_EVENTS: i64 = 1000;
@@ -81,8 +82,8 @@ pub(super) struct Count {
     count: Option<i64>,
 }
 
-/// Live samples as server-sent events `sample`. Each event is complete by itself; slow clients miss
-/// some.
+/// Sends live samples as server-sent events `sample`. Each event is complete by itself; slow
+/// clients miss some events.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, content_type = "text/event-stream", body = Live), (status = 503, body = ErrorBody)))]
 pub(super) async fn live(
     State(daemon): Served,
@@ -107,7 +108,7 @@ pub(super) async fn live(
             loop {
                 tokio::select! {
                     changed = samples.changed() => changed.ok()?,
-                    // Also ends when the sender is gone.
+                    // This also ends the stream when the sender is dropped.
                     _ = ending.wait_for(|ends| *ends) => return None,
                     () = tokio::time::sleep_until(until) => return None,
                 }
@@ -127,7 +128,7 @@ pub(super) async fn live(
         .into_response()
 }
 
-/// Figures of the host over time.
+/// Returns figures of the host over time.
 #[utoipa::path(get, path = "/v1/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
 pub(super) async fn history(daemon: Served, Query(span): Query<Span>) -> Answered<Series> {
     let (seconds, points) = span.bounded();
@@ -137,7 +138,7 @@ pub(super) async fn history(daemon: Served, Query(span): Query<Span>) -> Answere
     .await
 }
 
-/// Figures of a VM over time; no points if the VM was never seen.
+/// Returns figures of a VM over time; no points if the VM was never seen.
 #[utoipa::path(get, path = "/v1/vms/{name}/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
 pub(super) async fn vm_history(
     daemon: Served,
@@ -151,7 +152,7 @@ pub(super) async fn vm_history(
     .await
 }
 
-/// PSS of each VM over time; at most 24 h and 100 points.
+/// Returns the PSS of each VM over time; at most 24 h and 100 points.
 #[utoipa::path(get, path = "/v1/history/vms", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Trends), (status = 404, body = ErrorBody)))]
 pub(super) async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered<Trends> {
     let (seconds, points) = span.bounded();
@@ -159,14 +160,15 @@ pub(super) async fn trends(daemon: Served, Query(span): Query<Span>) -> Answered
     blocking(daemon, move |d| d.sampling().trends(seconds, points)).await
 }
 
-/// Events, newest first; 200 by default, at most 1,000.
+/// Returns the last events, newest first; 200 by default, at most 1,000.
 #[utoipa::path(get, path = "/v1/events", params(("count" = Option<i64>, Query)), responses((status = 200, body = Vec<Event>)))]
 pub(super) async fn events(daemon: Served, Query(query): Query<Count>) -> Answered<Vec<Event>> {
     let count = query.count.unwrap_or(200).clamp(0, MOST_EVENTS);
     blocking(daemon, move |d| d.sampling().events(count)).await
 }
 
-/// A VM's RAM as a map: pages by state, in about `cells` cells (1,024 by default, at most 8,192).
+/// Returns a VM's RAM as a map: pages by state, in about `cells` cells (1,024 by default, at most
+/// 8,192).
 #[utoipa::path(get, path = "/v1/vms/{name}/memory-map", params(("cells" = Option<u64>, Query)), responses((status = 200, body = MemoryMap), (status = 404, body = ErrorBody)))]
 pub(super) async fn memory_map(
     daemon: Served,
@@ -177,20 +179,20 @@ pub(super) async fn memory_map(
     blocking(daemon, move |d| d.views().memory_map(&name, cells)).await
 }
 
-/// Pages that VMs share, by pairs of VMs.
+/// Returns how many pages VMs share, by pairs of VMs.
 #[utoipa::path(get, path = "/v1/sharing", responses((status = 200, body = Sharing)))]
 pub(super) async fn sharing(daemon: Served) -> Answered<Sharing> {
     blocking(daemon, |d| d.views().sharing()).await
 }
 
-/// Bytes of a VM's swap disk in use, as the guest reports. The guest is asked at most every five
-/// seconds.
+/// Returns how many bytes of a VM's swap disk are in use, as the guest reports. The guest is asked
+/// at most every five seconds.
 #[utoipa::path(get, path = "/v1/vms/{name}/swap", responses((status = 200, body = SwapUse), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
 pub(super) async fn swap_use(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<SwapUse> {
     blocking(daemon, move |d| d.views().swap_use(&name)).await
 }
 
-/// Checks of this host, at most a minute old, and the present state of the brake.
+/// Returns the checks of this host, at most a minute old, and the present state of the brake.
 #[utoipa::path(get, path = "/v1/doctor", responses((status = 200, body = Object)))]
 pub(super) async fn doctor(daemon: Served) -> Answered<Report> {
     blocking(daemon, |d| d.views().doctor()).await

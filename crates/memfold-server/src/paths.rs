@@ -2,10 +2,10 @@
 
 pub(crate) const SESSION_PATH: &str = "/v1/session";
 
-/// Path of codes for one login.
+/// Path of codes that are valid for one login.
 pub(crate) const CODES_PATH: &str = "/v1/session/codes";
 
-/// Path that takes fingerprints of hosts.
+/// Path that takes fingerprints of hosts, to place VMs.
 pub(crate) const PLACE_PATH: &str = "/v1/plan/place";
 
 /// Path of the audit log.

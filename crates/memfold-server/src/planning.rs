@@ -26,7 +26,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route(PLACE_PATH, post(place).layer(longer))
 }
 
-/// Parses the query of a plan, with the syntax of the command line. `kind` and `vms` may be
+/// Parses the query of a plan, which has the syntax of the command line. `kind` and `vms` may be
 /// repeated.
 fn order(pairs: &[(String, String)]) -> Result<Order, String> {
     let mut order = Order::default();
@@ -50,7 +50,7 @@ fn order(pairs: &[(String, String)]) -> Result<Order, String> {
     Ok(order)
 }
 
-/// Number of VMs that fit, computed from the running VMs: the JSON of `memfold plan`.
+/// Computes from the running VMs how many VMs fit: the JSON of `memfold plan`.
 #[utoipa::path(get, path = "/v1/plan", params(
     ("kind" = Option<String>, Query, description = "`KIND=VM,VM`; several. By default the VMs of each trust domain are one"),
     ("vms" = Option<String>, Query, description = "`KIND=NUMBER` in all; several. By default as many as run"),
@@ -68,7 +68,7 @@ pub(super) async fn plan(
     .await
 }
 
-/// Proposal which VMs of several hosts to place together: the JSON of `memfold plan --place`.
+/// Proposes which VMs of several hosts to place together: the JSON of `memfold plan --place`.
 #[utoipa::path(post, path = "/v1/plan/place", request_body = PlaceOrder, responses((status = 200, body = Object), (status = 400, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub(super) async fn place(daemon: Served, body: Bytes) -> Answered<Proposal> {
     // The body may be long, so it is parsed outside the async threads.

@@ -1,10 +1,10 @@
-//! The page docs/api.md, made from the API's description (`OpenAPI`).
+//! Makes the page docs/api.md from the API's description (`OpenAPI`).
 
 use std::fmt::Write as _;
 
 use serde_json::{Map, Value};
 
-/// Head of the page: rules that hold for all paths. `docs/operating/access.md` describes access.
+/// Head of docs/api.md: rules that hold for all paths. `docs/operating/access.md` describes access.
 const HEAD: &str = "\
 # HTTP API
 
@@ -34,7 +34,7 @@ A request that fails is answered with a status of 400 or above and an [`ErrorBod
 | 503 | try again later: too many requests are under way, or a VM or the registry does not answer |
 ";
 
-/// Makes the page from the API's description.
+/// Makes the text of docs/api.md from the API's description.
 #[must_use]
 pub fn reference(description: &Value) -> String {
     let none = Map::new();
@@ -61,7 +61,7 @@ pub fn reference(description: &Value) -> String {
     page
 }
 
-/// Query parameters and body of a request, as text.
+/// Returns the query parameters and the body of a request, as text.
 fn takes(operation: &Value) -> String {
     let parameters = operation["parameters"].as_array().into_iter().flatten();
     let mut words: Vec<String> = parameters
@@ -78,7 +78,7 @@ fn takes(operation: &Value) -> String {
     words.join("<br>")
 }
 
-/// Type of a request's or response's content, as text.
+/// Returns the type of a request's or response's content, as text.
 fn content(of: &Value) -> String {
     let types = of["content"].as_object().into_iter().flatten();
     let mut words = types.map(|(media, content)| match media.as_str() {
@@ -89,7 +89,7 @@ fn content(of: &Value) -> String {
     words.next().unwrap_or_default()
 }
 
-/// Table of a type's fields, or of its values.
+/// Makes a table of a type's fields, or of its values.
 fn body(schema: &Value) -> String {
     let mut text = String::new();
     if let Some(parts) = schema["allOf"].as_array() {
@@ -133,7 +133,7 @@ fn body(schema: &Value) -> String {
     text
 }
 
-/// Description of a field, or of the type that it may have.
+/// Returns the description of a field, or of the type that the field may have.
 fn said(field: &Value) -> String {
     let own = cell(&field["description"]);
     if !own.is_empty() {
@@ -146,7 +146,7 @@ fn said(field: &Value) -> String {
         .unwrap_or_default()
 }
 
-/// A type, as text.
+/// Describes a type, as text.
 fn kind(schema: &Value) -> String {
     if let Some(name) = schema["$ref"].as_str() {
         let name = name.rsplit('/').next().unwrap_or(name);
@@ -186,7 +186,7 @@ fn kind(schema: &Value) -> String {
     }
 }
 
-/// Text for a cell of a table.
+/// Formats text for a cell of a table.
 fn cell(words: &Value) -> String {
     let words = words.as_str().unwrap_or_default();
     let line: Vec<&str> = words.split_whitespace().collect();

@@ -29,19 +29,19 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/estimate", get(estimate_facts))
 }
 
-/// Version, PID and state directory of the daemon.
+/// Returns version, PID and state directory of the daemon.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionInfo)))]
 pub(super) async fn version(State(daemon): Served) -> Json<VersionInfo> {
     Json(daemon.version())
 }
 
-/// The ledger and the figures of folding: the use of memory, and the savings.
+/// Returns the ledger and the figures of folding: the use of memory, and the savings.
 #[utoipa::path(get, path = "/v1/report", responses((status = 200, body = FullReport)))]
 pub(super) async fn report(daemon: Served) -> Answered<Arc<FullReport>> {
     blocking(daemon, |d| d.reports().joint_report()).await
 }
 
-/// Figures of folding.
+/// Returns the figures of folding.
 #[utoipa::path(get, path = "/v1/fold", responses((status = 200, body = EngineStats)))]
 pub(super) async fn fold(daemon: Served) -> Answered<EngineStats> {
     blocking(daemon, |d| d.folding().stats()).await
@@ -56,8 +56,8 @@ pub(super) async fn set_fold(
     blocking(daemon, move |d| d.folding().set(&request)).await
 }
 
-/// The memory that guests can claim by writing, the memory available for it, and the state of the
-/// brake.
+/// Returns the memory that guests can claim by writing to shared pages, the memory available for
+/// it, and the state of the brake.
 #[utoipa::path(get, path = "/v1/debt", responses((status = 200, body = DebtReport)))]
 pub(super) async fn debt(daemon: Served) -> Answered<DebtReport> {
     blocking(daemon, |d| d.brake().debt()).await
@@ -72,7 +72,7 @@ pub(super) async fn set_debt(
     blocking(daemon, move |d| d.brake().set_debt(&request)).await
 }
 
-/// State of KSM on this host, and of its steering.
+/// Returns the state of KSM on this host, and of its steering.
 #[utoipa::path(get, path = "/v1/ksm", responses((status = 200, body = Overview)))]
 pub(super) async fn ksm(daemon: Served) -> Answered<Overview> {
     blocking(daemon, |d| d.ksm().overview()).await
@@ -87,7 +87,7 @@ pub(super) async fn start_ksm(
     blocking(daemon, move |d| d.ksm().start(&request)).await
 }
 
-/// Ends steering of KSM; its earlier settings are restored.
+/// Ends the steering of KSM, and restores KSM's earlier settings.
 #[utoipa::path(post, path = "/v1/ksm/stop", request_body = KsmStopRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
 pub(super) async fn stop_ksm(
     daemon: Served,
@@ -105,7 +105,7 @@ pub(super) async fn explain_ksm(
     blocking(daemon, move |d| d.views().explain_ksm(&name)).await
 }
 
-/// Facts about the VMs for an estimate, for a client that reads memory itself.
+/// Returns facts about the VMs for an estimate, for a client that reads the VMs' memory itself.
 #[utoipa::path(get, path = "/v1/estimate", responses((status = 200, body = VmFacts)))]
 pub(super) async fn estimate_facts(daemon: Served) -> Answered<VmFacts> {
     blocking(daemon, |d| d.views().estimate_facts()).await

@@ -19,7 +19,7 @@ use super::{
     web,
 };
 
-/// Source of the API's description.
+/// Source of the API's description (`OpenAPI`).
 #[derive(OpenApi)]
 #[openapi(
     info(
@@ -100,7 +100,7 @@ use super::{
 )]
 struct Description;
 
-/// The API's description (`OpenAPI`) as JSON.
+/// Returns the API's description (`OpenAPI`) as JSON.
 #[must_use]
 pub fn openapi() -> serde_json::Value {
     serde_json::to_value(Description::openapi()).unwrap_or_default()

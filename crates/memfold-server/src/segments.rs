@@ -25,13 +25,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
 }
 
-/// All segments, with their users and sizes.
+/// Returns all segments, with their users and sizes.
 #[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]
 pub(super) async fn segments(daemon: Served) -> Answered<Vec<SegmentInfo>> {
     blocking(daemon, |d| d.segments().list()).await
 }
 
-/// Builds a segment, or its next generation.
+/// Builds a segment, or the next generation of one.
 #[utoipa::path(post, path = "/v1/segments", request_body = BuildRequest, responses((status = 200, body = BuildResult), (status = 400, body = ErrorBody)))]
 pub(super) async fn build_segment(
     daemon: Served,
@@ -40,7 +40,7 @@ pub(super) async fn build_segment(
     blocking(daemon, move |d| d.segments().build(&request)).await
 }
 
-/// Files ranked by the memory that they would save in a segment, best first.
+/// Ranks files by the memory that they would save in a segment, best first.
 #[utoipa::path(post, path = "/v1/segments/rank", request_body = RankRequest, responses((status = 200, body = Vec<Ranked>)))]
 pub(super) async fn rank_segments(
     daemon: Served,
@@ -58,7 +58,7 @@ pub(super) async fn remove_segment(
     blocking(daemon, move |d| d.segments().remove(&name)).await
 }
 
-/// Verifies a segment. Returns the problem; null: the segment is intact.
+/// Verifies a segment. Returns the problem; null if the segment is intact.
 #[utoipa::path(post, path = "/v1/segments/{name}/verify", responses((status = 200, body = Option<String>)))]
 pub(super) async fn verify_segment(
     daemon: Served,
@@ -67,7 +67,7 @@ pub(super) async fn verify_segment(
     blocking(daemon, move |d| d.segments().verify(&name)).await
 }
 
-/// Progress of a segment's build; null: no build is in progress.
+/// Returns the progress of a segment's build; null: no build is in progress.
 #[utoipa::path(get, path = "/v1/segments/{name}/progress", responses((status = 200, body = Option<Step>)))]
 pub(super) async fn segment_progress(
     daemon: Served,
@@ -86,7 +86,7 @@ pub(super) async fn attach_segment(
     blocking(daemon, move |d| d.segments().attach(&name, &request)).await
 }
 
-/// Removes a segment from a guest's files.
+/// Unmounts a segment in a guest. The segment's device stays until the VM ends.
 #[utoipa::path(delete, path = "/v1/vms/{name}/segments/{segment}", responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
 pub(super) async fn detach_segment(
     daemon: Served,

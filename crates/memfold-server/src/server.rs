@@ -20,10 +20,10 @@ use super::access::Access;
 use super::access::{Doors, Hosts, Keys, accept_tcp, accept_unix};
 use super::routes::router;
 
-/// Time for which the daemon's end waits for responses in progress.
+/// Time for which the daemon waits at its end for responses in progress.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
-/// Error of the server's start or operation.
+/// Error of starting or running the server.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// Another daemon answers on the socket.
@@ -58,13 +58,13 @@ pub enum ServeError {
         "the server stopped accepting connections; the daemon exits, to be restarted by systemd"
     )]
     Ended,
-    /// The tokens cannot be read or created.
+    /// The token files cannot be read or created.
     #[error("cannot read the tokens")]
     Tokens(#[source] io::Error),
 }
 
-/// Serves until `end` is ready. Only root can use the socket, unless groups have access. The socket
-/// is removed at the end.
+/// Serves the API until `end` is ready. Only root can use the Unix socket, unless groups have
+/// access. The socket is removed at the end.
 ///
 /// # Errors
 ///
@@ -105,19 +105,19 @@ pub async fn serve(
     let mut served = Ok(());
     tokio::select! {
         () = end => {}
-        // These tasks end only by a panic. The daemon then ends, too, because nobody could reach
+        // These tasks end only by a panic. The daemon then ends, too, because no client could reach
         // it.
         _ = accepting.join_next() => served = Err(ServeError::Ended),
     }
     // The socket may have been removed already.
     let _ = std::fs::remove_file(socket);
     accepting.shutdown().await;
-    // Streams end by themselves, and requests in progress get their responses.
+    // The streams end, and requests in progress get their responses.
     let _ = ended.send(true);
     let views = daemon.clone();
     tokio::task::spawn_blocking(move || views.views().end());
     if let Some(graceful) = Arc::into_inner(graceful) {
-        // A client that does not read cannot keep the daemon from ending.
+        // The time limit ends this wait even if a client does not read its response.
         let _ = tokio::time::timeout(LAST_ANSWERS, graceful.shutdown()).await;
     }
     served
@@ -143,7 +143,8 @@ fn listen_unix(doors: &Doors) -> Result<UnixListener, ServeError> {
         std::fs::create_dir_all(directory).map_err(listen)?;
     }
     let listener = UnixListener::bind(socket).map_err(listen)?;
-    // The kernel reports who connects. A file mode can admit only one group, and there are two.
+    // The kernel reports the peer of each connection. A file mode can admit only one group, but
+    // there are two.
     let mode = if doors.groups.any() { 0o666 } else { 0o600 };
     std::fs::set_permissions(socket, Permissions::from_mode(mode)).map_err(listen)?;
     Ok(listener)

@@ -27,7 +27,7 @@ pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
         .route("/v1/audit", get(audit))
 }
 
-/// Role and name of the sender.
+/// Returns role and name of the sender.
 #[utoipa::path(get, path = "/v1/session", responses((status = 200, body = SessionInfo), (status = 401, body = ErrorBody)))]
 pub(super) async fn session(Extension(visitor): Extension<Visitor>) -> Json<SessionInfo> {
     Json(SessionInfo {
@@ -37,7 +37,7 @@ pub(super) async fn session(Extension(visitor): Extension<Visitor>) -> Json<Sess
     })
 }
 
-/// Begins a session; its cookie is in the response.
+/// Begins a session. The response sets the session's cookie.
 #[utoipa::path(post, path = "/v1/session", request_body = LoginRequest, responses((status = 200, body = Role), (status = 401, body = ErrorBody)))]
 pub(super) async fn log_in(
     Extension(access): Extension<Arc<Access>>,
@@ -65,7 +65,7 @@ pub(super) async fn log_in(
     }
 }
 
-/// Ends the session.
+/// Ends the session of the request's cookie.
 #[utoipa::path(delete, path = "/v1/session", responses((status = 200)))]
 pub(super) async fn log_out(
     Extension(access): Extension<Arc<Access>>,
@@ -136,14 +136,14 @@ pub(super) async fn new_code(
     }
 }
 
-/// Number of requested entries.
+/// Number of requested entries of the audit log.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct AuditQuery {
     #[serde(default)]
     count: Option<usize>,
 }
 
-/// Entries of the audit log, newest first; `?count=N`, 200 by default.
+/// Returns entries of the audit log, newest first; `?count=N`, 200 by default.
 #[utoipa::path(get, path = "/v1/audit", params(("count" = Option<usize>, Query)), responses((status = 200, body = Vec<AuditEntry>)))]
 pub(super) async fn audit(
     Extension(access): Extension<Arc<Access>>,

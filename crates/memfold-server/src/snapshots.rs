@@ -23,7 +23,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/snapshots/{name}/restore", post(restore))
 }
 
-/// All snapshots, with the VMs that run from them.
+/// Returns all snapshots, with the VMs that run from them.
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
 pub(super) async fn snapshots(daemon: Served) -> Answered<Vec<SnapshotInfo>> {
     blocking(daemon, |d| d.snapshots().list()).await
@@ -38,7 +38,7 @@ pub(super) async fn save_snapshot(
     blocking(daemon, move |d| d.snapshots().save(&request)).await
 }
 
-/// Manifest of a snapshot.
+/// Returns the manifest of a snapshot.
 #[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
 pub(super) async fn snapshot(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<Manifest> {
     blocking(daemon, move |d| d.snapshots().manifest(&name)).await
@@ -62,7 +62,7 @@ pub(super) async fn verify_snapshot(
     blocking(daemon, move |d| d.snapshots().verify(&name)).await
 }
 
-/// Progress of the operation on a snapshot; null: none is in progress.
+/// Returns the progress of the operation on a snapshot; null: none is in progress.
 #[utoipa::path(get, path = "/v1/snapshots/{name}/progress", responses((status = 200, body = Option<Step>)))]
 pub(super) async fn snapshot_progress(
     daemon: Served,

@@ -25,7 +25,7 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/vms/{name}/exec", post(exec))
 }
 
-/// All VMs that the daemon knows.
+/// Returns all VMs that the daemon knows.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
 pub(super) async fn list(daemon: Served) -> Answered<Vec<VmInfo>> {
     blocking(daemon, |d| Ok(d.vms().list())).await
@@ -57,7 +57,7 @@ pub(super) async fn attach(
     blocking(daemon, move |d| d.vms().attach(&request)).await
 }
 
-/// Ends a VM: its guest is asked repeatedly to shut down, and the VM is switched off after the
+/// Stops a VM: the guest is asked repeatedly to shut down, and the VM is switched off after the
 /// given time.
 #[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200, body = StopReport), (status = 404, body = ErrorBody)))]
 pub(super) async fn stop(
@@ -85,7 +85,7 @@ pub(super) async fn resume(daemon: Served, UrlPath(name): UrlPath<String>) -> An
     blocking(daemon, move |d| d.vms().resume(&name)).await
 }
 
-/// Has a guest reboot, or restores the VM from its boot snapshot.
+/// Reboots a guest, or restores the VM from its boot snapshot.
 #[utoipa::path(post, path = "/v1/vms/{name}/reboot", request_body = RebootRequest, responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody)))]
 pub(super) async fn reboot(
     daemon: Served,

@@ -1,6 +1,6 @@
 //! The dashboard's files, which are part of the program.
 //!
-//! They are the same for all users and contain no figures, so they need no login.
+//! These files are the same for all users and contain no figures, so they need no login.
 
 use axum::Router;
 use axum::extract::Request;
@@ -13,7 +13,7 @@ const HTML: &str = "text/html; charset=utf-8";
 const STYLE: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 
-/// A file: path, content type, content.
+/// A file of the dashboard: path, content type, content.
 type File = (&'static str, &'static str, &'static [u8]);
 
 macro_rules! files {
@@ -51,7 +51,7 @@ const FILES: &[File] = files![
     "/vendor/uplot.css" "vendor/uplot.css" STYLE,
 ];
 
-/// Whether a path is a file of the dashboard.
+/// Returns whether a path is that of a file of the dashboard.
 pub(super) fn is_page(path: &str) -> bool {
     FILES.iter().any(|(known, ..)| *known == path)
 }
@@ -71,7 +71,7 @@ pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
         })
 }
 
-/// The response with a file, or status 304 if the browser has it already.
+/// Returns the response with a file, or status 304 if the browser has the file already.
 fn answer(request: &Request, kind: &'static str, bytes: &'static [u8], tag: &str) -> Response {
     let known = request.headers().get(IF_NONE_MATCH);
     let mut response = if known.is_some_and(|known| known == tag) {
@@ -80,8 +80,8 @@ fn answer(request: &Request, kind: &'static str, bytes: &'static [u8], tag: &str
         ([(CONTENT_TYPE, kind)], bytes).into_response()
     };
     let headers = response.headers_mut();
-    // The browser must check by the tag each time, because a new program has new files under the
-    // same names.
+    // The browser must check the tag each time, because a new program has new files under the same
+    // names.
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     if let Ok(tag) = HeaderValue::from_str(tag) {
         headers.insert(ETAG, tag);
@@ -97,7 +97,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::path::Path;
 
-    /// Files below a directory of `web/`, as paths of the API.
+    /// Collects the files below a directory of `web/`, as paths of the API.
     fn below(directory: &Path, prefix: &str, found: &mut BTreeSet<String>) {
         for entry in std::fs::read_dir(directory).unwrap() {
             let entry = entry.unwrap();

@@ -1,4 +1,5 @@
-//! Page store of one trust domain: creating, adopting, appending, punching.
+//! The page store of one trust domain: creates or adopts its file, appends pages, and punches pages
+//! out.
 
 use std::fs::File;
 use std::io;
@@ -17,15 +18,15 @@ use rustix::mount::{
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-/// Most pages of a store file, so that page numbers fit into 32 bits (16 TiB).
+/// Most pages of a page store's file, so that page numbers fit into 32 bits (16 TiB).
 pub const MAX_PAGES: u64 = u32::MAX as u64 - 1;
 
-/// Identity of a store's file, as `/proc/PID/maps` shows it.
+/// Identity of a page store's file, as `/proc/PID/maps` shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StoreIdentity {
-    /// Device number, `st_dev`.
+    /// Device number of the file (`st_dev`).
     pub dev: u64,
-    /// Inode number.
+    /// Inode number of the file.
     pub ino: u64,
 }
 
@@ -40,17 +41,17 @@ impl StoreIdentity {
     }
 }
 
-/// Reason why an operation on the store failed.
+/// Reason why an operation on the page store failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The cap on bytes held is reached.
+    /// The page store holds as many bytes as it may.
     #[error(
         "page store is full: {held} held, {cap} allowed; raise --store-cap, or leave it: folded memory stays folded"
     )]
     Full {
-        /// Bytes in the store now.
+        /// Bytes in the page store now.
         held: ByteSize,
-        /// Most bytes that the store may hold.
+        /// Most bytes that the page store may hold.
         cap: ByteSize,
     },
     /// No page numbers are left, and no hole is large enough.
@@ -58,10 +59,10 @@ pub enum StoreError {
         "page store has used its {MAX_PAGES} page numbers, and no free range of some MiB is left among them"
     )]
     Exhausted,
-    /// Creating, growing, filling or punching failed.
+    /// The file of the page store could not be created, enlarged, filled or punched.
     #[error("page store: {what}")]
     Io {
-        /// Operation that failed.
+        /// The operation that failed.
         what: &'static str,
         /// Error of the system call.
         #[source]
@@ -73,13 +74,13 @@ fn io_error(what: &'static str) -> impl Fn(io::Error) -> StoreError {
     move |source| StoreError::Io { what, source }
 }
 
-/// Pages of a process to be copied into the store. The process's memory may end before the last of
-/// them.
+/// Pages of a process that are to be copied into the page store. The process's memory may end
+/// before the last of these pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// Process to copy from.
+    /// Process from which the pages are copied.
     pub pid: Pid,
-    /// Address of the first page.
+    /// Address of the first page in the process.
     pub from: Hva,
     /// Number of pages.
     pub pages: u64,
@@ -90,31 +91,32 @@ pub struct Source {
 pub struct Filled {
     /// Pages that could not be read or written. They read as zeroes.
     pub missing: Vec<Range<StorePage>>,
-    /// Error that stopped the writing at some page.
+    /// Error that ended writing before the last page.
     pub error: Option<StoreError>,
 }
 
-/// A page store of one trust domain. The daemon alone holds it writable.
+/// A page store of one trust domain. Only the daemon has it open for writing.
 #[derive(Debug)]
 pub struct Store {
     file: File,
     read_only: OwnedFd,
     identity: StoreIdentity,
     frontier: StorePage,
-    /// End of the space after the frontier.
+    /// End of the free space that begins at the frontier.
     limit: StorePage,
-    /// Further gaps to use after that, the nearest last.
+    /// Further gaps to use when the space after the frontier is full; the next one to use comes
+    /// last.
     gaps: Vec<Range<StorePage>>,
     file_bytes: u64,
     held_pages: u64,
-    /// Number of these pages that are reserved and not filled yet.
+    /// Part of `held_pages`: pages that are reserved and not filled yet.
     unfilled_pages: u64,
     cap: ByteSize,
     buffer: Vec<u8>,
 }
 
 impl Store {
-    /// Creates an empty store for `domain` that holds at most `cap` bytes.
+    /// Creates an empty page store for `domain` that holds at most `cap` bytes.
     pub fn create(domain: &str, cap: ByteSize) -> Result<Self, StoreError> {
         let file = huge_file(domain).or_else(|error| {
             tracing::info!(
@@ -124,13 +126,13 @@ impl Store {
             );
             memfd(domain)
         })?;
-        // Only root (and whoever we hand a descriptor to, read-only) may open it through /proc.
+        // Only root may open the file through /proc; other processes get a read-only descriptor.
         rustix::fs::fchmod(&file, Mode::RUSR).map_err(|e| io_error("fchmod")(e.into()))?;
         Self::from_file(file, cap)
     }
 
-    /// Adopts the store of `domain` that the QEMU process `pid` has open (an earlier daemon gave it
-    /// the descriptor); `None` if it has none.
+    /// Adopts the page store of `domain` that the QEMU process `pid` has open, because an earlier
+    /// daemon gave QEMU the descriptor; `None` if the process has none.
     pub fn adopt(pid: Pid, domain: &str, cap: ByteSize) -> Result<Option<Self>, StoreError> {
         let directory = format!("/proc/{}/fd", pid.as_raw_nonzero());
         let name = file_name(domain);
@@ -179,7 +181,7 @@ impl Store {
         })
     }
 
-    /// Returns the identity of the file.
+    /// Returns the identity of the page store's file.
     #[must_use]
     pub const fn identity(&self) -> StoreIdentity {
         self.identity
@@ -191,32 +193,32 @@ impl Store {
         self.read_only.as_fd()
     }
 
-    /// Returns the page that the next append will get.
+    /// Returns the number of the page that the next append will get.
     #[must_use]
     pub const fn frontier(&self) -> StorePage {
         self.frontier
     }
 
-    /// Returns the bytes that the store holds in memory or swap, by the kernel's count.
+    /// Returns the bytes that the page store holds in memory or swap, by the kernel's count.
     pub fn held(&self) -> Result<ByteSize, StoreError> {
         let facts = self.file.metadata().map_err(io_error("fstat"))?;
         Ok(ByteSize(facts.blocks() * 512))
     }
 
-    /// Changes the cap. The store keeps its pages, even above the cap.
+    /// Changes the cap on the bytes held. The page store keeps its pages, even above the cap.
     pub const fn set_cap(&mut self, cap: ByteSize) {
         self.cap = cap;
     }
 
-    /// Returns the most bytes that the store may hold.
+    /// Returns the cap: the most bytes that the page store may hold.
     #[must_use]
     pub const fn cap(&self) -> ByteSize {
         self.cap
     }
 
     /// Appends a copy of `pages` pages at `from` in process `pid`. Returns the first new page and
-    /// the number of pages copied. A copy may catch a page between two of the guest's writes; the
-    /// comparison at folding detects that.
+    /// the number of pages copied. A page may be copied between two writes of the guest; the
+    /// comparison before folding detects that.
     pub fn append(
         &mut self,
         pid: Pid,
@@ -232,12 +234,12 @@ impl Store {
         Ok((first, PageCount(pages - missing)))
     }
 
-    /// Reserves the next `pages` page numbers, to be filled by [`Store::fill`]. They read as zeroes
-    /// until then.
+    /// Reserves the next `pages` page numbers, to be filled by [`Store::fill`]. These pages read as
+    /// zeroes until then.
     pub fn reserve(&mut self, pages: u64) -> Result<StorePage, StoreError> {
         if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
             let held = self.held()?;
-            // What is reserved and not filled yet is not in the kernel's count.
+            // The kernel's count does not include pages that are reserved and not filled yet.
             self.held_pages = held.pages().0 + self.unfilled_pages;
             if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
                 return Err(StoreError::Full {
@@ -262,14 +264,14 @@ impl Store {
         self.frontier = StorePage(self.frontier.0.next_multiple_of(HUGE_PAGE_PAGES));
     }
 
-    /// Returns the number of consecutive pages that can be reserved.
+    /// Returns the number of consecutive pages that can be reserved now.
     #[must_use]
     pub const fn room(&self) -> u64 {
         self.limit.0.saturating_sub(self.frontier.0)
     }
 
-    /// Continues in the next gap given to [`Store::reuse`], if there is one. Call it only while no
-    /// page is reserved and not filled.
+    /// Continues in the next gap given to [`Store::reuse`]; returns false if there is none. Call it
+    /// only if every reserved page was filled.
     pub fn next_gap(&mut self) -> bool {
         let Some(gap) = self.gaps.pop().filter(|_| self.unfilled_pages == 0) else {
             return false;
@@ -278,7 +280,8 @@ impl Store {
         true
     }
 
-    /// Returns the holes of whole huge pages, ascending. Smaller holes are not reused.
+    /// Returns the holes that consist of whole huge pages, ascending. Smaller holes are not used
+    /// again.
     pub fn holes(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
         let mut holes = Vec::new();
         let mut from = StorePage(0);
@@ -294,17 +297,17 @@ impl Store {
         Ok(holes)
     }
 
-    /// Sets the gaps to use when the space after the frontier is used up: holes that no process
-    /// maps, ascending.
+    /// Sets the gaps to use when the space after the frontier is full: holes that no process maps,
+    /// ascending.
     pub fn reuse(&mut self, mut gaps: Vec<Range<StorePage>>) {
         gaps.reverse();
         self.gaps = gaps;
     }
 
-    /// Copies sources, one after another, to the reserved pages from `first` on. A batch then takes
-    /// few system calls. Whole huge pages are written as such. Anything less gets ordinary pages,
-    /// because the kernel would clear a huge page before a partial write, which costs several times
-    /// the copy.
+    /// Copies sources, one after another, to the reserved pages from `first` on, with few system
+    /// calls. Whole huge pages are written as huge pages. A smaller piece gets ordinary pages,
+    /// because the kernel would clear a huge page before a partial write, which takes several times
+    /// as long as the copy.
     pub fn fill(&mut self, first: StorePage, sources: &[Source]) -> Filled {
         let mut filled = Filled::default();
         let mut at = first;
@@ -354,9 +357,9 @@ impl Store {
     fn write_chunk(&mut self, at: StorePage, bytes: &[u8]) -> Result<(), StoreError> {
         let end = at.offset() + bytes.len() as u64;
         let whole = bytes.len() == bytes_of(HUGE_PAGE_PAGES);
-        // In a gap it lies within the file, which must never shrink.
+        // A chunk in a gap is within the file's size already. The file must never shrink.
         if whole && end > self.file_bytes {
-            // The tmpfs gives a huge page to what lies within the file's size (`huge=within_size`).
+            // The tmpfs allocates a huge page only within the file's size (`huge=within_size`).
             self.file.set_len(end).map_err(io_error("growing"))?;
         }
         self.file_bytes = self.file_bytes.max(end);
@@ -365,8 +368,8 @@ impl Store {
             .map_err(io_error("writing"))
     }
 
-    /// Punches pages out of the file. Only for pages that no VM can need (see [`memfold_fold`]'s
-    /// reclaim).
+    /// Punches pages out of the file, which frees their memory. Only for pages that no VM can need
+    /// (see [`memfold_fold`]'s reclaim).
     pub fn punch(&mut self, first: StorePage, pages: u64) -> Result<(), StoreError> {
         rustix::fs::fallocate(
             &self.file,
@@ -375,7 +378,7 @@ impl Store {
             pages * PAGE_SIZE,
         )
         .map_err(|e| io_error("punching")(e.into()))?;
-        // Some of them may have been holes.
+        // Some of the pages may have been holes already.
         self.held_pages = self.held()?.pages().0 + self.unfilled_pages;
         Ok(())
     }
@@ -403,13 +406,13 @@ impl Store {
     }
 }
 
-/// Converts at most a huge page's pages to bytes.
+/// Returns the size of `pages` pages in bytes; `pages` is at most a huge page's.
 fn bytes_of(pages: u64) -> usize {
     usize::try_from(pages).unwrap_or(0) * PAGE_BYTES
 }
 
-/// Reads sources one after another into `buffer`. They will be at `at` in the store. Unreadable
-/// pages become zeroes in `buffer` and are added to `missing`.
+/// Reads sources one after another into `buffer`. `at`: the page of the store to which they belong.
+/// Pages that cannot be read become zeroes in `buffer` and are added to `missing`.
 fn read_chunk(
     sources: &[Source],
     at: StorePage,
@@ -426,7 +429,8 @@ fn read_chunk(
             let total: usize = ranges.iter().map(|r| r.1).sum();
             let mut whole =
                 memory::read_many(pid, &ranges, &mut rest[..total]).unwrap_or(0) / PAGE_BYTES;
-            // Sources read whole; the one behind them is where reading ended, if it did.
+            // Counts the sources that were read completely. If reading ended early, it ended in the
+            // next source.
             let read = left
                 .iter()
                 .take_while(|s| {
@@ -452,20 +456,20 @@ fn read_chunk(
     }
 }
 
-/// Returns the name that `/proc/PID/fd` and `/proc/PID/maps` show. A new daemon finds the store by
-/// this name.
+/// Returns the file's name in `/proc/PID/fd` and `/proc/PID/maps`, by which a new daemon finds the
+/// page store.
 fn file_name(domain: &str) -> String {
     format!("memfold:{domain}")
 }
 
 /// Creates an unlinked file in a tmpfs of its own, which is mounted nowhere and allocates huge
-/// pages within the file's size. It ends with the last descriptor and mapping of the file. Compared
-/// with a memfd, huge pages take a quarter of the time to fill and half the time to compare. Needs
-/// `CAP_SYS_ADMIN`. tmpfs cannot seal its files against shrinking (`memfd_file_seals_ptr` in
-/// `mm/memfd.c`), but the VMs' read-only descriptor cannot shrink it.
+/// pages within the file's size. The tmpfs ends with the last descriptor and mapping of the file.
+/// Compared with a memfd, huge pages take a quarter of the time to fill and half the time to
+/// compare. Needs `CAP_SYS_ADMIN`. tmpfs cannot seal its files against shrinking
+/// (`memfd_file_seals_ptr` in `mm/memfd.c`), but the VMs' read-only descriptor cannot shrink it.
 fn huge_file(domain: &str) -> io::Result<File> {
     let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
-    // `size`: without a limit, as a memfd; the cap is ours to hold.
+    // `size=0` means no limit, as for a memfd; the daemon itself keeps the cap.
     for (key, value) in [("huge", "within_size"), ("size", "0"), ("mode", "0700")] {
         fsconfig_set_string(context.as_fd(), key, value)?;
     }
@@ -493,7 +497,7 @@ fn memfd(domain: &str) -> Result<File, StoreError> {
 
 #[cfg(test)]
 impl Store {
-    /// Skips page numbers, as if `pages` more pages had been used.
+    /// Skips `pages` page numbers, as if that many more pages had been used.
     pub fn skip(&mut self, pages: u64) {
         self.frontier = self.frontier.add_pages(pages);
     }
@@ -516,7 +520,8 @@ mod tests {
         bytes.take(pages * PAGE_BYTES).collect()
     }
 
-    /// Creates a store of each kind that this process can make, for domains `NAME0` and so on.
+    /// Creates a page store of each kind that this process can create, for the domains `NAME0` and
+    /// so on.
     fn stores(name: &str, cap: ByteSize) -> Vec<Store> {
         let mut files = Vec::new();
         match huge_file(&format!("{name}0")) {
@@ -622,7 +627,7 @@ mod tests {
                 pages: 690,
             });
             sources.push(nowhere);
-            // Somewhere in a huge page of the store.
+            // These pages end within a huge page of the store.
             store.append(me(), at(0), 100).unwrap();
             store.align();
             assert_eq!(store.frontier(), StorePage(512));
@@ -661,7 +666,8 @@ mod tests {
             let source = pattern(1024);
             store.append(me(), address(&source), 1024).unwrap();
             assert_eq!(store.held().unwrap(), ByteSize::mib(4));
-            // Mapped elsewhere, as VMs do: a huge page must be split under its users.
+            // Like a VM, this test maps the page elsewhere: a huge page must be split under its
+            // users.
             let window = memfold_sys::region::Mapping::window(store.read_only(), 1024).unwrap();
             assert_eq!(window.area().zero_pages(), 0);
             for first in (0..1024).step_by(16) {

@@ -1,7 +1,7 @@
 //! Page store: a file of immutable pages that many VMs of one trust domain map.
 //!
 //! ```text
-//!   file "memfold:DOMAIN"       grows at its end; at 16 TiB it goes on in holes that no process maps
+//!   file "memfold:DOMAIN"       grows at its end; after 16 TiB, holes that no process maps are used
 //!   +------+------+------+------+------+------+
 //!   | page | page | hole | page | page | page |<- frontier = file size
 //!   +------+------+------+------+------+------+

@@ -1,4 +1,4 @@
-//! Finds the mappings of a page store in `/proc/PID/maps`. The kernel keeps this state even when
+//! Finds the mappings of a page store in `/proc/PID/maps`. The kernel keeps these mappings while
 //! the daemon restarts.
 
 use std::fs::File;
@@ -9,14 +9,14 @@ use rustix::process::Pid;
 
 use super::StoreIdentity;
 
-/// A private mapping of consecutive store pages.
+/// A private mapping of consecutive pages of a page store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreMapping {
     /// Address of the first page in the process.
     pub hva: Hva,
-    /// Length in pages.
+    /// Length of the mapping in pages.
     pub pages: u64,
-    /// First page of the store.
+    /// Number of the mapping's first page in the page store.
     pub store_page: StorePage,
 }
 
@@ -27,16 +27,16 @@ pub struct FileMapping {
     pub file: (u32, u32, u64),
     /// Address of the first page in the process.
     pub hva: Hva,
-    /// Length in pages.
+    /// Length of the mapping in pages.
     pub pages: u64,
-    /// First page in the file.
+    /// Number of the mapping's first page in the file.
     pub file_page: u64,
     /// Whether the file has the name of a snapshot's RAM image.
     pub is_image: bool,
 }
 
 impl FileMapping {
-    /// Opens the mapped file for reading, even if it has no name any more. Needs
+    /// Opens the mapped file for reading, even if the file has no name any more. Needs
     /// `CAP_CHECKPOINT_RESTORE` (root).
     pub fn open(&self, pid: Pid) -> io::Result<File> {
         let (start, end) = (self.hva.0, self.hva.add_pages(self.pages).0);
@@ -47,15 +47,15 @@ impl FileMapping {
     }
 }
 
-/// Mappings of a process.
+/// The mappings of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mappings {
-    /// Private mappings of the store, in order of address. Shared read-only windows, used for
-    /// comparison, are not included.
+    /// Private mappings of the page store, sorted by address. Shared read-only mappings, which are
+    /// used for comparison, are not included.
     pub store: Vec<StoreMapping>,
-    /// Private mappings of other files, in order of address.
+    /// Private mappings of other files, sorted by address.
     pub others: Vec<FileMapping>,
-    /// Number of mappings of all kinds, which `vm.max_map_count` limits.
+    /// Number of mappings of all kinds, which the kernel setting `vm.max_map_count` limits.
     pub total: usize,
 }
 
@@ -65,15 +65,15 @@ pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
     Ok(parse(&text, store))
 }
 
-/// Returns every process but this one that maps any part of the store, in whatever way.
+/// Returns every other process that maps a part of the page store in any way.
 pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
     let found = processes_with(&[vec![identity_text(store)]])?;
     Ok(found.into_iter().flatten().collect())
 }
 
-/// Returns, for each group of texts, every process but this one that has a mapping whose line in
-/// `maps` contains one of them. Each process is read once; a process with thousands of mappings
-/// takes milliseconds.
+/// Returns, for each group of texts, every other process that has a mapping whose line in `maps`
+/// contains one of the texts. Each process is read once; a process with thousands of mappings takes
+/// milliseconds.
 pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
     let mut found = vec![Vec::new(); groups.len()];
     for entry in std::fs::read_dir("/proc")?.flatten() {
@@ -86,7 +86,7 @@ pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
         else {
             continue;
         };
-        // A process that ends while we look maps nothing any more.
+        // A process that ends meanwhile maps nothing any more.
         let Ok(maps) = std::fs::read_to_string(entry.path().join("maps")) else {
             continue;
         };
@@ -104,7 +104,7 @@ fn parse(text: &str, store: StoreIdentity) -> Mappings {
     let mut mappings = Mappings::default();
     for line in text.lines() {
         mappings.total += 1;
-        // Comparing texts first keeps thousands of lines cheap.
+        // Searching for the text first is fast, even with thousands of lines.
         if line.contains(&store) {
             mappings
                 .store
@@ -127,7 +127,7 @@ pub fn identity_text(file: StoreIdentity) -> String {
     format!(" {major:02x}:{minor:02x} {} ", file.ino)
 }
 
-/// Parses a line `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
+/// Parses a line such as `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
 fn private_mapping(line: &str) -> Option<FileMapping> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;

@@ -6,7 +6,7 @@ use rustix::time::{ClockId, clock_gettime};
 #[must_use]
 pub fn thread_cpu_ns() -> u64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
-    // Neither is ever negative: the clock counts from the thread's start.
+    // Seconds and nanoseconds are never negative, because the clock counts from the thread's start.
     u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000
         + u64::try_from(time.tv_nsec).unwrap_or(0)
 }

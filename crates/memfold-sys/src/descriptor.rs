@@ -10,7 +10,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-/// Writes all of `bytes`; `descriptor` comes with the first byte.
+/// Writes all of `bytes`, and sends `descriptor` together with the first byte.
 pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Result<()> {
     let fds = [descriptor.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -30,7 +30,7 @@ pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Res
 }
 
 /// Reads up to `buffer.len()` bytes, and the descriptor that came with them, if there is one. 0
-/// bytes mean that the peer has closed.
+/// bytes mean that the peer has closed the connection.
 pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -43,7 +43,7 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Opt
     let mut descriptor = None;
     for message in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = message {
-            // Descriptors beyond the last are closed here by their drop.
+            // If several descriptors came, all but the last are closed here.
             descriptor = fds.last().or(descriptor);
         }
     }

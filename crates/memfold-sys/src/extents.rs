@@ -5,7 +5,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// `_IOWR('f', 11, struct fiemap)`; the extents after the structure do not count in its size.
+/// Request number `_IOWR('f', 11, struct fiemap)`. The extents after the structure do not count in
+/// its size.
 const FS_IOC_FIEMAP: libc::c_ulong = 0xC020_660B;
 const _: () = assert!(size_of::<Header>() == 0x20);
 
@@ -16,15 +17,15 @@ pub const AT_ONCE: u32 = 256;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
-    /// First byte in the file.
+    /// Offset of the first byte in the file.
     pub logical: u64,
-    /// First byte on the device.
+    /// Offset of the first byte on the device.
     pub physical: u64,
-    /// Length in bytes.
+    /// Length of the extent in bytes.
     pub length: u64,
     /// Reserved by the kernel.
     pub reserved64: [u64; 2],
-    /// `FIEMAP_EXTENT_*` bits.
+    /// Flags of the extent (`FIEMAP_EXTENT_*`).
     pub flags: u32,
     /// Reserved by the kernel.
     pub reserved: [u32; 3],
@@ -32,12 +33,12 @@ pub struct Extent {
 const _: () = assert!(size_of::<Extent>() == 56);
 
 impl Extent {
-    /// Returns whether the device holds the file's bytes unchanged at this place. Unknown flags
+    /// Returns whether the device holds the file's bytes unchanged in this extent. Unknown flags
     /// count as no.
     #[must_use]
     pub const fn is_plain(&self) -> bool {
-        // FIEMAP_EXTENT_LAST, _MERGED, _SHARED. Others are for extents without a place, or whose
-        // bytes are packed, encrypted or unwritten.
+        // The flags FIEMAP_EXTENT_LAST, _MERGED and _SHARED. Other flags mark extents without a
+        // place, or whose bytes are packed, encrypted or unwritten.
         const HARMLESS: u32 = 0x1 | 0x1000 | 0x2000;
         self.flags & !HARMLESS == 0
     }
@@ -49,7 +50,7 @@ impl Extent {
     }
 }
 
-/// `struct fiemap` without its extents.
+/// The structure `struct fiemap` without its extents.
 #[repr(C)]
 struct Header {
     start: u64,
@@ -67,8 +68,8 @@ struct Request {
 }
 const _: () = assert!(std::mem::offset_of!(Request, extents) == 0x20);
 
-/// Returns the extents of a file that end after byte `start`, ascending, at most [`AT_ONCE`]. Dirty
-/// pages are not written back for this call; their extents may have no place yet.
+/// Returns the extents of a file that end after byte `start`, ascending, at most [`AT_ONCE`]. This
+/// call does not write back dirty pages; extents of such pages may have no place yet.
 ///
 /// # Errors
 ///

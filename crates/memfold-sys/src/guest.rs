@@ -12,7 +12,7 @@ use memfold_units::{Hva, PAGE_SIZE};
 /// Most bytes of a file handle (`MAX_HANDLE_SZ`).
 pub const MAX_HANDLE: usize = 128;
 
-/// `struct file_handle` with space for the largest handle.
+/// The structure `struct file_handle` with space for the largest handle.
 #[repr(C)]
 struct FileHandle {
     handle_bytes: u32,
@@ -26,7 +26,8 @@ const _: () = assert!(std::mem::offset_of!(FileHandle, f_handle) == 8);
 ///
 /// # Errors
 ///
-/// `ESTALE` if there is no such file, or if the file system does not know the type of the handle.
+/// `ESTALE` if there is no file with this handle, or if the file system does not know the type of
+/// the handle.
 pub fn open_by_handle(mount: impl AsFd, handle_type: i32, bytes: &[u8]) -> io::Result<OwnedFd> {
     let mut handle = FileHandle {
         handle_bytes: 0,
@@ -88,10 +89,11 @@ pub fn set_read_only(device: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Returns whether any process has this regular file open for writing, or mapped so: the kernel
-/// then refuses a read lease (`F_SETLEASE`, `fcntl(2)`). The lease ends at once, with `file`.
-/// `SIGIO` must be blocked, because the kernel sends it to this process if another one opens the
-/// file in that moment. Needs `CAP_LEASE` for other users' files, and `file` open for reading only.
+/// Returns whether any process has this regular file open for writing, or mapped for writing: the
+/// kernel then refuses a read lease (`F_SETLEASE`, `fcntl(2)`). The lease ends at once, when `file`
+/// is closed. `SIGIO` must be blocked, because the kernel sends it to this process if another
+/// process opens the file at that moment. Needs `CAP_LEASE` for other users' files, and a `file`
+/// that is open for reading only.
 pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
     // SAFETY: the argument of this request is a number.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) };
@@ -104,37 +106,37 @@ pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
     }
 }
 
-/// `struct cachestat`: page-cache pages of a file.
+/// The structure `struct cachestat`: numbers of a file's pages in the page cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStat {
-    /// Cached pages.
+    /// Number of cached pages.
     pub nr_cache: u64,
-    /// Dirty pages.
+    /// Number of dirty pages.
     pub nr_dirty: u64,
-    /// Pages being written back.
+    /// Number of pages that are being written back.
     pub nr_writeback: u64,
-    /// Evicted pages that the cache still remembers.
+    /// Number of evicted pages that the cache still remembers.
     pub nr_evicted: u64,
-    /// Pages evicted recently, which shows memory pressure if they are read again.
+    /// Number of pages that were evicted recently. If they are read again, memory is short.
     pub nr_recently_evicted: u64,
 }
 
-/// `struct cachestat_range`; a length of zero means to the end of the file.
+/// The structure `struct cachestat_range`. A length of zero means: to the end of the file.
 #[repr(C)]
 struct CacheStatRange {
     offset: u64,
     length: u64,
 }
 
-/// Returns how much of a file is cached (Linux >= 6.5, else `ENOSYS`). For a file that is read in
-/// place (DAX): nothing.
+/// Returns how much of a file is cached (Linux >= 6.5, else `ENOSYS`); for a file that is read in
+/// place (DAX), no pages.
 ///
-/// A DAX file is never passed to the kernel, which would take its DAX entries for those of evicted
-/// pages and dereference a null pointer (`filemap_cachestat`, seen in Linux 6.12.117).
+/// A DAX file is never passed to the kernel: `filemap_cachestat` would take its DAX entries for
+/// those of evicted pages and dereference a null pointer (seen in Linux 6.12.117).
 pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
-    /// The same number on every architecture (added after the tables were unified); libc doesn't
-    /// name it everywhere.
+    /// Number of the system call, the same on every architecture (it was added after the tables
+    /// were unified). The libc crate does not define it everywhere.
     const SYS_CACHESTAT: libc::c_long = 451;
     let facts = rustix::fs::statx(
         &file,
@@ -170,10 +172,10 @@ pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
     }
 }
 
-/// A mapping of a file for checking which pages are cached. Its bytes are never read, so truncation
-/// of the file does no harm.
+/// A mapping of a file for checking which of its pages are cached. The mapped bytes are never read,
+/// so truncation of the file does no harm.
 ///
-/// With `MADV_RANDOM`, a touch of a page starts no readahead and, since Linux 6.3, does not count
+/// With `MADV_RANDOM`, an access to a page starts no readahead and, since Linux 6.3, does not count
 /// as a use of the page.
 #[derive(Debug)]
 pub struct FileView {
@@ -232,7 +234,7 @@ impl FileView {
         }
     }
 
-    /// Sets bit 0 of one byte for each page, from page `first`, if the page is cached.
+    /// Sets bit 0 of one byte of `states` for each cached page, beginning with page `first`.
     pub fn resident(&self, first: u64, states: &mut [u8]) -> io::Result<()> {
         let (address, length) = self.place(first, states.len() as u64)?;
         // SAFETY: the kernel writes one byte a page of the range into `states`.
@@ -244,13 +246,13 @@ impl FileView {
     }
 
     /// Maps pages into the page tables, so that `/proc/self/pagemap` shows their frames
-    /// (`MADV_POPULATE_READ`, Linux >= 5.14). Pages that are not cached would be read from disk:
+    /// (`MADV_POPULATE_READ`, Linux >= 5.14). Pages that are not cached would be read from disk, so
     /// check [`Self::resident`] first.
     pub fn populate(&self, first: u64, count: u64) -> io::Result<()> {
         self.advise(first, count, libc::MADV_POPULATE_READ)
     }
 
-    /// Removes pages from the page tables, and from this process's resident set.
+    /// Removes pages from the page tables, and so from this process's resident set.
     pub fn release(&self, first: u64, count: u64) -> io::Result<()> {
         self.advise(first, count, libc::MADV_DONTNEED)
     }
@@ -292,9 +294,9 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
 }
 
 /// Returns the number of one signal that `descriptor` (of [`signal_descriptor`]) holds; `None` if
-/// there is none.
+/// it holds none.
 pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
-    /// `sizeof(struct signalfd_siginfo)`; its first field is the signal's number.
+    /// Size of `struct signalfd_siginfo`, whose first field is the signal's number.
     const SIZE: usize = 128;
     let mut info = [0_u8; SIZE];
     match rustix::io::read(descriptor, &mut info) {
@@ -309,16 +311,16 @@ pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
 
 /// Signals that the agent waits for.
 pub mod signal {
-    /// An event on a descriptor of [`signal_changes`](super::signal_changes).
+    /// Signal that announces an event on a descriptor of [`signal_changes`](super::signal_changes).
     pub const IO: i32 = libc::SIGIO;
-    /// Request to end.
+    /// Signal that asks the program to end.
     pub const TERM: i32 = libc::SIGTERM;
-    /// Interrupt from a terminal.
+    /// Signal of an interrupt from a terminal (Ctrl-C).
     pub const INT: i32 = libc::SIGINT;
 }
 
-/// Requests `SIGIO` when something happens on `file` (`F_SETOWN`, `O_ASYNC`). A virtio port sends
-/// it when its host side opens or closes, and when data arrives (`send_sigio_to_port` in
+/// Requests `SIGIO` for events on `file` (`F_SETOWN`, `O_ASYNC`). A virtio port sends this signal
+/// when its host side opens or closes, and when data arrives (`send_sigio_to_port` in
 /// `drivers/char/virtio_console.c`).
 pub fn signal_changes(file: impl AsFd) -> io::Result<()> {
     let fd = file.as_fd().as_raw_fd();
@@ -371,7 +373,7 @@ mod tests {
         view.release(0, 8).unwrap();
         assert_eq!(here(&map), 0);
         assert!(view.populate(60, 5).is_err());
-        // Since Linux 6.5.
+        // The call exists since Linux 6.5.
         match cachestat(&file) {
             Ok(stat) => assert_eq!(stat.nr_cache, 8),
             Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {

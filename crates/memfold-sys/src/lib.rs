@@ -1,13 +1,13 @@
-//! Kernel interfaces that no well-maintained safe library offers. The only crate with `unsafe`
-//! code.
+//! Kernel interfaces that no well-maintained safe library offers. Apart from the entry points of
+//! memfold-qemu, only this crate has `unsafe` code.
 //!
 //! | module | kernel interface |
 //! |---|---|
 //! | [`cpu`] | CPU time of threads, `clock_gettime(2)` |
 //! | [`memory`] | another process's memory, `process_vm_readv(2)` |
 //! | [`page_cache`] | how much of a file is cached, `cachestat(2)` |
-//! | [`pagemap`] | what backs each page, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
-//! | [`extents`] | where on a device a file lies, `FS_IOC_FIEMAP` |
+//! | [`pagemap`] | the memory behind each page of a process, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
+//! | [`extents`] | positions of a file's bytes on a device, `FS_IOC_FIEMAP` |
 //! | [`session`] | child processes that outlive their parent, `setsid(2)` |
 //! | [`guest`] | interfaces for the guest agent: file handles, residency of files, signals |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |

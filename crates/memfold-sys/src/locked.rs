@@ -1,4 +1,4 @@
-//! Locked memory that another process can read and write as a file without a name.
+//! Locked memory that another process can read and write through a file without a name.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -8,9 +8,9 @@ use rustix::io::Errno;
 
 use crate::region::Mapping;
 
-/// A memfd whose pages are all allocated and locked (`mlock(2)`). A process that has the file may
-/// write to it and punch holes, but not change its length. The pages become free when this value is
-/// dropped and no process has the file open.
+/// A memfd whose pages are all allocated and locked (`mlock(2)`). A process that has the file open
+/// may write to it and punch holes, but not change its length. The pages become free when this
+/// value is dropped and no process has the file open.
 #[derive(Debug)]
 pub struct LockedFile {
     file: OwnedFd,

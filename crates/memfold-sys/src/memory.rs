@@ -5,20 +5,21 @@ use std::io;
 use memfold_units::Hva;
 use rustix::process::Pid;
 
-/// Copies `buffer.len()` bytes at `from` in process `pid` into `buffer`. Returns the number of
-/// bytes copied, which is less if a later page is not mapped. Needs the right to trace the process
-/// (root).
+/// Copies `buffer.len()` bytes at address `from` of process `pid` into `buffer`. Returns the number
+/// of bytes copied, which is less if a later page is not mapped. Needs the right to trace the
+/// process (root).
 ///
-/// Swapped pages are read back in. Holes in anonymous memory read as zeroes and become backed by
-/// the zero page.
+/// Swapped pages are read back into memory. Holes in anonymous memory read as zeroes and are mapped
+/// to the zero page.
 pub fn read(pid: Pid, from: Hva, buffer: &mut [u8]) -> io::Result<usize> {
     let length = buffer.len();
     read_many(pid, &[(from, length)], buffer)
 }
 
 /// Copies ranges of a process's memory, each given by address and length in bytes, one after
-/// another into `buffer`, which must be long enough for all. Returns the number of bytes copied. It
-/// stops in the first range that cannot be read whole. At most 1,024 ranges (`IOV_MAX`).
+/// another into `buffer`, which must be long enough for all. Returns the number of bytes copied.
+/// The copy stops in the first range that cannot be read completely. At most 1,024 ranges
+/// (`IOV_MAX`).
 pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Result<usize> {
     let local = libc::iovec {
         iov_base: buffer.as_mut_ptr().cast(),
@@ -50,8 +51,8 @@ pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Re
 }
 
 /// Copies several ranges of a process's memory, each to a buffer of its own, with one system call.
-/// Returns the number of bytes copied. It stops in the first range that cannot be read whole. At
-/// most 1,024 ranges (`IOV_MAX`).
+/// Returns the number of bytes copied. The copy stops in the first range that cannot be read
+/// completely. At most 1,024 ranges (`IOV_MAX`).
 pub fn read_parts(pid: Pid, parts: &mut [(Hva, &mut [u8])]) -> io::Result<usize> {
     let mut local = Vec::with_capacity(parts.len());
     let mut remote = Vec::with_capacity(parts.len());
@@ -82,8 +83,8 @@ pub fn read_parts(pid: Pid, parts: &mut [(Hva, &mut [u8])]) -> io::Result<usize>
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
 }
 
-/// Writes `bytes` at `to` in process `pid`. Returns the number of bytes written, which is less if a
-/// later page is not mapped or not writable.
+/// Writes `bytes` at address `to` of process `pid`. Returns the number of bytes written, which is
+/// less if a later page is not mapped or not writable.
 pub fn write(pid: Pid, to: Hva, bytes: &[u8]) -> io::Result<usize> {
     let local = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
@@ -135,7 +136,7 @@ mod tests {
         let parts = &mut [(at(200), &mut first[..]), (at(7), &mut second[..])];
         let read = read_parts(rustix::process::getpid(), parts).unwrap();
         assert_eq!((read, first, second), (5, [200, 201, 202], [7, 8]));
-        // It ends before what is not mapped.
+        // Reading ends before the range that is not mapped.
         let parts = &mut [(at(9), &mut first[..]), (Hva(4096), &mut second[..])];
         let read = read_parts(rustix::process::getpid(), parts).unwrap();
         assert_eq!((read, first, second), (3, [9, 10, 11], [7, 8]));

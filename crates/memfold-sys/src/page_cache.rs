@@ -3,17 +3,19 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// `__NR_cachestat`, the same on all architectures (`include/uapi/asm-generic/unistd.h`).
+/// Number of the system call `cachestat`, the same on all architectures
+/// (`include/uapi/asm-generic/unistd.h`).
 const CACHESTAT: libc::c_long = 451;
 
-/// `struct cachestat_range` of `linux/mman.h`, in bytes; a length of 0: to the end of the file.
+/// The structure `struct cachestat_range` of `linux/mman.h`, in bytes. A length of 0 means: to the
+/// end of the file.
 #[repr(C)]
 struct Range {
     offset: u64,
     length: u64,
 }
 
-/// `struct cachestat` of `linux/mman.h`, in pages.
+/// The structure `struct cachestat` of `linux/mman.h`, in pages.
 #[repr(C)]
 #[derive(Default)]
 struct Counts {

@@ -1,5 +1,5 @@
-//! Finds what backs each page of a process: the `PAGEMAP_SCAN` ioctl (Linux >= 6.7) and plain
-//! `/proc/PID/pagemap`.
+//! Reads the state of each page of a process: by the `PAGEMAP_SCAN` ioctl (Linux >= 6.7) and from
+//! plain `/proc/PID/pagemap`.
 //!
 //! Sources: `Documentation/admin-guide/mm/pagemap.rst`, `include/uapi/linux/fs.h`.
 
@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use memfold_units::{Hva, PAGE_SIZE};
 use rustix::process::Pid;
 
-/// `struct pm_scan_arg`.
+/// The structure `struct pm_scan_arg`.
 #[repr(C)]
 #[derive(Default)]
 struct ScanArgument {
@@ -29,26 +29,27 @@ struct ScanArgument {
     return_mask: u64,
 }
 
-/// `_IOWR('f', 16, struct pm_scan_arg)`
+/// Request number `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
 const _: () = assert!(size_of::<ScanArgument>() == 0x60);
 
 /// Categories of pages, as bits (`PAGE_IS_*`).
 pub mod category {
-    /// In a range whose writes are tracked (`Userfaultfd::open_async`).
+    /// The page is in a range whose writes are tracked (`Userfaultfd::open_async`).
     pub const WRITES_TOLD: u64 = 1 << 0;
-    /// Not protected by a userfaultfd. With [`WRITES_TOLD`]: written to since it was protected.
+    /// The page is not protected by a userfaultfd. With [`WRITES_TOLD`]: the page was written to
+    /// since it was protected.
     pub const WRITTEN: u64 = 1 << 1;
-    /// In memory, and mapped from a file or shared memory. In a private file mapping: a page
-    /// without a private copy.
+    /// The page is in memory, and mapped from a file or shared memory. In a private file mapping:
+    /// the page has no private copy.
     pub const FILE: u64 = 1 << 2;
-    /// In memory.
+    /// The page is in memory.
     pub const PRESENT: u64 = 1 << 3;
-    /// Swapped out.
+    /// The page is in swap.
     pub const SWAPPED: u64 = 1 << 4;
-    /// The kernel's shared page of zeroes.
+    /// The page is the kernel's shared page of zeroes.
     pub const ZERO: u64 = 1 << 5;
-    /// Mapped by a huge page.
+    /// A huge page maps the page.
     pub const HUGE: u64 = 1 << 6;
 }
 
@@ -56,38 +57,38 @@ pub mod category {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Region {
-    /// First byte.
+    /// Address of the first byte.
     pub start: Hva,
-    /// Byte after the last.
+    /// Address after the last byte.
     pub end: Hva,
-    /// [`category`] bits, among those that the scan returns.
+    /// Categories of the pages, as [`category`] bits, among those that the scan returns.
     pub categories: u64,
 }
 const _: () = assert!(size_of::<Region>() == 24);
 
 impl Filter {
-    /// Pages that a userfaultfd protects: in memory, in swap, or only marked.
+    /// Condition for pages that a userfaultfd protects: in memory, in swap, or only marked.
     pub const PROTECTED: Self = Self {
         all_of: 0,
         any_of: category::PRESENT | category::SWAPPED,
         none_of: category::WRITTEN,
     };
 
-    /// Pages in memory or in swap.
+    /// Condition for pages in memory or in swap.
     pub const THERE: Self = Self {
         all_of: 0,
         any_of: category::PRESENT | category::SWAPPED,
         none_of: 0,
     };
 
-    /// Pages in memory, without the kernel's page of zeroes; `Rss` counts these.
+    /// Condition for pages in memory except the kernel's page of zeroes; `Rss` counts these.
     pub const RESIDENT: Self = Self {
         all_of: category::PRESENT,
         any_of: 0,
         none_of: category::ZERO,
     };
 
-    /// Private pages of a process: in memory, and not of a file.
+    /// Condition for private pages of a process: in memory, and not of a file.
     pub const COPIES: Self = Self {
         all_of: category::PRESENT,
         any_of: 0,
@@ -96,13 +97,13 @@ impl Filter {
 }
 
 impl Region {
-    /// Length in pages.
+    /// Returns the length in pages.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         (self.end.0 - self.start.0) / PAGE_SIZE
     }
 
-    /// Returns whether every bit of `mask` is set.
+    /// Returns whether every bit of `mask` is set in the region's categories.
     #[must_use]
     pub const fn is(&self, mask: u64) -> bool {
         self.categories & mask == mask
@@ -112,11 +113,11 @@ impl Region {
 /// Condition for the pages that a scan returns.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Filter {
-    /// Categories that must be set.
+    /// Categories all of which a page must have.
     pub all_of: u64,
-    /// Categories of which at least one must be set; 0 for no such condition.
+    /// Categories of which a page must have at least one; 0: no such condition.
     pub any_of: u64,
-    /// Categories that must not be set.
+    /// Categories that a page must not have.
     pub none_of: u64,
 }
 
@@ -130,7 +131,7 @@ impl Pagemap {
         File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).map(Self)
     }
 
-    /// Returns all regions in `[start, end)` that pass `filter`, in order of address, with the
+    /// Returns all regions in `[start, end)` that pass `filter`, sorted by address, with the
     /// categories `FILE`, `PRESENT`, `SWAPPED`, `ZERO` and `HUGE`.
     pub fn scan(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<Vec<Region>> {
         let mut found = Vec::new();
@@ -144,7 +145,7 @@ impl Pagemap {
         Ok(found)
     }
 
-    /// Returns whether all of `[start, end)` passes `filter`. Allocates nothing.
+    /// Returns whether all pages of `[start, end)` pass `filter`. Allocates no memory.
     pub fn all_pass(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<bool> {
         let mut next = start;
         while next < end {
@@ -158,8 +159,8 @@ impl Pagemap {
         Ok(true)
     }
 
-    /// Fills `found` from `start`. Returns the number of regions, and the address at which the scan
-    /// ended.
+    /// Fills `found` with regions, beginning at `start`. Returns the number of regions, and the
+    /// address at which the scan ended.
     fn scan_into(
         &self,
         start: Hva,

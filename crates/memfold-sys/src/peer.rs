@@ -12,8 +12,8 @@ const MOST_GROUPS: usize = 65_536;
 const MOST_BYTES: usize = 1 << 20;
 
 /// Returns the supplementary groups that the peer of a Unix stream socket had when it connected
-/// (`SO_PEERGROUPS`, Linux >= 4.13). Unlike the groups in `/proc/PID/status`, they cannot belong to
-/// a later process with the same number.
+/// (`SO_PEERGROUPS`, Linux >= 4.13). Unlike the groups in `/proc/PID/status`, these groups cannot
+/// belong to a later process with the same number.
 pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
     let fd = socket.as_fd().as_raw_fd();
     let mut groups = vec![0u32; 64];
@@ -35,7 +35,7 @@ pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
             return Ok(groups);
         }
         let error = io::Error::last_os_error();
-        // ERANGE: `bytes` now says how many it would take.
+        // After ERANGE, `bytes` holds the needed size.
         if error.raw_os_error() != Some(libc::ERANGE)
             || wanted <= groups.len()
             || wanted > MOST_GROUPS
@@ -119,15 +119,15 @@ pub fn user_name(uid: u32) -> io::Result<Option<String>> {
     })
 }
 
-/// Repeats `ask` with a larger buffer until the answer fits. `ask` returns an error number, 0 for
-/// none, and the entry found.
+/// Repeats `ask` with a larger buffer until the answer fits. `ask` returns an error number (0 for
+/// none) and the entry found.
 fn look_up<T>(mut ask: impl FnMut(&mut [u8]) -> (i32, Option<T>)) -> io::Result<Option<T>> {
     let mut buffer = vec![0u8; 4096];
     loop {
         match ask(&mut buffer) {
             (0, found) => return Ok(found),
             (libc::ERANGE, _) if buffer.len() < MOST_BYTES => buffer.resize(buffer.len() * 4, 0),
-            // Some sources say that there is none in these words (getgrnam_r(3)).
+            // Some databases report a missing entry by these errors (getgrnam_r(3)).
             (libc::ENOENT | libc::ESRCH, _) => return Ok(None),
             (error, _) => return Err(io::Error::from_raw_os_error(error)),
         }

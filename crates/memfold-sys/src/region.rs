@@ -1,10 +1,9 @@
-//! Ranges of this process's address space whose *mappings* are exchanged: `mmap`, `mremap`,
-//! `madvise`.
+//! Replaces the *mappings* in ranges of this process's address space: `mmap`, `mremap`, `madvise`.
 //!
 //! An [`Area`] is a promise, made once in `unsafe`: no Rust reference points into the range, and
-//! its owner agrees that mappings and pages in it are replaced. Its methods need no further
-//! promise. System calls do not go through the C library's `madvise`, because `memfold-qemu`
-//! interposes that function.
+//! the owner of the memory agrees that mappings and pages in it are replaced. The methods of `Area`
+//! need no further promise. System calls do not go through the C library's `madvise`, because
+//! `memfold-qemu` interposes that function.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr;
@@ -26,12 +25,12 @@ pub struct Area {
 }
 
 impl Area {
-    /// Creates the range of `pages` pages at `start`; `None` if it is empty, not page-aligned or
-    /// not in the user's address space.
+    /// Creates the range of `pages` pages at `start`; `None` if the range is empty, not
+    /// page-aligned or not in the user's address space.
     ///
     /// # Safety
-    /// While this area or a part of it is used, no Rust reference points into the range, and
-    /// whoever owns the memory agrees that its pages and mappings are exchanged.
+    /// While this area or a part of it is used, no Rust reference points into the range, and the
+    /// owner of the memory agrees that its pages and mappings are replaced.
     #[must_use]
     pub const unsafe fn new(start: Hva, pages: u64) -> Option<Self> {
         let Some(bytes) = pages.checked_mul(PAGE_SIZE) else {
@@ -49,7 +48,7 @@ impl Area {
         })
     }
 
-    /// Returns the first address.
+    /// Returns the first address of the area.
     #[must_use]
     pub const fn start(self) -> Hva {
         Hva(self.start)
@@ -61,13 +60,13 @@ impl Area {
         Hva(self.start + self.bytes())
     }
 
-    /// Returns the length in pages.
+    /// Returns the length of the area in pages.
     #[must_use]
     pub const fn pages(self) -> u64 {
         self.pages
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the area in bytes.
     #[must_use]
     pub const fn bytes(self) -> u64 {
         self.pages * PAGE_SIZE
@@ -79,8 +78,8 @@ impl Area {
         self.pages == 0
     }
 
-    /// Returns `pages` pages from page `first`, cut at the end of this area. Never fails: it is
-    /// used where a panic would leave a guest without its memory.
+    /// Returns the part of `pages` pages from page `first` on, cut at the end of this area. Never
+    /// fails, because a panic here could leave a guest without its memory.
     #[must_use]
     pub fn part(self, first: u64, pages: u64) -> Self {
         let first = first.min(self.pages);
@@ -90,7 +89,7 @@ impl Area {
         }
     }
 
-    /// Returns the part after the first `pages` pages.
+    /// Returns the part of the area after the first `pages` pages.
     #[must_use]
     pub fn after(self, pages: u64) -> Self {
         self.part(pages, self.pages)
@@ -154,12 +153,12 @@ impl Area {
         unsafe { rustix::mm::madvise(self.pointer(), self.length(), advice) }
     }
 
-    /// Returns the number of whole pages from the start that equal those of `other`. The result is
-    /// reliable only if neither area changes meanwhile.
+    /// Returns the number of equal pages from the start of both areas. The result is reliable only
+    /// if neither area changes meanwhile.
     #[must_use]
     pub fn equal_pages(self, other: Self) -> u64 {
         let pages = self.pages.min(other.pages);
-        // One call over all first: that is the common case and the fastest.
+        // All pages are compared by one call first, which is the most common case and the fastest.
         if equal(self.part(0, pages), other.part(0, pages)) {
             return pages;
         }
@@ -169,7 +168,7 @@ impl Area {
     }
 
     /// Returns the number of pages from the start that hold only zeroes. If other threads write to
-    /// the memory, it is only a guess.
+    /// the memory, the result is only a guess.
     #[must_use]
     pub fn zero_pages(self) -> u64 {
         (0..self.pages)
@@ -177,7 +176,8 @@ impl Area {
             .unwrap_or(self.pages)
     }
 
-    /// Returns whether the first page holds only zeroes. Checks its first word before the rest.
+    /// Returns whether the first page holds only zeroes. Checks the page's first word before the
+    /// rest.
     #[must_use]
     pub fn is_zero(self) -> bool {
         if self.is_empty() {
@@ -192,7 +192,7 @@ impl Area {
             && unsafe { libc::memcmp(self.pointer(), ZERO_PAGE.as_ptr().cast(), PAGE_BYTES) == 0 }
     }
 
-    /// Copies the pages that are not all zeroes to the same places in `target`.
+    /// Copies the pages that do not hold only zeroes to the same places in `target`.
     pub fn copy_nonzero(self, target: Self) {
         for page in 0..self.pages.min(target.pages) {
             let from = self.part(page, 1);
@@ -210,8 +210,8 @@ impl Area {
         }
     }
 
-    /// Writes the area's bytes to `file` from byte `offset`. They are of one moment only if no
-    /// thread writes to the area meanwhile.
+    /// Writes the area's bytes to `file` from byte `offset` on. The bytes are of one moment only if
+    /// no thread writes to the area meanwhile.
     pub fn save(self, file: impl AsFd, offset: u64) -> Result<(), Errno> {
         let mut done = 0;
         while done < self.length() {
@@ -238,7 +238,7 @@ impl Area {
         Ok(())
     }
 
-    /// Copies `words` into the area from its start, for tests and measurements on memory of their
+    /// Copies `words` to the start of the area, for tests and measurements that use memory of their
     /// own.
     pub fn write(self, words: &[u64]) {
         let count = words.len().min(self.length() / 8);
@@ -252,7 +252,8 @@ fn equal(a: Area, b: Area) -> bool {
     unsafe { libc::memcmp(a.pointer(), b.pointer(), a.length()) == 0 }
 }
 
-/// Calls `madvise(2)` with C's arguments, for the interposed function: any address, any advice.
+/// Calls `madvise(2)` with any address and any advice, for the function by which memfold-qemu
+/// replaces C's `madvise`.
 ///
 /// # Safety
 /// As for `madvise(2)`: the caller owns the range.
@@ -266,7 +267,7 @@ pub unsafe fn madvise(address: usize, length: usize, advice: i32) -> Result<(), 
     }
 }
 
-/// A mapping at an address that the kernel chose, unmapped on drop.
+/// A mapping at an address that the kernel chose. Dropping it unmaps it.
 #[derive(Debug)]
 pub struct Mapping {
     whole: Area,
@@ -274,8 +275,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Maps anonymous private memory, aligned to a huge page if it is at least that long;
-    /// `noreserve`: with `MAP_NORESERVE`.
+    /// Maps anonymous private memory, aligned to a huge page if it is at least that long.
+    /// `noreserve`: use `MAP_NORESERVE`.
     pub fn anonymous(pages: u64, noreserve: bool) -> Result<Self, Errno> {
         let slack = if pages >= HUGE_PAGE_PAGES {
             HUGE_PAGE_PAGES
@@ -310,7 +311,7 @@ impl Mapping {
     }
 
     /// Maps a read-only shared view of the first `pages` pages of `file`. The file may be shorter;
-    /// pages beyond its end must not be touched.
+    /// pages beyond its end must not be accessed.
     pub fn window(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
         let start = unsafe {
@@ -327,8 +328,8 @@ impl Mapping {
         Ok(Self { whole: area, area })
     }
 
-    /// Maps a shared, writable view of the first `pages` pages of `file`, all of which are
-    /// allocated now.
+    /// Maps a shared, writable view of the first `pages` pages of `file`, and allocates all of
+    /// these pages.
     pub(crate) fn shared(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
         let start = unsafe {
@@ -351,8 +352,8 @@ impl Mapping {
         self.area
     }
 
-    /// Moves the first pages, as many as `target` has, over `target`, and replaces the mapping
-    /// there in one step (`mremap(2)`).
+    /// Moves the first pages of the mapping, as many as `target` has, over `target`. This replaces
+    /// the mapping there in one step (`mremap(2)`).
     pub fn move_over(self, target: Area) -> Result<(), Errno> {
         let from = self.area.part(0, target.pages);
         // SAFETY: the mapping is ours and is given up here; the maker of `target` agreed to its

@@ -4,8 +4,8 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Makes the child the leader of its own session (`setsid(2)`), so that no terminal's hang-up or
-/// Ctrl-C reaches it.
+/// Makes the child the leader of a session of its own (`setsid(2)`), so that neither a terminal's
+/// hang-up nor Ctrl-C reaches it.
 pub fn detach(command: &mut Command) -> &mut Command {
     // SAFETY: between fork and exec only setsid(2) is called, which is async-signal-safe and takes
     // no lock.
@@ -18,14 +18,14 @@ pub fn detach(command: &mut Command) -> &mut Command {
 }
 
 /// Passes a descriptor to the child under the same number, and to no other process that is started
-/// meanwhile. Returns the number.
+/// meanwhile. Returns this number.
 pub fn pass(command: &mut Command, descriptor: OwnedFd) -> RawFd {
     let number = descriptor.as_raw_fd();
     // SAFETY: between fork and exec only fcntl(2) is called, which is async-signal-safe and takes
     // no lock.
     unsafe {
         command.pre_exec(move || {
-            // Not to be closed at exec (FD_CLOEXEC), in the child alone.
+            // The flag FD_CLOEXEC is cleared in the child only.
             rustix::io::fcntl_setfd(&descriptor, rustix::io::FdFlags::empty())?;
             Ok(())
         });
@@ -46,7 +46,7 @@ mod tests {
         assert!(command.args(["-c", &there]).status().unwrap().success());
         let mut other = Command::new("sh");
         assert!(!other.args(["-c", &there]).status().unwrap().success());
-        // With the command goes our own copy.
+        // Dropping the command closes this process's own copy.
         drop(command);
         assert_eq!(std::io::Read::read(&mut &ours, &mut [0]).unwrap(), 0);
     }

@@ -1,4 +1,4 @@
-//! Shares 32-bit words of a file that several processes map and change at the same time.
+//! Shares 32-bit words of a file among several processes that change them at the same time.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU32;
@@ -21,8 +21,8 @@ impl SharedWords {
     ///
     /// # Errors
     ///
-    /// `EINVAL` if the file is shorter, or is no memfd sealed against shrinking. (Access beyond the
-    /// end of a file kills the process.)
+    /// `EINVAL` if the file is shorter than that, or is no memfd sealed against shrinking. (Access
+    /// beyond the end of a file kills the process.)
     pub fn map(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         let length = u64::try_from(rustix::fs::fstat(&file)?.st_size).map_err(|_| Errno::INVAL)?;
         let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
@@ -35,7 +35,7 @@ impl SharedWords {
         })
     }
 
-    /// Returns word `index`; `None` beyond the last.
+    /// Returns word `index`; `None` if the file has fewer words.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<&AtomicU32> {
         if index >= self.words {

@@ -2,9 +2,9 @@
 
 use std::mem::MaybeUninit;
 
-/// Runs `body` with every signal blocked in this thread, and puts the old mask back. A thread that
-/// `body` starts keeps every signal blocked for life, so that no handler of the host program ever
-/// runs on it.
+/// Runs `body` with every signal blocked in this thread, and then restores the old signal mask. In
+/// a thread that `body` starts, every signal stays blocked, so that no handler of the host program
+/// ever runs on it.
 pub fn with_all_blocked<T>(body: impl FnOnce() -> T) -> T {
     struct Restore(libc::sigset_t);
     impl Drop for Restore {

@@ -35,7 +35,7 @@ struct Register {
     ioctls: u64,
 }
 
-/// `struct uffdio_copy` and `struct uffdio_move` have the same layout.
+/// The structures `struct uffdio_copy` and `struct uffdio_move`, which have the same layout.
 #[repr(C)]
 struct Transfer {
     dst: u64,
@@ -45,7 +45,7 @@ struct Transfer {
     done: i64,
 }
 
-/// `struct uffd_msg`, as it is for `UFFD_EVENT_PAGEFAULT`.
+/// The structure `struct uffd_msg` of an event `UFFD_EVENT_PAGEFAULT`.
 #[repr(C)]
 #[derive(Default)]
 struct Message {
@@ -77,7 +77,7 @@ const UFFDIO_WAKE: libc::c_ulong = request(READ, 0x02, size_of::<Range>());
 const UFFDIO_COPY: libc::c_ulong = request(READ_WRITE, 0x03, size_of::<Transfer>());
 const UFFDIO_MOVE: libc::c_ulong = request(READ_WRITE, 0x05, size_of::<Transfer>());
 const UFFDIO_WRITEPROTECT: libc::c_ulong = request(READ_WRITE, 0x06, size_of::<WriteProtect>());
-/// `_IO(0xAA, 0x00)` on `/dev/userfaultfd`.
+/// Request number `_IO(0xAA, 0x00)` on `/dev/userfaultfd`.
 const USERFAULTFD_IOC_NEW: libc::c_ulong = request(0, 0, 0);
 
 const _: () = assert!(UFFDIO_API == 0xC018_AA3F);
@@ -97,7 +97,7 @@ const FEATURE_MOVE: u64 = 1 << 16;
 const FEATURES_WP: u64 =
     FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED;
 
-/// Kind of faults that a range reports.
+/// Kind of page faults that a range reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Faults on missing pages (`UFFDIO_REGISTER_MODE_MISSING`).
@@ -123,19 +123,19 @@ impl Userfaultfd {
     ///
     /// # Errors
     ///
-    /// The error of the system call, if all three fail.
+    /// The error of the system call, if all three ways fail.
     pub fn open(device: Option<RawFd>) -> io::Result<Self> {
-        // The kernel refuses the handshake as a whole when it lacks one feature, and then allows
-        // another try.
+        // If the kernel lacks one feature, it refuses the whole handshake, and then permits another
+        // attempt.
         Self::open_with(
             device,
             &[FEATURES_WP | FEATURE_MOVE, FEATURE_MOVE, FEATURES_WP, 0],
         )
     }
 
-    /// Opens a userfaultfd for write tracking. Its write protection stops no thread: the kernel
+    /// Opens a userfaultfd for tracking writes. Its write protection stops no thread: the kernel
     /// lifts the protection of a page that is written to, and `PAGEMAP_SCAN` shows these pages
-    /// (Linux >= 6.7). Everything else is as in [`Self::open`].
+    /// (Linux >= 6.7). In all other respects, this is [`Self::open`].
     pub fn open_async(device: Option<RawFd>) -> io::Result<Self> {
         Self::open_with(device, &[FEATURES_WP | FEATURE_WP_ASYNC])
     }
@@ -150,8 +150,8 @@ impl Userfaultfd {
         let passed_in = device.and_then(|raw| from_device(raw).ok());
         let fd = match passed_in {
             Some(fd) => fd,
-            // No UFFD_USER_MODE_ONLY: that would leave faults from KVM and system calls to fail.
-            // SAFETY: the system call takes flags alone.
+            // Without UFFD_USER_MODE_ONLY, because with it faults from KVM and system calls would
+            // fail. SAFETY: the system call only takes flags.
             None => match descriptor(unsafe {
                 libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK)
             }) {
@@ -200,7 +200,7 @@ impl Userfaultfd {
 
     /// Returns whether write protection works and is reliable in memory that is not
     /// `MADV_MERGEABLE`. KSM replaces a protected page by an unprotected one (`replace_page` in
-    /// `mm/ksm.c`); in some processes it may do so in all memory.
+    /// `mm/ksm.c`); in some processes, KSM may do so in all memory.
     #[must_use]
     pub const fn protection_lasts(&self) -> bool {
         self.can_write_protect() && !self.merged
@@ -210,8 +210,8 @@ impl Userfaultfd {
     ///
     /// # Errors
     ///
-    /// `EBUSY` if another userfaultfd is registered there, `EINVAL` if faults of a mapping cannot
-    /// be caught (a file other than shmem), `ENOMEM` if there are too many mappings
+    /// `EBUSY` if another userfaultfd is registered in the area, `EINVAL` if faults of a mapping
+    /// cannot be caught (a file other than shmem), `ENOMEM` if there are too many mappings
     /// (`vm.max_map_count`).
     pub fn register(&self, area: Area, mode: Mode) -> Result<(), Errno> {
         let mut register = Register {
@@ -231,8 +231,8 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_UNREGISTER, &mut range(area))
     }
 
-    /// Wakes the threads that wait for a page of `area`, so that they fault again. Works on any
-    /// range, registered or not.
+    /// Wakes the threads that wait for a page of `area`, so that they access the page again. Works
+    /// on any range, registered or not.
     pub fn wake(&self, area: Area) -> Result<(), Errno> {
         ioctl(self.fd.as_fd(), UFFDIO_WAKE, &mut range(area))
     }
@@ -241,14 +241,14 @@ impl Userfaultfd {
     /// registered here. Pages leave and arrive atomically; swapped pages move as such. No thread is
     /// woken.
     ///
-    /// Returns the number of pages moved, from the start, and why the move stopped early: `ENOENT`
-    /// a hole; `EBUSY` a page that is pinned (DMA), shared after `fork(2)` or merged by KSM;
-    /// `EAGAIN` try again (also after *any* stop after the first page: the next call then gives the
-    /// reason); `EINVAL` a range that is not one anonymous mapping. In Linux 6.18 the number may be
+    /// Returns the number of pages moved, from the start, and why the move stopped early: `ENOENT`:
+    /// a hole. `EBUSY`: a page is pinned (DMA), shared after `fork(2)` or merged by KSM. `EAGAIN`:
+    /// try again (also after *any* stop after the first page; the next call then returns the
+    /// reason). `EINVAL`: the range is not one anonymous mapping. In Linux 6.18 the number may be
     /// too small: pages that the next call finds at their target (`EEXIST`) may have been moved by
     /// this one.
     pub fn move_pages(&self, from: Area, to: Area) -> (u64, Option<Errno>) {
-        /// `UFFDIO_MOVE_MODE_DONTWAKE`
+        /// Flag `UFFDIO_MOVE_MODE_DONTWAKE`.
         const DONTWAKE: u64 = 1;
         let pages = from.pages().min(to.pages());
         let mut argument = Transfer {
@@ -289,8 +289,8 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut argument)
     }
 
-    /// Returns the page of the next unread fault, for which a thread waits; `None` if there is
-    /// none.
+    /// Returns the address of the page of the next unread fault, for which a thread waits; `None`
+    /// if there is none.
     pub fn next_fault(&self) -> Result<Option<Hva>, Errno> {
         let mut message = Message::default();
         // SAFETY: the kernel writes at most the message's own size to it.
@@ -328,8 +328,8 @@ impl AsFd for Userfaultfd {
     }
 }
 
-/// Returns whether KSM may merge all memory of this process. Kernels without this setting (before
-/// 6.4) never do.
+/// Returns whether KSM may merge all memory of this process. Kernels before 6.4 lack this setting
+/// and never do.
 fn is_merged() -> bool {
     // SAFETY: takes no pointer.
     unsafe { libc::prctl(libc::PR_GET_MEMORY_MERGE, 0, 0, 0, 0) == 1 }

@@ -4,14 +4,13 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Makes the kernel start writing the dirty pages in these bytes of a file to its disk
-/// (`sync_file_range(2)`, `SYNC_FILE_RANGE_WRITE`). It does not wait for the writes to end, but may
-/// wait for space in the disk's queue. Failed writes are not reported here, but by a later
-/// `fsync(2)`.
+/// Makes the kernel start writing dirty pages of a file to its disk, in the range `bytes`
+/// (`sync_file_range(2)`, `SYNC_FILE_RANGE_WRITE`). This function does not wait for the writes to
+/// end, but may wait for space in the disk's queue. A later `fsync(2)` reports failed writes.
 pub fn begin(file: impl AsFd, bytes: Range<u64>) -> io::Result<()> {
     let offset = libc::off64_t::try_from(bytes.start).map_err(io::Error::other)?;
     let length = bytes.end.saturating_sub(bytes.start);
-    // A length of 0 would mean all that follows.
+    // For the kernel, a length of 0 would mean the whole rest of the file.
     if length == 0 {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Accepting of connections: on the Unix socket, and on TCP with or without TLS.
+//! Accepts connections on the Unix socket, and on TCP with or without TLS.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -28,25 +28,26 @@ use super::peer::{Groups, Peer};
 use super::state::Access;
 use super::unread::Unread;
 
-/// Largest number of TCP connections. Further ones are closed at once.
+/// Largest number of TCP connections; further connections are closed at once.
 const TCP_CONNECTIONS: usize = 256;
 
 /// Largest number of TCP connections from one address (IPv6: from one /64 network), so that one
 /// host cannot use up the connections of the others.
 const OF_ONE_ADDRESS: usize = 64;
 
-/// Largest number of Unix connections of users who may operate. Further ones are closed at once.
+/// Largest number of Unix connections of users who may operate; further connections are closed at
+/// once.
 const OPERATORS: usize = 1024;
 
-/// Largest number of Unix connections of users who may only read. They have a limit of their own,
-/// so that they cannot use up the operators' connections.
+/// Largest number of Unix connections of users who may only read. Readers have a limit of their
+/// own, so that they cannot use up the operators' connections.
 const READERS: usize = 128;
 
-/// Largest number of Unix connections of users without access. They are accepted only to be told
-/// so.
+/// Largest number of Unix connections of users without access. Such connections are accepted only
+/// to refuse each request with a reason.
 const STRANGERS: usize = 16;
 
-/// Time limit for a request's head, and for the TLS handshake.
+/// Time limit for receiving a request's head, and for the TLS handshake.
 const HEAD_TIME: Duration = Duration::from_secs(10);
 
 /// Largest size of a request's head, and of the read buffer, in bytes.
@@ -86,7 +87,7 @@ pub(crate) async fn accept_unix(
                 });
             }
             // The kernel does not name the peer, so the connection is closed.
-            Err(error) => debug!(%error, "peer without a name"),
+            Err(error) => debug!(%error, "the kernel does not name the connection's peer"),
         }
     }
 }
@@ -115,7 +116,8 @@ pub(crate) async fn accept_tcp(
             access.refused.add(Why::Other);
             continue;
         };
-        // Also ends a connection whose receive window stays closed (`TCP_USER_TIMEOUT`, tcp(7)).
+        // This timeout also ends a connection whose receive window stays closed
+        // (`TCP_USER_TIMEOUT`, tcp(7)).
         let unread = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
         if rustix::net::sockopt::set_tcp_user_timeout(&stream, unread).is_err() {
             continue;
@@ -147,10 +149,10 @@ pub(crate) async fn accept_tcp(
     }
 }
 
-/// Number of TCP connections by origin (address or /64 network).
+/// Number of TCP connections by the peer's address (IPv6: by /64 network).
 type Places = Mutex<HashMap<IpAddr, usize>>;
 
-/// One TCP connection in the count, until it is dropped.
+/// One TCP connection, which is counted until this value is dropped.
 struct Place {
     all: Arc<Places>,
     of: IpAddr,
@@ -188,7 +190,8 @@ impl Drop for Place {
     }
 }
 
-/// Pauses after a failed `accept`. Without file descriptors, an immediate retry would only use CPU.
+/// Pauses after a failed `accept`. If file descriptors are lacking, an immediate retry would only
+/// use CPU.
 async fn pause_after(error: &io::Error) {
     warn!(%error, "cannot accept a connection; retrying in 0.2 s");
     tokio::time::sleep(Duration::from_millis(200)).await;

@@ -1,9 +1,9 @@
-//! The audit log: changes and refusals, with user, time and result.
+//! The audit log records changes and refusals, with user, time and result.
 //!
 //! The log consists of JSON lines in `audit.jsonl`, readable by root only. At [`FILE_LIMIT`] bytes
-//! the file is renamed to `audit.old.jsonl`, which replaces the older one. Requests that only read
-//! are not logged. Scripts and QEMU's arguments are not logged either, because they may contain
-//! secrets.
+//! the file is renamed to `audit.old.jsonl`, which replaces the previous file of this name.
+//! Requests that only read are not logged. Scripts and QEMU's arguments are not logged either,
+//! because they may contain secrets.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
@@ -23,17 +23,17 @@ use utoipa::ToSchema;
 
 use crate::answer::Told;
 
-/// Largest size of a log file in bytes. There are two files.
+/// Largest size of each of the two log files, in bytes.
 const FILE_LIMIT: u64 = 2 << 20;
-/// Longest path that is logged, in characters.
+/// Longest path of a request that is logged, in characters.
 const PATH_LIMIT: usize = 200;
-/// Longest text of a detail, in bytes.
+/// Longest text of a logged detail, in bytes.
 const TEXT_LIMIT: usize = 100;
-/// Number of refusals that are logged in a minute. Further ones are only counted.
+/// Largest number of refusals that are logged in a minute; further refusals are only counted.
 const REFUSALS_A_MINUTE: u32 = 60;
 
-/// Fields of a request's body and query that are logged if they are numbers, truth values or short
-/// texts.
+/// Names of the fields of a request's body and query that are logged if their values are numbers,
+/// truth values or short texts.
 const DETAILS: &[&str] = &[
     "advisor",
     "announce",
@@ -85,7 +85,7 @@ const DETAILS: &[&str] = &[
     "writer",
 ];
 
-/// The session that a login has begun, attached to the response: its label and its role.
+/// Label and role of the session that a login has begun, attached to the response.
 #[derive(Clone, Debug)]
 pub(crate) struct NewSession(pub String, pub Role);
 
@@ -94,12 +94,12 @@ pub(crate) struct NewSession(pub String, pub Role);
 pub(super) struct Change<'a> {
     pub method: &'a Method,
     pub path: &'a str,
-    /// The query string, as received.
+    /// Query string of the request, as received.
     pub query: &'a str,
     pub body: &'a [u8],
 }
 
-/// An entry of the audit log: a change, or a refusal.
+/// An entry of the audit log: a request that may change something, or a refused request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AuditEntry {
     /// End of the request, in seconds since 1970.
@@ -108,7 +108,7 @@ pub struct AuditEntry {
     pub who: String,
     /// Role of the client; null for a login or a refusal.
     pub role: Option<Role>,
-    /// HTTP method.
+    /// HTTP method of the request.
     pub method: String,
     /// Path of the request.
     pub path: String,
@@ -116,14 +116,14 @@ pub struct AuditEntry {
     #[serde(default)]
     #[schema(value_type = Object)]
     pub details: BTreeMap<String, Value>,
-    /// HTTP status of the response; 200 means success.
+    /// HTTP status of the response; 200 stands for success.
     pub status: u16,
-    /// The error, if the request failed.
+    /// The error message, if the request failed.
     #[serde(default)]
     pub error: Option<String>,
     /// Duration of the request in milliseconds.
     pub took_ms: u64,
-    /// Number of earlier refusals that were not logged because there were too many.
+    /// Number of refusals before this one that were not logged, because there were too many.
     #[serde(default)]
     pub not_noted: u64,
 }
@@ -138,7 +138,7 @@ struct Refusals {
 #[derive(Debug)]
 pub(crate) struct Audit {
     directory: PathBuf,
-    /// Held while a line is written.
+    /// Held while a line is written to the log.
     writing: Mutex<()>,
     refusals: Mutex<Refusals>,
 }
@@ -164,7 +164,7 @@ impl Audit {
         self.directory.join("audit.old.jsonl")
     }
 
-    /// Logs a change, whether it succeeded or failed.
+    /// Logs a request that may change something, whether it succeeded or failed.
     pub(super) fn changed(
         &self,
         (who, role): (&str, Option<Role>),
@@ -172,7 +172,8 @@ impl Audit {
         response: &Response,
         took: Duration,
     ) {
-        // A client that may not operate could fill the log and so remove entries of operators.
+        // Requests of a client that may not operate count like refusals, whose number is limited:
+        // such a client could fill the log and push out entries of operators.
         let begun = response.extensions().get::<NewSession>();
         let operates =
             role == Some(Role::Operate) || begun.is_some_and(|begun| begun.1 == Role::Operate);
@@ -221,8 +222,8 @@ impl Audit {
         });
     }
 
-    /// Whether a further refusal is logged; if so, the number of refusals that were not logged
-    /// before.
+    /// Returns the number of refusals that were not logged before, if a further refusal may be
+    /// logged; else `None`.
     fn may_note(&self) -> Option<u64> {
         let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
         if refusals.minute.elapsed() >= Duration::from_secs(60) {
@@ -238,8 +239,8 @@ impl Audit {
     }
 
     fn write(&self, entry: &AuditEntry) {
-        // A disk may be slow. Other requests continue in the meantime, also beside requests that
-        // wait to write.
+        // The disk may be slow. Meanwhile, other requests continue, and only further log entries
+        // wait.
         let appended = tokio::task::block_in_place(|| {
             let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
             self.append(entry)
@@ -266,7 +267,7 @@ impl Audit {
         file.write_all(&line)
     }
 
-    /// The last `count` entries, newest first.
+    /// Returns the last `count` entries, newest first.
     pub(crate) fn last(&self, count: usize) -> io::Result<Vec<AuditEntry>> {
         let mut found = Vec::new();
         for path in [self.file(), self.old_file()] {
@@ -275,7 +276,7 @@ impl Audit {
                 text => text?,
             };
             let lines = text.rsplit(|&byte| byte == b'\n');
-            // A line that was cut off when a daemon died is skipped.
+            // A line that was not complete when a daemon died is skipped.
             let entries = lines.filter_map(|line| serde_json::from_slice(line).ok());
             found.extend(entries.take(count - found.len()));
             if found.len() == count {
@@ -286,7 +287,7 @@ impl Audit {
     }
 }
 
-/// Reads a file of the log, up to twice its limit: this program writes no longer files.
+/// Reads a file of the log, up to twice its limit (this program writes no longer files).
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     use std::io::Read as _;
     let mut bytes = Vec::new();
@@ -328,7 +329,7 @@ fn details(asked: &Change<'_>) -> BTreeMap<String, Value> {
         .query
         .split('&')
         .filter_map(|pair| pair.split_once('='));
-    // `true` and numbers are parsed as in a JSON body.
+    // The query's values are parsed as in a JSON body: `true`, numbers, texts.
     let pairs = pairs.map(|(key, value)| {
         let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
         (key.to_owned(), value)
@@ -407,7 +408,7 @@ mod tests {
         assert_eq!(last.details, expected);
     }
 
-    /// Fields that may contain secrets.
+    /// Fields that may contain secrets and are never logged.
     const LEFT_OUT: [&str; 2] = ["script", "secret"];
 
     #[test]

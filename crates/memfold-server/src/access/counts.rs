@@ -4,21 +4,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use axum::http::StatusCode;
 
-/// Reason of a refusal.
+/// Reason for which a connection or request was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Why {
-    /// The TLS handshake failed: no TLS, or the client does not trust the certificate.
+    /// The TLS handshake failed: the client uses no TLS, or does not trust the certificate.
     Tls,
     /// The token or session is missing or wrong.
     Credentials,
-    /// The client is known, but its role does not allow the request.
+    /// The client is known, but its role does not permit the request.
     Rights,
-    /// Another reason, such as a wrong host name or too many requests at once.
+    /// Any other reason, such as a wrong host name or too many requests at once.
     Other,
 }
 
 impl Why {
-    /// The reason that belongs to an HTTP status.
+    /// Returns the reason that belongs to an HTTP status.
     pub(super) fn of(status: StatusCode) -> Self {
         match status {
             StatusCode::UNAUTHORIZED => Self::Credentials,
@@ -28,11 +28,11 @@ impl Why {
     }
 }
 
-/// Counters of refusals, by reason.
+/// Numbers of refused connections and requests, by reason.
 #[derive(Debug, Default)]
 pub(super) struct Refused([AtomicU64; 4]);
 
-/// The counters at one instant: the reason's label and the number.
+/// Numbers of refusals at one instant: for each reason, its label and the number.
 pub(crate) type RefusedCounts = [(&'static str, u64); 4];
 
 impl Refused {

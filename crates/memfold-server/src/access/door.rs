@@ -1,4 +1,4 @@
-//! The daemon's endpoints: the Unix socket, and TCP with or without TLS.
+//! The endpoints of the daemon: the Unix socket, and TCP with or without TLS.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -17,9 +17,9 @@ use super::tls::{Tls, TlsFiles};
 pub struct Doors {
     /// Path of the Unix socket.
     pub socket: PathBuf,
-    /// Groups that may use the socket, beside root.
+    /// Groups of users that may use the socket, beside root.
     pub groups: Groups,
-    /// The TCP endpoint; `None`: no TCP.
+    /// The TCP endpoint; `None`: the daemon does not listen on TCP.
     pub tcp: Option<TcpDoor>,
     /// Directory of the access tokens for TCP.
     pub tokens: PathBuf,
@@ -37,8 +37,8 @@ pub struct TcpDoor {
 }
 
 impl TcpDoor {
-    /// An endpoint at `address`. Browsers may also reach it by `names`, or behind a reverse proxy
-    /// at one of the `public` addresses.
+    /// Creates an endpoint at `address`. Browsers may also reach it by `names`, or behind a reverse
+    /// proxy at one of the `public` addresses.
     ///
     /// # Errors
     /// [`TcpDoorError`] if other hosts can reach the address and there is no TLS, or if a TLS file
@@ -61,13 +61,14 @@ impl TcpDoor {
         })
     }
 
-    /// Names by which browsers may address the daemon, beside IP addresses and `localhost`.
+    /// Returns the names by which browsers may address the daemon, beside IP addresses and
+    /// `localhost`.
     pub(super) fn known_names(&self) -> Vec<String> {
         let public = self.public.iter().map(|url| url.name().to_owned());
         self.names.iter().cloned().chain(public).collect()
     }
 
-    /// Addresses of the dashboard for browsers.
+    /// Returns the URLs of the dashboard for browsers.
     pub(super) fn urls(&self) -> Vec<String> {
         let scheme = if self.tls.is_some() { "https" } else { "http" };
         let port = self.address.port();
@@ -86,26 +87,27 @@ impl TcpDoor {
             .collect()
     }
 
-    /// Name of the session cookie. Browsers send cookies of an address to all its ports, so the
-    /// name contains the port. With TLS, the prefix `__Host-` binds the cookie to this host.
+    /// Returns the name of the session cookie. Browsers send cookies of an address to all its
+    /// ports, so the name contains the port. With TLS, the prefix `__Host-` binds the cookie to
+    /// this host.
     pub(super) fn cookie_name(&self) -> String {
         let prefix = if self.tls.is_some() { "__Host-" } else { "" };
         format!("{prefix}memfold-{}", self.address.port())
     }
 
-    /// Opens the listening socket. With port 0 the kernel chooses a port.
+    /// Opens the listening TCP socket. With port 0, the kernel chooses a port.
     pub(crate) async fn listen(&mut self) -> io::Result<TcpListener> {
         let listener = TcpListener::bind(self.address).await?;
         self.address = listener.local_addr()?;
         Ok(listener)
     }
 
-    /// Whether the endpoint uses TLS.
+    /// Returns whether the endpoint uses TLS.
     pub(crate) const fn has_tls(&self) -> bool {
         self.tls.is_some()
     }
 
-    /// Address of the endpoint.
+    /// Returns the address of the endpoint.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address

@@ -6,13 +6,13 @@ use std::path::PathBuf;
 /// Error of a TCP endpoint's settings.
 #[derive(Debug, thiserror::Error)]
 pub enum TcpDoorError {
-    /// Other hosts can reach the address, and there is no TLS.
+    /// Other hosts can reach the address, but the endpoint has no TLS.
     #[error(
         "{0} can be reached from other hosts, which needs TLS. Pass --tls-cert and --tls-key, or listen on 127.0.0.1 and forward the port by ssh, \
          or put a proxy with TLS before it (--public-url)"
     )]
     Plain(SocketAddr),
-    /// A file of TLS cannot be used.
+    /// The certificate or key file cannot be used.
     #[error("cannot use {path} for TLS: {why}")]
     File {
         /// Path of the file.

@@ -24,13 +24,13 @@ use crate::limits::{MAX_BODY, MOST_FINGERPRINTS};
 use crate::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
 use crate::web;
 
-/// Longest body of a login, in bytes: a token or a code, with the JSON around it.
+/// Longest body of a login request, in bytes: a token or a code, with the JSON around it.
 const MOST_OF_A_LOGIN: usize = 4 << 10;
 /// Time limit for receiving a request's body.
 const BODY_TIME: Duration = Duration::from_secs(30);
 
-/// Content security policy: scripts, styles and data only from this daemon; no inline scripts, no
-/// framing, no form targets.
+/// Content security policy of the dashboard: scripts, styles and data only from this daemon; no
+/// inline scripts, no framing, no form targets.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -41,15 +41,15 @@ pub(crate) struct Visitor {
     pub role: Role,
     /// Name of the sender for the audit log.
     pub who: String,
-    /// The session's cookie, if the request had one.
+    /// Cookie of the session, if the request had one.
     pub cookie: Option<String>,
-    /// Endpoint of the request: `socket` or `tcp`.
+    /// Endpoint that received the request: `socket` or `tcp`.
     pub via: &'static str,
-    /// The host whose token the request had.
+    /// Name of the host whose token the request had; `None` for other requests.
     pub host: Option<String>,
 }
 
-/// Admits or refuses a request, and logs every change and every refusal.
+/// Admits or refuses a request. Logs every request that may change something, and every refusal.
 pub(crate) async fn guard(
     State(access): State<Arc<Access>>,
     mut request: Request,
@@ -99,7 +99,7 @@ async fn change(
     let query = request.uri().query().unwrap_or_default().to_owned();
     let most = match path.as_str() {
         PLACE_PATH => MOST_FINGERPRINTS,
-        // A login comes from an unknown sender, so its limit is small.
+        // The sender of a login is unknown, so the limit is small.
         SESSION_PATH => MOST_OF_A_LOGIN,
         _ => MAX_BODY,
     };
@@ -108,7 +108,8 @@ async fn change(
         Err(refused) => return *refused,
     };
     let note = move |access: &Access, response: &Response| {
-        // A handler may refuse a wrong token or a missing right; the guard has not counted these.
+        // A handler may also refuse a wrong token or a missing right; such a refusal is counted
+        // here.
         let status = response.status();
         if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
             access.refused.add(Why::of(status));
@@ -116,7 +117,7 @@ async fn change(
         let (audit, took) = (access.audit(), began.elapsed());
         if path == REGISTRY_PATH {
             // Hosts call the registry several times a second, and `memfold leases` shows the
-            // results. So only calls in another host's name are logged.
+            // results. So only attempts to act in another host's name are logged.
             if status == StatusCode::FORBIDDEN {
                 audit.refused(&who, &method, &path, response, took);
             }
@@ -126,7 +127,7 @@ async fn change(
             method: &method,
             path: &path,
             query: &query,
-            // A longer body contains fingerprints, which have no logged details.
+            // A longer body contains fingerprints, of which no details are logged.
             body: if body.len() > MAX_BODY { &[] } else { &body },
         };
         audit.changed((&who, role), &change, response, took);
@@ -134,7 +135,7 @@ async fn change(
     carry_out(access, peer, visitor, request, next, note).await
 }
 
-/// Executes a request when the limits allow, and passes the response to `note`.
+/// Executes a request as soon as the limits permit it, and passes the response to `note`.
 async fn carry_out(
     access: &Arc<Access>,
     peer: &Peer,
@@ -160,7 +161,7 @@ async fn carry_out(
     .await
 }
 
-/// Completes the work even if the peer disconnects, so that the result is logged and the limits
+/// Completes the work even if the client disconnects, so that the result is logged and the limits
 /// count the work until its end.
 async fn to_the_end(work: impl Future<Output = Response> + Send + 'static) -> Response {
     tokio::spawn(work).await.unwrap_or_else(|_| {
@@ -178,12 +179,12 @@ fn login_name(peer: &Peer) -> String {
     }
 }
 
-/// Whether a request may change something.
+/// Returns whether a request with this method may change something.
 fn is_change(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// The role that a request needs; `None`: none.
+/// Returns the role that a request needs; `None` if it needs none.
 fn needed(method: &Method, path: &str) -> Option<Role> {
     if path == REGISTRY_PATH {
         return Some(Role::Host);
@@ -198,12 +199,13 @@ fn needed(method: &Method, path: &str) -> Option<Role> {
         let secret = path == AUDIT_PATH;
         return Some(if secret { Role::Operate } else { Role::Read });
     }
-    // The handler grants at most the sender's own role.
+    // Every role may make a login code, because the handler grants at most the sender's own role.
     let own = path == CODES_PATH;
     Some(if own { Role::Read } else { Role::Operate })
 }
 
-/// The sender of an admitted request; `None` if the request needs no login and has none.
+/// Identifies the sender and checks its rights. Returns `None` if the request needs no login and
+/// has none.
 ///
 /// # Errors
 ///
@@ -225,8 +227,8 @@ fn admit(
                      'memfold serve'",
                 )));
             };
-            // Browsers do not use Unix sockets. A browser's header here means that a proxy exposes
-            // the socket, and any web page could use that.
+            // Browsers do not use Unix sockets. A header that only browsers send means here that a
+            // proxy exposes the socket, which any web page could then use.
             let headers = request.headers();
             if headers.contains_key(axum::http::header::ORIGIN)
                 || headers.contains_key("sec-fetch-site")
@@ -323,7 +325,7 @@ fn from_our_page(
     Ok(())
 }
 
-/// Identifies the sender by `Authorization: Bearer TOKEN`, or by the session's cookie.
+/// Identifies the sender by the header `Authorization: Bearer TOKEN`, or by the session's cookie.
 fn recognize(access: &Access, headers: &HeaderMap, from: &str) -> Option<Visitor> {
     if let Some(value) = headers.get(AUTHORIZATION) {
         let token = value.to_str().ok()?.strip_prefix("Bearer ")?;
@@ -365,7 +367,7 @@ fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {
         })
 }
 
-/// Takes a permit among requests over TCP and requests of readers. Operators on the Unix socket
+/// Takes a permit for a request over TCP or of a reader. Requests of operators on the Unix socket
 /// need no permit.
 fn turn(
     access: &Access,
@@ -411,7 +413,7 @@ async fn whole(request: Request, most: usize) -> Result<(Request, Bytes), Box<Re
     let read = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, most)).await;
     match read {
         Ok(Ok(bytes)) => Ok((Request::from_parts(parts, Body::from(bytes.clone())), bytes)),
-        // Without a declared length, the limit is the only likely cause. Otherwise the peer has
+        // Without a declared length, the body was probably too long. Otherwise the client has
         // disconnected and receives no response.
         Ok(Err(_)) => Err(too_long()),
         Err(_) => Err(Box::new(refusal(

@@ -1,4 +1,4 @@
-//! Hosts that may call the lease registry over TCP. Each has a token of its own.
+//! Hosts that may call the lease registry over TCP. Each host has a token of its own.
 //!
 //! A token is shown once, when it is made; only its hash is stored (`hosts.json`, mode 0600).
 //! Tokens survive a reboot of this host, because other hosts would otherwise need new ones.
@@ -13,10 +13,10 @@ use blake3::Hash;
 
 use super::keys::{hash, secret};
 
-/// Largest number of hosts.
+/// Largest number of hosts that may have a token.
 const MOST: usize = 4096;
 
-/// Names of the hosts, and hashes of their tokens.
+/// Names of the hosts that may call the registry, and hashes of their tokens.
 #[derive(Debug)]
 pub(crate) struct Hosts {
     file: PathBuf,
@@ -24,10 +24,10 @@ pub(crate) struct Hosts {
 }
 
 impl Hosts {
-    /// Reads the hosts from a file, if it exists.
+    /// Reads the hosts from `file`, if it exists.
     ///
     /// # Errors
-    /// If the file cannot be read or is invalid.
+    /// An I/O error if the file cannot be read or is invalid.
     pub(crate) fn open(file: PathBuf) -> io::Result<Self> {
         let told = |why: String| {
             let text = format!("{}: {why}", file.display());
@@ -68,13 +68,13 @@ impl Hosts {
         Ok(was)
     }
 
-    /// Names of all hosts.
+    /// Returns the names of all hosts that have a token.
     pub(crate) fn names(&self) -> Vec<String> {
         self.by_name.keys().cloned().collect()
     }
 
-    /// The host with this token. Compares with all hosts, so that the time does not depend on the
-    /// match.
+    /// Returns the host with this token. The token is compared with those of all hosts, so that the
+    /// time does not depend on the match.
     pub(super) fn with_token(&self, token: &str) -> Option<&str> {
         let asked = hash(token);
         let mut found = None;
@@ -86,8 +86,8 @@ impl Hosts {
         found
     }
 
-    /// Replaces the hosts, on disk first: a change that is only in memory would be lost with the
-    /// daemon.
+    /// Replaces the hosts on disk, and then in memory: a change that is only in memory would be
+    /// lost with the daemon.
     fn replace(&mut self, by_name: BTreeMap<String, Hash>) -> io::Result<()> {
         let text: BTreeMap<&String, String> = by_name
             .iter()
@@ -123,7 +123,7 @@ mod tests {
         let mut hosts = Hosts::open(file.clone()).unwrap();
         let (first, other) = (hosts.add("a").unwrap(), hosts.add("b").unwrap());
         let second = hosts.add("a").unwrap();
-        // The next daemon's.
+        // The next daemon reads the same file.
         let mut hosts = Hosts::open(file.clone()).unwrap();
         assert_eq!(hosts.names(), ["a", "b"]);
         assert_eq!(hosts.with_token(&first), None);

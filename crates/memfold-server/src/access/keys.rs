@@ -14,14 +14,14 @@ use memfold_api::Role;
 
 /// Time for which a login code is valid.
 pub(crate) const CODE_LIFE: Duration = Duration::from_secs(120);
-/// Longest duration of a session.
+/// Longest duration of a session after the login.
 pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(12 * 3600);
-/// Time without a request after which a session ends.
+/// Time after which a session without requests ends.
 const SESSION_IDLE: Duration = Duration::from_secs(3600);
-/// Largest number of sessions. A further login ends a session: readers' first, then the least
-/// recently used.
+/// Largest number of sessions. A further login ends a session: readers' sessions first, then the
+/// least recently used one.
 const MOST_SESSIONS: usize = 64;
-/// Largest number of login codes. A further code replaces an old one.
+/// Largest number of login codes. A further code replaces an older one.
 const MOST_CODES: usize = 16;
 /// Length of a token in characters.
 const TOKEN_LENGTH: usize = 64;
@@ -52,12 +52,12 @@ pub(crate) struct Begun {
 struct Code {
     hash: Hash,
     role: Role,
-    /// The user who made the code.
+    /// User who made the login code.
     by: String,
     until: Instant,
 }
 
-/// All secrets that give access over TCP.
+/// Secrets that give access over TCP: tokens, login codes, sessions.
 #[derive(Debug, Default)]
 pub(crate) struct Keys {
     tokens: Vec<(Hash, Role)>,
@@ -77,7 +77,7 @@ pub(super) fn hash(text: &str) -> Hash {
     blake3::hash(text.as_bytes())
 }
 
-/// Path of a role's token file.
+/// Returns the path of a role's token file.
 pub(super) fn token_file(directory: &Path, role: Role) -> PathBuf {
     directory.join(format!("{}.token", role.name()))
 }
@@ -86,7 +86,7 @@ impl Keys {
     /// Reads the tokens in `directory`. Missing token files are created (mode 0600).
     ///
     /// # Errors
-    /// If a file cannot be read or created, is invalid, or is readable by other users.
+    /// An I/O error if a file cannot be read or created, is invalid, or is readable by other users.
     pub(crate) fn with_tokens(directory: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
         let mut keys = Self::default();
@@ -101,8 +101,8 @@ impl Keys {
         Ok(keys)
     }
 
-    /// The role of a token; `None` if there is no such token. Compares with all tokens, so that the
-    /// time does not depend on the match.
+    /// Returns the role of a token; `None` if there is no such token. The token is compared with
+    /// all tokens, so that the time does not depend on the match.
     pub(super) fn role_of_token(&self, token: &str) -> Option<Role> {
         let asked = hash(token);
         let mut role = None;
@@ -114,7 +114,7 @@ impl Keys {
         role
     }
 
-    /// Makes a code for one login. `by`: the user who asked for it.
+    /// Makes a code for one login. `by`: the user who asked for the code.
     pub(crate) fn new_code(&mut self, role: Role, by: &str, now: Instant) -> io::Result<String> {
         let code = secret()?;
         self.codes.retain(|code| now < code.until);
@@ -126,15 +126,15 @@ impl Keys {
         self.codes.push(Code {
             hash: hash(&code),
             role,
-            // For a code made in a session, the user who began that session.
+            // If a session made this code, its creator is the user who began that session.
             by: by.rsplit(" of ").next().unwrap_or(by).to_owned(),
             until: now + CODE_LIFE,
         });
         Ok(code)
     }
 
-    /// Begins a session with a token or a login code, which can be used once; `None` if the secret
-    /// is neither.
+    /// Begins a session with a token or a login code; a code can be used once. Returns `None` if
+    /// the secret is neither.
     pub(crate) fn log_in(&mut self, secret_text: &str, now: Instant) -> io::Result<Option<Begun>> {
         let asked = hash(secret_text);
         self.codes.retain(|code| now < code.until);
@@ -171,7 +171,8 @@ impl Keys {
         }))
     }
 
-    /// Role and audit name of a session; `None` if there is none with this cookie. Counts as a use.
+    /// Returns role and audit name of the session with this cookie; `None` if there is none. The
+    /// session counts as used now.
     pub(super) fn session(&mut self, cookie: &str, now: Instant) -> Option<(Role, String)> {
         let asked = hash(cookie);
         self.drop_old(now);
@@ -180,7 +181,7 @@ impl Keys {
         Some((session.role, session.label.clone()))
     }
 
-    /// Ends a session.
+    /// Ends the session with this cookie.
     pub(crate) fn log_out(&mut self, cookie: &str) {
         let asked = hash(cookie);
         self.sessions.retain(|session| session.hash != asked);
@@ -217,8 +218,8 @@ fn read_or_make(path: &Path) -> io::Result<String> {
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let token = secret()?;
-            // Written under another name first, so that a daemon that dies leaves no incomplete
-            // token.
+            // The token is first written under another name, so that a daemon that dies leaves no
+            // incomplete token.
             let draft = path.with_extension("token.new");
             let mut file = File::options()
                 .write(true)

@@ -1,9 +1,10 @@
 //! Checks that a browser's request comes from the dashboard.
 //!
-//! A page of another site that is open in the operator's browser may send requests here: by a name
-//! of its own that resolves to this address (DNS rebinding), or by forms and images (cross-site
-//! requests). Browsers send the name in `Host` and the page's site in `Origin`. They do not let
-//! another site set a custom header without permission, which this server never gives.
+//! A web page of another site, open in the operator's browser, may send requests to the daemon: by
+//! a host name of that site that resolves to this address (DNS rebinding), or by forms and images
+//! (cross-site requests). Browsers send the host name in `Host` and the page's site in `Origin`.
+//! They do not let another site set a custom header without permission, which this server never
+//! gives.
 
 use std::net::IpAddr;
 
@@ -12,10 +13,10 @@ use std::str::FromStr;
 use axum::http::header::{HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri};
 
-/// Header that the dashboard's scripts send with each change.
+/// Header that the dashboard's scripts send with each request that may change something.
 pub(crate) const OWN_HEADER: HeaderName = HeaderName::from_static("x-memfold");
 
-/// The host part of `HOST[:PORT]`, without brackets; `None` if the port is invalid.
+/// Returns the host part of `HOST[:PORT]`, without brackets; `None` if the port is invalid.
 fn name_of(host: &str) -> Option<&str> {
     if let Some(rest) = host.strip_prefix('[') {
         let (address, port) = rest.split_once(']')?;
@@ -32,15 +33,15 @@ fn is_port(text: &str) -> bool {
     text.parse::<u16>().is_ok()
 }
 
-/// Address of the dashboard behind a reverse proxy: `https://NAME[:PORT]`.
+/// Public URL of the dashboard behind a reverse proxy: `https://NAME[:PORT]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PublicUrl {
-    /// Origin as browsers send it: lower case, without the scheme's default port.
+    /// Origin as browsers send it: in lower case, without the scheme's default port.
     origin: String,
     name: String,
 }
 
-/// Error of a [`PublicUrl`].
+/// Error of parsing a [`PublicUrl`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PublicUrlError {
     /// The text is no HTTP or HTTPS URL.
@@ -81,12 +82,12 @@ impl FromStr for PublicUrl {
 }
 
 impl PublicUrl {
-    /// The URL, with a slash at its end.
+    /// Returns the URL, with a slash at its end.
     pub(super) fn url(&self) -> String {
         format!("{}/", self.origin)
     }
 
-    /// The host's name or address.
+    /// Returns the name or address of the host in the URL.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
@@ -98,7 +99,7 @@ impl PublicUrl {
     }
 }
 
-/// Whether the request's `Origin` is one of these addresses, with HTTPS.
+/// Returns whether the request's `Origin` is one of these public URLs and uses HTTPS.
 pub(super) fn is_public_https(headers: &HeaderMap, public: &[PublicUrl]) -> bool {
     headers.get(ORIGIN).is_some_and(|origin| {
         let mut https = public.iter().filter(|url| url.origin.starts_with("https:"));
@@ -106,8 +107,8 @@ pub(super) fn is_public_https(headers: &HeaderMap, public: &[PublicUrl]) -> bool
     })
 }
 
-/// Whether a request with this `Host` header is answered. Accepted are IP addresses (DNS cannot
-/// redirect them), `localhost`, and `names`.
+/// Returns whether a request with this `Host` header is answered. Accepted are IP addresses (DNS
+/// cannot redirect them), `localhost`, and `names`.
 pub(super) fn host_is_ours(headers: &HeaderMap, names: &[String]) -> bool {
     let mut hosts = headers.get_all(HOST).iter();
     let (Some(host), None) = (hosts.next(), hosts.next()) else {
@@ -120,10 +121,10 @@ pub(super) fn host_is_ours(headers: &HeaderMap, names: &[String]) -> bool {
     })
 }
 
-/// Whether a change comes from the dashboard, or from a client that is no browser. `public`:
-/// addresses of the dashboard behind reverse proxies.
+/// Returns whether a request that may change something comes from the dashboard, or from a client
+/// that is no browser. `public`: URLs of the dashboard behind reverse proxies.
 pub(super) fn is_same_origin(headers: &HeaderMap, tls: bool, public: &[PublicUrl]) -> bool {
-    // Browsers set this header, and scripts cannot (Fetch Metadata).
+    // Browsers set this header, and scripts cannot set it (Fetch Metadata).
     if let Some(site) = headers.get("sec-fetch-site") {
         if site != "same-origin" && site != "none" {
             return false;
@@ -225,7 +226,7 @@ mod tests {
             (public[0].name(), public[1].name()),
             ("vms.example", "intern")
         );
-        // The proxy passes on the browser's Host header, or sends its own.
+        // The proxy passes the browser's Host header on, or sends its own.
         for host in ["vms.example", "127.0.0.1:8420"] {
             let same = |origin: &str| {
                 let headers = headers(&[("host", host), ("origin", origin)]);

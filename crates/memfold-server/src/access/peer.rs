@@ -1,4 +1,4 @@
-//! The peer of a connection, and the groups with access to the Unix socket.
+//! The peer of a connection, and the groups of users that may use the Unix socket.
 
 use std::io;
 use std::net::SocketAddr;
@@ -7,12 +7,12 @@ use memfold_api::Role;
 use memfold_sys::peer::{group_id, groups};
 use tokio::net::UnixStream;
 
-/// Group whose members may read, if it exists.
+/// Default group whose members may read; it need not exist.
 pub const READ_GROUP: &str = "memfold-read";
-/// Group whose members may operate, if it exists.
+/// Default group whose members may operate; it need not exist.
 pub const OPERATE_GROUP: &str = "memfold-operate";
 
-/// Error of a group's lookup.
+/// Error of looking up a group.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupsError {
     /// The group does not exist.
@@ -29,7 +29,7 @@ pub enum GroupsError {
     },
 }
 
-/// Groups whose members may use the Unix socket, beside root.
+/// Groups of users that may use the Unix socket, beside root.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     /// Number (GID) of the group that may read.
@@ -39,7 +39,7 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// Finds groups by name. Without a name, the default group is used if it exists.
+    /// Finds the groups by name. Without a name, the default group is used if it exists.
     ///
     /// # Errors
     /// [`GroupsError`] if a named group does not exist, or a lookup fails.
@@ -61,13 +61,13 @@ impl Groups {
         })
     }
 
-    /// Whether users other than root have access.
+    /// Returns whether users other than root have access.
     #[must_use]
     pub const fn any(self) -> bool {
         self.read.is_some() || self.operate.is_some()
     }
 
-    /// Role of a user who is in the groups `of`. `own`: the daemon's own user.
+    /// Returns the role of user `user`, who is in the groups `of`. `own`: the daemon's own user.
     fn role(self, user: u32, of: &[u32], own: u32) -> Option<Role> {
         let member = |group: Option<u32>| group.is_some_and(|group| of.contains(&group));
         if user == 0 || user == own || member(self.operate) {
@@ -85,9 +85,9 @@ impl Groups {
 pub(crate) enum Peer {
     /// A process of this host, connected to the Unix socket.
     Unix {
-        /// User and process, as text.
+        /// User and process number, as text.
         who: String,
-        /// Role of the process; `None`: no access.
+        /// Role of the process's user; `None`: no access.
         role: Option<Role>,
     },
     /// A TCP client, which must present a token or a session.
@@ -100,7 +100,7 @@ pub(crate) enum Peer {
 }
 
 impl Peer {
-    /// The role that is known before a request; `None` for TCP.
+    /// Returns the role that is known before a request; `None` for TCP.
     pub(super) const fn known_role(&self) -> Option<Role> {
         match self {
             Self::Unix { role, .. } => *role,
@@ -108,7 +108,7 @@ impl Peer {
         }
     }
 
-    /// The peer of a Unix connection, from the credentials that the kernel reports.
+    /// Identifies the peer of a Unix connection, from the credentials that the kernel reports.
     pub(super) fn of(stream: &UnixStream, allowed: Groups) -> io::Result<Self> {
         let process = stream.peer_cred()?;
         let mut of = groups(stream)?;

@@ -16,12 +16,12 @@ use super::keys::Keys;
 use super::origin::{self, PublicUrl};
 use crate::limits::{MOST_OF_READERS, MOST_STREAMS};
 
-/// Largest number of concurrent TCP requests. Further ones are refused, because each may occupy a
-/// thread.
+/// Largest number of concurrent TCP requests; further requests are refused, because each one may
+/// occupy a thread.
 const TCP_REQUESTS: usize = 32;
 
-/// Largest number of concurrent requests with a host's token. It is separate, so that browsers
-/// cannot keep hosts from the registry.
+/// Largest number of concurrent requests with a host's token. This limit is separate, so that
+/// browsers cannot keep hosts from the registry.
 const HOST_REQUESTS: usize = 64;
 
 /// State shared by all endpoints of a daemon.
@@ -31,11 +31,11 @@ pub(crate) struct Access {
     pub(super) hosts: Mutex<Hosts>,
     pub(super) audit: Audit,
     pub(super) refused: Refused,
-    /// Addresses of the TCP endpoint, as `memfold dashboard` prints them; empty: no TCP.
+    /// URLs of the TCP endpoint, as `memfold dashboard` prints them; empty: no TCP.
     pub(crate) urls: Vec<String>,
     /// Names by which browsers may address the daemon, beside IP addresses and `localhost`.
     pub(super) names: Vec<String>,
-    /// Addresses of the dashboard behind reverse proxies.
+    /// URLs of the dashboard behind reverse proxies.
     pub(super) public: Vec<PublicUrl>,
     /// Name of the session cookie.
     pub(super) cookie_name: String,
@@ -43,14 +43,14 @@ pub(crate) struct Access {
     pub(super) turns: Arc<Semaphore>,
     /// Permits for concurrent requests of hosts.
     pub(super) host_turns: Arc<Semaphore>,
-    /// Permits for streams of samples: for all clients, and for readers.
+    /// Permits for streams of live samples: for all clients, and for readers.
     pub(super) streams: [Arc<Semaphore>; 2],
     /// Becomes `true` when the daemon ends, which ends the streams.
     pub(crate) ending: watch::Receiver<bool>,
 }
 
 impl Access {
-    /// `records`: directory of the audit log.
+    /// Creates the state. `records`: directory of the audit log.
     pub(crate) fn new(
         keys: Keys,
         hosts: Hosts,
@@ -82,7 +82,7 @@ impl Access {
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the permits for a stream of samples; `None` if too many streams are open.
+    /// Takes the permits for a stream of live samples; `None` if too many streams are open.
     pub(crate) fn stream_of(&self, role: Role) -> Option<Vec<OwnedSemaphorePermit>> {
         let [all, readers] = &self.streams;
         let take = |of: &Arc<Semaphore>| of.clone().try_acquire_owned().ok();
@@ -93,13 +93,13 @@ impl Access {
         Some(places)
     }
 
-    /// Number of refusals so far, by reason.
+    /// Returns the number of refusals so far, by reason.
     pub(crate) fn refused(&self) -> RefusedCounts {
         self.refused.counts()
     }
 
-    /// The `Set-Cookie` value that stores a session, or deletes it with a `life` of zero.
-    /// `headers`: those of the request.
+    /// Returns the `Set-Cookie` value that stores a session, or with a `life` of zero deletes it.
+    /// `headers`: headers of the request.
     pub(crate) fn set_cookie(&self, headers: &HeaderMap, value: &str, life: Duration) -> String {
         let is_secure = self.cookie_name.starts_with("__Host-")
             || origin::is_public_https(headers, &self.public);

@@ -1,5 +1,5 @@
-//! The certificate of the TCP endpoint. It is read again when its files have changed, so that it
-//! can be renewed while the daemon runs.
+//! The certificate of the TCP endpoint. The certificate is read again when its files have changed,
+//! so that it can be renewed while the daemon runs.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -14,22 +14,22 @@ use tracing::{info, warn};
 
 use super::door_error::TcpDoorError;
 
-/// Shortest time between two checks of the files.
+/// Shortest time between two checks whether the certificate's files have changed.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Paths of the certificate and the private key.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// The certificate and its chain, PEM.
+    /// Path of the certificate and its chain (PEM).
     pub certificate: PathBuf,
-    /// The private key, PEM.
+    /// Path of the private key (PEM).
     pub key: PathBuf,
 }
 
 /// Identity of a file's content: inode, size, and modification time in seconds and nanoseconds.
 type Stamp = (u64, u64, i64, i64);
 
-/// The TLS settings for new connections.
+/// The TLS settings for new connections, which follow changes of the certificate's files.
 #[derive(Debug)]
 pub(super) struct Tls {
     files: TlsFiles,
@@ -39,14 +39,15 @@ pub(super) struct Tls {
 #[derive(Debug)]
 struct Shown {
     config: Arc<ServerConfig>,
-    /// Stamps of the files that were last read, whether or not they could be used.
+    /// Stamps of the files that were last read, whether or not the files could be used.
     stamps: [Option<Stamp>; 2],
     looked: Instant,
 }
 
 impl Tls {
     pub fn open(files: &TlsFiles) -> Result<Self, TcpDoorError> {
-        // Taken before the files are read, so that a change in between is seen at the next check.
+        // The stamps are taken before the files are read, so that a change in between is seen at
+        // the next check.
         let stamps = stamps(files);
         let shown = Shown {
             config: Arc::new(read(files)?),
@@ -59,8 +60,8 @@ impl Tls {
         })
     }
 
-    /// The settings for a new connection. If the changed files cannot be used, for example while
-    /// they are being replaced, the previous settings stay.
+    /// Returns the settings for a new connection. If changed files cannot be used, for example
+    /// while they are being replaced, the previous settings stay.
     pub fn config(&self) -> Arc<ServerConfig> {
         let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
         if shown.looked.elapsed() >= LOOK {

@@ -1,4 +1,4 @@
-//! Closes connections whose peer does not read its responses.
+//! Closes connections whose peer does not read the responses.
 
 use std::io;
 use std::pin::Pin;
@@ -8,8 +8,8 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-/// A connection that fails when the peer has accepted no data for the time `most`. Otherwise such a
-/// peer would hold its connection forever.
+/// A connection that fails when the peer has accepted no data for `most`. Without this limit, such
+/// a peer would hold its connection forever.
 pub(super) struct Unread<S> {
     pub(super) stream: S,
     pub(super) most: Duration,
@@ -120,7 +120,7 @@ mod tests {
             });
             let sent = runtime.block_on(async {
                 let ours = tokio::net::UnixStream::from_std(ours).unwrap();
-                // A reader may be delayed by a busy machine.
+                // On a busy machine, a peer that reads may be delayed.
                 let patience = Duration::from_millis(if reads { 20_000 } else { 200 });
                 let mut ours = Unread::new(ours, patience);
                 let bytes = vec![7; 64 << 10];

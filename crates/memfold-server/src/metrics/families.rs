@@ -1,4 +1,4 @@
-//! Metric families: their description, and how they are written.
+//! Metric families: their descriptions, and how their samples are written.
 
 use std::fmt;
 
@@ -9,38 +9,38 @@ use prometheus_client::registry::Unit;
 
 use super::scrape::Scrape;
 
-/// Labels of a sample. Values are words of this program or names given by the operator.
+/// Labels of a sample. Values are words of this program, or names given by the operator.
 pub(super) type Labels<'a> = &'a [(&'a str, &'a str)];
 
-/// Unit at the end of a family's name.
+/// Unit at the end of a metric family's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum In {
     Bytes,
     Seconds,
-    /// A part of 1, from 0 to 1.
+    /// A ratio from 0 to 1.
     Ratio,
-    /// A count, or 1 for yes and 0 for no.
+    /// A count; for questions, 1 for yes and 0 for no.
     Numbers,
 }
 
-/// Type of a metric.
+/// Type of a metric family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Gauge,
-    /// Only grows, from the daemon's start or the VM's adoption on.
+    /// A figure that only grows, from the daemon's start or the VM's adoption on.
     Counter,
-    /// Always 1; the labels carry the information.
+    /// A figure that is always 1; its labels carry the information.
     Info,
 }
 
-/// Description of one metric.
+/// Description of one metric family.
 pub(super) struct Family {
-    /// Name without unit and `_total`.
+    /// Name of the family without unit and `_total`.
     pub name: &'static str,
     pub unit: In,
     pub kind: Kind,
     pub help: &'static str,
-    /// Writes the samples; none if the figure does not exist on this host.
+    /// Function that writes the samples; it writes none if the figure does not exist on this host.
     pub samples: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
 }
 
@@ -68,7 +68,7 @@ pub(super) fn one(
     out.one(figure(scrape))
 }
 
-/// Writes the only sample of a family, if there is a figure.
+/// Writes the only sample of a family, unless there is no figure.
 pub(super) fn maybe(
     scrape: &Scrape,
     out: &mut Samples<'_>,
@@ -112,7 +112,7 @@ impl Family {
     }
 }
 
-/// Writer of a family's samples.
+/// Writer of a metric family's samples.
 pub(super) struct Samples<'e> {
     kind: Kind,
     metric: MetricEncoder<'e>,
@@ -124,13 +124,13 @@ impl Samples<'_> {
         write(self.kind, &mut self.metric, &[], value)
     }
 
-    /// Writes the only sample of the family, if there is a figure.
+    /// Writes the only sample of the family, unless there is no figure.
     pub(super) fn maybe(&mut self, value: Option<f64>) -> fmt::Result {
         value.map_or(Ok(()), |value| self.one(value))
     }
 
-    /// Writes one of several samples. Values of labels are not escaped: they are words of this
-    /// program, or names that [`memfold_vm::check_name`] has accepted.
+    /// Writes one of several samples. Values of labels are not escaped, because they are words of
+    /// this program or names that [`memfold_vm::check_name`] has accepted.
     pub(super) fn with(&mut self, labels: Labels<'_>, value: f64) -> fmt::Result {
         if self.kind == Kind::Info {
             return write(self.kind, &mut self.metric, labels, value);
@@ -153,12 +153,12 @@ fn write(
     }
 }
 
-/// Size of `pages` pages in bytes.
+/// Returns the size of `pages` pages in bytes.
 pub(super) fn bytes(pages: u64) -> f64 {
     (pages * PAGE_SIZE) as f64
 }
 
-/// 1 for `true`, 0 for `false`.
+/// Returns 1 for `true`, 0 for `false`.
 pub(super) fn flag(is: bool) -> f64 {
     f64::from(u8::from(is))
 }

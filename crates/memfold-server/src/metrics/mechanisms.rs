@@ -83,7 +83,8 @@ fn refused(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     all.try_for_each(|(why, count)| out.with(&[("why", why)], *count as f64))
 }
 
-/// Compared pages by equality of path and content: the four cases of study C.
+/// Writes the numbers of compared pages by equality of path and of content: the four cases of study
+/// C.
 fn judged(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     let fold = &scrape.figures.report.fold;
     for (path, content, pages) in [
@@ -149,7 +150,8 @@ fn lending(
     out.maybe(scrape.figures.lending.as_ref().map(figure))
 }
 
-/// Sums by place. Every place is written, so that an alert sees it appear.
+/// Writes the sum of a figure for each place of swap disks. Every place is written, also with 0, so
+/// that an alert can see a change.
 fn borrowed(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&Borrowed) -> u64) -> fmt::Result {
     for (place, word) in [
         (SwapPlace::Lent, "lent"),
@@ -165,7 +167,7 @@ fn borrowed(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&Borrowed) -> u64
     Ok(())
 }
 
-/// Writes a figure of each VM whose requests were counted.
+/// Writes a figure of each VM for which requests to the swap disk were counted.
 fn waits(
     scrape: &Scrape,
     out: &mut Samples<'_>,

@@ -1,7 +1,7 @@
 //! `GET /metrics`: the daemon's figures for Prometheus and compatible programs.
 //!
 //! ```text
-//!   Reports::figures (kept) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for who doesn't know it
+//!   Reports::figures (cached) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for older clients
 //! ```
 //! A scrape costs little: figures are taken at most every ten seconds, and their age is a metric.
 //! Labels are names given by the operator (VMs, trust domains) or words of this program. Nothing
@@ -36,7 +36,7 @@ use super::answer::{Failure, Served, blocking};
 /// Content type of `OpenMetrics` 1.0.
 const OPEN_METRICS: &str = "application/openmetrics-text";
 
-/// All families, in the order of `docs/metrics.md`.
+/// Returns all metric families, in the order of `docs/metrics.md`.
 fn all() -> impl Iterator<Item = &'static Family> {
     host::FAMILIES
         .iter()
@@ -51,7 +51,7 @@ impl Collector for Scrape {
 }
 
 impl Scrape {
-    /// The scrape as text in `OpenMetrics` 1.0.
+    /// Returns the scrape as text in `OpenMetrics` 1.0.
     fn text(self) -> Result<String, fmt::Error> {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(self));
@@ -61,8 +61,8 @@ impl Scrape {
     }
 }
 
-/// The daemon's figures in `OpenMetrics`, or in Prometheus' text format if the client does not ask
-/// for `OpenMetrics`.
+/// Returns the daemon's figures in `OpenMetrics`, or in Prometheus' text format if the client does
+/// not ask for `OpenMetrics`.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "text/plain")))]
 pub(super) async fn metrics(
     daemon: Served,

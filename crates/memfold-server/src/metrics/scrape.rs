@@ -1,4 +1,4 @@
-//! Data of one scrape.
+//! The data from which one scrape's metrics are written.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use memfold_daemon::Figures;
 
 use crate::access::RefusedCounts;
 
-/// Data of one scrape.
+/// The data from which one scrape's metrics are written.
 #[derive(Debug)]
 pub(super) struct Scrape {
     pub figures: Arc<Figures>,

@@ -14,7 +14,7 @@ use memfold_units::ByteSize;
 
 use super::*;
 
-/// Figures of a host on which every metric exists.
+/// Returns figures of a host on which every metric exists.
 fn everything() -> Figures {
     let mut ledger = Report::default();
     ledger.host.mem_total_bytes = ByteSize(24 << 30);
@@ -96,7 +96,7 @@ fn scraped(figures: Figures) -> String {
     scrape.text().unwrap()
 }
 
-/// Type, labels and help text of each family, by the names of its samples.
+/// Returns type, labels and help text of each family, by the names of its samples.
 fn exported(text: &str) -> BTreeMap<String, (String, BTreeSet<String>, String)> {
     let mut all: BTreeMap<String, (String, BTreeSet<String>, String)> = BTreeMap::new();
     let mut help = "";
@@ -126,7 +126,7 @@ fn exported(text: &str) -> BTreeMap<String, (String, BTreeSet<String>, String)> 
     all
 }
 
-/// Rows of the metrics tables in docs/metrics.md: name, type, labels, meaning.
+/// Returns the rows of the metrics tables in docs/metrics.md: name, type, labels, meaning.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>, String)> {
     let document = include_str!("../../../../docs/metrics.md");
     let section = document.split("\n## ").find(|s| s.starts_with("Scraped"));
@@ -169,8 +169,8 @@ fn exported_metrics_and_documented_metrics_are_the_same() {
     }
 }
 
-/// Lints all metrics, also those that a small daemon lacks (`tests/cli/metrics.rs` lints a running
-/// daemon).
+/// Lints all metrics, including those that a small daemon lacks (`tests/cli/metrics.rs` lints a
+/// running daemon).
 #[test]
 fn promtool_reports_no_problem_in_any_metric_family() {
     let cache = std::env::var_os("MEMFOLD_CACHE").map_or_else(

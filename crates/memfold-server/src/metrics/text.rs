@@ -3,10 +3,10 @@
 //! The formats differ in the lines above the samples: the text format names counters with `_total`,
 //! and has no units, no `info` type and no end mark. Samples are the same.
 
-/// Converts `text`, which this program has written in `OpenMetrics`.
+/// Converts `text`, which this program has written in the `OpenMetrics` format.
 pub(super) fn prometheus(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
-    // HELP comes before TYPE, and its name depends on the type.
+    // HELP comes before TYPE, but the name in HELP depends on the type.
     let mut help = None;
     for line in text.lines() {
         let mut words = line.splitn(4, ' ');

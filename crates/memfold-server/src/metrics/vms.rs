@@ -1,7 +1,7 @@
 //! Metrics of VMs: the places of their memory, and the results of folding.
 //!
-//! There are about fifty samples for each VM. The label `vm` is its name, and `domain` its trust
-//! domain, or `vm/NAME` for a VM that shares with no other.
+//! There are about fifty samples for each VM. The label `vm` is the VM's name. The label `domain`
+//! is its trust domain, or `vm/NAME` for a VM that shares with no other.
 
 use std::fmt;
 
@@ -70,7 +70,7 @@ fn states(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// Writes a figure of each VM's memory account, if there is one.
+/// Writes a figure from each VM's memory account, unless the VM lacks the figure.
 fn accounts(
     scrape: &Scrape,
     out: &mut Samples<'_>,
@@ -85,13 +85,13 @@ fn accounts(
     Ok(())
 }
 
-/// The VM's trust domain, by the name that folding uses.
+/// Returns the VM's trust domain by the name that folding uses.
 fn domain_of(vm: &VmAccount) -> String {
     let alone = || format!("vm/{}", vm.name);
     vm.domain.clone().unwrap_or_else(alone)
 }
 
-/// Writes the size of each place of a VM's pages.
+/// Writes the sizes of the places of each VM's pages.
 fn places(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     for vm in &scrape.figures.report.ledger.vms {
         let domain = domain_of(vm);
