@@ -1,18 +1,18 @@
 //! Study of clones of one warm VM: how long each takes to start, and how much memory it uses.
 //!
 //! A Debian VM boots, a program in it fills memory with random bytes, and the VM is saved without
-//! its page cache. Then clones are started one after the other, and all keep running. Each starts
-//! when the identity of the one before has been renewed. Then all are ended, and the same number is
-//! started in a burst, each as soon as the one before runs. The burst depends mainly on the CPU
-//! time that guests use right after their start.
+//! its page cache. Then clones are started one after the other, and all keep running. Each clone
+//! starts when the identity of the previous one has been renewed. Then all clones are ended, and
+//! the same number is started in a burst: each as soon as the previous one runs. The burst depends
+//! mainly on the CPU time that guests use right after their start.
 //!
 //! | key | meaning |
 //! |---|---|
-//! | `p50_ms`, `p95_ms`, `max_ms` | from the command to the first byte that guest code wrote to the clone's serial console, and the command's end |
-//! | `burst` | the same for the burst |
+//! | `p50_ms`, `p95_ms`, `max_ms` | time from the start of the command until guest code has written a byte to the clone's serial console and the command has ended |
+//! | `burst` | the same times in the burst |
 //! | `clones_ok` | clones that hold the program's random bytes in memory (restored, not rebooted), have a machine ID, a MAC address and a host name of their own, and began their random numbers anew |
-//! | `pss_percent_of_booted` | proportional set size (`smaps_rollup`) of a clone's QEMU, on average, over that of the booted VM's, which has nobody to share with: clones fold with each other what they have read since, as a daemon does by itself. Before folding, and without what the emulator translated (nothing under KVM), too |
-//! | `freed_back_percent` | of the private memory (`RssAnon`) that a clone took by reading files, what the host had again 6 s after the clone dropped its caches |
+//! | `pss_percent_of_booted` | mean proportional set size (`smaps_rollup`) of a clone's QEMU, in percent of that of the booted VM's QEMU, which shares with no VM. Measured after the clones have folded pages that they read since; also before folding, and without translated code of the emulator (none under KVM) |
+//! | `freed_back_percent` | part of the private memory (`RssAnon`) that a clone took by reading files and that the host had back 6 s after the clone dropped its caches |
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -35,18 +35,18 @@ use super::study::Options;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Time for one thing that guests do.
+/// Time limit of one operation in a guest.
 const LIMIT: Duration = Duration::from_secs(300);
 
 const MEMORY: ByteSize = ByteSize::mib(512);
 
 const TEMPLATE: &str = "template";
 
-/// Time after which freed memory is to be back at the host.
+/// Time after which the host must have freed memory back.
 const BACK: Duration = Duration::from_secs(6);
 
-/// A program with a secret in its memory, told at SIGUSR1; another that writes to the console all
-/// the time.
+/// Starts a program with a secret in its memory, which it prints at SIGUSR1, and a program that
+/// keeps writing to the console.
 const HOLD: &str = r#"cat > /run/hold.py <<'END'
 import hashlib, os, signal
 held = os.urandom(32 << 20)
@@ -84,7 +84,7 @@ struct Clone {
     ms: f64,
 }
 
-/// Runs the study: `results` and `samples`.
+/// Runs the study. Returns `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let number_of_clones = options.pick(10, 30);
     let lab = Lab::new(EngineSettings::default())?;
@@ -107,7 +107,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     for number in 1..=number_of_clones {
         let clone = start(&lab, format!("clone-{number}"))?;
         wait_renewed(&lab)?;
-        // Its measuring is over.
+        // The program that measures the start is no longer needed.
         lab.exec(&clone.name, "systemctl stop tick", LIMIT)?;
         clones.push(clone);
     }
@@ -169,7 +169,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     }))
 }
 
-/// Starts clones, each as soon as the one before runs.
+/// Starts clones, each as soon as the previous one runs.
 fn burst(lab: &Lab, clones: u32) -> anyhow::Result<Vec<f64>> {
     (1..=clones)
         .map(|number| Ok(start(lab, format!("burst-{number}"))?.ms))
@@ -229,20 +229,21 @@ fn wait_renewed(lab: &Lab) -> anyhow::Result<()> {
     }
 }
 
-/// Guests that hold the same bytes in memory and are different in every other line.
+/// Returns the number of guests that hold the same bytes in memory and differ in every other line
+/// of their answer.
 fn different(held: &str, template: &str, said: &[String]) -> usize {
     let mut seen: HashSet<_> = template.lines().skip(1).enumerate().collect();
     let mut ok = 0;
     for said in said {
         let (first, others) = said.split_once('\n').unwrap_or_default();
-        // A line that repeats spoils the later guest.
+        // A line that was seen before counts against the later guest.
         let own = others.lines().enumerate().filter(|line| seen.insert(*line));
         ok += usize::from(own.count() == 3 && first == held.trim());
     }
     ok
 }
 
-/// Has a clone take private memory and give it back.
+/// Makes a clone take private memory and give it back.
 fn free(lab: &Lab, clone: &Clone) -> anyhow::Result<Value> {
     let private = || anyhow::Ok(Proc::default().rss_anon(clone.pid)?.0);
     lab.exec(&clone.name, DROP, LIMIT)?;
@@ -265,12 +266,12 @@ fn free(lab: &Lab, clone: &Clone) -> anyhow::Result<Value> {
     }))
 }
 
-/// What a VM's QEMU takes, in MiB.
+/// Memory of a VM's QEMU, in MiB.
 #[derive(Clone, Copy, Debug)]
 struct Size {
-    /// Proportional set size.
+    /// Proportional set size of the process.
     pss: f64,
-    /// Of it, code that the emulator has translated: none under KVM.
+    /// Part of `pss`: code that the emulator has translated; none under KVM.
     emulated_code: f64,
 }
 
@@ -287,7 +288,7 @@ fn sizes(lab: &Lab) -> anyhow::Result<BTreeMap<String, Size>> {
     Ok(named.collect())
 }
 
-/// By nearest rank.
+/// Returns a percentile of values, by the method of the nearest rank.
 fn percentile(values: &[f64], percent: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -296,7 +297,7 @@ fn percentile(values: &[f64], percent: f64) -> f64 {
     at.map_or(f64::NAN, |at| sorted[at - 1])
 }
 
-/// The study's figure, by name.
+/// Draws the study's figure.
 #[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
     let series = |key: &str, name: &str| {

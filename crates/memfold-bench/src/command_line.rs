@@ -22,7 +22,7 @@ use crate::{
     snapshots,
 };
 
-/// Studies of what memfold saves and costs, on VMs of their own.
+/// Studies of memfold's savings and costs, on VMs of their own.
 #[derive(Parser, Debug)]
 #[command(
     name = "memfold-bench",
@@ -39,7 +39,7 @@ struct Cli {
     command: Option<Command>,
 }
 
-/// What other programs start.
+/// Commands that other programs start.
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Demo: boot real VMs, fold them, and compare the memory saved with KSM's
@@ -129,7 +129,7 @@ pub fn main() -> ExitCode {
             generate::run(arguments, Cli::command()).map(|()| true)
         }
         (None, Some(study)) => run(study, &cli.study).map(|()| true),
-        // Clap asks for one of them.
+        // Clap makes sure that one of them is given.
         (None, None) => Ok(false),
     };
     match result {
@@ -149,8 +149,8 @@ fn fail(error: &anyhow::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Whether it was passed. Standard input, unless it is a terminal, has the host's report
-/// (`memfold doctor --json`).
+/// Runs the self-test. Returns whether it was passed. Unless standard input is a terminal, the
+/// host's report (`memfold doctor --json`) is read from it.
 fn self_test(output: &Output) -> anyhow::Result<bool> {
     check_host(output)?;
     let mut report: Map<String, Value> = if stdin().is_terminal() {
@@ -183,7 +183,7 @@ fn run(name: Name, arguments: &Arguments) -> anyhow::Result<()> {
         options.memory.is_none() || name == Name::Snapshots,
         "the study '{title}' has its sizes of VMs: --memory is for 'snapshots'"
     );
-    // All but this one boot VMs.
+    // Every study but this one boots VMs.
     if name != Name::Fold {
         check_host(&arguments.output)?;
     }

@@ -17,16 +17,16 @@ use serde::Serialize;
 use crate::host::check_host;
 use crate::output::Output;
 
-/// The VMs: name and image. Two are built separately from the same packages, as users' VMs are; the
-/// third is a copy.
+/// Name and image of each VM. Two images are built separately from the same packages, as those of
+/// users' VMs are; the third is a copy.
 const VMS: [(&str, &str); 3] = [
     ("alpha", "trixie-a"),
     ("beta", "trixie-b"),
     ("gamma", "trixie-a"),
 ];
 
-/// What every guest does: a web server answers, an interpreter runs, and everything that a system
-/// has in `/usr` is read and hashed. The hashes are compared at the end.
+/// Shell script that every guest runs: a web server answers, an interpreter runs, and all files in
+/// `/usr` are read and hashed. The hashes are compared at the end.
 const WORK: &str = "systemctl start apache2 && curl -sf http://127.0.0.1/ | sha256sum && \
     find /usr/bin /usr/sbin /usr/lib -xdev -type f -size -8M -print0 | sort -z | head -z -n 6000 | xargs -0 sha256sum | sha256sum";
 
@@ -45,7 +45,7 @@ pub struct Arguments {
     output: Output,
 }
 
-/// What the demo shows; all of it is the kernel's word of the moment.
+/// Figures of the demo, all of which the kernel reported at that moment.
 #[derive(Debug, Serialize)]
 struct Outcome {
     vms: Vec<VmOutcome>,
@@ -165,8 +165,8 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
     })
 }
 
-/// Waits until the share of what could be folded doesn't grow any more; seconds from `began` to the
-/// last growth.
+/// Waits until the part of the foldable memory that is folded no longer grows. Returns the seconds
+/// from `began` to the last growth.
 fn wait_folded(lab: &Lab, began: Instant) -> anyhow::Result<f64> {
     let mut best = 0;
     let mut grew = began;
@@ -182,8 +182,8 @@ fn wait_folded(lab: &Lab, began: Instant) -> anyhow::Result<f64> {
     Ok((grew - began).as_secs_f64())
 }
 
-/// Physical memory of all VMs and of the page stores, each page once: PSS of every QEMU, and store
-/// pages that no VM has in its page tables.
+/// Returns the physical memory of all VMs and of the page stores, each page counted once: PSS of
+/// every QEMU, and store pages that are in no VM's page tables.
 fn total(report: &FullReport) -> i64 {
     let pss: u64 = report.ledger.vms.iter().map(|vm| vm.pss_bytes.0).sum();
     let in_vms: u64 = report
@@ -282,7 +282,7 @@ fn render(outcome: &Outcome) -> String {
     )
 }
 
-/// A step of the demo, with a spinner on a terminal and a line in a pipe.
+/// A step of the demo, shown with a spinner on a terminal and as a line in a pipe.
 struct Step {
     bar: ProgressBar,
     began: Instant,

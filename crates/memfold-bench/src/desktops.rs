@@ -1,5 +1,6 @@
 //! Study A's figure 3: the memory that a browser and an office suite add per VM, with their files
-//! on disks or executed in place from one segment, and the time until they show a window.
+//! on disks or executed in place from one segment; also the time until these programs show a
+//! window.
 //!
 //! VMs boot from disks, or from a segment of the whole system. One VM after the other starts the
 //! program. When memory use is stable, the study measures how much the program has added to the
@@ -25,7 +26,7 @@ use super::segments::{
 };
 use super::study::Options;
 
-/// Programs, and the commands that start them.
+/// Name of each program, and the command that starts it.
 const PROGRAMS: [(&str, &str); 2] = [
     (
         "browser",
@@ -37,12 +38,12 @@ const PROGRAMS: [(&str, &str); 2] = [
 const IMAGE: &str = "trixie-desktop";
 const MEMORY: ByteSize = ByteSize::mib(1536);
 
-/// The part that measures starts.
+/// Name of the part of the study that measures starts.
 const STARTS: &str = "starts";
 
-/// Runs the study: `results` and `samples`.
+/// Runs the study. Returns `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    // The first VM pays for what all share, so two at least.
+    // At least two VMs are needed, because the first one includes the memory that all VMs share.
     let (vms, rounds) = options.pick((2, 2), (4, 4));
     let starts_alone = options.is_only("desktops", STARTS)?;
     let mut results = Map::new();
@@ -60,7 +61,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     Ok(json!({ "samples": samples, "results": results }))
 }
 
-/// VMs with one program, one more at a time, booted from disks and from a segment.
+/// Runs one program in VMs, one more VM at a time, booted from disks and from a segment.
 fn measure(
     program: &str,
     start_it: &str,
@@ -98,7 +99,7 @@ fn measure(
             "program": program, "segment": segment, "start_s": times,
             "added_mib": totals.iter().map(|bytes| mib(*bytes)).collect::<Vec<_>>(),
         }));
-        // The first one pays for what all share.
+        // The first VM is left out, because it includes the memory that all VMs share.
         slopes.push(median(&totals[1.min(totals.len() - 1)..]));
         starts.push(median(&times));
     }
@@ -116,8 +117,8 @@ fn measure(
     Ok((results, samples))
 }
 
-/// Starts of a program that has been started before, cold and warm, in VMs of each kind by turns.
-/// Ratios over the VM with the segment.
+/// Measures starts of a program that has been started before, cold and warm, in VMs of each kind in
+/// turn. Ratios refer to the VM with the segment.
 fn starts(
     program: &str,
     start_it: &str,
@@ -173,13 +174,13 @@ fn starts(
     Ok((results, times.into()))
 }
 
-/// Of VMs that are told apart by where their files are.
+/// Returns the name of the VM whose files are in a place of kind `kind`.
 fn vm_name(kind: &str) -> String {
     kind.replace('_', "-")
 }
 
-/// A VM's own memory and what segments take for all VMs, in bytes, when nothing happens any more.
-/// The RAM of other VMs has nothing to do with it, and they may still give some back.
+/// Returns a VM's own memory plus the memory that segments take for all VMs, in bytes, when it no
+/// longer changes. The RAM of other VMs is left out, because they may still give memory back.
 fn of_vm(lab: &Lab, name: &str) -> anyhow::Result<f64> {
     memory(lab)?;
     let vms = lab.report()?.ledger.vms;
@@ -189,7 +190,8 @@ fn of_vm(lab: &Lab, name: &str) -> anyhow::Result<f64> {
     Ok((own.ram_pss_bytes.0 + segments) as f64)
 }
 
-/// Starts a program on a display of its own, and waits until it shows a window.
+/// Returns the shell script that starts a program on a display of its own, and waits until the
+/// program shows a window.
 fn shown(start_it: &str) -> String {
     format!(
         r"set -e
@@ -201,7 +203,8 @@ systemd-run -q --collect --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
     )
 }
 
-/// Waits until there is one. One that goes while it looks (a splash screen) ends a search.
+/// Shell script that waits until a window is shown. A window that disappears during a search (a
+/// splash screen) ends this search.
 const WINDOW: &str = r"end=$(( $(date +%s) + 600 ))
 until xdotool search --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/null 2>&1; do
     [ $(date +%s) -lt $end ]
@@ -209,8 +212,8 @@ until xdotool search --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/
 done
 systemctl is-active -q program";
 
-/// Ends the program, starts it again, and says after how many milliseconds it has shown a window,
-/// and after how many page faults.
+/// Returns the shell script that ends the program, starts it again, and prints the milliseconds and
+/// the page faults until it shows a window.
 fn again(start_it: &str, is_cold: bool) -> String {
     let drop = if is_cold {
         "echo 3 > /proc/sys/vm/drop_caches"
@@ -231,7 +234,7 @@ echo $(( ($(date +%s%N) - began) / 1000000 )) $({})",
     )
 }
 
-/// The study's figures, by name.
+/// Draws the study's figures.
 #[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
     let empty = Vec::new();
@@ -240,7 +243,7 @@ pub fn figures(study: &Value) -> Vec<Figure> {
     for (program, _) in PROGRAMS {
         let mut lines = Vec::new();
         for sample in samples.iter().filter(|s| s["program"] == program) {
-            // Others are of starts.
+            // Other samples are those of starts.
             let Some(added) = sample["added_mib"].as_array() else {
                 continue;
             };

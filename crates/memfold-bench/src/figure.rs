@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 
-/// A figure's name and SVG.
+/// Name and SVG text of a figure.
 pub type Figure = (String, String);
 
 const WIDTH: f64 = 860.0;
@@ -15,31 +15,32 @@ const RIGHT: f64 = 250.0;
 const TOP: f64 = 50.0;
 const BOTTOM: f64 = 55.0;
 
-/// Told apart by people who see colours differently, too (Okabe and Ito's set).
+/// Colours of lines that people with impaired colour vision can distinguish, too (the set of Okabe
+/// and Ito).
 const COLOURS: [&str; 7] = [
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000",
 ];
 
-/// How an axis is divided.
+/// Scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// From zero, evenly.
+    /// Linear scale, from zero.
     Linear,
-    /// By powers; every value must be above zero.
+    /// Logarithmic scale; every value must be above zero.
     Log,
 }
 
-/// An axis.
+/// An axis of a chart.
 #[derive(Clone, Debug)]
 pub struct Axis {
     /// Label of the axis, with the unit.
     pub label: String,
-    /// How.
+    /// Scale of the axis.
     pub scale: Scale,
 }
 
 impl Axis {
-    /// An even axis from zero.
+    /// Creates an axis with a linear scale from zero.
     #[must_use]
     pub fn linear(label: &str) -> Self {
         let label = label.to_owned();
@@ -47,7 +48,7 @@ impl Axis {
         Self { label, scale }
     }
 
-    /// A logarithmic axis.
+    /// Creates an axis with a logarithmic scale.
     #[must_use]
     pub fn log(label: &str) -> Self {
         let label = label.to_owned();
@@ -56,10 +57,10 @@ impl Axis {
     }
 }
 
-/// A line.
+/// A line in a chart.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// Its name in the legend.
+    /// Name of the line in the legend.
     pub name: String,
     /// Points from left to right; those that are not finite are left out.
     pub points: Vec<(f64, f64)>,
@@ -67,7 +68,7 @@ pub struct Series {
     pub dashed: bool,
 }
 
-/// Draws `series` over common axes, with a legend at the right.
+/// Draws lines in a chart with common axes, with a legend at the right. Returns the SVG text.
 #[must_use]
 pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
     let points = || {
@@ -131,7 +132,7 @@ pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
         let mut path = String::new();
         for &(x, y) in line.points.iter().filter(|p| finite(**p)) {
             let step = if path.is_empty() { 'M' } else { 'L' };
-            // Writing to a string can't fail.
+            // Writing to a string cannot fail.
             let _ = write!(path, "{step}{:.1} {:.1}", at_x(x), at_y(y));
         }
         add(format!(
@@ -167,13 +168,13 @@ fn escape(words: &str) -> String {
         .replace('>', "&gt;")
 }
 
-/// A figure of a tick, as short as it can be.
+/// Formats the number at a tick as short as possible.
 fn number(value: f64) -> String {
     let rounded = (value * 1e4).round() / 1e4;
     format!("{rounded}")
 }
 
-/// What an axis reaches over.
+/// Range of values on an axis.
 struct Range {
     scale: Scale,
     low: f64,
@@ -205,7 +206,7 @@ impl Range {
         }
     }
 
-    /// Where a value lies, 0 to 1.
+    /// Returns the position of a value on the axis, from 0 to 1.
     fn part(&self, value: f64) -> f64 {
         match self.scale {
             Scale::Linear => (value - self.low) / (self.high - self.low),
@@ -216,7 +217,7 @@ impl Range {
         .clamp(0.0, 1.0)
     }
 
-    /// Round values to mark: four to ten.
+    /// Returns round values to mark on the axis: four to ten.
     fn ticks(&self) -> Vec<f64> {
         match self.scale {
             Scale::Linear => {
@@ -259,7 +260,7 @@ impl Range {
     }
 }
 
-/// Writes figures into a directory, as `NAME.svg`.
+/// Writes figures to a directory, as files `NAME.svg`.
 pub fn write(directory: &Path, figures: &[Figure]) -> anyhow::Result<()> {
     std::fs::create_dir_all(directory)
         .with_context(|| format!("cannot make {}", directory.display()))?;

@@ -26,23 +26,24 @@ use super::figure::{self, Axis, Figure, Series};
 use super::record::{median, spread};
 use super::study::Options;
 
-/// Run lengths in pages.
+/// Lengths of runs, in pages, that are measured.
 const LENGTHS: [u64; 5] = [1, 4, 16, 64, 512];
 
-/// Pages that the study folds for a measurement, and that ksmd merges.
+/// Number of pages that are folded for a measurement, and that ksmd merges.
 const PAGES: u64 = 16384;
 
-/// Pages copied to the store together, as in a batch of the engine.
+/// Number of pages that are copied to the page store together, as in a batch of the engine.
 const FILL_PAGES: u64 = 2048;
 
-/// Runs the study: `{"results": {...}, "samples": [...]}`, times in µs of CPU.
+/// Runs the study. Returns `{"results": {...}, "samples": [...]}`; times are in µs of CPU.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     measure_all(options.pick(5, 7), PAGES, PAGES)
 }
 
-/// `repeats`: times that each run length is measured. `pages`: folded for each measurement of runs
-/// of 16 pages and more, at least 2048; shorter runs take fewer. `ksm_pages`: in each of the two
-/// regions that ksmd merges; 0: KSM is left alone and its figures are `null`.
+/// Measures folding and KSM. `repeats`: how often each run length is measured. `pages`: number of
+/// pages folded for each measurement of runs of 16 pages and more, at least 2048; shorter runs take
+/// fewer. `ksm_pages`: number of pages in each of the two regions that ksmd merges; with 0, KSM is
+/// not used, and its figures are `null`.
 fn measure_all(repeats: usize, pages: u64, ksm_pages: u64) -> anyhow::Result<Value> {
     let stop = stop_flag()?;
     let folder = Folder::new(None, None);
@@ -105,7 +106,7 @@ fn measure_all(repeats: usize, pages: u64, ksm_pages: u64) -> anyhow::Result<Val
     }))
 }
 
-/// The study's figure, by name: CPU for each page over the length of runs.
+/// Draws the study's figure: CPU time for each page over the length of runs.
 #[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
     let results = &study["results"];
@@ -142,10 +143,10 @@ pub fn figures(study: &Value) -> Vec<Figure> {
     vec![("fold-cost".into(), svg)]
 }
 
-/// A run of memory, and the first page of its copy in the store.
+/// A run of memory, and the first page of its copy in the page store.
 type Place = (Area, u64);
 
-/// Microseconds per page.
+/// CPU times in microseconds per page.
 struct Sample {
     append: f64,
     fold: f64,
@@ -153,8 +154,8 @@ struct Sample {
     wall: f64,
 }
 
-/// Folds fresh memory in runs of `length` pages, after a bare compare of the same runs in the same
-/// order. `number`: a number for the page store that no measurement had before.
+/// Folds fresh memory in runs of `length` pages, after comparing the same runs in the same order
+/// without folding. `number`: number of the page store, which no other measurement has used.
 fn measure(folder: &Folder, number: u32, length: u64, pages: u64) -> anyhow::Result<Sample> {
     let pages = if length < 16 { pages / 4 } else { pages };
     let runs = pages / (length + 1);
@@ -167,7 +168,7 @@ fn measure(folder: &Folder, number: u32, length: u64, pages: u64) -> anyhow::Res
     }
     let (store, places, append_ns) = fill(number, area, length)?;
 
-    // The limit: both sides mapped before the clock starts.
+    // For the bare comparison, both sides are mapped before the clock starts.
     let total = runs * length;
     let window = Mapping::window(store.read_only(), total)?;
     window.area().advise(Madvise::LinuxPopulateRead)?;
@@ -206,8 +207,8 @@ fn measure(folder: &Folder, number: u32, length: u64, pages: u64) -> anyhow::Res
     })
 }
 
-/// A page store with a copy of each run of `area`, filled as the daemon does, by batches of
-/// [`FILL_PAGES`]; where each run lies in both; and nanoseconds of CPU.
+/// Makes a page store with a copy of each run of `area`, filled like the daemon does, in batches of
+/// [`FILL_PAGES`]. Returns the store, the place of each run, and nanoseconds of CPU.
 fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<Place>, u64)> {
     let cap = ByteSize(2 * area.bytes() + ByteSize::mib(2).0);
     let mut store = Store::create(&format!("bench-{}-{number}", std::process::id()), cap)?;
@@ -243,8 +244,8 @@ fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<Plac
     Ok((store, places, thread_cpu_ns() - began))
 }
 
-/// Folds every place onto the page of the store beside it: nanoseconds of CPU, and the time on the
-/// wall.
+/// Folds every run onto its copy in the page store. Returns nanoseconds of CPU, and the elapsed
+/// time.
 fn fold_all(
     folder: &Folder,
     number: u32,
@@ -300,7 +301,7 @@ fn expect_ok(reply: Reply) -> anyhow::Result<()> {
     }
 }
 
-/// xorshift64: the same pages in every run.
+/// Pseudorandom words (xorshift64), the same for every run of the study.
 struct Words(u64);
 
 impl Default for Words {
@@ -322,7 +323,7 @@ impl Words {
     }
 }
 
-/// CPU time of ksmd for each page that it merges of two regions with the same bytes.
+/// Returns the CPU time of ksmd for each page that it merges, for two regions with the same bytes.
 fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
     let controls = Controls::default();
     ensure!(
@@ -347,8 +348,8 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
     }
     let sharing = || anyhow::Ok(Status::read(&controls)?.pages_sharing.unwrap_or(0));
     let (merged_before, cpu_before) = (sharing()?, ksmd.cpu_time()?);
-    // In big steps, so that waking up counts little; the work for each page is the same at any
-    // rate.
+    // ksmd scans many pages each time, so that waking up counts little. The work for each page is
+    // the same at any rate.
     let settings = Settings {
         pages_to_scan: Some(2000),
         sleep_millisecs: Some(1),
@@ -373,8 +374,8 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
     Ok(cpu.as_secs_f64() * 1e6 / merged as f64)
 }
 
-/// A flag that Ctrl-C and SIGTERM set instead of ending the process, so that KSM's settings go
-/// back.
+/// Returns a flag that Ctrl-C and SIGTERM set instead of ending the process, so that KSM's settings
+/// are restored.
 fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
@@ -411,15 +412,15 @@ mod tests {
 
     #[test]
     fn folding_time_is_measured_at_every_run_length() {
-        // KSM belongs to the whole machine: the study measures it, not the unit tests.
+        // Unit tests do not measure KSM, because its settings apply to the whole machine.
         let repeats = 3;
         let report = measure_all(repeats, 8192, 0).unwrap();
         println!(
             "{}",
             serde_json::to_string_pretty(&report["results"]).unwrap()
         );
-        // Which is cheaper is the study's answer: on a busy machine one of three measures may say
-        // otherwise.
+        // The test does not check which way is cheaper: on a busy machine, one of three
+        // measurements may be wrong.
         for length in LENGTHS {
             let us = &report["results"]["fold_us_per_page"][length.to_string()];
             assert!(us["min"].as_f64().unwrap() > 0.0, "{length}: {us}");
@@ -431,7 +432,8 @@ mod tests {
 
     #[test]
     fn the_ksmd_measurement_restores_the_ksm_settings() {
-        // One at a time on the whole machine: tests/ksm_real.rs takes the same lock.
+        // Only one test on the machine may use KSM at a time; tests/ksm_real.rs takes the same
+        // lock.
         let lock = std::fs::File::create(std::env::temp_dir().join("memfold-ksm.lock")).unwrap();
         rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
         let controls = Controls::default();

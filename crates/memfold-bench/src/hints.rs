@@ -7,9 +7,9 @@
 //!
 //! | arm | mechanism |
 //! |---|---|
-//! | `none` | none; the agents run all the same |
+//! | `none` | none; the agents still run |
 //! | `fold_N` | folding, at most N pages a second |
-//! | `fold_N_beside_none` | the same, while two more VMs of the same images do the same work without memfold |
+//! | `fold_N_beside_none` | as `fold_N`, while two more VMs of the same images do the same work without memfold |
 //! | `ksm_default` | KSM as a freshly booted kernel has it: 100 pages each 20 ms |
 //! | `ksm_equal_cpu_N` | KSM with a rate that makes ksmd's CPU time follow that of folding in `fold_N` |
 //!
@@ -40,33 +40,34 @@ use crate::study::Options;
 
 pub use self::results::figures;
 
-/// The VMs: name and image.
+/// Name and image of each VM.
 const VMS: [(&str, &str); 2] = [("a", "trixie-a"), ("b", "trixie-b")];
 
-/// Those that take no part, in the same order.
+/// Name and image of each VM that is not folded, in the same order.
 const BESIDE: [(&str, &str); 2] = [("plain-a", "trixie-a"), ("plain-b", "trixie-b")];
 
-/// RAM of each.
+/// RAM of each VM.
 const MEMORY: ByteSize = ByteSize::mib(512);
 
-/// What to measure.
+/// The measurements to make.
 #[derive(Clone, Debug)]
 struct Plan {
-    /// Times that every arm is run.
+    /// Number of repeats of every arm.
     repeats: usize,
-    /// Times that VMs work side by side, half of them folded at the first of [`BUDGETS`].
+    /// Number of runs of VMs side by side, half of which are folded with the first of [`BUDGETS`].
     beside: usize,
-    /// Of [`BUDGETS`], how many have an arm of KSM at equal CPU.
+    /// Number of budgets among [`BUDGETS`] that have an arm of KSM at equal CPU.
     equal_cpu: usize,
-    /// What the guests compile.
+    /// The software that the guests compile.
     work: Work,
-    /// Arms to run; `None` for all.
+    /// Names of the arms to run; `None` for all arms.
     only: Option<Vec<String>>,
 }
 
 impl Plan {
-    /// Lua, without optimization: a minute in an emulated guest; one repeat of all arms, three of
-    /// the one that tells how much folding slows guests down.
+    /// Returns the plan of a quick study: Lua, without optimization (a minute in an emulated
+    /// guest); one repeat of all arms, and three of the arm that measures how much folding slows
+    /// guests down.
     const fn quick() -> Self {
         Self {
             repeats: 1,
@@ -83,7 +84,7 @@ impl Plan {
         }
     }
 
-    /// Debian's kernel source, tinyconfig; three repeats.
+    /// Returns the plan of the full study: Debian's kernel source, tinyconfig; three repeats.
     fn full() -> anyhow::Result<Self> {
         let disk = data_disks()?.remove("linux-source").context(
             "no disk with the kernel's source; run 'scripts/setup images-full', or use --quick",
@@ -105,8 +106,8 @@ impl Plan {
         })
     }
 
-    /// Leaves out all arms but these. An arm of KSM at equal CPU takes the folding arm that it is
-    /// held to along.
+    /// Leaves out all arms but these. For an arm of KSM at equal CPU, the folding arm whose CPU
+    /// time it follows is kept, too.
     fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
         let known: Vec<String> = self.arms().iter().map(Mechanism::name).collect();
         if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
@@ -121,7 +122,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Every arm there is.
+    /// Returns all arms of the study.
     fn arms(&self) -> Vec<Mechanism> {
         let mut arms = vec![Mechanism::None];
         arms.extend(BUDGETS.map(|pages_per_second| Mechanism::Fold { pages_per_second }));
@@ -137,7 +138,7 @@ impl Plan {
         arms
     }
 
-    /// Those to run, in the order of one repeat.
+    /// Returns the arms to run, in the order of one repeat.
     fn arms_of(&self, repeat: usize) -> Vec<Mechanism> {
         let wanted = |arm: &Mechanism| {
             let repeats = match arm {
@@ -172,8 +173,8 @@ impl Plan {
     }
 }
 
-/// Runs the study: `results`, `samples` and `vms`. Takes about a quarter of an hour with `--quick`
-/// on two cores without hardware virtualization.
+/// Runs the study. Returns `results`, `samples` and `vms`. Takes about a quarter of an hour with
+/// `--quick` on two cores without hardware virtualization.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let mut plan = if options.quick {
         Plan::quick()

@@ -9,8 +9,8 @@ use memfold_host::{HostFacts, examine, own_program};
 
 use crate::output::Output;
 
-/// Returns if VMs can run here. Otherwise replaces this process by `memfold doctor`, which prints
-/// the reason and exits with code 3.
+/// Returns if VMs can run on this host. Otherwise, replaces this process by `memfold doctor`, which
+/// prints the reason and exits with code 3.
 pub fn check_host(output: &Output) -> anyhow::Result<()> {
     if examine(HostFacts::probe(DEFAULT_STATE.as_ref())).can_run {
         return Ok(());

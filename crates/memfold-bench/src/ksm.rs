@@ -2,9 +2,9 @@
 //!
 //! | part | |
 //! |---|---|
-//! | `foci` | 1 and more VMs that are idle, compute, hold random data, or hold the same data: their RAM unmerged and merged; faults and times of reading and writing before and after |
-//! | `speed` | time and CPU until 90 % of the mergeable memory is merged: kernel's defaults, `memfold ksm start`, the kernel's advisor |
-//! | `slowdown` | a program that computes and one that writes to memory, by ksmd's speed (study C's figure 1) |
+//! | `foci` | RAM of 1 and more VMs, unmerged and merged; the VMs are idle, compute, hold random data, or hold the same data. Also page faults and times of reading and writing, before and after merging |
+//! | `speed` | time and CPU until 90 % of the mergeable memory is merged: with the kernel's defaults, `memfold ksm start`, and the kernel's advisor |
+//! | `slowdown` | slowdown of a program that computes and of one that writes to memory, by ksmd's speed (study C's figure 1) |
 //!
 //! Before each measurement, KSM is stopped and all pages are unmerged. The host must not use KSM
 //! for anything else.
@@ -24,11 +24,11 @@ use crate::figure::Figure;
 use crate::study::Options;
 use scale::Scale;
 
-/// Runs the study: `results` and `samples`.
+/// Runs the study. Returns `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = Scale::of(options);
     let controls = Controls::default();
-    // What a killed run has left is no use of KSM.
+    // If an earlier run was killed, its settings of KSM are restored first.
     memfold_ksm::restore_leftover(NOTES.as_ref())?;
     ensure!(
         controls.number::<u64>("run")? != Some(1),
@@ -44,7 +44,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     Ok(json!({ "vms": [vm], "samples": samples, "results": results }))
 }
 
-/// The study's figures, by name.
+/// Draws the study's figures.
 #[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
     let empty = Vec::new();

@@ -6,18 +6,18 @@ use anyhow::Context as _;
 use clap::Args;
 use serde::Serialize;
 
-/// Where results go, and as what.
+/// Destination and format of results.
 #[derive(Args, Debug)]
 pub struct Output {
     /// Write the results to FILE as JSON; without FILE or with '-', print them instead of text
-    // The program 'memfold' puts its own --json first: the last one counts.
+    // The program 'memfold' puts its own --json first, so the last one counts.
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", overrides_with = "json")]
     pub json: Option<String>,
 }
 
 impl Output {
-    /// Prints `value` as JSON if that was asked for, else what `text` makes of it; writes the file
-    /// that was asked for.
+    /// Prints `value` as JSON if that was requested, else the text that `text` makes of it. Also
+    /// writes the requested file.
     pub fn print<T: Serialize>(
         &self,
         value: &T,
@@ -35,7 +35,7 @@ impl Output {
         };
         let mut out = std::io::stdout().lock();
         match writeln!(out, "{words}").and_then(|()| out.flush()) {
-            // A reader that went away (`| head`) is no failure.
+            // It is no error if the reader has closed the output (`| head`).
             Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
             result => Ok(result?),
         }

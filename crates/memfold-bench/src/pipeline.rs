@@ -8,11 +8,11 @@
 //! | `read`, `read_all` | `process_vm_readv` of that memory to a buffer in the core's cache, by one thread and by all workers |
 //! | `hash`, `hash_all` | XXH3-128 of a buffer in the core's cache |
 //! | `page_cache` | the same number of bytes written to a file's page cache, by one thread |
-//! | `disk` | the same until all is on the disk: `fallocate`, writes of 1 MiB, `fsync`, as `dd conv=fsync` does |
-//! | `disk_direct` | `fallocate`, then writes of 2 MiB past the page cache by all workers, `fsync` |
+//! | `disk` | the same bytes written until all are on the disk: `fallocate`, writes of 1 MiB, `fsync`, as `dd conv=fsync` does |
+//! | `disk_direct` | `fallocate`, then writes of 2 MiB by all workers that bypass the page cache, `fsync` |
 //! | `file_all` | the same number of bytes read from a file in the page cache, to a buffer in the core's cache, by all workers |
-//! | `copy` | memfold's RAM image until it is in the page cache: how long a VM stands still for it |
-//! | `save` | the same until all is on the disk |
+//! | `copy` | memfold's RAM image, until it is in the page cache; a VM is stopped for this time |
+//! | `save` | memfold's RAM image, until it is on the disk |
 //! | `verify` | the image read again from the page cache, and its checksums compared |
 //!
 //! All values are in MB/s (10^6 bytes). Ratios are of values of one round. `rounds` holds the
@@ -41,14 +41,14 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::random::random;
 use super::record::{median, spread};
 
-/// How long the other process may take to hold its bytes.
+/// Time limit for the other process to hold its bytes.
 const FILL_LIMIT: Duration = Duration::from_secs(60);
 
-/// Bytes of a write of `dd` and of one past the page cache.
+/// Bytes of one write of `dd`. The next constant: bytes of one write that bypasses the page cache.
 const DD_BYTES: usize = 1 << 20;
 const DIRECT_BYTES: usize = 2 << 20;
 
-/// A process that holds memory until this is dropped: `tail` keeps what may be the end of its
+/// A process (`tail`) that holds memory until this is dropped: it keeps what may be the end of its
 /// input.
 struct Holder(Child);
 
@@ -79,7 +79,7 @@ impl Holder {
         Pid::from_child(&self.0)
     }
 
-    /// Its heap, which holds the bytes.
+    /// Returns the heap of the process, which holds the bytes.
     fn heap(&self) -> anyhow::Result<Source> {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.0.id()))?;
         let heap = maps.lines().find(|line| line.ends_with("[heap]"));
@@ -103,19 +103,19 @@ impl Drop for Holder {
     }
 }
 
-/// MB/s of `work`, which handles so many bytes.
+/// Returns the speed of `work`, which handles `bytes` bytes, in MB/s.
 fn speed<T>(bytes: u64, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<f64> {
     let began = Instant::now();
     work()?;
     Ok(bytes as f64 / 1e6 / began.elapsed().as_secs_f64())
 }
 
-/// A new file without a name.
+/// Creates a file without a name.
 fn file(place: &Path) -> anyhow::Result<File> {
     tempfile::tempfile_in(place).with_context(|| format!("cannot write in {}", place.display()))
 }
 
-/// One round: speeds by key, and how long the stages of the image took.
+/// One round: speeds by key, and durations of the image's stages.
 struct Round {
     speeds: Vec<(&'static str, f64)>,
     stages: [f64; 3],
@@ -127,7 +127,7 @@ impl Round {
         found.map_or(f64::NAN, |(_, speed)| *speed)
     }
 
-    /// The better of the two ways to the disk.
+    /// Returns the speed of the faster way to the disk.
     fn disk(&self) -> f64 {
         self.speed("disk").max(self.speed("disk_direct"))
     }
@@ -135,7 +135,8 @@ impl Round {
 
 fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
     let heap = holder.heap()?;
-    // Whole chunks of the largest unit, so that every way handles the same bytes.
+    // The number of bytes is a multiple of the largest unit, so that every way handles the same
+    // bytes.
     let chunks = heap.pages * PAGE_SIZE / DIRECT_BYTES as u64;
     let bytes = chunks * DIRECT_BYTES as u64;
     let mut speeds = Vec::new();
@@ -229,7 +230,8 @@ fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
     })
 }
 
-/// MB/s past the page cache. 0: the file system has no such way.
+/// Returns the speed of writes that bypass the page cache, in MB/s; 0 if the file system does not
+/// support them.
 fn direct(place: &Path, chunks: u64, bytes: &[u8]) -> anyhow::Result<f64> {
     let written = file(place)?;
     let path = {
@@ -252,7 +254,7 @@ fn direct(place: &Path, chunks: u64, bytes: &[u8]) -> anyhow::Result<f64> {
     })
 }
 
-/// Measures a process of so many bytes, and files in `place`.
+/// Measures the copy of a process with `size` bytes to files in `place`.
 pub fn run(size: ByteSize, rounds: usize, place: &Path) -> anyhow::Result<Value> {
     let holder = Holder::new(size)?;
     let mut all = Vec::new();

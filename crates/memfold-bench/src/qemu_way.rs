@@ -15,7 +15,7 @@ use memfold_lab::Lab;
 use memfold_snapshot::{Manifest, SnapshotError};
 use memfold_vm::{DiskFormat, DiskSpec, Incoming, LaunchError, Qmp, Vm, VmDirectory, VmSpec};
 
-/// Time for one thing that QEMU does.
+/// Time limit of one operation of QEMU.
 const LIMIT: Duration = Duration::from_secs(900);
 
 /// Layout of RAM in a file that QEMU migrates to.
@@ -27,28 +27,28 @@ pub enum Form {
     Stream,
 }
 
-/// Bytes a second: more than any disk takes.
+/// Speed limit for QEMU in bytes a second, more than any disk reaches.
 const NO_LIMIT: u64 = 1 << 50;
 
-/// Name of what `savevm` makes.
+/// Name of the state that `savevm` saves.
 const TAG: &str = "saved";
 
-/// Measurements of one way to save and restore.
+/// Measurements of one way of QEMU to save and restore a VM.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Way {
-    /// Seconds from the command until all is on disk.
+    /// Seconds from the command until all data is on disk.
     pub save_s: f64,
-    /// Seconds that the VM was stopped.
+    /// Seconds for which the VM was stopped.
     pub pause_s: f64,
     /// Seconds until the restored VM runs.
     pub restore_s: f64,
-    /// Bytes on disk.
+    /// Bytes on disk that the saved state takes.
     pub bytes: u64,
 }
 
 fn monitor(lab: &Lab, vm: &str) -> anyhow::Result<Qmp> {
     let socket = VmDirectory::of(lab.directory(), vm).qmp();
-    // While `savevm` writes RAM, QEMU answers nobody.
+    // While `savevm` writes RAM, QEMU does not answer.
     Ok(Qmp::connect(&socket, LIMIT)?)
 }
 
@@ -58,8 +58,8 @@ fn prepare_migration(qmp: &mut Qmp, form: Form) -> anyhow::Result<()> {
         "migrate-set-capabilities",
         json!({ "capabilities": [capability("mapped-ram"), capability("multifd")] }),
     )?;
-    // By itself QEMU keeps to 128 MiB a second, for a network's sake; libvirt lifts that for files,
-    // too.
+    // By default, QEMU limits itself to 128 MiB a second, which is meant for networks. libvirt
+    // removes this limit for files, too.
     qmp.execute(
         "migrate-set-parameters",
         json!({ "multifd-channels": 2, "max-bandwidth": NO_LIMIT }),
@@ -67,8 +67,8 @@ fn prepare_migration(qmp: &mut Qmp, form: Form) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Saves a VM whose first disk is an overlay to `image`, and that disk, as it is at that instant,
-/// to `disk`.
+/// Saves a VM whose first disk is an overlay: its state to `image`, and the disk at that instant to
+/// `disk`.
 pub fn save(lab: &Lab, vm: &str, form: Form, image: &Path, disk: &Path) -> anyhow::Result<Way> {
     let mut qmp = monitor(lab, vm)?;
     prepare_migration(&mut qmp, form)?;
@@ -106,7 +106,7 @@ fn wait_migrated(qmp: &mut Qmp, query: &str, wanted: &[&str]) -> anyhow::Result<
     }
 }
 
-/// The node of the VM's first disk, and the file that it writes to.
+/// Returns the node of the VM's first disk, and the file to which it writes.
 fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
     let disks = qmp.query("query-block")?;
     let mut disks = disks.as_array().into_iter().flatten();
@@ -119,7 +119,7 @@ fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let file = nodes.as_array().into_iter().flatten().find(|node| {
         let name = node["node-name"].as_str().unwrap_or_default();
-        // The first one's, and those that saves have put over it.
+        // The node of the first disk, or of an overlay that a save has put over it.
         name == "overlay-file0" && top == "disk0" || name == format!("{top}-file")
     });
     let file = file.and_then(|node| node["file"].as_str());
@@ -127,7 +127,7 @@ fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
     Ok((top.to_owned(), file.into()))
 }
 
-/// Saves a VM into its first disk's overlay, which is `disk`, too, from then on.
+/// Saves a VM into the overlay of its first disk. From then on, the disk's file is `disk`.
 pub fn save_inside(lab: &Lab, vm: &str, disk: &Path) -> anyhow::Result<Way> {
     let mut qmp = monitor(lab, vm)?;
     let (node, file) = overlay(&mut qmp)?;
@@ -147,7 +147,7 @@ pub fn save_inside(lab: &Lab, vm: &str, disk: &Path) -> anyhow::Result<Way> {
     })
 }
 
-/// Starts a job of QEMU's named [`TAG`] and waits for its end.
+/// Starts a job of QEMU named [`TAG`], and waits for its end.
 fn work(qmp: &mut Qmp, command: &str, orders: &Value) -> anyhow::Result<()> {
     qmp.execute(command, orders.clone())?;
     let end = Instant::now() + LIMIT;
@@ -167,12 +167,13 @@ fn work(qmp: &mut Qmp, command: &str, orders: &Value) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Restores what [`save_inside`] has saved as the VM of `spec`; seconds until it runs.
+/// Restores the state that [`save_inside`] has saved, as the VM of `spec`. Returns the seconds
+/// until the VM runs.
 pub fn restore_inside(lab: &Lab, mut spec: VmSpec, disk: &Path) -> anyhow::Result<f64> {
     spec.qemu_args.push("-S".into());
     use_disk(&mut spec, disk);
     run(lab, spec, memfold_vm::start, |qmp| {
-        // As 'vm run' names what is no overlay.
+        // Name of a disk without an overlay, as 'vm run' chooses it.
         let node = "disk0";
         let orders = json!({ "job-id": TAG, "tag": TAG, "vmstate": node, "devices": [node] });
         work(qmp, "snapshot-load", &orders)
@@ -185,8 +186,8 @@ fn use_disk(spec: &mut VmSpec, disk: &Path) {
     (spec.disks[0].format, spec.disks[0].cache) = (Some(DiskFormat::Qcow2), cache);
 }
 
-/// Restores what [`save`] has saved as the VM of `spec`, on a machine like that of memfold's own
-/// snapshot `like`; seconds until it runs.
+/// Restores the state that [`save`] has saved, as the VM of `spec`, with the machine type of
+/// memfold's own snapshot `like`. Returns the seconds until the VM runs.
 pub fn restore(
     lab: &Lab,
     mut spec: VmSpec,
@@ -195,7 +196,7 @@ pub fn restore(
     image: &Path,
     disk: &Path,
 ) -> anyhow::Result<f64> {
-    // Ours leaves that section of the stream out.
+    // Unlike memfold's own device state, QEMU's stream contains this section.
     let configuration = ["-global", "migration.send-configuration=on"];
     spec.qemu_args.extend(configuration.map(String::from));
     use_disk(&mut spec, disk);
@@ -208,7 +209,7 @@ pub fn restore(
     run(lab, spec, start, |qmp| load(qmp, form, image))
 }
 
-/// Starts a VM, loads its state, and lets it run; seconds that it took.
+/// Starts a VM, loads its state, and lets it run. Returns the seconds that this took.
 fn run(
     lab: &Lab,
     spec: VmSpec,
@@ -220,7 +221,7 @@ fn run(
     lab.daemon().vms().launch(spec, |state, spec, _| {
         let vm = start(state, spec)?;
         let go_on = || {
-            // It answers nobody while it reads RAM.
+            // QEMU does not answer while it reads RAM, so this connection has a long time limit.
             let socket = vm.directory().context("no directory")?.daemon_qmp();
             let mut qmp = Qmp::connect(&socket, LIMIT)?;
             load(&mut qmp)?;

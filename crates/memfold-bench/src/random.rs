@@ -4,7 +4,7 @@
 pub fn random(words: u64, mut each: impl FnMut(u64) -> std::io::Result<()>) -> std::io::Result<()> {
     let mut state = 0x9E37_79B9_7F4A_7C15_u64;
     for _ in 0..words {
-        // Xorshift, by Marsaglia.
+        // The generator is xorshift (Marsaglia).
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;

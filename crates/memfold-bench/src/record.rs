@@ -8,9 +8,10 @@ use serde_json::{Map, Value, json};
 use memfold_api::DEFAULT_STATE;
 use memfold_host::{HostFacts, guest_images};
 
-/// `{"study", "version", "git", "quick", "host", "vms", "samples", "results"}` around what a study
-/// measured: an object with `results`, `samples` and, if it had VMs, `vms`. Units are in the keys'
-/// names.
+/// Makes the record of a study:
+/// `{"study", "version", "git", "quick", "host", "vms", "samples", "results"}`. `measured`: an
+/// object with `results`, `samples` and, if the study had VMs, `vms`. Names of keys contain the
+/// units.
 #[must_use]
 pub fn envelope(study: &str, quick: bool, mut measured: Value) -> Value {
     let mut take = |key: &str, otherwise: Value| match measured[key].take() {
@@ -29,7 +30,7 @@ pub fn envelope(study: &str, quick: bool, mut measured: Value) -> Value {
     })
 }
 
-/// The host, without names and paths: results are shown to others.
+/// Returns facts about the host, without names and paths, because results are shown to others.
 fn host() -> Value {
     let facts = HostFacts::probe(DEFAULT_STATE.as_ref());
     let qemu = facts.qemu.facts.as_ref().map(|q| {
@@ -55,7 +56,7 @@ fn host() -> Value {
     })
 }
 
-/// The value of the first line `name : value` of a file in `/proc`.
+/// Returns the value of the first line `name : value` of a file in `/proc`.
 fn field(path: &Path, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(name))?;
@@ -83,7 +84,7 @@ fn flatten(name: &str, value: &Value, lines: &mut Vec<(String, String)>) {
                 flatten(&name, part, lines);
             }
         }
-        // Lists are for programs: --json.
+        // Lists are shown only in the JSON output.
         Value::Array(_) => {}
         Value::Number(number) if number.is_f64() => {
             lines.push((

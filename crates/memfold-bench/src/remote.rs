@@ -4,11 +4,11 @@
 //! | arm | the swap disk |
 //! |---|---|
 //! | `disk` | a file on this host's disk, through its page cache: RAM, as long as the host has some |
-//! | `hdd` | the same, shaped by QEMU's throttle to 150 requests and 120 MB a second |
-//! | `hdd_stream` | the same, to 120 MB a second alone: what a hard disk does if its head needn't move. Sequential accesses only |
-//! | `lent` | lent RAM, read from there, written there and to a copy on disk (not shaped: it goes through the page cache) |
-//! | `lent_alone` | lent RAM alone, as the study had it |
-//! | `lent_alone_iscsi` | the same by the study's transport, iSCSI, which is not encrypted |
+//! | `hdd` | as `disk`, limited by QEMU's throttle to 150 requests and 120 MB a second |
+//! | `hdd_stream` | as `disk`, limited to 120 MB a second: a hard disk whose head need not move. Sequential accesses only |
+//! | `lent` | lent RAM; writes also go to a copy on disk (not limited: it goes through the page cache) |
+//! | `lent_alone` | lent RAM without a copy, as in the study |
+//! | `lent_alone_iscsi` | lent RAM without a copy, by the study's transport, iSCSI, which is not encrypted |
 //!
 //! One VM runs one program, which reads and writes an array of 0.5 to 4 times the VM's RAM in
 //! blocks, sequentially and at random, and checks every word. The arms are measured in turn, in
@@ -59,35 +59,38 @@ const WRITES: &[&str] = PATTERNS.split_at(2).1;
 const PAGE: u64 = 4096;
 const GIB: u64 = 1 << 30;
 
-/// Bytes that are copied to know what memory allows, and how often.
+/// Number of bytes that are copied to measure the speed of memory. The next constant: number of
+/// copies.
 const COPIED: usize = 64 << 20;
 const COPIES: usize = 9;
 
-/// The part that needs no guest.
+/// Name of the part of the study that needs no guest.
 const PATH: &str = "block-path";
 
-/// The array, in percent of the RAM, for which ratios are given: the middle of what the study had.
+/// Size of the array for which ratios are given, in percent of the RAM: the middle of the study's
+/// sizes.
 const HEADLINE: u64 = 200;
 
-/// What to measure.
+/// The measurements to make.
 #[derive(Clone, Debug)]
 struct Scale {
     ram: ByteSize,
-    /// Arrays, in percent of the RAM.
+    /// Sizes of the array, in percent of the RAM.
     percents: Vec<u64>,
     blocks: Vec<u64>,
-    /// Of the array and the blocks that ratios are given for; the others have one.
+    /// Number of rounds for the array and the blocks for which ratios are given; the others have
+    /// one round.
     rounds: usize,
-    /// Of each phase.
+    /// Duration of each phase, in seconds.
     seconds: u32,
     kills: usize,
-    /// That `PostgreSQL` sorts, in how much memory.
+    /// Number of rows that `PostgreSQL` sorts. The next field: memory in which it sorts.
     rows: u64,
     memory: ByteSize,
 }
 
 impl Scale {
-    /// One array, three rounds.
+    /// Returns the scale of a quick study: one array, three rounds.
     fn quick() -> Self {
         Self {
             ram: ByteSize::mib(320),
@@ -114,13 +117,13 @@ impl Scale {
         }
     }
 
-    /// Size of an array.
+    /// Returns the size of an array of `percent` of the RAM.
     fn array(&self, percent: u64) -> ByteSize {
         ByteSize::mib((self.ram.0 >> 20) * percent / 100)
     }
 }
 
-/// One phase.
+/// Measurements of one phase.
 struct Sample {
     percent: u64,
     round: usize,
@@ -130,14 +133,14 @@ struct Sample {
     done: Done,
 }
 
-/// Runs the study: `results` and `samples`.
+/// Runs the study. Returns `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = options.pick(Scale::quick(), Scale::full());
     let path_alone = options.is_only("remote", PATH)?;
     let most = scale.percents.iter().max().copied().unwrap_or(0);
-    // Of swap space that is more than half full the kernel takes a page's place away as it is read
-    // (vm_swap_full), so that each page that is only read is written again when it goes: reads
-    // would measure writes.
+    // The swap disk has twice the needed size: if more than half of it were used, the kernel would
+    // free the place of each page that is read (vm_swap_full). Pages that are only read would then
+    // be written again, so reads would measure writes.
     let swap = scale.array(most) + scale.array(most) + ByteSize::mib(128);
     let (arms, left_out) = arms();
     let link = Link::new().context("no link to a second host")?;
@@ -164,7 +167,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         guest.fill(scale.array(percent))?;
         let rounds = if percent == HEADLINE { scale.rounds } else { 1 };
         for round in 0..rounds {
-            // Nothing is left that has to be written before it can be read.
+            // After this, no page has to be written before it can be read.
             guest.order("check")?;
             for patterns in [READS, WRITES] {
                 each_arm(
@@ -205,8 +208,8 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     }))
 }
 
-/// The arms that can be measured here, and those that can't, each with its reason, which is said at
-/// once.
+/// Returns the arms that can be measured here, and those that cannot, each with its reason, which
+/// is also printed now.
 fn arms() -> (Vec<Arm>, Value) {
     let tgtd = Command::new("tgtd").arg("--version").output();
     if tgtd.is_ok_and(|said| said.status.success()) {
@@ -221,14 +224,14 @@ fn arms() -> (Vec<Arm>, Value) {
     (others.collect(), json!([{ "arm": arm, "why": why }]))
 }
 
-/// Milliseconds that the swap disk was on its way.
+/// Milliseconds that moves of the swap disk took.
 #[derive(Default)]
 struct Switches {
     to_lent: Vec<f64>,
     back: Vec<f64>,
 }
 
-/// Each arm once, beginning with another one each round.
+/// Measures each arm once, beginning with another arm in each round.
 fn each_arm(
     scale: &Scale,
     arms: &[Arm],
@@ -274,7 +277,8 @@ fn each_arm(
     Ok(())
 }
 
-/// A GiB in use is given back while the program goes on, with a copy on disk and without.
+/// Measures the return of a GiB that is in use while the program continues, with a copy on disk and
+/// without one.
 fn give_back(scale: &Scale, guest: &Guest<'_>) -> anyhow::Result<Value> {
     guest.fill(ByteSize(scale.ram.0 + GIB))?;
     let mut results = Map::new();
@@ -306,13 +310,13 @@ fn give_back(scale: &Scale, guest: &Guest<'_>) -> anyhow::Result<Value> {
     Ok(json!(results))
 }
 
-/// `PostgreSQL`'s sort in each arm.
+/// Measures the sort of `PostgreSQL` in each arm.
 fn sort(scale: &Scale, guest: &Guest<'_>) -> anyhow::Result<Value> {
     let arms = [Arm::HardDisk, Arm::Lent, Arm::Disk];
     let mut results = Map::new();
     let mut all: Vec<Vec<f64>> = vec![Vec::new(); arms.len()];
     let mut swapped = 0.0_f64;
-    // A first one, so that the program and its files are in memory for all.
+    // This first sort brings the program and its files into memory for all arms.
     guest.sort(1000, scale.memory)?;
     for _ in 0..scale.rounds {
         for (arm, times) in arms.iter().zip(&mut all) {
@@ -346,8 +350,8 @@ fn sample(sample: &Sample) -> Value {
     value
 }
 
-/// Throughput of an arm over that of another, round by round, for the middle array and single
-/// pages.
+/// Returns the throughput of an arm over that of another, round by round, for the middle array and
+/// single pages.
 fn ratio(samples: &[Sample], pattern: &str, arm: Arm, other: Arm) -> Vec<f64> {
     let of = |arm: Arm, round: usize| {
         samples
@@ -369,7 +373,7 @@ fn ratio(samples: &[Sample], pattern: &str, arm: Arm, other: Arm) -> Vec<f64> {
 fn ratios(samples: &[Sample]) -> Map<String, Value> {
     let mut results = Map::new();
     let mut add = |name: &str, values: &[f64]| {
-        // Of an arm that was left out there is no figure.
+        // An arm that was left out has no figure.
         let (middle, all) = match values {
             [] => (Value::Null, Value::Null),
             values => (median(values).into(), spread(values)),
@@ -378,8 +382,8 @@ fn ratios(samples: &[Sample]) -> Map<String, Value> {
         results.insert(format!("{name}_spread"), all);
     };
     for pattern in PATTERNS {
-        // Writes go to the copy, too, which isn't shaped: the arm without one is what can be
-        // compared.
+        // Writes also go to the copy, which is not limited, so writes are compared in the arm
+        // without a copy.
         let lent = if pattern.ends_with("write") {
             Arm::LentAlone
         } else {
@@ -402,15 +406,15 @@ fn ratios(samples: &[Sample]) -> Map<String, Value> {
     results
 }
 
-/// Samples of lent RAM with a copy, for the middle array and single pages.
+/// Returns the samples of lent RAM with a copy, for the middle array and single pages.
 fn of_lent<'a>(samples: &'a [Sample], pattern: &'a str) -> impl Iterator<Item = &'a Sample> {
     samples.iter().filter(move |s| {
         s.arm == Arm::Lent && s.pattern == pattern && s.block == PAGE && s.percent == HEADLINE
     })
 }
 
-/// What one core copies of memory, and one page after the other over the link, in MB a second; and
-/// how much of the latter a guest has of lent RAM, in percent.
+/// Returns the speed of copying memory on one core, and of fetching one page after the other over
+/// the link, in MB a second; and the throughput of a guest on lent RAM in percent of the latter.
 fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
     let (from, mut to) = (vec![1_u8; COPIED], vec![0_u8; COPIED]);
     let copied = || {
@@ -434,7 +438,7 @@ fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
     })
 }
 
-/// Throughput by size of the array, for each pattern: name and SVG.
+/// Draws the throughput by size of the array, for each pattern.
 #[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
     let samples = study["samples"].as_array().cloned().unwrap_or_default();

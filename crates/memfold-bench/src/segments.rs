@@ -4,18 +4,18 @@
 //! | arm | the VMs | study A's row |
 //! |---|---|---|
 //! | `none` | boot from disks of their own | no sharing |
-//! | `tree` | the same, with all of `/usr` and `/opt` laid over as one segment | DCSS |
-//! | `segment` | the same, with only the best files, ranked by the page caches of the first arm's VMs (`--top-files`) | choice left open |
-//! | `root` | boot from a segment of the whole system, writes go to their disks | DCSS |
-//! | `clone` | run from one snapshot of such a VM as `none`'s | NSS, and more: all of memory, not the kernel alone |
-//! | `both` | run from one snapshot of such a VM as `segment`'s | both |
+//! | `tree` | as `none`, with one segment of `/usr` and `/opt` mounted over the VM's own files | DCSS |
+//! | `segment` | as `tree`, but only with the files that save most, ranked by the page caches of the first arm's VMs (`--top-files`) | choice left open |
+//! | `root` | boot from a segment of the whole system, and write to their disks | DCSS |
+//! | `clone` | run from one snapshot of a VM of `none` | NSS, and more: all of memory, not only the kernel |
+//! | `both` | run from one snapshot of a VM of `segment` | both |
 //!
-//! In each arm several VMs run at once, and nothing else. A VM's *attributable memory* is its
-//! backed RAM (of shared pages, its share) and its share of segments' pages. Its RAM includes the
+//! In each arm, several VMs run at once, and nothing else. A VM's *attributable memory* is its RAM
+//! in memory (for shared pages, its share) and its share of segments' pages. Its RAM includes the
 //! descriptions of segments (`struct page`) and I/O buffers. The memory is measured when the VMs
-//! are idle, then with apache2 serving pages in all. Then a program's cold start (its files not
-//! cached in the guest) is timed, side by side in VMs of both kinds. In every arm, guests report
-//! free memory in pieces of 64 KiB.
+//! are idle, and then while apache2 serves pages in all of them. Then a program's cold start (its
+//! files not cached in the guest) is timed, side by side in VMs of both kinds. In every arm, guests
+//! report free memory in pieces of 64 KiB.
 //!
 //! Without `--quick`, the study also shares one directory at a time.
 
@@ -38,32 +38,32 @@ use super::study::Options;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Time for one thing that guests do.
+/// Time limit of one operation in a guest.
 pub(super) const LIMIT: Duration = Duration::from_secs(900);
 
 const MEMORY: ByteSize = ByteSize::mib(512);
 
 const IMAGE: &str = "trixie-a";
 
-/// The segments' trust domain: that of laboratory VMs.
+/// Trust domain of the segments, which is that of laboratory VMs.
 const DOMAIN: &str = "lab";
 
-/// Time between two looks at whether anything still happens: guests give back what they have freed
-/// seconds later.
+/// Time between two measurements that must agree. Guests give freed memory back seconds later.
 const REST: Duration = Duration::from_secs(15);
 
-/// When it is measured all the same.
+/// Longest wait until memory no longer changes.
 const LONGEST_REST: Duration = Duration::from_secs(180);
 
-/// Less than this part of the memory has changed: nothing happens any more.
+/// Largest part of the memory that may change between two measurements that agree.
 const SAME: f64 = 0.005;
 
-/// Serves pages, as many as a small site.
+/// Shell script that starts apache2 and fetches pages, as many as a small site serves.
 const APACHE: &str = r"set -e
 systemctl start apache2
 for n in $(seq 100); do curl -fs http://127.0.0.1/ > /dev/null; done";
 
-/// Milliseconds of a cold start of apache2, until it has served a page.
+/// Shell script that prints the milliseconds of a cold start of apache2, until it has served a
+/// page.
 const COLD_APACHE: &str = r"set -e
 systemctl stop apache2
 sync; echo 3 > /proc/sys/vm/drop_caches; sleep 1
@@ -72,7 +72,7 @@ systemctl start apache2
 until curl -fs http://127.0.0.1/ > /dev/null; do :; done
 echo $(( ($(date +%s%N) - began) / 1000000 ))";
 
-/// A command that says how many page faults a unit of systemd has had since it was started
+/// Returns a shell command that prints how many page faults a systemd unit has had since its start
 /// (`memory.stat`, `Documentation/admin-guide/cgroup-v2.rst`).
 pub(super) fn faults_of(unit: &str) -> String {
     format!(
@@ -80,7 +80,7 @@ pub(super) fn faults_of(unit: &str) -> String {
     )
 }
 
-/// Milliseconds and page faults, as a guest says them.
+/// Parses milliseconds and page faults, as a guest prints them.
 pub(super) fn took(said: &str) -> anyhow::Result<(f64, f64)> {
     let mut numbers = said.split_whitespace().map(str::parse::<f64>);
     let mut next = || {
@@ -91,11 +91,11 @@ pub(super) fn took(said: &str) -> anyhow::Result<(f64, f64)> {
     Ok((next()??, next()??))
 }
 
-/// Where a guest's memory is.
+/// Shell command that prints the use of a guest's memory.
 const GUEST: &str = r"awk '/^(MemTotal|MemFree|Cached|Buffers|AnonPages|Mapped|Shmem|Slab|KernelStack|PageTables):/ { print $1, $2 }' /proc/meminfo
 dmesg | sed -n 's/.*software IO TLB: mapped.*(\([0-9]*\)MB).*/SwiotlbMiB: \1/p'";
 
-/// Directories that are shared alone, one after the other, unless the study is a quick one.
+/// Directories that are shared one at a time, unless the study is a quick one.
 const DIRECTORIES: [&str; 5] = [
     "/usr/bin",
     "/usr/sbin",
@@ -104,11 +104,11 @@ const DIRECTORIES: [&str; 5] = [
     "/usr/share",
 ];
 
-/// Where VMs have their files from.
+/// Place from which VMs read their files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Files {
     Disk,
-    /// Read past the host's page cache.
+    /// Disks that bypass the host's page cache.
     DiskUncached,
     Laid(&'static str),
     Root,
@@ -121,7 +121,8 @@ struct Arm {
     clone: bool,
 }
 
-/// Names of segments: all that can be laid over, the best of it, a whole system.
+/// Names of segments: of all files that can be mounted over, of the files that save most, of a
+/// whole system.
 const TREE: &str = "tree";
 const BEST: &str = "best";
 pub(super) const ROOT: &str = "root";
@@ -130,7 +131,7 @@ const fn arm(name: &'static str, files: Files, clone: bool) -> Arm {
     Arm { name, files, clone }
 }
 
-/// The first is what the others are compared with.
+/// Arms of the study. The others are compared with the first one.
 const ARMS: [Arm; 6] = [
     arm("none", Files::Disk, false),
     arm("tree", Files::Laid(TREE), false),
@@ -140,7 +141,7 @@ const ARMS: [Arm; 6] = [
     arm("both", Files::Laid(BEST), true),
 ];
 
-/// Attributable memory of a VM, in bytes, on average over those that run.
+/// Attributable memory of a VM in bytes, on average over the running VMs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Memory {
     ram: f64,
@@ -153,12 +154,12 @@ impl Memory {
     }
 }
 
-/// An arm's figures.
+/// Measurements of an arm.
 struct Measured {
     arm: Arm,
     idle: Memory,
     apache: Memory,
-    /// `/proc/meminfo` of one guest when idle, in KiB.
+    /// `/proc/meminfo` of one idle guest, in KiB.
     guest: Map<String, Value>,
 }
 
@@ -186,9 +187,9 @@ pub(super) fn saving_percent(with: f64, without: f64) -> f64 {
     (1.0 - with / without) * 100.0
 }
 
-/// Runs the study: `results` and `samples`.
+/// Runs the study. Returns `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    // VMs at once in each arm, and cold starts that are timed.
+    // Number of VMs at once in each arm, and number of cold starts.
     let (vms, starts) = options.pick((4, 3), (6, 5));
     let lab = Lab::new(EngineSettings::default())?;
     let mut samples = Vec::new();
@@ -207,7 +208,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         samples.push(measured.sample());
         arms.push(measured);
         if built.is_none() {
-            // Ranked by what these VMs cache.
+            // The files are ranked by the page caches of these VMs.
             built = Some(build_all(&lab, vms)?);
         }
         for name in &names {
@@ -215,7 +216,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         }
     }
     let [all, best] = built.context("no arm was measured")?;
-    // Without what they were built from: paths of this machine.
+    // The sources are left out, because they are paths of this machine.
     let facts = |m: &Manifest| {
         json!({
             "name": m.name, "files": m.files, "content_bytes": m.content_bytes, "image_bytes": m.image_bytes,
@@ -258,7 +259,7 @@ fn savings(
             results.insert(format!("apache_saving_percent_{name}"), saving);
         }
     }
-    // What study A compares with.
+    // Study A gives this saving.
     results.insert("idle_saving_percent".into(), idle(named("both")?).into());
     let saving = apache(named("segment")?).into();
     results.insert("apache_saving_percent".into(), saving);
@@ -273,7 +274,7 @@ fn savings(
     Ok(results)
 }
 
-/// Builds a segment of an image's files.
+/// Builds a segment of the files in an image.
 pub(super) fn build(
     lab: &Lab,
     (name, image): (&str, &str),
@@ -298,8 +299,8 @@ pub(super) fn build(
     Ok(lab.daemon().segments().build(&request)?.segment)
 }
 
-/// The segments of all arms; of all files and of the best of them, in a quarter of its bytes at
-/// most.
+/// Builds the segments of all arms: one of all files, and one of the files that save most, in at
+/// most a quarter of its bytes.
 fn build_all(lab: &Lab, vms: usize) -> anyhow::Result<[Manifest; 2]> {
     let all = build(lab, (TREE, IMAGE), |_| ())?;
     let best = build(lab, (BEST, IMAGE), |request| {
@@ -322,7 +323,7 @@ pub(super) fn start(
         DiskMode::Buffered
     };
     let mut spec = Lab::spec(name, image, memory, mode)?;
-    // What memfold says to guests with segments, to all.
+    // All guests get the kernel parameters that memfold gives to guests with segments.
     if let Some(cmdline) = &mut spec.boot.cmdline {
         cmdline.push(' ');
         cmdline.push_str(SMALL_REPORTS);
@@ -339,7 +340,7 @@ pub(super) fn start(
     lab.start(spec)
 }
 
-/// VMs of an arm, up and idle; their names.
+/// Starts the VMs of an arm, and waits until they are idle. Returns their names.
 fn bring_up(lab: &Lab, arm: Arm, number: usize) -> anyhow::Result<Vec<String>> {
     let names: Vec<String> = (1..=number).map(|n| format!("vm{n}")).collect();
     let trixie = (IMAGE, MEMORY);
@@ -373,10 +374,11 @@ fn bring_up(lab: &Lab, arm: Arm, number: usize) -> anyhow::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Waits until a guest has started everything. The agent is there long before.
+/// Waits until a guest has started all services, which takes much longer than the start of its
+/// agent.
 pub(super) fn booted(lab: &Lab, name: &str) -> anyhow::Result<()> {
     lab.wait_ready(name, BOOT_TIMEOUT)?;
-    // Its exit code says whether every service runs, which is not the question.
+    // The exit code is ignored: it says whether every service runs.
     let wait = "systemctl is-system-running --wait > /dev/null; true";
     lab.exec(name, wait, LIMIT)?;
     Ok(())
@@ -398,7 +400,7 @@ fn measure(lab: &Lab, arm: Arm, names: &[String]) -> anyhow::Result<Measured> {
     })
 }
 
-/// Attributable memory of the laboratory's VMs when nothing happens any more: it stays the same.
+/// Returns the attributable memory of the laboratory's VMs when it no longer changes.
 pub(super) fn memory(lab: &Lab) -> anyhow::Result<Memory> {
     let mut before = memory_now(lab)?;
     for _ in 0..LONGEST_REST.as_secs() / REST.as_secs() {
@@ -437,7 +439,8 @@ fn guest(lab: &Lab, name: &str) -> anyhow::Result<Map<String, Value>> {
     Ok(facts)
 }
 
-/// apache2 with its files in no guest's cache, in a VM of each kind by turns.
+/// Measures cold starts of apache2, whose files are in no guest's cache, in a VM of each kind in
+/// turn.
 fn cold_starts(lab: &Lab, rounds: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
     let vms = [("disk", Files::Disk), ("place", Files::Root)];
     for (name, files) in vms {
@@ -485,7 +488,8 @@ fn cold_starts(lab: &Lab, rounds: usize) -> anyhow::Result<(Map<String, Value>, 
     Ok((results, sample))
 }
 
-/// Two idle VMs with one directory laid over their own: study A's table 2.
+/// Measures two idle VMs with one directory from a segment mounted over their own: study A's
+/// table 2.
 fn one_directory(lab: &Lab, directory: &str, none: Memory) -> anyhow::Result<Value> {
     const ONE: &str = "one";
     let built = build(lab, (ONE, IMAGE), |request| {

@@ -1,10 +1,10 @@
 //! The self-test: proves on the user's own hardware that folding loses no byte.
 //!
 //! ```text
-//!   library    pages of this process folded and refolded while threads count in them          no count lost
+//!   library    pages of this process are folded and refolded while threads count in them      no count is lost
 //!   guests     two boot; /usr hashed  |  hashed while folding, beside a program that writes    all hashes equal,
 //!              before folding         |  and checks files  |  hashed again, read from disk      no page wrong
-//!   kernel     physical page frames of both compared                                          some are the same
+//!   kernel     physical page frames of both guests are compared                               some are the same
 //! ```
 
 mod library;
@@ -23,18 +23,20 @@ use memfold_lab::{DiskMode, Lab};
 use memfold_ledger as ledger;
 use memfold_vm::Vm;
 
-/// Name and image of the two guests: built separately, as users' VMs are.
+/// Name and image of the two guests. The images are built separately, as those of users' VMs are.
 const GUESTS: [(&str, &str); 2] = [("self-test-a", "trixie-a"), ("self-test-b", "trixie-b")];
 const MEMORY: ByteSize = ByteSize::mib(384);
 const LIBRARY_TIME: Duration = Duration::from_secs(5);
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const WORK_TIMEOUT: Duration = Duration::from_secs(300);
-/// Fewest folded pages that count as proof; two Debian guests have more in common in `/usr`.
+/// Fewest folded pages that count as proof. Two Debian guests have more pages than this in common
+/// in `/usr`.
 const FEWEST_PAGES: u64 = 2048;
-/// Time that the guests write and check, in seconds.
+/// Time for which the guests write and check, in seconds.
 const CHURN_SECONDS: u64 = 45;
 
-/// Part of what a system has in `/usr`, about 60 MB: the same files in every Debian of one version.
+/// Shell script that hashes a part of the files in `/usr`, about 60 MB: the same files in every
+/// Debian of one version.
 const HASH: &str = "find /usr/bin /usr/sbin /usr/lib/x86_64-linux-gnu -xdev -type f -size -4M -print0 | sort -z | \
     head -z -n 900 | xargs -0 sha256sum | sha256sum";
 const HASH_FROM_DISK: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; ";
@@ -45,13 +47,13 @@ const CHURN: &str = include_str!("selftest/churn.pl");
 pub struct SelfTest {
     /// Whether all claims hold.
     pub passed: bool,
-    /// The accelerator that QEMU says it uses: `kvm` or `tcg`.
+    /// Accelerator that QEMU reports: `kvm` or `tcg`.
     pub accelerator: String,
-    /// All claims, with results.
+    /// All claims, with their results.
     pub claims: Vec<Claim>,
-    /// Result of the library's stress test in this process.
+    /// Result of the stress test of the library in this process.
     pub library: LibraryProof,
-    /// Figures of the guests.
+    /// Figures of both guests.
     pub guests: GuestFigures,
     /// Duration of the self-test, in seconds.
     pub seconds: f64,
@@ -71,31 +73,33 @@ pub struct Claim {
 /// Figures of both guests together.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct GuestFigures {
-    /// Pages mapped to the page store when most was folded.
+    /// Number of pages mapped to the page store when most pages were folded.
     pub folded_pages: u64,
-    /// Pages folded again.
+    /// Number of pages that were folded again.
     pub refolded_pages: u64,
-    /// Folded pages that the guests wrote since: the kernel copied them.
+    /// Number of folded pages that the guests have written to since, so that the kernel copied
+    /// them.
     pub written_pages: u64,
-    /// Pages whose bytes were found to differ, and that were left alone.
+    /// Number of pages that differed when compared, and were therefore not folded.
     pub differing_pages: u64,
-    /// Physical pages that both guests map.
+    /// Number of physical pages that both guests map.
     pub shared_frames: u64,
     /// Memory saved by folding, in bytes, before memfold's own memory is subtracted.
     pub saved_bytes: i64,
-    /// Pages written by the guests' programs.
+    /// Number of pages written by the guests' programs.
     pub churn_writes: u64,
-    /// Pages checked by the guests' programs.
+    /// Number of pages checked by the guests' programs.
     pub churn_checks: u64,
-    /// Pages that held other bytes than the programs had written.
+    /// Number of pages that held other bytes than the programs had written.
     pub churn_errors: u64,
     /// Longest time that a page was frozen.
     pub freeze_max_us: f64,
-    /// Median time of a freeze, rounded up to a power of two nanoseconds, in microseconds.
+    /// Median time for which pages were frozen, rounded up to a power of two nanoseconds, in
+    /// microseconds.
     pub freeze_median_us: f64,
-    /// CPU time of the engine.
+    /// CPU time of the fold engine, in seconds.
     pub engine_cpu_s: f64,
-    /// CPU time of the library in both QEMUs.
+    /// CPU time of the library in both QEMUs, in seconds.
     pub library_cpu_s: f64,
 }
 
@@ -198,7 +202,8 @@ fn accelerator(lab: &Lab) -> anyhow::Result<String> {
     Ok(if kvm { "kvm" } else { "tcg" }.to_owned())
 }
 
-/// Begins to fold, while both guests hash and write; their hashes, and what the writers say.
+/// Folds while both guests hash and write. Returns the guests' hashes, and the output of their
+/// writers.
 fn fold_under_writes(lab: &Lab, names: &[&str]) -> anyhow::Result<(Vec<String>, Vec<String>)> {
     std::thread::scope(|scope| {
         let writers: Vec<_> = (1..)
@@ -223,7 +228,7 @@ fn fold_under_writes(lab: &Lab, names: &[&str]) -> anyhow::Result<(Vec<String>, 
     })
 }
 
-/// Waits until no more is folded, a minute at most.
+/// Waits until the number of folded pages no longer grows, for a minute at most.
 pub(super) fn most_folded(lab: &Lab) -> anyhow::Result<EngineStats> {
     let began = Instant::now();
     let mut best = 0;
@@ -242,7 +247,7 @@ pub(super) fn most_folded(lab: &Lab) -> anyhow::Result<EngineStats> {
     }
 }
 
-/// Physical page frames that both guests map, by the kernel's page map.
+/// Returns the number of physical page frames that both guests map, from the kernel's page map.
 fn shared_frames(lab: &Lab) -> anyhow::Result<u64> {
     let read = |name: &str| {
         let vm = Vm::find(lab.directory(), name)?;
@@ -290,15 +295,15 @@ fn figures(
                 figures.churn_checks += checks;
                 figures.churn_errors += errors;
             }
-            // A writer that says nothing has proved nothing.
+            // A writer without output counts as an error, because it proves nothing.
             _ => figures.churn_errors += 1,
         }
     }
     figures
 }
 
-/// Upper end of the bucket that the middle freeze lies in; bucket i holds times of 2^i to 2^(i+1)
-/// ns.
+/// Returns the upper end of the bucket with the median freeze. Bucket i holds times of 2^i to
+/// 2^(i+1) ns.
 fn median_us(buckets: &[u64]) -> f64 {
     let half = buckets.iter().sum::<u64>().div_ceil(2);
     let mut sum = 0;
@@ -393,7 +398,7 @@ mod tests {
     #[test]
     fn the_median_freeze_time_is_the_upper_bound_of_its_histogram_bucket() {
         assert!(median_us(&[]).abs() < f64::EPSILON);
-        // 2^11 ns
+        // The upper end is 2^11 ns.
         assert!((median_us(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 3, 1]) - 2.048).abs() < 1e-9);
     }
 }

@@ -1,4 +1,4 @@
-//! The interface of a study: its options, and its results.
+//! The interface of a study: its options and its results.
 
 use anyhow::ensure;
 use clap::Args;
@@ -7,18 +7,18 @@ use serde_json::Value;
 
 use crate::figure::Figure;
 
-/// How a study is run.
+/// Options of a study.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Options {
     /// Run a smaller and shorter study
     #[arg(long)]
     pub quick: bool,
-    /// Only this arm of `hints` (may be given several times), `block-path` of `remote`, `starts` of
-    /// `desktops`, or `pipeline`, `vms`, `study-disk` or `warmth` of `snapshots`. A wrong name
-    /// prints all
+    /// Run only this arm of `hints` (may be given several times), `block-path` of `remote`,
+    /// `starts` of `desktops`, or `pipeline`, `vms`, `study-disk` or `warmth` of `snapshots`. A
+    /// wrong name prints all
     #[arg(long = "arm", value_name = "NAME")]
     pub arms: Vec<String>,
-    /// Most VMs at once, of `ksm` (4; with --quick 2)
+    /// Most VMs at once, for `ksm` (4 by default; with --quick 2)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub vms: Option<u8>,
     /// RAM of the VM of `snapshots` (default: 512M to 8G; with --quick 1G and 2G)
@@ -27,7 +27,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns whether only `part` of a study was requested.
+    /// Returns whether only `part` of the study `study` was requested.
     pub fn is_only(&self, study: &str, part: &str) -> anyhow::Result<bool> {
         ensure!(
             self.arms.iter().all(|name| name == part),

@@ -7,14 +7,14 @@
 //!
 //! | arm | snapshot | how it is restored |
 //! |---|---|---|
-//! | `qemu` | all of RAM, by QEMU itself | read before it runs: what an emulator's new process costs, whatever memory holds |
-//! | `cold` | `--keep none` | as it is |
+//! | `qemu` | all of RAM, saved by QEMU itself | QEMU loads all RAM before the VM runs; this shows the cost of a new emulator process, whatever RAM contains |
+//! | `cold` | `--keep none` | without options |
 //! | `cold_prefetch` | `--keep none` | `--prefetch` |
-//! | `hot` | `--keep hot` | as it is |
+//! | `hot` | `--keep hot` | without options |
 //! | `hot_prefetch` | `--keep hot` | `--prefetch` |
 //!
 //! `hot_memory_over_cold_percent` compares the memory of the two VMs at the end of the 30 s: their
-//! QEMUs' proportional set sizes (`Pss`), in which a cold VM's reads are copies of its own.
+//! QEMUs' proportional set sizes (`Pss`), in which the files that a cold VM reads count as its own copies.
 //! A cold VM reads from the host's page cache; reading from a disk would be slower.
 
 use std::os::unix::fs::MetadataExt;
@@ -35,19 +35,19 @@ const MEMORY: ByteSize = ByteSize::mib(1024);
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Time for one command in the guest.
+/// Time limit of one command in the guest.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// What is looked at.
+/// Time for which the program's throughput is measured, in seconds.
 const SPAN_S: f64 = 30.0;
 
 const VM: &str = "reader";
 
-/// The restored one.
+/// Name of the restored VM.
 const AGAIN: &str = "again";
 
-/// Reads all files once, then without end, and logs every tenth of a second when it is and how many
-/// it has read.
+/// Shell script that starts a program which reads all files once, and then random files without
+/// end. The program logs every tenth of a second the time and the number of files that it has read.
 const READ: &str = r#"cat > /run/read.py <<'END'
 import random, subprocess, time
 files = subprocess.run("find /usr -type f -size +15k -size -4096k | sort", shell=True, capture_output=True, text=True).stdout.split()
@@ -68,10 +68,10 @@ find /usr -type f -size +15k -size -4096k -exec cat {} + > /dev/null
 systemd-run -q --unit=reader python3 /run/read.py
 while [ ! -s /dev/shm/log ]; do sleep 0.2; done"#;
 
-/// The guest's clock, as the program reads it.
+/// Shell command that prints the guest's clock, as the program reads it.
 const CLOCK: &str = "python3 -c 'import time; print(time.monotonic())'";
 
-/// Name, and of what memfold restores: the snapshot, and whether it fetches ahead.
+/// Arms: name; and for arms that memfold restores, the snapshot and whether it is prefetched.
 const ARMS: [(&str, Option<(&str, bool)>); 5] = [
     ("qemu", None),
     ("cold", Some(("none", false))),
@@ -80,19 +80,19 @@ const ARMS: [(&str, Option<(&str, bool)>); 5] = [
     ("hot_prefetch", Some(("hot", true))),
 ];
 
-/// Indices of arms that are compared.
+/// Indices of the arms that are compared.
 const QEMU: usize = 0;
 const COLD: usize = 1;
 const HOT: usize = 2;
 
-/// Measures each arm `rounds` times: what goes to `results`.
+/// Measures each arm `rounds` times. Returns entries for `results`.
 pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     let lab = Lab::new(EngineSettings::default())?;
     let spec = Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered)?;
     lab.start(spec.clone())?;
     lab.wait_ready(VM, BOOT_TIMEOUT)?;
     lab.exec(VM, READ, LIMIT)?;
-    // What is compared with: all is cached.
+    // The arms are compared with this time, when all files are cached.
     let since = clock(&lab, VM)?;
     std::thread::sleep(Duration::from_secs_f64(SPAN_S + 1.0));
     let before = read_since(&lab, VM, since)?;
@@ -155,7 +155,7 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     }
     let ratio = hot.0 as f64 / cold.0 as f64;
     results.insert("hot_size_over_cold".into(), ratio.into());
-    // Side by side in each round: what is left of a loss is not the emulator's.
+    // The ratio of arms in the same round excludes the cost of the new emulator process.
     let percent = |ours: &[f64], theirs: &[f64]| -> Vec<f64> {
         let both = ours.iter().zip(theirs);
         both.map(|(a, b)| a / b * 100.0).collect()
@@ -167,8 +167,8 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     Ok(results)
 }
 
-/// Bytes on disk of a snapshot's files, but for its disks: what was written since the save before
-/// is in the first one's alone.
+/// Returns the bytes on disk of a snapshot's files, disks excepted, because only the first
+/// snapshot's disk contains the data written since the save before.
 pub fn image_bytes(place: &Path) -> anyhow::Result<u64> {
     let mut bytes = 0;
     for entry in std::fs::read_dir(place)? {
@@ -181,8 +181,8 @@ pub fn image_bytes(place: &Path) -> anyhow::Result<u64> {
 }
 
 /// Returns the number of files that the program read in the first 30 s of the VM that was just
-/// restored, which ends then; and the proportional set size of its QEMU, in bytes (`Pss` of
-/// `smaps_rollup`).
+/// restored, and the proportional set size of its QEMU in bytes (`Pss` of `smaps_rollup`). Ends the
+/// VM.
 fn read_after_restore(lab: &Lab) -> anyhow::Result<(u64, u64)> {
     let ran = Instant::now();
     lab.daemon().vms().wait_agent(AGAIN, BOOT_TIMEOUT)?;
@@ -204,7 +204,8 @@ fn clock(lab: &Lab, vm: &str) -> anyhow::Result<f64> {
     said.trim().parse().context("the guest's clock")
 }
 
-/// Files that the program read in the 30 s since the guest's clock showed `since`.
+/// Returns the number of files that the program read in the 30 s since the guest's clock showed
+/// `since`.
 fn read_since(lab: &Lab, vm: &str, since: f64) -> anyhow::Result<u64> {
     let log = lab.exec(vm, "cat /dev/shm/log", LIMIT)?;
     between(&log, since, since + SPAN_S).context("the program's log")
@@ -217,7 +218,7 @@ fn between(log: &str, since: f64, until: f64) -> Option<u64> {
     };
     let lines: Vec<(f64, u64)> = log.lines().filter_map(line).collect();
     let at = |time: f64| lines.iter().rev().find(|line| line.0 <= time);
-    // One that stops early has read little; one that has no lines at all was not read.
+    // A log that stops early counts as few files; a log without lines is an error.
     Some(at(until)?.1 - at(since)?.1)
 }
 

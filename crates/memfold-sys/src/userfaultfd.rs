@@ -150,8 +150,8 @@ impl Userfaultfd {
         let passed_in = device.and_then(|raw| from_device(raw).ok());
         let fd = match passed_in {
             Some(fd) => fd,
-            // Without UFFD_USER_MODE_ONLY, because with it faults from KVM and system calls would
-            // fail. SAFETY: the system call only takes flags.
+            // Without UFFD_USER_MODE_ONLY, because with it faults from KVM and system calls fail.
+            // SAFETY: the system call only takes flags.
             None => match descriptor(unsafe {
                 libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK)
             }) {

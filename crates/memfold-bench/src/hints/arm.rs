@@ -18,43 +18,44 @@ const HASH_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time between two samples.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Hashes what a system has in `/usr`, about 165 MB: every file with its name, so that it can be
-/// checked later.
+/// Shell script that hashes files in `/usr`, about 165 MB: every file with its name, so that it can
+/// be checked later.
 const HASH: &str = "find /usr/bin /usr/sbin /usr/lib -xdev -type f -size -8M -print0 | sort -z | head -z -n 4000 | \
     xargs -0 md5sum > /var/tmp/before.md5 && sync && wc -l < /var/tmp/before.md5";
 
-/// Ends the agent's events: what is left of it only runs commands.
+/// Shell script that stops the events of the agent, which afterwards only runs commands.
 const SILENCE: &str = "echo 0 > /sys/kernel/tracing/instances/memfold/events/enable && cat /sys/kernel/tracing/instances/memfold/events/enable";
 
-/// Reads all of it again; prints the number of files that differ or can't be read.
+/// Shell script that reads all hashed files again, and prints the number of files that differ or
+/// cannot be read.
 const CHECK: &str = "md5sum --check --quiet /var/tmp/before.md5 2>/dev/null | wc -l";
 
-/// Pages a second that folding may look at; the first is the one KSM is compared with: its default
-/// rate.
+/// Pages a second that folding may examine. The first one is KSM's default rate, with which KSM is
+/// compared.
 pub(super) const BUDGETS: [u64; 3] = [5000, 1000, 500];
 
-/// What shares memory in an arm.
+/// The mechanism that shares memory in an arm.
 #[derive(Clone, Debug)]
 pub(super) enum Mechanism {
     None,
     Fold {
         pages_per_second: u64,
     },
-    /// Folding, and beside it the same number of VMs that take no part.
+    /// Folding, while the same number of VMs beside run without memfold.
     FoldBesideNone {
         pages_per_second: u64,
     },
     KsmDefault,
     KsmEqualCpu {
-        /// The folding arm that it is held to.
+        /// Pages a second of the folding arm whose CPU time this arm follows.
         pages_per_second: u64,
-        /// CPU seconds that folding had used, over seconds since time 0.
+        /// CPU seconds that folding had used, and the seconds since time 0.
         cpu: Vec<(f64, f64)>,
     },
 }
 
 impl PartialEq for Mechanism {
-    /// Whether it is the same arm.
+    /// Returns whether two arms are the same.
     fn eq(&self, other: &Self) -> bool {
         self.name() == other.name()
     }
@@ -76,45 +77,46 @@ impl Mechanism {
     }
 }
 
-/// One look at everything.
+/// Measurements at one moment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sample {
     /// Seconds since time 0.
     pub t_s: f64,
     /// Memory saved, in pages.
     pub shared_pages: u64,
-    /// CPU of engine and library, or of ksmd, in seconds.
+    /// CPU time of engine and library, or of ksmd, in seconds.
     pub scanner_cpu_s: f64,
-    /// CPU of both guests' agents since boot, as they last said, in seconds.
+    /// CPU time of both guests' agents since boot, as they last reported, in seconds.
     pub agent_cpu_s: f64,
     pub matched_pages: u64,
     pub matched_folded_pages: u64,
     pub zero_pages: u64,
     pub hints_waiting: u64,
-    /// Pages that ksmd scanned since time 0: it may get less of the cores than its rate needs.
+    /// Pages that ksmd has scanned since time 0. ksmd may get less of the cores than its rate
+    /// needs.
     pub ksm_scanned_pages: Option<u64>,
 }
 
-/// How one VM got on with its work.
+/// Measurements of one VM's work.
 #[derive(Clone, Debug)]
 pub(super) struct VmWork {
-    /// Wall time.
+    /// Elapsed time of the work, in seconds.
     pub wall_s: f64,
-    /// Of it, time that the vCPU was ready and something else had the core.
+    /// Part of `wall_s` in which the vCPU was ready to run but had no core.
     pub delay_s: f64,
-    /// CPU time of its vCPU.
+    /// CPU time of the VM's vCPU, in seconds.
     pub vcpu_s: f64,
-    /// Of it, time in the host's kernel: page faults, and what other cores ask of it.
+    /// Part of `vcpu_s` in the host's kernel: page faults, and requests of other cores.
     pub system_s: f64,
-    /// Page faults of its vCPU.
+    /// Number of page faults of the VM's vCPU.
     pub faults: f64,
-    /// CPU time of the agent in the guest.
+    /// CPU time of the agent in the guest, in seconds.
     pub agent_s: f64,
-    /// Hash of what it built.
+    /// Hash of the compiled program.
     pub output: String,
 }
 
-/// What an arm gave.
+/// Results of one arm.
 #[derive(Clone, Debug)]
 pub(super) struct ArmRun {
     pub mechanism: Mechanism,
@@ -123,13 +125,13 @@ pub(super) struct ArmRun {
     pub work: Vec<VmWork>,
     pub checked_files: u64,
     pub differing_files: u64,
-    /// Of the host's CPU time, what neither VMs nor memfold nor ksmd used, in percent of all cores.
+    /// CPU time of the host that neither VMs, memfold nor ksmd used, in percent of all cores.
     pub other_load_percent: f64,
-    /// What folding said at the end.
+    /// Counters of folding at the end of the arm.
     pub fold: EngineStats,
 }
 
-/// Boots, works, checks.
+/// Runs an arm: boots the VMs, lets them work, and checks their files.
 pub(super) fn run(
     specs: Vec<VmSpec>,
     work: &Work,
@@ -155,7 +157,7 @@ pub(super) fn run(
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let mut starts = specs;
     if repeat % 2 == 1 {
-        // Who boots first gets the better memory; each half in turn.
+        // The VM that boots first gets better memory, so the halves boot first in turn.
         starts.reverse();
     }
     for spec in starts {
@@ -183,8 +185,8 @@ pub(super) fn run(
     let load = Load::now(&lab)?;
     let (samples, work) = share_and_work(&lab, &names, work, &mechanism)?;
     let other_load_percent = Load::now(&lab)?.other_percent_since(&load);
-    // The mechanism's pages are what the guests read now: folding is still on, KSM's pages are
-    // merged until the guard goes.
+    // The guests now read the shared pages: folding is still on, and KSM's pages stay merged until
+    // the guard is dropped.
     let differing_files = lab
         .exec_all(&names, CHECK, HASH_TIMEOUT)?
         .iter()
@@ -203,7 +205,7 @@ pub(super) fn run(
     })
 }
 
-/// Lets the guests work while the mechanism shares, and looks on.
+/// Lets the guests work while the mechanism shares memory, and takes samples.
 fn share_and_work(
     lab: &Lab,
     names: &[&str],
@@ -219,7 +221,7 @@ fn share_and_work(
             .collect();
         let mut samples = vec![scanner.sample(lab, began)?];
         let mut next = began + SAMPLE_INTERVAL;
-        // A guest that is done before the other goes on holding its memory.
+        // A guest that ends its work before the other still holds its memory.
         while running.iter().any(|thread| !thread.is_finished()) {
             std::thread::sleep(Duration::from_millis(200));
             scanner.pace(began)?;
@@ -257,7 +259,7 @@ fn work_in(lab: &Lab, name: &str, work: &Work) -> anyhow::Result<VmWork> {
     let [first, second, output] = lines[..] else {
         anyhow::bail!("unexpected words from '{name}': {text}");
     };
-    // In the guest's ticks, of which Linux shows 100 a second (USER_HZ).
+    // The agent's times are in ticks of the guest, of which Linux shows 100 a second (USER_HZ).
     let agent_s = (second.parse::<f64>()? - first.parse::<f64>()?) / 100.0;
     Ok(VmWork {
         wall_s,
@@ -276,7 +278,7 @@ fn pid_of(lab: &Lab, name: &str) -> anyhow::Result<i32> {
     Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
 }
 
-/// What the vCPU threads of a VM have used, in seconds.
+/// Times of a VM's vCPU threads, in seconds.
 #[derive(Default)]
 struct VcpuTimes {
     on_s: f64,
@@ -285,7 +287,7 @@ struct VcpuTimes {
     faults: f64,
 }
 
-/// From `schedstat` and `stat` of the threads, `proc_pid_stat(5)`.
+/// Reads the times of the vCPU threads from their `schedstat` and `stat` (`proc_pid_stat(5)`).
 fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<VcpuTimes> {
     let tasks = format!("/proc/{}/task", pid_of(lab, name)?);
     let ticks = rustix::param::clock_ticks_per_second() as f64;
@@ -303,7 +305,7 @@ fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<VcpuTimes> {
             sum.on_s += on / 1e9;
             sum.delay_s += waiting / 1e9;
         }
-        // Behind the name, which may hold anything, field 3 comes first.
+        // Field 3 follows the name, which may contain any character.
         let text = std::fs::read_to_string(task.join("stat"))?;
         let fields = numbers(text.rsplit(')').next().unwrap_or(""));
         let field = |number: usize| fields.get(number - 3).copied().unwrap_or(0.0);
@@ -313,7 +315,7 @@ fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<VcpuTimes> {
     Ok(sum)
 }
 
-/// The running mechanism.
+/// The mechanism that is running.
 enum Scanner {
     Engine,
     Ksm(Box<KsmRun>),
@@ -327,10 +329,10 @@ struct KsmRun {
     budget: Option<Budget>,
 }
 
-/// What ksmd is held to.
+/// CPU time to which ksmd is limited.
 struct Budget {
     hold: ksm::EqualCpu,
-    /// CPU seconds over seconds.
+    /// Allowed CPU seconds, each with the seconds since time 0.
     allowed: Vec<(f64, f64)>,
     next: Instant,
 }
@@ -351,7 +353,7 @@ impl Scanner {
             ksm::NOTES.as_ref(),
             &ksm::Settings::kernel_default(),
         )?;
-        // Also takes what ended VMs had merged out of the counters.
+        // This also removes pages of ended VMs from KSM's counters.
         run.controls().unmerge(1)?;
         let ksmd = ksm::Ksmd::find().context("no ksmd to measure")?;
         let budget = match allowed {
@@ -371,7 +373,7 @@ impl Scanner {
         })))
     }
 
-    /// Sets ksmd's rate anew once a second, if it has a budget.
+    /// Sets ksmd's rate once a second, if ksmd has a budget.
     fn pace(&mut self, began: Instant) -> anyhow::Result<()> {
         let Self::Ksm(ksm) = self else {
             return Ok(());
@@ -424,7 +426,8 @@ impl Scanner {
     }
 }
 
-/// The value of a curve at `t`, between its points by a straight line, after the last as there.
+/// Returns the value of a curve at `t`: interpolated linearly between its points, and constant
+/// after the last one.
 fn value_at(curve: &[(f64, f64)], t: f64) -> f64 {
     let after = curve.partition_point(|point| point.0 <= t);
     match (after.checked_sub(1).map(|at| curve[at]), curve.get(after)) {
@@ -434,7 +437,7 @@ fn value_at(curve: &[(f64, f64)], t: f64) -> f64 {
     }
 }
 
-/// CPU seconds of the whole host and of what belongs to the study.
+/// CPU seconds of the whole host, and of everything that belongs to the study.
 struct Load {
     at: Instant,
     busy_s: f64,
@@ -453,7 +456,7 @@ impl Load {
             .skip(1)
             .filter_map(|n| n.parse().ok())
             .collect();
-        // proc_stat(5): user nice system idle iowait irq softirq steal.
+        // Order of the fields in proc_stat(5): user nice system idle iowait irq softirq steal.
         let busy: f64 = [0, 1, 2, 5, 6]
             .iter()
             .filter_map(|&at| fields.get(at))
@@ -482,7 +485,7 @@ impl Load {
 }
 
 impl ArmRun {
-    /// CPU seconds of the mechanism over seconds since time 0.
+    /// Returns the CPU seconds of the mechanism over the seconds since time 0.
     pub fn scanner_cpu(&self) -> Vec<(f64, f64)> {
         self.samples
             .iter()
@@ -490,12 +493,12 @@ impl ArmRun {
             .collect()
     }
 
-    /// The last sample.
+    /// Returns the last sample.
     pub fn end(&self) -> Sample {
         self.samples.last().cloned().unwrap_or_default()
     }
 
-    /// Pages shared, over time on average.
+    /// Returns the number of pages shared, on average over time.
     pub fn mean_shared(&self) -> f64 {
         let (mut area, mut time) = (0.0, 0.0);
         for pair in self.samples.windows(2) {
@@ -506,7 +509,7 @@ impl ArmRun {
         if time > 0.0 { area / time } else { 0.0 }
     }
 
-    /// CPU of the mechanism from time 0 to the end of the work, in seconds.
+    /// Returns the CPU time of the mechanism from time 0 to the end of the work, in seconds.
     pub fn scanner_cpu_s(&self) -> f64 {
         let first = self.samples.first().map_or(0.0, |s| s.scanner_cpu_s);
         self.end().scanner_cpu_s - first
@@ -531,7 +534,7 @@ impl ArmRun {
         self.samples.iter().map(json).collect()
     }
 
-    /// A line for who waits.
+    /// Summarizes the arm in one line, for the user who waits.
     pub fn in_short(&self) -> String {
         let walls: Vec<String> = self
             .work

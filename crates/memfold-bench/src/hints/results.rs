@@ -7,11 +7,11 @@ use serde_json::{Map, Value, json};
 use super::arm::{ArmRun, BUDGETS, Mechanism, VmWork};
 use crate::figure::{self, Axis, Figure, Series};
 
-/// Pages in a MiB.
+/// Number of pages in a MiB.
 const PAGES_PER_MIB: f64 = 256.0;
 
-/// `results`: medians of the repeats; the first of [`BUDGETS`] is the one that the headline figures
-/// are of.
+/// Computes the results as medians of the repeats. The headline figures are those of the first of
+/// [`BUDGETS`].
 pub(super) fn of(runs: &[ArmRun]) -> Value {
     let mut results = Map::new();
     let headline = BUDGETS[0];
@@ -139,13 +139,13 @@ fn end_pages(run: &ArmRun) -> f64 {
     run.end().shared_pages as f64
 }
 
-/// Of the pages that could be folded at the end of the work, those that were.
+/// Returns the part of the foldable pages that were folded at the end of the work, in percent.
 fn matched_folded_percent(run: &ArmRun) -> f64 {
     let end = run.end();
     end.matched_folded_pages as f64 / (end.matched_pages as f64).max(1.0) * 100.0
 }
 
-/// CPU of the agents in percent of a guest's vCPU.
+/// Returns the CPU time of the agents in percent of a guest's vCPU.
 fn agent_percent(run: &ArmRun) -> f64 {
     let with_agent = match run.mechanism {
         Mechanism::FoldBesideNone { .. } => run.work.len() / 2,
@@ -155,30 +155,30 @@ fn agent_percent(run: &ArmRun) -> f64 {
     mean(work.iter().map(|w| w.agent_s / w.wall_s.max(1e-3) * 100.0))
 }
 
-/// The VMs of a run that were folded, each with the one of the same image that was not.
+/// Returns the VMs of a run that were folded, each with the VM of the same image that was not.
 fn pairs(run: &ArmRun) -> impl Iterator<Item = (&VmWork, &VmWork)> {
     let (folded, plain) = run.work.split_at(run.work.len() / 2);
     folded.iter().zip(plain)
 }
 
-/// Time that the work of a VM took by itself: without waiting for a core that others had.
+/// Returns the time of a VM's work without the time that it waited for a core.
 fn own_time(work: &VmWork) -> f64 {
     work.wall_s - work.delay_s
 }
 
-/// CPU time of a guest's agent. The guest takes all time for its own, also while its vCPU waits for
-/// a core.
+/// Returns the CPU time of a guest's agent. The guest counts all time as its own, even if its vCPU
+/// waits for a core, so this is corrected.
 fn agent_time(work: &VmWork) -> f64 {
     work.agent_s * work.vcpu_s / work.wall_s.max(1e-3)
 }
 
-/// CPU time of the mechanism for each VM that it dealt with.
+/// Returns the CPU time of the mechanism for each VM that it worked on.
 fn scanner_each(run: &ArmRun) -> f64 {
     run.scanner_cpu_s() / pairs(run).count().max(1) as f64
 }
 
-/// By how much longer folded guests worked than those beside them, in percent, sorted. What the
-/// mechanism used of the cores is counted in full, in equal parts.
+/// Returns by how much longer folded guests worked than the guests beside them, in percent, sorted.
+/// The CPU time of the mechanism is counted in full, in equal parts.
 fn slowdowns(runs: &[ArmRun]) -> Vec<f64> {
     let mut all = Vec::new();
     for run in arm(runs, &beside_name(BUDGETS[0])) {
@@ -192,7 +192,7 @@ fn slowdowns(runs: &[ArmRun]) -> Vec<f64> {
     all
 }
 
-/// Of what the slowdown is made, on average.
+/// Returns the parts of the slowdown, on average.
 fn slowdown_parts(runs: &[&ArmRun]) -> Value {
     let part = |of: fn(&ArmRun, &VmWork, &VmWork) -> f64| {
         let of_run = |run: &&ArmRun| -> Vec<f64> {
@@ -212,7 +212,7 @@ fn slowdown_parts(runs: &[&ArmRun]) -> Value {
     })
 }
 
-/// Guests whose compiler made something else than most.
+/// Returns the number of guests whose compiled program differs from that of most guests.
 fn build_errors(runs: &[ArmRun]) -> usize {
     let outputs = || runs.iter().flat_map(|r| &r.work).map(|w| &w.output);
     let mut counts: BTreeMap<&String, usize> = BTreeMap::new();
@@ -222,8 +222,8 @@ fn build_errors(runs: &[ArmRun]) -> usize {
     outputs().count() - counts.values().max().copied().unwrap_or(0)
 }
 
-/// Of each repeat; the median. In words if the other arm shared less than a page in one of them: a
-/// number over nothing says nothing.
+/// Returns the median of the repeats' ratios. If the other arm shared less than a page in a repeat,
+/// returns a text instead, because a ratio over almost nothing means nothing.
 fn ratio(one: &[&ArmRun], other: &[&ArmRun], of: fn(&ArmRun) -> f64) -> Value {
     if other.iter().any(|run| of(run) < 1.0) {
         return "no ratio: KSM shared nothing".into();
@@ -240,7 +240,7 @@ fn median(runs: &[&ArmRun], of: fn(&ArmRun) -> f64) -> f64 {
     middle(&values)
 }
 
-/// The median of sorted values.
+/// Returns the median of sorted values.
 fn middle(values: &[f64]) -> f64 {
     match values.len() {
         0 => f64::NAN,
@@ -254,7 +254,7 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
     sum / count
 }
 
-/// The study's figures, by name: memory shared and CPU used over time, of the first repeat.
+/// Draws the study's figures: memory shared and CPU used over time, of the first repeat.
 #[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
     let empty = Vec::new();
@@ -293,7 +293,7 @@ pub fn figures(study: &Value) -> Vec<Figure> {
     vec![("hints-shared".into(), shared), ("hints-cpu".into(), cpu)]
 }
 
-/// An arm's name as people read it.
+/// Returns an arm's name for people.
 fn words(name: &str) -> String {
     match name.rsplit_once('_') {
         Some(("fold", rate)) => format!("folding, {rate} pages/s"),
@@ -375,7 +375,7 @@ mod tests {
             "no ratio: KSM shared nothing"
         );
         assert!(near(&results["share_of_matched_folded_percent"], 95.0));
-        // (113 - 10 + 2) against (110 - 10).
+        // The expected slowdown compares (113 - 10 + 2) with (110 - 10).
         assert!(near(&results["guest_slowdown_percent"], 5.0));
         let parts = &results["guest_slowdown_parts_percent"];
         let agent = 103.0 / 113.0;

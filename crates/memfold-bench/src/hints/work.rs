@@ -6,11 +6,11 @@ use std::time::Duration;
 #[derive(Clone, Debug)]
 pub(super) struct Work {
     pub what: &'static str,
-    /// Compiles in a fresh `/var/tmp/work`.
+    /// Shell script that compiles the software in a fresh `/var/tmp/work`.
     pub build: &'static str,
-    /// Prints the hash of what was built.
+    /// Shell script that prints the hash of the compiled program.
     pub output: &'static str,
-    /// A disk that the build needs, read-only.
+    /// Disk that the build needs, read-only; `None`: it needs none.
     pub disk: Option<PathBuf>,
     pub timeout: Duration,
 }

@@ -14,7 +14,7 @@ use super::scale::Scale;
 use super::speed::{full_speed, merge_all};
 use crate::figure::{self, Axis, Figure, Series};
 
-/// What guests' programs ask of their memory before and after it is merged.
+/// Figures of a guest program that accesses its memory.
 #[derive(Clone, Copy, Debug, Default)]
 struct Access {
     read: Took,
@@ -25,13 +25,13 @@ struct Access {
 struct Focus {
     held: Held,
     vms: usize,
-    /// What the VMs' RAM takes, MiB.
+    /// Memory that the VMs' RAM takes before merging, in MiB.
     apart_mib: f64,
     merged_mib: f64,
     merged_pages: u64,
     ksmd_cpu_s: f64,
     took_s: f64,
-    /// The worst of all guests.
+    /// Accesses before merging, those of the slowest guest. The next field: after merging.
     before: Access,
     after: Access,
 }
@@ -63,7 +63,7 @@ impl Focus {
     }
 }
 
-/// 1, 2, ... VMs.
+/// Measures 1, 2, ... VMs.
 pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
     let lab = Lab::new(EngineSettings::default())?;
     let names: Vec<String> = (1..=scale.vms)
@@ -99,7 +99,7 @@ fn look(lab: &Lab, names: &[&str], held: Held, mib: u64) -> anyhow::Result<Focus
     let merged_pages = merge_all(lab, names, &controls)?;
     let (took, cpu) = (began.elapsed(), ksmd.cpu_time()?.saturating_sub(cpu));
     let merged = guest::ram_bytes(lab)?;
-    // What is written is taken apart, and would be merged again at once.
+    // ksmd stops, because it would merge again the pages that writes have unmerged.
     controls.write("run", &0)?;
     let after = access(lab, names, held)?;
     run.stop(true)?;
@@ -158,7 +158,7 @@ fn results(found: &[Focus], most: usize) -> Map<String, Value> {
             "read_time_merged_over_apart".into(),
             ratio(|access| access.read.seconds).into(),
         );
-        // Each written page is copied first.
+        // Each page that is written to is copied first.
         results.insert(
             "write_time_merged_over_apart".into(),
             ratio(|access| access.write.seconds).into(),
@@ -175,7 +175,7 @@ fn results(found: &[Focus], most: usize) -> Map<String, Value> {
     results
 }
 
-/// Memory by number of VMs, merged and apart.
+/// Draws memory by number of VMs, merged and unmerged.
 pub(super) fn figures(samples: &[Value]) -> Vec<Figure> {
     let mut figures = Vec::new();
     for held in Held::ALL {

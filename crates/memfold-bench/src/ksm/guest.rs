@@ -12,22 +12,22 @@ use super::super::segments::booted;
 
 const PROGRAM: &str = include_str!("guest.py");
 
-/// Longest time that a guest may take for anything, slowed down by ksmd and emulated.
+/// Time limit of one operation in a guest, which is emulated and slowed down by ksmd.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// How long memory is to stay as it is before it is measured.
+/// Time for which memory must not change before it is measured.
 const REST: Duration = Duration::from_secs(3);
 
-/// What a guest's memory holds.
+/// Content of a guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Held {
-    /// Nothing: the program doesn't run.
+    /// No data: the guest's program does not run.
     Nothing,
-    /// Nothing: the program searches primes.
+    /// No data: the guest's program searches primes.
     Busy,
     /// Random bytes.
     Random,
-    /// What all other VMs hold, no page of it twice.
+    /// The same data as in all other VMs; within a VM, no page occurs twice.
     Identical,
 }
 
@@ -43,31 +43,31 @@ impl Held {
         }
     }
 
-    /// Whether there is data to read and write.
+    /// Returns whether the guest holds data that it can read and write.
     pub(super) const fn is_data(self) -> bool {
         matches!(self, Self::Random | Self::Identical)
     }
 }
 
-/// What something in a guest took.
+/// Time and page faults of an operation in a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Took {
     pub(super) seconds: f64,
-    /// Faults of the program, in its guest.
+    /// Page faults of the program, counted in its guest.
     pub(super) minor: u64,
     pub(super) major: u64,
-    /// Faults of its QEMU, on the host.
+    /// Page faults of the program's QEMU, counted on the host.
     pub(super) host_minor: u64,
     pub(super) host_major: u64,
 }
 
-/// Boots a VM and waits until it has nothing to do.
+/// Boots a VM and waits until it is idle.
 pub(super) fn boot(lab: &Lab, name: &str, memory: ByteSize) -> anyhow::Result<()> {
     lab.start(Lab::spec(name, "trixie-a", memory, DiskMode::Buffered)?)?;
     booted(lab, name)
 }
 
-/// Has all guests hold so much.
+/// Makes all guests hold `mib` MiB of data.
 pub(super) fn hold(lab: &Lab, names: &[&str], held: Held, mib: u64) -> anyhow::Result<()> {
     if held == Held::Nothing {
         return Ok(());
@@ -83,7 +83,7 @@ pub(super) fn hold(lab: &Lab, names: &[&str], held: Held, mib: u64) -> anyhow::R
     Ok(())
 }
 
-/// Has all guests give it back.
+/// Makes all guests give the memory of their data back.
 pub(super) fn let_go(lab: &Lab, names: &[&str], held: Held) -> anyhow::Result<()> {
     if held != Held::Nothing {
         let script = "systemctl stop work; rm -f /run/held /run/ask /run/answer";
@@ -92,7 +92,7 @@ pub(super) fn let_go(lab: &Lab, names: &[&str], held: Held) -> anyhow::Result<()
     Ok(())
 }
 
-/// Has all guests do something so many times, at the same time.
+/// Makes all guests do an operation `times` times, at the same time.
 pub(super) fn ask(lab: &Lab, names: &[&str], what: &str, times: u32) -> anyhow::Result<Vec<Took>> {
     let script = format!("echo {what} {times} > /run/ask; cat /run/answer");
     let faults = || names.iter().map(|name| host_faults(lab, name));
@@ -122,8 +122,8 @@ fn pid(lab: &Lab, name: &str) -> anyhow::Result<i32> {
     Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
 }
 
-/// Minor and major faults of a VM's QEMU (fields 10 and 12 of `proc_pid_stat(5)`, counted behind
-/// the command's name).
+/// Returns minor and major page faults of a VM's QEMU (fields 10 and 12 of `proc_pid_stat(5)`,
+/// counted from the end of the command's name).
 fn host_faults(lab: &Lab, name: &str) -> anyhow::Result<(u64, u64)> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid(lab, name)?))?;
     let behind = stat.rsplit(')').next().unwrap_or_default();
@@ -135,7 +135,7 @@ fn host_faults(lab: &Lab, name: &str) -> anyhow::Result<(u64, u64)> {
     Ok((fields[7].parse()?, fields[9].parse()?))
 }
 
-/// Merged pages of these VMs, zero pages too.
+/// Returns the number of merged pages of these VMs, zero pages included.
 pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
     let mut sum = 0;
     for name in names {
@@ -149,7 +149,8 @@ pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
     Ok(sum)
 }
 
-/// What the RAM of all VMs takes on the host, in bytes, when it doesn't change any more.
+/// Returns the memory that the RAM of all VMs takes on the host, in bytes, when it no longer
+/// changes.
 pub(super) fn ram_bytes(lab: &Lab) -> anyhow::Result<f64> {
     let now = || -> anyhow::Result<f64> {
         let vms = lab.report()?.ledger.vms;
@@ -167,12 +168,12 @@ pub(super) fn ram_bytes(lab: &Lab) -> anyhow::Result<f64> {
     Ok(before)
 }
 
-/// A counter of KSM that every kernel has.
+/// Returns a counter of KSM that every kernel has.
 pub(super) fn counter(value: Option<u64>, name: &str) -> anyhow::Result<u64> {
     value.with_context(|| format!("/sys/kernel/mm/ksm/{name} is missing"))
 }
 
-/// Full scans that ksmd has made.
+/// Returns the number of full scans that ksmd has made.
 pub(super) fn full_scans(status: &Status) -> anyhow::Result<u64> {
     counter(status.full_scans, "full_scans")
 }

@@ -4,26 +4,26 @@ use memfold_units::ByteSize;
 
 use crate::study::Options;
 
-/// Pages each 20 ms; none: KSM off. 100 is the default.
+/// Speeds of ksmd: pages each 20 ms; `None`: KSM off. 100 is the kernel's default.
 pub(super) const SPEEDS: [Option<u64>; 5] = [None, Some(100), Some(1000), Some(5000), Some(25_000)];
 
-/// What to measure.
+/// The measurements to make.
 #[derive(Clone, Debug)]
 pub(super) struct Scale {
-    /// Most VMs at once.
+    /// Most VMs at the same time.
     pub vms: usize,
-    /// RAM of each.
+    /// RAM of each VM.
     pub memory: ByteSize,
-    /// Data that a VM holds, where it holds data.
+    /// Amount of data in a VM that holds data, in MiB.
     pub data_mib: u64,
-    /// Times that everything is measured that is a time.
+    /// Number of measurements of everything whose time is measured.
     pub rounds: usize,
-    /// How many of [`SPEEDS`].
+    /// Number of speeds among [`SPEEDS`] to measure.
     pub speeds: usize,
 }
 
 impl Scale {
-    /// Two VMs of 384 MiB, once.
+    /// Returns the scale of a quick study: two VMs of 384 MiB, one round.
     const fn quick() -> Self {
         Self {
             vms: 2,
@@ -34,7 +34,7 @@ impl Scale {
         }
     }
 
-    /// The study's: four VMs of 1 GiB.
+    /// Returns the scale of the full study: four VMs of 1 GiB.
     const fn full() -> Self {
         Self {
             vms: 4,

@@ -15,13 +15,14 @@ use super::scale::{SPEEDS, Scale};
 
 const VMS: [&str; 2] = ["a", "b"];
 
-/// What the guests do: name of the result, request, and how often (5 to 10 s in an emulated guest).
+/// Work of the guests: name of the result, request, and number of repetitions (5 to 10 s in an
+/// emulated guest).
 const WORK: [(&str, &str, u32); 2] = [("cpu", "primes", 500_000), ("memory", "write", 300)];
 
-/// How long ksmd is at work before the guests are.
+/// Time for which ksmd runs before the guests begin to work.
 const HEAD_START: Duration = Duration::from_secs(3);
 
-/// Seconds that the guests took, by round and speed.
+/// Seconds that the guests' work took, by round and speed.
 type Rounds = Vec<Vec<f64>>;
 
 pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
@@ -33,7 +34,7 @@ pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<
     guest::hold(&lab, &VMS, Held::Identical, scale.data_mib)?;
     let speeds = &SPEEDS[..scale.speeds];
     let mut found: [Rounds; WORK.len()] = Default::default();
-    // The first round warms up what translates the guests' code.
+    // The first round warms up the emulator, which translates the guests' code.
     for round in 0..=scale.rounds {
         let mut rows: [Vec<f64>; WORK.len()] = Default::default();
         for &speed in speeds {
@@ -90,7 +91,7 @@ fn name_of(speed: Option<u64>) -> String {
     )
 }
 
-/// Against KSM off in the same round, in percent.
+/// Returns the slowdown compared with KSM off in the same round, in percent.
 fn slowdowns(work: &str, rounds: &Rounds, speeds: &[Option<u64>]) -> Map<String, Value> {
     let mut results = Map::new();
     for (at, speed) in speeds.iter().enumerate() {
@@ -106,7 +107,7 @@ fn slowdowns(work: &str, rounds: &Rounds, speeds: &[Option<u64>]) -> Map<String,
     results
 }
 
-/// Slowdown by scan speed.
+/// Draws the slowdown by ksmd's speed.
 pub(super) fn figure(samples: &[Value]) -> Option<(String, String)> {
     let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
     let series = WORK.iter().filter_map(|(work, ..)| {

@@ -17,20 +17,20 @@ use super::scale::Scale;
 
 const VMS: [&str; 2] = ["a", "b"];
 
-/// Of all there is to merge.
+/// Percent of the mergeable memory at which an arm ends.
 const ENOUGH_PERCENT: u64 = 90;
 
-/// Longest time that is waited for it.
+/// Longest time of an arm.
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// Time between two looks.
+/// Time between two measurements of merged memory.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-/// What `memfold ksm start` asks for if nothing is said.
+/// CPU limit of `memfold ksm start` by default, in percent of one core.
 const CPU_PERCENT: f64 = 20.0;
 const TARGET_S: f64 = 120.0;
 
-/// As fast as ksmd can.
+/// Returns settings with which ksmd scans as fast as it can.
 pub(super) fn full_speed() -> Settings {
     Settings {
         pages_to_scan: Some(20_000),
@@ -40,7 +40,8 @@ pub(super) fn full_speed() -> Settings {
     }
 }
 
-/// Merges all that can be merged: until two full scans have found nothing more.
+/// Merges all mergeable pages: waits until two full scans have merged no further page. Returns the
+/// number of merged pages.
 pub(super) fn merge_all(lab: &Lab, names: &[&str], controls: &Controls) -> anyhow::Result<u64> {
     let scans = || guest::full_scans(&Status::read(controls)?);
     let (mut most, mut since) = (0, scans()?);
@@ -62,7 +63,7 @@ pub(super) fn merge_all(lab: &Lab, names: &[&str], controls: &Controls) -> anyho
     }
 }
 
-/// Who says how fast ksmd is to scan.
+/// The program that sets ksmd's speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Arm {
     Default,
@@ -80,7 +81,7 @@ impl Arm {
     }
 }
 
-/// KSM at work.
+/// KSM's run in an arm, by the study itself or by the daemon.
 enum Running {
     Alone(Box<Run>),
     Steered,
@@ -113,7 +114,7 @@ impl Running {
     }
 }
 
-/// One arm until enough is merged.
+/// Result of one arm, which ends when enough memory is merged.
 #[derive(Clone, Debug)]
 struct Reached {
     arm: Arm,
@@ -121,7 +122,7 @@ struct Reached {
     cpu_s: f64,
     merged: u64,
     scanned: u64,
-    /// Seconds, merged pages.
+    /// Number of merged pages over seconds.
     curve: Vec<(f64, f64)>,
 }
 
@@ -181,7 +182,7 @@ fn reach(lab: &Lab, arm: Arm, wanted: u64, controls: &Controls) -> anyhow::Resul
     Ok(reached)
 }
 
-/// Two guests that hold the same, merged by each arm in turn.
+/// Measures two guests with the same data, whose memory each arm merges in turn.
 pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
     let controls = Controls::default();
     let lab = Lab::new(EngineSettings::default())?;
@@ -202,7 +203,7 @@ pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<
     for _ in 0..scale.rounds {
         let reached = arms.iter().map(|&arm| reach(&lab, arm, wanted, &controls));
         rounds.push(reached.collect::<anyhow::Result<_>>()?);
-        // Who goes first has what the machine does just then.
+        // The state of the machine changes, so the arms run first in turn.
         arms.reverse();
     }
     let samples = rounds.iter().enumerate();
@@ -236,7 +237,7 @@ fn results(rounds: &[Vec<Reached>], arms: &[Arm]) -> Map<String, Value> {
     results
 }
 
-/// Merged memory over time, the first round.
+/// Draws the merged memory over time, of the first round.
 pub(super) fn figure(samples: &[Value]) -> Option<(String, String)> {
     let first = samples
         .iter()

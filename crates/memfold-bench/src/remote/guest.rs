@@ -14,7 +14,7 @@ use super::lender::{Lender, wait};
 use memfold_vm::swap::{self, DEVICE};
 use memfold_vm::{Qmp, VmDirectory};
 
-/// The array; see the program.
+/// Source of the program that reads and writes the array.
 const ARRAY: &str = include_str!("array.c");
 
 pub const VM: &str = "swaps";
@@ -23,8 +23,8 @@ const IMAGE: &str = "trixie-b";
 
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// Sorts rows in a `PostgreSQL` whose processes may have so much memory, and that swap for the
-/// rest. `ROWS` and `MEMORY` are put in.
+/// Shell script that sorts rows in a `PostgreSQL` whose processes have a limited amount of memory
+/// and swap the rest. `ROWS` and `MEMORY` are replaced.
 const SORT: &str = r#"set -e
 cd /
 version=$(ls /etc/postgresql)
@@ -46,27 +46,27 @@ echo "$took $peak""#;
 /// Location of the swap disk, and its throttle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arm {
-    /// A file on this host's disk, through its page cache.
+    /// The swap disk is a file on this host's disk, through the page cache.
     Disk,
-    /// The same, shaped by QEMU's throttle to [`IOPS`] and [`BANDWIDTH`].
+    /// As `Disk`, limited by QEMU's throttle to [`IOPS`] and [`BANDWIDTH`].
     HardDisk,
-    /// The same, throttled to [`BANDWIDTH`] only, like a hard disk without seeks.
+    /// As `Disk`, limited to [`BANDWIDTH`] only, like a hard disk without seeks.
     HardDiskStream,
-    /// Lent RAM, and a copy on disk.
+    /// Lent RAM, with a copy on disk.
     Lent,
-    /// Lent RAM alone (`--durability none`), as the study had it.
+    /// Lent RAM without a copy (`--durability none`), as in the study.
     LentAlone,
-    /// Lent RAM alone, by the study's transport, iSCSI, unencrypted.
+    /// Lent RAM without a copy, by the study's transport, iSCSI, unencrypted.
     Iscsi,
 }
 
-/// Requests a second of a hard disk.
+/// Requests a second that a hard disk handles.
 pub const IOPS: u64 = 150;
-/// Bytes a second of one.
+/// Bytes a second that a hard disk transfers.
 pub const BANDWIDTH: u64 = 120_000_000;
 
 impl Arm {
-    /// Its name in results.
+    /// Returns the arm's name in the results.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Disk => "disk",
@@ -78,7 +78,7 @@ impl Arm {
         }
     }
 
-    /// How what is lent comes, if it is on lent RAM.
+    /// Returns the transport of lent RAM; `None` if the swap disk is not on lent RAM.
     pub const fn transport(self) -> Option<Transport> {
         match self {
             Self::Disk | Self::HardDisk | Self::HardDiskStream => None,
@@ -117,7 +117,7 @@ impl Done {
         })
     }
 
-    /// Bytes a microsecond are megabytes a second.
+    /// Returns the throughput in MB/s (bytes a microsecond are megabytes a second).
     pub fn mb_per_s(&self) -> f64 {
         self.bytes as f64 / self.us.max(1) as f64
     }
@@ -133,14 +133,14 @@ impl Done {
 /// Result of returning lent memory.
 #[derive(Clone, Copy, Debug)]
 pub struct GivenBack {
-    /// Part of it that was in use.
+    /// Part of the lent memory that was in use.
     pub used: ByteSize,
     pub took_ms: u64,
-    /// The program's accesses meanwhile.
+    /// Accesses of the program during the return.
     pub mixed: Done,
 }
 
-/// A booted VM with a swap disk, and the host it can borrow from.
+/// A VM with a swap disk, and the host from which it can borrow.
 #[derive(Debug)]
 pub struct Guest<'a> {
     pub lab: &'a Lab,
@@ -149,7 +149,7 @@ pub struct Guest<'a> {
 }
 
 impl Guest<'_> {
-    /// Boots it, and builds its program.
+    /// Boots the VM, and builds the program in it.
     pub fn boot(&self, ram: ByteSize) -> anyhow::Result<()> {
         let mut spec = Lab::spec(VM, IMAGE, ram, DiskMode::Buffered)?;
         spec.swap = Some(self.swap);
@@ -170,7 +170,7 @@ impl Guest<'_> {
         self.lab.exec(VM, script, LIMIT)
     }
 
-    /// Starts the program with an array, and waits until it is filled.
+    /// Starts the program with an array, and waits until the array is filled.
     pub fn fill(&self, array: ByteSize) -> anyhow::Result<()> {
         let mib = array.0 >> 20;
         self.exec(&format!(
@@ -179,13 +179,13 @@ impl Guest<'_> {
         self.order("seqread 4096 0.1").map(|_| ())
     }
 
-    /// Has it do something, and waits for the answer.
+    /// Gives the program an order, and waits for the answer.
     pub fn order(&self, order: &str) -> anyhow::Result<Done> {
         self.begin(order)?;
         self.answer()
     }
 
-    /// Has it begin.
+    /// Gives the program an order, and does not wait for the answer.
     pub fn begin(&self, order: &str) -> anyhow::Result<()> {
         self.exec(&format!(
             "rm -f /run/array.out; systemctl is-active -q array; echo '{order}' > /run/array"
@@ -193,7 +193,7 @@ impl Guest<'_> {
         Ok(())
     }
 
-    /// Waits for its answer.
+    /// Waits for the answer of the program.
     pub fn answer(&self) -> anyhow::Result<Done> {
         let said = self.exec(
             "while [ ! -e /run/array.out ]; do systemctl is-active -q array; sleep 0.05; done; cat /run/array.out",
@@ -201,13 +201,13 @@ impl Guest<'_> {
         Done::read(said.trim())
     }
 
-    /// Ends it; its memory is free again.
+    /// Ends the program, which frees its memory.
     pub fn end(&self) -> anyhow::Result<()> {
         self.exec("echo end > /run/array; while systemctl is-active -q array; do sleep 0.1; done")?;
         Ok(())
     }
 
-    /// Milliseconds of a sort, and the most bytes that it had swapped out.
+    /// Returns the milliseconds of a sort, and the most bytes that were swapped out during it.
     pub fn sort(&self, rows: u64, memory: ByteSize) -> anyhow::Result<(f64, f64)> {
         let script = SORT
             .replace("ROWS", &rows.to_string())
@@ -220,8 +220,7 @@ impl Guest<'_> {
             .with_context(|| format!("the guest said '{said}'"))
     }
 
-    /// Puts the swap disk where an arm has it; how long the VM's swap took to get there, in
-    /// milliseconds.
+    /// Moves the swap disk to its place in an arm. Returns the milliseconds that the move took.
     pub fn switch(&self, arm: Arm) -> anyhow::Result<u64> {
         let (iops, bandwidth) = match arm {
             Arm::HardDisk => (IOPS, BANDWIDTH),
@@ -248,7 +247,7 @@ impl Guest<'_> {
         Ok(done.took_ms)
     }
 
-    /// Back on this host's disk; milliseconds that it took.
+    /// Moves the swap disk back to this host's disk. Returns the milliseconds that the move took.
     pub fn back(&self) -> anyhow::Result<u64> {
         self.throttle(0, 0)?;
         if self.place()? == SwapPlace::OnDisk {
@@ -263,7 +262,7 @@ impl Guest<'_> {
         Ok(found.map_or(SwapPlace::OnDisk, |b| b.place))
     }
 
-    /// QEMU's throttle on the swap disk; zeroes: none.
+    /// Sets QEMU's throttle on the swap disk; zeroes: no limit.
     fn throttle(&self, iops: u64, bytes_per_second: u64) -> anyhow::Result<()> {
         let socket = VmDirectory::of(self.lab.directory(), VM).qmp();
         let limits = json!({
@@ -273,13 +272,13 @@ impl Guest<'_> {
         Ok(())
     }
 
-    /// Has lent memory given back while the program goes on: how much of it was in use, how long it
-    /// took, and the longest that the program waited.
+    /// Moves the swap disk back from lent RAM while the program continues. Returns how much lent
+    /// memory was in use, how long the move took, and the longest wait of the program.
     pub fn give_back(&self, arm: Arm) -> anyhow::Result<GivenBack> {
         self.switch(arm)?;
         self.exec("touch /run/mixed")?;
         self.begin("mixed /run/mixed")?;
-        // It is under way, and so are the guest's own reads and writes of the swap disk.
+        // The program is running now, and the guest reads and writes its swap disk.
         std::thread::sleep(Duration::from_secs(1));
         let line = self.exec(&swap::used())?;
         let used = swap::parse_used(line.as_bytes())
@@ -294,7 +293,7 @@ impl Guest<'_> {
         })
     }
 
-    /// Lenders die at random instants while the array is read and written.
+    /// Kills lenders at random instants while the array is read and written.
     pub fn kills(&self, kills: usize) -> anyhow::Result<Value> {
         self.exec("touch /run/mixed")?;
         self.begin("mixed /run/mixed")?;

@@ -17,22 +17,22 @@ use serde_json::Value;
 
 use super::link::{Link, THERE};
 
-/// Time for its daemon to answer, and to have so much to spare.
+/// Time limit for the lender's daemon to answer, and to have enough free memory.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A daemon of its own.
+/// The lending host: a daemon of its own.
 #[derive(Debug)]
 pub struct Lender {
     child: Arc<Mutex<Child>>,
     directory: tempfile::TempDir,
     client: Client,
     most: ByteSize,
-    /// How it lends just now.
+    /// Transport by which the lender lends now.
     by: Cell<Option<Transport>>,
 }
 
 impl Lender {
-    /// Starts it, and has it lend `most` by NBD.
+    /// Starts the lender's daemon, and makes it lend `most` by NBD.
     pub fn start(link: &Link, most: ByteSize) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new()
             .prefix("memfold-lender.")
@@ -70,7 +70,7 @@ impl Lender {
         Ok(lender)
     }
 
-    /// From now on it lends so, and nothing that it lent before is left.
+    /// Makes the lender lend by the transport `by`, and waits until its earlier leases have ended.
     pub fn lend(&self, by: Transport) -> anyhow::Result<()> {
         if self.by.get() == Some(by) {
             return Ok(());
@@ -82,10 +82,10 @@ impl Lender {
             announce: None,
             ports: None,
             transport: by,
-            // By iSCSI there is nothing else.
+            // iSCSI between hosts is always unencrypted.
             cleartext: by == Transport::Iscsi,
         };
-        // What it lent before may be under way back yet.
+        // Memory that was lent before may still be in the process of being returned.
         let mut last = String::new();
         wait("the lender lends anew", || {
             let lends = self.client.post::<_, LenderStatus>("/v1/lend", &request);
@@ -96,12 +96,13 @@ impl Lender {
         self.wait_free(self.most)
     }
 
-    /// Socket of its daemon, by which the registry is asked: not what is measured.
+    /// Returns the socket of the lender's daemon, through which the registry is called; these calls
+    /// are not measured.
     pub fn socket(&self) -> PathBuf {
         self.directory.path().join("s")
     }
 
-    /// Until all of it can be had.
+    /// Waits until the lender offers `bytes`.
     pub fn wait_free(&self, bytes: ByteSize) -> anyhow::Result<()> {
         let mut last = String::new();
         wait("the lender has so much to spare", || {
@@ -116,7 +117,7 @@ impl Lender {
         .with_context(|| last)
     }
 
-    /// Kills the process that exports its only lease.
+    /// Kills the process that exports the lender's only lease.
     pub fn kill_export(&self) -> anyhow::Result<()> {
         let place = self.directory.path().join("state/lend");
         let is_log = |path: &Path| path.starts_with(&place);
@@ -137,14 +138,14 @@ impl Drop for Lender {
     }
 }
 
-/// Its exports end with it.
+/// Kills the lender's daemon, with which its exports end.
 fn end(child: &Mutex<Child>) {
     let mut child = child.lock().unwrap_or_else(PoisonError::into_inner);
     let _ = child.kill();
     let _ = child.wait();
 }
 
-/// Waits for something that happens soon.
+/// Waits for a condition that holds soon.
 pub fn wait(what: &str, mut ready: impl FnMut() -> bool) -> anyhow::Result<()> {
     let end = Instant::now() + PATIENCE;
     while !ready() {

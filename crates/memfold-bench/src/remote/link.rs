@@ -14,31 +14,32 @@ use serde_json::{Value, json};
 
 use crate::record::spread;
 
-/// Of RFC 2544's range for benchmarks: no host has these for anything else.
+/// Address of this end, from RFC 2544's range for benchmarks, which no host uses otherwise.
 const HERE: &str = "198.18.77.1";
 pub const THERE: &str = "198.18.77.2";
 
-/// What `tc` shapes each direction to.
+/// Bandwidth to which `tc` limits each direction.
 const BANDWIDTH: &str = "10gbit";
 
-/// A round trip's payload: as little as there can be, and a page back.
+/// Payloads of a round trip: the least possible, and a page.
 const PAYLOADS: [usize; 2] = [1, 4096];
 
 const TRIPS: usize = 2000;
 
-/// Both ends; gone when it is dropped.
+/// Both ends of the link, which are removed when this is dropped.
 #[derive(Debug)]
 pub struct Link {
     space: String,
 }
 
 impl Link {
-    /// Makes it. Needs root, `ip` and `tc`.
+    /// Creates the link. Needs root, `ip` and `tc`.
     pub fn new() -> anyhow::Result<Self> {
         let space = format!("memfold-bench-{}", std::process::id());
         let device = format!("mfb{}", std::process::id());
         ip(&["netns", "add", &space])?;
-        // From here on what fails takes the namespace with it, and its end of the pair takes ours.
+        // If a later step fails, dropping this removes the namespace, and with it both ends of the
+        // pair.
         let link = Self {
             space: space.clone(),
         };
@@ -69,7 +70,7 @@ impl Link {
         Ok(link)
     }
 
-    /// A command that runs at the other end.
+    /// Returns a command that runs at the other end.
     pub fn there(&self, program: &std::path::Path) -> Command {
         let mut command = Command::new("nsenter");
         command
@@ -78,7 +79,7 @@ impl Link {
         command
     }
 
-    /// Round trips over TCP, in microseconds: what no block that is fetched can be faster than.
+    /// Measures round trips over TCP, in microseconds. No block can be fetched faster than that.
     pub fn round_trips(&self) -> anyhow::Result<Value> {
         let space = File::open(format!("/run/netns/{}", self.space))?;
         let (tell, told) = std::sync::mpsc::channel();
@@ -93,7 +94,7 @@ impl Link {
                 let mut stream = listener.accept()?.0;
                 stream.set_nodelay(true)?;
                 let (mut asked, answer) = ([0; 1], vec![0; payload]);
-                // The other end closes when it has measured.
+                // The other end closes the connection after its measurement.
                 while stream.read_exact(&mut asked).is_ok() {
                     stream.write_all(&answer)?;
                 }

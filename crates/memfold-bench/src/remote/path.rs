@@ -7,12 +7,12 @@
 //!   blocks   qemu-io, quorum, nbd --Unix socket--> relay, with TLS -> nbdkit
 //!                            file (the copy)
 //! ```
-//! Each way has its own lease. memfold does not use `direct`; it shows the cost of QEMU's NBD
+//! Each way has its own lease. memfold does not use `direct`, which shows the cost of QEMU's NBD
 //! client alone.
 //!
-//! The ways take turns of [`TURN`] consecutive accesses, as a swapping guest makes them: a process
-//! that gets the next request at once need not be woken. `apart` holds the latency of isolated
-//! accesses.
+//! The ways take turns of [`TURN`] consecutive accesses, as a swapping guest makes them, because a
+//! process that gets the next request at once need not be woken. `apart` holds the latency of
+//! isolated accesses.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -34,25 +34,25 @@ use serde_json::{Value, json};
 use super::lender::{Lender, wait};
 use crate::record::{median, spread};
 
-/// Of a lease.
+/// Size of each lease, in bytes.
 const BYTES: u64 = 64 << 20;
 
 const BLOCK_BYTES: u64 = BLOCK as u64;
 
-/// Accesses of each kind in a round, and how many rounds.
+/// Number of accesses of each kind in a round. The next constant: number of rounds.
 const ACCESSES: u64 = 600;
 const ROUNDS: usize = 7;
 
-/// Accesses of a way in a row.
+/// Number of consecutive accesses of one way.
 const TURN: u64 = 50;
 
 /// Name of the borrower.
 const HERE: &str = "block-path";
 
-/// Longest that a lease lasts.
+/// Duration of a lease.
 const TTL: Duration = Duration::from_secs(300);
 
-/// Latencies in microseconds, and their ratios.
+/// Measures the latencies in microseconds, and returns them with their ratios.
 pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
     let registry = registry_at(&RegistryAt::Socket(lender.socket()));
     let directory = tempfile::Builder::new()
@@ -82,7 +82,7 @@ pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
     Ok(results)
 }
 
-/// Each way to do the same access.
+/// The ways to make the same access.
 struct Ways<'a> {
     bare: &'a mut Bare,
     blocks: &'a mut Blocks,
@@ -91,8 +91,9 @@ struct Ways<'a> {
 }
 
 impl Ways<'_> {
-    /// Microseconds of an access: number 0 to 2 are reads, 3 to 5 writes, by a client that does
-    /// nothing else, QEMU's nodes as a VM has them, and QEMU's own client.
+    /// Makes an access, and returns its microseconds. `number`: 0 to 2 are reads, 3 to 5 writes; in
+    /// each group, the first is by a bare client, the second by QEMU's nodes as a VM has them, the
+    /// third by QEMU's own client.
     fn access(&mut self, number: usize, at: u64, byte: u64) -> anyhow::Result<f64> {
         let order = if number < 3 {
             format!("read -C {at} {BLOCK}")
@@ -107,7 +108,7 @@ impl Ways<'_> {
         }
     }
 
-    /// So many accesses of one way, then as many of the next.
+    /// Makes `turn` accesses of one way, then as many of the next.
     fn measure(&mut self, turn: u64) -> anyhow::Result<Latencies> {
         let mut found = Latencies::default();
         for round in 0..ROUNDS as u64 {
@@ -115,7 +116,7 @@ impl Ways<'_> {
             for from in (0..ACCESSES).step_by(usize::try_from(turn)?) {
                 for (number, times) in times.iter_mut().enumerate() {
                     for access in from..from + turn {
-                        // Each block is another one, far from the last.
+                        // Each block is a new one, far from the last.
                         let block = (round * ACCESSES + access) * 7919 % (BYTES / BLOCK_BYTES);
                         times.push(self.access(number, block * BLOCK_BYTES, 1 + access % 250)?);
                     }
@@ -130,7 +131,7 @@ impl Ways<'_> {
     }
 }
 
-/// Microseconds of each kind of access: all of them, and the median of each round.
+/// Microseconds of each kind of access: of all accesses, and the median of each round.
 #[derive(Default)]
 struct Latencies {
     all: [Vec<f64>; 6],
@@ -166,7 +167,7 @@ impl Latencies {
     }
 }
 
-/// A lease, given back when it is dropped.
+/// A lease, which is released when it is dropped.
 struct Taken<'a> {
     registry: &'a Arc<dyn Registry>,
     lease: Lease,
@@ -203,7 +204,7 @@ impl Drop for Taken<'_> {
     }
 }
 
-/// A client that does nothing but ask.
+/// A client that only sends requests and receives answers.
 struct Bare(Stream);
 
 impl Bare {
@@ -251,7 +252,7 @@ impl Bare {
         Ok(took.as_secs_f64() * 1e6)
     }
 
-    /// Until so many bytes have gone or come.
+    /// Transfers `bytes` bytes in one direction.
     fn go(
         &mut self,
         wants: PollFlags,
@@ -273,7 +274,7 @@ impl Bare {
     }
 }
 
-/// QEMU's nodes as a VM has them, driven by `qemu-io`.
+/// QEMU's block nodes as a VM has them, used by `qemu-io`.
 struct Blocks {
     child: Child,
     orders: ChildStdin,
@@ -291,7 +292,7 @@ impl Blocks {
             lenders: vec![endpoint],
             patience_ms: u64::try_from(PATIENCE.as_millis())?,
         };
-        // It ends with its client.
+        // The relay ends when its client disconnects.
         start::start(&own_program()?, &orders, log)?;
         let nodes = json!({
             "driver": "quorum", "vote-threshold": 1, "read-pattern": "fifo",
@@ -303,12 +304,12 @@ impl Blocks {
         Self::open(&[], &nodes)
     }
 
-    /// QEMU's own client, at the lender by itself.
+    /// Starts QEMU's own NBD client, connected directly to the lender.
     fn direct(directory: &Path, endpoint: &Endpoint) -> anyhow::Result<Self> {
         let (Address::Tcp { ip, port }, Some(key)) = (&endpoint.address, &endpoint.key) else {
             bail!("the lender exports without TLS");
         };
-        // Where and as what QEMU looks for it.
+        // QEMU looks for the key in this file and in this form.
         let line = format!("{}:{}\n", key.identity, key.hex);
         std::fs::write(directory.join("keys.psk"), line)?;
         let credentials = format!(
@@ -325,7 +326,8 @@ impl Blocks {
 
     fn open(options: &[&str], nodes: &Value) -> anyhow::Result<Self> {
         let mut child = Program::new("qemu-io")
-            // As the VM's swap disk: without it, each write is followed by a flush of the copy.
+            // As for the VM's swap disk: without this mode, each write would be followed by a flush
+            // of the copy.
             .args(["-t", "unsafe"])
             .args(options)
             .arg(format!("json:{nodes}"))
@@ -344,7 +346,7 @@ impl Blocks {
         Ok(blocks)
     }
 
-    /// Has it do one access; microseconds, as it measures them itself.
+    /// Makes `qemu-io` do one access. Returns the microseconds that `qemu-io` measured.
     fn order(&mut self, order: &str) -> anyhow::Result<f64> {
         writeln!(self.orders, "{order}")?;
         self.orders.flush()?;
@@ -355,7 +357,7 @@ impl Blocks {
                 self.answers.read_line(&mut line)? > 0,
                 "qemu-io has ended at '{order}'"
             );
-            // bytes,accesses,time,bytes a second,accesses a second
+            // Format of the line: bytes,accesses,time,bytes a second,accesses a second.
             let last = line
                 .trim()
                 .rsplit_once(',')
@@ -368,7 +370,7 @@ impl Blocks {
     }
 
     fn end(mut self) {
-        // Its end is what it waits for.
+        // `qemu-io` waits for the end of its input.
         drop(self.orders);
         let _ = self.child.wait();
     }

@@ -17,29 +17,31 @@ use serde::Serialize;
 
 const PAGES: u64 = 1024;
 const WRITERS: u64 = 2;
-/// A store is left for a new one at this length; it goes when nothing of it is mapped any more.
+/// Length in pages at which a page store is replaced by a new one. The old store ends when no page
+/// of it is mapped any more.
 const STORE_PAGES: u64 = 1 << 15;
 
-/// What the stress did.
+/// Results of the stress test.
 #[derive(Clone, Debug, Serialize)]
 pub struct LibraryProof {
-    /// How long.
+    /// Duration of the stress test, in seconds.
     pub seconds: f64,
-    /// Pages folded from anonymous memory.
+    /// Number of pages folded from anonymous memory.
     pub folded_pages: u64,
-    /// Pages folded again over a folded range.
+    /// Number of pages folded again over a folded range.
     pub refolded_pages: u64,
-    /// Runs that a write changed between copy and compare, and that were therefore left alone.
+    /// Number of runs that a write changed between copy and comparison, and that were therefore not
+    /// folded.
     pub changed_runs: u64,
-    /// Writes by the threads.
+    /// Number of writes by the threads.
     pub writes: u64,
-    /// Pages that do not hold what was written last; anything but 0 is a failure.
+    /// Number of pages that do not hold the bytes written last; any number but 0 is a failure.
     pub wrong_pages: u64,
-    /// Longest time that a page was frozen.
+    /// Longest time that a page was frozen, in microseconds.
     pub freeze_max_us: f64,
 }
 
-/// xorshift64: the same pages in the same order each time.
+/// Pseudorandom numbers (xorshift64), the same in each run.
 struct Random(u64);
 
 impl Random {
@@ -51,9 +53,9 @@ impl Random {
     }
 }
 
-/// Folds random runs for `time` while threads count in every page, then looks for lost counts.
+/// Folds random runs for `time` while threads count in every page, and then looks for lost counts.
 pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
-    // As QEMU's library does: the folder and its userfaultfd live as long as the process.
+    // As in QEMU, the folder and its userfaultfd live as long as the process.
     let folder: &'static Folder = Box::leak(Box::new(Folder::new(None, None)));
     match folder.execute(&Order::Hello { version: VERSION }, None) {
         Reply::Hello { problem: None, .. } => {}
@@ -126,13 +128,14 @@ pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
     })
 }
 
-/// A page's words after `count` writes: the count, then what never changes.
+/// Returns a page's words after `count` writes: the count, and words that never change.
 fn body(page: u64, count: u64) -> Vec<u64> {
     let fixed = |word: u64| (page << 10 | word).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     std::iter::once(count).chain((1..512).map(fixed)).collect()
 }
 
-/// Counts in the pages that are this thread's; the counts of all pages, 0 for those of others.
+/// Counts in the pages of this thread until `stop` is set. Returns the counts of all pages; 0 for
+/// pages of other threads.
 fn count(area: Area, me: u64, stop: &AtomicBool) -> Vec<u64> {
     let mut counts = vec![0; usize::try_from(PAGES).unwrap_or(0)];
     let mut random = Random(0x5EED + me);
@@ -153,7 +156,8 @@ fn read(area: Area) -> anyhow::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Folds random runs until the time is over; the number of those that were changed meanwhile.
+/// Folds random runs until the time is over. Returns the number of runs that were changed
+/// meanwhile.
 fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> {
     let mut random = Random(20_241_121);
     let end = Instant::now() + time;
@@ -164,13 +168,14 @@ fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> 
         let store = new_store(folder, number)?;
         let mut next = 0;
         while next + 64 < STORE_PAGES && Instant::now() < end {
-            // Mostly short runs: a long one is nearly always changed before it is compared.
+            // Most runs are short, because a long one is nearly always changed before it is
+            // compared.
             let most = if random.below(4) == 0 { 64 } else { 2 };
             let first = random.below(PAGES);
             let pages = 1 + random.below(most.min(PAGES - first));
             let part = area.part(first, pages);
-            // What is folded goes back to anonymous memory now and then: pages are moved away from
-            // there alone.
+            // Now and then, folded memory becomes anonymous again, because pages are moved only
+            // from anonymous memory.
             if random.below(4) == 0 {
                 release(folder, part)?;
             }
@@ -182,7 +187,7 @@ fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> 
                 store_page: next,
             };
             next += pages;
-            // Anonymous memory is moved away; what is folded already, or partly, is
+            // Anonymous memory is moved away; memory that is folded already, or partly, is
             // write-protected.
             let mut outcome = fold(folder, Freeze::Move, run)?;
             if matches!(outcome, Outcome::Refused | Outcome::Hole { .. }) {

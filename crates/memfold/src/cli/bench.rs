@@ -1,5 +1,5 @@
-//! `memfold bench`, and the search for the program `memfold-bench`, which contains the studies, the
-//! demo and the self-test.
+//! `memfold bench`. Also finds the program `memfold-bench`, which contains the studies, the demo
+//! and the self-test.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -15,7 +15,7 @@ const NAME: &str = "memfold-bench";
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// A study and its options: 'memfold-bench --help' lists them
+    /// Name of a study, and its options; 'memfold-bench --help' lists the studies
     #[arg(
         value_name = "WORD",
         trailing_var_arg = true,
@@ -30,7 +30,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     become_bench(words, Stdio::inherit())
 }
 
-/// Replaces this process by `memfold-bench`. Returns only with an error.
+/// Replaces this process by `memfold-bench`. Returns only if that fails.
 pub(super) fn become_bench(
     words: impl Iterator<Item = OsString>,
     input: Stdio,
@@ -40,7 +40,7 @@ pub(super) fn become_bench(
     Err(error).with_context(|| format!("cannot start {}", program.display()))
 }
 
-/// Path of `memfold-bench`: beside this program, else in `PATH`.
+/// Finds the program `memfold-bench`: beside this program, else in `PATH`.
 fn find_bench() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("the path of this program is not known")?;
     let beside = own.with_file_name(NAME);

@@ -1,6 +1,6 @@
-//! The configuration file of `memfold serve`. Its keys are the names of that command's options, so
-//! file and command line can express the same settings. Options on the command line and in the
-//! environment take precedence.
+//! The configuration file of `memfold serve`. The keys of the file are the names of the command's
+//! options, so file and command line can express the same settings. Options on the command line and
+//! in the environment take precedence.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -18,10 +18,10 @@ use toml::de::{DeTable, DeValue};
 use super::context::Context;
 use super::serve;
 
-/// Default configuration file. It is read if it exists and no other file is named.
+/// Path of the default configuration file. It is read if it exists and no other file is named.
 pub(super) const DEFAULT_FILE: &str = "/etc/memfold/memfold.toml";
 
-/// Largest file that is read, in bytes.
+/// Size limit of a configuration file, in bytes.
 const LARGEST: u64 = 1 << 20;
 
 #[derive(clap::Subcommand, Debug)]
@@ -33,15 +33,15 @@ pub(super) enum Arguments {
 
 #[derive(Args, Debug)]
 pub(super) struct CheckArguments {
-    /// The file
+    /// Configuration file to check
     #[arg(env = "MEMFOLD_CONFIG", default_value = DEFAULT_FILE)]
     file: PathBuf,
 }
 
-/// A problem of a configuration file.
+/// A problem that was found in a configuration file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Problem {
-    /// Line number, from 1; `None`: the problem concerns the whole file.
+    /// Line number, from 1; `None` if the problem concerns the whole file.
     line: Option<usize>,
     field: Option<String>,
     what: String,
@@ -59,27 +59,27 @@ impl fmt::Display for Problem {
     }
 }
 
-/// A field whose name and value are valid.
+/// A field of a configuration file whose name and value are valid.
 #[derive(Debug, PartialEq, Eq)]
 struct Field {
     name: String,
-    /// Line number, from 1.
+    /// Number of the field's line, from 1.
     line: usize,
-    /// Command line arguments with the same meaning.
+    /// Command line arguments with the same meaning as the field.
     arguments: Vec<String>,
 }
 
-/// The fields of a valid file.
+/// The fields of a valid configuration file.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Config(Vec<Field>);
 
 impl Config {
-    /// Problems of fields that name something which this host lacks or cannot do.
+    /// Returns the problems of fields that name something which this host lacks or cannot do.
     fn unusable(&self) -> Vec<Problem> {
         let all = self.0.iter().flat_map(|field| &field.arguments);
         let serve = serve_command().try_get_matches_from(all);
         let serve = serve.and_then(|given| serve::Arguments::from_arg_matches(&given));
-        // Parsing cannot fail here: the fields are valid.
+        // Parsing cannot fail here, because the fields are valid.
         let found = serve.map(|serve| serve.unusable()).unwrap_or_default();
         let line_of = |name| self.0.iter().find(|f| f.name == name).map(|f| f.line);
         let problems = found.into_iter().map(|(name, what)| Problem {
@@ -92,7 +92,7 @@ impl Config {
         problems
     }
 
-    /// Arguments for the fields that are not set in `given`, by the command line or the
+    /// Returns the arguments for the fields that are not set in `given`, by the command line or the
     /// environment.
     fn arguments(&self, given: &ArgMatches) -> Vec<OsString> {
         let is_given = |field: &str| {
@@ -107,11 +107,11 @@ impl Config {
     }
 }
 
-/// Parses the text of a file.
+/// Parses the text of a configuration file.
 ///
 /// # Errors
 ///
-/// All problems, sorted by line.
+/// All problems of the file, sorted by line.
 fn parse(text: &str) -> Result<Config, Vec<Problem>> {
     let line_of = |at: usize| text[..at.min(text.len())].matches('\n').count() + 1;
     let (table, errors) = DeTable::parse_recoverable(text);
@@ -125,7 +125,7 @@ fn parse(text: &str) -> Result<Config, Vec<Problem>> {
         .collect();
     let serve = serve_command();
     let mut config = Config::default();
-    // Text after an invalid line may have been misparsed, so fields are then not checked.
+    // After an invalid line, the rest may have been misparsed, so the fields are not checked.
     let fields = problems.is_empty().then(|| table.get_ref().iter());
     for (key, value) in fields.into_iter().flatten() {
         let name = key.get_ref().to_string();
@@ -161,21 +161,21 @@ fn parse(text: &str) -> Result<Config, Vec<Problem>> {
     }
 }
 
-/// The command `memfold serve`, for parsing arguments without the program's name.
+/// Returns the command `memfold serve`, for parsing arguments without the program's name.
 fn serve_command() -> Command {
     serve::Arguments::augment_args(Command::new("serve")).no_binary_name(true)
 }
 
-/// Whether an option may appear in a file: all but the option that names the file.
+/// Returns whether an option may appear in a file: every option except the one that names the file.
 fn is_field(argument: &Arg) -> bool {
     argument.get_long().is_some() && argument.get_id() != "config"
 }
 
-/// Command line arguments with the meaning of `field = value`.
+/// Returns the command line arguments with the meaning of `field = value`.
 ///
 /// # Errors
 ///
-/// The problem of the field.
+/// The [`Problem`] of the field, if name or value is invalid.
 fn arguments_of(
     serve: &Command,
     field: &str,
@@ -209,7 +209,7 @@ fn arguments_of(
         }
     };
     match serve.clone().try_get_matches_from(&arguments) {
-        // An option that this one requires may be in another line.
+        // An option that this option requires may be in another line.
         Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => Err(in_a_line(&error)),
         _ => Ok(arguments),
     }
@@ -224,7 +224,7 @@ fn text_of(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Clap's error text in one line, without its usage advice.
+/// Returns clap's error message in one line, without its advice on usage.
 fn in_a_line(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let first = text.split("\n\n").next().unwrap_or_default();
@@ -250,8 +250,8 @@ fn read(file: &Path) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// Parses the command line, and for `serve` adds the options of the configuration file. Wrong usage
-/// ends the process, as with clap.
+/// Parses the command line; for `serve`, also adds the options of the configuration file. Wrong
+/// usage ends the process, as with clap.
 pub(super) fn command_line<Cli: Parser>() -> anyhow::Result<Cli> {
     let typed = Cli::command().get_matches();
     let matches = match typed.subcommand() {
@@ -281,7 +281,7 @@ fn with_file(
     })?;
     let more = config.arguments(serve);
     let all = std::env::args_os().chain(more);
-    // Fields are valid by themselves, but may conflict with the command line.
+    // Each field is valid by itself, but may conflict with the command line.
     program
         .try_get_matches_from(all)
         .map_err(|error| anyhow::anyhow!("with {}: {}", file.display(), in_a_line(&error)))
@@ -410,7 +410,7 @@ pages_per_second = 10_000
     fn the_installed_configuration_file_is_valid_and_lists_every_field() {
         let text = include_str!("../../../../deploy/memfold.toml");
         assert_eq!(parse(text), Ok(Config::default()));
-        // Without the comment signs before fields, which stand directly before their names.
+        // Activates all fields: in the file, a `#` stands directly before the name of each field.
         let active: String = text
             .lines()
             .map(|line| match line.strip_prefix('#') {

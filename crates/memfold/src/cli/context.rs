@@ -1,4 +1,4 @@
-//! Context of every command: the global options, and the output format that they select.
+//! The context of every command: the global options, and the output format that they select.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -8,18 +8,19 @@ use memfold_api::{Client, ClientError};
 
 use super::output::write_line;
 
-/// The global options.
+/// Values of the global options.
 #[derive(Debug)]
 pub(super) struct Context {
     pub(super) socket: PathBuf,
-    /// Whether JSON is printed instead of text.
+    /// Whether JSON is printed to standard output instead of text.
     pub(super) json: bool,
-    /// File to which JSON is also written.
+    /// File to which the JSON is also written.
     json_file: Option<PathBuf>,
 }
 
 impl Context {
-    /// `json` is the value of `--json`: `-` prints JSON instead of text, any other value is a file.
+    /// Creates the context. `json`: the value of `--json`; `-` prints JSON instead of text, any
+    /// other value is a file.
     pub(super) fn new(socket: PathBuf, json: Option<String>) -> Self {
         Self {
             socket,
@@ -28,7 +29,7 @@ impl Context {
         }
     }
 
-    /// The argument `--json` as given, to be passed to another program.
+    /// Returns the argument `--json` as given, to be passed to another program.
     pub(super) fn json_argument(&self) -> Option<OsString> {
         let file = self.json_file.as_ref().map(|file| file.as_os_str());
         let to = file.or_else(|| self.json.then(|| OsStr::new("-")));
@@ -37,7 +38,7 @@ impl Context {
         Some(argument)
     }
 
-    /// A client of the daemon's socket.
+    /// Creates a client of the daemon's socket.
     pub(super) fn client(&self) -> Result<Client, ClientError> {
         Client::new(&self.socket)
     }

@@ -1,4 +1,4 @@
-//! `memfold dashboard`: prints an address that logs a browser in.
+//! `memfold dashboard`: prints a URL with which a browser can log in.
 
 use std::process::ExitCode;
 
@@ -9,7 +9,7 @@ use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Role of the browser
+    /// Role of the browser's session
     #[arg(long, value_enum, default_value_t = Role::Operate)]
     role: Role,
 }

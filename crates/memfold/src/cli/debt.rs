@@ -22,7 +22,7 @@ pub(super) struct Arguments {
     cover: Option<f64>,
 }
 
-/// Checks the text of a reserve and returns it unchanged; the daemon parses it again.
+/// Checks the text of a reserve, and returns it unchanged, because the daemon parses it again.
 fn reserve(text: &str) -> Result<String, String> {
     text.parse::<Reserve>().map(|_| text.to_owned())
 }
@@ -105,7 +105,7 @@ fn render(report: &DebtReport) -> String {
     parts.join("\n\n")
 }
 
-/// Formats a table with right-aligned columns from the second to `last`.
+/// Formats a table whose columns from the second to `last` are right-aligned.
 fn right(mut table: Table, last: usize) -> String {
     for at in 1..=last {
         if let Some(column) = table.column_mut(at) {

@@ -1,4 +1,4 @@
-//! `memfold demo`: folding and KSM compared on real VMs, run by `memfold-bench`.
+//! `memfold demo`: compares folding and KSM on real VMs; `memfold-bench` runs it.
 
 use std::ffi::OsString;
 use std::process::{ExitCode, Stdio};

@@ -1,4 +1,4 @@
-//! `memfold doctor`: checks of this host, and the commands that fix problems.
+//! `memfold doctor`: checks this host, and shows commands that fix problems.
 
 use std::ffi::OsString;
 use std::io::Seek as _;
@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Directory that caches slow checks
+    /// Directory in which results of slow checks are cached
     #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
     state: PathBuf,
     /// Also test folding: fold memory of this process and of two small guests while it is written
@@ -42,8 +42,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     self_test(context, &report)
 }
 
-/// Replaces this process by `memfold-bench`, which prints its results together with the host's
-/// report.
+/// Replaces this process by `memfold-bench`, which prints the self-test's results together with the
+/// host's report.
 fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
     let mut report = tempfile::tempfile().context("cannot create a file for the host's report")?;
     serde_json::to_writer(&report, host)?;
@@ -55,7 +55,7 @@ fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
     become_bench(words.chain(context.json_argument()), report.into())
 }
 
-/// The check of the daemon's debt; `None` if no daemon answers.
+/// Returns the check of the daemon's debt; `None` if no daemon answers.
 fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
     match context.client()?.within(PATIENCE).get("/v1/debt") {
         Ok(report) => Ok(Some(DebtReport::check(&report))),
@@ -73,7 +73,7 @@ fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
     }
 }
 
-/// Exit code 0 if VMs can run and be folded here, else 3.
+/// Returns exit code 0 if VMs can run and be folded here, else 3.
 pub(super) fn exit_code(report: &Report) -> ExitCode {
     if report.can_run {
         ExitCode::SUCCESS
@@ -82,7 +82,7 @@ pub(super) fn exit_code(report: &Report) -> ExitCode {
     }
 }
 
-/// The report as text.
+/// Formats the report as text.
 pub(super) fn text(report: &Report) -> String {
     let mut table = Table::new();
     table

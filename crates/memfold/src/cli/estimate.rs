@@ -27,29 +27,29 @@ use super::top;
 /// Exit code of an interrupted program: 128 + SIGINT, as in shells.
 const INTERRUPTED: u8 = 130;
 
-/// Largest value of `--seconds`: a day.
+/// Largest value of `--seconds`: one day.
 const LONGEST_S: f64 = 86_400.0;
 
-/// What could be saved, before anything is changed.
+/// Estimate what could be saved, without changing anything.
 ///
-/// Looks at the memory of QEMU processes from outside: no VM needs memfold's library or agent, and
-/// nothing is written. Reads each private page, and a sample of them again a second later. Splits
-/// what could be saved into pages of zeroes, copies within a VM, copies between VMs of a trust
-/// domain, and, where agents in the guests say so, by file. Copies between trust domains are shown
-/// and never counted. Needs root.
+/// Reads the memory of QEMU processes from outside: no VM needs memfold's library or agent, and
+/// nothing is written. Each private page is read, and a sample of the pages is read again a second
+/// later. The possible saving is split into pages of zeroes, copies within a VM, copies between VMs
+/// of a trust domain, and, if agents in the guests report files, by file. Copies between trust
+/// domains are shown and never counted. Needs root.
 ///
-/// A memfold daemon tells names, trust domains and files. Without one, and for QEMUs that it
-/// doesn't know, each QEMU is its own trust domain unless --domain-of or --one-domain say
-/// otherwise.
+/// A memfold daemon reports names, trust domains and files. Without a daemon, and for QEMUs that
+/// the daemon does not know, each QEMU is its own trust domain unless --domain-of or --one-domain
+/// say otherwise.
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Look only at these VMs, by name or by QEMU's process number
+    /// Read only these VMs, given by name or by QEMU's process number
     #[arg(value_name = "VM|PID")]
     vms: Vec<String>,
     /// CPU limit, in percent of one core
     #[arg(long, default_value_t = 10.0, value_name = "PERCENT", value_parser = percent)]
     cpu: f64,
-    /// Stop after this time and show what was found until then; by default all memory is read (0.2
+    /// Stop after this time and show what was found until then; by default, all memory is read (0.2
     /// to 0.3 GiB a second at 10 % of a core)
     #[arg(long, value_name = "N", value_parser = seconds)]
     seconds: Option<Duration>,
@@ -63,12 +63,12 @@ pub(super) struct Arguments {
     /// of that name, or one)
     #[arg(long, value_name = "PID|NAME", conflicts_with_all = ["vms", "cpu", "seconds", "domain_of", "one_domain"])]
     program: Option<String>,
-    /// Instead: write what the VMs hold to FILE, for 'memfold plan --place', in a form that only
-    /// hosts with the same key can compare, and that reveals nothing without it
+    /// Instead: write fingerprints of the VMs' memory to FILE, for 'memfold plan --place'; only
+    /// hosts with the same key can compare fingerprints, which reveal nothing without the key
     #[arg(long, value_name = "FILE", requires = "key", conflicts_with_all = ["program", "vms", "seconds"])]
     fingerprint: Option<PathBuf>,
-    /// Key shared by the hosts to compare; created if FILE does not exist. Copy it to the other
-    /// hosts
+    /// Key shared by the hosts to compare, created if FILE does not exist; copy this file to the
+    /// other hosts
     #[arg(long, value_name = "FILE", requires = "fingerprint")]
     key: Option<PathBuf>,
     /// This host's name in the fingerprint; by default the kernel's
@@ -101,14 +101,14 @@ fn domain_of(text: &str) -> Result<(i32, String), String> {
     Ok((pid, domain.to_owned()))
 }
 
-/// Set by Ctrl-C.
+/// Set to true by Ctrl-C.
 static STOP: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(program) = &arguments.program {
         return of_program(context, program);
     }
-    // Set up here already, because reading the daemon's answer counts, too.
+    // The budget begins here, because reading the daemon's answer counts, too.
     let pace = Pace::new(arguments.cpu / 100.0, arguments.seconds, &STOP);
     stop_at_interrupt()?;
     let (facts, daemon): (VmFacts, bool) = match context.client()?.get("/v1/estimate") {
@@ -160,7 +160,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
 
 /// Runs `work` with a progress bar.
 fn watched<T>(work: impl FnOnce(Told<'_>) -> T) -> T {
-    // The template is valid.
+    // The template is valid, so this cannot fail.
     let style = ProgressStyle::with_template("{msg} {wide_bar} {percent} %, {eta} left");
     let bar =
         ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
@@ -194,7 +194,7 @@ fn write_fingerprint(
     let print = fingerprint::of(looked, key, host, memory)
         .context("cannot read the memory that QEMUs use beside guest RAM; run this as root")?;
     let text = serde_json::to_vec(&print)?;
-    // Written completely or not at all.
+    // The rename makes the file appear with its whole content.
     let part = file.with_extension("part");
     std::fs::write(&part, &text)
         .and_then(|()| std::fs::rename(&part, file))

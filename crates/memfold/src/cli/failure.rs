@@ -1,11 +1,11 @@
-//! Output of errors, and exit codes: 0 success, 1 failure, 2 wrong usage, 3 not possible on this
-//! host.
+//! Prints errors, and chooses exit codes: 0 success, 1 failure, 2 wrong usage, 3 not possible on
+//! this host.
 
 use std::process::ExitCode;
 
 use memfold_api::ClientError;
 
-/// Exit code of a command that this host cannot support.
+/// Exit code of a command that is not possible on this host.
 pub(super) const IMPOSSIBLE_HERE: u8 = 3;
 
 /// Prints an error with its causes and a hint, and returns the exit code.

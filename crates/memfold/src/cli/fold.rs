@@ -20,10 +20,10 @@ pub(super) enum Arguments {
     Resume,
     /// Set limits of folding
     Budget {
-        /// CPU limit over time, in percent of one core
+        /// CPU limit of folding over time, in percent of one core
         #[arg(long, value_name = "PERCENT")]
         cpu: Option<f64>,
-        /// Pages examined a second; 0 for no limit
+        /// Most pages that folding examines a second; 0 for no limit
         #[arg(long, value_name = "PAGES")]
         pages_per_second: Option<u64>,
     },

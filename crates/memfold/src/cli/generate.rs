@@ -1,5 +1,5 @@
-//! `memfold generate`, for packages and docs: manual pages, shell completions and the API
-//! reference, made from the program's own descriptions.
+//! `memfold generate`, for packages and docs: writes manual pages, shell completions and the API
+//! reference, from the program's own descriptions.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ pub(super) struct Arguments {
     /// Directory for the manual pages, one for each command
     #[arg(long, value_name = "DIR")]
     man: Option<PathBuf>,
-    /// Directory for completions of bash, zsh and fish, under the names that the shells look for
+    /// Directory for completions of bash, zsh and fish, under the names that these shells look for
     #[arg(long, value_name = "DIR")]
     completions: Option<PathBuf>,
     /// File for the reference of the HTTP API, in Markdown

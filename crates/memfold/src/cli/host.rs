@@ -1,4 +1,4 @@
-//! `memfold host`: tokens of other hosts that may call this daemon's lease registry.
+//! `memfold host`: manages tokens of other hosts that may call this daemon's lease registry.
 
 use std::process::ExitCode;
 
@@ -21,7 +21,7 @@ pub(super) enum Arguments {
 
 #[derive(Args, Debug)]
 pub(super) struct Name {
-    /// Its name among those that lend and borrow ('memfold serve --host' there)
+    /// Name under which the host lends and borrows ('memfold serve --host' there)
     host: String,
 }
 

@@ -1,4 +1,5 @@
-//! `memfold iscsi-process`: helper processes of `lend::iscsi`, started by daemons.
+//! `memfold iscsi-process`: helper processes of the iSCSI transport (`memfold_lend::iscsi`),
+//! started by daemons.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -10,33 +11,33 @@ use memfold_lend::iscsi::{bridge, target};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Helper of a lease's tgtd
+    /// Export lent memory with tgtd
     Target {
         /// Bytes to lend
         #[arg(long)]
         bytes: u64,
-        /// Where tgtd listens
+        /// Address on which tgtd listens
         #[arg(long)]
         portal: SocketAddr,
-        /// File of the key
+        /// File with the key of the lease
         #[arg(long)]
         key: PathBuf,
-        /// What tgtd's socket is named by
+        /// Path that names tgtd's socket
         #[arg(long)]
         socket: PathBuf,
-        /// File to write when it is ready
+        /// File to write when tgtd is ready
         #[arg(long)]
         ready: PathBuf,
     },
-    /// Helper of a borrower's qemu-nbd
+    /// Connect to a lender with qemu-nbd
     Bridge {
-        /// Where the lender is
+        /// Address of the lender
         #[arg(long)]
         portal: SocketAddr,
-        /// File of the key
+        /// File with the key of the lease
         #[arg(long)]
         key: PathBuf,
-        /// Where to serve it
+        /// Path of the Unix socket on which the lent memory is served
         #[arg(long)]
         socket: PathBuf,
     },

@@ -116,7 +116,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// Explains a QEMU without a daemon. `vm`: its `-name`, or its process number.
+/// Explains the merging of a QEMU without a daemon. `vm`: its `-name`, or its process number.
 fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
     let proc_root = Path::new("/proc");
     let number: Option<i32> = vm.parse().ok();
@@ -141,7 +141,7 @@ fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
     }
 }
 
-/// A table without lines. Columns `right` are right-aligned.
+/// Makes a table without lines, whose columns `right` are right-aligned.
 pub(super) fn table(header: &[&str], right: &[usize]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(header);

@@ -55,20 +55,21 @@ pub(super) struct LendArguments {
 
 #[derive(Args, Debug)]
 pub(super) struct BorrowArguments {
-    /// The VM; it needs a swap disk (vm run --swap)
+    /// VM whose swap disk to move; needs a swap disk (vm run --swap)
     #[arg(value_name = "VM", required_unless_present = "lvm")]
     vm: Option<String>,
-    /// Size to borrow: at least the swap disk's size, which is the default
+    /// Size to borrow: at least the size of the swap disk, which is the default
     size: Option<ByteSize>,
     /// Move a swap volume of this host's LVM to lent RAM, instead of a VM's swap disk; the lender
     /// must export by iSCSI
     #[arg(long, value_name = "VG/LV")]
     lvm: Option<Volume>,
-    /// Copy of the bytes in case the lender dies: on this host's disk, in another lender's RAM, or
+    /// Place of a copy in case the lender dies: on this host's disk, in another lender's RAM, or
     /// none (unsafe: programs of the guest die with the lender)
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = Durability::Disk)]
     durability: Durability,
-    /// Number of lenders to spread the disk over, 1 to 8; by default as few as have enough RAM
+    /// Number of lenders over which to stripe the disk, 1 to 8; by default, as few as have enough
+    /// RAM
     #[arg(long, value_name = "N")]
     stripes: Option<u8>,
 }
@@ -82,14 +83,13 @@ pub(super) struct LeasesArguments {
 
 #[derive(Args, Debug)]
 pub(super) struct ReturnArguments {
-    /// The VM
+    /// VM whose swap disk to move back
     #[arg(value_name = "VM", required_unless_present_any = ["lvm", "lease"])]
     vm: Option<String>,
     /// Move a swap volume of this host's LVM back to this host's disk
     #[arg(long, value_name = "VG/LV", conflicts_with = "vm")]
     lvm: Option<Volume>,
-    /// Ask a borrower, on any host, for one lease of what this host lends; 'memfold leases' shows
-    /// their numbers
+    /// Recall one lease that this host has granted; 'memfold leases' shows the numbers
     #[arg(long, value_name = "NUMBER", conflicts_with_all = ["vm", "lvm"])]
     lease: Option<u64>,
 }
@@ -156,7 +156,7 @@ fn lender(status: &LenderStatus) -> String {
 
 pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::Result<ExitCode> {
     let (place, size) = match (&arguments.lvm, &arguments.vm) {
-        // With --lvm, the only positional word is the size.
+        // With --lvm, the only positional argument is the size.
         (Some(volume), word) => {
             let size = word.as_deref().map(size_alone).transpose()?;
             if arguments.size.is_some() {
@@ -184,7 +184,7 @@ pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::
     Ok(ExitCode::SUCCESS)
 }
 
-/// API path of a volume. Names of volumes contain no character that needs escaping.
+/// Returns the API path of a volume. Names of volumes contain no character that needs escaping.
 fn of_volume(volume: &Volume) -> String {
     format!("/v1/volumes/{}/{}", volume.group, volume.name)
 }
@@ -257,7 +257,7 @@ pub(super) fn leases(context: &Context, arguments: &LeasesArguments) -> anyhow::
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whole minutes until a time, at least one.
+/// Returns the whole minutes until a time, at least one.
 fn minutes_until(unix_s: u64) -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let left = unix_s.saturating_sub(now.map_or(0, |now| now.as_secs()));
@@ -372,11 +372,11 @@ fn render(report: &LeaseReport) -> String {
     text.trim_end().to_owned()
 }
 
-/// Loans of this host's VMs and volumes that need attention.
+/// Describes loans of this host's VMs and volumes that need attention.
 fn of_this_host(report: &LeaseReport) -> String {
     let mut text = String::new();
     for borrowed in &report.borrowed {
-        // Lent disks are shown in the table of leases, if the registry answers.
+        // If the registry answers, the table of leases shows lent disks.
         if borrowed.place != SwapPlace::Lent || report.registry_away.is_some() {
             let _ = write!(text, "\n{}", self::borrowed(borrowed));
         }
@@ -397,7 +397,7 @@ fn of_this_host(report: &LeaseReport) -> String {
     text
 }
 
-/// Runs a relay until its client disconnects or a lender fails. Its output is for the daemon.
+/// Runs a relay until its client disconnects or a lender fails. Its output is read by the daemon.
 pub(super) fn relay() -> ExitCode {
     if memfold_lend::relay::main() {
         ExitCode::SUCCESS

@@ -13,8 +13,8 @@ use super::vm::describe;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Make domains start with memfold: change <emulator> in their XML, add a channel for the agent
-    /// and a mark with the trust domain
+    /// Make domains start with memfold: change <emulator> in their XML, and add a channel for the
+    /// agent and a mark with the trust domain
     Enable {
         /// Domains of libvirt, by name
         #[arg(required = true, value_name = "DOMAIN")]
@@ -30,9 +30,9 @@ pub(super) enum Arguments {
         #[arg(required = true, value_name = "DOMAIN")]
         names: Vec<String>,
     },
-    /// List domains: which are enabled, in which trust domain, and which are folded
+    /// List domains: whether they are enabled, their trust domain, and whether they are folded
     Status,
-    /// Adopt a running domain now, or say why that fails (the daemon does it by itself)
+    /// Adopt a running domain now, or say why that fails (the daemon also adopts domains by itself)
     Attach {
         /// Domain of libvirt, by name
         #[arg(value_name = "DOMAIN")]
@@ -64,7 +64,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// Applies `work` to the names in order. Earlier changes stay when a later one fails.
+/// Applies `work` to the names in order. If one fails, earlier changes stay.
 fn each(
     names: &[String],
     work: impl Fn(&String) -> Result<Change, libvirt::LibvirtError>,
@@ -102,7 +102,7 @@ fn words(changes: &[Change], what: &str) -> String {
 
 fn rows(context: &Context) -> anyhow::Result<Vec<DomainStatus>> {
     let vms: Result<Vec<VmInfo>, ClientError> = context.client()?.get("/v1/vms");
-    // The list of enabled domains is useful without a daemon, too.
+    // Without a daemon, the list of enabled domains is still useful.
     let vms = match vms {
         Err(ClientError::Refused(body)) => return Err(ClientError::Refused(body).into()),
         vms => vms.ok(),

@@ -1,5 +1,5 @@
-//! The log on standard error: text, or one JSON object a line, or text with systemd's level
-//! prefixes.
+//! The log on standard error: as text, as one JSON object in each line, or as text with systemd's
+//! level prefixes.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -25,21 +25,21 @@ use memfold_daemon::chain;
 /// Format of the log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum LogFormat {
-    /// For people; in systemd's journal without time and with the journal's level
+    /// Text for people; in systemd's journal, without time and with the journal's level
     #[default]
     Text,
-    /// One JSON object a line: time, level, message, and the event's fields
+    /// One JSON object in each line: time, level, message, and the event's fields
     Json,
 }
 
-/// Parses a log filter. Targets are modules of `memfold`, in whichever crate they are
+/// Parses a log filter. Its targets are named as modules of `memfold`, whatever crate contains them
 /// (`info,memfold::fold=debug`).
 pub(super) fn filter(text: &str) -> Result<EnvFilter, ParseError> {
     let directives: Vec<String> = text.split(',').map(of_its_crate).collect();
     EnvFilter::try_new(directives.join(","))
 }
 
-/// One directive of a filter, with the name of the crate that contains the module.
+/// Returns a directive of a filter with the name of the crate that contains the module.
 fn of_its_crate(directive: &str) -> String {
     let Some(place) = directive.trim().strip_prefix("memfold::") else {
         return directive.to_owned();
@@ -53,13 +53,13 @@ fn of_its_crate(directive: &str) -> String {
     }
 }
 
-/// Sets up logging. `filter`: as in `MEMFOLD_LOG`.
+/// Sets up logging. `filter`: as in the variable `MEMFOLD_LOG`.
 pub(super) fn begin(filter: EnvFilter, format: LogFormat) {
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_target(false)
-        // The subscriber prints its own errors with `eprintln!`, which panics if standard error is
-        // full.
+        // Otherwise the subscriber would print its own errors with `eprintln!`, which panics if
+        // standard error is full.
         .log_internal_errors(false);
     let plain = Log { is_journal: false };
     match format {
@@ -77,7 +77,7 @@ pub(super) fn begin(filter: EnvFilter, format: LogFormat) {
     }
 }
 
-/// Whether standard error is systemd's journal (`systemd.exec(5)`, `$JOURNAL_STREAM`).
+/// Returns whether standard error is systemd's journal (`systemd.exec(5)`, `$JOURNAL_STREAM`).
 fn in_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else {
         return false;
@@ -92,21 +92,21 @@ struct Log {
     is_journal: bool,
 }
 
-/// Writer of one event's text, with the prefix of its lines.
+/// Writer of one event's text. The bytes are the prefix of each line.
 struct Line(&'static [u8]);
 
 /// Number of events that were lost since the last successful write.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
-/// Longest wait for a log whose reader has kept up so far. After a lost event, the log is not
-/// waited for.
+/// Longest wait for the reader of the log, as long as no event was lost. After a lost event,
+/// writing does not wait.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Bytes that a pipe with free space accepts at once (`pipe(7)`, `PIPE_BUF`).
+/// Number of bytes that a pipe with free space accepts at once (`pipe(7)`, `PIPE_BUF`).
 const PIECE: usize = 4096;
 
-/// Writes an event. If the log cannot be written, or its reader has stopped, the event is lost and
-/// counted.
+/// Writes an event to the log. If the log cannot be written, or its reader has stopped, the event
+/// is lost and counted.
 fn put(text: &[u8]) {
     let mut stderr = io::stderr().lock();
     let lost = LOST.load(Ordering::Relaxed);
@@ -123,7 +123,7 @@ fn put(text: &[u8]) {
     }
 }
 
-/// Whether a write would not block.
+/// Returns whether a write to the log would not block.
 fn takes_more(log: BorrowedFd<'_>, is_patient: bool) -> bool {
     let limit = if is_patient { PATIENCE } else { Duration::ZERO };
     let limit = Timespec::try_from(limit).ok();
@@ -163,7 +163,7 @@ impl<'a> MakeWriter<'a> for Log {
 
 impl Write for Line {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        // The whole event is written at once. It may have several lines.
+        // The whole event, which may have several lines, is written at once.
         let mut marked = Vec::with_capacity(text.len() + 8);
         for line in text.split_inclusive(|&byte| byte == b'\n') {
             marked.extend(self.0);
@@ -178,7 +178,7 @@ impl Write for Line {
     }
 }
 
-/// Formatter that writes one JSON object a line.
+/// Formatter that writes one JSON object in each line.
 struct JsonLines;
 
 impl<S, N> FormatEvent<S, N> for JsonLines
@@ -205,7 +205,7 @@ where
     }
 }
 
-/// Fields of an event. An error's causes are included in its text.
+/// Fields of an event as JSON. The text of an error includes its causes.
 struct Fields(Map<String, Value>);
 
 impl Visit for Fields {

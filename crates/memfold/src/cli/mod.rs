@@ -1,4 +1,4 @@
-//! The command line. Each command has a file; commands get their data from the daemon or from
+//! The command line. Each command has a file. Commands get their data from the daemon or from
 //! [`memfold_host`].
 
 mod bench;
@@ -64,22 +64,22 @@ enum Command {
     Doctor(doctor::Arguments),
     /// Demo: boot real VMs, fold them, and compare the memory saved with KSM's
     Demo(demo::Arguments),
-    /// The daemon
+    /// Run the daemon
     Serve(Box<serve::Arguments>),
     /// Print an address that logs a browser in to the dashboard, once
     Dashboard(dashboard::Arguments),
-    /// Virtual machines
+    /// Virtual machines: run, list, stop, attach and others
     #[command(subcommand)]
     Vm(vm::Arguments),
-    /// Show the ledger: where every byte is, and what was saved
+    /// Show the ledger: the use of every byte of RAM, and what was saved
     Report(report::Arguments),
     /// Show the ledger live
     Top(top::Arguments),
     /// Estimate what could be saved, without changing anything: zero pages, copies within and
     /// between VMs, by file, by mechanism
     Estimate(estimate::Arguments),
-    /// Show what guests could claim by writing to shared memory, what is available for it, and the
-    /// brake
+    /// Show the memory that guests could claim by writing to shared memory, the memory available
+    /// for it, and the brake
     Debt(debt::Arguments),
     /// Folding: state, pause, limits
     #[command(subcommand)]
@@ -95,24 +95,24 @@ enum Command {
     /// Segments: files that VMs execute in place from one copy
     #[command(subcommand)]
     Segment(segment::Arguments),
-    /// Lend this host's spare RAM to VMs of others
+    /// Lend this host's spare RAM to VMs of other hosts
     Lend(lend::LendArguments),
     /// Move a VM's swap disk to RAM that another host lends, while the VM runs
     Borrow(lend::BorrowArguments),
     /// Move a VM's swap disk back to this host's disk
     Return(lend::ReturnArguments),
-    /// Show who lends what to whom, and which VMs are affected if a lender dies
+    /// Show which host lends to which VM, and which VMs are affected if a lender dies
     Leases(lend::LeasesArguments),
-    /// Other hosts that may use this daemon's registry of leases
+    /// Manage tokens of other hosts that may use this daemon's registry of leases
     #[command(subcommand)]
     Host(host::Arguments),
-    /// Domains of libvirt: start them with memfold, or no longer
+    /// Domains of libvirt: enable and disable memfold, show the status, adopt
     #[command(subcommand)]
     Libvirt(libvirt::Arguments),
     /// The configuration file of 'memfold serve'
     #[command(subcommand)]
     Config(config::Arguments),
-    /// Plan how many VMs fit: what more of the running VMs would use, share and owe
+    /// Plan how many VMs fit: predict what more VMs like the running ones would use
     Plan(plan::Arguments),
     /// Run studies with the program memfold-bench
     #[command(disable_help_flag = true)]

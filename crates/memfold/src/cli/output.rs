@@ -1,8 +1,8 @@
-//! Standard output, whose reader may close it.
+//! Writes to standard output, whose reader may close it.
 
 use std::io::{ErrorKind, Write as _};
 
-/// Writes a line to standard output. A closed reader (`| head`) is not an error.
+/// Writes a line to standard output. It is no error if the reader has closed it (`| head`).
 pub(super) fn write_line(text: &str) -> anyhow::Result<()> {
     write_on(text).map(drop)
 }

@@ -11,7 +11,7 @@ use super::context::Context;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Show only this VM, beside the host
+    /// Show only this VM, and the host
     #[arg(long, value_name = "VM")]
     vm: Option<String>,
 }

@@ -20,13 +20,13 @@ pub(super) enum Arguments {
     Build(BuildArguments),
     /// Rank files by the memory that they would save in a segment, from what running VMs cache
     Rank(RankArguments),
-    /// Attach a segment to a running VM, and overlay its files in the guest
+    /// Attach a segment to a running VM, and mount it over the guest's files
     Attach {
-        /// The VM; it needs a free slot (vm run --segment-slots)
+        /// VM to attach the segment to; needs a free slot (vm run --segment-slots)
         vm: String,
         /// NAME for the newest generation, or NAME@GENERATION
         segment: String,
-        /// Only attach the device; the guest mounts it itself
+        /// Only attach the device; the guest does not mount it over its files
         #[arg(long)]
         no_lay: bool,
         /// First compare all bytes with the guest's own files, not only sizes, times, owners and
@@ -40,7 +40,7 @@ pub(super) enum Arguments {
     },
     /// Remove a segment from a guest's files; files that the guest has written there stay
     Detach {
-        /// The VM
+        /// VM to detach the segment from
         vm: String,
         /// NAME or NAME@GENERATION
         segment: String,
@@ -72,8 +72,9 @@ pub(super) struct BuildArguments {
     /// Trust domain: only its VMs may map the segment
     #[arg(long)]
     domain: String,
-    /// A directory that stands for the guests' root, a disk image with an ext4 or EROFS file
-    /// system, .deb files, package:NAME, or vm:NAME for the files that a running VM sees
+    /// Source of the files: a directory that stands for the guests' root, a disk image with an ext4
+    /// or EROFS file system, .deb files, package:NAME, or vm:NAME for the files that a running VM
+    /// sees
     #[arg(long, required = true, num_args = 1.., value_name = "SOURCE")]
     from: Vec<String>,
     /// Include only paths that match; several allowed ('/usr/**' and '/opt/**' by default)
@@ -82,16 +83,17 @@ pub(super) struct BuildArguments {
     /// Exclude paths that match, even if --include matches
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
-    /// Include only the best files, by what the domain's running VMs cache, up to this size
+    /// Include only the files that save most, up to this size, according to the page caches of the
+    /// domain's running VMs
     #[arg(long, value_name = "BUDGET")]
     top_files: Option<ByteSize>,
-    /// Number of VMs to choose files for; those that run by default
+    /// Number of VMs to choose files for; by default the VMs that run
     #[arg(long, value_name = "NUMBER", requires = "top_files")]
     for_vms: Option<u64>,
     /// Build a root file system that VMs boot from (vm run --root-segment)
     #[arg(long)]
     root: bool,
-    /// Hold the segment in memory while VMs use it: the host cannot reclaim it, and reads no disk
+    /// Keep the segment in memory while VMs use it: the host cannot reclaim it, and reads no disk
     #[arg(long)]
     pinned: bool,
 }
@@ -101,16 +103,16 @@ pub(super) struct RankArguments {
     /// VMs whose files are ranked; all by default
     #[arg(long = "vm", value_name = "VM")]
     vms: Vec<String>,
-    /// Only VMs of this trust domain
+    /// Only consider VMs of this trust domain
     #[arg(long)]
     domain: Option<String>,
-    /// Number of VMs to map the segment; by default as many as cache a file now
+    /// Number of VMs that will map the segment; by default as many as cache a file now
     #[arg(long, value_name = "NUMBER")]
     for_vms: Option<u64>,
     /// Rank only paths that match ('/usr/**' and '/opt/**' by default)
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
-    /// Lines to show
+    /// Number of lines to show
     #[arg(short = 'n', long, default_value_t = 25)]
     lines: usize,
 }
@@ -169,7 +171,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                         .generation
                         .is_none_or(|g| g == info.segment.generation)
             };
-            // In order of generations.
+            // Generations are sorted, so the last match is the newest generation.
             let info = list.iter().rfind(is_it).with_context(|| {
                 format!("no segment '{segment}'; 'memfold segment list' shows all")
             })?;
@@ -245,7 +247,7 @@ fn build(context: &Context, arguments: BuildArguments) -> anyhow::Result<ExitCod
     Ok(ExitCode::SUCCESS)
 }
 
-/// Makes a source's path absolute, because the daemon has another working directory.
+/// Returns a source with an absolute path, because the daemon has another working directory.
 fn absolute(source: String) -> std::io::Result<String> {
     if source.starts_with("package:") || source.starts_with("vm:") {
         return Ok(source);

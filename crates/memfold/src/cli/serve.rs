@@ -30,23 +30,23 @@ use super::{log, systemd};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Configuration file with these options by name; options of the command line win
+    /// Configuration file with these options by name; options of the command line take precedence
     /// (/etc/memfold/memfold.toml, if it exists)
     #[arg(long, env = "MEMFOLD_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
-    /// What to log: error, warn, info, debug or trace, also by room (`info,memfold::fold=debug`)
+    /// What to log: error, warn, info, debug or trace, also by module (`info,memfold::fold=debug`)
     #[arg(long, env = "MEMFOLD_LOG", default_value = "info", value_name = "FILTER", value_parser = log_filter)]
     log: String,
     /// Format of the log
     #[arg(long, value_enum, default_value_t, value_name = "FORMAT")]
     pub(super) log_format: LogFormat,
-    /// Directory of VMs and their sockets
+    /// Directory for files and sockets of VMs
     #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
     state: PathBuf,
     /// CPU limit of folding over time, in percent of one core
     #[arg(long, default_value_t = 5.0, value_name = "PERCENT", value_parser = percent)]
     cpu: f64,
-    /// Pages that folding may examine a second (no limit by default)
+    /// Most pages that folding may examine a second (no limit by default)
     #[arg(long, value_name = "PAGES")]
     pages_per_second: Option<u64>,
     /// Seconds that a hint waits for its page to be read from disk
@@ -82,11 +82,11 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "NAME", help_heading = "Lending", value_parser = host_name)]
     host: Option<String>,
     /// Registry of leases: the socket of another daemon on this host, https://HOST:PORT of a daemon
-    /// on another host, or etcd+https://HOST:PORT,... of an etcd; by default this daemon serves its
-    /// own
+    /// on another host, or etcd+https://HOST:PORT,... of an etcd; by default, this daemon serves a
+    /// registry
     #[arg(long, value_name = "PATH|URL", help_heading = "Lending")]
     registry: Option<String>,
-    /// Certificates (PEM) of the CA that signed that server's certificate
+    /// Certificates (PEM) of the CA that signed the certificate of the registry's server
     #[arg(
         long,
         value_name = "FILE",
@@ -94,7 +94,7 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     registry_ca: Option<PathBuf>,
-    /// File with the token that 'memfold host add' gave there for this host
+    /// File with the token for this host that 'memfold host add' printed on the registry's host
     #[arg(
         long,
         value_name = "FILE",
@@ -102,7 +102,7 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     registry_token: Option<PathBuf>,
-    /// This host's certificate (PEM), for an etcd that requires one
+    /// Certificate (PEM) of this host, for an etcd that requires one
     #[arg(
         long,
         value_name = "FILE",
@@ -110,7 +110,7 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     registry_cert: Option<PathBuf>,
-    /// Its key (PEM)
+    /// Key (PEM) of the certificate for etcd
     #[arg(
         long,
         value_name = "FILE",
@@ -118,7 +118,7 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     registry_key: Option<PathBuf>,
-    /// Whether VMs with a swap disk borrow only on request, or also by themselves while they swap
+    /// Whether VMs with a swap disk borrow only on request, or also automatically while they swap
     /// (with a copy on disk)
     #[arg(
         long,
@@ -140,7 +140,7 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     lend_listen: Option<IpAddr>,
-    /// Tell borrowers this address instead
+    /// Tell borrowers this address instead of that of --lend-listen
     #[arg(
         long,
         value_name = "ADDRESS",
@@ -148,7 +148,7 @@ pub(super) struct Arguments {
         help_heading = "Lending"
     )]
     lend_announce: Option<IpAddr>,
-    /// Ports for exports
+    /// Ports for exports; any free port by default
     #[arg(long, value_name = "FIRST-LAST", requires = "lend_listen", value_parser = ports, help_heading = "Lending")]
     lend_ports: Option<(u16, u16)>,
     /// Protocol of exports; with iSCSI they listen on 127.0.0.1 unless --lend-listen is given
@@ -168,10 +168,10 @@ pub(super) struct Arguments {
     /// 'memfold dashboard'
     #[arg(long, value_name = "ADDRESS:PORT", help_heading = "Access")]
     listen: Option<SocketAddr>,
-    /// Certificate for TLS (PEM); without it only this host is served
+    /// Certificate for TLS (PEM); without it, only clients on this host are served
     #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"], help_heading = "Access")]
     tls_cert: Option<PathBuf>,
-    /// Its key (PEM)
+    /// Key of the certificate for TLS (PEM)
     #[arg(
         long,
         value_name = "FILE",
@@ -198,8 +198,8 @@ pub(super) struct Arguments {
     /// Group whose members may do everything, which equals root ('memfold-operate', if it exists)
     #[arg(long, value_name = "GROUP", help_heading = "Access")]
     operate_group: Option<String>,
-    /// Directory where libvirt records its QEMUs; enabled domains are adopted (/run/libvirt/qemu;
-    /// with another --state: none)
+    /// Directory where libvirt records its QEMU processes, to adopt enabled domains
+    /// (/run/libvirt/qemu; with another --state: none)
     #[arg(long, value_name = "DIR")]
     libvirt: Option<PathBuf>,
     /// Directory of the history, the audit log and the tokens of --listen (/var/lib/memfold; with
@@ -230,7 +230,7 @@ impl Arguments {
         Ok(at.map(|said| RegistryAt::new(said, &files)).transpose()?)
     }
 
-    /// The request to lend memory from the start; `None` without `--lend`.
+    /// Returns the request to lend memory from the start; `None` without `--lend`.
     fn lend(&self) -> anyhow::Result<Option<LendRequest>> {
         let Some(max) = self.lend else {
             return Ok(None);
@@ -247,8 +247,8 @@ impl Arguments {
         Ok(Some(request))
     }
 
-    /// Directory where libvirt records its QEMUs. The default applies only to the default state
-    /// directory, because two daemons would adopt the same domains.
+    /// Returns the directory where libvirt records its QEMU processes. The default applies only to
+    /// the default state directory, because otherwise two daemons would adopt the same domains.
     fn libvirt(&self) -> Option<PathBuf> {
         let own = self.state == Path::new(DEFAULT_STATE);
         self.libvirt
@@ -277,14 +277,14 @@ impl Arguments {
             socket: socket.to_owned(),
             groups: Groups::find(self.read_group.as_deref(), self.operate_group.as_deref())?,
             tcp: self.tcp_door()?,
-            // Tokens survive a reboot, because TCP clients have copies of them.
+            // The tokens must survive a reboot, because TCP clients have copies of them.
             tokens: self.records().join("access"),
             records: self.records(),
         })
     }
 
-    /// Fields whose file or group does not exist, or which this host cannot support, with the
-    /// reason. Nothing is changed, and no other host is contacted.
+    /// Returns the fields whose file or group does not exist, or which this host cannot support,
+    /// with the reason. Changes nothing, and contacts no other host.
     pub(super) fn unusable(&self) -> Vec<(&'static str, String)> {
         let (read, operate) = (self.read_group.as_deref(), self.operate_group.as_deref());
         let door = self.tcp_door().err().map(|error| {
@@ -307,7 +307,7 @@ impl Arguments {
                 .find(|(_, named, file)| match error.downcast_ref() {
                     Some(PlaceError::File { path, .. }) => file.as_ref() == Some(path),
                     Some(PlaceError::Unused { option, .. }) => named == option,
-                    // A missing option has no field.
+                    // If an option is missing, there is no field to name.
                     _ => false,
                 });
             found.map_or("registry", |(field, ..)| field)
@@ -360,7 +360,7 @@ fn log_filter(text: &str) -> Result<String, String> {
 }
 
 impl Arguments {
-    /// The filter of the log.
+    /// Returns the filter of the log.
     pub(super) fn log_filter(&self) -> EnvFilter {
         // The text was checked when the arguments were parsed.
         log::filter(&self.log).unwrap_or_default()
@@ -414,14 +414,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
             return std::future::pending().await;
         };
-        // Runs after the socket has begun to listen.
+        // systemd is notified after the socket has begun to listen.
         systemd::ready(&served);
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
         systemd::stopping();
-        // Borrowers may need this daemon's registry to return memory, so it still serves.
+        // The daemon still serves here, because borrowers may need its registry to return memory.
         let hurry = Arc::new(AtomicBool::new(false));
         let told = hurry.clone();
         let mut given_back = tokio::task::spawn_blocking(move || {
@@ -434,8 +434,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             () = tokio::time::sleep(LENDING_LIMIT) => {}
         }
         hurry.store(true, Ordering::Relaxed);
-        // From here on the end has a time limit: the daemon may be killed at any instant without
-        // harm to VMs.
+        // From here on, the daemon's end has a time limit: the daemon may be killed at any instant
+        // without harm to VMs.
         end_within(END_LIMIT, 0);
     }));
     if done.is_err() {
@@ -443,17 +443,17 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     }
     info!("ending; VMs go on, and folded pages stay folded");
     daemon.shut_down();
-    // Unfinished requests to others are abandoned.
+    // Unfinished requests to other hosts are abandoned.
     runtime.shutdown_timeout(Duration::from_millis(200));
     done?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Time limit for borrowers to return this host's memory when the daemon ends: slightly more than
-/// the lender's own limit.
+/// Time limit for borrowers to return this host's memory when the daemon ends. It is slightly
+/// longer than the lender's own limit.
 const LENDING_LIMIT: Duration = Duration::from_secs(50);
 
-/// Time limit for the rest of the daemon's end.
+/// Time limit for the rest of the daemon's end, after lending has ended.
 const END_LIMIT: Duration = Duration::from_secs(4);
 
 /// Exit code after a panic (`EX_SOFTWARE`, sysexits(3)).
@@ -475,7 +475,7 @@ fn end_within(limit: Duration, code: i32) {
 
 /// Ends the process when a thread of the daemon panics, because the daemon would be incomplete
 /// without its engine or a VM's watch thread. The supervisor starts a new daemon, and VMs keep
-/// running. A panic in a request only fails that request.
+/// running. A panic while a request is executed only fails that request.
 fn end_with_threads() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();
@@ -503,7 +503,7 @@ fn end_with_threads() {
     }));
 }
 
-/// Name of the threads that execute requests, given by tokio.
+/// Name that tokio gives to the threads that execute requests.
 const REQUESTS: &str = "tokio-runtime-worker";
 
 #[cfg(test)]
@@ -512,10 +512,11 @@ mod tests {
 
     use super::*;
 
-    /// Which thread panics in [`helper_process_panics_in_the_named_thread`].
+    /// Environment variable with the name of the thread that panics in
+    /// [`panics_where_it_is_told_to`].
     const WHO: &str = "MEMFOLD_TEST_PANIC";
 
-    /// The exit code of a process in which a thread of this name panics.
+    /// Returns the exit code of a process in which the thread `who` panics.
     fn code_of_a_panic(who: &str) -> Option<i32> {
         let test = "cli::serve::tests::helper_process_panics_in_the_named_thread";
         let mut command = Command::new(std::env::current_exe().unwrap());

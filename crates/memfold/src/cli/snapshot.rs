@@ -1,4 +1,4 @@
-//! `memfold snapshot` and `memfold clone`.
+//! `memfold snapshot` and `memfold clone`: save, restore, clone, list, verify and remove.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,7 +20,7 @@ use super::vm::segment;
 pub(super) enum Arguments {
     /// Save a VM: memory, devices and disks at one instant; the VM goes on
     Save {
-        /// The VM
+        /// VM to save
         vm: String,
         /// Name of the snapshot
         name: String,
@@ -30,48 +30,48 @@ pub(super) enum Arguments {
         /// Let the VM run while its RAM is copied; the snapshot shows the instant before
         #[arg(long)]
         live: bool,
-        /// Compress the RAM image: smaller on disk, but decompressed into memory before the first
-        /// VM runs from it
+        /// Compress the RAM image: it takes less space on disk, but is decompressed into memory
+        /// before the first VM runs from it
         #[arg(long)]
         compress: bool,
-        /// Seconds that the guest may take to drop its caches; by default as long as writing them to
-        /// disk would take (5 to 120). Caches not dropped by then are saved
+        /// Seconds that the guest may take to drop its caches; by default, the time to write the
+        /// caches to disk (5 to 120). Caches that are not dropped by then are saved
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
         drop_timeout: Option<u32>,
-        /// Leave the guest's clock behind by the pause; by default it is set to the host's clock
+        /// Leave the guest's clock behind by the pause; by default, it is set to the host's clock
         /// after a long pause
         #[arg(long)]
         keep_clock: bool,
     },
     /// Start a VM from a snapshot
     Restore {
-        /// The snapshot
+        /// Snapshot to restore
         name: String,
-        /// Name of the VM; the saved one's by default
+        /// Name of the restored VM; by default the name of the saved VM
         #[arg(long = "as", value_name = "NAME")]
         vm: Option<String>,
-        /// Start the VM though another VM runs from the same memory and nothing would renew its
-        /// identity
+        /// Start the VM even if another VM runs from the same memory and the new VM's identity
+        /// cannot be renewed
         #[arg(long)]
         force: bool,
-        /// Start the VM though the brake is on: guests could claim more memory than this host has
+        /// Start the VM even if the brake is on: guests could claim more memory than this host has
         /// available (see 'memfold debt')
         #[arg(long)]
         despite_brake: bool,
-        /// Prefetch the pages that a VM of this snapshot used first before, instead of loading each
-        /// page on demand
+        /// Prefetch the pages that an earlier VM of this snapshot used first, instead of loading
+        /// each page on demand
         #[arg(long)]
         prefetch: bool,
-        /// Leave the guest's clock at the time of the save; by default it is set to the host's
+        /// Leave the guest's clock at the time of the save; by default, it is set to the host's
         /// clock when the agent answers
         #[arg(long)]
         keep_clock: bool,
-        /// Create the VM's own disks in DIR, which stay when it ends; by default its writes are
-        /// temporary
+        /// Create the VM's own disks in DIR, which stay when the VM ends; by default, its writes
+        /// are temporary
         #[arg(long, value_name = "DIR")]
         disks: Option<PathBuf>,
-        /// Forward a port of this host (127.0.0.1 by default) to the guest, HOST-PORT 0 is a free
-        /// port; by default the saved VM's ports that are free. Several
+        /// Forward a port of this host (127.0.0.1 by default) to the guest; HOST-PORT 0 is a free
+        /// port; several allowed. By default, the saved VM's ports that are free
         #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
         forwards: Vec<Forward>,
     },
@@ -79,32 +79,32 @@ pub(super) enum Arguments {
     List,
     /// Show a snapshot's manifest
     Inspect {
-        /// The snapshot
+        /// Snapshot whose manifest to show
         name: String,
     },
     /// Read a whole snapshot and compare its checksums
     Verify {
-        /// The snapshot
+        /// Snapshot to verify
         name: String,
     },
     /// Remove snapshots that no VM runs from
     Remove {
-        /// The snapshots
+        /// Snapshots to remove
         #[arg(required = true)]
         names: Vec<String>,
     },
 }
 
-/// Start VMs from one snapshot: what they write is their own, the rest they share
+/// Start VMs from one snapshot; they share memory until they write to it
 #[derive(Args, Debug)]
 #[allow(clippy::struct_excessive_bools)] // flags
 pub(super) struct CloneArguments {
-    /// The snapshot
+    /// Snapshot to start from
     snapshot: String,
-    /// How many
+    /// Number of clones
     #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     number: u32,
-    /// Prefix of the names, which end with a number; the snapshot's name by default
+    /// Prefix of the clones' names, which end with a number; by default the snapshot's name
     #[arg(long)]
     prefix: Option<String>,
     /// Give each clone its own host name, machine ID and SSH host keys; random numbers and MAC
@@ -114,30 +114,30 @@ pub(super) struct CloneArguments {
     /// Do not wait until the clones' agents have renewed their identities
     #[arg(long)]
     no_wait: bool,
-    /// Prefetch the pages that a VM of this snapshot used first before, instead of loading each
+    /// Prefetch the pages that an earlier VM of this snapshot used first, instead of loading each
     /// page on demand
     #[arg(long)]
     prefetch: bool,
-    /// Leave the guests' clocks at the time of the save; by default they are set to the host's
-    /// clock when their agents answer
+    /// Leave the guests' clocks at the time of the save; by default, they are set to the host's
+    /// clock when the agents answer
     #[arg(long)]
     keep_clock: bool,
-    /// Start the clones though nothing would renew their identities: without agent, and without a
-    /// driver for VM generation IDs in the guest
+    /// Start the clones even if their identities cannot be renewed: the guest has neither an agent
+    /// nor a driver for VM generation IDs
     #[arg(long)]
     force: bool,
-    /// Start the clones though the brake is on: guests could claim more memory than this host has
+    /// Start the clones even if the brake is on: guests could claim more memory than this host has
     /// available (see 'memfold debt')
     #[arg(long)]
     despite_brake: bool,
     /// Forward a port of this host (127.0.0.1 by default) to each guest; HOST-PORT 0 is a free port
-    /// for each clone, which several clones need. Several
+    /// for each clone, which several clones need; several allowed
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
     forwards: Vec<Forward>,
 }
 
-/// Time that `clone` waits for the agents, and below, the additional time for each clone, because
-/// renewals are limited in number.
+/// Time that `clone` waits for the agents. The next constant: additional time for each clone,
+/// because only some renewals run at the same time.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
 const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
 
@@ -187,7 +187,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 despite_brake,
                 prefetch,
                 keep_clock,
-                // Made absolute, because the daemon has another working directory.
+                // The path is made absolute, because the daemon has another working directory.
                 disks: disks.map(std::path::absolute).transpose()?,
                 forwards,
                 ..RestoreRequest::new(vm)
@@ -234,7 +234,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// A clone, as printed.
+/// A clone, as it is printed.
 #[derive(Debug, Serialize)]
 struct Clone {
     /// Time from the command until guest code runs, in milliseconds.
@@ -315,7 +315,7 @@ fn wait_clock(client: &Client, vm: &mut VmInfo) -> anyhow::Result<()> {
     while vm.clock.as_ref().is_some_and(|clock| clock.pending) && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20));
         let now: Vec<VmInfo> = client.get("/v1/vms")?;
-        // The VM may have ended.
+        // The VM may have ended, and then its clock does not matter.
         let Some(found) = now.into_iter().find(|found| found.name == vm.name) else {
             break;
         };
@@ -346,7 +346,7 @@ fn wait_renewed(client: &Client, clones: &mut [Clone]) -> anyhow::Result<()> {
     }
 }
 
-/// Identities that clones still share with other VMs, one line each.
+/// Returns the identities that clones still share with other VMs, one in each line.
 fn left_as_it_was(clones: &[Clone]) -> Vec<String> {
     let mut lines = Vec::new();
     for Clone { vm, .. } in clones {
@@ -375,7 +375,7 @@ fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> anyhow:
     Ok(client.post(&format!("{}/restore", path(snapshot)?), request)?)
 }
 
-/// Result of a save, as text.
+/// Describes the result of a save, as text.
 fn saved(m: &Manifest) -> String {
     let free = m.free_kept.as_ref().map_or(String::new(), |why| {
         format!("\nthe guest's free memory was saved too: {why}")
@@ -405,7 +405,7 @@ fn saved(m: &Manifest) -> String {
     )
 }
 
-/// Composition of a snapshot's image, as text.
+/// Describes what a snapshot's image consists of, as text.
 fn held(manifest: &Manifest) -> String {
     let saved = manifest.counts.saved_pages * PAGE_SIZE;
     let all = manifest.counts.pages * PAGE_SIZE;

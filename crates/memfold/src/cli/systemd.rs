@@ -1,5 +1,5 @@
-//! Notifications of the daemon to systemd (`sd_notify(3)`). Nothing happens if systemd has not
-//! started the daemon.
+//! Sends notifications of the daemon to systemd (`sd_notify(3)`). Nothing happens if the daemon was
+//! not started by systemd.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tracing::warn;
 use memfold_daemon::Daemon;
 
 fn tell(states: &[NotifyState<'_>]) {
-    // The environment variables stay, because unsetting them is not safe while threads run. The
+    // The environment variables stay set, because unsetting them is not safe while threads run. The
     // daemon's child processes do not get them.
     if let Err(error) = sd_notify::notify(false, states) {
         warn!(%error, "cannot notify systemd; check systemd");
@@ -32,8 +32,8 @@ pub(super) fn stopping() {
     ]);
 }
 
-/// Notifies systemd's watchdog as long as the daemon works: a request can be executed, and the
-/// engine answers. Returns only if there is no watchdog.
+/// Notifies systemd's watchdog as long as the daemon works, that is, a request can be executed and
+/// the engine answers. Returns only if there is no watchdog.
 pub(super) async fn watch(daemon: Arc<Daemon>) {
     let mut limit_us = 0;
     if !sd_notify::watchdog_enabled(false, &mut limit_us) {

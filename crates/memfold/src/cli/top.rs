@@ -18,12 +18,12 @@ use self::view::{Asked, News, View};
 use super::context::Context;
 use super::output::write_on;
 
-/// Time between two checks for keys and news.
+/// Time between two checks for keys and for data from the daemon.
 const TICK: Duration = Duration::from_millis(50);
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Seconds between two updates, 0.5 to 3600. For each, the daemon reads every page table
+    /// Seconds between two updates, 0.5 to 3600; for each update, the daemon reads every page table
     #[arg(long, short = 'n', value_name = "SECONDS", default_value = "2", value_parser = interval)]
     interval: Duration,
 }
@@ -35,7 +35,7 @@ fn interval(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// With `--json`: prints a report a line, until the reader closes the output.
+/// Prints reports as JSON (`--json`), one in each line, until the reader closes the output.
 fn json_lines(client: &Client, interval: Duration) -> anyhow::Result<ExitCode> {
     loop {
         let report: FullReport = client.get("/v1/report")?;
@@ -52,7 +52,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         return json_lines(&client, arguments.interval);
     }
     if io::stdout().is_terminal() && io::stdin().is_terminal() {
-        // If there is no daemon, the error appears on the normal screen.
+        // This comes before the screen is switched, so that an error appears on the normal screen.
         let first: FullReport = client.get("/v1/report")?;
         on_terminal(client, first.ledger, arguments.interval)?;
     } else {
@@ -81,11 +81,11 @@ fn in_pipe(
     }
 }
 
-/// Memory map to fetch from now on: the VM's name, and the number of cells.
+/// Memory map to fetch from now on: name of the VM, and number of cells.
 type Wish = Option<(String, u64)>;
 
-/// Fetches after each wish and every `interval`, on a thread of its own: a slow daemon does not
-/// delay keys.
+/// Fetches data after each wish and every `interval`. This runs on a thread of its own, so that a
+/// slow daemon does not delay keys.
 fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Sender<News>) {
     let mut wish = None;
     let tell = |answer: Result<News, memfold_api::ClientError>| {
@@ -100,7 +100,7 @@ fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Se
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
-        // Only the last of several wishes counts.
+        // If there are several wishes, only the last one counts.
         loop {
             match wishes.try_recv() {
                 Ok(new) => wish = new,
@@ -112,7 +112,7 @@ fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Se
         let mut told = tell(report.map(|report| News::Report(Box::new(report.ledger))));
         if let Some((vm, cells)) = &wish {
             let path = format!("/v1/vms/{vm}/memory-map?cells={cells}");
-            // The map of a VM that has just ended fails; the report shows its end.
+            // This fails if the VM has just ended; the report shows its end.
             if let Ok(map) = client.get::<MemoryMap>(&path) {
                 told = told.and_then(|()| tell(Ok(News::Map(Box::new(map)))));
             }
@@ -137,7 +137,7 @@ fn on_terminal(client: Client, first: Report, interval: Duration) -> anyhow::Res
         .spawn(move || fetch(&client, interval, &wishes, &tell))?;
     let mut view = View::new(interval);
     view.take(News::Report(Box::new(first)));
-    // The terminal is restored, also after a panic (`ratatui::init`).
+    // `ratatui::init` restores the terminal, also after a panic.
     let mut terminal = ratatui::try_init()?;
     let result = keys(&mut terminal, &mut view, &wish, (&news, &stop));
     ratatui::restore();
@@ -169,7 +169,7 @@ fn keys(
             };
             match asked {
                 Asked::Quit => return Ok(()),
-                // If the thread is gone, its error was reported.
+                // This fails if the thread has ended; its error was reported.
                 Asked::Fetch => drop(wish.send(view.detail.clone().map(|vm| (vm, cells)))),
                 Asked::Nothing => {}
             }
@@ -185,8 +185,8 @@ fn keys(
     }
 }
 
-/// A channel that receives once, at Ctrl-C. From then on, Ctrl-C does not end the process by
-/// itself.
+/// Returns a channel that receives once, at Ctrl-C. From then on, Ctrl-C does not end the process
+/// by itself.
 pub(super) fn interrupts() -> io::Result<mpsc::Receiver<io::Result<()>>> {
     let (send, receive) = mpsc::channel();
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -195,7 +195,7 @@ pub(super) fn interrupts() -> io::Result<mpsc::Receiver<io::Result<()>>> {
     std::thread::Builder::new()
         .name("ctrl-c".to_owned())
         .spawn(move || {
-            // The receiver is gone if the view ended by an error.
+            // This fails if the view has ended by an error.
             let _ = send.send(runtime.block_on(tokio::signal::ctrl_c()));
         })?;
     Ok(receive)

@@ -22,26 +22,26 @@ use super::context::Context;
 pub(super) enum Arguments {
     /// Start a VM
     Run(Box<RunArguments>),
-    /// List VMs, and why any is not folded
+    /// List VMs, and why a VM is not folded
     List,
     /// Shut a VM down; switch it off after the timeout (then exit code 4)
     Stop {
         /// Names of VMs
         #[arg(required_unless_present = "all")]
         names: Vec<String>,
-        /// Stop every VM that memfold has started, all at once; attached VMs go on
+        /// Stop all VMs that memfold has started, at the same time; attached VMs keep running
         #[arg(long, conflicts_with = "names")]
         all: bool,
-        /// Seconds that the guest has to shut down by itself; 0 switches the VM off at once
+        /// Seconds that the guest has to shut down; 0 switches the VM off at once
         #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
         timeout: f64,
     },
-    /// Resume a VM that stands still: it was paused, or a disk was full when the guest wrote
+    /// Resume a VM that stands still, because it was paused or because a disk was full
     Resume {
         /// Name of the VM
         name: String,
     },
-    /// Reboot a VM by its guest, or return it to its boot snapshot
+    /// Reboot a VM by its guest, or restore its boot snapshot
     Reboot {
         /// Name of the VM
         name: String,
@@ -49,7 +49,7 @@ pub(super) enum Arguments {
         /// lost
         #[arg(long)]
         from_boot_snapshot: bool,
-        /// Seconds until the agent of a rebooted guest must answer again
+        /// Seconds within which the agent of a rebooted guest must answer again
         #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
         timeout: f64,
     },
@@ -57,14 +57,14 @@ pub(super) enum Arguments {
     Attach {
         /// Path of the QMP socket
         qmp: PathBuf,
-        /// Name to give the VM
+        /// Name that the VM gets in memfold
         #[arg(long)]
         name: String,
         /// Trust domain, whose VMs may share memory with each other
         #[arg(long)]
         domain: Option<String>,
     },
-    /// Run a command in a guest by its agent; exit with the command's code
+    /// Run a command in a guest through its agent; exit with the command's code
     Exec {
         /// Name of the VM
         name: String,
@@ -92,27 +92,27 @@ pub(super) struct RunArguments {
     /// Virtual CPUs
     #[arg(long)]
     vcpus: Option<u32>,
-    /// CPU model that every host has that will restore the VM's snapshots, such as
-    /// Skylake-Server-v5; by default this host's CPU
+    /// CPU model, such as Skylake-Server-v5, which every host must support that restores the VM's
+    /// snapshots; by default this host's CPU
     #[arg(long, value_name = "MODEL")]
     cpu: Option<String>,
     /// Trust domain, whose VMs may share memory with each other. Without one, the VM shares with no
     /// other VM
     #[arg(long)]
     domain: Option<String>,
-    /// Disk image; several in order. Without a format: qcow2 if the name ends so, else raw
+    /// Disk image; several allowed, in order. Without a format: qcow2 if the name ends so, else raw
     #[arg(long = "disk", value_name = "PATH[,format=raw|qcow2]", value_parser = disk)]
     disks: Vec<DiskSpec>,
-    /// Writes to the disks of --disk go to temporary overlays
+    /// Write to temporary overlays instead of the disks of --disk
     #[arg(long)]
     snapshot: bool,
     /// Kernel to boot, instead of the disk's own boot loader
     #[arg(long, value_name = "PATH")]
     kernel: Option<PathBuf>,
-    /// Its initial RAM disk
+    /// Initial RAM disk of the kernel
     #[arg(long, value_name = "PATH", requires = "kernel")]
     initrd: Option<PathBuf>,
-    /// Its command line
+    /// Command line of the kernel
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     cmdline: Option<String>,
     /// User that QEMU switches to after it has opened its files, so that a QEMU under a hostile
@@ -125,36 +125,36 @@ pub(super) struct RunArguments {
     /// Size of a swap disk to create for the guest; 'memfold borrow' moves it to lent RAM
     #[arg(long, value_name = "SIZE")]
     swap: Option<ByteSize>,
-    /// Segment to map, and to overlay in the guest when it boots; several in order
+    /// Segment to map, and to mount over the guest's files when it boots; several allowed, in order
     #[arg(long = "segment", value_name = "NAME[@GENERATION]")]
     segments: Vec<String>,
     /// Segment to boot from as the root file system; writes go to the first disk that is not
     /// read-only, or to memory
     #[arg(long, value_name = "NAME[@GENERATION]", requires = "kernel")]
     root_segment: Option<String>,
-    /// Slots for segments, those above included: the most that the VM can map while it runs
+    /// Number of slots for segments, including --segment: the most that the VM can map while it
+    /// runs
     #[arg(long, value_name = "NUMBER")]
     segment_slots: Option<u32>,
     /// Whether KSM may merge the VM's memory: if the VM has a trust domain (domain), or never
     #[arg(long, value_enum, value_name = "WHEN")]
     merge: Option<MergeChoice>,
-    /// Start the VM though the brake is on: guests could claim more memory than this host has
+    /// Start the VM even if the brake is on: guests could claim more memory than this host has
     /// available (see 'memfold debt')
     #[arg(long)]
     despite_brake: bool,
-    /// Resume the VM by itself after a full disk stopped it, as soon as 16 MiB are free on that
+    /// Resume the VM automatically after a full disk stopped it, as soon as 16 MiB are free on the
     /// disk's file system
     #[arg(long)]
     resume_when_room: bool,
-    /// Do not preload memfold's library: the VM's RAM is not folded
+    /// Do not preload memfold's library; the VM's RAM is then not folded
     #[arg(long)]
     no_fold: bool,
     /// Forward a port of this host (127.0.0.1 by default) to the guest, through a network in user
-    /// mode; HOST-PORT 0 is a free port. Several
+    /// mode; HOST-PORT 0 is a free port; several allowed
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
     forwards: Vec<Forward>,
-    /// More arguments for QEMU, after --; relative paths in them are those of the directory where
-    /// this is typed
+    /// More arguments for QEMU, after --; relative paths in them refer to the current directory
     #[arg(last = true)]
     qemu_args: Vec<String>,
 }
@@ -352,12 +352,12 @@ fn how_it_stopped(report: &StopReport) -> String {
     }
 }
 
-/// Stops all VMs that memfold started, at the same time: a host's shutdown then waits for the
-/// slowest VM only.
+/// Stops all VMs that memfold started, at the same time, so that a host's shutdown waits only for
+/// the slowest VM.
 ///
 /// # Errors
 ///
-/// All failures together; then no reports are returned.
+/// All failures together; no reports are then returned.
 fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> {
     let vms: Vec<VmInfo> = client.get("/v1/vms")?;
     let own = vms.into_iter().filter(|vm| vm.origin == "started");
@@ -382,8 +382,8 @@ fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> 
     bail!("{}", words.join("; "))
 }
 
-/// The shell command: a single word is shell text, several words are a command and its arguments,
-/// each quoted.
+/// Returns the shell command for the words: a single word is shell text; several words are a
+/// command and its arguments, each quoted.
 fn script(words: &[String]) -> String {
     match words {
         [text] => text.clone(),
@@ -406,7 +406,7 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// A VM's name as a segment of an API path. Names contain no character that needs escaping.
+/// Returns a VM's name as a segment of an API path. Names contain no character that needs escaping.
 pub(super) fn segment(name: &str) -> anyhow::Result<&str> {
     memfold_vm::check_name("name", name)?;
     Ok(name)
@@ -440,7 +440,7 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
     lines.join("\n")
 }
 
-/// Result of setting the guest's clock after a pause, as text.
+/// Describes the result of setting the guest's clock after a pause, as text.
 fn clock(step: &ClockStep) -> Option<String> {
     if step.pending {
         return Some("guest's clock: will be set as soon as the agent answers".into());

@@ -1,4 +1,4 @@
-//! A progress bar for long operations, on a terminal.
+//! Shows a progress bar for long operations, on a terminal.
 
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use memfold_units::ByteSize;
 
 use super::context::Context;
 
-/// Time between two requests for the progress.
+/// Time between two requests for the progress of an operation.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Runs a long operation, and shows the progress that the daemon reports at `place`.
@@ -36,7 +36,7 @@ pub(super) fn watched<T>(
     let result = work();
     drop(end);
     if let Some(thread) = thread {
-        // The thread only draws, so its result does not matter.
+        // The thread only draws the progress bar, so its result does not matter.
         let _ = thread.join();
     }
     bar.finish_and_clear();

@@ -1,4 +1,4 @@
-//! Drawing of `top`.
+//! Draws the display of `memfold top`.
 
 use std::fmt::Write as _;
 
@@ -15,18 +15,18 @@ use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row, Table, TableState, Wr
 
 use super::view::{COLUMNS, SAMPLES, Sort, View};
 
-/// Widths of columns in characters.
+/// Widths of the table's columns, in characters.
 const NAME: u16 = 20;
 const DOMAIN: u16 = 10;
 const FIGURE: u16 = 9;
 const HISTORY: u16 = 24;
 
-/// Bars of one to eight eighths of a line.
+/// Bars with heights from one to eight eighths of a line.
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
 /// Symbol and colour of each page state in a memory map, in the order of
-/// [`memfold_ledger::memory_map::STATES`]. The symbols differ, so the map is readable without
-/// colours.
+/// [`memfold_ledger::memory_map::STATES`]. Each state has its own symbol, so the map is readable
+/// without colours.
 const STATES: [(char, Color); 7] = [
     ('█', Color::Red),
     ('▓', Color::Yellow),
@@ -40,7 +40,7 @@ const STATES: [(char, Color); 7] = [
 const KEYS: &str = " ↑↓ choose  ⏎ memory map  s S sort by next, previous column  r turn round  n by name  p pause  ? help  q quit";
 const MAP_KEYS: &str = " ↑↓ next VM  Esc back  p pause  ? help  q quit";
 
-/// Draws the view. Returns the number of cells that a memory map has room for.
+/// Draws the display. Returns the number of cells for which a memory map has room.
 pub(super) fn draw(frame: &mut Frame, view: &View) -> u64 {
     let [head, body, foot] = Layout::vertical([
         Constraint::Length(5),
@@ -67,7 +67,7 @@ pub(super) fn draw(frame: &mut Frame, view: &View) -> u64 {
     cells
 }
 
-/// The host's figures in five lines.
+/// Formats the host's figures in five lines.
 fn host(view: &View) -> Vec<Line<'static>> {
     let mut first = vec![Span::from(" memfold top ").bold().reversed()];
     let count = view.report.as_ref().map_or(0, |report| report.vms.len());
@@ -160,13 +160,13 @@ fn figures(report: &Report) -> Vec<Line<'static>> {
     lines
 }
 
-/// A bar whose parts are in proportion to `whole`.
+/// Makes a bar whose parts are in proportion to `whole`.
 fn bar(width: u64, whole: u64, parts: &[(u64, char, Color)]) -> Vec<Span<'static>> {
     let (mut sum, mut drawn) = (0, 0);
     let mut spans = Vec::new();
     for (bytes, glyph, colour) in parts {
         sum += bytes;
-        // Computed from the running sum, so that rounding errors do not add up.
+        // The end is computed from the sum so far, so that rounding errors do not add up.
         let end = sum.saturating_mul(width) / whole.max(1);
         let text: String = (drawn..end).map(|_| *glyph).collect();
         spans.push(Span::from(text).fg(*colour));
@@ -177,14 +177,14 @@ fn bar(width: u64, whole: u64, parts: &[(u64, char, Color)]) -> Vec<Span<'static
     spans
 }
 
-/// Number of columns of figures that fit, and whether the history fits.
+/// Returns the number of columns of figures that fit, and whether the history fits.
 fn columns(width: u16) -> (usize, bool) {
     let figures = |rest: u16| {
         let room = rest.saturating_sub(NAME + DOMAIN + 2) / (FIGURE + 1);
         usize::from(room).clamp(1, COLUMNS.len())
     };
     let with = figures(width.saturating_sub(HISTORY + 1));
-    // The history has priority over the last columns.
+    // The history takes precedence over the last columns.
     if with >= 4 {
         (with, true)
     } else {
@@ -194,7 +194,7 @@ fn columns(width: u16) -> (usize, bool) {
 
 fn table(frame: &mut Frame, view: &View, area: Rect) {
     let (shown, has_history) = columns(area.width);
-    // The column that sorts the rows is always shown.
+    // The column by which the rows are sorted is always shown.
     let mut columns: Vec<usize> = (0..shown).collect();
     if let Sort::Figure(number) = view.sort {
         if number >= shown {
@@ -268,7 +268,7 @@ fn table(frame: &mut Frame, view: &View, area: Rect) {
     }
 }
 
-/// The last samples as bars between their minimum and maximum.
+/// Draws the last samples as bars, scaled between their minimum and maximum.
 fn history(view: &View, vm: &VmAccount) -> String {
     let Some(samples) = view.history.get(&vm.name) else {
         return String::new();
@@ -292,7 +292,7 @@ fn history(view: &View, vm: &VmAccount) -> String {
     last.iter().map(bar).collect()
 }
 
-/// The areas of a VM's figures and of its memory map.
+/// Returns the areas of a VM's figures and of its memory map.
 fn map_area(area: Rect) -> (Rect, Rect) {
     let [figures, map] = Layout::vertical([Constraint::Length(12), Constraint::Min(1)]).areas(area);
     (figures, map)
@@ -300,7 +300,7 @@ fn map_area(area: Rect) -> (Rect, Rect) {
 
 fn map_cells(area: Rect) -> u64 {
     let (_, map) = map_area(area);
-    // The inner area, without the border.
+    // The area inside the border.
     u64::from(map.width.saturating_sub(2)) * u64::from(map.height.saturating_sub(2))
 }
 
@@ -385,7 +385,7 @@ fn parts(view: &View, vm: &VmAccount) -> Vec<Line<'static>> {
     lines
 }
 
-/// Place of the swap disk. It is not part of RAM, and so not of the map.
+/// Describes the place of the swap disk, which is not part of RAM and so not of the map.
 fn swap(disk: &VmSwap) -> String {
     let size = ByteSize(disk.bytes);
     let who = |copy: usize| {
@@ -410,7 +410,7 @@ fn swap(disk: &VmSwap) -> String {
     text
 }
 
-/// The cells of a map, as lines.
+/// Draws the cells of a memory map, as lines.
 fn lines(map: &MemoryMap, width: usize) -> Vec<Line<'static>> {
     let span = |cell: &[u64; 7]| {
         let most = cell.iter().enumerate().max_by_key(|(_, pages)| **pages);
@@ -462,7 +462,7 @@ mod tests {
     use memfold_ledger::memory_map::MappedSegment;
     use memfold_lend::Durability;
 
-    /// The screen's text, and the number of cells of a map.
+    /// Returns the text on the screen, and the number of cells of a map.
     fn screen(view: &View, width: u16, height: u16) -> (String, u64) {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         let mut cells = 0;
@@ -499,7 +499,7 @@ mod tests {
         press(&mut view, KeyCode::Char('S'));
         let (sorted, _) = screen(&view, 80, 20);
         assert!(sorted.contains("QEMU▼"), "{sorted}");
-        // Nothing is drawn outside, however small it is.
+        // Drawing stays inside the screen, however small the screen is.
         for (width, height) in [(1, 1), (20, 4), (300, 3)] {
             screen(&view, width, height);
         }
@@ -527,7 +527,7 @@ mod tests {
         );
         assert!(text.contains("folding 7.00 MiB"), "{text}");
         assert!(text.contains("BRAKED"), "{text}");
-        // 30 characters: 9 of 300 MiB, 9 of what others have.
+        // The bar has 30 characters: 9 for VMs with 300 MiB, 9 for other processes.
         assert!(text.contains("█████████▒▒▒▒▒▒▒▒▒············"), "{text}");
         view.take(News::Failed("the daemon doesn't answer".into()));
         let (text, _) = screen(&view, 140, 20);

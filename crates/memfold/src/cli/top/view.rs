@@ -1,4 +1,5 @@
-//! State of `top`, and its change by keys and news. Nothing here draws or blocks.
+//! State of `memfold top`, and its changes by keys and by data from the daemon. Nothing here draws
+//! or blocks.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};
@@ -14,14 +15,14 @@ use memfold_ledger::{Report, VmAccount};
 /// Number of PSS samples that are kept for each VM.
 pub(super) const SAMPLES: usize = 60;
 
-/// A column of figures: its name, its meaning, and its value.
+/// A column of figures in the table: its name, its meaning, and its value.
 pub(super) struct Column {
     pub(super) name: &'static str,
     pub(super) meaning: &'static str,
     pub(super) of: fn(&VmAccount) -> ByteSize,
 }
 
-/// Columns by priority: the first ones are shown if there is no room for all.
+/// Columns in order of priority: if there is no room for all, the first ones are shown.
 pub(super) const COLUMNS: [Column; 12] = [
     Column {
         name: "PSS",
@@ -85,12 +86,12 @@ pub(super) const COLUMNS: [Column; 12] = [
     },
 ];
 
-/// Order of the rows.
+/// Order of the table's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sort {
     Name,
     Domain,
-    /// Order by a figure: an index into [`COLUMNS`].
+    /// Order by a figure, given as an index into [`COLUMNS`].
     Figure(usize),
 }
 
@@ -117,7 +118,7 @@ impl Sort {
         match self {
             Self::Name => a.name.cmp(&b.name),
             Self::Domain => a.domain.cmp(&b.domain),
-            // Large figures first, unless the order is reversed.
+            // Rows with large figures come first, unless the order is reversed.
             Self::Figure(number) => (COLUMNS[number].of)(b).cmp(&(COLUMNS[number].of)(a)),
         }
     }
@@ -127,7 +128,7 @@ impl Sort {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
     Nothing,
-    /// Fetch now, possibly for another VM.
+    /// Fetch data now, possibly for another VM.
     Fetch,
     Quit,
 }
@@ -136,7 +137,7 @@ pub(super) enum Asked {
 pub(super) enum News {
     Report(Box<Report>),
     Map(Box<MemoryMap>),
-    /// Swap disk of the named VM.
+    /// Swap disk of the VM with this name.
     Swap(String, Option<VmSwap>),
     Failed(String),
 }
@@ -151,7 +152,7 @@ pub(super) struct View {
     pub(super) shows_help: bool,
     pub(super) interval: Duration,
     selected: Option<String>,
-    /// The VM whose details are shown.
+    /// Name of the VM whose details are shown; `None`: the table is shown.
     pub(super) detail: Option<String>,
     pub(super) map: Option<MemoryMap>,
     pub(super) swap: Option<VmSwap>,
@@ -176,7 +177,7 @@ impl View {
         }
     }
 
-    /// The VMs in display order.
+    /// Returns the VMs in display order.
     pub(super) fn rows(&self) -> Vec<&VmAccount> {
         let vms = self.report.iter().flat_map(|report| &report.vms);
         let mut rows: Vec<&VmAccount> = vms.collect();
@@ -192,7 +193,7 @@ impl View {
         rows
     }
 
-    /// Index of the selected row. The selection follows the VM.
+    /// Returns the index of the selected row. The selection follows the VM.
     pub(super) fn selected_row(&self) -> Option<usize> {
         let rows = self.rows();
         let selected = self.selected.as_deref();
@@ -202,7 +203,7 @@ impl View {
         at.or_else(|| (!rows.is_empty()).then_some(0))
     }
 
-    /// Account of the VM whose details are shown; `None` if the VM has ended.
+    /// Returns the account of the VM whose details are shown; `None` if the VM has ended.
     pub(super) fn detail_vm(&self) -> Option<&VmAccount> {
         let name = self.detail.as_deref()?;
         let mut vms = self.report.as_ref()?.vms.iter();
@@ -212,10 +213,10 @@ impl View {
     pub(super) fn take(&mut self, news: News) {
         match news {
             News::Failed(words) => self.error = Some(words),
-            // The map may belong to a VM that was chosen before.
+            // The map may be that of a VM that was displayed before.
             News::Map(map) => {
-                // A pause keeps the displayed map. A VM that is opened during a pause still gets
-                // its map.
+                // While the display is paused, the shown map stays. A VM that is opened during a
+                // pause still gets its map.
                 let keeps = self.is_paused && self.map.is_some();
                 if self.detail.as_deref() == Some(map.vm.as_str()) && !keeps {
                     self.map = Some(*map);
@@ -291,7 +292,7 @@ impl View {
             KeyCode::Esc | KeyCode::Backspace | KeyCode::Left if self.detail.is_some() => {
                 self.selected = self.detail.take();
                 self.map = None;
-                // The map is no longer fetched.
+                // This ends the fetching of the map.
                 return Asked::Fetch;
             }
             KeyCode::Char('?' | 'h') => self.shows_help = true,
@@ -376,7 +377,7 @@ pub(super) mod tests {
         assert_eq!(view.selected_row(), Some(2));
         press(&mut view, KeyCode::Home);
         assert_eq!(view.selected_row(), Some(0));
-        // A VM that ends leaves the first one selected.
+        // When the selected VM has ended, the first row is selected.
         view.take(News::Report(Box::new(report(&[("a", 1)]))));
         assert_eq!(view.selected_row(), Some(0));
         view.take(News::Report(Box::new(report(&[]))));
