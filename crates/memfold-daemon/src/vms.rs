@@ -138,7 +138,10 @@ impl Vms {
     /// Shares one copy of the kernel image among VMs that boot with `-kernel`.
     pub(crate) fn share_kernel(&self, vm: &Vm) {
         match self.kernels.share(vm) {
-            Ok(bytes) => debug!(vm = vm.name(), bytes, "VM shares these bytes of its kernel image with other VMs"),
+            Ok(bytes) => debug!(
+                vm = vm.name(),
+                bytes, "VM shares these bytes of its kernel image with other VMs"
+            ),
             Err(error) => {
                 debug!(vm = vm.name(), %error, "VM keeps its own copy of its kernel image");
             }

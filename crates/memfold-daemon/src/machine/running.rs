@@ -91,7 +91,10 @@ impl Machine {
         if now.is_running() {
             info!(vm = self.name, was = before.name, "VM runs again");
         } else if now.name == "prelaunch" {
-            info!(vm = self.name, "VM waits for the QMP command 'cont' (QEMU was started with -S)");
+            info!(
+                vm = self.name,
+                "VM waits for the QMP command 'cont' (QEMU was started with -S)"
+            );
         } else if matches!(
             now.name.as_str(),
             "inmigrate" | "save-vm" | "restore-vm" | "finish-migrate"

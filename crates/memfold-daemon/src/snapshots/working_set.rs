@@ -31,7 +31,9 @@ impl Snapshots {
                 let places = working_set::places(&manifest, &machine.layout());
                 match set.prefetch(machine.pid(), &places) {
                     Ok(pages) => info!(vm = machine.name(), pages, "working set fetched"),
-                    Err(error) => debug!(vm = machine.name(), %error, "cannot fetch the whole working set"),
+                    Err(error) => {
+                        debug!(vm = machine.name(), %error, "cannot fetch the whole working set")
+                    }
                 }
                 return;
             }

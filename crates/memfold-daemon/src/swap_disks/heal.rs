@@ -122,7 +122,8 @@ impl SwapDisks {
             let lenders = borrowing.parts[part].lenders();
             warn!(
                 vm = machine.name(),
-                lenders, "lender does not answer and is no longer used; check the lender's daemon and network"
+                lenders,
+                "lender does not answer and is no longer used; check the lender's daemon and network"
             );
             guard.cut(part);
         }
