@@ -1,13 +1,14 @@
-//! `memfold estimate` on processes of our own that are made of known pages: what it finds is the
-//! truth, or holds it within its error bars.
+//! Tests `memfold estimate` on child processes with known pages: the result is exact, or the exact
+//! value lies within the error bars.
 //!
-//! Each child lays out its memory so; numbers are pages:
+//! Each child has this memory; numbers are pages:
 //!
 //! ```text
 //!   | zeroes 700 | pairs 2 x 300 | common 1000 | own 2000 | rewritten 64 | file 256 | zero page 40 | holes 84 | huge 1024 |
 //! ```
-//! `pairs` are twice in one child and in no other; `common` are in all children; of the two huge
-//! pages the first begins with ten of `common`, all else there is in no other place.
+//! Contents of `pairs` are twice in one child and in no other; those of `common` are in all
+//! children. The first of the two huge pages begins with ten pages of `common`; all other contents
+//! of the huge pages occur only there.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
@@ -34,11 +35,11 @@ const FILE: u64 = 256;
 const KERNEL_ZERO: u64 = 40;
 const HUGE: u64 = 1024;
 const IN_HUGE: u64 = 10;
-/// All before the huge pages, in whole huge pages.
+/// Number of pages before the huge pages, rounded up to whole huge pages.
 const SMALL: u64 = 10 << 9;
 const PAGES: u64 = SMALL + HUGE;
 
-/// The child's life; the other side of [`Actor`].
+/// Runs in the child process; [`Actor`] is the other side.
 #[test]
 #[ignore = "the other process of the tests here; does nothing by itself"]
 fn helper_process_for_the_other_tests() {
@@ -87,11 +88,11 @@ fn helper_process_for_the_other_tests() {
             std::thread::sleep(Duration::from_millis(20));
         }
     });
-    // Until the parent lets go, or dies.
+    // The child waits until the parent ends it or dies.
     let _ = std::io::stdin().read_line(&mut String::new());
 }
 
-/// A content for each page.
+/// Fills each page with a content of its own.
 fn fill(area: Area, first: u64) {
     for page in 0..area.pages() {
         area.part(page, 1).write(&[first + page + 1]);
@@ -173,7 +174,7 @@ fn root() -> bool {
     root
 }
 
-/// Half of a core: tests run beside each other.
+/// Estimates with half of a core, because tests run beside each other.
 fn look(targets: Vec<Target>, files: &[KnownFile], options: &Options) -> EstimateReport {
     let stop = AtomicBool::new(false);
     let pace = Pace::new(0.5, None, &stop);
@@ -187,7 +188,7 @@ fn options() -> Options {
     }
 }
 
-/// Pages, and that every one was looked at.
+/// Returns the number of pages, and checks that every page was read.
 #[track_caller]
 fn exact(estimate: Estimate) -> u64 {
     assert_eq!(estimate.plus_minus_bytes, 0, "{estimate:?}");
@@ -220,7 +221,7 @@ fn the_estimate_assigns_every_page_to_the_correct_class() {
         assert_eq!(exact(vm.merged), 0);
         let between = if vm.name == "c" { 0 } else { COMMON / 2 };
         assert_eq!(exact(vm.between), between);
-        // One in eight of what is alone is looked at again.
+        // Of pages without a twin, one in eight is read again.
         let (found, bar) = (vm.volatile.bytes, vm.volatile.plus_minus_bytes);
         let truth = REWRITTEN * PAGE_SIZE;
         assert!(found.abs_diff(truth) <= bar * 3 / 2, "{:?}", vm.volatile);
@@ -247,7 +248,7 @@ fn the_estimate_assigns_every_page_to_the_correct_class() {
     let alone = &report.domains[1];
     assert_eq!(alone.domain, None);
     assert_eq!(exact(alone.saved), ZERO + PAIRS + IN_HUGE);
-    // What both domains have is shown, and in no sum.
+    // Contents that both domains have are shown, but are part of no sum.
     assert_eq!(exact(report.across_domains), COMMON);
     let saved = exact(report.saved);
     assert_eq!(saved, exact(d.saved) + exact(alone.saved));
@@ -255,7 +256,7 @@ fn the_estimate_assigns_every_page_to_the_correct_class() {
     assert!(report.how.cpu_percent <= 50.0, "{:?}", report.how);
 }
 
-/// Room for a fifth of the contents: the error bars hold the truth.
+/// The sample has room for a fifth of the contents.
 #[test]
 fn the_exact_count_lies_within_the_error_bars_of_a_sampled_estimate() {
     if !root() {
@@ -276,7 +277,7 @@ fn the_exact_count_lies_within_the_error_bars_of_a_sampled_estimate() {
         let d = &report.domains[0];
         println!("one in {}: {d:?}", report.how.one_in);
         assert!(report.how.one_in >= 4.0);
-        // Counted apart: only whether they change is sampled.
+        // Pages of zeroes are counted separately; only their changes are sampled.
         let zero = d.zero;
         assert!(zero.bytes.abs_diff(2 * ZERO * PAGE_SIZE) <= zero.plus_minus_bytes);
         assert!(zero.plus_minus_bytes < zero.bytes / 50);
@@ -288,7 +289,8 @@ fn the_exact_count_lies_within_the_error_bars_of_a_sampled_estimate() {
             let truth = truth * PAGE_SIZE;
             let bar = found.plus_minus_bytes;
             assert!(bar > 0 && bar < truth, "{found:?}");
-            // Half as much again: one of twenty is outside, and these are nine.
+            // The error bar is extended by half: one of twenty values lies outside, and these are
+            // nine.
             assert!(
                 found.bytes.abs_diff(truth) <= bar * 3 / 2,
                 "{found:?}, and it is {truth}"
@@ -312,8 +314,8 @@ fn estimated_savings_are_attributed_to_the_files_that_the_pages_cache() {
             page: u32::try_from(page).unwrap(),
         };
         Target {
-            // 600 of what is common: 400 at the same place of file 0, and 200 of file 1 which one
-            // has elsewhere. 100 of a VM's own.
+            // 600 pages of the common contents are file pages: 400 at the same place of file 0, and
+            // 200 of file 1, which one VM has at another place. 100 further pages are a VM's own.
             runs: Some(vec![
                 run(common, 400, 0, 50),
                 run(common + 400, 200, 1, shift),
@@ -338,8 +340,8 @@ fn estimated_savings_are_attributed_to_the_files_that_the_pages_cache() {
         .iter()
         .map(|f| (f.path.as_str(), f.cached_bytes / PAGE_SIZE, exact(f.saved)))
         .collect();
-    // In each VM ten of the pages lie in a huge page too, which is no file's: three copies of four
-    // go.
+    // In each VM, ten of the pages also lie in a huge page, which belongs to no file: three of the
+    // four copies can be freed.
     let (same, moved) = (390 + 10, 200);
     assert_eq!(found.len(), 2, "{found:?}");
     assert_eq!((found[0].0, found[0].1), ("/usr/lib/same", 800));
@@ -352,13 +354,13 @@ fn estimated_savings_are_attributed_to_the_files_that_the_pages_cache() {
         let way = way.as_array().unwrap().iter().find(|m| m["way"] == name);
         way.unwrap().clone()
     };
-    // Folding finds the same page of the same file.
+    // Folding finds equal pages at the same place of the same file.
     assert_eq!(mechanism("fold")["saved"]["bytes"], 400 * PAGE_SIZE);
-    // 2 * 1000 pages of two files: each VM describes them in 1/64 of that.
+    // The two files have 2 * 1000 pages, whose descriptions take 1/64 of that in each VM.
     let segment = 400 + 200 - 2 * 2 * 1000 / 64;
     let found = mechanism("segment")["saved"]["bytes"].as_u64().unwrap() / PAGE_SIZE;
     assert!(found.abs_diff(segment) <= 2, "{found} and not {segment}");
-    // Nothing of it is offered to KSM.
+    // None of this memory is offered to KSM.
     assert_eq!(mechanism("ksm")["saved"]["bytes"], 0);
     let all = mechanism("ksm_if_offered")["saved"]["bytes"]
         .as_u64()
@@ -388,7 +390,7 @@ fn an_estimate_at_its_time_limit_reports_the_share_read_and_a_lower_bound() {
     let d = &report.domains[0];
     assert!(d.within.bytes <= 2 * (PAIRS + IN_HUGE) * PAGE_SIZE);
     assert!(d.between.bytes <= COMMON * PAGE_SIZE);
-    // Zeroes are counted up from what was read.
+    // The number of zero pages is extrapolated from the pages read.
     let zero = d.zero.bytes / PAGE_SIZE;
     assert!(zero < 8 * ZERO, "{zero}");
     assert!(memfold_ledger::estimate::table::render(&report).contains("--seconds"));

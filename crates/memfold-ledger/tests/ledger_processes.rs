@@ -1,7 +1,7 @@
-//! The ledger against processes of our own that are made of known pages: every count is exact,
-//! every sum agrees.
+//! Tests the ledger on child processes with known pages: every count is exact, and every sum
+//! agrees.
 //!
-//! Each child lays out one "guest RAM", page by page; numbers below are pages:
+//! Each child has one "guest RAM"; numbers are pages:
 //!
 //! ```text
 //!   | private P | zero 512 | free 512 | store 4096: touched T, written 512 at the end | file 4096: 1024 touched |
@@ -37,7 +37,7 @@ fn memfd(name: &str, pages: u64) -> std::fs::File {
     file
 }
 
-/// The child's life; the other side of [`Actor`].
+/// Runs in the child process; [`Actor`] is the other side.
 #[test]
 #[ignore = "the other process of the tests here; does nothing by itself"]
 fn helper_process_for_the_other_tests() {
@@ -56,8 +56,8 @@ fn helper_process_for_the_other_tests() {
     let mapping = Mapping::anonymous(pages, true).unwrap();
     let ram = mapping.area();
     ram.advise(Advice::LinuxNoHugepage).unwrap();
-    // The kernel maps file pages around a touched one in blocks of 16 pages, aligned to 64 KiB of
-    // address.
+    // When one file page is accessed, the kernel maps the block of 16 pages around it, aligned to
+    // 64 KiB of address.
     assert_eq!(ram.start().0 % 65536, 0);
     for page in 0..private {
         ram.part(page, 1).write(&[page + 1]);
@@ -83,7 +83,7 @@ fn helper_process_for_the_other_tests() {
         ram.part(at + 2 * page, 1).map_file(store, from).unwrap();
     }
     println!("\nREADY {} {pages}", ram.start().0);
-    // Until the parent lets go, or dies.
+    // The child waits until the parent ends it or dies.
     let _ = std::io::stdin().read_line(&mut String::new());
 }
 
@@ -171,8 +171,8 @@ fn host(vms: &[VmAccount], stores: &[&std::fs::File]) -> HostAccount {
     take::host(vms, &stores, own, ByteSize(0)).unwrap()
 }
 
-/// Other work on the machine may move host-wide sums between two reads: one quiet moment of several
-/// is enough.
+/// Repeats `attempt` until it succeeds: other work on the machine may change host-wide sums between
+/// two reads, and one quiet moment is enough.
 fn in_a_quiet_moment<E: std::fmt::Debug>(mut attempt: impl FnMut() -> Result<(), E>) {
     let mut last = None;
     for _ in 0..6 {
@@ -211,8 +211,8 @@ fn every_page_is_counted_in_the_correct_class_and_ledger_sums_match_the_kernel()
     assert_eq!(account.backed_bytes, account.ram_rss_bytes);
     assert_eq!(account.huge_bytes, ByteSize(0));
     assert_eq!(account.store_mappings, 1);
-    // Store pages 0..1024 are mapped by both, 1024..2048 by this one alone; the template by this
-    // one alone.
+    // Both processes map the store pages 0..1024. Only this one maps the pages 1024..2048 and the
+    // template.
     assert_eq!(account.store_pss_bytes, pages(1024 / 2 + 1024));
     assert_eq!(
         account.ram_pss_bytes,
@@ -311,7 +311,7 @@ fn reading_the_memory_of_an_ended_vm_is_an_error() {
     assert!(take::vm(pid, "gone", None, &layout, &[], &[]).is_err());
 }
 
-/// QEMU without a guest: its firmware runs under TCG and ends in "no bootable device".
+/// A QEMU without a guest runs its firmware under TCG, which ends in "no bootable device".
 #[test]
 fn ledger_sums_of_a_real_qemu_match_the_kernel_and_tcg_code_is_counted_separately() {
     const RAM_MIB: u64 = 256;
@@ -332,8 +332,8 @@ fn ledger_sums_of_a_real_qemu_match_the_kernel_and_tcg_code_is_counted_separatel
     };
     let pid = i32::try_from(qemu.id()).unwrap();
     let proc = memfold_ledger::read::Proc::default();
-    // Its RAM, for want of QMP here: the private anonymous mapping of just this size or, joined
-    // with others, the first above it.
+    // Without QMP, the RAM is found by its size: the private anonymous mapping of exactly this size
+    // or, if it was merged with others, the first larger one.
     let ram = || {
         proc.maps(pid)
             .unwrap()

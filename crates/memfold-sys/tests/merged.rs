@@ -1,5 +1,5 @@
-//! Write protection in a process whose memory KSM may merge. In a program of its own, because the
-//! setting holds for all memory of the process.
+//! Tests write protection in a process whose memory KSM may merge. This is a separate program,
+//! because the setting applies to all memory of the process.
 
 use memfold_sys::userfaultfd::Userfaultfd;
 
@@ -10,7 +10,7 @@ fn write_protection_is_not_trusted_if_ksm_may_merge_all_memory_of_the_process() 
     };
     let merge = |on: libc::c_ulong| {
         let none: libc::c_ulong = 0;
-        // SAFETY: takes no pointer.
+        // SAFETY: the call takes no pointer.
         unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, on, none, none, none) }
     };
     if !before.protection_lasts() || merge(1) != 0 {

@@ -20,7 +20,7 @@ const TIMEOUT: Duration = Duration::from_secs(240);
 const WORK: &str = "find /usr/bin /usr/sbin /usr/lib/x86_64-linux-gnu -xdev -type f -size -4M -print0 | sort -z | \
     head -z -n 1500 | xargs -0 cat | sha256sum";
 
-/// Why real guests can't be booted here.
+/// Returns why real guests cannot be booted here; `None` if they can.
 fn missing() -> Option<String> {
     if !rustix::process::getuid().is_root() {
         return Some("not root".into());
@@ -39,7 +39,8 @@ fn missing() -> Option<String> {
     }
 }
 
-/// Lock for this machine: tests that measure memory and tests that boot guests exclude each other.
+/// Takes the lock of this machine, by which tests that measure memory and tests that boot guests
+/// exclude each other.
 fn turn() -> File {
     let lock = File::options()
         .create(true)
@@ -51,7 +52,7 @@ fn turn() -> File {
     lock
 }
 
-/// Sums of a report, and of its difference to `before`, that disagree.
+/// Returns the sums of a report, and of its difference to `before`, that disagree.
 fn wrong(before: &Report, after: &Report) -> Vec<String> {
     let mut wrong: Vec<String> = after
         .disagreements
@@ -60,7 +61,7 @@ fn wrong(before: &Report, after: &Report) -> Vec<String> {
         .collect();
     wrong.extend(check_change(before, after).map(|d| format!("{d:?}")));
     for vm in &after.vms {
-        // Exact: no page is forgotten, none counted twice.
+        // These sums must be exactly equal: no page is forgotten, and none is counted twice.
         if vm.sum_of_parts() != vm.ram_bytes {
             wrong.push(format!(
                 "{}: parts {} of {}",
@@ -73,8 +74,8 @@ fn wrong(before: &Report, after: &Report) -> Vec<String> {
     wrong
 }
 
-/// Takes reports until one agrees with the kernel and with the change since `before`: guests run on
-/// while pages are counted, and so does the rest of the machine.
+/// Takes reports until one agrees with the kernel and with the change since `before`: guests and
+/// the rest of the machine continue to run while pages are counted.
 fn agreeing(lab: &Lab, before: &Report, moment: &str) -> FullReport {
     let mut last = Vec::new();
     for _ in 0..20 {
@@ -98,8 +99,8 @@ fn agreeing(lab: &Lab, before: &Report, moment: &str) -> FullReport {
     panic!("{moment}: never agreed: {last:#?}");
 }
 
-/// The ledger of a moment at which the rest of the machine keeps still: an error in it would be in
-/// every comparison with it.
+/// Takes the ledger at a moment when the rest of the machine is quiet, because an error in it would
+/// affect each later comparison.
 fn at_rest(lab: &Lab) -> Report {
     let mut last = lab.report().unwrap().ledger;
     for _ in 0..60 {
@@ -166,8 +167,8 @@ fn ledger_sums_of_two_real_guests_equal_the_kernel_counts_before_and_after_foldi
 
     lab.fold(true).unwrap();
     wait_folded(&lab);
-    // Reading it again brings folded pages into the page tables: now they are shared page frames,
-    // and count by parts.
+    // Reading the files again brings folded pages into the page tables. Their frames are then
+    // shared, and count in parts.
     assert_eq!(lab.exec_all(&names, WORK, TIMEOUT).unwrap(), sums);
     let folded = agreeing(&lab, &empty, "folded");
     let (vms, host) = (&folded.ledger.vms, &folded.ledger.host);
@@ -177,7 +178,7 @@ fn ledger_sums_of_two_real_guests_equal_the_kernel_counts_before_and_after_foldi
             vm.pss_bytes < vm.ram_rss_bytes + vm.qemu_pss_bytes,
             "{vm:?}"
         );
-        // The engine's own figures, from other reads at another moment, tell the same.
+        // The engine's own figures, which come from other reads at another moment, agree.
         let stats = folded.fold.vms.iter().find(|s| s.name == vm.name).unwrap();
         let engine = PageCount(stats.mapped_pages).bytes();
         let ledger = vm.folded_bytes + vm.unfolded_bytes;
@@ -200,7 +201,7 @@ fn ledger_sums_of_two_real_guests_equal_the_kernel_counts_before_and_after_foldi
         PageCount(frames).bytes() > ByteSize::mib(20),
         "{frames} frames"
     );
-    // What is in both page tables can't exceed what either has there.
+    // Pages in both page tables cannot be more than those in either of them.
     assert!(
         vms.iter()
             .all(|vm| PageCount(frames).bytes() <= vm.folded_resident_bytes + ByteSize::mib(8))

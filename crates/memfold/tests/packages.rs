@@ -11,7 +11,8 @@ fn script(name: &str) -> Command {
     Command::new(directory.join(name))
 }
 
-/// Output of a script that succeeded; `None` if this host lacks something that the script needs.
+/// Returns the output of a script that succeeded; `None` if this host lacks something that the
+/// script needs.
 fn said(command: &mut Command, may_be_left_out: bool) -> Option<String> {
     let output = command.output().unwrap();
     let wrong = String::from_utf8_lossy(&output.stderr);
@@ -25,7 +26,7 @@ fn said(command: &mut Command, may_be_left_out: bool) -> Option<String> {
 
 #[test]
 fn packages_are_installed_upgraded_and_purged_in_clean_root_directories() {
-    // The oldest that they run on; `make soak` has both.
+    // The oldest supported suite; `make soak` tests both.
     let suites = std::env::var("MEMFOLD_SUITES").unwrap_or_else(|_| "bookworm".into());
     let suites: Vec<&str> = suites.split(',').collect();
     let mut test = script("test-deb");
@@ -43,7 +44,7 @@ fn packages_are_installed_upgraded_and_purged_in_clean_root_directories() {
 #[test]
 fn vms_keep_running_when_the_hardened_daemon_is_restarted_or_killed_under_systemd() {
     let library = Path::new(PROGRAM).with_file_name("libmemfold_qemu.so");
-    // A host may be a container that can't have another one in it.
+    // This host may be a container in which no other container can run.
     let Some(done) = said(script("test-unit").arg(PROGRAM).arg(library), true) else {
         return;
     };

@@ -43,14 +43,14 @@ pub struct Guest {
     pub decoder: Decoder,
     pub directory: tempfile::TempDir,
     pub console: Arc<Mutex<Vec<u8>>>,
-    /// File number to path and size.
+    /// Path and size of each reported file, by file number.
     pub files: HashMap<u32, (Vec<u8>, u64)>,
-    /// Page frame to file and page, as hinted up to now.
+    /// File and page in it that each page frame holds, as hinted so far.
     pub frames: HashMap<u64, (u32, u64)>,
     pub dirty: BTreeSet<(u32, u64)>,
     pub ever_dirty: BTreeSet<(u32, u64)>,
     pub runs: u64,
-    /// Pages offered again in the same place.
+    /// Number of pages that were hinted again in the same place.
     pub repeated: u64,
     pub run_pages: u64,
     pub counters: AgentCounters,
@@ -175,7 +175,7 @@ impl Guest {
         self.stream.write_all(&encode(message).unwrap()).unwrap();
     }
 
-    /// Receives messages until `done` returns true, or the time is over (then false).
+    /// Receives messages until `done` returns true. Returns false if the time is over before.
     pub fn until(&mut self, seconds: u64, mut done: impl FnMut(&FromAgent) -> bool) -> bool {
         let end = Instant::now() + Duration::from_secs(seconds);
         let mut buffer = vec![0; 64 << 10];
@@ -269,7 +269,7 @@ impl Guest {
             }
             FromAgent::InventoryBegin => self.frames.clear(),
             FromAgent::Counters(c) => self.counters = *c,
-            // Whenever it comes, it begins a connection.
+            // A Hello begins a new connection, whenever it comes.
             FromAgent::Hello { .. } => {
                 (self.files, self.frames) = (HashMap::new(), HashMap::new());
                 (self.runs, self.run_pages, self.repeated) = (0, 0, 0);
@@ -325,7 +325,7 @@ impl Guest {
         );
     }
 
-    /// Receives messages until `done` returns true; on failure prints all that is known of the
+    /// Receives messages until `done` returns true. On failure, prints all that is known about the
     /// agent.
     pub fn expect(&mut self, seconds: u64, what: &str, done: impl FnMut(&FromAgent) -> bool) {
         if !self.until(seconds, done) {
@@ -383,8 +383,8 @@ impl Guest {
         fs::write(directory.join("pages.base64"), self.run(&script, 60)).unwrap();
     }
 
-    /// Returns (right, all) pages of /usr: right are those whose bytes in the guest's RAM equal the
-    /// file on the disk.
+    /// Returns (right, all) pages of /usr. Right pages are those whose bytes in the guest's RAM
+    /// equal the file on the disk.
     pub fn check(&self, disk: &Path) -> (u64, u64) {
         let mut of_file: HashMap<u32, Vec<(u64, u64)>> = HashMap::new();
         for (pfn, (file, page)) in &self.frames {
@@ -437,14 +437,14 @@ impl Guest {
         bytes
     }
 
-    /// Returns (right, all) pages of files: all that the agent reports at some place on the disk,
-    /// and those that are there.
+    /// Returns (right, all) pages of files: all pages for which the agent reports a place on the
+    /// disk, and those that are at this place.
     pub fn check_extents(&mut self, disk: &Path) -> (u64, u64) {
         let list = self.run(
             "find /usr/lib -type f -size +100k | sort | head -n 200",
             100,
         );
-        // Neither has a place on a disk.
+        // These two files have no place on a disk.
         let question =
             format!("/mnt/memfold-agent --extents <<'END'\n{list}/dev/null\n/proc/cpuinfo\nEND");
         let start = Instant::now();

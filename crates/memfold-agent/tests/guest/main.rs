@@ -1,8 +1,8 @@
 //! Tests of the agent in a real guest, compared with the guest's memory and disk.
 //!
 //! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the
-//! static agent at `MEMFOLD_AGENT`; without them it prints that and does nothing. `MEMFOLD_IMAGE`
-//! chooses the image, by default `trixie-a`.
+//! static agent at `MEMFOLD_AGENT`; without them, the test prints that and does nothing.
+//! `MEMFOLD_IMAGE` chooses the image, by default `trixie-a`.
 
 mod harness;
 
@@ -23,7 +23,7 @@ static ONE_GUEST: Mutex<()> = Mutex::new(());
 
 /// Receives messages until `ready` returns true or three minutes have passed.
 fn hear_until(guest: &mut Guest, ready: impl Fn(&Guest) -> bool) {
-    // What comes late may change it again.
+    // Messages that come late may change the state again.
     guest.until(2, |_| false);
     for _ in 0..180 {
         if ready(guest) {
@@ -66,7 +66,7 @@ fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
 
     assert_eq!(guest.run("nice", 20).trim(), "0");
 
-    // Dirty, then clean, by its final name.
+    // The file becomes dirty, then clean, with its final name.
     guest.run(
         "dd if=/dev/urandom of=/root/new bs=4096 count=300 2>/dev/null; mv /root/new /root/final",
         60,
@@ -108,7 +108,7 @@ fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
 
     guest.read_much("known files");
 
-    // Another daemon.
+    // This simulates another daemon.
     let socket = guest.directory.path().join("agent.sock");
     for quick in [false, true] {
         let _ = guest.stream.shutdown(std::net::Shutdown::Both);
@@ -180,7 +180,7 @@ fn files_on_xfs_btrfs_erofs_and_overlay_are_found() {
         }
         for kind in ["xfs", "btrfs", "erofs", "overlay"] {
             let path = format!("/m/{kind}/a directory/the file");
-            // Paths of some file systems come later than the pages.
+            // On some file systems, paths come later than pages.
             let end = Instant::now() + Duration::from_secs(60);
             let found = loop {
                 guest.until(2, |_| false);

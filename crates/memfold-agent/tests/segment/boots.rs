@@ -1,4 +1,4 @@
-//! Tests of segments: failures, crashes and boots.
+//! Tests of segments in the guest: failures, crashes and boots.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -104,7 +104,7 @@ fn the_next_boot_completes_an_interrupted_merge_of_written_files() {
         guest.places.steps = Steps::ending_at(step);
         let done = guest.take_off().is_ok();
         guest.cut_power();
-        // The boots after it crash as well.
+        // The following boots crash as well.
         for again in [1, 4] {
             guest.places.steps = Steps::ending_at(again);
             settle(&guest.places, "");
@@ -150,7 +150,7 @@ fn a_reboot_merges_the_written_files_and_mounts_the_segment_again() {
     assert_eq!(picture(&guest.opt(), Times::All), seen);
     let report: serde_json::Value = serde_json::from_str(&settled.report()).unwrap();
     assert_eq!(report["laid"][0]["name"], "web");
-    // On a running system it does nothing.
+    // On a running system, settling does nothing.
     let settled = settle(&guest.places, "quiet");
     assert_eq!((settled.merged, settled.problems.len()), (0, 0));
     assert!(guest.is_laid());
@@ -159,7 +159,7 @@ fn a_reboot_merges_the_written_files_and_mounts_the_segment_again() {
     assert!(guest.mounts().is_empty());
     assert!(guest.places.record("web").is_some());
     assert_eq!(picture(&guest.opt(), Times::All), seen);
-    // Without the segment the guest boots as well.
+    // The guest also boots without the segment.
     let settled = settle(&guest.places, "memfold.lay=*");
     assert!(settled.problems.is_empty() && settled.laid.is_empty());
     guest.take_off().unwrap();

@@ -1,5 +1,5 @@
-//! Test fixture: a guest's tree in a directory, with a segment that is a read-only bind mount, in a
-//! mount namespace of the test's own.
+//! Test fixture: a guest's directories below a temporary directory, and a segment as a read-only
+//! bind mount, in a mount namespace of the test.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -25,7 +25,8 @@ pub struct Guest {
     _directory: tempfile::TempDir,
 }
 
-/// Gives this thread a mount namespace of its own. False, with the reason printed, if that fails.
+/// Gives this thread a mount namespace of its own. If that fails, prints the reason and returns
+/// false.
 pub fn private_mounts() -> bool {
     if !rustix::process::geteuid().is_root() {
         memfold_testkit::report_skip("needs root");
@@ -36,7 +37,7 @@ pub fn private_mounts() -> bool {
         memfold_testkit::report_skip("the kernel has no overlayfs");
         return false;
     }
-    // Descriptors stay shared: only UnshareFlags::FILES is what makes this unsafe.
+    // Descriptors stay shared; only UnshareFlags::FILES would make this unsafe.
     #[allow(deprecated)]
     let done = rustix::thread::unshare(UnshareFlags::NEWNS).and_then(|()| {
         let flags = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
@@ -50,7 +51,7 @@ pub fn private_mounts() -> bool {
 
 impl Guest {
     /// Creates a guest: `fill` makes its /usr and /opt, the segment starts as a copy of both, and
-    /// `change` makes it different.
+    /// `change` makes the segment different.
     pub fn new(fill: impl FnOnce(&Path), change: impl FnOnce(&Path)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let top = directory.path().canonicalize().unwrap();
@@ -160,7 +161,7 @@ pub enum Times {
     NotOfDirectories,
 }
 
-/// Returns everything that a program can see of a tree, one line for each path.
+/// Returns everything that a program can see of a directory tree, one line for each path.
 pub fn picture(top: &Path, times: Times) -> BTreeMap<PathBuf, String> {
     let mut lines = BTreeMap::new();
     look(top, Path::new(""), times, &mut lines);

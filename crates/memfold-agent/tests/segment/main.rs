@@ -1,5 +1,5 @@
-//! Tests of segments: laid over a tree, written to, and taken off, with the kernel's overlayfs, as
-//! root, in a private mount namespace.
+//! Tests of segments in the guest: mounted over directories, written to, and unmounted, with the
+//! kernel's overlayfs, as root, in a private mount namespace.
 
 mod boots;
 mod fixture;
@@ -78,7 +78,7 @@ fn only_files_equal_to_the_guest_files_are_read_from_the_segment() {
     assert!(!guest.usr("bin/missing").exists() && !guest.usr("gone").exists());
     let mut seen = picture(&guest.usr(""), Times::All);
     for name in ["same", "target"] {
-        // Their bytes apart, which a real segment has equal.
+        // The bytes of the two files differ, unlike those of a real segment.
         let path = Path::new("bin").join(name);
         assert_eq!(
             seen.remove(&path)
@@ -317,8 +317,8 @@ fn an_open_segment_file_stays_readable_after_the_segment_is_unmounted() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 200, ..ProptestConfig::default() })]
 
-    /// The same operations on a laid tree and on a plain one give the same tree, through the
-    /// overlay and after it is taken off.
+    /// The same operations on a mounted segment and on a plain directory give the same tree,
+    /// through the overlay and after it was unmounted.
     #[test]
     fn file_operations_on_a_mounted_segment_give_the_same_tree_as_on_a_plain_directory(
         operations in proptest::collection::vec(operations::operation(), 1..40),
@@ -335,7 +335,7 @@ proptest! {
             let time = 4_000_000 + i64::try_from(i).unwrap();
             let done = operation.run(&guest.opt(), time);
             let code = |r: &std::io::Result<()>| r.as_ref().err().map(std::io::Error::raw_os_error);
-            // Directories of lower layers can't be renamed; programs copy them then.
+            // Directories of lower layers cannot be renamed; programs then copy them.
             if code(&done) == Some(Some(rustix::io::Errno::XDEV.raw_os_error())) {
                 continue;
             }

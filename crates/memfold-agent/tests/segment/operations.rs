@@ -1,4 +1,4 @@
-//! Operations of programs on a tree, applied to two trees alike.
+//! Operations of programs on a directory tree, which tests apply to two equal trees.
 
 use std::fs;
 use std::io::{self, Write};
@@ -111,7 +111,7 @@ fn refuse_symlink(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Creates the tree at the start.
+/// Creates the tree with which the tests begin.
 pub fn fill(top: &Path) {
     for (i, path) in ["a", "b", "d/a", "d/b", "d/e/a", "f/a", "f/g/a", "only-own"]
         .iter()

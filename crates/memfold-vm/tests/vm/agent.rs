@@ -10,7 +10,7 @@ use memfold_vm::{AgentError, AgentEvent, AgentLink, AgentOptions};
 use memfold_wire::agent::{FromAgent, HintRun, OutputStream, ToAgent, VERSION};
 use memfold_wire::{Decoder, encode};
 
-/// Longer than any step of these tests, even on a busy machine.
+/// Time limit that is longer than any step of these tests, even on a busy machine.
 const LONG: Duration = Duration::from_secs(20);
 
 struct Guest {
@@ -90,7 +90,7 @@ fn link(
     let listener = UnixListener::bind(&path).unwrap();
     let (sender, events) = sync_channel(16);
     let link = AgentLink::start(&path, options, move |event| {
-        // A test that ended has no ear any more.
+        // Sending fails if the test has ended.
         let _ = sender.send(event);
     });
     (dir, listener, link, events)
@@ -107,7 +107,7 @@ fn session(events: &Receiver<AgentEvent>) -> String {
 fn a_guest_reboot_starts_a_new_agent_session_on_the_same_connection() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let mut guest = Guest::accept(&listener);
-    // What comes before a hello is nobody's.
+    // Messages before a Hello are dropped.
     guest.say(&hints(1));
     guest.greet("one");
     guest.say(&hints(2));
@@ -118,7 +118,7 @@ fn a_guest_reboot_starts_a_new_agent_session_on_the_same_connection() {
     );
     guest.greet("two");
     assert_eq!(session(&events), "two");
-    // The event comes before the session can be asked for.
+    // The event comes before the session can be queried.
     assert_eq!(link.wait_session(LONG).unwrap().boot_id, "two");
     assert_eq!((link.stats().sessions, link.stats().dropped), (2, 1));
 }
@@ -129,7 +129,7 @@ fn a_malformed_agent_message_closes_the_connection_and_the_next_connection_works
     let mut guest = Guest::accept(&listener);
     guest.greet("one");
     assert_eq!(session(&events), "one");
-    // Breaks a limit: a run of no pages.
+    // A run of no pages breaks a limit of the protocol.
     guest.say(&hints(0));
     assert!(
         matches!(events.recv_timeout(LONG).unwrap(), AgentEvent::Lost { reason } if reason.contains("protocol"))
@@ -164,7 +164,7 @@ fn an_agent_of_another_version_is_refused_with_a_reason_and_its_hints_are_droppe
 #[test]
 fn the_agent_connection_is_reopened_until_the_agent_sends_a_hello() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
-    // It was restored with its VM: it believes in its session, and goes on telling of it.
+    // The agent was restored with its VM: it still believes in its session, and continues to send.
     let mut guest = Guest::accept(&listener);
     let mut end = [0];
     wait_until("talk without a hello ends the connection", LONG, || {
@@ -174,7 +174,7 @@ fn the_agent_connection_is_reopened_until_the_agent_sends_a_hello() {
     let mut guest = Guest::accept(&listener);
     guest.greet("again");
     assert_eq!(session(&events), "again");
-    // Longer than the second connection's patience, which is two seconds.
+    // This is longer than the second connection waits, which is two seconds.
     std::thread::sleep(Duration::from_secs(3));
     guest.say(&hints(1));
     assert!(matches!(
@@ -216,12 +216,12 @@ fn output_and_exit_code_of_a_guest_command_are_collected() {
             });
         }
         guest.say(&FromAgent::Exited { command, code: 3 });
-        // The next one never ends: it is killed.
+        // This command never ends, so it is killed.
         let ToAgent::Run { command, .. } = guest.hear() else {
             panic!()
         };
         assert_eq!(guest.hear(), ToAgent::Kill { command });
-        // And the last one's guest dies.
+        // The guest of the last command dies.
         assert!(matches!(guest.hear(), ToAgent::Run { .. }));
     });
     link.wait_session(LONG).unwrap();
@@ -273,7 +273,7 @@ fn a_guest_that_sends_too_much_data_is_throttled() {
         stats.throttled > 0 && stats.bytes < 6 * (64 << 10),
         "{stats:?}"
     );
-    // What the socket's buffer holds besides.
+    // The limit includes bytes in the socket's buffer.
     assert!(written < 2 << 20, "{written} bytes were taken in 2 s");
     drop(link);
     drain.join().unwrap();
@@ -294,7 +294,7 @@ fn endless_hello_messages_close_the_connection_and_the_next_connection_works() {
     let drain = std::thread::spawn(move || events.iter().count());
     let mut guest = Guest::accept(&listener);
     let flood = encode(&hello(VERSION, "flood")).unwrap().repeat(1000);
-    // The link closes in the middle of it.
+    // The link closes the connection in the middle of the flood.
     let _ = guest.stream.write_all(&flood);
     let mut guest = Guest::accept(&listener);
     guest.greet("one");

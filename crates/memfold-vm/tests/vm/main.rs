@@ -1,5 +1,5 @@
-//! Tests with VMs on a real QEMU. Most start paused (`-S`): RAM, monitor and process are real, and
-//! no guest uses CPU.
+//! Tests of VMs on a real QEMU. Most VMs start paused (`-S`): RAM, monitor and process are real,
+//! and no guest uses CPU.
 
 mod agent;
 
@@ -46,7 +46,7 @@ impl Drop for Running {
     }
 }
 
-/// A QEMU that memfold didn't start.
+/// A QEMU that memfold did not start.
 struct Foreign {
     child: Child,
     dir: tempfile::TempDir,
@@ -130,7 +130,7 @@ fn prove(vm: &Vm, qmp: &mut Qmp, layout: &RamLayout, gpa: u64) {
 fn the_memory_layout_of_a_small_vm_equals_the_layout_in_qemu() {
     let state = tempfile::tempdir().unwrap();
     let mut spec = paused("small", ByteSize::mib(512));
-    // Without a trust domain its memory is not offered to KSM.
+    // The memory of a VM without a trust domain is not offered to KSM.
     spec.domain = Some("d".into());
     let vm = Running::start(state.path(), spec);
     let mut qmp = vm.0.qmp().unwrap();
@@ -340,11 +340,11 @@ fn a_killed_vm_is_detected_and_its_files_are_removed() {
     assert!(vm.0.process().wait_exit(Duration::from_secs(5)).unwrap());
     assert!(Vm::discover(state.path()).unwrap().is_empty());
     assert!(VmDirectory::all(state.path()).unwrap().is_empty());
-    // And the name is free again.
+    // The name can be used again.
     Running::start(state.path(), paused("victim", ByteSize::mib(64)));
 }
 
-/// Started by the next test in a separate process.
+/// Helper of the next test, which starts it in a separate process.
 #[test]
 #[ignore = "a part of the next test"]
 fn helper_process_starts_a_vm_and_waits_to_be_killed() {
@@ -387,7 +387,8 @@ fn a_vm_survives_the_process_that_started_it_and_is_taken_over() {
     assert_eq!(status["status"], "prelaunch");
     assert_eq!(vm.0.stop(Duration::from_secs(5)).unwrap(), StopKind::Quit);
     assert!(Vm::discover(state.path()).unwrap().is_empty());
-    // A stranger's pid in the record: never touched, and the directory is stale.
+    // The record contains the pid of another process: that process is never touched, and the
+    // directory is stale.
     let directory = VmDirectory::of(state.path(), "stranger");
     directory.create().unwrap();
     let mut record = vm.0.record().unwrap().clone();
@@ -466,13 +467,14 @@ fn a_booted_guest_of_another_user_is_folded_and_shuts_down_on_request() {
     let (hva, pages) = (block.hva.0, block.pages);
     let add = Order::AddRam { hva, pages, advice };
     assert_eq!(link.order(&add, None).unwrap(), Reply::Ok);
-    // Dropped pages of zeroes: pagemap, userfaultfd and moves work with the rights given up.
+    // Zero pages are dropped: pagemap, userfaultfd and moves also work after QEMU has dropped its
+    // rights.
     let ranges = vec![Range { hva, pages }];
     match link.order(&Order::DropZero { ranges }, None).unwrap() {
         Reply::Zero { scanned, .. } => assert!(scanned > 1000, "{scanned}"),
         other => panic!("{other:?}"),
     }
-    // The guest's ACPI daemon may not listen yet: stopping asks again until it does.
+    // The guest's ACPI daemon may not listen yet, so `stop` repeats its request until it does.
     assert_eq!(
         vm.0.stop(Duration::from_secs(60)).unwrap(),
         StopKind::PoweredDown

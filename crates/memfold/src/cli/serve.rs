@@ -513,7 +513,7 @@ mod tests {
     use super::*;
 
     /// Environment variable with the name of the thread that panics in
-    /// [`panics_where_it_is_told_to`].
+    /// [`helper_process_panics_in_the_named_thread`].
     const WHO: &str = "MEMFOLD_TEST_PANIC";
 
     /// Returns the exit code of a process in which the thread `who` panics.

@@ -18,10 +18,10 @@ use serde_json::{Value, json};
 use super::flood::{best_second, count_answers};
 use crate::support::{Daemon, code, err, refusals, refused, run, wait};
 
-/// A daemon that serves browsers, and what its log says of it.
+/// A daemon that serves browsers, and the addresses in its log.
 pub struct Door {
     pub daemon: Daemon,
-    /// `127.0.0.1:PORT`.
+    /// Address of the TCP endpoint, `127.0.0.1:PORT`.
     pub host: String,
 }
 
@@ -53,7 +53,7 @@ impl Door {
         Self { daemon, host }
     }
 
-    /// A request with these header fields beside `host`, unless they name one.
+    /// Sends a request with `headers`. A header `host` is added unless `headers` has one.
     pub fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
         let mut stream = TcpStream::connect(&self.host).unwrap();
         stream
@@ -74,7 +74,7 @@ impl Door {
             let _ = write!(head, "{name}: {value}\r\n");
         }
         stream.write_all(format!("{head}\r\n").as_bytes()).unwrap();
-        // It may refuse before the body has come whole.
+        // The daemon may refuse the request before it has received the whole body.
         let _ = stream.write_all(body.as_bytes());
         answer(&mut stream)
     }
@@ -93,7 +93,7 @@ impl Door {
             .join(format!("{role}.token"))
     }
 
-    /// The cookie of a session that begins with a token.
+    /// Logs in with a token, and returns the cookie of the session.
     fn session(&self, role: &str) -> String {
         let body = json!({ "secret": self.token(role) }).to_string();
         let answer = self.ask("POST", "/v1/session", &[], &body);
@@ -140,7 +140,7 @@ pub fn code_url(daemon: &Daemon, role: &str) -> String {
     assert_eq!(status, 200, "{body}");
     let made: Value = serde_json::from_str(&body).unwrap();
     assert_eq!(made["role"], role);
-    // Addresses come after names.
+    // URLs with addresses come after those with names.
     let urls = made["urls"].as_array().unwrap();
     urls.last().unwrap().as_str().unwrap().to_owned()
 }
@@ -220,7 +220,7 @@ fn the_token_of_a_host_allows_only_registry_requests_in_the_name_of_the_host() {
         assert_eq!(answer.status, 403, "{foreign}: {}", answer.body);
         assert!(answer.body.contains("host 'b'"), "{}", answer.body);
     }
-    // A path on its host would be one on this.
+    // The path would be one of this host's files.
     let lender = json!({"host": "b", "incarnation": 1});
     let endpoint = json!({"address": {"unix": "/run/x"}, "key": null});
     let publish = json!({"publish": {"id": 1, "lender": lender, "endpoint": endpoint}});
@@ -239,7 +239,7 @@ fn the_token_of_a_host_allows_only_registry_requests_in_the_name_of_the_host() {
         let answer = door.ask(method, path, &headers, "{}");
         assert_eq!(answer.status, 403, "{method} {path}: {}", answer.body);
     }
-    // It begins no session, and readers don't ask the registry.
+    // A host's token begins no session, and readers may not call the registry.
     let login = json!({ "secret": token }).to_string();
     assert_eq!(door.ask("POST", "/v1/session", &[], &login).status, 401);
     let (status, _) = door
@@ -251,7 +251,7 @@ fn the_token_of_a_host_allows_only_registry_requests_in_the_name_of_the_host() {
     let reader = [("authorization", reader.as_str())];
     let answer = door.ask("POST", "/v1/registry", &reader, &picture);
     assert_eq!(answer.status, 403, "{}", answer.body);
-    // Refusals are noted, and what is done several times a second isn't.
+    // Refusals are logged; calls that come several times a second are not.
     let audit = door.audit();
     let asked = audit.iter().filter(|entry| entry["path"] == "/v1/registry");
     assert!(asked.clone().count() >= 8);
@@ -259,7 +259,7 @@ fn the_token_of_a_host_allows_only_registry_requests_in_the_name_of_the_host() {
     refused(&run(&["host", "add"]), 2, &["<HOST>"]);
     let bad = door.daemon.run(&["host", "add", "a/b"]);
     refused(&bad, 1, &["letters, digits"]);
-    // Without an address for other hosts a token would be of no use.
+    // Without an address that other hosts can reach, a token would be of no use.
     let closed = Daemon::start();
     refused(&closed.run(&["host", "add", "b"]), 1, &["--listen"]);
 }
@@ -339,7 +339,7 @@ fn web_pages_of_other_origins_can_neither_read_nor_change_data() {
     assert_eq!(pause(&[own, ("origin", "null")]), 403);
     assert_eq!(pause(&[own, ("sec-fetch-site", "cross-site")]), 403);
     assert_eq!(pause(&[own, ("sec-fetch-site", "same-site")]), 403);
-    // A name of the attacker's that points here.
+    // Host names of the attacker that resolve to this address.
     for host in ["attacker.example", "localhost.attacker.example:80"] {
         let headers = [("cookie", cookie.as_str()), ("host", host), own];
         let answer = door.ask("GET", "/v1/vms", &headers, "");
@@ -349,7 +349,7 @@ fn web_pages_of_other_origins_can_neither_read_nor_change_data() {
     }
     let named = [("cookie", cookie.as_str()), ("host", "vm1.example:1")];
     assert_eq!(door.ask("GET", "/v1/vms", &named, "").status, 200);
-    // No other site is ever allowed to look at an answer, or to ask with the header.
+    // No other site is ever allowed to read a response or to send the header.
     let asked = [
         ("origin", "http://attacker.example"),
         ("access-control-request-method", "PUT"),
@@ -387,7 +387,7 @@ fn http_requests_are_limited_in_length_time_and_number() {
     for body in ["{", "[]", "nul", r#"{"paused":1}"#, "\u{0}"] {
         assert_eq!(door.ask("PUT", "/v1/fold", &headers, body).status, 400);
     }
-    // One that never says what it wants is let go.
+    // A client that never sends a request is disconnected.
     let mut silent = TcpStream::connect(&door.host).unwrap();
     silent
         .set_read_timeout(Some(patience(Duration::from_secs(25))))
@@ -396,7 +396,7 @@ fn http_requests_are_limited_in_length_time_and_number() {
     if let Err(error) = silent.read_to_end(&mut Vec::new()) {
         assert_eq!(error.kind(), ErrorKind::ConnectionReset, "not let go");
     }
-    // More connections than there are places keep nobody of this host out, and no other address.
+    // More connections than the limit keep out neither users of this host nor other addresses.
     let held: Vec<TcpStream> = (0..400)
         .map(|_| connect_from([127, 0, 0, 2].into(), &door.host))
         .collect();
@@ -405,7 +405,7 @@ fn http_requests_are_limited_in_length_time_and_number() {
     let answer = door.ask("GET", "/v1/vms", &[("authorization", &bearer)], "");
     assert_eq!(answer.status, 200);
     drop(held);
-    // Who isn't known yet has nothing to say that is long.
+    // A client that is not known yet may only send a short body.
     let long = json!({ "secret": "x".repeat(8 << 10) }).to_string();
     assert_eq!(
         door.ask("POST", "/v1/session", &[("x-memfold", "1")], &long)
@@ -419,7 +419,7 @@ fn a_flood_of_requests_uses_no_additional_memory_and_blocks_no_local_client() {
     const FLOOD: Duration = Duration::from_secs(5);
     let door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("read"));
-    // Meanwhile as many as there may be read nothing of the samples that they asked for.
+    // Meanwhile, as many clients as permitted do not read the samples that they requested.
     let unread: Vec<_> = (0..12).map(|_| stream(&door, &bearer)).collect();
     assert!(unread.iter().all(|(_, status)| *status == 200));
     let pid = door.daemon.child.id();
@@ -429,7 +429,7 @@ fn a_flood_of_requests_uses_no_additional_memory_and_blocks_no_local_client() {
         let words = line.unwrap().trim().strip_suffix(" kB").unwrap();
         words.parse().unwrap()
     };
-    // The most from now on (proc_pid_clear_refs(5)).
+    // Resets the process's peak memory (proc_pid_clear_refs(5)).
     std::fs::write(format!("/proc/{pid}/clear_refs"), "5").unwrap();
     let before = kib("VmRSS:");
     let request = format!("GET /v1/report HTTP/1.1\r\nhost: {}\r\n\r\n", door.host).repeat(64);
@@ -460,12 +460,12 @@ fn a_flood_of_requests_uses_no_additional_memory_and_blocks_no_local_client() {
     );
     assert!(best >= 1_000.0, "no flood: {best:.0} a second");
     assert!(grown < 32 << 10, "{grown} KiB more");
-    // The log is no longer for it.
+    // This client can no longer add entries to the log.
     let noted = door.audit().len();
     assert!(noted <= 130, "{noted}");
 }
 
-/// Asks for the stream of samples, reads the head of the answer, and then nothing more.
+/// Requests the stream of samples, and reads only the head of the response.
 fn stream(door: &Door, bearer: &str) -> (TcpStream, u16) {
     let mut stream = TcpStream::connect(&door.host).unwrap();
     let limit = Some(Duration::from_secs(20));
@@ -489,7 +489,7 @@ fn the_number_of_unread_streams_is_limited_and_other_requests_are_served() {
     let held: Vec<_> = (0..12).map(|_| stream(&door, &bearer)).collect();
     assert!(held.iter().all(|(_, status)| *status == 200));
     assert_eq!(stream(&door, &bearer).1, 503);
-    // Those who operate have some of their own.
+    // Operators have streams of their own.
     let operator = format!("Bearer {}", door.token("operate"));
     let operates: Vec<_> = (0..4).map(|_| stream(&door, &operator)).collect();
     assert!(operates.iter().all(|(_, status)| *status == 200));
@@ -497,7 +497,7 @@ fn the_number_of_unread_streams_is_limited_and_other_requests_are_served() {
     assert_eq!(door.daemon.http("GET", "/v1/report", b"").0, 200);
     drop((held, operates));
     wait("places are free again", || stream(&door, &bearer).1 == 200);
-    // Open streams don't keep the daemon from ending.
+    // Open streams do not keep the daemon from ending.
     let (mut open, status) = stream(&door, &bearer);
     assert_eq!(status, 200);
     let mut text = String::new();
@@ -550,7 +550,7 @@ fn over_tls_the_session_cookie_is_host_only_and_secure() {
         set.contains("__Host-memfold-") && set.contains("; Secure"),
         "{set}"
     );
-    // Plain HTTP is no TLS.
+    // A client that speaks plain HTTP is refused.
     let mut plain = TcpStream::connect(&door.host).unwrap();
     plain
         .write_all(b"GET /v1/vms HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -559,8 +559,8 @@ fn over_tls_the_session_cookie_is_host_only_and_secure() {
     let _ = plain.read_to_end(&mut bytes);
     assert!(!bytes.starts_with(b"HTTP/"));
 
-    // Another certificate takes its place while the daemon runs. Before its key is there, too, the
-    // old one is shown.
+    // The certificate is replaced while the daemon runs. The daemon keeps the old one until the new
+    // key is there, too.
     let [new, new_key] = [path("new.pem"), path("new-key.pem")];
     assert!(make(&new, &new_key).unwrap().status.success());
     let old = path("old.pem");
@@ -605,7 +605,7 @@ fn listening_on_a_non_loopback_address_is_refused_without_tls() {
     refused(&unknown, 1, &["no-such-group-here", "groupadd"]);
     assert_eq!(code(&arguments(&["--tls-cert", "c"])), 2);
     assert_eq!(code(&arguments(&["--allow-host", "c"])), 2);
-    // A daemon without a TCP door logs nobody in.
+    // A daemon without a TCP endpoint accepts no login.
     let daemon = Daemon::start();
     let (status, body) = daemon.http("POST", "/v1/session/codes", br#"{"role":"read"}"#);
     assert_eq!(status, 409);
@@ -631,8 +631,8 @@ fn as_nobody(socket: &Path, group: &str, method: &str, path: &str) -> (u16, Stri
     (status.parse().unwrap(), body.to_owned())
 }
 
-/// Two hundred connections of user 65534 with this group, which say nothing, until the process's
-/// input ends.
+/// Holds two hundred idle connections of user 65534 with this group, until the standard input of
+/// the process ends.
 fn hold_as_nobody(socket: &Path, group: &str) -> Child {
     let hold = "my @held = map { IO::Socket::UNIX->new(Peer => $ARGV[0]) } 1 .. 200; $| = 1; print \"held\\n\"; <STDIN>";
     let mut child = Command::new("setpriv")
@@ -655,7 +655,7 @@ fn the_rights_of_a_unix_socket_client_follow_from_its_user_and_group() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("only root can be somebody else");
     }
-    // Groups that every Debian has; nobody is a member of them here.
+    // Every Debian has these groups; here, the user nobody is in neither.
     let daemon = Daemon::start_with(&["--read-group", "games", "--operate-group", "news"]);
     let reachable = Permissions::from_mode(0o755);
     set_permissions(daemon.directory.path(), reachable).unwrap();
@@ -672,13 +672,13 @@ fn the_rights_of_a_unix_socket_client_follow_from_its_user_and_group() {
     }
     let (_, body) = as_nobody(&socket, &users, "GET", "/v1/vms");
     assert!(body.contains("memfold-operate"), "{body}");
-    // However many connections those hold who may nothing, who may read is served.
+    // However many connections users without access hold, readers are served.
     let mut strangers = hold_as_nobody(&socket, &users);
     let answer = as_nobody(&socket, &games, "GET", "/v1/vms");
     assert_eq!(answer.0, 200, "{}", answer.1);
     drop(strangers.stdin.take());
     strangers.wait().unwrap();
-    // Nobody but root, if no group is let in.
+    // If no group has access, only root does.
     let closed = Daemon::start();
     let mode = std::fs::metadata(closed.socket())
         .unwrap()
@@ -742,7 +742,7 @@ fn a_disconnected_client_is_audited_and_a_read_only_client_cannot_fill_the_audit
     let door = Door::open(&[]);
     door.daemon.paused_vm("web1", &[]);
     let bearer = format!("authorization: Bearer {}", door.token("operate"));
-    // Its guest never shuts down, so the answer takes its time; nobody waits for it.
+    // The guest never shuts down, so the response takes time; the client does not wait for it.
     let body = r#"{"timeout_s":2.0}"#;
     let mut stream = TcpStream::connect(&door.host).unwrap();
     write!(
@@ -766,9 +766,9 @@ fn a_disconnected_client_is_audited_and_a_read_only_client_cannot_fill_the_audit
         door.ask("POST", "/v1/session/codes", &headers, r#"{"role":"read"}"#);
     }
     let codes = noted("/v1/session/codes");
-    // Sixty a minute, and a minute may end meanwhile.
+    // The limit is sixty a minute, and a minute may end meanwhile.
     assert!((1..=130).contains(&codes), "{codes}");
-    // What operators do is noted all the same.
+    // Requests of operators are logged all the same.
     let change = br#"{"paused":true}"#;
     assert_eq!(door.daemon.http("PUT", "/v1/fold", change).0, 200);
     assert_eq!(noted("/v1/fold"), 1);

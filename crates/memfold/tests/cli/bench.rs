@@ -9,17 +9,17 @@ use tempfile::TempDir;
 
 use crate::support::{code, out, program, refused};
 
-/// The program in a directory where nothing else is.
+/// Copies the program to a directory where no other program is.
 fn alone() -> TempDir {
     let own = program().get_program().to_owned();
     let own = Path::new(&own);
-    // A hard link, which lies where it is called.
+    // A hard link makes the program believe that it is in the new directory.
     let directory = tempfile::tempdir_in(own.parent().unwrap()).unwrap();
     std::fs::hard_link(own, directory.path().join("memfold")).unwrap();
     directory
 }
 
-/// A `memfold-bench` that runs a line of shell, and ends with code 7.
+/// Makes a `memfold-bench` that runs a line of shell, and exits with code 7.
 fn put_bench(directory: &Path, line: &str) {
     let file = directory.join("memfold-bench");
     let script = format!("#!/bin/sh\n{line}\nexit 7\n");

@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::lending::{self, Swapping, export, wait_free};
 use crate::support::{Daemon, code, err, out, program, refusals, refused, server, wait};
 
-/// The certificate authority for servers and hosts of one test.
+/// The certificate authority of one test, which signs certificates of servers and hosts.
 struct Authority {
     directory: tempfile::TempDir,
 }
@@ -29,7 +29,7 @@ fn openssl(directory: &Path, arguments: &str) {
 }
 
 impl Authority {
-    /// `None` where there is no openssl.
+    /// Creates the authority; `None` if openssl is missing.
     fn new() -> Option<Self> {
         if Command::new("openssl").arg("version").output().is_err() {
             return memfold_testkit::reports_skip("openssl is not installed");
@@ -44,7 +44,8 @@ impl Authority {
         Some(Self { directory })
     }
 
-    /// A certificate for 127.0.0.1 and its key; with `days` below 0 it has expired.
+    /// Makes a certificate for 127.0.0.1 and its key. With `days` below 0, the certificate has
+    /// expired.
     fn issue(&self, name: &str, days: i32) {
         let place = self.directory.path();
         openssl(
@@ -65,7 +66,7 @@ impl Authority {
         self.directory.path().join(name).display().to_string()
     }
 
-    /// A file that holds a token, for its owner alone.
+    /// Writes a token to a file that only its owner can read, and returns the path.
     fn token(&self, name: &str, token: &str) -> String {
         let path = self.path(name);
         write(&path, token).unwrap();
@@ -73,7 +74,7 @@ impl Authority {
         path
     }
 
-    /// Arguments of a daemon that serves over TLS with this certificate.
+    /// Returns the arguments of a daemon that serves over TLS with this certificate.
     fn serving(&self, name: &str) -> Vec<String> {
         let words = ["--listen", "127.0.0.1:0", "--tls-cert", "--tls-key"];
         let [listen, address, cert, key] = words.map(str::to_owned);
@@ -88,7 +89,7 @@ impl Authority {
         ]
     }
 
-    /// Arguments of a daemon that uses the registry at `url`.
+    /// Returns the arguments of a daemon that uses the registry at `url`.
     fn asking(&self, url: &str, token: &str) -> Vec<String> {
         let words = [
             "--registry",
@@ -106,7 +107,7 @@ fn strs(words: &[String]) -> Vec<&str> {
     words.iter().map(String::as_str).collect()
 }
 
-/// The token for a host, and where it is asked for.
+/// Returns the token for a host, and the URL of the registry.
 fn admit(registry: &Daemon, host: &str) -> (String, String) {
     let made = registry.json(&["host", "add", host]);
     assert_eq!(made["host"], host);
@@ -132,7 +133,7 @@ fn hosts_lend_and_borrow_over_tls_with_a_separate_token_for_each_host() {
     };
     let status = registry.json(&["lend"]);
     assert_eq!(status["listens"], "127.0.0.1");
-    // Its text is the token alone, for a file.
+    // The output is the token alone, so that it can be redirected to a file.
     let output = registry.run(&["host", "add", "b"]);
     assert_eq!(out(&output).trim().len(), 64, "{}", out(&output));
     assert!(err(&output).contains("--registry https://127.0.0.1:"));
@@ -147,7 +148,7 @@ fn hosts_lend_and_borrow_over_tls_with_a_separate_token_for_each_host() {
     let leases = borrower.json(&["leases"]);
     assert_eq!(leases["registry"], url.as_str());
     assert_eq!(leases["leases"][0]["borrower"], "b");
-    // A stranger at the export is counted.
+    // An unknown client at the export is counted.
     let stranger = strangers(&export_ports(&registry));
     wait("the stranger is counted", || {
         registry.json(&["lend"])["refused"].as_u64() >= Some(stranger)
@@ -158,21 +159,21 @@ fn hosts_lend_and_borrow_over_tls_with_a_separate_token_for_each_host() {
     vm.wait_place("on_copy");
     wait_free(&registry);
     vm.borrow(&[]);
-    // Renewals are no news: the audit log holds what people did.
+    // The audit log has no entries about renewals, only about actions of users.
     let (_, log) = registry.http("GET", "/v1/audit", b"");
     assert!(!log.contains("/v1/registry"), "{log}");
     assert!(log.contains("/v1/hosts"), "{log}");
     vm.give_back();
     vm.read(2, 8);
     wait_free(&registry);
-    // Without its token it gets nothing more.
+    // After its token was removed, the host is refused.
     assert_eq!(registry.json(&["host", "list"]), serde_json::json!(["b"]));
     assert_eq!(registry.json(&["host", "remove", "b"]), true);
     refused(&borrower.run(&["borrow", "v"]), 1, &["needs a login"]);
     assert!(refusals(&registry, "credentials") >= 1.0);
 }
 
-/// Ports on which processes that the daemon exports by listen.
+/// Returns the ports on which the daemon's exporting processes listen.
 fn export_ports(lender: &Daemon) -> Vec<u16> {
     let pid = export(lender).as_raw_nonzero();
     let sockets: Vec<String> = std::fs::read_dir(format!("/proc/{pid}/fd"))
@@ -186,7 +187,7 @@ fn export_ports(lender: &Daemon) -> Vec<u16> {
     let table = std::fs::read_to_string(format!("/proc/{pid}/net/tcp")).unwrap();
     let port = |line: &str| {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        // Listening, and one of its own.
+        // A listening socket of one of the processes.
         let is_it = fields[3] == "0A" && sockets.iter().any(|inode| fields[9] == inode);
         let port = fields[1].split_once(':')?.1;
         is_it.then(|| u16::from_str_radix(port, 16).unwrap())
@@ -194,7 +195,7 @@ fn export_ports(lender: &Daemon) -> Vec<u16> {
     table.lines().skip(1).filter_map(port).collect()
 }
 
-/// Speaks something else to these ports; how often.
+/// Sends text that is not the export's protocol to these ports. Returns the number of ports.
 fn strangers(ports: &[u16]) -> u64 {
     assert!(!ports.is_empty());
     for port in ports {
@@ -225,7 +226,7 @@ fn wrong_credentials_and_certificates_are_refused_named_and_counted() {
         let daemon = host("b", &authority.asking(&url, &token));
         let output = daemon.run(&["lend", "--max", "64M"]);
         if name == "c" && code(&output) == 0 {
-            // It may look, and is refused when it speaks for another.
+            // The host may read the registry, but is refused when it acts in another host's name.
             wait("it is refused", || {
                 let problem = daemon.json(&["lend"])["problem"].clone();
                 problem.as_str().is_some_and(|p| p.contains(words))
@@ -238,7 +239,7 @@ fn wrong_credentials_and_certificates_are_refused_named_and_counted() {
     assert!(refusals(&registry, "rights") >= 1.0);
     let (_, log) = registry.http("GET", "/v1/audit", b"");
     assert!(log.contains("request is for host 'b'") && !log.contains(&token));
-    // What isn't TLS, and who trusts another authority.
+    // A client that does not speak TLS, and one that trusts another authority, are refused.
     let before = refusals(&registry, "tls");
     let mut plain = TcpStream::connect(url.strip_prefix("https://").unwrap()).unwrap();
     plain.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
@@ -256,7 +257,7 @@ fn wrong_credentials_and_certificates_are_refused_named_and_counted() {
     wait("both are counted", || {
         refusals(&registry, "tls") >= before + 2.0
     });
-    // One whose certificate has expired is asked nothing.
+    // A server whose certificate has expired gets no request.
     let old = Daemon::start_with(&strs(&authority.serving("old")));
     let (token, url) = admit(&old, "b");
     let token = authority.token("old.token", &token);
@@ -308,7 +309,7 @@ fn a_daemon_with_unusable_registry_options_does_not_start() {
     assert_eq!(code(&serve(&["--registry-ca", &ca])), 2);
 }
 
-/// An etcd of one member, killed with this.
+/// An etcd of one member, which is killed when this is dropped.
 struct Etcd {
     child: Child,
     command: Vec<String>,
@@ -318,7 +319,7 @@ struct Etcd {
 }
 
 impl Etcd {
-    /// Starts etcd with more arguments and the scheme of its clients; `None` if etcd is not
+    /// Starts etcd with more arguments; `scheme`: URL scheme of its clients. `None` if etcd is not
     /// installed.
     fn start(scheme: &str, more: &[&str]) -> Option<Self> {
         let program = server("etcd", "etcd", "--version")?;
@@ -367,7 +368,7 @@ impl Etcd {
 
 impl Drop for Etcd {
     fn drop(&mut self) {
-        // Fails only for one that has ended.
+        // This fails only if etcd has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -385,7 +386,7 @@ fn no_byte_is_lost_or_lent_twice_when_daemons_and_etcd_are_killed() {
     };
     let url = etcd.url.clone();
     let registry = ["--registry", url.as_str()];
-    // It may not answer yet.
+    // etcd may not answer yet.
     let first = Daemon::start_with(&[&["--host", "x"], registry.as_slice()].concat());
     wait("etcd serves", || code(&first.run(&["leases"])) == 0);
     let Some(mut lender) = lending::lender("a", &registry, &["--listen", "127.0.0.1"]) else {
@@ -396,11 +397,11 @@ fn no_byte_is_lost_or_lent_twice_when_daemons_and_etcd_are_killed() {
     vm.write(1, 0);
     assert_eq!(vm.borrow(&[])["place"], "lent");
     vm.write(2, 8);
-    // etcd is away for longer than a lender may be silent: nobody gives anything up.
+    // etcd is away for longer than a lender may be silent, and no loan is given up.
     etcd.kill();
     std::thread::sleep(std::time::Duration::from_secs(5));
     vm.read(2, 8);
-    // What it has borrowed it knows itself.
+    // The borrower itself knows its loans.
     let output = borrower.run(&["leases"]);
     refused(
         &output,
@@ -416,7 +417,7 @@ fn no_byte_is_lost_or_lent_twice_when_daemons_and_etcd_are_killed() {
     assert_eq!(vm.place(), "lent");
     let lent = |daemon: &Daemon| daemon.json(&["leases"])["lenders"][0]["lent_bytes"].clone();
     assert_eq!(lent(&borrower), 64 << 20);
-    // The borrower's daemon.
+    // The borrower's daemon dies.
     kill_daemon(&mut borrower);
     borrower.start_again();
     let vm = Swapping {
@@ -425,7 +426,7 @@ fn no_byte_is_lost_or_lent_twice_when_daemons_and_etcd_are_killed() {
     };
     assert_eq!(vm.place(), "lent");
     vm.read(1, 0);
-    // The lender's: what it lent ends with it, and is nobody's when it lends again.
+    // The lender's daemon dies: its exports end, and its leases are gone when it lends again.
     kill_daemon(&mut lender);
     vm.read(2, 8);
     vm.wait_place("on_copy");

@@ -11,14 +11,14 @@ fn level(daemon: &Daemon) -> Value {
     daemon.json(&["debt"])["level"].clone()
 }
 
-/// The check of the debt by doctor: from the API, and from the command line.
+/// Returns doctor's check of the debt, from the API and from the command line.
 fn doctor(daemon: &Daemon) -> (Value, String) {
     let (status, body) = daemon.http("GET", "/v1/doctor", b"");
     assert_eq!(status, 200, "{body}");
     let report: Value = serde_json::from_str(&body).unwrap();
     let checks = report["checks"].as_array().unwrap();
     let debt = checks.iter().find(|check| check["name"] == "debt");
-    // It may lack something else.
+    // Other checks may fail on this host.
     (debt.unwrap().clone(), out(&daemon.run(&["doctor"])))
 }
 
@@ -56,11 +56,11 @@ fn debt_limits_are_shown_and_set_and_refused_if_out_of_range() {
         (&"ok".into(), &Value::Null)
     );
     assert!(words.contains("the brake is off"), "{words}");
-    // Without a daemon there is none.
+    // Without a daemon, there is no such check.
     let missing = daemon.directory.path().join("nobody");
     let alone = run(&["--socket", missing.to_str().unwrap(), "doctor"]);
     assert!(!out(&alone).contains("the brake"), "{}", out(&alone));
-    // The ledger shows it, too.
+    // The ledger shows the debt, too.
     let report = daemon.json(&["report"]);
     assert_eq!(report["ledger"]["debt"]["reserve_bytes"], total / 2);
     assert!(out(&daemon.run(&["report"])).contains("owed when written to"));
@@ -82,7 +82,7 @@ fn debt_limits_are_shown_and_set_and_refused_if_out_of_range() {
 #[test]
 fn a_braked_host_refuses_new_vms_with_a_reason_until_enough_memory_is_available() {
     let daemon = Daemon::start();
-    // Its firmware runs, and finds nothing to boot: what is paused is not saved.
+    // The firmware of this VM runs and finds nothing to boot, because a paused VM cannot be saved.
     let one = [
         "vm", "run", "--name", "one", "--memory", "64M", "--domain", "d",
     ];
@@ -92,7 +92,7 @@ fn a_braked_host_refuses_new_vms_with_a_reason_until_enough_memory_is_available(
     let held = saved["counts"]["saved_pages"].as_u64().unwrap() * 4096;
     assert!(held > 0, "{saved}");
     daemon.json(&["vm", "stop", "one", "--timeout", "0"]);
-    // Nobody shares anything yet; the first clone would.
+    // No VM shares memory yet, but the first clone would.
     let all = daemon.json(&["debt", "--reserve", "100%"]);
     if all["debt_bytes"] != 0 {
         memfold_testkit::skip!("KSM has merged memory on this host, whose debt puts the brake on");
@@ -113,7 +113,7 @@ fn a_braked_host_refuses_new_vms_with_a_reason_until_enough_memory_is_available(
     let forced = daemon.run(&[&clone[..], &["--despite-brake"]].concat());
     assert_eq!(code(&forced), 0, "{}", err(&forced));
 
-    // It shares its image now: all of it is owed.
+    // The clone shares its image now, which counts as debt.
     wait("the brake", || level(&daemon) == "braked");
     wait("the clone is looked at", || {
         daemon.json(&["debt"])["starting_bytes"] == 0
@@ -153,7 +153,7 @@ fn a_braked_host_refuses_new_vms_with_a_reason_until_enough_memory_is_available(
     let ksm = daemon.run(&["ksm", "start", "--domain", "d"]);
     refused(&ksm, 1, &["KSM is not steered: the brake is on"]);
 
-    // Enough again: not at once, and then for everybody.
+    // Enough memory is available again: the brake stays on for a while, and then all VMs may start.
     let again = std::time::Instant::now();
     let (debt, words) = doctor(&daemon);
     assert_eq!(debt["status"], "warn", "{debt}");

@@ -34,7 +34,7 @@ fn an_estimate_works_without_a_daemon_and_uses_the_names_and_domains_of_a_daemon
     };
     let foreign = parse(alone(&[&pids[0], &names[1], "--json"]));
     assert_eq!(foreign["daemon"], false);
-    // Each is on its own: what both have, the firmware, is not counted.
+    // Each VM is alone in its domain, so the firmware, which both have, is not counted.
     assert_eq!(foreign["domains"].as_array().unwrap().len(), 2);
     assert_eq!(foreign["vms"][0]["domain"], Value::Null);
     assert_eq!(foreign["vms"][1]["between"]["bytes"], 0);
@@ -55,7 +55,7 @@ fn an_estimate_works_without_a_daemon_and_uses_the_names_and_domains_of_a_daemon
     ] {
         assert!(out(&text).contains(word), "no '{word}' in: {}", out(&text));
     }
-    // No progress in a pipe.
+    // In a pipe, no progress is printed.
     assert_eq!(err(&text), "");
     refused(&alone(&["ghost"]), 1, &["ghost", "memfold ksm status"]);
     let ghost = format!("{}=x", std::process::id());
@@ -121,7 +121,7 @@ fn fingerprints_of_two_hosts_with_the_same_key_are_compared() {
     };
     let made = make("north", "north.json", "key");
     assert_eq!(made["key_is_new"], true);
-    // Other tests' VMs may be there too.
+    // VMs of other tests may run, too.
     assert!(made["vms"].as_u64() >= Some(2), "{made}");
     assert_eq!(make("south", "south.json", "key")["key_is_new"], false);
     make("west", "west.json", "other-key");
@@ -154,7 +154,8 @@ fn fingerprints_of_two_hosts_with_the_same_key_are_compared() {
 fn a_placement_proposal_over_http_equals_the_proposal_of_the_command_line() {
     let daemon = Daemon::start();
     let place = tempfile::tempdir().unwrap();
-    // Two hosts, of which each has a VM of the same contents; more than other requests may hold.
+    // Two hosts each have a VM with the same contents; the request is larger than other requests
+    // may be.
     let print = |host: &str| {
         let contents: Vec<u64> = (0..60_000).map(|n| (1 << 62) + n).collect();
         let vm = json!({"name": format!("vm-{host}"), "domain": "d", "ram_bytes": 256 << 20, "beside_bytes": 0, "contents": contents});

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Counts answers in what is read, until that ends.
+/// Counts the responses in the data from `reader`, until the data ends.
 pub fn count_answers(mut reader: TcpStream, count: &AtomicU64) {
     const BEGIN: &[u8] = b"HTTP/1.1 ";
     let (mut some, mut text) = (vec![0; 1 << 16], Vec::new());
@@ -13,12 +13,12 @@ pub fn count_answers(mut reader: TcpStream, count: &AtomicU64) {
         text.extend_from_slice(&some[..read]);
         let begun = text.windows(BEGIN.len()).filter(|&part| part == BEGIN);
         count.fetch_add(begun.count() as u64, Ordering::Relaxed);
-        // What may be the beginning of one.
+        // The end of the text may be the beginning of a response.
         text.drain(..text.len().saturating_sub(BEGIN.len() - 1));
     }
 }
 
-/// The most in a second, of a count that was looked at often.
+/// Returns the largest number in a second, of a count that was sampled often.
 pub fn best_second(seen: &[(Instant, u64)]) -> f64 {
     let rates = seen.iter().enumerate().filter_map(|(i, (from, before))| {
         let mut later = seen[i..].iter();

@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::support::{Daemon, Small, code, err, out, refused, wait};
 
-/// Runs a command that has to end within a time.
+/// Runs a command, which must end within `limit`.
 #[track_caller]
 fn within(limit: Duration, command: &mut Command) -> Output {
     let mut child = command
@@ -50,7 +50,7 @@ fn pid_of(vm: &Value) -> Option<Pid> {
     Pid::from_raw(i32::try_from(vm["pid"].as_i64()?).ok()?)
 }
 
-/// Waits until a VM is in this state, and gives it.
+/// Waits until a VM is in this state, and returns its entry in the list.
 #[track_caller]
 fn wait_state(daemon: &Daemon, name: &str, state: &str) -> Value {
     wait_for(
@@ -63,12 +63,12 @@ fn wait_state(daemon: &Daemon, name: &str, state: &str) -> Value {
     )
 }
 
-/// A VM that runs, and has no more than its firmware.
+/// Starts a VM that runs only its firmware.
 fn firmware_vm(daemon: &Daemon, name: &str) -> Value {
     daemon.json(&["vm", "run", "--name", name, "--memory", "64M"])
 }
 
-/// `vm run` of a QEMU that waits for an NBD server that never says a word.
+/// Returns the command `vm run` of a QEMU that waits for an NBD server which never answers.
 fn hanging(daemon: &Daemon, name: &str) -> (UnixListener, Command) {
     let place = daemon.directory.path().join(format!("silent-{name}"));
     let server = UnixListener::bind(&place).unwrap();
@@ -102,7 +102,7 @@ fn a_vm_whose_qemu_hangs_during_start_is_listed_and_can_be_stopped_in_time() {
         },
     );
     let pid = pid_of(&vm).unwrap();
-    // Others start meanwhile, and its name is taken.
+    // Other VMs can start meanwhile, and the name is taken.
     within(
         Duration::from_secs(20),
         &mut daemon.command(&[
@@ -143,7 +143,7 @@ fn a_vm_whose_qemu_hangs_during_start_is_listed_and_can_be_stopped_in_time() {
     assert!(test_kill_process(pid).is_err(), "QEMU is left");
     assert!(listed(&daemon, "stuck").is_none());
 
-    // Nobody stops this one.
+    // No request stops this VM.
     let (_server, mut command) = hanging(&daemon, "late");
     let late = within(Duration::from_secs(45), &mut command);
     refused(&late, 1, &["QEMU did not start"]);
@@ -209,7 +209,7 @@ fn saves_of_a_stopped_qemu_fail_in_time_and_the_daemon_can_end_and_restart() {
     );
     assert_eq!(code(&save), 0, "{}", err(&save));
 
-    // One that is not taken over yet can be ended, too.
+    // A VM that is not adopted yet can be ended, too.
     kill_process(pid, Signal::STOP).unwrap();
     daemon.terminate();
     daemon.start_again();
@@ -228,7 +228,7 @@ fn fold_status_answers_immediately_while_the_engine_waits_for_a_stopped_qemu() {
     firmware_vm(&daemon, "other");
     daemon.json(&["fold", "status"]);
     kill_process(pid, Signal::STOP).unwrap();
-    // It gives the engine an order for this VM.
+    // This makes the engine send an order to this VM's library.
     let mut save = daemon
         .command(&["snapshot", "save", "still", "s", "--keep", "all"])
         .stderr(Stdio::null())
@@ -270,7 +270,7 @@ fn requests_for_an_unresponsive_qemu_time_out_and_other_requests_are_served() {
     let daemon = Daemon::start();
     let pid = pid_of(&daemon.paused_vm("still", &[])).unwrap();
     kill_process(pid, Signal::STOP).unwrap();
-    // More than its socket's queue has room for.
+    // More clients than the socket's queue has room for.
     std::thread::scope(|scope| {
         let stops: Vec<_> = (0..4)
             .map(|_| {
@@ -278,7 +278,7 @@ fn requests_for_an_unresponsive_qemu_time_out_and_other_requests_are_served() {
                 scope.spawn(move || within(Duration::from_secs(60), &mut command))
             })
             .collect();
-        // Within five seconds.
+        // This must end within five seconds.
         listed(&daemon, "other");
         for stop in stops {
             stop.join().unwrap();
@@ -287,7 +287,7 @@ fn requests_for_an_unresponsive_qemu_time_out_and_other_requests_are_served() {
     assert!(listed(&daemon, "still").is_none());
 }
 
-/// A disk whose boot sector is this program, and nothing else.
+/// Makes a disk whose boot sector is this program.
 fn boot_disk(place: &Path, code: &[u8], bytes: u64) -> PathBuf {
     let mut sector = vec![0; 512];
     sector[..code.len()].copy_from_slice(code);
@@ -303,9 +303,9 @@ fn boot_disk(place: &Path, code: &[u8], bytes: u64) -> PathBuf {
     disk
 }
 
-/// A guest that hears nothing for so many ticks of the BIOS's clock (18 a second), as one that
-/// boots; then it enables the power button (ACPI's PM1 registers, which `SeaBIOS` puts at port
-/// 0x600 on q35) and shuts down once that was pressed.
+/// Returns a guest program that ignores all events for `ticks` ticks of the BIOS's clock (18 a
+/// second), like a guest that boots. Then it enables the power button (ACPI's PM1 registers, which
+/// `SeaBIOS` puts at port 0x600 on q35), and shuts down when the button is pressed.
 fn slow_guest(ticks: u16) -> Vec<u8> {
     let [low, high] = ticks.to_le_bytes();
     vec![
@@ -321,10 +321,11 @@ fn slow_guest(ticks: u16) -> Vec<u8> {
     ]
 }
 
-/// A guest that hears nothing, ever.
+/// Guest program that ignores all events forever.
 const DEAF_GUEST: [u8; 4] = [0xfb, 0xf4, 0xeb, 0xfd];
 
-/// A guest that writes a sector each 4 KiB, from sector 8 on, by the BIOS (int 13h, AH=43h).
+/// Guest program that writes a sector in each 4 KiB, from sector 8 on, through the BIOS (int 13h,
+/// AH=43h).
 const WRITER: [u8; 82] = [
     0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x8e, 0xd0, 0xbc, 0x00, 0x7c,
     0xfb, // no stack of others; interrupts
@@ -375,7 +376,7 @@ fn a_shutdown_requested_while_the_guest_boots_is_repeated_until_the_guest_reacts
     let stopped: Value = serde_json::from_slice(&stop.stdout).unwrap();
     assert_eq!(stopped["vms"][0]["how"], "powered_down", "{stopped}");
     assert_eq!(stopped["vms"][0]["why"], Value::Null, "{stopped}");
-    // It ends by its guest.
+    // The guest itself shuts the VM down.
     let ended = sits
         .wait_event(&["SHUTDOWN"], Duration::from_secs(5))
         .unwrap()
@@ -421,7 +422,7 @@ fn a_guest_that_ignores_a_shutdown_is_switched_off_with_a_warning() {
         (&"quit".into(), &true.into()),
         "{stopped}"
     );
-    // Who wants it off at once has what they asked for.
+    // With a timeout of 0, the VM is switched off at once, as requested.
     run_disk(&daemon, "deaf", &disk);
     let stop = daemon.json(&["vm", "stop", "deaf", "--timeout", "0"]);
     assert_eq!(
@@ -504,7 +505,7 @@ fn a_guest_paused_by_a_full_disk_is_reported_and_can_be_resumed() {
         1,
         &["stands still (io-error", file, "memfold vm resume full"],
     );
-    // There is no room yet.
+    // The disk is still full.
     let early = within(
         Duration::from_secs(30),
         &mut daemon.command(&["vm", "resume", "full"]),
@@ -512,7 +513,7 @@ fn a_guest_paused_by_a_full_disk_is_reported_and_can_be_resumed() {
     wait_state(&daemon, "full", "io-error");
     assert!([0, 1].contains(&code(&early)));
     small.resize("64m");
-    // Nobody has asked for that to be noticed.
+    // No option asks for the VM to be resumed automatically.
     let mut events = qmp(&daemon, "full");
     let by_itself = events.wait_event(&["RESUME"], Duration::from_secs(3));
     assert_eq!(by_itself.unwrap(), None);
@@ -541,9 +542,9 @@ fn a_vm_with_resume_when_room_resumes_only_after_its_disk_has_space_again() {
     let vm = wait_state(&daemon, "full", "io-error");
     let fix = vm["state_fix"].as_str().unwrap();
     assert!(fix.contains("resumes by itself"), "{fix}");
-    // Too little to be worth it.
+    // The free space is too little for a resume.
     small.resize("4m");
-    // Whoever takes it over knows that it is to go on, too.
+    // The next daemon also knows that the VM is to be resumed.
     daemon.terminate();
     daemon.start_again();
     let mut events = qmp(&daemon, "full");
@@ -555,7 +556,7 @@ fn a_vm_with_resume_when_room_resumes_only_after_its_disk_has_space_again() {
         .wait_event(&["RESUME"], patience(Duration::from_secs(20)))
         .unwrap();
     assert!(resumed.is_some(), "it was not resumed");
-    // What it writes fills that, too: it stands still again, and goes on again.
+    // The guest fills the new space, too: the VM stops again, and is resumed again.
     events
         .wait_event(&["STOP"], patience(Duration::from_secs(180)))
         .unwrap()
@@ -576,7 +577,7 @@ fn the_daemon_keeps_working_when_its_log_cannot_be_written() {
             .open("/dev/full")
             .unwrap()
     };
-    // Of a pipe without readers, and of one whose reader stands still.
+    // The log is a pipe without a reader, or one whose reader has stopped.
     let (reader, closed) = rustix::pipe::pipe().unwrap();
     drop(reader);
     let (_reader, stuck) = rustix::pipe::pipe().unwrap();

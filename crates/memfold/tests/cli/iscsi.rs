@@ -11,12 +11,12 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::lending::{Swapping, borrower, lender, wait_free};
 use crate::support::{Daemon, err, refused, wait};
 
-/// Finds the process that is to die.
+/// Returns the process that the test kills.
 type Who = fn(&Daemon, &Swapping) -> Pid;
 
 const ISCSI: [&str; 2] = ["--transport", "iscsi"];
 
-/// Processes of this name that have `path` or something below it among their arguments or
+/// Returns the processes of this name that have `path`, or a path below it, in their arguments or
 /// environment.
 fn processes(name: &str, path: &Path) -> Vec<Pid> {
     let path = path.to_str().unwrap();
@@ -41,7 +41,7 @@ fn only(name: &str, path: &Path) -> Pid {
     found[0]
 }
 
-/// tgtd of its only lease.
+/// Returns tgtd of the lender's only lease.
 fn tgtd(lender: &Daemon) -> Pid {
     only("tgtd", &lender.state().join("lend"))
 }
@@ -62,7 +62,7 @@ fn nothing_is_left(vm: &Swapping) {
     });
 }
 
-/// Listening and connected sockets of a process, from `ss`.
+/// Returns the listening and connected sockets of a process, from `ss`.
 fn sockets(pid: Pid) -> String {
     let output = Command::new("ss").args(["-Htanp"]).output().unwrap();
     let all = String::from_utf8(output.stdout).unwrap();
@@ -109,7 +109,7 @@ fn a_swap_disk_moves_to_memory_lent_over_iscsi_and_back_without_losing_a_byte() 
     let report = borrower.json(&["leases"]);
     assert_eq!(report["leases"][0]["state"], "exported");
     assert_eq!(report["blast"][0]["vms"][0]["vm"], "v");
-    // All of it is locked, and in no file that has a name.
+    // All of the memory is locked, and belongs to no file with a name.
     let server = tgtd(&lender);
     let beside = beside_tgtd(&lender);
     let status = format!("/proc/{}/status", beside.as_raw_nonzero());
@@ -119,14 +119,14 @@ fn a_swap_disk_moves_to_memory_lent_over_iscsi_and_back_without_losing_a_byte() 
     let file = format!("/proc/{}/fd/0", server.as_raw_nonzero());
     let file = std::fs::read_link(file).unwrap();
     assert!(file.to_str().unwrap().starts_with("/memfd:"), "{file:?}");
-    // No secret is among arguments, and the borrower's files are gone once they were read.
+    // No argument contains a secret, and the borrower's key files are gone after they were read.
     for pid in [server, beside, only("qemu-nbd", &vm.directory())] {
         let line = std::fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).unwrap();
         let line = String::from_utf8_lossy(&line).into_owned();
         let is_key = |word: &str| word.len() >= 32 && word.bytes().all(|b| b.is_ascii_hexdigit());
         assert!(!line.split(['\0', ',', '=']).any(is_key), "{line}");
     }
-    // It listens no more: one session in its life.
+    // tgtd no longer listens, because it serves only one session.
     let sockets = sockets(server);
     assert!(
         sockets.contains("ESTAB") && !sockets.contains("LISTEN"),
@@ -173,11 +173,11 @@ fn no_byte_is_lost_if_a_process_of_an_iscsi_loan_dies_or_hangs() {
         vm.write(2, 8);
         kill_process(find(&lender, &vm), signal).unwrap();
         let begun = Instant::now();
-        // Waits as the guest would.
+        // The read waits, as the guest would.
         vm.read(1, 0);
         let stalled = begun.elapsed();
         println!("stalled {} ms: {name}, {signal:?}", stalled.as_millis());
-        // A lender is given up after 3 s; without that one waits for ever.
+        // The lender is given up after 3 s; without this limit, the read would wait forever.
         assert!(stalled < patience(Duration::from_secs(20)), "{stalled:?}");
         vm.write(3 + round, 8);
         vm.wait_place("on_copy");
@@ -235,7 +235,7 @@ fn iscsi_lending_to_other_hosts_needs_an_option_and_unknown_initiators_are_refus
     refused(&lend(&["--cleartext"]), 1, &["NBD is encrypted"]);
     let output = lend(&ISCSI);
     assert!(output.status.success(), "{}", err(&output));
-    // A lease of nobody who connects: somebody else tries.
+    // A lease to which no client connects; another client tries to.
     let want = serde_json::json!({ "take": { "ttl_ms": 60000, "want": {
         "borrower": "b", "vm": "v", "bytes": 16 << 20 } } });
     let ask = |call: &serde_json::Value| -> serde_json::Value {
@@ -284,6 +284,6 @@ fn iscsi_lending_to_other_hosts_needs_an_option_and_unknown_initiators_are_refus
         .output()
         .unwrap();
     assert!(info.status.success(), "{}", err(&info));
-    // That was its session.
+    // The session of this lease has ended.
     wait_free(&lender);
 }

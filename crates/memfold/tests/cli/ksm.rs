@@ -10,7 +10,7 @@ fn ksm_status_and_ksm_explain_work_with_and_without_a_daemon() {
         memfold_testkit::skip!("no KSM here");
     }
     let daemon = Daemon::start();
-    // QEMUs of others on this host have names too.
+    // The name differs from those of other QEMUs on this host.
     let one = format!("ksm-{}", std::process::id());
     let one = one.as_str();
     let vm = daemon.paused_vm(one, &["--domain", "d"]);

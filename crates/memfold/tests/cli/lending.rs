@@ -13,7 +13,7 @@ use crate::support::{Daemon, code, err, out, refused, wait};
 
 const MIB: u64 = 1 << 20;
 
-/// A daemon that lends, and has the registry; `None` where that can't be.
+/// Starts a daemon that lends and serves the registry; `None` if this host cannot lend.
 pub fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
     let daemon = Daemon::start_with(&[&["--host", host], more].concat());
     let output = daemon.run(&[&["lend", "--max", "256M"], lend].concat());
@@ -21,8 +21,7 @@ pub fn lender(host: &str, more: &[&str], lend: &[&str]) -> Option<Daemon> {
         return memfold_testkit::reports_skip(&err(&output));
     }
     assert_eq!(code(&output), 0, "{}", err(&output));
-    // A host whose tasks wait for memory at the moment lends nothing; other tests may be the
-    // reason.
+    // A host whose tasks are waiting for memory lends nothing; other tests may cause that.
     let end = Instant::now() + patience(Duration::from_secs(120));
     while daemon.json(&["lend"])["offer_bytes"] != 256 * MIB {
         if Instant::now() > end {
@@ -61,8 +60,8 @@ impl<'a> Swapping<'a> {
         Qmp::connect(&self.directory().join("qmp.sock"), Duration::from_secs(20)).unwrap()
     }
 
-    /// Has QEMU do something with the swap disk, as its guest would. QEMU says how it went in its
-    /// own output.
+    /// Makes QEMU access the swap disk, as the guest would. QEMU prints the result to its own
+    /// output.
     #[track_caller]
     fn io(&self, what: &str) {
         let log = self.directory().join("qemu.log");
@@ -85,7 +84,7 @@ impl<'a> Swapping<'a> {
         self.io(&format!("read -P {pattern} {at}M 4M"));
     }
 
-    /// Names of the nodes under the swap disk.
+    /// Returns the names of the block nodes under the swap disk.
     pub fn nodes(&self) -> Vec<String> {
         let arguments = serde_json::json!({ "flat": true });
         let nodes = self
@@ -99,7 +98,7 @@ impl<'a> Swapping<'a> {
         names
     }
 
-    /// Files of the swap disk that go with the VM; each is there.
+    /// Returns the files of the swap disk that are removed with the VM; each must exist.
     fn files(&self) -> Vec<PathBuf> {
         let record = std::fs::read(self.directory().join("process.json")).unwrap();
         let record: Value = serde_json::from_slice(&record).unwrap();
@@ -129,7 +128,7 @@ impl<'a> Swapping<'a> {
         borrowed.map_or("on_disk".into(), |b| b["place"].as_str().unwrap().into())
     }
 
-    /// The swap disk in the list of VMs: its place, and the lender of each part of each copy.
+    /// Returns the swap disk's place in the list of VMs, and the lender of each part of each copy.
     fn listed(&self) -> (Value, Value) {
         let vms = self.daemon.json(&["vm", "list"]);
         let vm = vms
@@ -147,7 +146,7 @@ impl<'a> Swapping<'a> {
     }
 }
 
-/// The process that exports a lease of this lender.
+/// Returns the process that exports a lease of this lender.
 pub fn export(lender: &Daemon) -> Pid {
     exporting(lender).expect("nothing is exported")
 }
@@ -199,7 +198,7 @@ fn a_swap_disk_moves_to_lent_memory_and_back_without_losing_a_byte() {
         assert_eq!(done["lenders"], json!(["a"]));
         let lent = json!([{"lender": "a", "bytes": 64 * MIB, "copy": 0}]);
         assert_eq!(vm.listed(), ("lent".into(), lent));
-        // No guest is there to ask.
+        // No guest runs that could report the use.
         let (status, said) = borrower.http("GET", "/v1/vms/v/swap", b"");
         assert_eq!(status, 200, "{said}");
         let said: Value = serde_json::from_str(&said).unwrap();
@@ -212,7 +211,7 @@ fn a_swap_disk_moves_to_lent_memory_and_back_without_losing_a_byte() {
             vm.nodes(),
             ["swap-copy1", "swap-file1", "swap-lent1-0", "swap1"]
         );
-        // The disk of before is gone; the copy goes with the VM.
+        // The old disk is gone; the copy is removed with the VM.
         assert!(!first[0].exists());
         assert_eq!(vm.files().len(), 1);
         vm.read(1, 0);
@@ -225,7 +224,7 @@ fn a_swap_disk_moves_to_lent_memory_and_back_without_losing_a_byte() {
         );
         let report = borrower.json(&["leases"]);
         assert_eq!(report["lenders"][0]["lent_bytes"], 64 * MIB);
-        // It is in the lender's ledger, among what isn't its VMs'.
+        // The lender's ledger shows the memory among that of other processes.
         let ledger = &lender.json(&["report"])["ledger"]["host"];
         assert_eq!(ledger["lent_bytes"], 64 * MIB);
         assert!(ledger["others_anon_bytes"].as_u64() >= Some(64 * MIB));
@@ -238,7 +237,7 @@ fn a_swap_disk_moves_to_lent_memory_and_back_without_losing_a_byte() {
         for word in ["b/v", "if 'a' dies", "continues on the copy on disk"] {
             assert!(text.contains(word), "no '{word}' in: {text}");
         }
-        // No key is anywhere where it can be seen.
+        // No key is visible anywhere.
         assert!(!vm.directory().join("swap-keys").exists());
         let back = vm.give_back();
         assert_eq!(
@@ -252,7 +251,7 @@ fn a_swap_disk_moves_to_lent_memory_and_back_without_losing_a_byte() {
         }
         wait_free(&lender);
         assert_eq!(vm.give_back()["changed"], false);
-        // And once more, from what that left.
+        // The VM borrows once more, from the state that this left.
         vm.borrow(&[]);
         assert_eq!(
             vm.nodes(),
@@ -286,7 +285,7 @@ fn no_byte_is_lost_if_a_lender_dies_or_hangs() {
         vm.write(2, 8);
         kill_process(export(&lender), signal).unwrap();
         let begun = Instant::now();
-        // Waits for the lender as the guest would.
+        // The read waits for the lender, as the guest would.
         vm.read(1, 0);
         assert!(
             begun.elapsed() < patience(Duration::from_secs(20)),
@@ -302,7 +301,7 @@ fn no_byte_is_lost_if_a_lender_dies_or_hangs() {
         assert_eq!(vm.nodes(), ["swap-copy1", "swap-file1", "swap1"]);
         vm.read(3, 8);
         wait_free(&lender);
-        // Borrowed anew: from a copy that is whole.
+        // The VM borrows again, from a complete copy.
         assert_eq!(vm.borrow(&[])["changed"], true);
         vm.read(1, 0);
         vm.read(3, 8);
@@ -330,7 +329,7 @@ fn a_lost_manual_loan_is_borrowed_again_until_the_operator_returns_it() {
         assert_eq!(again(&borrower), json!(["v"]));
         let began = Instant::now();
         vm.wait_place("lent");
-        // Not at once, and no sooner than somebody could have looked after it.
+        // The VM does not borrow at once: an operator has time to check the lender first.
         assert!(
             began.elapsed() > Duration::from_secs(30),
             "{:?}",
@@ -340,7 +339,7 @@ fn a_lost_manual_loan_is_borrowed_again_until_the_operator_returns_it() {
         vm.read(1, 0);
         vm.read(2, 8);
         assert_eq!(again(&borrower), json!([]));
-        // Its lender wants it back: it is wanted all the same, also by the next daemon.
+        // The lender recalls its memory: the request still stands, also for the next daemon.
         lender.json(&["lend", "--stop"]);
         wait("it is on its disk", || again(&borrower) == json!(["v"]));
     }
@@ -387,8 +386,7 @@ fn killed_daemons_lose_no_byte_and_leave_no_export() {
     assert_eq!(vm.place(), "lent");
     assert_eq!(export(&lender), exporting);
     vm.read(1, 0);
-    // The lender's: its exports end with it, and what it lent before is nobody's when it lends
-    // again.
+    // The lender's daemon dies: its exports end, and its leases are gone when it lends again.
     let lending = std::mem::replace(
         &mut lender.child,
         std::process::Command::new("true").spawn().unwrap(),
@@ -396,7 +394,8 @@ fn killed_daemons_lose_no_byte_and_leave_no_export() {
     kill(lending);
     lender.child.wait().unwrap();
     wait("its export ends", || {
-        // Whoever adopts it may leave it a zombie, which holds no memory.
+        // The process may remain a zombie, which holds no memory, if its new parent does not wait
+        // for it.
         let stat = format!("/proc/{}/stat", exporting.as_raw_nonzero());
         std::fs::read_to_string(stat).map_or(true, |stat| stat.contains(") Z "))
     });
@@ -422,11 +421,11 @@ fn kill(mut child: std::process::Child) {
 /// The process that dies during a move.
 #[derive(Clone, Copy, Debug)]
 enum Dies {
-    /// The borrower's daemon, on the way there.
+    /// The borrower's daemon, while the disk moves to the lender.
     There,
-    /// The lender's export.
+    /// The lender's exporting process.
     Export,
-    /// The borrower's daemon, on the way back from where there is no copy.
+    /// The borrower's daemon, while the disk moves back from a lender that has the only copy.
     Back,
 }
 
@@ -447,7 +446,7 @@ fn kills_during_a_swap_disk_switch_lose_no_byte_and_leave_no_files() {
             daemon: &borrower,
             name: "v",
         };
-        // All of it, so that there is something to copy.
+        // The whole disk is written, so that there is something to copy.
         let pattern = |part: usize| u8::try_from(1 + (part + round) % 250).unwrap();
         for part in 0..16 {
             vm.write(pattern(part), 4 * part as u64);
@@ -469,11 +468,11 @@ fn kills_during_a_swap_disk_switch_lose_no_byte_and_leave_no_files() {
             .spawn()
             .unwrap();
         wait("it has begun", || note.exists());
-        // Later from round to round, from its first step to when it may be done.
+        // The kill comes later from round to round, from the first step of the move to its end.
         std::thread::sleep(Duration::from_millis(40 * (round as u64 / 3)));
         on_the_way += usize::from(switch.try_wait().unwrap().is_none());
         if let Dies::Export = dies {
-            // It may have ended with its lease.
+            // The process may have ended with its lease.
             if let Some(pid) = exporting(&lender) {
                 kill_process(pid, Signal::KILL).unwrap();
             }
@@ -497,7 +496,7 @@ fn kills_during_a_swap_disk_switch_lose_no_byte_and_leave_no_files() {
             vm.read(pattern(part), 4 * part as u64);
         }
         assert_eq!(vm.files().len(), 1, "{dies:?}");
-        // The copy alone, if there was one, or a file.
+        // The disk is on the copy alone, if there was one, or on a file.
         let nodes = vm.nodes();
         let is_lent = nodes.iter().any(|node| node.starts_with("swap-lent"));
         assert!(!is_lent && nodes.len() <= 3, "{dies:?}: {nodes:?}");
@@ -575,7 +574,7 @@ fn a_lender_that_stops_lending_gets_its_memory_back_from_running_vms() {
     let vm = Swapping::start(&borrower, "v");
     vm.write(1, 0);
     vm.borrow(&[]);
-    // One lease alone.
+    // There is only one lease.
     let number = || lender.json(&["leases"])["leases"][0]["id"].to_string();
     refused(&lender.run(&["return", "--lease", "1"]), 1, &["no lease 1"]);
     refused(
@@ -590,7 +589,7 @@ fn a_lender_that_stops_lending_gets_its_memory_back_from_running_vms() {
     wait("it can be lent again", || {
         lender.json(&["lend"])["lent_bytes"] == 0 && leases(&lender) == 0
     });
-    // More than is to be lent from now on.
+    // The VM borrows more than the lender will lend from now on.
     vm.borrow(&[]);
     assert_eq!(
         lender.json(&["lend", "--max", "16M"])["max_bytes"],
@@ -658,12 +657,12 @@ fn an_impossible_borrow_request_is_refused_and_changes_nothing() {
         1,
         &["already lends", "--stop"],
     );
-    // What the replica's first half had taken is free as soon as the lender has seen that.
+    // The memory of the replica's first half is free as soon as the lender has seen that.
     wait_free(&lender);
     assert_eq!(vm.nodes(), ["swap-file0", "swap0"]);
     assert_eq!(vm.files().len(), 1);
     vm.read(1, 0);
-    // A registry that isn't there.
+    // The registry does not exist.
     let alone = Daemon::start_with(&["--host", "x", "--registry", "/nowhere/socket"]);
     refused(
         &alone.run(&["leases"]),
@@ -689,7 +688,7 @@ fn a_continuously_swapping_vm_borrows_memory_automatically() {
     let vm = Swapping::start(&borrower, "v");
     let idle = Swapping::start(&borrower, "idle");
     vm.write(1, 60);
-    // As the guest would; these are counted as its own are.
+    // These accesses are like the guest's, and are counted like them.
     let swap = |at: u64| {
         let line = format!(
             "qemu-io -d /machine/peripheral/swap/virtio-backend \"aio_write -P 2 {at}M 4M\""
@@ -707,13 +706,13 @@ fn a_continuously_swapping_vm_borrows_memory_automatically() {
     let after = begun.elapsed();
     println!("borrowed after {after:?}");
     assert!(after >= Duration::from_secs(8), "{after:?}");
-    // For the next daemon, which is to give it back by itself.
+    // The next daemon is to return this loan by itself.
     let note = std::fs::read(vm.directory().join("borrowed.json")).unwrap();
     let note: Value = serde_json::from_slice(&note).unwrap();
     assert_eq!(note["by_itself"], true);
     assert_eq!(idle.place(), "on_disk");
     vm.read(1, 60);
-    // Somebody's decision stands, though it goes on swapping.
+    // The operator's decision stands, although the VM continues to swap.
     assert_eq!(vm.give_back()["changed"], true);
     let returned = Instant::now();
     while returned.elapsed() < Duration::from_secs(16) {

@@ -14,15 +14,15 @@ use crate::support::{Daemon, code, err, out, refused};
 
 const MIB: u64 = 1 << 20;
 
-/// A QEMU that runs without a guest; it ends with this.
+/// A QEMU that runs without a guest, and is ended when this is dropped.
 struct Typed {
     child: Child,
     place: PathBuf,
 }
 
 impl Typed {
-    /// Starts it in a directory of its own among the daemon's. Its words are those of `line`, where
-    /// `@` stands for that directory.
+    /// Starts QEMU in a directory of its own below the daemon's. Its arguments are those of `line`,
+    /// where `@` stands for the directory.
     fn start(daemon: &Daemon, name: &str, line: &str) -> Self {
         Self::start_by(daemon, name, line, Command::new("qemu-system-x86_64"))
     }
@@ -101,13 +101,13 @@ fn attach(daemon: &Daemon, typed: &Typed, name: &str) {
     done(daemon, &["vm", "attach", &typed.qmp(), "--name", name]);
 }
 
-/// The monitor of a VM that runs from a snapshot.
+/// Returns the monitor of a VM that runs from a snapshot.
 fn monitor_of(daemon: &Daemon, vm: &str) -> Qmp {
     let socket = daemon.state().join(format!("vms/{vm}/qmp.sock"));
     Qmp::connect(&socket, Duration::from_secs(20)).unwrap()
 }
 
-/// The first byte of an image that a QEMU with a working directory has open.
+/// Returns the first byte of an image that a QEMU with a working directory has open.
 fn first_byte(image: &Value, at: &Path) -> String {
     let (file, format) = (image["filename"].as_str(), image["format"].as_str());
     let file = file.unwrap();
@@ -122,8 +122,8 @@ fn first_byte(image: &Value, at: &Path) -> String {
     byte.unwrap_or_else(|| panic!("{image}: {text}{}", err(&output)))
 }
 
-/// Properties by which a guest recognizes its machine: devices with ids and addresses, and the
-/// first bytes of each disk, by the device's address.
+/// Returns properties by which a guest recognizes its machine: devices with ids and addresses, and
+/// the first bytes of each disk, by the device's address.
 fn hardware(qmp: &mut Qmp, at: &Path) -> BTreeMap<String, String> {
     const TOLD: [&str; 7] = [
         "dev: ",
@@ -159,7 +159,7 @@ fn hardware(qmp: &mut Qmp, at: &Path) -> BTreeMap<String, String> {
     found
 }
 
-/// Saves each QEMU, and compares the VM of its snapshot with it.
+/// Saves each QEMU, and compares it with the VM of its snapshot.
 fn come_back(cases: &[(&str, &str)]) {
     if !is_root() {
         skip!("only root can restore VMs");
@@ -179,7 +179,7 @@ fn come_back(cases: &[(&str, &str)]) {
         let stop = || done(&daemon, &["vm", "stop", &vm, "--timeout", "0"]);
         done(&daemon, &["snapshot", "restore", name, "--as", &vm]);
         is_same("restored");
-        // It is saved and restored as others are, with disks of its own, too.
+        // The VM is saved and restored like others, also with disks of its own.
         let again = format!("again-{name}");
         done(&daemon, &["snapshot", "save", &vm, &again, "--keep", "all"]);
         stop();
@@ -303,7 +303,7 @@ fn a_restored_vm_has_the_same_options_from_a_readconfig_file() {
     );
 }
 
-/// The VM goes on, and no snapshot is there.
+/// Checks that a save is refused, that the VM keeps running, and that no snapshot exists.
 fn is_refused(daemon: &Daemon, typed: &Typed, name: &str, words: &[&str]) {
     let output = daemon.run(&["snapshot", "save", name, name, "--keep", "all"]);
     refused(&output, 1, words);
@@ -329,7 +329,7 @@ fn a_save_of_a_vm_that_cannot_be_restored_is_refused_with_the_qemu_error() {
         &["could not be restored", "can't load", "gone"],
     );
     drop(typed);
-    // It starts, and is another machine.
+    // This QEMU starts, but would be another machine.
     let typed = Typed::start(
         &daemon,
         "other",
@@ -359,7 +359,7 @@ fn a_save_of_a_vm_that_cannot_be_restored_is_refused_with_the_qemu_error() {
 #[test]
 fn a_save_that_would_crash_qemu_is_refused_and_the_vm_keeps_running() {
     let daemon = Daemon::start();
-    // QEMU 10.0 crashes when it saves such a card; one that doesn't is saved.
+    // QEMU 10.0 crashes when it saves such a card; a QEMU that does not crash is saved.
     let line = "-M q35 -m 64 -device pci-serial-2x,chardev1=a,chardev2=b -chardev null,id=a -chardev null,id=b";
     let typed = Typed::start(&daemon, "fragile", line);
     attach(&daemon, &typed, "fragile");
@@ -388,7 +388,7 @@ fn an_unsupported_qemu_option_is_refused_and_named() {
     );
 }
 
-/// Ports that a QEMU forwards.
+/// Returns the host ports that a QEMU forwards.
 fn forwarded(qmp: &mut Qmp) -> Vec<u16> {
     let text = qmp.human("info usernet").unwrap();
     let lines = text.lines().filter(|line| line.contains("HOST_FORWARD"));
@@ -500,13 +500,13 @@ fn a_second_vm_from_the_same_snapshot_runs_without_the_forwarded_port_of_the_fir
     for vm in ["first", "second"] {
         done(&daemon, &["vm", "stop", vm, "--timeout", "0"]);
     }
-    // Both are free again.
+    // Both ports are free again.
     let third = daemon.json(&["snapshot", "restore", "s", "--as", "third"]);
     assert_eq!((port_of(&third), &third["left_out"]), (port, &json!([])));
     assert_eq!(forwarded(&mut monitor_of(&daemon, "third")).len(), 2);
 }
 
-/// Name of a VM's tap.
+/// Returns the name of a VM's tap.
 fn tap(daemon: &Daemon, vm: &str) -> String {
     let text = monitor_of(daemon, vm).human("info network").unwrap();
     let (_, rest) = text
@@ -540,7 +540,7 @@ fn a_second_vm_from_the_same_snapshot_gets_another_tap_device() {
     for vm in ["first", "second"] {
         done(&daemon, &["vm", "stop", vm, "--timeout", "0"]);
     }
-    // It is free again.
+    // The tap is free again.
     let third = daemon.json(&["snapshot", "restore", "s", "--as", "third"]);
     assert_eq!(
         (tap(&daemon, "third"), &third["left_out"]),
@@ -565,7 +565,7 @@ fn files_of_a_qemu_in_a_mount_namespace_are_read_in_that_namespace() {
     }
     std::fs::write(place.join("inner.img"), [b'I'; 4096]).unwrap();
     std::fs::write(place.join("a.img"), [b'H'; 4096]).unwrap();
-    // An absolute link leads to the container's, too.
+    // An absolute link leads into the container, too.
     std::os::unix::fs::symlink(place.join("of"), place.join("link")).unwrap();
     let mut command = Command::new("unshare");
     command.args([

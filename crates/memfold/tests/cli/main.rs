@@ -30,8 +30,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
-/// Every command, what its help has to speak of, and whether it needs a daemon (with arguments that
-/// are right).
+/// For every command: its words, texts that its help must contain, and whether it needs a daemon
+/// (when called with valid arguments).
 const COMMANDS: [(&[&str], &[&str], bool); 52] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
@@ -175,7 +175,7 @@ fn every_command_has_a_help_text_and_a_json_option() {
     let whole = out(&run(&["--help"]));
     for (command, words, _) in COMMANDS {
         assert!(whole.contains(command[0]), "{}: {whole}", command[0]);
-        // What stands behind 'bench' is another program's.
+        // Everything after 'bench' is passed to another program.
         let arguments = if command == ["bench"] {
             vec!["help", "bench"]
         } else {
@@ -347,7 +347,7 @@ fn a_plan_is_computed_from_running_vms_and_is_refused_without_running_vms() {
     assert!(number(kinds[1], "own_bytes") > 1 << 20, "{plan}");
     assert_eq!(kinds[0]["plus_minus_bytes"], Value::Null);
     assert_eq!(plan["fits"], true);
-    // What is used now alone is more.
+    // The memory used now is already more than that.
     let small = daemon.json(&["plan", "--memory", "1M"]);
     assert_eq!(
         (&small["fits"], number(&small["kinds"][0], "more_fit")),
@@ -357,7 +357,7 @@ fn a_plan_is_computed_from_running_vms_and_is_refused_without_running_vms() {
     for word in ["MORE FIT", "with 9 of k", ": fits"] {
         assert!(text.contains(word), "no '{word}' in {text}");
     }
-    // Whoever asks over the interface gets the same.
+    // The API gives the same answer.
     let get = |query: &str| daemon.http("GET", &format!("/v1/plan{query}"), b"");
     let (status, body) = get("?vms=d=5&memory=64G");
     assert_eq!(status, 200, "{body}");
@@ -535,7 +535,7 @@ fn refused_commands_name_the_condition_and_the_fix() {
         1,
         &["200", "0 to 100"],
     );
-    // Nothing of it changed anything.
+    // None of the refused commands changed anything.
     assert_eq!(daemon.json(&["vm", "list"]).as_array().unwrap().len(), 1);
 }
 
@@ -587,7 +587,7 @@ fn a_second_daemon_is_refused_and_a_stale_socket_is_replaced() {
         1,
         &["another memfold daemon", "--state"],
     );
-    // The first one never noticed; killed, it leaves its socket behind.
+    // The first daemon did not notice the second. When it is killed, its socket stays.
     assert_eq!(daemon.json(&["vm", "list"]), json!([]));
     daemon.child.kill().unwrap();
     daemon.child.wait().unwrap();
@@ -612,7 +612,7 @@ fn sigterm_ends_the_daemon_and_keeps_its_vms_running() {
         (&before["pid"], &before["name"])
     );
     daemon.json(&["vm", "stop", "survivor", "--timeout", "0"]);
-    // A process that has ended has no command line, even if nobody has waited for it yet.
+    // A process that has ended has no command line, even if no process has waited for it yet.
     let gone = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     assert_eq!(gone, "");
 }
@@ -625,12 +625,12 @@ fn a_vm_is_folded_again_once_its_library_answers_after_a_timeout() {
     let status = || daemon.json(&["fold", "status"]);
     let problem = || status()["vms"][0]["problem"].clone();
     assert_eq!(problem(), Value::Null);
-    // As a host does that swaps QEMU out.
+    // A host that swaps QEMU out has the same effect.
     kill_process(pid, Signal::STOP).unwrap();
     let words = problem().to_string();
     assert!(words.contains("is stopped"), "{words}");
-    // Figures of before are shown while the engine waits for the library, and those of now once it
-    // has given that up.
+    // While the engine waits for the library, old figures are shown; when it has given the library
+    // up, the present ones are.
     support::wait("the engine waits", || status()["age_s"] != 0.0);
     support::wait("it waits no more", || status()["age_s"] == 0.0);
     kill_process(pid, Signal::CONT).unwrap();
@@ -677,7 +677,7 @@ fn a_qemu_started_by_hand_is_attached_and_missing_requirements_are_named() {
         1,
         &["not started by memfold"],
     );
-    // When the host ends, that of those is another's affair.
+    // When the host shuts down, attached VMs are not memfold's responsibility.
     for name in ["one", "two"] {
         daemon.paused_vm(name, &[]);
     }
@@ -691,7 +691,7 @@ fn a_qemu_started_by_hand_is_attached_and_missing_requirements_are_named() {
         2,
         &["cannot be used with"],
     );
-    // A new daemon knows them; one that has ended is forgotten.
+    // A new daemon knows the attached VMs, and forgets one that has ended.
     daemon.terminate();
     drop(folded);
     daemon.start_again();
@@ -721,11 +721,11 @@ fn the_http_api_serves_its_openapi_description_and_json_errors() {
     ] {
         assert!(!paths[path][method].is_null(), "{method} {path}");
     }
-    // All that it describes is there: no path answers "no such path", nor "no such method".
+    // Every described path exists: none answers "no such path" or "no such method".
     for (path, methods) in paths {
         let path = path.replace("{name}", "ghost");
         for (method, described) in methods.as_object().unwrap() {
-            // A stream doesn't end; `access` reads it.
+            // A stream does not end, so `access` tests it.
             let answer = &described["responses"]["200"]["content"];
             if !answer["text/event-stream"].is_null() {
                 continue;

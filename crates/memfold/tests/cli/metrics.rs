@@ -21,7 +21,7 @@ fn deploy(file: &str) -> PathBuf {
         .join(file)
 }
 
-/// A program of Prometheus.
+/// Finds a program of the Prometheus package.
 fn tool(name: &str) -> Option<PathBuf> {
     server("prometheus", name, "--version")
 }
@@ -56,8 +56,8 @@ fn a_metrics_scrape_equals_the_report_in_every_format_and_is_cached_for_ten_seco
     );
     assert!(value(&plain, "process_resident_memory_bytes") > 1e6);
 
-    // A VM that came meanwhile isn't seen before the figures are taken anew, and they say how old
-    // they are.
+    // A VM that started meanwhile appears only when the figures are taken again; the figures report
+    // their age.
     daemon.paused_vm("later", &[]);
     let (head, open) = daemon.get("/metrics", OPEN_METRICS);
     assert!(
@@ -65,14 +65,14 @@ fn a_metrics_scrape_equals_the_report_in_every_format_and_is_cached_for_ten_seco
         "{head}"
     );
     assert!(open.ends_with("# EOF\n"));
-    // To start one may take this machine as long as figures are kept.
+    // On a slow machine, starting the VM may take as long as figures are cached.
     if taken.elapsed() < Duration::from_secs(9) {
         assert_eq!(value(&open, "memfold_vms").to_bits(), 1f64.to_bits());
     }
     let kept_s = (value(&open, "memfold_figures_cpu_seconds") * 100.0).max(10.0);
     let age = value(&open, "memfold_figures_age_seconds");
     assert!(age > 0.0 && age < kept_s, "{age}");
-    // Not for long here; but a host may have many processes.
+    // Here, figures are not cached for long, but a host may have many processes.
     std::thread::sleep(Duration::from_secs_f64((kept_s - age).max(0.0)));
     let (_, text) = daemon.get("/metrics", OPEN_METRICS);
     assert_eq!(value(&text, "memfold_vms").to_bits(), 2f64.to_bits());
@@ -123,7 +123,7 @@ fn promtool_reports_no_problem_in_metrics_and_alert_rules() {
     }
 }
 
-/// Names of metrics in some text.
+/// Returns the names of metrics in a text.
 fn names(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words
@@ -132,7 +132,7 @@ fn names(text: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The expressions of the Grafana board.
+/// Returns the expressions of the Grafana board.
 fn asked_by_the_board() -> Vec<String> {
     let board = std::fs::read_to_string(deploy("grafana/memfold.json")).unwrap();
     let board: Value = serde_json::from_str(&board).unwrap();
@@ -153,7 +153,7 @@ fn asked_by_the_board() -> Vec<String> {
 fn the_grafana_board_and_the_alerts_use_only_existing_metrics() {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md");
     let document = std::fs::read_to_string(document).unwrap();
-    // That this table is what is exported is tested beside the code.
+    // A test beside the code checks that this table lists the exported metrics.
     let rows = document.lines().filter(|line| line.starts_with("| `"));
     let there: BTreeSet<String> = rows.flat_map(names).collect();
     let mut asked: BTreeSet<String> = asked_by_the_board().iter().flat_map(|e| names(e)).collect();
@@ -166,7 +166,7 @@ fn the_grafana_board_and_the_alerts_use_only_existing_metrics() {
     assert_eq!(asked.difference(&there).collect::<Vec<_>>(), [""; 0]);
 }
 
-/// A Prometheus of the test's own; it ends with it.
+/// A Prometheus of the test, which is ended when this is dropped.
 struct Prometheus {
     child: Child,
     port: u16,
@@ -174,7 +174,7 @@ struct Prometheus {
 
 impl Drop for Prometheus {
     fn drop(&mut self) {
-        // It may have ended already.
+        // Prometheus may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -212,7 +212,7 @@ impl Prometheus {
         Self { child, port }
     }
 
-    /// `data` of an answer; `None` while it doesn't answer.
+    /// Returns `data` of a response; `None` while Prometheus does not answer.
     fn data(&self, path: &str) -> Option<Value> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
         write!(
@@ -227,7 +227,7 @@ impl Prometheus {
         (answer["status"] == "success").then(|| answer["data"].clone())
     }
 
-    /// The only value of a metric; `None`: it isn't there yet.
+    /// Returns the only value of a metric; `None` if there is none yet.
     fn value(&self, name: &str) -> Option<f64> {
         let data = self.data(&format!("query?query={name}"))?;
         let result = data["result"].as_array()?;
@@ -257,7 +257,7 @@ fn a_real_prometheus_scrapes_the_daemon_and_shows_that_folding_is_paused() {
     let ram = report["ledger"]["vms"][0]["ram_bytes"].as_f64().unwrap();
     let seen = prometheus.value("memfold_vm_ram_bytes").unwrap();
     assert_eq!(seen.to_bits(), ram.to_bits());
-    // It asks for OpenMetrics, and takes type, meaning and unit from it.
+    // Prometheus requests OpenMetrics, and takes type, meaning and unit from it.
     let metadata = prometheus
         .data("targets/metadata?metric=memfold_vm_ram_bytes")
         .unwrap();
@@ -278,9 +278,9 @@ fn a_real_prometheus_scrapes_the_daemon_and_shows_that_folding_is_paused() {
             .find(is)
             .is_some_and(|a| a["state"] == "pending")
     });
-    // Each panel has data if the daemon exports what it asks for.
+    // Each panel has data if the daemon exports the metrics that the panel shows.
     let (_, exported) = daemon.get("/metrics", "text/plain");
-    // Of a metric without a value there is only what it means.
+    // A metric without a value has only its description.
     let samples = exported.lines().filter(|line| !line.starts_with('#'));
     let exported: BTreeSet<String> = samples.flat_map(names).collect();
     let (mut with_data, mut without) = (0, Vec::new());
@@ -294,7 +294,7 @@ fn a_real_prometheus_scrapes_the_daemon_and_shows_that_folding_is_paused() {
         });
         let query = format!("query?query={encoded}");
         if names(&asked).is_subset(&exported) {
-            // A rate takes two scrapes.
+            // A rate needs two scrapes.
             wait(&format!("there is data for {all}"), || {
                 let data = prometheus.data(&query);
                 data.is_some_and(|data| data["result"].as_array().is_some_and(|r| !r.is_empty()))

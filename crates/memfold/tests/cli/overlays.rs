@@ -72,7 +72,7 @@ fn systemd_tmpfiles_does_not_remove_overlays_and_swap_disks() {
     let shipped =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/tmpfiles.d/memfold.conf");
     std::fs::copy(shipped, rules.join("memfold.conf")).unwrap();
-    // All that is old enough goes, and no age is too young.
+    // This rule deletes everything that is old enough, and every age is old enough.
     std::fs::write(rules.join("tmp.conf"), "q /var/tmp 1777 - - 0\n").unwrap();
     let ours = ["memfold-web-0-18eb.qcow2", "memfold-web-swap-18eb.raw"];
     for name in ours.iter().chain(&["other.qcow2"]) {
@@ -95,7 +95,7 @@ fn systemd_tmpfiles_does_not_remove_overlays_and_swap_disks() {
     }
 }
 
-/// Saves a VM, removes that snapshot, and saves it again.
+/// Saves a VM, removes the snapshot, and saves the VM again.
 #[track_caller]
 fn save_remove_and_save(daemon: &Daemon, more: &[&str]) {
     let disk = daemon.directory.path().join("disk.raw");

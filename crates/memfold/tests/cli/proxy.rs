@@ -20,8 +20,8 @@ fn login_and_changes_work_behind_a_proxy_that_terminates_tls() {
     let said = door.daemon.run(&["dashboard"]);
     assert!(out(&said).contains(public), "{}", out(&said));
     let body = json!({ "secret": url.split_once("#login=").unwrap().1 }).to_string();
-    // As nginx sends it, which passes the browser's Host on if it is told to, and as Caddy does,
-    // which always does.
+    // Headers as nginx sends them if it is configured to pass the browser's Host on, and as Caddy
+    // always sends them.
     let browser = [
         ("host", "vms.example"),
         ("origin", "https://vms.example"),
@@ -43,7 +43,7 @@ fn login_and_changes_work_behind_a_proxy_that_terminates_tls() {
         door.ask("PUT", "/v1/fold", &headers, r#"{"paused":true}"#)
     };
     assert_eq!(pause("vms.example", "https://vms.example").status, 200);
-    // A proxy that says its own name for the host.
+    // This proxy sends its own name as Host.
     assert_eq!(pause(&door.host, "https://vms.example").status, 200);
     for (host, origin, status, hint) in [
         ("vms.example", "http://vms.example:81", 403, "--public-url"),
@@ -70,14 +70,14 @@ fn login_and_changes_work_behind_a_proxy_that_terminates_tls() {
     assert!(err(&wrong).contains("without a path"), "{}", err(&wrong));
 }
 
-/// The how-to's configuration of a proxy: the block in `language`.
+/// Returns the how-to's configuration of a proxy: the block marked with `language`.
 fn configuration(language: &str) -> String {
     let page = include_str!("../../../../docs/how-to/reverse-proxy.md");
     let (_, behind) = page.split_once(&format!("```{language}\n")).unwrap();
     behind.split_once("```").unwrap().0.to_owned()
 }
 
-/// A proxy on a port of its own, ended with this.
+/// A proxy on a port of its own, which is ended when this is dropped.
 struct Proxy {
     child: Child,
     directory: tempfile::TempDir,
@@ -85,7 +85,7 @@ struct Proxy {
 }
 
 impl Proxy {
-    /// A certificate for `vms.example`, and a port that is free.
+    /// Makes a certificate for `vms.example`, and finds a free port.
     fn prepare() -> (tempfile::TempDir, u16) {
         let directory = tempfile::tempdir().unwrap();
         let words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=vms.example \
@@ -100,7 +100,7 @@ impl Proxy {
         (directory, free.local_addr().unwrap().port())
     }
 
-    /// Starts it with the how-to's configuration, for the daemon at `to`.
+    /// Starts the proxy with the how-to's configuration, for the daemon at `to`.
     fn start(program: &Path, name: &str, to: &str, (directory, port): (TempDir, u16)) -> Self {
         let place = directory.path().to_str().unwrap();
         let mut text = configuration(name).replace("127.0.0.1:8420", to);
@@ -116,7 +116,7 @@ impl Proxy {
             );
             command.args(["-c", &format!("{place}/conf")]);
         } else {
-            // It would ask for a certificate on the Internet.
+            // Otherwise Caddy would request a certificate on the Internet.
             let own = format!(
                 "https://vms.example:{port} {{\n tls {place}/vms.example.pem {place}/vms.example.key"
             );
@@ -143,8 +143,8 @@ impl Proxy {
         proxy
     }
 
-    /// A request by curl, with the headers of a browser at `https://vms.example:PORT`. Returns the
-    /// status, and the rest of the response.
+    /// Returns a request by curl, with the headers of a browser at `https://vms.example:PORT`.
+    /// Returns the status, and the rest of the response.
     fn browse(&self, path: &str, more: &[&str]) -> (String, String) {
         let port = self.port;
         let place = self.directory.path();
@@ -171,7 +171,7 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         let pid = Pid::from_child(&self.child);
-        // nginx's worker ends with its master only if that is told to end.
+        // nginx's worker ends with its master only if the master is asked to end.
         let _ = kill_process(pid, Signal::TERM);
         let _ = self.child.wait();
     }
@@ -211,7 +211,7 @@ fn login_and_changes_and_live_figures_work_behind_nginx_and_caddy() {
         assert_eq!(status, "200", "{name}: {said}");
         let (status, said) = pause("https://attacker.example");
         assert_eq!(status, "403", "{name}: {said}");
-        // It never ends: what has come in time is what the proxy has let through at once.
+        // The stream never ends: the data that came in time is what the proxy passed on at once.
         let (status, said) = proxy.browse("/v1/live", &["--no-buffer", "--max-time", "8"]);
         assert_eq!(status, "200", "{name}");
         assert!(said.matches("\ndata:").count() >= 2, "{name}: {said}");

@@ -15,7 +15,7 @@ use crate::support::{Daemon, code, err, out, refused, wait};
 
 const MIB: u64 = 1 << 20;
 
-/// A second lender that uses the registry of the first.
+/// Starts a second lender, which uses the registry of the first.
 fn another(host: &str, registry: &Daemon) -> Option<Daemon> {
     let socket = registry.socket();
     lender(host, &["--registry", socket.to_str().unwrap()], &[])
@@ -26,7 +26,8 @@ fn borrower(registry: &Daemon) -> Daemon {
     Daemon::start_with(&["--host", "b", "--registry", socket.to_str().unwrap()])
 }
 
-/// Changes the first byte of each page of an export that is full of `pattern`; how many there were.
+/// Changes the first byte of each page of an export that is full of `pattern`. Returns the number
+/// of these pages.
 fn change_pages(export: Pid, pattern: u8) -> usize {
     let pid = export.as_raw_nonzero();
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
@@ -51,7 +52,7 @@ fn change_pages(export: Pid, pattern: u8) -> usize {
     changed
 }
 
-/// The relays under a state directory's VMs, by the log that they hold.
+/// Returns the relays of VMs below a state directory, by the log that they have open.
 fn relays(borrower: &Daemon) -> Vec<Pid> {
     let state = borrower.state();
     let is_log = |path: &Path| path.starts_with(&state) && path.ends_with("relay.log");
@@ -89,7 +90,7 @@ fn a_lender_with_changed_data_is_dropped_and_not_used_again() {
         vm.write(7, 8);
         vm.read(7, 8);
         assert!(change_pages(export(&lying), 7) > 0);
-        // What is read is what was written, though the lender has other bytes now.
+        // Reads return the bytes that were written, although the lender now has other bytes.
         vm.read(7, 8);
         vm.wait_place("on_copy");
         vm.read(7, 8);
@@ -104,7 +105,7 @@ fn a_lender_with_changed_data_is_dropped_and_not_used_again() {
         wait_free(&lying);
         let refusal = ["no lender has", "not asked: a", "--trust"];
         refused(&borrower.run(&["borrow", "v"]), 1, &refusal);
-        // The next daemon knows it, too.
+        // The next daemon knows that the lender is distrusted, too.
         borrower.child.kill().unwrap();
         borrower.child.wait().unwrap();
         borrower.start_again();
@@ -113,7 +114,7 @@ fn a_lender_with_changed_data_is_dropped_and_not_used_again() {
             name: "v",
         };
         refused(&borrower.run(&["borrow", "v"]), 1, &refusal);
-        // Another one is.
+        // Another lender is used.
         let Some(honest) = another("c", &lying) else {
             return;
         };
@@ -183,7 +184,7 @@ fn a_swap_disk_over_two_lenders_survives_the_loss_of_either_lender() {
         vm.wait_place("on_copy");
         vm.read(1, 0);
         vm.read(16, 60);
-        // The other one has its part back, too.
+        // The other lender has its part back, too.
         wait_free(&first);
         wait_free(&second);
         wait_gone(&borrower);
@@ -222,7 +223,7 @@ fn a_swap_disk_too_large_for_one_lender_is_borrowed_from_several_lenders_or_refu
     big.read(5, 300);
     wait_free(&first);
     wait_free(&second);
-    // All or none: of three there are two.
+    // A disk gets all stripes or none: of three lenders, two are there.
     refused(
         &borrower.run(&["borrow", "big", "--stripes", "3"]),
         1,
@@ -295,7 +296,7 @@ fn a_killed_or_stopped_relay_loses_no_byte_and_a_relay_survives_its_daemon() {
 
 #[test]
 fn a_host_lends_as_configured_until_a_command_overrides_the_configuration() {
-    // Asked of another daemon: that this one lends nothing is the defect that the test is for.
+    // Another daemon is asked, because this test is for the defect that this one lends nothing.
     let able = Daemon::start_with(&["--host", "x"]).run(&["lend", "--max", "64M"]);
     if code(&able) == 3 {
         memfold_testkit::skip!("{}", err(&able));
@@ -315,7 +316,7 @@ fn a_host_lends_as_configured_until_a_command_overrides_the_configuration() {
     assert_eq!(code(&host.run(&["lend", "--max", "32M"])), 0);
     again(&mut host);
     assert_eq!(lends(&host), Some(32 * MIB));
-    // The next boot.
+    // This simulates the next boot.
     let note = host.state().join("lend.json");
     let mut said: Value = serde_json::from_slice(&std::fs::read(&note).unwrap()).unwrap();
     said["boot"] = "another".into();

@@ -111,7 +111,7 @@ fn config_check_tests_the_configured_files_groups_and_addresses() {
         "1 lend: iSCSI encrypts nothing",
     );
     one("host = \"a b\"\n", "1 host: invalid value 'a b'");
-    // Each is named, in the order of their lines.
+    // All problems are named, in the order of their lines.
     let both = checked("operate_group = \"nobodys-group\"\ncpu = 7\nlisten = \"0.0.0.0:7070\"\n");
     let begins: Vec<&str> = both.iter().filter_map(|p| p.split(':').next()).collect();
     assert_eq!(begins, ["1 operate_group", "3 listen"], "{both:?}");
@@ -163,7 +163,7 @@ impl Manager {
         }
     }
 
-    /// Waits until it is told `word`.
+    /// Waits until the notification `word` comes.
     fn hear(&mut self, word: &str) {
         loop {
             let mut message = [0; 4096];
@@ -182,12 +182,12 @@ impl Manager {
     }
 }
 
-/// A daemon as systemd starts it, with a watchdog of 300 ms; it ends with its test.
+/// A daemon as systemd starts it, with a watchdog of 300 ms. It is ended when this is dropped.
 struct Served(Child);
 
 impl Drop for Served {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The daemon may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -197,7 +197,7 @@ impl Served {
     fn start(directory: &Path, manager: &Path) -> Self {
         let mut command = Command::new("sh");
         command
-            // The watchdog is for the process that systemd starts.
+            // The watchdog applies to the process that systemd starts.
             .args(["-c", "WATCHDOG_PID=$$ exec \"$@\"", "sh"])
             .arg(program().get_program())
             .arg("--socket")
@@ -226,7 +226,7 @@ fn systemd_is_notified_of_ready_watchdog_and_stop_and_a_restart_keeps_the_vms() 
     let mut manager = Manager::new(&notify);
     let mut first = Served::start(directory.path(), &notify);
     manager.hear("READY=1");
-    // It answers from then on.
+    // The daemon answers from then on.
     std::os::unix::net::UnixStream::connect(&socket).unwrap();
     for _ in 0..3 {
         manager.hear("WATCHDOG=1");
@@ -239,7 +239,7 @@ fn systemd_is_notified_of_ready_watchdog_and_stop_and_a_restart_keeps_the_vms() 
     assert_eq!(code(&vm), 0, "{}", err(&vm));
     let vm: Value = serde_json::from_slice(&vm.stdout).unwrap();
     let pid = Pid::from_raw(i32::try_from(vm["pid"].as_i64().unwrap()).unwrap()).unwrap();
-    // The service manager is the daemon's: a VM can't speak for it.
+    // Only the daemon may notify the service manager, not a VM.
     let environment = std::fs::read(format!("/proc/{}/environ", pid.as_raw_nonzero())).unwrap();
     let environment = String::from_utf8_lossy(&environment);
     assert!(!environment.contains("NOTIFY_SOCKET") && !environment.contains("WATCHDOG"));
@@ -267,7 +267,7 @@ fn systemd_is_notified_of_ready_watchdog_and_stop_and_a_restart_keeps_the_vms() 
     });
 }
 
-/// Log of a daemon that starts, fails to attach a VM, and ends.
+/// Returns the log of a daemon that starts, fails to attach a VM, and ends.
 fn logged(more: &[&str], journal: bool) -> String {
     let directory = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(directory.path().join("state")).unwrap();
@@ -352,10 +352,11 @@ fn a_manual_page_for_each_command_and_shell_completions_are_generated() {
     let pages: BTreeSet<String> = pages
         .map(|page| page.unwrap().file_name().into_string().unwrap())
         .collect();
-    // All commands (the_list_of_tested_commands_is_complete), and those that have others below them.
+    // Every command (the list of commands is tested elsewhere), and every group of commands, has a
+    // page.
     let mut wanted = BTreeSet::from(["memfold.1".to_owned()]);
     for (command, words, _) in COMMANDS {
-        // That page is in the package of the program that it is about.
+        // The page of `memfold-bench` is in the package of that program.
         if command == ["bench"] {
             continue;
         }
@@ -365,7 +366,7 @@ fn a_manual_page_for_each_command_and_shell_completions_are_generated() {
         let name = format!("memfold-{}.1", command.join("-"));
         let page = std::fs::read_to_string(directory.path().join("man").join(name)).unwrap();
         assert!(page.contains(".SH NAME") && page.contains(".SH SYNOPSIS"));
-        // Apostrophes are \*(Aq there, and hyphens \-.
+        // In manual pages, apostrophes are \*(Aq, and hyphens \-.
         let page = page.replace("\\*(Aq", "'").replace('\\', "");
         for word in words {
             assert!(
@@ -391,7 +392,7 @@ fn a_manual_page_for_each_command_and_shell_completions_are_generated() {
 #[test]
 fn the_systemd_unit_is_valid_and_has_the_documented_settings() {
     let text = std::fs::read_to_string(unit("memfold.service")).unwrap();
-    // VMs outlive a restart, and the next daemon finds them.
+    // VMs outlive a restart of the daemon, and the next daemon finds them.
     for setting in [
         "Type=notify",
         "KillMode=process",
@@ -424,10 +425,11 @@ fn the_systemd_unit_is_valid_and_has_the_documented_settings() {
         .arg(&copy)
         .output()
         .unwrap();
-    // It speaks of other units of this host, too.
+    // The output also mentions other units of this host.
     let said = err(&verify);
     assert!(!said.contains("memfold.service"), "{said}");
-    // Exposure in tenths, 100 the most; what is open is what the unit's comment names.
+    // systemd rates exposure in tenths, at most 100. The unit's comment names the reasons for what
+    // remains.
     let security = Command::new("systemd-analyze")
         .args(["security", "--offline=true", "--threshold=65"])
         .arg(&copy)

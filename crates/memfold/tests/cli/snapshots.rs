@@ -1,4 +1,5 @@
-//! Tests of snapshots of VMs without a guest: firmware that finds nothing to boot has enough state.
+//! Tests of snapshots of VMs without a guest: firmware that finds nothing to boot has enough state
+//! to be saved.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::support::{Daemon, code, err, out, refused};
 
-/// Starts a VM that runs its firmware alone.
+/// Starts a VM that runs only its firmware.
 fn run(daemon: &Daemon, name: &str, more: &[&str], words: &[&str]) -> Value {
     let start = ["vm", "run", "--name", name, "--memory", "32M", "--json"];
     let output = daemon.run(&[&start, more, &["--"], words].concat());
@@ -40,7 +41,7 @@ fn write(path: &Path, bytes: &[u8]) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// The file of a VM's variables, as QEMU has it.
+/// Returns the file of a VM's firmware variables, as QEMU names it.
 fn flash(daemon: &Daemon, vm: &str) -> PathBuf {
     let devices = qmp(daemon, vm).query("query-block").unwrap();
     let device = devices
@@ -82,8 +83,8 @@ fn each_restored_vm_has_a_private_copy_of_the_firmware_variables() {
         assert!(!said.as_str().unwrap().contains("error"), "{said}");
     };
     let byte = |path: &Path| std::fs::read(path).unwrap()[4096];
-    // Beside the first, whose file it could not have opened; and a VM of a snapshot of a VM of a
-    // snapshot.
+    // A VM beside the first, whose file the second could not have opened; and a VM from a snapshot
+    // of a VM that itself was restored.
     daemon.json(&["snapshot", "restore", "one", "--as", "second", "--force"]);
     writes("second", "0x5a");
     let of_second = flash(&daemon, "second");
@@ -98,9 +99,10 @@ fn each_restored_vm_has_a_private_copy_of_the_firmware_variables() {
     daemon.json(&["snapshot", "restore", "two", "--as", "third", "--force"]);
     writes("third", "0x5b");
     assert!(std::fs::read(&vars).unwrap() == before);
-    // Firmware that its package has replaced since is no reason: what it held is RAM.
+    // It does not matter that the firmware's package was updated since, because the firmware's
+    // contents are in the saved RAM.
     write(Path::new(&flash_code), &vec![0; firmware.len()]);
-    // With files of its own that stay.
+    // The VM gets disks of its own that stay.
     let own = place.join("own");
     std::fs::create_dir(&own).unwrap();
     daemon.json(&[
@@ -119,7 +121,7 @@ fn each_restored_vm_has_a_private_copy_of_the_firmware_variables() {
     save(&daemon, "fourth", "three");
     stop(&daemon, "fourth");
     assert_eq!(byte(&kept), 0x5c);
-    // The snapshot's are whole.
+    // The snapshot's files are unchanged.
     for name in ["one", "two", "three"] {
         let output = daemon.run(&["snapshot", "verify", name]);
         assert!(
@@ -163,7 +165,7 @@ fn a_save_is_refused_if_the_vm_writes_a_file_that_cannot_be_copied() {
         refused(&output, 1, &[named]);
         stop(&daemon, "one");
     }
-    // What no device uses is copied like a log.
+    // A file that no device uses is copied like a log.
     run(&daemon, "one", &[], &["-blockdev", &node]);
     save(&daemon, "one", "x");
     daemon.json(&["snapshot", "restore", "x", "--as", "two", "--force"]);
@@ -185,7 +187,7 @@ fn a_save_is_refused_if_the_vm_writes_a_file_that_cannot_be_copied() {
     );
 }
 
-/// A loop device; goes with this.
+/// A loop device, which is removed when this is dropped.
 struct Loop(PathBuf);
 
 impl Loop {
@@ -256,7 +258,7 @@ fn a_restore_accepts_the_same_block_device_after_a_reboot_and_refuses_a_changed_
     };
     fits("x");
     stop(&daemon, "one");
-    // As after a boot: what had this number before has another.
+    // As after a boot of the host, another device has this number now.
     drop(first);
     let other = Loop::of(&b).unwrap();
     let again = Loop::of(&a).unwrap();
@@ -273,18 +275,19 @@ fn a_restore_accepts_the_same_block_device_after_a_reboot_and_refuses_a_changed_
     broken("x", &["other content", path]);
     put(1, 5 << 20);
     fits("x");
-    // Within one boot, also where nobody looks, and to the same bytes.
+    // A change within one boot is also found in a part that is not sampled, and if the bytes are
+    // the same again.
     run(&daemon, "one", &["--disk", path, "--snapshot"], &[]);
     save(&daemon, "one", "y");
     fits("y");
-    // What the last save has taken over is still open, and has lost its name.
+    // The file that the last save has replaced is still open, and has no name any more.
     save(&daemon, "one", "z");
     put(1, 5 << 20);
     broken("y", &["was written to", path]);
     stop(&daemon, "one");
 }
 
-/// Changes what a snapshot says of itself.
+/// Changes a field in a snapshot's manifest.
 fn change(daemon: &Daemon, name: &str, field: &str, value: Value) {
     let place = daemon.directory.path().join("snapshots").join(name);
     let text = std::fs::read_to_string(place.join("manifest.json")).unwrap();
@@ -323,7 +326,7 @@ fn a_restore_is_refused_if_the_cpu_or_machine_type_or_qemu_lacks_a_saved_feature
     say("");
     assert_eq!(code(&restore("x")), 0);
     stop(&daemon, "two");
-    // A model that all hosts of a fleet have: what this host has besides doesn't count.
+    // All hosts of a fleet support this CPU model; further features of this host do not matter.
     run(&daemon, "old", &["--cpu", "Nehalem-v1"], &[]);
     let old = save(&daemon, "old", "y");
     assert_eq!(old["cpu"]["model"], "Nehalem-v1-x86_64-cpu");
@@ -389,12 +392,12 @@ fn snapshot_verify_tests_a_restore_without_disturbing_running_vms() {
         .unwrap()
         .count();
     assert_eq!(left, 0, "files of a trial");
-    // A command line that this QEMU refuses.
+    // This QEMU refuses the command line.
     say("-device nonesuch");
     let (failed, said) = verify();
     assert!(failed == 1 && said.contains("nonesuch"), "{said}");
     say("");
-    // A medium that is another, and none.
+    // The medium was replaced by another one, or removed.
     let as_it_was = std::fs::metadata(&iso).unwrap().modified().unwrap();
     write(Path::new(&iso), &[4].repeat(1 << 20));
     let (failed, said) = verify();
@@ -450,7 +453,7 @@ fn a_disk_has_the_given_format_and_a_contradiction_is_refused() {
         daemon.run(&["vm", "run", "--file", description.to_str().unwrap()])
     };
     refused(&described(""), 1, &[path, "format=qcow2"]);
-    // Drivers, and bytes that the guest sees.
+    // Returns the drivers of the disk, and bytes that the guest sees.
     let disk = || {
         let devices = qmp(&daemon, "one").query("query-block").unwrap();
         let devices = devices.as_array().unwrap().iter();
@@ -477,7 +480,7 @@ fn a_disk_has_the_given_format_and_a_contradiction_is_refused() {
         started(described("format = 'qcow2'")),
         ("qcow2".into(), 3 << 20)
     );
-    // A raw disk whose guest has written a header stays raw.
+    // A raw disk to which its guest has written a header stays raw.
     let length = std::fs::metadata(&image)
         .unwrap()
         .len()

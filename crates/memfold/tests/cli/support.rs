@@ -1,4 +1,4 @@
-//! Helpers of the tests: runs of the program, a daemon for each test, and plain HTTP.
+//! Helpers of the tests: run the program, start a daemon for each test, send plain HTTP requests.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -11,21 +11,21 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The program, with nothing of the caller's settings for memfold.
+/// Returns a command for the program, without the caller's settings for memfold.
 pub fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
     for name in ["MEMFOLD_SOCKET", "MEMFOLD_STATE", "MEMFOLD_LOG"] {
         command.env_remove(name);
     }
-    // Not that of this host, either.
+    // The configuration file of this host is not read either.
     command.env("MEMFOLD_CONFIG", "/dev/null");
     command.stdin(Stdio::null());
     command
 }
 
-/// A server that tests start: `name`, which scripts/setup has put into `directory` of the cache, or
-/// which is in `PATH`; it ends well when it is asked for its `version`. `None`, with the reason,
-/// only where tests may be left out.
+/// Finds a server that tests start: `name` in `directory` of the cache, where scripts/setup has put
+/// it, or in `PATH`. The server must succeed when it is asked for its `version`. `None`, with the
+/// reason printed, only if tests may be skipped.
 pub fn server(directory: &str, name: &str, version: &str) -> Option<PathBuf> {
     let cached = std::env::var_os("MEMFOLD_CACHE")
         .map(PathBuf::from)
@@ -62,7 +62,7 @@ pub fn code(output: &Output) -> i32 {
     output.status.code().expect("ended by a signal")
 }
 
-/// Asserts that a command failed with `code` and that its words hold all of `words`.
+/// Asserts that a command failed with code `wanted`, and that its output contains all of `words`.
 #[track_caller]
 pub fn refused(output: &Output, wanted: i32, words: &[&str]) {
     let text = err(output);
@@ -72,18 +72,18 @@ pub fn refused(output: &Output, wanted: i32, words: &[&str]) {
     }
 }
 
-/// Waits as long as anything here may take.
+/// Waits until `ready` holds, with the time limit of these tests.
 #[track_caller]
 pub fn wait(what: &str, ready: impl FnMut() -> bool) {
     memfold_testkit::wait_until(what, Duration::from_secs(180), ready);
 }
 
-/// `memfold serve` in a directory of its own; VMs and daemon end with it.
+/// `memfold serve` in a directory of its own. VMs and daemon end when this is dropped.
 pub struct Daemon {
     pub child: Child,
     pub directory: TempDir,
     more: Vec<String>,
-    /// Another QEMU than the one in `PATH`.
+    /// QEMU program to use instead of the one in `PATH`.
     qemu: Option<PathBuf>,
 }
 
@@ -157,7 +157,7 @@ impl Daemon {
         self.command(arguments).output().unwrap()
     }
 
-    /// Runs a command that has to succeed; its output, which has to be JSON.
+    /// Runs a command, which must succeed, and returns its output, which must be JSON.
     #[track_caller]
     pub fn json(&self, arguments: &[&str]) -> Value {
         let output = self.command(arguments).arg("--json").output().unwrap();
@@ -166,7 +166,7 @@ impl Daemon {
             .unwrap_or_else(|e| panic!("{arguments:?}: {e}: {}", out(&output)))
     }
 
-    /// Starts a VM that never runs, which costs nothing.
+    /// Starts a VM whose guest never runs, so that it costs no CPU.
     pub fn paused_vm(&self, name: &str, more: &[&str]) -> Value {
         let mut arguments = vec!["vm", "run", "--name", name, "--memory", "64M", "--json"];
         arguments.extend(more);
@@ -176,7 +176,7 @@ impl Daemon {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// Ends the daemon as systemd does.
+    /// Ends the daemon like systemd does.
     pub fn terminate(&mut self) {
         kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
         let status = self.child.wait().unwrap();
@@ -193,7 +193,7 @@ impl Daemon {
         self.wait_serving();
     }
 
-    /// Head and body of what a GET brings for who accepts something.
+    /// Sends a GET request with the header `Accept: accept`. Returns head and body of the response.
     pub fn get(&self, path: &str, accept: &str) -> (String, String) {
         let mut stream = UnixStream::connect(self.socket()).unwrap();
         let request = format!(
@@ -207,7 +207,7 @@ impl Daemon {
         (head.to_lowercase(), body.to_owned())
     }
 
-    /// Status and body of a request.
+    /// Sends a request. Returns status and body of the response.
     pub fn http(&self, method: &str, path: &str, body: &[u8]) -> (u16, String) {
         let mut stream = UnixStream::connect(self.socket()).unwrap();
         let head = format!(
@@ -215,7 +215,7 @@ impl Daemon {
             body.len()
         );
         stream.write_all(head.as_bytes()).unwrap();
-        // The server may refuse a long body before it has come whole.
+        // The server may refuse a long body before it has received all of it.
         let _ = stream.write_all(body);
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
@@ -245,7 +245,7 @@ fn spawn_in(directory: &Path, more: &[String], qemu: Option<&Path>, log: Stdio) 
         .unwrap()
 }
 
-/// Destination of daemons' logs: a file, if the environment names one for debugging.
+/// Returns the destination of daemons' logs: a file, if the environment names one for debugging.
 fn log() -> Stdio {
     let Some(path) = std::env::var_os("MEMFOLD_TEST_LOG") else {
         return Stdio::null();
@@ -269,7 +269,7 @@ impl Drop for Daemon {
     }
 }
 
-/// A QEMU started by hand, paused.
+/// A paused QEMU, as users start it by hand.
 pub struct Foreign {
     child: Child,
     directory: TempDir,
@@ -318,7 +318,7 @@ impl Drop for Foreign {
     }
 }
 
-/// Number of refusals for this reason so far.
+/// Returns the number of refusals for this reason so far.
 pub fn refusals(daemon: &Daemon, why: &str) -> f64 {
     let (_, text) = daemon.get("/metrics", "*/*");
     let sample = format!("memfold_access_refused_total{{why=\"{why}\"}} ");
@@ -328,7 +328,7 @@ pub fn refusals(daemon: &Daemon, why: &str) -> f64 {
         .unwrap()
 }
 
-/// A small file system in memory, until the test ends.
+/// A small file system in memory, which is unmounted when this is dropped.
 pub struct Small(pub PathBuf);
 
 impl Small {

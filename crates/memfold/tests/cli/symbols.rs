@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::support::{out, program};
 
-/// Names that `nm` lists of a file.
+/// Returns the symbol names that `nm` lists for a file.
 fn names(file: &Path, options: &[&str]) -> Vec<String> {
     let listed = Command::new("nm").args(options).arg(file).output();
     let listed = out(&listed.expect("nm (binutils) comes with the linker"));
@@ -25,7 +25,7 @@ fn the_library_interposes_madvise_and_the_program_does_not() {
         !of_program.contains(&"madvise".to_owned()),
         "{of_program:?}"
     );
-    // The constructor that starts the library's thread lies in this crate.
+    // The constructor that starts the library's thread is in this crate.
     let all = names(program, &["--defined-only"]);
     assert!(all.len() > 1000, "{} symbols, stripped?", all.len());
     let of_library: Vec<_> = all

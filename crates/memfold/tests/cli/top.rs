@@ -28,8 +28,8 @@ fn top_in_a_pipe_prints_one_report_per_line_and_ends_with_its_reader() {
     }
 }
 
-/// Output of a command on a terminal of 120 by 30 characters, up to `until`. Then the keys are
-/// typed, and the command must succeed.
+/// Runs a command on a terminal of 120 by 30 characters, until its output contains `until`. Then
+/// types the keys; the command must succeed. Returns the output.
 fn on_a_terminal(daemon: &Daemon, arguments: &[&str], until: &str, keys: &str) -> String {
     let command = daemon.command(arguments);
     let words = std::iter::once(command.get_program()).chain(command.get_args());
@@ -71,7 +71,7 @@ fn top_on_a_terminal_accepts_keys_and_restores_the_terminal() {
     for keys in ["?xq", "\u{3}"] {
         let shown = on_a_terminal(&daemon, &["top", "-n", "0.5"], "no VMs", keys);
         assert!(shown.contains("memfold top"), "{shown}");
-        // The other screen, left at the end.
+        // `top` switches to the alternate screen, and leaves it at the end.
         let (enter, leave) = ("\u{1b}[?1049h", "\u{1b}[?1049l");
         assert!(shown.find(enter) < shown.rfind(leave), "{shown:?}");
         assert_eq!(shown.contains("what the columns mean"), keys.contains('?'));

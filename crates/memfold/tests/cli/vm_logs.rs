@@ -9,7 +9,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::{Daemon, code, err};
 
-/// Says `x` on the first serial port for ever: real mode, from a boot sector.
+/// Guest program that writes `x` to the first serial port forever, in real mode, from a boot
+/// sector.
 const SAYS: [u8; 8] = [
     0xba, 0xf8, 0x03, // mov dx, 0x3f8
     0xb0, b'x', // mov al, 'x'
@@ -48,7 +49,7 @@ fn the_log_of_an_endless_console_is_rotated_and_bounded() {
     assert_eq!(bytes(&before), MIB);
     let text = std::fs::read(&before).unwrap();
     assert!(text.iter().all(|&byte| byte == b'x'));
-    // QEMU goes on at the beginning of the file, and leaves no hole before it.
+    // QEMU continues at the beginning of the file, and leaves no hole before its output.
     wait_until("it is written on", Duration::from_secs(60), || {
         bytes(&log) > 0
     });

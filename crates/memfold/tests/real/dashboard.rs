@@ -26,34 +26,35 @@ use super::figures::{Figures, compare, shown, told, wanted_of_plan};
 use super::served::{Served, exec};
 use super::support::{self, BOOT};
 
-/// The same size as in the tests of snapshots, so that one boot serves both.
+/// RAM of the VMs: the same size as in the tests of snapshots, so that one boot serves both.
 const MEMORY: ByteSize = ByteSize::mib(384);
 pub const NAMES: [&str; 3] = ["web", "warm-1", "warm-2"];
-/// Set to 1: what takes time is held to its limits, which wants a host that does nothing else. The
-/// walk reads it, too.
+/// Environment variable: if it is 1, times are checked against their limits, which needs an
+/// otherwise idle host. The browser script reads it, too.
 const TIMES: &str = "MEMFOLD_DASHBOARD_TIMES";
 /// Time for which the daemon's CPU time is measured. The dashboard stays open as long.
 const HOLD: Duration = Duration::from_secs(20);
-/// A VM that never runs, which costs nothing: its swap disk is lent.
+/// Name of a VM whose guest never runs, and whose swap disk is lent.
 const BORROWER: &str = "borrower";
-/// The trust domain of the others: a kind of the plan.
+/// Trust domain of the other VMs, which are one kind of the plan.
 pub const KIND: &str = "lab";
-/// One that is started on a page.
+/// Name of a VM that is started on a page.
 const MADE: &str = "made";
-/// A clone of a snapshot that is saved on a page, and a VM that is restored of it.
+/// Name of a clone of a snapshot that is saved on a page. The next constant: name of a VM restored
+/// from it.
 const CLONE: &str = "second-1";
 const BACK: &str = "back";
-/// Command that prints the boot id, which differs from boot to boot.
+/// Shell command that prints the boot id, which is different after each boot.
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 const ALL: [&str; 7] = ["web", "warm-1", "warm-2", BORROWER, MADE, CLONE, BACK];
-/// Logins of which the quickest counts.
+/// Number of logins, of which the quickest counts.
 const LOGINS: usize = 5;
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Chromium and the packages of the walk; or what is missing.
+/// Returns Chromium's path if the packages of the browser script are there, else what is missing.
 fn browser() -> Result<PathBuf, String> {
     if !repository()
         .join("web/node_modules/playwright-core")
@@ -72,7 +73,7 @@ fn browser() -> Result<PathBuf, String> {
     find("chromium")
 }
 
-/// The walk, and the lines that it says.
+/// The browser script, and the lines that it prints.
 struct Walk {
     child: Child,
     began: Instant,
@@ -93,7 +94,7 @@ impl Walk {
         Self { child, began, said }
     }
 
-    /// The next line, which has to be of this step.
+    /// Returns the next line of the script, which must be of step `wanted`.
     #[track_caller]
     fn step(&mut self, wanted: &str) -> Value {
         let mut line = String::new();
@@ -105,12 +106,12 @@ impl Walk {
         said
     }
 
-    /// Continues the walk.
+    /// Continues the browser script.
     fn on(&mut self) {
         self.on_with("on");
     }
 
-    /// Continues the walk with the line that it waits for.
+    /// Continues the browser script by sending the line for which it waits.
     fn on_with(&mut self, line: &str) {
         let stdin = self.child.stdin.as_mut().unwrap();
         stdin.write_all(format!("{line}\n").as_bytes()).unwrap();
@@ -119,26 +120,27 @@ impl Walk {
 
 impl Drop for Walk {
     fn drop(&mut self) {
-        // It has ended when all went well.
+        // The script has ended already if all went well.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// CPU that a process uses from now on for so long, in percent of one core.
+/// Returns the CPU that a process uses during `time` from now on, in percent of one core.
 fn cpu_percent(pid: i32, time: Duration) -> f64 {
     let (before, since) = (cpu_s(pid), Instant::now());
     std::thread::sleep(time);
     (cpu_s(pid) - before) / since.elapsed().as_secs_f64() * 100.0
 }
 
-/// CPU time that a process has used, in seconds (`proc_pid_stat(5)`: `utime` and `stime`).
+/// Returns the CPU time that a process has used, in seconds (`proc_pid_stat(5)`: `utime` and
+/// `stime`).
 fn cpu_s(pid: i32) -> f64 {
     let stat = procfs::process::Process::new(pid).unwrap().stat().unwrap();
     (stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64
 }
 
-/// The command line, which has to do what is asked.
+/// Runs the command line, which must succeed.
 fn memfold(state: &Path, arguments: &[&str]) {
     let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
         .arg("--socket")
@@ -150,7 +152,7 @@ fn memfold(state: &Path, arguments: &[&str]) {
     assert!(output.status.success(), "{arguments:?}: {words}");
 }
 
-/// Another host's daemon lends, and a VM that never runs has its swap disk there.
+/// Starts another host's daemon that lends, and moves the swap disk of a VM there.
 fn lend(state: &Path, other: &Path) {
     memfold(other, &["lend", "--max", "256M"]);
     let run = [
@@ -170,7 +172,7 @@ fn lend(state: &Path, other: &Path) {
     memfold(state, &["borrow", BORROWER]);
 }
 
-/// A command's JSON.
+/// Returns the JSON output of a command.
 pub fn json(state: &Path, arguments: &[&str]) -> Value {
     let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
         .arg("--socket")
@@ -187,8 +189,8 @@ pub fn report(state: &Path) -> FullReport {
     serde_json::from_value(json(state, &["report"])).unwrap()
 }
 
-/// Fingerprints of two hosts, made up: two VMs that hold the same are not together. Contents have
-/// more digits than a script's numbers.
+/// Writes invented fingerprints of two hosts: two VMs with the same contents are on different
+/// hosts. Contents have more digits than a script's numbers can hold.
 fn fingerprints(directory: &Path) -> [PathBuf; 2] {
     let host = |name: &str, vms: &[(&str, u64)]| {
         let vms = vms.iter().map(|(vm, first)| {
@@ -201,14 +203,14 @@ fn fingerprints(directory: &Path) -> [PathBuf; 2] {
         std::fs::write(&file, print.to_string()).unwrap();
         file
     };
-    // Odd contents and even ones, which are one to whoever rounds them.
+    // Odd and even contents, which become equal if they are rounded.
     [
         host("north", &[("a", 0), ("odd", 1)]),
         host("south", &[("b", 0)]),
     ]
 }
 
-/// The plan's form and the proposal against the command line.
+/// Compares the plan's form and the proposal with the command line.
 fn check_plans(walk: &mut Walk, state: &Path, prints: &[PathBuf; 2]) {
     let planned = walk.step("planned");
     let mut told = Figures::new();
@@ -217,7 +219,7 @@ fn check_plans(walk: &mut Walk, state: &Path, prints: &[PathBuf; 2]) {
     let (compared, _) = compare("planned", &shown(&planned), &told, &told);
     assert!(compared >= 3 + 2 * 7, "{compared}");
     println!("{compared} figures are those of the plan");
-    // What nobody else on this host moves: what six more of them take.
+    // No other program on this host changes this figure: the memory of six more VMs.
     let page = shown(&planned);
     let more = |of: &Figures| of["plan.predicted_bytes"] - of["plan.used_bytes"];
     let (said, wanted) = (more(&page), more(&told));
@@ -251,7 +253,7 @@ fn check_plans(walk: &mut Walk, state: &Path, prints: &[PathBuf; 2]) {
         placed["moves"][0].as_str().unwrap().starts_with(&told),
         "{placed}"
     );
-    // Half of what it holds: the other half only looks alike to whoever rounds.
+    // Half of the contents are equal; the other half only look equal if they are rounded.
     assert_eq!(moves[0]["saves_bytes"], 4000 * 4096);
 }
 
@@ -266,7 +268,7 @@ fn login(client: &Client, role: Role) -> String {
     code.urls.last().unwrap().clone()
 }
 
-/// A booted VM and two clones of it, which all stand still.
+/// Prepares a booted VM and two clones of it, all of which are paused.
 fn prepare(served: &Served<'_>, client: &Client, state: &Path) {
     served.run_warm(&Lab::spec(NAMES[0], "trixie-a", MEMORY, DiskMode::Buffered).unwrap());
     support::wait_stats(
@@ -291,19 +293,19 @@ fn prepare(served: &Served<'_>, client: &Client, state: &Path) {
         || client.get("/v1/fold").unwrap(),
         |stats| stats.vms.len() == NAMES.len() && stats.vms.iter().all(|vm| vm.agent_ready),
     );
-    // Time for something to be folded; the figures are compared whatever it is.
+    // Some pages may be folded meanwhile; the figures are compared in any case.
     std::thread::sleep(Duration::from_secs(3));
     for name in NAMES {
         support::qmp(state, name)
             .execute("stop", Value::Null)
             .unwrap();
     }
-    // What was ordered before is done.
+    // Earlier commands are complete after this time.
     std::thread::sleep(Duration::from_secs(2));
 }
 
-/// Waits until the brake has looked since the guests stand still: the borrower was started after
-/// that. Until then a page shows older figures.
+/// Waits until the brake has read page tables after the guests were paused, because the borrower
+/// was started after that. Until then, a page shows older figures.
 fn wait_looked(client: &Client) {
     wait_for("the brake has looked", Duration::from_secs(60), || {
         let debt: DebtReport = client.get("/v1/debt").unwrap();
@@ -316,7 +318,7 @@ fn wait_looked(client: &Client) {
     });
 }
 
-/// The matrix against page frame numbers, and the map against the ledger.
+/// Compares the matrix of shared pages with page frame numbers, and the memory map with the ledger.
 fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now: &FullReport) {
     let (a, b) = (support::ram(state, NAMES[1]), support::ram(state, NAMES[2]));
     let frames = shared_frames((a.0, &a.1), (b.0, &b.1)).unwrap();
@@ -324,7 +326,7 @@ fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now:
     let pair = said["sharing"][&format!("pair.{}.{}", NAMES[1], NAMES[2])];
     println!("clones have {pair} bytes in common, by page frames {frames}");
     assert!(frames > 16 << 20, "clones of one image share");
-    // Store pages that neither has touched since are in no page table.
+    // Store pages that neither VM has accessed since are in no page table.
     assert!(pair >= frames * 98 / 100, "{pair} {frames}");
     let own = &said["vm"];
     let vm = now
@@ -345,7 +347,7 @@ fn check_views(said: &BTreeMap<&str, BTreeMap<String, i128>>, state: &Path, now:
     }
 }
 
-/// Further actions of an operator. Each is checked at the daemon, not only on the page.
+/// Tests further actions of an operator. Each is checked at the daemon, not only on the page.
 fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     walk.step("host added");
     assert_eq!(json(state, &["host", "list"]), serde_json::json!(["third"]));
@@ -375,7 +377,7 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     walk.step("made");
     let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
     let made = vms.iter().find(|vm| vm.name == MADE).unwrap();
-    // Less what the firmware has.
+    // The firmware takes a part of the RAM.
     assert!((60 << 20..=64 << 20).contains(&made.ram_bytes), "{made:?}");
     assert_eq!(made.domain, None);
     support::qmp(state, NAMES[0])
@@ -442,8 +444,8 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
 
 #[test]
 fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
-    // It steers KSM, which stands still where mergeable VMs of others run: `make test` has none
-    // beside it.
+    // Steering KSM needs a host without mergeable memory of others; `make test` runs no such test
+    // beside this one.
     let Some(_turn) = support::turn_beside() else {
         return;
     };
@@ -507,7 +509,7 @@ fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
     let mut walk = Walk::begin(&walk);
     let load = walk.step("load");
     println!("load: {load}");
-    // The guests stand still; what else this host does is no fault of the page's.
+    // The guests are paused; other load of this host is not the page's fault.
     for name in ["usable_ms", "again_ms"] {
         let all = load[name].as_array().unwrap();
         assert_eq!(all.len(), LOGINS);
@@ -566,7 +568,7 @@ fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
         said.insert(page, figures);
     }
     println!("{compared} figures are the report's, {exact} of them to the byte");
-    // Those of the clones at least.
+    // At least the clones' figures are exact.
     assert!(exact >= 2 * 5 + 8, "{exact}");
     check_views(&said, state, &report(state));
     walk.on();
@@ -644,7 +646,7 @@ fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
     }
     let hundred = walk.step("hundred");
     println!("{hundred}");
-    // 60 frames a second, and few that take two of them, in one of three runs.
+    // In one of three runs, there are 60 frames a second, and few of them take twice as long.
     let is_smooth = |run: &Value| {
         let ms = |name: &str| run[name].as_f64().unwrap();
         ms("median_ms") <= 17.5 && ms("p95_ms") <= 34.0

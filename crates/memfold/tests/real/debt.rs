@@ -19,28 +19,28 @@ use memfold_vm::MergeChoice;
 use super::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(512);
-/// Memory that each clone holds, and below, the rate of rewriting, in MiB.
+/// Memory that each clone holds, in MiB. The next constant: the rate of rewriting, in MiB.
 const HELD: u64 = 200;
 const RATE: u64 = 20;
 /// Bytes of debt until the brake must act. Other processes on this host must stay below this.
 const MARGIN: u64 = 160 << 20;
 
-/// Pages that each is to have folded.
+/// Number of pages of each clone that must be folded.
 const FOLDED: u64 = 5_000;
 
 const STORM: &str = include_str!("guest/storm.py");
 const CLONES: [&str; 4] = ["held-1", "held-2", "held-3", "held-4"];
 const VMS: u64 = CLONES.len() as u64;
 
-/// Clean page cache of each clone's own.
+/// Shell script that gives each clone page cache of its own, all of it clean.
 const OWN: &str = "head -c 60M /dev/urandom > /var/tmp/own && sync && md5sum < /var/tmp/own";
-/// Page cache that all have: 100 MiB.
+/// Shell script that reads page cache that all clones have: 100 MiB.
 const READ: &str = "find /usr/lib /usr/share -xdev -type f -size +32k -print0 | LC_ALL=C sort -z | xargs -0 cat | head -c 100M | md5sum";
 
 /// Bytes in the group that must stay available after everything that the brake permits.
 const RESERVE: u64 = 512 << 20;
 
-/// A control group that this process, and with it daemon and VMs, is in as long as it lives.
+/// A control group that contains this process, and with it daemon and VMs, until this is dropped.
 struct Group {
     directory: PathBuf,
     /// Control group of this process before the test.
@@ -61,11 +61,11 @@ impl Group {
             before,
             limit: limit.unwrap_or(""),
         };
-        // Dropped, it goes.
+        // The group is removed when this is dropped.
         (limit.is_some() && move_to(&group.directory).is_ok()).then_some(group)
     }
 
-    /// Leaves so much beyond what is taken.
+    /// Sets the group's limit to the memory in use plus `bytes`.
     fn leave(&self, bytes: u64) {
         let room = |limit: &str| {
             std::fs::write(self.directory.join(self.limit), limit).unwrap();
@@ -73,7 +73,7 @@ impl Group {
             let groups = memfold_host::Group::of_all(&[pid]);
             groups[0].room().unwrap()
         };
-        // Far more than is used, to see what is.
+        // A limit far above the memory in use, to read how much is used.
         let room = room(&(64_u64 << 30).to_string());
         let limit = room.limit - room.available + bytes;
         std::fs::write(self.directory.join(self.limit), limit.to_string()).unwrap();
@@ -87,7 +87,7 @@ fn move_to(group: &Path) -> std::io::Result<()> {
 impl Drop for Group {
     fn drop(&mut self) {
         let _ = move_to(&self.before);
-        // What has just ended may be in it yet.
+        // Processes that have just ended may still be in the group.
         let end = Instant::now() + Duration::from_secs(10);
         while std::fs::remove_dir(&self.directory).is_err() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(100));
@@ -184,7 +184,7 @@ fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm
         let request = RestoreRequest::new(name);
         lab.daemon().snapshots().restore("held", &request).unwrap();
     }
-    // Before any look: what was just started is owed already.
+    // Before any read of page tables, a VM that was just started already counts as debt.
     let debt = lab.daemon().brake().debt().unwrap();
     assert!(debt.debt_bytes >= VMS * (HELD << 20), "{debt:#?}");
     lab.fold(true).unwrap();
@@ -193,7 +193,7 @@ fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm
     }
     let sums = lab.exec_all(&CLONES, READ, limit).unwrap();
     let own = lab.exec_all(&CLONES, OWN, limit).unwrap();
-    // Clones are folded at pauses, a little at a time: not all of it is waited for.
+    // Clones are folded at pauses, a little at a time, so this does not wait for all pages.
     let folded = |vm: &VmStats| vm.mapped_pages - vm.copied_pages > FOLDED;
     let stats = || lab.stats().unwrap();
     support::wait_stats("their page cache is folded", limit, stats, |s| {
@@ -209,14 +209,14 @@ fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm
         "more than the image holds"
     );
     assert!(debt.folded_bytes > VMS * FOLDED * 4096);
-    // What the ledger has of it, by page maps and PSS: mapped to the store and not copied.
+    // The ledger's figure, from page maps and PSS: pages mapped to the store and not copied.
     let ledger = lab.report().unwrap().ledger;
     let mapped: u64 = ledger.vms.iter().map(|vm| vm.folded_bytes.0).sum();
     let off = mapped.abs_diff(ledger.debt.unwrap().folded_bytes) as f64 / mapped as f64;
     assert!(off < 0.05, "{off}");
     lab.fold(true).unwrap();
 
-    // Of this very moment: others are at work on this host.
+    // The debt is read at this moment, because other processes are active on this host.
     let debt = lab.daemon().brake().debt().unwrap();
     let needed = debt.debt_bytes / 2 + MARGIN;
     let debt = if let Some(group) = &group {
@@ -249,7 +249,7 @@ fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm
             event.mem_available_bytes > reserve,
             "the reserve was touched: {event:?}"
         );
-        // New VMs, of either kind.
+        // New VMs of both kinds are refused.
         let request = RestoreRequest::new("late");
         refused(
             &lab.daemon()
@@ -269,8 +269,8 @@ fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm
         assert!(said.starts_with("wrong 0 of "), "{name}: {said}");
     }
 
-    // Far less than the reserve is left, whatever others on this host do: each guest is asked to
-    // drop page cache.
+    // Far less than the reserve is left, whatever other processes do: each guest is asked to drop
+    // page cache.
     let before = lab.daemon().brake().debt().unwrap();
     assert_eq!(before.level, Level::Braked);
     let taken = || {
@@ -293,16 +293,18 @@ fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm
     assert_eq!(after.level, Level::Braked);
     let given_back = taken_before.saturating_sub(taken());
     println!("given back to the host: {} MiB", mib(given_back));
-    // Some may have dropped theirs in the storm already: what the last had of its own, at least.
+    // Some guests may have dropped their page cache earlier; at least that of the last one must
+    // come back.
     assert!(given_back > 48 << 20, "{given_back}");
 
-    // Nobody lost a VM, or a byte of what it reads.
+    // No VM is lost, and no byte that a guest reads.
     assert_eq!(lab.exec_all(&CLONES, READ, limit).unwrap(), sums);
     let again = "md5sum < /var/tmp/own";
     assert_eq!(lab.exec_all(&CLONES, again, limit).unwrap(), own);
     assert_eq!(oom_kills(), killed, "the OOM killer came");
 
-    // Enough again: what three of them had is back, and the reserve is as before.
+    // Enough memory is available again: the page cache of three guests is back, and the reserve is
+    // as before.
     set_reserve(&lab, 1 << 20);
     for name in &CLONES[1..] {
         lab.stop(name).unwrap();
@@ -320,9 +322,9 @@ fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm
     assert_eq!(oom_kills(), killed, "the OOM killer came");
 }
 
-/// All that clones share is rewritten at once, as fast as they can, in a group that has just what
-/// they may call in beyond the reserve: who keeps all of the debt at hand (`--cover 100`) loses
-/// nothing.
+/// Rewrites all memory that clones share at once, as fast as possible, in a group whose limit
+/// leaves exactly the debt beyond the reserve: with memory for all of the debt (`--cover 100`), no
+/// VM is lost.
 fn at_once(lab: &Lab, group: &Group) {
     let limit = Duration::from_secs(120);
     group.leave(16 << 30);

@@ -1,4 +1,4 @@
-//! Comparison of the figures in the dashboard with the expected figures.
+//! Compares the figures in the dashboard with the expected figures.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,10 +11,10 @@ use serde_json::Value;
 
 use super::dashboard::{KIND, NAMES, json, report};
 
-/// Figures by the names that pages give them.
+/// Figures, by the names that pages give them.
 pub type Figures = BTreeMap<String, i128>;
 
-/// Whole numbers among the fields of an object, under names that begin so.
+/// Adds the whole numbers among the fields of an object, with names that begin with `prefix`.
 fn numbers(all: &mut Figures, prefix: &str, of: &Value) {
     for (key, figure) in of.as_object().unwrap() {
         if let Some(figure) = figure.as_i64() {
@@ -35,8 +35,8 @@ pub fn wanted_of_plan(all: &mut Figures, plan: &Value) {
     }
 }
 
-/// Figures of the command line (`report`, `debt`, `plan`, `leases`, `vm list`), and of the API for
-/// shared pages.
+/// Returns the figures of the command line (`report`, `debt`, `plan`, `leases`, `vm list`), and of
+/// the API for shared pages.
 pub fn told(state: &Path, client: &Client) -> Figures {
     let mut all = wanted(&report(state));
     let sharing: Sharing = client.get("/v1/sharing").unwrap();
@@ -76,7 +76,7 @@ pub fn told(state: &Path, client: &Client) -> Figures {
     all
 }
 
-/// Expected figures of a page by name, from `report --json`.
+/// Returns the expected figures of a page by name, from `report --json`.
 fn wanted(report: &FullReport) -> Figures {
     let value = serde_json::to_value(&report.ledger).unwrap();
     let mut all = Figures::new();
@@ -111,7 +111,7 @@ fn wanted(report: &FullReport) -> Figures {
         for (key, figure) in vm.as_object().unwrap() {
             if let Some(figure) = figure.as_i64() {
                 all.insert(format!("vm.{name}.{key}"), figure.into());
-                // The memory map's sums are of the same places.
+                // The sums of the memory map are those of the same places.
                 if let Some(place) = key.strip_suffix("_bytes").filter(|p| STATES.contains(p)) {
                     all.insert(format!("map.{name}.{place}"), figure.into());
                 }
@@ -125,15 +125,15 @@ fn wanted(report: &FullReport) -> Figures {
     all
 }
 
-/// Whether a figure is constant while VMs are stopped. Others change, because other processes map
-/// QEMU's libraries and the host has other load.
+/// Returns whether a figure is constant while VMs are stopped. Others change, because other
+/// processes map QEMU's libraries and the host has other load.
 fn is_exact(figure: &str) -> bool {
     let of_vm = figure.starts_with("vm.") && !figure.ends_with("pss_bytes");
     of_vm || figure.starts_with("map.") || figure.starts_with("swap.")
 }
 
-/// Change of a figure that khugepaged may cause meanwhile: it fills free pages up to 2 MiB, also of
-/// a stopped VM. Clones map a file, which khugepaged leaves alone.
+/// Returns by how much khugepaged may change a figure meanwhile: it fills free pages up to 2 MiB,
+/// also of a stopped VM. Clones map a file, which khugepaged leaves alone.
 fn by_khugepaged(figure: &str) -> i128 {
     let booted = figure
         .strip_prefix("vm.")
@@ -143,14 +143,14 @@ fn by_khugepaged(figure: &str) -> i128 {
     if booted { 16 << 20 } else { 0 }
 }
 
-/// A figure's text, as the command line writes it.
+/// Returns the text of a figure, as the command line writes it.
 fn words(value: i128) -> String {
     let sign = if value < 0 { "-" } else { "" };
     let size = ByteSize(u64::try_from(value.unsigned_abs()).unwrap());
     format!("{sign}{size}")
 }
 
-/// Every figure that a page showed, by name.
+/// Returns every figure that a page showed, by name.
 pub fn shown(said: &Value) -> Figures {
     let mut all = Figures::new();
     for figure in said["figures"].as_array().unwrap() {
@@ -169,8 +169,8 @@ pub fn shown(said: &Value) -> Figures {
     all
 }
 
-/// Figures of a page against what the command line said before and after: each that has a name is
-/// there, and between them.
+/// Compares the figures of a page with those of the command line before and after: each named
+/// figure must exist and lie between the two.
 pub fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -> (usize, usize) {
     let (mut compared, mut exact) = (0, 0);
     for (name, &value) in shown {
@@ -192,24 +192,24 @@ pub fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -
             );
             exact += usize::from(a == b && value == a);
         } else {
-            // The host goes on: within what it moves in a walk.
+            // The host is not idle, so these figures may change by as much as they usually do
+            // meanwhile.
             let least = match name.rsplit('.').next() {
                 Some(part) if part.starts_with("more_fit") => 4,
-                // All that is used of the host, whoever uses it: as much as what is available
-                // moves.
+                // All used memory of the host may change as much as the available memory does.
                 Some("used_bytes" | "predicted_bytes" | "others_bytes" | "kernel_bytes") => {
                     after["plan.memory_bytes"] / 20
                 }
-                // The brake looks each half a minute.
+                // The brake reads page tables every half minute.
                 Some("owed") => 4 << 20,
-                // What VMs that stand still map, and what is stored for them.
+                // Memory that paused VMs map, and the stores' memory for them.
                 _ if ["mapped.", "pair.", "store."]
                     .iter()
                     .any(|p| name.starts_with(p)) =>
                 {
                     1 << 20
                 }
-                // Means of VMs that stand still, one of them up to what khugepaged does.
+                // Means over paused VMs, one of which khugepaged may change.
                 _ if name.starts_with(&format!("plan.{KIND}.")) => 8 << 20,
                 _ => 64 << 20,
             };

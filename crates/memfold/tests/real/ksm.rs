@@ -57,7 +57,7 @@ fn explain(client: &Client, name: &str) -> Explanation {
     client.get(&format!("/v1/ksm/explain/{name}")).unwrap()
 }
 
-/// Pages of a cause that has to be there.
+/// Returns the number of pages of a cause, which must be present.
 #[track_caller]
 fn pages(explanation: &Explanation, cause: Cause) -> u64 {
     let found = explanation.causes.iter().find(|f| f.cause == cause);
@@ -65,7 +65,7 @@ fn pages(explanation: &Explanation, cause: Cause) -> u64 {
     found.pages
 }
 
-/// Asks for steering. Tests of others on this machine may have mergeable memory for a moment.
+/// Requests steering. Other tests on this machine may have mergeable memory for a moment.
 fn ask(client: &Client, request: &KsmStartRequest) -> Result<Overview, ClientError> {
     let end = Instant::now() + Duration::from_secs(240);
     loop {
@@ -103,12 +103,12 @@ fn settings() -> Settings {
     Controls::default().settings().unwrap()
 }
 
-/// Two guests that hold the data, and a daemon.
+/// Starts two guests that hold the data, and a daemon.
 fn guests<'a>(state: &'a Path, names: &'a [&'a str]) -> (Served<'a>, Client) {
     let mut served = Served::new(state, names);
     served.start();
     let client = served.answers();
-    // Nothing but KSM works on this memory, at first.
+    // At first, only KSM works on this memory.
     let pause = FoldRequest {
         paused: Some(true),
         ..FoldRequest::default()
@@ -141,7 +141,7 @@ fn paused(name: &str, domain: Option<&str>) -> VmSpec {
     spec
 }
 
-/// Puts back what a daemon left that a failing test kills.
+/// Restores the settings that a killed daemon left, if a test fails.
 struct Restore;
 
 impl Drop for Restore {
@@ -150,7 +150,7 @@ impl Drop for Restore {
     }
 }
 
-/// A QEMU that nobody told of trust domains, with mergeable memory.
+/// A QEMU without a trust domain, with mergeable memory.
 struct Stranger(Child);
 
 impl Stranger {
@@ -174,7 +174,7 @@ impl Drop for Stranger {
 #[test]
 fn ksm_merges_equal_pages_within_one_domain_and_its_settings_are_restored_afterwards() {
     let Some(_turn) = support::turn() else { return };
-    // Not kept: the daemon is to have it.
+    // The guard is dropped here, because the daemon will use KSM.
     if take().is_none() {
         return;
     }
@@ -227,7 +227,7 @@ fn ksm_merges_equal_pages_within_one_domain_and_its_settings_are_restored_afterw
     assert_eq!(ksm(&client).steering, None);
     assert!(merging_pages(Path::new("/proc")) > Some(DATA_MIB << 8));
 
-    // Another way, by the kernel's own advisor, with an end that takes everything apart.
+    // Now the kernel's own advisor is used, and the end unmerges all pages.
     let by_advisor = KsmStartRequest {
         advisor: true,
         ..request(None)
@@ -236,7 +236,7 @@ fn ksm_merges_equal_pages_within_one_domain_and_its_settings_are_restored_afterw
         start(&client, None);
         ask(&client, &by_advisor).unwrap();
         assert_eq!(settings().advisor_mode.as_deref(), Some("scan-time"));
-        // Less while tasks wait for CPU.
+        // ksmd gets less CPU while tasks wait for a core.
         let most = settings().advisor_max_cpu;
         assert!(
             most.is_some_and(|percent| (1..=60).contains(&percent)),
@@ -252,7 +252,7 @@ fn ksm_merges_equal_pages_within_one_domain_and_its_settings_are_restored_afterw
     assert_eq!(merging_pages(Path::new("/proc")), Some(0));
 }
 
-/// All that both hold is merged, within the budget.
+/// Checks that all data that both guests hold is merged, within the CPU budget.
 fn merges(client: &Client) {
     let began = Instant::now();
     let overview = start(client, None);
@@ -285,8 +285,8 @@ fn merges(client: &Client) {
         share * 100.0
     );
     assert!(share < 0.7, "{share} of a CPU, and 0.6 were allowed");
-    // What the guests have written since is in the kernel's count until ksmd passes again, and not
-    // in what smaps shows.
+    // Pages that the guests have written since stay in the kernel's count until ksmd's next pass,
+    // but not in smaps.
     wait("what is mapped is merged", || {
         let explained = explain(client, NAMES[0]);
         if explained.merged_bytes > DATA_MIB << 20 {
@@ -320,8 +320,8 @@ impl Drop for Busy {
     }
 }
 
-/// When passes bring nothing any more ksmd goes slowly, and when tasks wait for a core, more
-/// slowly.
+/// Checks that ksmd slows down when passes merge nothing more, and further when tasks wait for a
+/// core.
 fn it_idles_and_makes_way(client: &Client) {
     let quick = KsmStartRequest {
         target_s: 5.0,
@@ -357,8 +357,8 @@ fn it_idles_and_makes_way(client: &Client) {
     start(client, None);
 }
 
-/// A VM of another domain is started without mergeable memory; that of a stranger stops KSM as long
-/// as it is there.
+/// Checks that a VM of another domain is started without mergeable memory, and that a VM of
+/// somebody else stops KSM as long as it runs.
 fn others_stay_out(client: &Client, served: &Served<'_>, state: &Path) {
     served.run(&paused("other", Some("other")));
     served.run(&paused("loner", None));
@@ -373,7 +373,7 @@ fn others_stay_out(client: &Client, served: &Served<'_>, state: &Path) {
     assert_eq!(part.ksm_merging_pages, Some(0));
     refused(ask(client, &request(Some("other"))), &["'lab'"]);
 
-    // One that is made to offer its memory all the same, behind memfold's back.
+    // This VM is made to offer its memory all the same, without memfold's knowledge.
     let config = state.join("sly.conf");
     std::fs::write(&config, "[machine]\nmem-merge = \"on\"\n").unwrap();
     let mut sly = paused("sly", Some("other"));
@@ -410,8 +410,8 @@ fn stands_still(client: &Client, why: &str) {
 
 fn runs(client: &Client) {
     wait("KSM goes on", || {
-        // A look that hung is over a moment after its process goes on; until then, who asks is
-        // told.
+        // A measurement that hung ends soon after the process continues; until then, requests get
+        // an error.
         let overview: Overview = client.get("/v1/ksm").map_err(|error| chain(&error))?;
         let steering = overview.steering.unwrap();
         let runs = settings().run == Some(1) && steering.held.is_none();
@@ -450,8 +450,8 @@ fn it_stands_still_while_the_brake_is_on(client: &Client) {
     runs(client);
 }
 
-/// A process that keeps its memory map locked: whoever asks what of it may merge waits, here for a
-/// pipe in the place of the kernel's file.
+/// A process that keeps its memory map locked, so that every reader of its mergeable memory waits;
+/// here, a pipe in place of the kernel's file.
 struct Hung {
     child: Child,
     pipe: PathBuf,
@@ -483,7 +483,7 @@ impl Drop for Hung {
         let _ = rustix::mount::unmount(self.file(), rustix::mount::UnmountFlags::DETACH);
         let _ = self.child.kill();
         let _ = self.child.wait();
-        // Fails if nobody waits.
+        // This fails if no reader waits.
         let writer = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::NONBLOCK;
         drop(rustix::fs::open(
             &self.pipe,
@@ -497,7 +497,7 @@ fn it_stands_still_while_a_process_hangs(client: &Client) {
     let hung = Hung::start();
     let number = format!("process {}", hung.child.id());
     let stopped = |held: &str| held.contains(&number) && settings().run == Some(0);
-    // Whoever asks is told, and doesn't hang as well.
+    // Requests get an error, and do not hang as well.
     wait("a process that hangs stops KSM", || {
         match client.get::<Overview>("/v1/ksm") {
             Err(error) if stopped(&chain(&error)) => Ok(()),
@@ -545,7 +545,7 @@ fn what_others_write_is_set_back(client: &Client) {
     runs(client);
 }
 
-/// Checks that ksmd does not scan folded memory, and that no page is in two places of the ledger.
+/// Checks that ksmd does not scan folded memory, and that the ledger counts no page in two places.
 fn beside_folding(client: &Client) {
     let go_on = FoldRequest {
         paused: Some(false),
@@ -569,7 +569,7 @@ fn beside_folding(client: &Client) {
     for name in NAMES {
         let vm = report.ledger.vms.iter().find(|vm| vm.name == name).unwrap();
         assert_eq!(vm.sum_of_parts(), vm.ram_bytes);
-        // Merged pages are private ones, of mappings that are not the store's.
+        // Merged pages are private pages of mappings that are not the store's.
         let merged = vm.ksm_merged_bytes.unwrap();
         println!(
             "{name}: folded {}, merged {merged}, private {}",

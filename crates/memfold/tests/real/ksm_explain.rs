@@ -21,7 +21,7 @@ use super::support;
 
 const MIB: u64 = 1 << 20;
 
-/// A QEMU that stands still, ended with the test.
+/// A QEMU whose guest does not run, and which is ended with the test.
 struct Still {
     child: Child,
     directory: TempDir,
@@ -44,7 +44,7 @@ impl Still {
             .spawn()
             .unwrap();
         let mut still = Self { child, directory };
-        // It listens before its memory is there, and answers after.
+        // QEMU listens before it has allocated its memory, and answers afterwards.
         let end = Instant::now() + Duration::from_secs(30);
         while still.qmp().is_none() {
             let ended = still.child.try_wait().unwrap();
@@ -69,7 +69,7 @@ impl Still {
         ksm::weigh(&facts)
     }
 
-    /// Waits until a cause concerns at least so much of its memory.
+    /// Waits until a cause concerns at least `bytes` of QEMU's memory.
     fn wait(&self, cause: Cause, bytes: u64) -> Finding {
         let end = Instant::now() + Duration::from_secs(60);
         loop {
@@ -92,8 +92,8 @@ impl Drop for Still {
     }
 }
 
-/// KSM to oneself; `None` (and why) if that can't be. Its settings, and what was merged, are as
-/// before when it is dropped.
+/// Takes KSM for one test; `None`, with the reason printed, if that is impossible. Dropping the
+/// guard restores KSM's settings and merged pages.
 pub fn take() -> Option<ksm::Guard> {
     let controls = Controls::default();
     let end = Instant::now() + Duration::from_secs(60);
@@ -185,7 +185,8 @@ fn ksm_explain_names_the_kind_of_memory_that_ksm_cannot_merge() {
     Still::start(&arguments).wait(Cause::Pmem, 128 * MIB);
 }
 
-/// Has the kernel refuse `madvise(MADV_MERGEABLE)` with EINVAL, and becomes what its arguments say.
+/// Program that makes the kernel refuse `madvise(MADV_MERGEABLE)` with EINVAL, and then executes
+/// its arguments.
 const REFUSES: &str = r"
 import ctypes, os, struct, sys
 rules = [(0x20, 0, 0, 0), (0x15, 0, 3, 28), (0x20, 0, 0, 32), (0x15, 0, 1, 12), (6, 0, 0, 0x50016), (6, 0, 0, 0x7fff0000)]
@@ -217,7 +218,7 @@ fn ksm_explain_names_the_setting_that_excludes_memory_from_ksm() {
     qmp.execute("qom-set", back).unwrap();
     vm.wait(Cause::NotAdvised, 64 * MIB);
 
-    // QEMU's own filter refuses nothing.
+    // QEMU's own seccomp filter does not refuse the call.
     let vm = Still::start(&[&arguments[..], &["-sandbox", "on"]].concat());
     let back = json!({ "path": "/objects/r", "property": "merge", "value": false });
     vm.qmp().unwrap().execute("qom-set", back).unwrap();
@@ -239,8 +240,8 @@ fn ksm_explain_covers_pages_not_yet_scanned_and_pages_that_stay_unmerged() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let controls = Controls::default();
-    // All pages alike. Not zeroes: these go to the zero page when a huge page is split, before KSM
-    // merges them.
+    // All pages are equal, but not zeroes: when a huge page is split, zero pages are mapped to the
+    // zero page before KSM could merge them.
     let directory = tempfile::tempdir().unwrap();
     let alike = directory.path().join("alike");
     std::fs::write(&alike, vec![0xaa; 32 << 20]).unwrap();
@@ -265,7 +266,7 @@ fn ksm_explain_covers_pages_not_yet_scanned_and_pages_that_stay_unmerged() {
     controls.apply(&slow).unwrap();
     vm.wait(Cause::TooYoung, 32 * MIB);
     let first = vm.explain().first_merge_s.unwrap();
-    // 8,192 pages, one a second, twice; and what else there is on this host.
+    // 8,192 pages at one a second, scanned twice; and other mergeable memory on this host.
     assert!(first > 15_000.0, "{first} s");
 
     let other = Still::start(&arguments);
@@ -305,7 +306,7 @@ fn first_merge_is_when_it_was_said(controls: &Controls, vm: &Still) {
     }
     let took = began.elapsed().as_secs_f64();
     println!("first merge after {took:.1} s, said: within {said:.1} s");
-    // It counts memory of QEMU's own in, where the loader has its file a second time.
+    // The prediction includes memory of QEMU itself, where the loader has its file a second time.
     assert!(took > said * 0.1, "{took} s of {said} s");
     assert!(vm.explain().merged_bytes > 0);
 }
@@ -335,7 +336,7 @@ fn ksm_explain_covers_memory_allocated_after_the_last_scan() {
     qmp.execute("object-add", more).unwrap();
     let found = vm.wait(Cause::NotVisited, 15 * MIB);
     assert!(!found.blocks);
-    // Its pages are of zeroes, and they are all that is.
+    // QEMU's pages are zeroes, and there are no others.
     let zeroes = vm.wait(Cause::UseZeroPages, 8 * MIB);
     assert!(zeroes.bytes < 40 * MIB, "{} bytes", zeroes.bytes);
     controls.write("use_zero_pages", &1).unwrap();
@@ -369,7 +370,8 @@ fn ksm_explain_reports_a_kernel_without_ksm() {
     );
 }
 
-/// Adds one to a byte of each of 112 pages, round and round: real mode, from a boot sector.
+/// Guest program that increments a byte of each of 112 pages, again and again, in real mode, from a
+/// boot sector.
 const COUNTS: [u8; 29] = [
     0xfa, // cli
     0xb8, 0x00, 0x20, // mov ax, 0x2000

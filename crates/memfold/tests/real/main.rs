@@ -26,7 +26,8 @@
 //! ([`memfold_lab::Warm`]) unless a test is about booting. Without guest images or QEMU, tests
 //! report that and pass, unless `MEMFOLD_REAL=1`.
 
-// A test here is one story of VMs that are dear to boot, and it speaks of states, stats and status.
+// Each test here is a long sequence on VMs that take long to boot, with names such as states, stats
+// and status.
 #![allow(clippy::similar_names, clippy::too_many_lines)]
 
 mod beside;

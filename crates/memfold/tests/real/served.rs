@@ -11,19 +11,19 @@ use memfold_vm::{Vm, VmDirectory, VmSpec};
 
 use crate::support::BOOT;
 
-/// `memfold serve`, as an operator runs it.
+/// `memfold serve`, started like an operator does.
 pub struct Served<'a> {
     state: &'a Path,
     vms: &'a [&'a str],
     more: &'a [&'a str],
-    /// A process whose mount namespace it is to have.
+    /// Process whose mount namespace the daemon gets; `None`: its own.
     inside: Option<u32>,
     temporary: Option<&'a Path>,
     daemon: Option<Child>,
 }
 
 impl<'a> Served<'a> {
-    /// One that isn't started yet. `vms` are ended with it.
+    /// Creates a daemon that is not started yet. `vms`: names of VMs that are ended with it.
     pub fn new(state: &'a Path, vms: &'a [&'a str]) -> Self {
         Self {
             state,
@@ -41,13 +41,13 @@ impl<'a> Served<'a> {
         self
     }
 
-    /// In the mount namespace of a process.
+    /// Makes the daemon run in the mount namespace of a process.
     pub fn inside(mut self, process: u32) -> Self {
         self.inside = Some(process);
         self
     }
 
-    /// Uses a directory of its own for temporary overlays, because other tests use the common one.
+    /// Uses a separate directory for temporary overlays, because other tests use the common one.
     pub const fn temporary(mut self, directory: &'a Path) -> Self {
         self.temporary = Some(directory);
         self
@@ -92,7 +92,7 @@ impl<'a> Served<'a> {
         self.daemon = Some(child);
     }
 
-    /// Waits until the daemon of this moment answers.
+    /// Waits until the daemon that runs now answers.
     pub fn answers(&mut self) -> Client {
         let client = Client::new(&self.state.join("s")).unwrap();
         let end = Instant::now() + Duration::from_secs(180);
@@ -122,12 +122,12 @@ impl<'a> Served<'a> {
         }
     }
 
-    /// Starts a VM, by the command line.
+    /// Starts a VM through the command line.
     pub fn run(&self, spec: &VmSpec) {
         run(&self.state.join("s"), self.state, spec);
     }
 
-    /// Starts a VM that stands where one like it stood right after its boot ([`Warm`]).
+    /// Starts a VM in the state of a VM of the same kind right after its boot ([`Warm`]).
     pub fn run_warm(&self, spec: &VmSpec) {
         run_warm(&self.state.join("s"), self.state, spec);
     }
@@ -166,8 +166,8 @@ fn run(socket: &Path, state: &Path, spec: &VmSpec) {
     assert!(done.success());
 }
 
-/// Has the daemon at a socket start a VM that stands where one like it stood right after its boot
-/// ([`Warm`]).
+/// Makes the daemon at a socket start a VM in the state of a VM of the same kind right after its
+/// boot ([`Warm`]).
 pub fn run_warm(socket: &Path, state: &Path, spec: &VmSpec) {
     let mut spec = spec.clone();
     let warm = Warm::prepare(&mut spec).unwrap();
@@ -177,7 +177,7 @@ pub fn run_warm(socket: &Path, state: &Path, spec: &VmSpec) {
     }
 }
 
-/// Waits until a VM is there and its agent answers.
+/// Waits until a VM is listed and its agent answers.
 #[track_caller]
 pub fn wait_agent(client: &Client, name: &str) -> VmInfo {
     let began = Instant::now();
@@ -194,7 +194,7 @@ pub fn wait_agent(client: &Client, name: &str) -> VmInfo {
     }
 }
 
-/// Runs a command in a guest, which must end well.
+/// Runs a command in a guest, which must succeed.
 pub fn exec(client: &Client, name: &str, script: &str) -> ExecResult {
     let request = ExecRequest {
         script: script.to_owned(),
@@ -207,7 +207,7 @@ pub fn exec(client: &Client, name: &str, script: &str) -> ExecResult {
     result
 }
 
-/// A small generator, so that a failure can be run again: the seed is printed.
+/// A small random number generator. Its seed is printed, so that a failed test can be repeated.
 pub struct Random(pub u64);
 
 impl Random {

@@ -1,4 +1,4 @@
-//! Helpers of the tests: the order of tests, connections to VMs, and programs that guests run.
+//! Helpers of the tests: order of the tests, connections to VMs, and programs that guests run.
 
 use std::fs::File;
 use std::io::Write;
@@ -18,10 +18,10 @@ use tempfile::TempDir;
 pub const BOOT: Duration = Duration::from_secs(180);
 pub const MEMORY: ByteSize = ByteSize::mib(512);
 
-/// The shell function `sums FILE`: checksums of files of `/usr` into a file. Of programs and
-/// libraries, 2,300 files of up to 1 MiB, 113 MB; with `MEMFOLD_SUMS=all` of all of `/usr`, 13,400
-/// files, 99 of 100, with the compiler's of up to 34 MB, which takes an emulated guest half a
-/// minute to read.
+/// Returns the shell function `sums FILE`, which writes checksums of files of `/usr` to a file: of
+/// programs and libraries, 2,300 files of up to 1 MiB, 113 MB. With `MEMFOLD_SUMS=all`, of all of
+/// `/usr`: 13,400 files (99 of 100), including the compiler's of up to 34 MB, which an emulated
+/// guest reads in half a minute.
 pub fn sums() -> String {
     let places = match std::env::var("MEMFOLD_SUMS").as_deref() {
         Ok("all") => "/usr",
@@ -33,17 +33,18 @@ sums() {{ files_of_usr | xargs -0 md5sum > $1; }}"
     )
 }
 
-/// The whole attack from inside a guest; see the script.
+/// Program that causes all kinds of page movements inside a guest.
 pub const ATTACK: &str = include_str!("guest/attack.sh");
-/// Files whose every page is known; see the program.
+/// Program that rewrites files whose every page is known.
 pub const REWRITE: &str = include_str!("guest/rewrite.py");
-/// Memory pressure; see the program.
+/// Program that causes memory pressure.
 pub const PRESSURE: &str = include_str!("guest/pressure.py");
 
-/// Tests that may boot guests at once, each with a lock on a file; whoever runs alone has them all.
+/// Number of tests that may boot guests at the same time, each with a lock on a file. A test that
+/// runs alone takes all of these locks.
 const TURNS: u32 = 2;
 
-/// Nice value of who runs ahead: nine times the time of a core that others have
+/// Nice value of a test that takes precedence: it gets nine times the CPU time of others on a core
 /// (`kernel/sched/core.c`, `sched_prio_to_weight`).
 const AHEAD: i32 = -10;
 
@@ -57,18 +58,19 @@ impl Drop for Turn {
     fn drop(&mut self) {
         let thread = std::thread::current();
         let (name, took) = (thread.name().unwrap_or("?"), self.began.elapsed());
-        // Past what keeps the words of tests that pass back: who waits half an hour wants to know
-        // for what.
+        // Written directly to standard error, because the output of passing tests is held back, and
+        // a user who waits half an hour wants to know for which test.
         let _ = writeln!(std::io::stderr(), "{:5.0} s  {name}", took.as_secs_f64());
     }
 }
 
-/// Waits for a turn alone; `None` (and why) if guests can't be booted here.
+/// Waits until this test may run alone; `None`, with the reason printed, if guests cannot be booted
+/// here.
 pub fn turn() -> Option<Turn> {
     take_turn(|| (0..TURNS).map(|number| locked(turn_file(number))).collect())
 }
 
-/// Waits for a turn beside other tests, `TURNS` in all.
+/// Waits until this test may run beside other tests, [`TURNS`] in all.
 pub fn turn_beside() -> Option<Turn> {
     take_turn(|| {
         loop {
@@ -83,8 +85,8 @@ pub fn turn_beside() -> Option<Turn> {
     })
 }
 
-/// Takes the right ahead of other tests, for tests that measure how long a guest waits. Threads and
-/// processes that this thread starts later inherit the priority.
+/// Takes the right to boot guests before other tests, for tests that measure how long a guest
+/// waits. Threads and processes that this thread starts later inherit the priority.
 pub fn turn_ahead() -> Option<Turn> {
     let turn = turn_beside()?;
     rustix::process::setpriority_process(None, AHEAD).unwrap();
@@ -112,7 +114,8 @@ fn take_turn(wait: impl FnOnce() -> Vec<File>) -> Option<Turn> {
         );
         return reports_skip(&why);
     }
-    // Shows why the daemon refuses something. Set once for all tests of the process.
+    // The log shows why the daemon refuses a request. It is set up once for all tests of the
+    // process.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
             std::env::var("MEMFOLD_LOG")
@@ -120,8 +123,8 @@ fn take_turn(wait: impl FnOnce() -> Vec<File>) -> Option<Turn> {
         )
         .with_test_writer()
         .try_init();
-    // First come, first served: two beside each other in turn would keep out whoever wants to be
-    // alone.
+    // The first test to wait comes first: otherwise, two tests beside each other could keep out a
+    // test that wants to run alone.
     let door = locked(File::create(std::env::temp_dir().join("memfold-guests-door.lock")).unwrap());
     let host = wait();
     drop(door);
@@ -149,43 +152,43 @@ fn able() -> Result<(), String> {
     Ok(())
 }
 
-/// Seconds that a variable of the environment says, or `default`.
+/// Returns the seconds in an environment variable, or `default`.
 pub fn seconds(variable: &str, default: u64) -> Duration {
     let set = std::env::var(variable).ok();
     Duration::from_secs(set.map_or(default, |text| text.parse().unwrap()))
 }
 
-/// A number from an environment variable, or `default`: the amount of `make test`, which
-/// scripts/soak.txt increases.
+/// Returns a number from an environment variable, or `default`. The default is the amount of
+/// `make test`; scripts/soak.txt increases it.
 pub fn dose(variable: &str, default: u64) -> u64 {
     let set = std::env::var(variable).ok();
     set.map_or(default, |text| text.parse().unwrap())
 }
 
-/// Milliseconds that a variable of the environment says, or `default`.
+/// Returns the milliseconds in an environment variable, or `default`.
 pub fn milliseconds(variable: &str, default: u64) -> Duration {
     let set = std::env::var(variable).ok();
     Duration::from_millis(set.map_or(default, |text| text.parse().unwrap()))
 }
 
-/// A VM's monitor, beside the daemon's own.
+/// Connects to a VM's monitor, beside the daemon's own connection.
 pub fn qmp(state: &Path, name: &str) -> Qmp {
     Qmp::connect(&VmDirectory::of(state, name).qmp(), Duration::from_secs(60)).unwrap()
 }
 
-/// QEMU's process and where guest RAM lies in it.
+/// Returns QEMU's process number, and the layout of guest RAM in it.
 pub fn ram(state: &Path, name: &str) -> (i32, RamLayout) {
     let vm = Vm::find(state, name).unwrap();
     let layout = vm.layout(&mut qmp(state, name)).unwrap();
     (vm.pid().as_raw_nonzero().get(), layout)
 }
 
-/// Swap of this host's in a file, as long as it lives.
+/// Swap space of this host in a file, until this is dropped.
 pub struct Swap(TempDir);
 
 impl Swap {
     pub fn on(mib: u64) -> Result<Self, String> {
-        // Not on tmpfs.
+        // The file must not be on a tmpfs.
         let swap = Self(tempfile::tempdir_in("/var/tmp").map_err(|error| error.to_string())?);
         swap.sh(&format!(
             "dd if=/dev/zero of=swap bs=1M count={mib} status=none && chmod 600 swap && mkswap -q swap && swapon swap"
@@ -193,7 +196,7 @@ impl Swap {
         Ok(swap)
     }
 
-    /// Everything comes back.
+    /// Brings all swapped memory back.
     pub fn off(&self) {
         self.sh("swapoff swap").unwrap();
     }
@@ -212,12 +215,13 @@ impl Swap {
 
 impl Drop for Swap {
     fn drop(&mut self) {
-        // Where swapon has failed, there is nothing to turn off.
+        // If swapon has failed, this fails, too.
         let _ = self.sh("swapoff swap");
     }
 }
 
-/// Has the kernel swap out what is mergeable of the process that its argument names.
+/// Program that makes the kernel swap out the mergeable memory of the process named by its
+/// argument.
 const SWAPS_OUT: &str = r"
 import ctypes, re, struct, sys
 libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
@@ -234,7 +238,7 @@ for begin, end in ranges:
     assert libc.syscall(440, handle, area, 1, 21, 0) >= 0, ctypes.get_errno()
 ";
 
-/// Has the kernel swap out a VM's RAM, as far as it is anonymous memory that KSM may merge.
+/// Makes the kernel swap out a VM's RAM, as far as it is anonymous memory that KSM may merge.
 pub fn swap_out(pid: u32) {
     let mut python = Command::new("python3");
     let done = python.args(["-c", SWAPS_OUT, &pid.to_string()]).output();
@@ -248,7 +252,7 @@ pub fn vm<'a>(stats: &'a EngineStats, name: &str) -> &'a VmStats {
     found.unwrap_or_else(|| panic!("the engine doesn't know '{name}'"))
 }
 
-/// Matched pages that are folded, in percent; 100 if nothing is matched.
+/// Returns the percentage of matched pages that are folded; 100 if no page is matched.
 pub fn folded_percent(vm: &VmStats) -> f64 {
     if vm.matched_pages == 0 {
         return 100.0;
@@ -256,7 +260,7 @@ pub fn folded_percent(vm: &VmStats) -> f64 {
     vm.matched_folded_pages as f64 * 100.0 / vm.matched_pages as f64
 }
 
-/// One line of a VM's figures.
+/// Formats a VM's figures in one line.
 pub fn line(vm: &VmStats) -> String {
     format!(
         "{}: folded {} again {} back {} differing {} busy {} | matched {} of these folded {:.1} % | mapped {} copied {} mappings {} | pauses {} longest {} ms, longest freeze {} us, bogus {} over limit {} problem {}",
@@ -280,7 +284,7 @@ pub fn line(vm: &VmStats) -> String {
     )
 }
 
-/// Waits until `done` of the figures, or fails with them.
+/// Waits until `done` returns true for the figures. On failure, prints the figures.
 pub fn wait_stats(
     what: &str,
     timeout: Duration,
@@ -306,17 +310,17 @@ pub fn wait_stats(
     }
 }
 
-/// The shell text that puts a program into a guest's `/opt`.
+/// Returns the shell script that writes a program to a guest's `/opt`.
 pub fn file(name: &str, text: &str) -> String {
     format!("cat > /opt/{name} <<'END-OF-FILE'\n{text}\nEND-OF-FILE\nchmod +x /opt/{name}\n")
 }
 
-/// The shell text that puts the attack's programs into a guest.
+/// Returns the shell script that installs the attack's programs in a guest.
 pub fn install() -> String {
     file("attack.sh", ATTACK) + &file("rewrite.py", REWRITE) + &file("pressure.py", PRESSURE)
 }
 
-/// Puts the attack's programs into guests and takes the sums of `/usr` as they are before.
+/// Installs the attack's programs in guests, and returns the checksums of `/usr` before the attack.
 pub fn prepare(lab: &Lab, names: &[&str]) -> Vec<String> {
     let script = format!(
         "{}\n{}\nsums /run/sums.before && md5sum < /run/sums.before",

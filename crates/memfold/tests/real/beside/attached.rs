@@ -1,4 +1,4 @@
-//! Tests of a QEMU that was started by hand: it is saved, also live, while daemons die, and VMs
+//! Tests of a QEMU that was started by hand: it is saved, also live, also while daemons die. VMs
 //! with the same devices run from its snapshots.
 
 use std::fs::File;
@@ -20,14 +20,14 @@ use crate::support::{self, BOOT};
 
 const VM: &str = "typed";
 
-/// Content of the CD, repeated.
+/// Content of the CD, repeated over its length.
 const MEDIUM: &[u8; 32] = b"what is read and never written. ";
 
-/// Reads the CD past the guest's cache; the sum of its first 2 MiB.
+/// Shell script that reads the CD past the guest's cache, and prints the sum of its first 2 MiB.
 const READ_CD: &str = "modprobe -a virtio_scsi sr_mod; for left in $(seq 60); do test -b /dev/sr0 && break; sleep 1; done; \
     dd if=/dev/sr0 bs=2048 count=1024 iflag=direct status=none | md5sum";
 
-/// A QEMU, ended with this.
+/// A QEMU that was started by hand, and is ended when this is dropped.
 struct Typed {
     place: PathBuf,
     child: Child,
@@ -115,7 +115,7 @@ impl Drop for Typed {
     }
 }
 
-/// The guest checks all that it holds, in memory and on disks.
+/// Saves the VM. The guest then checks all of its data, in memory and on disks.
 fn save(
     client: &Client,
     vm: &str,
@@ -144,14 +144,14 @@ fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> VmInfo 
     info
 }
 
-/// Ends a VM that is needed no more: its guest would go on with a core that others wait for.
+/// Ends a VM that is no longer needed, because its guest would use a core that others wait for.
 fn stop(client: &Client, vm: &str) {
     let at_once = serde_json::json!({ "timeout_s": 0.0 });
     let path = format!("/v1/vms/{vm}/stop");
     client.post::<_, Value>(&path, &at_once).unwrap();
 }
 
-/// Checks that the VM runs, and that nothing of a save is left in it. No daemon may run, because it
+/// Checks that the VM runs, and that a save has left nothing in it. No daemon may run, because it
 /// would hold the only monitor.
 fn is_as_before(qmp: &Path) {
     let mut qmp = Qmp::connect(qmp, Duration::from_secs(60)).unwrap();
@@ -210,7 +210,7 @@ fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
         .unwrap();
     assert_eq!(cd[..32], String::from_utf8_lossy(&wanted.stdout)[..32]);
 
-    // As it stands still, and live.
+    // The VM is saved while it is stopped, and live.
     let began = Instant::now();
     for (name, live, keep) in [
         ("still", false, KeepChoice::None),
@@ -230,7 +230,7 @@ fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
     }
     let span = u64::try_from(began.elapsed().as_millis()).unwrap() / 3;
 
-    // Daemons die meanwhile. Nobody in this QEMU lets it go on: the next daemon does.
+    // Daemons die meanwhile. Nothing in this QEMU resumes the VM, so the next daemon does.
     let mut random = Random(u64::from(std::process::id()) << 20 | 1);
     println!("seed {}", random.0);
     let mut stood = 0;
@@ -243,14 +243,14 @@ fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
             let live = death % 2 == 1;
             let saving = scope.spawn(move || save(client, VM, name, live, KeepChoice::All));
             match death % 3 {
-                // While it stands still.
+                // The daemon dies while the VM is stopped.
                 0 | 1 => {
                     let end = Instant::now() + Duration::from_secs(60);
                     while !draft.join("devices").exists() && Instant::now() < end {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                 }
-                // Anywhere.
+                // The daemon dies at any instant.
                 _ => std::thread::sleep(random.below_ms(span)),
             }
             served.kill();
@@ -264,7 +264,7 @@ fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
         served.start();
         served.answers();
         verify(&client, VM);
-        // Its monitor is the daemon's.
+        // The daemon holds the monitor.
         let end = Instant::now() + Duration::from_secs(60);
         while state.join(format!("saving/{VM}.json")).exists() {
             assert!(Instant::now() < end, "the cut save is not undone");
@@ -278,7 +278,7 @@ fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
     println!("{stood} of {deaths} daemons died while it stood still");
     assert!(stood > 0);
 
-    // VMs with the same devices.
+    // VMs with the same devices are restored.
     restore(&client, "live", &RestoreRequest::new("copied"));
     verify(&client, "copied");
     assert_eq!(exec(&client, "copied", "cat /run/nonce").stdout, nonce);
@@ -304,7 +304,7 @@ fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
     assert!(renewal.left.is_empty() && renewal.done.iter().any(|done| done.contains("MAC")));
     stop(&client, "clone");
     verify(&client, VM);
-    // It dies in the middle: nothing is listed, and its snapshots are as good as before.
+    // The daemon dies in the middle of a restore: no VM is listed, and the snapshots are unchanged.
     let dead = std::thread::scope(|scope| {
         let saving = scope.spawn(|| save(&client, VM, "dead", true, KeepChoice::All));
         std::thread::sleep(Duration::from_millis(span / 3));
@@ -319,10 +319,11 @@ fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
     assert_eq!(listed.iter().any(|info| info.name == "dead"), dead.is_ok());
     assert!(!state.join("snapshots/.dead.draft").exists());
 
-    // What came of it is a VM of memfold's: saved again, it freezes its overlays; it boots anew.
+    // The restored VM is memfold's: when it is saved again, its overlays are frozen; it can also
+    // reboot.
     let saved = save(&client, "copied", "again", false, KeepChoice::None).unwrap();
     assert_eq!(saved.free_kept, None);
-    // Its kernel and its CD are copies in a snapshot.
+    // The snapshot has copies of the kernel and the CD.
     std::fs::remove_file(disks.path().join("cd.iso")).unwrap();
     verify(&client, "copied");
     stop(&client, "copied");
@@ -338,7 +339,7 @@ fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
         .unwrap();
     wait_agent(&client, "again");
     assert_ne!(exec(&client, "again", boot).stdout, before);
-    // The agent answers before the guest has looked for all of its devices.
+    // The agent answers before the guest has found all of its devices.
     let there = "test ! -e /run/nonce && test -b /dev/vdc && for left in $(seq 60); do ls -d /sys/class/net/e* && exit 0; sleep 1; done; exit 1";
     exec(&client, "again", there);
     let console = std::fs::read_to_string(VmDirectory::of(state, "again").console_log()).unwrap();

@@ -18,14 +18,15 @@ use crate::support;
 const NAMES: [&str; 2] = ["one", "two"];
 const MEMORY: ByteSize = ByteSize::mib(512);
 
-/// Load in the guests before the attack; below, the load during the attack.
+/// Shell script that puts load on the guests before the attack. The next constant: during the
+/// attack.
 const BEFORE: &str = "cat /usr/bin/* | md5sum";
 const MEANWHILE: &str = "cat /usr/lib/*-linux-gnu/*.so* | md5sum";
 
-/// Requests that are sent together, without waiting for answers.
+/// Number of requests that are sent together, without waiting for responses.
 const TOGETHER: usize = 64;
 
-/// Permitted growth of the daemon's memory in bytes: its tables of the files that guests read.
+/// Permitted growth of the daemon's memory in bytes, for its tables of the files that guests read.
 const GROWTH: u64 = 64 << 20;
 
 #[track_caller]
@@ -41,14 +42,14 @@ fn folded(client: &Client) -> Vec<u64> {
     bytes.collect()
 }
 
-/// Resident memory of a process, and its peak since the last mark, in bytes.
+/// Returns the resident memory of a process, and its peak since the last reset, in bytes.
 fn resident_bytes(pid: i32) -> (u64, u64) {
     let process = procfs::process::Process::new(pid).unwrap();
     let status = process.status().unwrap();
     (status.vmrss.unwrap() << 10, status.vmhwm.unwrap() << 10)
 }
 
-/// The most in a second, of a count that was looked at often.
+/// Returns the largest number in a second, of a count that was sampled often.
 fn best_second(seen: &[(Instant, u64)]) -> f64 {
     let rates = seen.iter().enumerate().filter_map(|(i, (from, before))| {
         let mut later = seen[i..].iter();
@@ -76,8 +77,8 @@ fn unread_streams(host: &str, state: &Path) -> Vec<TcpStream> {
     (0..12).map(open).collect()
 }
 
-/// Requests of attackers: without access, of readers who want to operate, from another site's page,
-/// with broken bodies, with `..` in paths.
+/// Returns requests of attackers: without access, of readers who want to operate, from another
+/// site's page, with broken bodies, with `..` in paths.
 fn requests(host: &str, state: &Path) -> [String; 5] {
     let token = |role: &str| {
         let file = state.join("access").join(format!("{role}.token"));
@@ -103,10 +104,10 @@ fn requests(host: &str, state: &Path) -> [String; 5] {
     ]
 }
 
-/// Sends a request again and again, and counts the answers by what they begin with.
+/// Sends a request again and again, and counts the responses by their beginning.
 fn flood(host: &str, request: &str, end: Instant, answers: &AtomicU64, granted: &AtomicU64) {
     let together = request.repeat(TOGETHER);
-    // The daemon may hang up on who sends too much.
+    // The daemon may disconnect a client that sends too much.
     while Instant::now() < end {
         let Ok(mut stream) = TcpStream::connect(host) else {
             std::thread::sleep(Duration::from_millis(10));
@@ -125,7 +126,7 @@ fn flood(host: &str, request: &str, end: Instant, answers: &AtomicU64, granted: 
                     let all = ['2', '3', '4', '5'].map(count);
                     answers.fetch_add(all.iter().sum(), Ordering::Relaxed);
                     granted.fetch_add(all[0], Ordering::Relaxed);
-                    // Less than one of them: the beginning of one that is cut here.
+                    // Keeps the beginning of a response that is cut here.
                     let keep = text.len().saturating_sub("HTTP/1.1 ".len());
                     let keep = (keep..=text.len()).find(|&at| text.is_char_boundary(at));
                     text = text.split_off(keep.unwrap_or(text.len()));
@@ -175,7 +176,7 @@ fn a_flood_on_the_http_api_does_not_affect_guests_and_folding() {
         .unwrap();
     let pid: memfold_api::VersionInfo = client.get("/v1/version").unwrap();
     let unread = unread_streams(host, state);
-    // The most from now on (proc_pid_clear_refs(5)).
+    // Resets the process's peak memory (proc_pid_clear_refs(5)).
     std::fs::write(format!("/proc/{}/clear_refs", pid.pid), "5").unwrap();
     let (resident, _) = resident_bytes(pid.pid);
     let requests = requests(host, state);
@@ -186,7 +187,7 @@ fn a_flood_on_the_http_api_does_not_affect_guests_and_folding() {
         for request in &requests {
             scope.spawn(|| flood(host, request, end, &answers, &granted));
         }
-        // Who reads nothing of what was asked for.
+        // A client that does not read the response to its request.
         let mut silent = TcpStream::connect(host).unwrap();
         let _ = silent.write_all(requests[4].repeat(10_000).as_bytes());
         for name in NAMES {
@@ -214,14 +215,15 @@ fn a_flood_on_the_http_api_does_not_affect_guests_and_folding() {
         grown >> 10,
         slowest.load(Ordering::Relaxed)
     );
-    // The guests, the attackers and other tests take the same cores as the daemon.
+    // Guests, attackers and other tests use the same cores as the daemon.
     assert!(best >= 1_000.0, "no flood: {best:.0} a second");
     assert_eq!(granted.load(Ordering::Relaxed), 0);
     assert!(grown < GROWTH, "{grown} bytes");
     let slowest = Duration::from_millis(slowest.load(Ordering::Relaxed));
     assert!(slowest < patience(Duration::from_secs(10)), "{slowest:?}");
 
-    // What they have read meanwhile is folded as well, and what was folded is so still.
+    // Files that the guests have read meanwhile are folded as well, and folded pages have stayed
+    // folded.
     let more = |bytes: &u64, then: &u64| *bytes > *then + (4 << 20);
     wait("what they read meanwhile is folded", || {
         folded(&client)

@@ -44,7 +44,7 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
         lab.exec("booted", script, limit).unwrap()
     };
     let first = boot_id();
-    // Of the kernel that it boots one copy is enough for all.
+    // All VMs share one copy of the kernel that they boot.
     let has_view_of_kernel = || {
         let (pid, _) = support::ram(lab.directory(), "booted");
         let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
@@ -59,7 +59,7 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
         assert_eq!(kib("Anonymous:"), 0);
     };
     has_view_of_kernel();
-    // Twice: the second time it is one that was restored itself.
+    // The second time, the VM was itself restored.
     for _ in 0..2 {
         let mark = "echo since > /run/since; echo since > /var/tmp/since; sync";
         lab.exec("booted", mark, limit).unwrap();
@@ -73,12 +73,12 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
         assert_eq!(boot_id(), first, "it was booted anew");
         has_view_of_kernel();
     }
-    // By its guest, from that view.
+    // The VM is rebooted by its guest, while it runs from the snapshot.
     let began = Instant::now();
     reboot(false).unwrap();
     println!("booted anew in {:.1} s", began.elapsed().as_secs_f64());
     assert_ne!(boot_id(), first);
-    // A later VM of this name.
+    // A later VM has the same name.
     lab.stop("booted").unwrap();
     spec.boot_snapshot = false;
     spec.segment_slots = 1;
@@ -89,8 +89,8 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
     refuses_what_a_snapshot_would_lack(&lab, "booted");
 }
 
-/// A VM that stands still, or that has more than its description says, is not saved, and is as
-/// before.
+/// Checks that a VM that is stopped, or that has more than its description says, is not saved and
+/// stays unchanged.
 fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
     lab.wait_ready(vm, BOOT).unwrap();
     let mut qmp = support::qmp(lab.directory(), vm);
@@ -114,7 +114,8 @@ fn refuses_what_a_snapshot_would_lack(lab: &Lab, vm: &str) {
     qmp.execute("device_add", device).unwrap();
     let why = refused();
     assert!(why.contains("'plugged'"), "{why}");
-    // A disk that memfold knows nothing of, by the monitor of people: read-only ones may be there.
+    // The monitor for users adds a disk that memfold does not know. (Read-only disks would be
+    // accepted.)
     let file = lab.directory().join("foreign.img");
     std::fs::File::create(&file)
         .unwrap()

@@ -15,17 +15,18 @@ use crate::support::{self, BOOT};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Seconds by which the guest's clock is set back.
+/// Seconds by which the tests set the guest's clock back.
 const BACK: f64 = 3600.0;
 
-/// Seconds that emulated guests on a busy machine may take to answer.
+/// Seconds that an emulated guest may take to answer on a busy machine.
 const SLACK: f64 = 10.0;
 
 fn host() -> f64 {
     SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64()
 }
 
-/// Seconds that a guest's wall clock is behind the host's, its uptime, and what its RTC is behind.
+/// Returns the seconds that a guest's wall clock is behind the host's, its uptime, and the seconds
+/// that its RTC is behind.
 fn times(lab: &Lab, vm: &str) -> [f64; 3] {
     let script = "date +%s.%N; cut -d' ' -f1 /proc/uptime; cat /sys/class/rtc/rtc0/since_epoch";
     let said = lab.exec(vm, script, LIMIT).unwrap();
@@ -44,7 +45,7 @@ fn is_near(value: f64, wanted: f64) -> bool {
     (value - wanted).abs() < SLACK
 }
 
-/// The clock's state in `vm list` after it was set.
+/// Returns the clock's state in `vm list` after the clock was set.
 fn clock(lab: &Lab, vm: &str) -> ClockStep {
     wait_for("its clock is set", BOOT, || {
         let vms = lab.daemon().vms().list();
@@ -53,8 +54,8 @@ fn clock(lab: &Lab, vm: &str) -> ClockStep {
     })
 }
 
-/// Stops the VM's QEMU for a moment as soon as its guest stands still, so that a save's pause is a
-/// long one on any machine.
+/// Stops the VM's QEMU for a moment as soon as the VM is paused, so that the pause of a save is
+/// long on any machine.
 fn hold_when_it_stands_still(lab: &Lab, vm: &str) {
     let (pid, _) = support::ram(lab.directory(), vm);
     let pid = Pid::from_raw(pid).unwrap();
@@ -85,7 +86,7 @@ fn a_resumed_guest_gets_the_host_time_and_its_monotonic_clock_does_not_jump() {
     let [behind, up, _] = times(&lab, "first");
     assert!(is_near(behind, BACK), "who keeps the clock keeps it");
 
-    // The first command after a restore has the right time already.
+    // The first command after a restore already sees the right time.
     lab.daemon()
         .snapshots()
         .restore("past", &RestoreRequest::new("copy"))
@@ -115,7 +116,7 @@ fn a_resumed_guest_gets_the_host_time_and_its_monotonic_clock_does_not_jump() {
     let vms = lab.daemon().vms().list();
     assert_eq!(vms.iter().find(|vm| vm.name == "kept").unwrap().clock, None);
 
-    // One that was saved and went on.
+    // A VM that was saved and continued.
     let request = SaveRequest {
         keep: KeepChoice::All,
         ..SaveRequest::new("first", "now")
@@ -136,8 +137,8 @@ fn a_resumed_guest_gets_the_host_time_and_its_monotonic_clock_does_not_jump() {
     let [behind, ..] = times(&lab, "first");
     assert!(is_near(behind, 0.0));
 
-    // Stopped and let go on by somebody else; of two the one that keeps its clock first, so that
-    // its pause was heard before the other's.
+    // Another program pauses and resumes both VMs. The VM that keeps its clock comes first, so that
+    // its pause is noticed before that of the other.
     lab.exec("first", &back, LIMIT).unwrap();
     for vm in ["kept", "first"] {
         let mut other = support::qmp(lab.directory(), vm);

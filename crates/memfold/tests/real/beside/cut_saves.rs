@@ -39,7 +39,7 @@ fn save(client: &Client, name: &str, live: bool, hot: bool) -> Result<Manifest, 
     saved.map_err(|error| format!("{error:#}"))
 }
 
-/// Overlays in the test's directory for temporary files.
+/// Returns the overlays in the test's directory for temporary files.
 fn overlays(temporary: &Path) -> BTreeSet<PathBuf> {
     let entries = std::fs::read_dir(temporary).unwrap().flatten();
     let files = entries.map(|entry| entry.path());
@@ -51,7 +51,8 @@ fn overlays(temporary: &Path) -> BTreeSet<PathBuf> {
         .collect()
 }
 
-/// Checks that all listed snapshots are complete, and that no other files exist.
+/// Checks that all listed snapshots are complete, and that no other files exist. Returns the listed
+/// names.
 fn shelf_is_clean(client: &Client, state: &Path) -> Vec<String> {
     let list: Vec<SnapshotInfo> = client.get("/v1/snapshots").unwrap();
     for info in &list {
@@ -79,13 +80,13 @@ fn wait_for(done: impl Fn() -> bool) {
     }
 }
 
-/// Deaths in each part.
+/// Returns the number of times that a daemon is killed in each part of the tests.
 fn deaths() -> u64 {
-    // One of each kind of `daemons_are_killed_while_they_save` at least.
+    // Each kind of kill in `daemons_are_killed_while_they_save` occurs at least once.
     support::dose("MEMFOLD_SAVE_KILLS", 5)
 }
 
-/// A VM that rewrites its memory and its disks all the time, and its daemon.
+/// A VM that rewrites its memory and its disks all the time, and the VM's daemon.
 struct Story<'a> {
     served: Served<'a>,
     client: Client,
@@ -93,7 +94,7 @@ struct Story<'a> {
     temporary: &'a Path,
 }
 
-/// Runs a test on such a VM; no overlay is left afterwards.
+/// Runs a test on such a VM, and checks that no overlay is left afterwards.
 fn story(test: impl FnOnce(&mut Story<'_>)) {
     let Some(_turn) = support::turn_beside() else {
         return;
@@ -103,7 +104,7 @@ fn story(test: impl FnOnce(&mut Story<'_>)) {
         .tempdir()
         .unwrap();
     let state = directory.path();
-    // Not in the state directory, which may be RAM.
+    // The directory is not below the state directory, which may be in RAM.
     let temporary = tempfile::Builder::new()
         .prefix("memfold-killed.")
         .tempdir_in("/var/tmp")
@@ -113,7 +114,7 @@ fn story(test: impl FnOnce(&mut Story<'_>)) {
     let mut served = Served::new(state, &vms).temporary(temporary);
     served.start();
     let client = served.answers();
-    // As in the test of disks, so that one boot is enough for both.
+    // This is the size of the test of disks, so that one boot is enough for both.
     let memory = ByteSize::mib(384);
     let mut spec = Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap();
     spec.disks.extend(disks::two_disks(state));
@@ -134,7 +135,7 @@ fn story(test: impl FnOnce(&mut Story<'_>)) {
     assert_eq!(overlays(temporary), BTreeSet::new(), "overlays are left");
 }
 
-/// Ends a VM, if it is there.
+/// Ends a VM, if it exists.
 fn stop(client: &Client, vm: &str) {
     let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
     if list.iter().any(|info| info.name == vm) {
@@ -143,7 +144,7 @@ fn stop(client: &Client, vm: &str) {
     }
 }
 
-/// A seed for a test's instants, printed so that they can be had again.
+/// Returns a seed for the instants of kills, and prints it so that a test can be repeated.
 fn seed() -> u64 {
     let seed = u64::from(std::process::id()) << 20 | 1;
     println!("seed {seed}");
@@ -155,7 +156,8 @@ fn restore(client: &Client, snapshot: &str) -> Result<Value, ClientError> {
     client.post(&path, &RestoreRequest::new("copied"))
 }
 
-/// QEMUs of `copied` below a state directory: other tests' VMs have the same names.
+/// Returns the QEMUs of `copied` below a state directory, because other tests' VMs have the same
+/// names.
 fn copies(state: &Path) -> Vec<Pid> {
     let directory = state.join("vms/copied");
     let directory = directory.to_str().unwrap();
@@ -181,8 +183,8 @@ fn a_daemon_or_qemu_killed_during_a_restore_leaves_a_correct_vm_or_no_vm() {
     });
 }
 
-/// Daemons are killed while they restore `copied`. Each next one finds a VM that is right, or
-/// nothing of it.
+/// Kills daemons while they restore `copied`. The next daemon finds a correct VM, or no trace of
+/// it.
 fn restores_killed(story: &mut Story<'_>) {
     let Story {
         served,
@@ -198,7 +200,7 @@ fn restores_killed(story: &mut Story<'_>) {
     let running = || found().is_some();
     let processes = || copies(state);
     let before = overlays(temporary);
-    // As every daemon below, one that knows nothing yet.
+    // Like each daemon below, this one starts without knowledge.
     served.kill();
     served.start();
     served.answers();
@@ -213,7 +215,8 @@ fn restores_killed(story: &mut Story<'_>) {
         std::thread::scope(|scope| {
             let restoring = scope.spawn(restore);
             if death == 0 {
-                // Once for certain when the QEMU has just begun; the others anywhere.
+                // Once, the daemon is certainly killed when QEMU has just started; the other times
+                // at any instant.
                 wait_for(|| !processes().is_empty());
             } else {
                 let first = Duration::from_millis(span * death / deaths);
@@ -225,7 +228,7 @@ fn restores_killed(story: &mut Story<'_>) {
         midway += usize::from(!processes().is_empty());
         served.start();
         served.answers();
-        // A daemon answers before it has looked at the VMs that it finds.
+        // A daemon answers before it has examined the VMs that it finds.
         wait_for(|| found().is_none_or(|vm| vm.state != "taking-over"));
         if running() {
             came += 1;
@@ -237,8 +240,8 @@ fn restores_killed(story: &mut Story<'_>) {
     }
     println!("{midway} of {deaths} while there was a QEMU, {came} when it was done");
     assert!(midway > 0);
-    // QEMU itself dies while it is filled: the restore fails or the VM has just ended, and the
-    // snapshot is as good as before.
+    // QEMU itself dies while its RAM is loaded: the restore fails, or the VM has just ended. The
+    // snapshot is unchanged.
     let mut failed = 0;
     for death in 0..deaths {
         std::thread::scope(|scope| {
@@ -246,7 +249,7 @@ fn restores_killed(story: &mut Story<'_>) {
             wait_for(|| !processes().is_empty() || restoring.is_finished());
             std::thread::sleep(Duration::from_millis(span * death / deaths / 2));
             for victim in processes() {
-                // It may have ended by itself.
+                // QEMU may have ended by itself.
                 let _ = kill_process(victim, Signal::KILL);
             }
             failed += usize::from(restoring.join().unwrap().is_err());
@@ -265,8 +268,8 @@ fn a_daemon_killed_during_a_snapshot_removal_leaves_the_disks_of_the_vm_intact()
     story(removals_killed);
 }
 
-/// Daemons are killed while they remove snapshots of a VM that goes on. What lay there of its disk
-/// is its own again, or the snapshot's still.
+/// Kills daemons while they remove snapshots of a running VM. Parts of its disk that were in the
+/// snapshot are the VM's own again, or still the snapshot's.
 fn removals_killed(story: &mut Story<'_>) {
     let Story {
         served,
@@ -311,7 +314,7 @@ fn removals_killed(story: &mut Story<'_>) {
         span.as_millis()
     );
     assert!(cut > 0);
-    // Each save has merged what the removal before it gave back.
+    // Each save merges the files that the removal before it gave back.
     save(client, "after", false, false).unwrap();
     remove("after").unwrap();
     assert_eq!(overlays(temporary).len(), known);
@@ -331,7 +334,7 @@ fn saves_killed(story: &mut Story<'_>) {
         temporary,
     } = story;
     let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths());
-    // How long a save takes here, undisturbed.
+    // Measures how long an undisturbed save takes here.
     let began = Instant::now();
     save(client, "whole", false, false).unwrap();
     let span = u64::try_from(began.elapsed().as_millis()).unwrap();
@@ -346,22 +349,23 @@ fn saves_killed(story: &mut Story<'_>) {
             let name = &name;
             let live = [1, 3, 4, 6].contains(&death);
             let saving = scope.spawn(move || save(client, name, live, death % 5 > 1));
-            // Overlays of an earlier death go meanwhile.
+            // Meanwhile, overlays of an earlier daemon may disappear.
             let is_new = || overlays(temporary).difference(&known).next().is_some();
             match death % 5 {
-                // Anywhere; every part of the save has its turn.
+                // The daemon is killed at any instant, so that every part of the save is hit at
+                // some time.
                 0 => {
                     let first = Duration::from_millis(span * death / deaths);
                     std::thread::sleep(first + random.below_ms(span / deaths + 1));
                 }
-                // When the new overlay is there, around the transaction.
+                // The daemon is killed when the new overlay exists, around the transaction.
                 1 => {
                     wait_for(is_new);
                     std::thread::sleep(random.below_ms(40));
                 }
-                // When the disks are frozen and get their names.
+                // The daemon is killed when the disks are frozen and get their names.
                 2 => wait_for(|| draft.join("disk0.qcow2").exists()),
-                // When disks that are written in place are copied.
+                // The daemon is killed when disks that are written in place are copied.
                 3 => {
                     wait_for(|| {
                         let copied = std::fs::metadata(draft.join("disk1.qcow2"));
@@ -369,7 +373,7 @@ fn saves_killed(story: &mut Story<'_>) {
                     });
                     std::thread::sleep(random.below_ms(20));
                 }
-                // While the VM goes on and its RAM is copied.
+                // The daemon is killed while the VM runs and its RAM is copied.
                 _ => {
                     wait_for(is_new);
                     std::thread::sleep(Duration::from_millis(40) + random.below_ms(200));
@@ -400,7 +404,7 @@ fn saves_killed(story: &mut Story<'_>) {
         let mode = std::fs::metadata(&overlay).unwrap().permissions().mode();
         assert_eq!(mode & 0o77, 0, "others can read {}", overlay.display());
     }
-    // It can be saved again, and what comes of it is right.
+    // The VM can be saved again, and the VM restored from this snapshot is right.
     save(client, "last", true, true).unwrap();
     restore(client, "last").unwrap();
     verify(client, "copied");
@@ -425,7 +429,7 @@ fn a_vm_killed_during_its_save_leaves_running_clones_and_a_complete_snapshot_or_
         });
         println!("a VM that died: {:?}", saved.as_ref().map(|m| m.save_ms));
         verify(client, "copied");
-        // What is said is so.
+        // The listed snapshots are those that were reported.
         let listed = shelf_is_clean(client, state).contains(&"dead".to_owned());
         assert_eq!(listed, saved.is_ok());
     });

@@ -14,11 +14,11 @@ use crate::served::{Random, Served, exec};
 use crate::support::{self, BOOT, MEMORY};
 
 const NAMES: [&str; 2] = ["buffered", "direct"];
-/// A VM is stopped for milliseconds, by its own library; the rest is what a loaded machine adds,
-/// also to who looks.
+/// Longest time that a VM may be seen stopped. Its own library stops it for milliseconds; a loaded
+/// machine delays the VM and the observer.
 const LONGEST_STOP: Duration = Duration::from_secs(3);
 
-/// Waits until the agents of both VMs have made their inventory.
+/// Waits until the agents of both VMs have reported their inventory.
 fn wait_ready(client: &Client) {
     let end = Instant::now() + BOOT;
     loop {
@@ -42,8 +42,8 @@ fn wait_ready(client: &Client) {
     }
 }
 
-/// Watches that a VM runs, until `over`; its longest time in another state than running, and how
-/// often it was seen so.
+/// Watches the run state of a VM, until `over`. Returns its longest time in another state than
+/// running, and how often it was seen so.
 fn watch(state: &Path, name: &str, over: &AtomicBool) -> (Duration, u32) {
     let mut qmp = support::qmp(state, name);
     let (mut longest, mut times) = (Duration::ZERO, 0);
@@ -88,9 +88,9 @@ fn vms_survive_a_killed_daemon_and_the_next_daemon_continues_folding() {
         .iter()
         .map(|vm| vm.pid)
         .collect();
-    // The work must not be the agent's: it ends what it runs when its daemon is gone.
+    // The agent must not run the work, because the agent ends its commands when its daemon is gone.
     let deaths = support::dose("MEMFOLD_DAEMON_KILLS", 5);
-    // A death takes 5 s at most.
+    // Each kill takes 5 s at most.
     let seconds = 10 + 5 * deaths;
     let work = format!(
         "{}\n{}\nsums /run/sums.before; systemd-run -q --unit=attack --property=StandardOutput=file:/run/attack.out --property=StandardError=file:/run/attack.err /opt/attack.sh {seconds} 150",
@@ -111,7 +111,7 @@ fn vms_survive_a_killed_daemon_and_the_next_daemon_continues_folding() {
     let stops = std::thread::scope(|scope| {
         let watches = NAMES.map(|name| scope.spawn(|| watch(state, name, &over)));
         for death in 0..deaths {
-            // A third dies while it takes the VMs over, the others while they fold.
+            // A third of the daemons dies while it adopts the VMs, the others while they fold.
             let life = if death % 3 == 0 {
                 random.below_ms(500)
             } else {
@@ -177,9 +177,9 @@ fn vms_survive_a_killed_daemon_and_the_next_daemon_continues_folding() {
     the_store_is_one(state, stats);
 }
 
-/// Both VMs map the store of the first daemon and no other, and share its frames. Pages that the
-/// sums have read in must be folded first, which a VM with direct I/O does pause by pause, and what
-/// the last daemons left over given back.
+/// Checks that both VMs map the store of the first daemon and no other, and share its frames.
+/// First, pages that the sums have read must be folded (which happens pause by pause for a VM with
+/// direct I/O), and unused pages of earlier daemons must be given back.
 fn the_store_is_one(state: &Path, stats: impl FnMut() -> memfold_fold::EngineStats) {
     let in_use = |stats: &memfold_fold::EngineStats| -> (u64, u64) {
         let mapped = |vm: &memfold_fold::VmStats| vm.mapped_pages - vm.copied_pages;
@@ -214,6 +214,6 @@ fn the_store_is_one(state: &Path, stats: impl FnMut() -> memfold_fold::EngineSta
         "stores mapped: {inodes:?}; pages mapped {mapped}, in the store {stored}; frames shared {shared}"
     );
     assert_eq!(inodes.len(), 1);
-    // Only pages that both guests have touched since they were mapped are in both page tables.
+    // Only pages that both guests have accessed since they were mapped are in both page tables.
     assert!(shared > 500, "{shared} frames shared");
 }

@@ -14,7 +14,7 @@ use super::snapshots::{Small, VERIFY};
 use crate::served::{exec, wait_agent};
 use crate::support::{self, BOOT, MEMORY};
 
-/// Writes to disks ([`CHECK_DISKS`] looks at them).
+/// Program that writes to disks; [`CHECK_DISKS`] checks its data.
 pub const WRITER: &str = include_str!("../guest/disk.py");
 
 /// Script that checks the writer's data on its disks.
@@ -24,13 +24,14 @@ rm -f /run/disk.checked; touch /run/disk.check
 while [ -e /run/disk.check ]; do sleep 0.1; done
 cat /run/disk.checked";
 
-/// The shell text that starts the writer on disks.
+/// Returns the shell script that starts the writer on disks.
 pub fn write_to(disks: &str) -> String {
     support::file("disk.py", WRITER)
         + &format!("systemd-run -q --unit=writer python3 /opt/disk.py {disks}; sleep 2")
 }
 
-/// Disks of 64 MiB that are written in place: a raw one past the host's page cache, and a qcow2.
+/// Makes two disks of 64 MiB that are written in place: a raw one that bypasses the host's page
+/// cache, and a qcow2.
 pub fn two_disks(place: &Path) -> Vec<DiskSpec> {
     let make = |name: &str, format, text: &str, bytes: u64| {
         let path = place.join(name);
@@ -44,14 +45,14 @@ pub fn two_disks(place: &Path) -> Vec<DiskSpec> {
         disk.format = Some(format);
         disk
     };
-    // No whole number of clusters.
+    // The size is not a whole number of clusters.
     let mut direct = make("plain.raw", DiskFormat::Raw, "raw", (64 << 20) + 4096);
     (direct.cache, direct.aio) = (CacheMode::None, Aio::IoUring);
     let buffered = make("plain.qcow2", DiskFormat::Qcow2, "qcow2", 64 << 20);
     vec![direct, buffered]
 }
 
-/// Nodes of QEMU that a save has added.
+/// Returns the block nodes of QEMU that a save has added and left.
 pub fn left_nodes(state: &Path, vm: &str) -> Vec<String> {
     let flat = serde_json::json!({ "flat": true });
     let nodes = support::qmp(state, vm)
@@ -62,7 +63,7 @@ pub fn left_nodes(state: &Path, vm: &str) -> Vec<String> {
     names.filter(|name| name.starts_with("save-")).collect()
 }
 
-/// MD5 of what a disk holds.
+/// Returns the MD5 sum of a disk's content.
 fn sum(disk: &Path, format: &str) -> String {
     let raw = disk.with_extension("sum");
     let made = Command::new("qemu-img")
@@ -75,8 +76,8 @@ fn sum(disk: &Path, format: &str) -> String {
     String::from_utf8(sum).unwrap()[..32].to_owned()
 }
 
-/// Waits until a guest answers, and has what rewrites its memory and what writes to its disks check
-/// all they hold, both at once.
+/// Waits until a guest answers. Then the programs that rewrite its memory and write to its disks
+/// both check all of their data at the same time.
 pub fn verify(client: &Client, vm: &str) {
     wait_agent(client, vm);
     let script = format!(
@@ -102,7 +103,7 @@ fn disks_written_in_place_are_copied_into_the_snapshot_and_remain_with_the_vm() 
     let (daemon, place) = (lab.daemon(), lab.directory());
     let mut spec = Lab::spec("plain", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
     let disks = two_disks(place);
-    // QEMU gives its rights up and is saved all the same; its clones do so too.
+    // QEMU drops its rights and can still be saved, and so can its clones.
     spec.user = Some("nobody".into());
     let files: Vec<PathBuf> = disks.iter().map(|disk| disk.path.clone()).collect();
     spec.disks.extend(disks);
@@ -123,8 +124,8 @@ fn disks_written_in_place_are_copied_into_the_snapshot_and_remain_with_the_vm() 
         };
         daemon.snapshots().save(&request)
     };
-    // More and more room, until there is enough for the memory and not for the disks: that is found
-    // out when the VM runs again.
+    // Each attempt has more free space, until there is enough for the memory but not for the disks,
+    // which is noticed only when the VM runs again.
     let fill = "dd if=/dev/urandom of=/dev/vdb bs=1M seek=44 count=20 oflag=direct 2>&1";
     lab.exec("plain", fill, limit).unwrap();
     let shelf = place.join("snapshots");
@@ -168,7 +169,7 @@ fn disks_written_in_place_are_copied_into_the_snapshot_and_remain_with_the_vm() 
         assert!(report.problems.is_empty(), "{:?}", report.problems);
         lab.stop(&vm).unwrap();
     }
-    // With disks of its own, which outlive it.
+    // The VM gets disks of its own, which outlive it.
     let own = RestoreRequest {
         disks: Some(place.join("nowhere")),
         ..RestoreRequest::new("heir")
@@ -205,7 +206,7 @@ fn disks_written_in_place_are_copied_into_the_snapshot_and_remain_with_the_vm() 
     assert!(refused.contains("exists"), "{refused}");
     assert!(heir.exists());
 
-    // What the VM itself has written lies in its own files.
+    // Data that the VM itself has written is in its own files.
     let sums = "systemctl stop writer; for disk in vdb vdc; do md5sum < /dev/$disk; done";
     let in_guest = lab.exec("plain", sums, limit).unwrap();
     lab.stop("plain").unwrap();

@@ -8,10 +8,10 @@ use memfold_ledger::shared_frames;
 use super::integrity::VMS;
 use crate::support;
 
-/// The first two VMs are of one domain; the third is a copy of the first, with all the same files
-/// in memory, in another.
+/// Checks three VMs: the first two are in one domain; the third is a copy of the first, with the
+/// same files in memory, in another domain.
 pub fn nothing_is_shared_across_them(lab: &Lab) {
-    // About 100 MB that stay in memory.
+    // The files that are read, about 100 MB, stay in memory.
     let read = "find /usr/bin /usr/sbin -xdev -type f -print0 | xargs -0 cat | md5sum";
     let limit = Duration::from_secs(300);
     lab.exec_all(&VMS, read, limit).unwrap();
@@ -26,8 +26,8 @@ pub fn nothing_is_shared_across_them(lab: &Lab) {
             })
         },
     );
-    // What the engine does at the moment it ends with the answer; then no VM may move a page while
-    // two are compared.
+    // The answer comes when the engine's current work has ended. After that, no VM may move a page
+    // while two VMs are compared.
     lab.fold(false).unwrap();
     lab.stats().unwrap();
     // A folded page is in a VM's page tables from its next use on.
@@ -48,7 +48,7 @@ pub fn nothing_is_shared_across_them(lab: &Lab) {
     assert_eq!((across, across_too), (0, 0), "frames shared across domains");
     let stranger = support::vm(&stats, VMS[2]);
     assert!(stranger.cached_pages > 10_000, "it offered its pages, too");
-    // It may fold files of its own onto each other, from its own domain's store.
+    // The third VM may fold its own files onto each other, from its own domain's store.
     println!("{}", support::line(stranger));
     lab.fold(true).unwrap();
 }

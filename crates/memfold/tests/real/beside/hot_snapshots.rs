@@ -18,14 +18,15 @@ use memfold_vm::{DiskFormat, DiskSpec};
 use super::snapshots::MEMORY;
 use crate::support::{self, BOOT};
 
-/// Reads files of the disk, and one that was just written; keeps their checksums in memory.
+/// Shell script that reads files of the disk, and one that was just written, and keeps their
+/// checksums in memory.
 const READ_FILES: &str = "set -e
 head -c 8M /dev/urandom > /var/tmp/new; sync
 { find /usr/bin /usr/lib -type f -size +15k | sort | head -n 1500; echo /var/tmp/new; } > /run/list
 xargs -a /run/list sha256sum > /run/sums
 awk '/^Cached:/ { print $2 * 1024 }' /proc/meminfo";
 
-/// Writes pages by turns ([`STOP_TURNS`] ends it).
+/// Program that writes pages in turn until [`STOP_TURNS`] ends it.
 const TURNS: &str = include_str!("../guest/turns.py");
 
 const START_TURNS: &str = "setsid /opt/turns.py > /run/turns.log 2>&1 < /dev/null &
@@ -36,21 +37,22 @@ const STOP_TURNS: &str = "touch /run/turns.stop
 for _ in $(seq 500); do [ -e /run/turns.done ] && break; sleep 0.2; done
 cat /run/turns.done || cat /run/turns.log";
 
-/// Reads them again; bytes that came from the disk for that.
+/// Shell script that reads the files again, and prints the bytes that were read from the disk for
+/// that.
 const READ_AGAIN: &str = "set -e
 sectors() { awk '$3 == \"vda\" { print $6 }' /proc/diskstats; }
 before=$(sectors)
 sha256sum --quiet -c /run/sums
 echo $((($(sectors) - before) * 512))";
 
-/// Makes the agent report every place of every file wrong, by one page.
+/// Shell script that makes the agent report every place of every file wrong by one page.
 const LIE: &str = "set -e
 disk=/run/lie/vda; mkdir -p $disk/device $disk/vda1 /run/lie/block; touch $disk/vda1/partition
 echo 8 > $disk/vda1/start; cat /sys/block/vda/dev > $disk/dev
 ln -s $disk/vda1 /run/lie/block/$(cat /sys/block/vda/dev)
 mount --bind /run/lie/block /sys/dev/block";
 
-/// A disk whose bytes are those of a qcow2 over a file of the host.
+/// Makes a disk whose bytes look like a qcow2 image over a file of the host.
 fn forge(path: &Path) {
     let made = Command::new("qemu-img")
         .args([
@@ -70,7 +72,7 @@ fn forge(path: &Path) {
     assert!(made.unwrap().success());
 }
 
-/// Images laid out in memory that this process has open, as often as it may.
+/// Returns how often this process has images open that were laid out in memory.
 fn laid_out() -> usize {
     let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
     links
@@ -80,7 +82,7 @@ fn laid_out() -> usize {
         .len()
 }
 
-/// Changes a byte of a file, which looks as before.
+/// Changes a byte of a file, and keeps the file's times.
 fn flip(path: &Path, at: u64) {
     let file = std::fs::File::options().read(true).write(true).open(path);
     let file = file.unwrap();
@@ -133,7 +135,7 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
         );
         (saved, info.disk_bytes, referred)
     };
-    // Another file of the same name is not what the VM has open.
+    // Another file of this name is not the one that the VM has open.
     let aside = forged.with_extension("aside");
     std::fs::rename(&forged, &aside).unwrap();
     std::fs::copy(&aside, &forged).unwrap();
@@ -146,7 +148,8 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     let turns = support::file("turns.py", TURNS) + START_TURNS;
     lab.exec("first", &turns, limit).unwrap();
     let (hot, hot_bytes, referred) = save("hot", KeepChoice::Hot, true, false);
-    // What a raw disk holds is the guest's, also if it looks like an image over a file of the host.
+    // The guest wrote the content of the raw disk, even if it looks like an image over a file of
+    // the host.
     assert!(hot.disks[1].backing.is_empty(), "{:?}", hot.disks[1]);
     let (_, packed_bytes, _) = save("packed", KeepChoice::Hot, false, true);
     lab.exec("first", LIE, limit).unwrap();
@@ -155,7 +158,7 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     assert!(lied * 20 < referred, "{lied} of {referred}");
     assert!(lied_bytes > hot_bytes, "{lied_bytes}, {hot_bytes}");
     let (_, cold_bytes, _) = save("cold", KeepChoice::None, false, false);
-    // Of all that is cached, shared memory and what was never written to disk among it.
+    // All cached memory counts, also shared memory and files that were never written to disk.
     assert!(referred * 10 > cached * 7, "{referred} of {cached}");
     assert!(
         hot_bytes * 10 <= cold_bytes * 13,
@@ -173,7 +176,7 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     for (snapshot, vm) in [("hot", "warm"), ("packed", "warm-2"), ("cold", "cool")] {
         let began = Instant::now();
         let request = RestoreRequest {
-            // Nobody knows yet what it will use.
+            // It is not known yet which pages the VM will use.
             prefetch: true,
             ..RestoreRequest::new(vm)
         };
@@ -189,7 +192,7 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
         read.push(from_disk);
     }
     assert!(read[0] * 20 < read[2] && read[1] * 20 < read[2], "{read:?}");
-    // What is compressed; the other's is mapped from where it lies.
+    // Only the compressed image is laid out in memory; the other is mapped where it is.
     assert_eq!(laid_out(), 1);
     let shelf = memfold_snapshot::Shelf::open(&lab.directory().join("snapshots"));
     let warm = memfold_snapshot::restore::users(&shelf, "hot").unwrap();
@@ -207,7 +210,7 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     let report = lab.daemon().reports().report().unwrap();
     let images = report.ledger.host.images_bytes;
     assert!(images.0 > referred, "{images} of memory are accounted for");
-    // What a file holds that is its memory stays, whatever becomes of the VM that was saved.
+    // Disk blocks that are part of a snapshot's memory stay, whatever happens to the saved VM.
     let rewrite =
         "head -c 24M /dev/urandom > /var/tmp/new; head -c 24M /dev/urandom > /var/tmp/newer; sync";
     lab.exec("first", rewrite, limit).unwrap();
@@ -218,7 +221,8 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     daemon.snapshots().remove("later").unwrap();
     save("latest", KeepChoice::None, false, false);
     lab.exec("warm", READ_AGAIN, limit).unwrap();
-    // Its RAM is a view of memory, which can be protected as the saved one's could.
+    // The restored VM's RAM is a view of memory, which can be write-protected like that of the
+    // saved VM.
     let again = SaveRequest {
         live: true,
         keep: KeepChoice::Hot,
@@ -233,7 +237,7 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     daemon.vms().wait_agent("heir", BOOT).unwrap();
     lab.exec("heir", READ_AGAIN, limit).unwrap();
     lab.stop("heir").unwrap();
-    // What the first one used is fetched for the next.
+    // The pages that the first VM used are prefetched for the next one.
     let set = lab.directory().join("snapshots/hot/working-set");
     let end = Instant::now() + Duration::from_secs(120);
     while !set.exists() {
@@ -251,12 +255,12 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     let report = daemon.reports().report().unwrap();
     let fetched = report.ledger.vms.iter().find(|vm| vm.name == "fetched");
     println!("fetched: {:?}", fetched.map(|vm| vm.file_resident_bytes));
-    // "warm" has them too, and they are in memory once.
+    // The VM "warm" has these pages too, and they are in memory once.
     let saved = report.ledger.host.saved_by_clones_bytes;
     println!("clones save {} MiB", saved >> 20);
     assert!(saved > 50 << 20 && saved < 400 << 20, "{saved}");
     lab.stop("fetched").unwrap();
-    // Also for a daemon that doesn't know what an earlier one has laid out.
+    // This also holds for a daemon that does not know what an earlier one has laid out.
     for (name, users) in [("hot", 1), ("packed", 1), ("cold", 1)] {
         let found = memfold_snapshot::restore::users(&shelf, name).unwrap();
         assert_eq!(found.len(), users, "{name}");
@@ -265,9 +269,9 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
         daemon.snapshots().remove("hot"),
         Err(DaemonError::Snapshot(SnapshotError::InUse { .. }))
     ));
-    // While they run (their RAM is a view of memory), and at pauses (of a file). A pass may be
-    // followed by the next only when its CPU time is a small share of what has gone by: on a slow
-    // machine, that is most of a minute later.
+    // Pages of a VM whose RAM is a view of memory are folded back while it runs; those of a VM that
+    // maps a file, at pauses. The next pass begins only when the CPU time of the last one is a
+    // small share of the time since. On a slow machine, that takes most of a minute.
     let clones = ["warm", "warm-2", "cool"];
     lab.fold(true).unwrap();
     let stats = support::wait_stats(
@@ -301,7 +305,7 @@ fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
     }
     assert_eq!(laid_out(), 0, "memory that nobody needs");
 
-    // A block of the disk that the image refers to; then a frame.
+    // First a block of the disk to which the image refers is changed, then a frame.
     let place = lab.directory().join("snapshots");
     let references = hot.references.unwrap();
     let table = std::fs::read(place.join("hot/ram.refs")).unwrap();

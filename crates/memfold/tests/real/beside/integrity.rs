@@ -11,7 +11,8 @@ use serde_json::json;
 use super::{domains, vm_killed};
 use crate::support::{self, BOOT, MEMORY};
 
-/// Buffered, direct, and a copy of the first in another trust domain.
+/// Names of the VMs: with buffered I/O, with direct I/O, and a copy of the first in another trust
+/// domain.
 pub const VMS: [&str; 3] = ["buffered", "direct", "stranger"];
 
 #[test]
@@ -32,7 +33,7 @@ fn no_byte_changes_and_no_page_crosses_domains_under_load_and_after_a_vm_is_kill
     ] {
         let mut spec = Lab::spec(name, image, MEMORY, disk).unwrap();
         spec.domain = Some(domain.into());
-        // One of each kind of QEMU: with the daemon's rights, and with next to none.
+        // One QEMU keeps the daemon's rights, and the others have almost none.
         spec.user = (name == VMS[0]).then(|| "nobody".into());
         lab.start_warm(spec).unwrap();
     }
@@ -84,7 +85,7 @@ fn under_attack(lab: &Lab, names: &[&str]) {
         .unwrap();
 }
 
-/// Balloons down by a quarter and up again, until `over`; how often.
+/// Moves balloons down by a quarter and up again, until `over`. Returns the number of moves.
 fn move_balloons(lab: &Lab, names: &[&str], over: &AtomicBool) -> u32 {
     let mut monitors: Vec<_> = names
         .iter()

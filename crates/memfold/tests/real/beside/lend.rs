@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::{self, BOOT};
 
-/// Keeps more memory than the guest has, and checks every word of it; see the program.
+/// Program that uses more memory than the guest has, and checks every word of it.
 pub const SWAPPER: &str = include_str!("../guest/swapper.c");
 
 const RAM: ByteSize = ByteSize::mib(224);
@@ -27,7 +27,7 @@ const ARRAY_MIB: u64 = 320;
 /// Longest time that the guest may wait for one page when a lender dies, in seconds: the promise.
 const LONGEST_STALL: f64 = 5.0;
 
-/// A daemon of its own that lends, and has the registry.
+/// A daemon that lends and serves the registry.
 struct Lender {
     child: Child,
     directory: tempfile::TempDir,
@@ -39,7 +39,7 @@ impl Lender {
         Self::named("lender", None)
     }
 
-    /// One that uses the registry of another.
+    /// Starts a lender with this host name, which uses the registry of another daemon.
     fn named(host: &str, registry: Option<&Path>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("s");
@@ -98,7 +98,7 @@ impl Lender {
         });
     }
 
-    /// The server that exports its only lease.
+    /// Returns the process that exports the lender's only lease.
     fn export(&self) -> Pid {
         server_of(&self.directory.path().join("state/lend"))
     }
@@ -111,7 +111,7 @@ impl Drop for Lender {
     }
 }
 
-/// The server that a daemon has in `place`, where it puts its exports' logs.
+/// Returns the export process of a daemon that has its exports' logs in `place`.
 pub fn server_of(place: &Path) -> Pid {
     let is_server = |comm: String| ["nbdkit", "tgtd"].contains(&comm.trim());
     let found = std::fs::read_dir("/proc").unwrap().flatten().find(|entry| {
@@ -127,8 +127,8 @@ pub fn wait(what: &str, ready: impl FnMut() -> bool) {
     wait_until(what, Duration::from_secs(300), ready);
 }
 
-/// Figures that the guest's program has printed so far: pages checked, wrong words, longest access
-/// in seconds.
+/// Returns figures that the guest's program has printed so far: pages checked, wrong words, longest
+/// access in seconds.
 pub fn heard(lab: &Lab) -> (u64, u64, f64) {
     let said = lab
         .exec("v", "cat /run/swapper", Duration::from_secs(300))
@@ -143,7 +143,7 @@ pub fn heard(lab: &Lab) -> (u64, u64, f64) {
     (checked, wrong, longest)
 }
 
-/// Boots `v`, whose program has more memory than there is, and swaps.
+/// Boots the VM `v`, whose program uses more memory than the guest has, so that the guest swaps.
 pub fn swapping(lab: &Lab, swap: ByteSize) {
     let limit = Duration::from_secs(300);
     let mut spec = Lab::spec("v", "trixie-b", RAM, DiskMode::Buffered).unwrap();
@@ -167,7 +167,8 @@ pub fn swapping(lab: &Lab, swap: ByteSize) {
     });
 }
 
-/// Has each write to the copy of the swap disk fail from now on; the node that does it.
+/// Makes each write to the copy of the swap disk fail from now on. Returns the block node that does
+/// this.
 fn break_copy(lab: &Lab) -> &'static str {
     let mut qmp = support::qmp(lab.directory(), "v");
     let nodes = qmp.query("query-named-block-nodes").unwrap();
@@ -196,7 +197,7 @@ fn break_copy(lab: &Lab) -> &'static str {
     broken
 }
 
-/// A number that differs from run to run.
+/// Returns a number below `below` that differs from run to run.
 fn chance(below: u64) -> u64 {
     memfold_vm::overlay::unique() / 1000 % below
 }
@@ -228,11 +229,11 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
         "on disk: {checked} pages checked, longest access {on_disk:.3} s; {}",
         used.replace('\n', "; ")
     );
-    // The same that the dashboard shows.
+    // The dashboard shows the same figure.
     let said = daemon.views().swap_use("v").unwrap();
     let is_some_of_it = |bytes: u64| bytes > (ARRAY_MIB << 20) - RAM.0 && bytes <= SWAP.0;
     assert!(said.used_bytes.is_some_and(is_some_of_it), "{said:?}");
-    // Its own host lends nothing, whatever that has to spare.
+    // The VM's own host lends it nothing, however much memory it has.
     let offered = LendRequest {
         max_bytes: 64 << 20,
         listen: None,
@@ -271,12 +272,12 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
         let (checked, wrong, _) = heard(&lab);
         assert_eq!(wrong, 0, "after kill {kill}");
         wait("it checks on", || heard(&lab).0 > checked);
-        // Or it would be borrowed again, sooner or later.
+        // Without this, the VM would borrow again later.
         daemon.swap_disks().return_memory("v").unwrap();
         lender.wait_free(SWAP);
     }
     let (.., with_kills) = heard(&lab);
-    // One that hangs instead.
+    // The next lender hangs instead of dying.
     daemon.swap_disks().borrow_memory("v", &request).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     kill_process(lender.export(), Signal::STOP).unwrap();
@@ -285,7 +286,7 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
     wait("it checks on", || heard(&lab).0 > checked);
     daemon.swap_disks().return_memory("v").unwrap();
     lender.wait_free(SWAP);
-    // Given back in use.
+    // The memory is returned while it is in use.
     let done = daemon.swap_disks().borrow_memory("v", &request).unwrap();
     let back = daemon.swap_disks().return_memory("v").unwrap();
     println!(
@@ -309,8 +310,8 @@ fn a_local_copy_without_the_latest_write_is_never_read() {
     lack_writes(Transport::Nbd);
 }
 
-/// A write to the copy on disk fails, heard and unheard, and with the lender dead: what was there
-/// before that write is never read.
+/// Tests a failed write to the copy on disk, whether QEMU's event was received or not, and with the
+/// lender dead: data from before the failed write is never read.
 pub fn lack_writes(transport: Transport) {
     let Some(_turn) = support::turn_ahead() else {
         return;
@@ -326,8 +327,8 @@ pub fn lack_writes(transport: Transport) {
         ..BorrowRequest::default()
     };
     let place = || place_of(&lab);
-    // A write to the copy on disk fails, so that it lacks bytes: it must not be read when the
-    // lender dies.
+    // A write to the copy on disk fails, so that the copy is incomplete: it must not be read when
+    // the lender dies.
     daemon.swap_disks().borrow_memory("v", &request).unwrap();
     let broken = break_copy(&lab);
     let begun = Instant::now();
@@ -343,7 +344,7 @@ pub fn lack_writes(transport: Transport) {
     assert_eq!(wrong, 0, "after its copy failed");
     wait("it checks on", || heard(&lab).0 > checked);
     let mut qmp = support::qmp(lab.directory(), "v");
-    // Nothing uses it any more, or it can't be removed.
+    // If the node were still in use, it could not be removed.
     qmp.execute("blockdev-del", serde_json::json!({ "node-name": broken }))
         .unwrap();
     drop(qmp);
@@ -357,8 +358,8 @@ pub fn lack_writes(transport: Transport) {
     lab.stop("v").unwrap();
 }
 
-/// Waits until the guest's program has checked all that it holds, with no word wrong and no I/O
-/// error in the kernel's log; what [`heard`] says then.
+/// Waits until the guest's program has checked all of its data, with no wrong word and no I/O error
+/// in the kernel's log. Returns the figures of [`heard`].
 fn all_checked(lab: &Lab) -> (u64, u64, f64) {
     let limit = Duration::from_secs(300);
     lab.exec("v", "touch /run/swapper.stop", limit).unwrap();
@@ -379,7 +380,7 @@ fn all_checked(lab: &Lab) -> (u64, u64, f64) {
     heard(lab)
 }
 
-/// Fills the first block of the swap disk, which its guest uses no more, with a letter.
+/// Fills the first block of the swap disk, which the guest no longer uses, with a letter.
 fn write_block(lab: &Lab, letter: &str) {
     let write = format!(
         "tr '\\0' '{letter}' < /dev/zero | dd of=$(cat /run/swap-disk) bs=4096 count=1 iflag=fullblock oflag=direct status=none"
@@ -403,8 +404,8 @@ fn place_of(lab: &Lab) -> SwapPlace {
     of_it.map_or(SwapPlace::OnDisk, |b| b.place)
 }
 
-/// Nobody would have heard that a write to the copy failed: it's compared with what was written,
-/// and used no more if it lacks some.
+/// Tests that QEMU's event about a failed write is not received: the copy is compared with the
+/// written blocks, and is no longer used if it lacks some.
 fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     let directory = VmDirectory::of(lab.directory(), "v");
     let note = || -> serde_json::Value {
@@ -412,12 +413,12 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
         serde_json::from_slice(&text).unwrap()
     };
     let daemon = Process::open(Identity::of(rustix::process::getpid()).unwrap()).unwrap();
-    // As if it had been killed, and another one had begun.
+    // Simulates that the daemon was killed and another one started.
     let disconnect = || {
         let monitor = Address::Unix(directory.daemon_qmp());
         wait("it knows that it may have missed something", || {
             if note()["copy_unwatched"] == false {
-                // None while it connects anew.
+                // The connection is missing while QEMU reconnects.
                 if let Some(wire) = Wire::find(&daemon, &monitor).unwrap() {
                     wire.cut();
                 }
@@ -438,7 +439,7 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     });
     println!("its copy was compared after {:?}", begun.elapsed());
     assert_eq!(place_of(lab), SwapPlace::Lent);
-    // What a write leaves that has failed.
+    // Imitates the copy after a failed write.
     let copy = note()["copy"].as_str().unwrap().to_owned();
     let copy = std::fs::File::options().write(true).open(copy).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&copy, &[b'C'; 4096], 0).unwrap();
@@ -453,8 +454,8 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     lender.wait_free(SWAP);
 }
 
-/// The copy lacks a write, and the lender dies at once: what was there before that write is never
-/// read.
+/// Tests that the copy lacks a write and that the lender dies at once: data from before this write
+/// is never read.
 fn lose_copy_and_lender(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     lab.daemon()
         .swap_disks()
@@ -477,7 +478,7 @@ fn lose_copy_and_lender(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
     assert_eq!(read, right);
 }
 
-/// Writes other bytes over the last word of most pages that an export holds; how many.
+/// Overwrites the last word of most pages that an export holds. Returns the number of these pages.
 fn garble(export: Pid) -> u64 {
     use std::os::unix::fs::FileExt;
     let pid = export.as_raw_nonzero();
@@ -491,7 +492,7 @@ fn garble(export: Pid) -> u64 {
     for line in maps.lines().filter(|line| line.contains("rw-p")) {
         let (from, to) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
         let [from, to] = [from, to].map(|n| u64::from_str_radix(n, 16).unwrap());
-        // What it has for others is large; what it needs itself stays.
+        // The lent memory is a large mapping; small ones belong to the process itself.
         if to - from < 16 << 20 {
             continue;
         }
@@ -501,7 +502,7 @@ fn garble(export: Pid) -> u64 {
             if is_used {
                 let other = word.map(|byte| byte ^ 0x55);
                 if memory.write_all_at(&other, at - 8).is_err() {
-                    // Found out meanwhile: the export has ended.
+                    // The export has ended meanwhile, because the change was noticed.
                     assert!(changed > 0, "nothing could be changed");
                     return changed;
                 }
@@ -525,7 +526,7 @@ fn a_guest_swapping_on_lying_or_several_lenders_reads_no_wrong_byte() {
     let daemon = lab.daemon();
     swapping(&lab, SWAP);
     let place = || place_of(&lab);
-    // The one that lends has its bytes changed; the next one is the other, by itself.
+    // The bytes of the lender in use are changed; the VM then moves to the other lender by itself.
     let request = BorrowRequest::default();
     let mut liars = Vec::new();
     for _ in 0..2 {
@@ -557,7 +558,7 @@ fn a_guest_swapping_on_lying_or_several_lenders_reads_no_wrong_byte() {
     for name in &liars {
         assert!(daemon.leases().trust(name));
     }
-    // Over both, and one is killed.
+    // The disk is striped over both lenders, and one of them is killed.
     let striped = BorrowRequest {
         stripes: Some(2),
         ..BorrowRequest::default()

@@ -26,7 +26,7 @@ use crate::support;
 
 const OWN: &str = "own";
 
-/// The host that the lender sees, and what of it is free when nothing runs.
+/// Memory of the host that the lender sees. The next constant: free memory when no VM runs.
 const HOST: u64 = 8 << 30;
 const FREE: u64 = 7 << 30;
 /// Bytes that the lender's VM allocates at once.
@@ -36,15 +36,15 @@ const BORROWER: u64 = 300 << 20;
 /// Bytes that the VM's allocation would lack if no memory was returned.
 const MISSING: u64 = 256 << 20;
 
-/// MiB that it takes in a second at most. First a quarter of the reserve: half a reserve is gone in
-/// two seconds then, which is less than it takes to have anything back. Then as much as it can (0):
-/// the kernel takes and zeroes it in one call.
+/// Speeds at which the VM takes memory, in MiB a second. First a quarter of the reserve: half of
+/// the reserve is then gone in two seconds, less time than a lender needs to get memory back. Then
+/// as fast as it can (0): the kernel takes and zeroes the memory in one call.
 const PACES: [u64; 2] = [128, 0];
 
 /// Available bytes at which nearly nothing is left: less than an eighth of the reserve.
 const NEXT_TO_NOTHING: u64 = 40 << 20;
 
-/// Takes memory, keeps it, and says how long it took.
+/// Program that takes memory, keeps it, and prints how long that took.
 const GROW: &str = r#"cat > /opt/grow.py <<'END'
 import mmap
 import sys
@@ -64,13 +64,14 @@ time.sleep(3600)
 END
 systemd-run -q --unit=grow python3 /opt/grow.py"#;
 
-/// Binds the file over `/proc/meminfo` and stands for its namespace until it is killed.
+/// Shell script that binds the file over `/proc/meminfo`, and keeps its namespace until it is
+/// killed.
 const NAMESPACE: &str =
     r#"mount --bind "$1" /proc/meminfo && touch "$1.ready" && exec sleep infinity"#;
 
-/// Memory of this test's VMs and exports, in bytes: of processes that have the variable by which
-/// nextest names the test. Without nextest, all of this machine's, of which none may run but the
-/// test's own.
+/// Returns the memory of this test's VMs and exports, in bytes: of processes with the environment
+/// variable in which nextest stores the test's name. Without nextest, of all VMs and exports on
+/// this machine, on which no other test may then run.
 fn taken() -> u64 {
     let test = std::env::var("NEXTEST_TEST_NAME").unwrap_or_default();
     let pages = |directory: &Path| {
@@ -92,12 +93,12 @@ fn taken() -> u64 {
         .sum()
 }
 
-/// A mount namespace with a `/proc/meminfo` of a small host.
+/// A mount namespace whose `/proc/meminfo` is that of a small host.
 struct SmallHost {
     holder: Child,
     ended: Arc<AtomicBool>,
     least: Arc<AtomicU64>,
-    /// Whether next to nothing is left, whatever runs.
+    /// Whether almost no memory is left, whatever runs.
     gone: Arc<AtomicBool>,
 }
 
@@ -138,8 +139,9 @@ impl SmallHost {
         }
     }
 
-    /// Writes what there is now, `most` at most, and says what is available. In one piece of one
-    /// length, so that no reader sees half of it.
+    /// Writes the present figures, with at most `most` bytes available, and returns the available
+    /// bytes. The text is written at once and has a fixed length, so that no reader sees a part of
+    /// it.
     fn write(file: &File, most: u64) -> u64 {
         let available = FREE.saturating_sub(taken()).min(most);
         let text = format!(
@@ -181,7 +183,7 @@ fn lent_memory_is_recalled_for_a_growing_local_vm_before_the_host_runs_out_of_me
         let jobs = exec(&client, OWN, "systemctl list-jobs").stdout;
         jobs.contains("No jobs")
     });
-    // Without what is lent, there is less than the VM will take.
+    // After lending, less memory is left than the VM will take.
     let lent = FREE - taken() - BORROWER - GROWTH + MISSING;
     let lent = ByteSize(lent >> 26 << 26);
     let request = LendRequest {
@@ -214,7 +216,7 @@ fn lent_memory_is_recalled_for_a_growing_local_vm_before_the_host_runs_out_of_me
         ByteSize(FREE.saturating_sub(taken())),
         ByteSize(Judge::reserve(HOST))
     );
-    // Nobody is asked for anything as long as there is enough.
+    // As long as there is enough memory, no lease is recalled.
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(status().lent_bytes, lent.0);
     let borrow_again = || {
@@ -244,11 +246,11 @@ fn lent_memory_is_recalled_for_a_growing_local_vm_before_the_host_runs_out_of_me
         let least = host.least.load(Ordering::Relaxed);
         println!("least available {}", ByteSize(least));
         assert!(least > 0, "the host would have had to swap");
-        // The borrower goes on, on its copy.
+        // The borrower continues with its copy.
         goes_on();
         exec(&client, OWN, "systemctl stop grow; rm -f /run/grown");
     }
-    // All goes at a stroke: nobody is asked.
+    // The memory is gone at once, so the lender ends the export without asking the borrower.
     borrow_again();
     let ended = status().ended;
     let began = Instant::now();
@@ -268,7 +270,7 @@ fn vm(client: &Client) -> Option<VmInfo> {
     vms.into_iter().find(|vm| vm.name == OWN)
 }
 
-/// Has the VM take its memory.
+/// Makes the VM take its memory.
 fn grow(client: &Client, pace: u64) {
     let began = Instant::now();
     exec(client, OWN, &format!("{GROW} {} {pace}", GROWTH >> 20));

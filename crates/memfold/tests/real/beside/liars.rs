@@ -20,7 +20,7 @@ use crate::support::{self, BOOT, MEMORY};
 const HONEST: [&str; 2] = ["honest-a", "honest-b"];
 const LIAR: &str = "liar";
 const NAMES: [&str; 3] = [HONEST[0], HONEST[1], LIAR];
-/// Longest that the engine may keep anybody waiting, whatever it is told.
+/// Longest time that any request may wait for the engine, whatever the liar reports.
 const ANSWER: Duration = Duration::from_secs(15);
 
 #[test]
@@ -55,7 +55,8 @@ fn lying_agents_change_no_byte_and_folding_of_other_vms_continues() {
         lab.wait_ready(name, BOOT).unwrap();
     }
     support::prepare(&lab, &NAMES);
-    // What honest guests cache, with its true size: what the liar will claim to cache, too.
+    // Files that honest guests cache, with their true sizes: the liar will claim to cache them,
+    // too.
     let list = lab
         .exec(HONEST[0], "find /usr/bin /usr/lib -xdev -type f -size +15k -printf '%s %p\\n' | head -n 3000; stat -c '%s %n' /var/tmp/late* 2>/dev/null; true", Duration::from_secs(60))
         .unwrap();
@@ -64,7 +65,7 @@ fn lying_agents_change_no_byte_and_folding_of_other_vms_continues() {
         .filter_map(|l| l.split_once(' '))
         .map(|(size, path)| (size.parse().unwrap(), path.as_bytes().to_vec()))
         .collect();
-    // Files that honest guests will write later: the liar is first to speak of them.
+    // Files that honest guests will write later: the liar reports them first.
     files.extend((0..LATE).map(|n| (LATE_BYTES, format!("/var/tmp/late{n}").into_bytes())));
     assert!(files.len() > 1000);
     write_cases(&lies, &cases(&files));
@@ -76,7 +77,7 @@ fn lying_agents_change_no_byte_and_folding_of_other_vms_continues() {
         include_str!("../guest/lie.py"),
         time.as_secs()
     );
-    // The agent is stopped before it can tell how this ended.
+    // The agent is stopped before it can report the command's result.
     let _ = lab.exec(LIAR, &lie, Duration::from_secs(120));
     let began = Instant::now();
     let slowest = std::thread::scope(|scope| {
@@ -91,7 +92,7 @@ fn lying_agents_change_no_byte_and_folding_of_other_vms_continues() {
         honest.join().unwrap();
         slowest
     });
-    // Some of its lies were Hellos: only an answer shows that the true agent is back.
+    // Some false messages were Hellos, so only an answer shows that the true agent is back.
     let end = Instant::now() + Duration::from_secs(400);
     let said = loop {
         match lab.exec(LIAR, "cat /run/lies", Duration::from_secs(30)) {
@@ -146,8 +147,8 @@ const DISK_BYTES: usize = 64 << 20;
 const LATE: u64 = 8;
 const LATE_BYTES: u64 = 4 << 20;
 
-/// While the liar lies, honest guests write equal files, which must be folded within seconds as
-/// ever.
+/// Lets honest guests write equal files while the liar lies. The files must be folded within
+/// seconds, as without the liar.
 fn honest_work(lab: &Lab) {
     std::thread::sleep(Duration::from_secs(8));
     let before = lab.stats().unwrap();
@@ -197,7 +198,7 @@ fn frames(messages: &[FromAgent]) -> Vec<u8> {
     messages.iter().flat_map(|m| encode(m).unwrap()).collect()
 }
 
-/// False messages of the liar, one connection for each.
+/// Returns the liar's false messages, one connection for each.
 fn cases(files: &[(u64, Vec<u8>)]) -> Vec<Vec<u8>> {
     let ram = MEMORY.0 / 4096;
     let begun = |mut messages: Vec<FromAgent>| {
@@ -225,7 +226,7 @@ fn cases(files: &[(u64, Vec<u8>)]) -> Vec<Vec<u8>> {
         pfn,
         pages,
     };
-    // A liar's memory from 16 MB on: its kernel, page tables, programs.
+    // Page frames of the liar from 16 MB on, which hold its kernel, page tables and programs.
     let mut pfn = 4096;
     let mut next = |pages: u32| {
         let at = pfn;
@@ -302,7 +303,7 @@ fn cases(files: &[(u64, Vec<u8>)]) -> Vec<Vec<u8>> {
         };
         MAX_RUNS
     ]));
-    // The same places for many files, and the same files at many places.
+    // The same places are reported for many files, and the same files at many places.
     let mut stale = introduce(files);
     for shift in 0..40 {
         stale.push(FromAgent::Hints(
@@ -372,7 +373,7 @@ fn cases(files: &[(u64, Vec<u8>)]) -> Vec<Vec<u8>> {
         wrong_version,
         frames(&theft),
         begun(theft),
-        // Last: the link takes its time with each of these messages.
+        // This case is the last, because the link waits for each of these messages.
         begun(counts),
     ]
 }

@@ -22,21 +22,23 @@ use super::libvirt_host::{self as libvirt, Host};
 use crate::served::{Served, exec, wait_agent};
 use crate::support::{self, MEMORY};
 
-/// A domain whose name memfold's VMs can't have, and what it is called there.
+/// A domain whose name is not valid for memfold's VMs. The next constant: its name in memfold.
 pub const DOMAIN: &str = "Web 1";
 pub const VM: &str = "web-1";
 
 /// Folded pages of a VM that count as folding: 40 MiB.
 const ENOUGH_PAGES: u64 = 10 << 10;
 
-/// Reads many files of the system; a sum of all their sums, kept in memory.
+/// Shell script that reads many files of the system, and prints a sum of all their sums, which it
+/// keeps in memory.
 pub const SUM: &str = "find /usr/bin /usr/lib/x86_64-linux-gnu -xdev -type f -size -2M -print0 | LC_ALL=C sort -z | xargs -0 md5sum | md5sum";
 
-/// Data in the guest's memory, of no file on disk, and its sum.
+/// Shell script that puts data into the guest's memory that is in no file on disk, and prints its
+/// sum.
 pub const HOLD: &str = "mkdir -p /run/held && mount -t tmpfs held /run/held && dd if=/dev/urandom of=/run/held/data bs=1M count=32 2>/dev/null && md5sum < /run/held/data";
 pub const HELD: &str = "md5sum < /run/held/data";
 
-/// memfold's commands on a host.
+/// Runs memfold's commands on a host.
 pub struct Cli<'a> {
     pub host: &'a Host,
     pub place: &'a Path,
@@ -82,7 +84,7 @@ impl Cli<'_> {
         }
     }
 
-    /// The line of a domain.
+    /// Returns the status of a domain.
     fn status(&self, domain: &str) -> Value {
         let said = self.run(&["libvirt", "status", "--json"]).stdout;
         let rows: Value = serde_json::from_slice(&said).unwrap();
@@ -100,7 +102,7 @@ fn vm(client: &Client, name: &str) -> Option<VmInfo> {
     vms.into_iter().find(|vm| vm.name == name)
 }
 
-/// Waits until so much of a VM is folded.
+/// Waits until enough of a VM is folded, and returns its figures.
 #[track_caller]
 pub fn wait_folded(client: &Client, name: &str) -> VmStats {
     let enough = |vm: &VmStats| vm.mapped_pages - vm.copied_pages > ENOUGH_PAGES;
@@ -115,7 +117,7 @@ pub fn wait_folded(client: &Client, name: &str) -> VmStats {
     found
 }
 
-/// The VM's boot, as its guest knows it; `None` if it doesn't answer.
+/// Returns the guest's boot id; `None` if the guest does not answer.
 pub fn boot_id(client: &Client, name: &str) -> Option<String> {
     let request = ExecRequest {
         script: "cat /proc/sys/kernel/random/boot_id".into(),
@@ -125,13 +127,13 @@ pub fn boot_id(client: &Client, name: &str) -> Option<String> {
     result.ok().map(|done: ExecResult| done.stdout)
 }
 
-/// Memory of the guest's kernel, without the pages in its balloon.
+/// Returns the memory of the guest, without the pages in its balloon, in KiB.
 fn total_kib(client: &Client) -> u64 {
     let said = exec(client, VM, "awk '/^MemTotal:/ { print $2 }' /proc/meminfo").stdout;
     said.trim().parse().unwrap()
 }
 
-/// Waits until the balloon has moved so far.
+/// Waits until the balloon has moved far enough.
 #[track_caller]
 fn wait_total(client: &Client, far_enough: impl Fn(u64) -> bool) {
     let end = Instant::now() + Duration::from_secs(120);
@@ -163,7 +165,7 @@ pub fn wait_gone(client: &Client, name: &str) {
     }
 }
 
-/// A directory that every user may enter.
+/// Makes a directory that every user may enter.
 pub fn place() -> tempfile::TempDir {
     let place = tempfile::Builder::new()
         .prefix("memfold-libvirt.")
@@ -178,14 +180,14 @@ pub fn run_options(state: &Path) -> [String; 2] {
     ["--libvirt".into(), "/run/libvirt/qemu".into()]
 }
 
-/// Every line of `after` that `before` has not.
+/// Returns every line of `after` that is not in `before`.
 fn added<'a>(before: &str, after: &'a str) -> Vec<&'a str> {
     let known: Vec<&str> = before.lines().collect();
     after.lines().filter(|line| !known.contains(line)).collect()
 }
 
-/// A domain is saved by memfold, and stays libvirt's; what comes of it are VMs of memfold's beside
-/// it.
+/// Saves a domain with memfold; it stays libvirt's. VMs restored from the snapshot are memfold's,
+/// and run beside the domain.
 fn saved_by_memfold(host: &Host, client: &Client, sum: &str, held: &str) {
     let disks = host.ask(&["domblklist", DOMAIN]);
     for (name, live) in [("still", false), ("live", true)] {
@@ -221,7 +223,7 @@ fn saved_by_memfold(host: &Host, client: &Client, sum: &str, held: &str) {
         assert!(status.contains("Uid:\t64055\t64055"), "{status}");
     }
     assert_eq!(exec(client, "copy", "hostname").stdout, "copy\n");
-    // Their disks are their own.
+    // The restored VMs have disks of their own.
     exec(client, "copy", "echo mine > /var/tmp/copy && sync");
     exec(client, "twin", "test ! -e /var/tmp/copy");
     exec(client, VM, "test ! -e /var/tmp/copy");
@@ -263,7 +265,8 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
         .with(&more)
         .inside(host.pid());
 
-    // Enabled and disabled without a daemon: only what is named changes, and comes back.
+    // The domain is enabled and disabled without a daemon: only the named elements change, and are
+    // restored.
     {
         let cli = Cli {
             host: &host,
@@ -303,7 +306,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
         );
         cli.said(&enable);
         assert_eq!(host.xml(DOMAIN), enabled);
-        // It starts without a daemon, and is found by the one that comes.
+        // The domain starts without a daemon, and the next daemon finds it.
         host.ask(&["start", DOMAIN]);
         let row = cli.status(DOMAIN);
         assert!(
@@ -320,7 +323,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     let mut mate = Lab::spec("mate", "trixie-b", MEMORY, DiskMode::Buffered).unwrap();
     mate.domain = Some("lab".into());
     if libvirt::suite().is_some() {
-        // By another QEMU than the one that has saved warm guests.
+        // This QEMU is not the one that saved the warm guests.
         daemon.run(&mate);
     } else {
         daemon.run_warm(&mate);
@@ -329,7 +332,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     assert_eq!(info.libvirt.as_deref(), Some(DOMAIN));
     assert_eq!(info.domain.as_deref(), Some("lab"));
     assert_eq!(info.fold_problems, Vec::<String>::new());
-    // QEMU is nobody, in libvirt's sandbox, and can't open the device.
+    // QEMU runs as an unprivileged user in libvirt's sandbox, and cannot open the device.
     let status = std::fs::read_to_string(format!("/proc/{}/status", info.pid)).unwrap();
     let field = |name: &str| {
         status
@@ -370,7 +373,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     );
     assert!(report.ledger.host.saved_by_folding_bytes > 0);
 
-    // What memfold can't do with a domain of libvirt it says.
+    // memfold refuses operations that it cannot do with a domain of libvirt.
     let refused = |result: Result<Value, ClientError>, words: &[&str]| {
         let error = result.unwrap_err();
         let Some(text) = (match &error {
@@ -397,7 +400,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
         &["not started by memfold"],
     );
 
-    // The daemon dies, and libvirtd: the next ones find what there is.
+    // The daemon and libvirtd die, and the next ones find the domain.
     daemon.kill();
     host.restart_libvirtd();
     daemon.start();
@@ -419,7 +422,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     cli.said(&["libvirt", "status"]);
     assert!(cli.said(&["libvirt", "attach", DOMAIN]).contains(VM));
 
-    // A reboot is the same process.
+    // After a reboot, the process is the same.
     wait_agent(&client, VM);
     let boot = boot_id(&client, VM);
     host.ask(&["reboot", DOMAIN]);
@@ -433,7 +436,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     whole("rebooted");
     let held = exec(&client, VM, HOLD).stdout;
 
-    // Saved while it is folded, and restored: another process.
+    // The domain is saved while it is folded, and restored in another process.
     let file = place.join("disks/web1.save");
     let boot = boot_id(&client, VM);
     wait_folded(&client, VM);
@@ -447,7 +450,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     assert_eq!(exec(&client, VM, HELD).stdout, held);
     whole("restored");
 
-    // The same, kept by libvirt itself.
+    // The same, with the file that libvirt itself keeps.
     host.ask(&["managedsave", DOMAIN]);
     wait_gone(&client, VM);
     host.ask(&["start", DOMAIN]);
@@ -456,7 +459,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     assert_eq!(exec(&client, VM, HELD).stdout, held);
     whole("started from its saved memory");
 
-    // Paused and resumed; its memory dumped.
+    // The domain is paused and resumed, and its memory is dumped.
     host.ask(&["suspend", DOMAIN]);
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(host.state(DOMAIN), "paused");
@@ -474,7 +477,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     assert_eq!(exec(&client, VM, HELD).stdout, held);
     whole("paused, resumed, dumped");
 
-    // Memory taken from it while it is folded, and given back.
+    // The balloon takes memory while it is folded, and returns it.
     let had = total_kib(&client);
     host.ask(&["setmem", DOMAIN, "352M", "--live"]);
     wait_total(&client, |now| now + (128 << 10) < had);
@@ -484,7 +487,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     assert_eq!(exec(&client, VM, HELD).stdout, held);
     whole("its memory was less, and is as before");
 
-    // A snapshot of libvirt's, with memory, and back to it.
+    // libvirt makes a snapshot with memory, and reverts to it.
     host.ask(&["snapshot-create-as", DOMAIN, "then"]);
     exec(
         &client,
@@ -498,8 +501,8 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     whole("back at libvirt's snapshot");
     host.ask(&["snapshot-delete", DOMAIN, "then"]);
 
-    // Enabled while it runs in another trust domain: it stays in this one until it starts anew.
-    // By the daemon this time, as the dashboard has it done.
+    // The domain is enabled in another trust domain while it runs: it stays in this one until its
+    // next start. The daemon does it here, as for the dashboard.
     let request = LibvirtEnableRequest {
         domain: DOMAIN.into(),
         trust_domain: Some("other".into()),
@@ -514,7 +517,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     assert_eq!(status.vm.as_deref(), Some(VM), "{status:?}");
     assert_eq!(vm(&client, VM).unwrap().domain.as_deref(), Some("lab"));
 
-    // The guest shuts down.
+    // The guest is shut down.
     host.ask(&["shutdown", DOMAIN]);
     wait_state(&host, DOMAIN, "shut off");
     wait_gone(&client, VM);
@@ -522,7 +525,8 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     assert_eq!(row["folding"], "when it is started", "{row}");
     cli.refused(&["libvirt", "attach", DOMAIN], &["runs no domain"]);
 
-    // memfold is gone: it starts as what it was before memfold came, and says so in its log.
+    // memfold is gone: the domain starts as before memfold was installed, and the wrapper logs
+    // that.
     let library = place.join("lib/libmemfold_qemu.so");
     let away = place.join("lib/away.so");
     std::fs::rename(&library, &away).unwrap();
@@ -534,7 +538,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
     host.ask(&["destroy", DOMAIN]);
     std::fs::rename(&away, &library).unwrap();
 
-    // And back, byte for byte.
+    // The domain's XML is restored byte for byte.
     daemon.start();
     let client = daemon.answers();
     let request = LibvirtRequest {

@@ -7,7 +7,7 @@ use super::libvirt::{Cli, place};
 use super::libvirt_host::{self as libvirt, Host};
 use crate::support;
 
-/// A domain of q35 with this many disks, and more elements of its own.
+/// Returns the XML of a q35 domain with this many disks, and with more elements `inside`.
 fn domain(place: &Path, name: &str, disks: usize, inside: &str) -> String {
     let disk = |number: usize| {
         let letter = char::from(b'a' + u8::try_from(number).unwrap());
@@ -24,8 +24,8 @@ fn domain(place: &Path, name: &str, disks: usize, inside: &str) -> String {
     )
 }
 
-/// XML that libvirt has given, without the root port that it keeps free, and no slot of several
-/// functions if one port is left.
+/// Returns XML from libvirt without the root port that libvirt keeps free; if one port is left, it
+/// is not multifunction.
 fn without_free_port(xml: &str) -> String {
     let port = "    <controller type='pci' index=";
     let end = "</controller>\n";
@@ -42,7 +42,7 @@ fn without_free_port(xml: &str) -> String {
     xml
 }
 
-/// Has libvirt keep a domain, and gives its XML.
+/// Defines a domain in libvirt, and returns its XML.
 fn define(host: &Host, place: &Path, name: &str, xml: &str) -> String {
     let file = place.join("domain.xml");
     std::fs::write(&file, xml).unwrap();

@@ -16,10 +16,11 @@ use std::time::{Duration, Instant};
 use memfold_host::{files, guest_images};
 use memfold_testkit::{report_skip, wait_until};
 
-/// Makes the namespace's directories and stands for it until it is killed. Images are read-only:
-/// libvirt changes the owner of what a domain may open. `/dev/kvm` may be used by a domain's user,
-/// or isn't there, as on any host: where only the probe of a QEMU may use it libvirt asks every
-/// QEMU anew at each look (nine minutes of this test, and once more than virsh's patience).
+/// Shell script that makes the namespace's directories and keeps the namespace until it is killed.
+/// Images are read-only, because libvirt changes the owner of files that a domain may open. A
+/// domain's user may use `/dev/kvm`, or it does not exist, as on any host. (If only the probe of a
+/// QEMU could use it, libvirt would probe every QEMU again at each query, which takes nine minutes
+/// of this test and once exceeded virsh's timeout.)
 const NAMESPACE: &str = r#"set -e
 own=$1
 if test -d "$own/root"; then
@@ -60,17 +61,17 @@ touch "$own/ready"
 exec sleep infinity
 "#;
 
-/// Ends every QEMU of the namespace's libvirt.
+/// Shell script that kills every QEMU of the namespace's libvirt.
 const KILL: &str = r#"for file in /run/libvirt/qemu/*.pid; do
     case $file in */driver.pid | *'*'*) ;; *) kill -9 "$(cat "$file")" ;; esac
 done"#;
 
-/// The suite of Debian whose libvirt and QEMU are to be tested; `None`: those of this host.
+/// Returns the Debian suite whose libvirt and QEMU are tested; `None`: those of this host.
 pub fn suite() -> Option<String> {
     std::env::var("MEMFOLD_LIBVIRT_SUITE").ok()
 }
 
-/// Unpacks that suite's file system, and notes what of this host is to be seen in it.
+/// Unpacks the file system of a suite, and records which files of this host are visible in it.
 fn unpack_root(suite: &str, place: &Path, own: &Path) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/libvirt-root");
     let output = Command::new(script).arg(suite).output().unwrap();
@@ -91,7 +92,7 @@ fn unpack_root(suite: &str, place: &Path, own: &Path) {
     fs::write(own.join("shared"), shared.concat()).unwrap();
 }
 
-/// Whether there is a libvirt to test with.
+/// Returns whether there is a libvirt to test with.
 pub fn is_there() -> bool {
     let missing = ["libvirtd", "virsh", "unshare", "nsenter"]
         .into_iter()
@@ -105,7 +106,7 @@ pub fn is_there() -> bool {
     false
 }
 
-/// Prepares files that all hosts of a test see: the user's own QEMU, memfold's library, kernels and
+/// Prepares files that all hosts of a test see: the user's QEMU, memfold's library, kernels and
 /// images of guests, disks.
 pub fn prepare(place: &Path) {
     let open = |path: &Path| {
@@ -128,16 +129,16 @@ pub fn prepare(place: &Path) {
     }
 }
 
-/// The user's own QEMU.
+/// Returns the path of the user's QEMU.
 pub fn emulator(place: &Path) -> PathBuf {
     place.join("qemu/qemu-system-x86_64")
 }
 
-/// A disk over a guest image.
+/// Makes a disk over a guest image.
 pub fn disk(place: &Path, name: &str, image: &str) -> PathBuf {
     let path = place.join(format!("disks/{name}.qcow2"));
     let made = Command::new("qemu-img")
-        // The size of an image that isn't mounted here is nothing.
+        // The size is given, because the image is not visible here.
         .args(["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b"])
         .args([&place.join("images").join(image), &path])
         .arg("6G")
@@ -146,7 +147,7 @@ pub fn disk(place: &Path, name: &str, image: &str) -> PathBuf {
     path
 }
 
-/// The XML of a domain, as people write it.
+/// Returns the XML of a domain as users write it.
 pub fn domain_xml(place: &Path, name: &str, disk: &Path, image: &str) -> String {
     let at = place.display();
     format!(
@@ -178,7 +179,7 @@ pub fn domain_xml(place: &Path, name: &str, disk: &Path, image: &str) -> String 
     )
 }
 
-/// A host with a libvirt.
+/// A host with a libvirtd.
 pub struct Host {
     ended: Arc<AtomicBool>,
     own: PathBuf,
@@ -187,7 +188,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// Starts it. Its own files lie in `place/NAME`.
+    /// Starts libvirtd. The host's own files are in `place/NAME`.
     pub fn start(place: &Path, name: &str, number: u32) -> Self {
         let own = place.join(name);
         fs::create_dir_all(own.join("etc")).unwrap();
@@ -205,13 +206,14 @@ impl Host {
         if let Some(suite) = suite() {
             unpack_root(&suite, place, &own);
         }
-        // Migration knows hosts by this. Sockets lie where other namespaces see them.
+        // Migration identifies hosts by this UUID. The sockets are at paths that other namespaces
+        // see.
         let conf = format!(
             "auth_unix_rw = \"none\"\nunix_sock_dir = \"{}\"\nhost_uuid = \"11111111-2222-4333-8444-{number:012}\"\n",
             own.display()
         );
         fs::write(own.join("etc/libvirtd.conf"), conf).unwrap();
-        // Without virtlogd, a process more.
+        // virtlogd would be one more process.
         let qemu = format!(
             "stdio_handler = \"file\"\nmigration_port_min = {}\nmigration_port_max = {}\n",
             49_300 + number * 20,
@@ -247,7 +249,7 @@ impl Host {
         host
     }
 
-    /// First number of libvirt's version.
+    /// Returns the first number of libvirt's version.
     pub fn libvirt_major(&self) -> u32 {
         let versions = self.virsh(&["version"]).unwrap();
         let line = versions
@@ -266,7 +268,7 @@ impl Host {
         });
     }
 
-    /// libvirtd dies, and another one begins; domains go on.
+    /// Kills libvirtd and starts another one; domains keep running.
     pub fn restart_libvirtd(&mut self) {
         self.libvirtd.kill().unwrap();
         self.libvirtd.wait().unwrap();
@@ -274,18 +276,18 @@ impl Host {
         self.answers();
     }
 
-    /// The process whose mount namespace is the host's.
+    /// Returns the process whose mount namespace is the host's.
     pub fn pid(&self) -> u32 {
         self.holder.id()
     }
 
-    /// URI by which another host connects to this libvirt.
+    /// Returns the URI by which another host connects to this libvirt.
     pub fn uri(&self) -> String {
         let socket = self.own.join("libvirt-sock");
         format!("qemu+unix:///system?socket={}", socket.display())
     }
 
-    /// A program on this host.
+    /// Returns a command for a program on this host.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--mount=/proc/{}/ns/mnt", self.pid()));
@@ -311,7 +313,7 @@ impl Host {
         }
     }
 
-    /// `virsh`, which must work.
+    /// Runs `virsh`, which must succeed, and returns its output.
     #[track_caller]
     pub fn ask(&self, arguments: &[&str]) -> String {
         let began = Instant::now();
@@ -324,19 +326,19 @@ impl Host {
         said
     }
 
-    /// The state of a domain, in virsh's words.
+    /// Returns the state of a domain, in virsh's words.
     pub fn state(&self, domain: &str) -> String {
         let said = self.virsh(&["domstate", domain]).unwrap();
         said.trim().to_owned()
     }
 
-    /// XML of a domain, as libvirt stores it.
+    /// Returns the XML of a domain, as libvirt stores it.
     pub fn xml(&self, domain: &str) -> String {
         self.virsh(&["dumpxml", "--inactive", "--security-info", domain])
             .unwrap()
     }
 
-    /// Output of a domain's QEMU and of its wrapper.
+    /// Returns the output of a domain's QEMU and of its wrapper.
     pub fn qemu_log(&self, domain: &str) -> String {
         let path = format!("/var/log/libvirt/qemu/{domain}.log");
         let output = self.command("cat").arg(path).output().unwrap();
@@ -354,7 +356,7 @@ fn spawn_libvirtd(holder: &Child, own: &Path) -> Child {
         .append(true)
         .open(own.join("libvirtd.log"))
         .unwrap();
-    // virsh, and so memfold, finds its sockets where they lie as a rule.
+    // virsh, and so memfold, finds the sockets at their usual paths.
     let begin = r#"mkdir -p /run/libvirt
 for name in libvirt-sock libvirt-sock-ro; do ln -sf "$1/$name" /run/libvirt/; done
 exec libvirtd --config "$1/etc/libvirtd.conf""#;
@@ -383,11 +385,11 @@ impl Drop for Host {
     }
 }
 
-/// Debian's libvirt-qemu.
+/// The line of `/proc/PID/status` with Debian's user libvirt-qemu.
 const USER: &str = "Uid:\t64055\t";
 
-/// Waits for QEMUs of libvirt that have ended. They have no parent, and where process 1 takes its
-/// time libvirt waits for half a minute until it believes that they are gone.
+/// Waits for QEMU processes of libvirt that have ended. They have no parent, and if process 1 does
+/// not wait for them soon, libvirt waits half a minute until it takes them for gone.
 fn reap(ended: Arc<AtomicBool>) {
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).unwrap();
     std::thread::spawn(move || {
@@ -395,7 +397,7 @@ fn reap(ended: Arc<AtomicBool>) {
             for entry in fs::read_dir("/proc").unwrap().flatten() {
                 let status = fs::read_to_string(entry.path().join("status")).unwrap_or_default();
                 let has = |line: &str| status.lines().any(|l| l.starts_with(line));
-                // Not what this process has started itself, and waits for.
+                // Processes that this process has started itself are left out.
                 if has("State:\tZ") && has(USER) && has(&format!("PPid:\t{}", std::process::id())) {
                     let pid = entry.file_name().to_string_lossy().parse().ok();
                     let pid = pid.and_then(rustix::process::Pid::from_raw);

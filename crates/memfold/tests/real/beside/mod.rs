@@ -2,7 +2,7 @@
 //! they run ahead of the other test ([`crate::support::turn_ahead`]). They do not change settings
 //! of the host.
 //!
-//! They start before the tests that need the machine for themselves (.config/nextest.toml).
+//! These tests start before the tests that need the whole machine (.config/nextest.toml).
 
 mod attached;
 mod attack;

@@ -1,5 +1,5 @@
 //! Tests of segments on real guests: guests see their files unchanged, their writes stay private,
-//! and shared files are one copy.
+//! and shared files are in memory once.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,12 +16,12 @@ use crate::support::{self, BOOT, MEMORY};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Files of the segments that overlay the guests' own: enough for a measurable effect, few enough
-/// to be compared within the test.
+/// Files of the segments that are mounted over the guests' own: enough for a measurable effect, and
+/// few enough to be compared within the test.
 const CHOSEN: [&str; 2] = ["/usr/bin/**", "/usr/lib/x86_64-linux-gnu/*.so*"];
 
-/// Sums of all files as the guest sees them, and of its own below the layers: the root file system
-/// again, without what is mounted on it.
+/// Shell script that prints the sums of all files as the guest sees them, and of the guest's own
+/// files below the overlays, on a second mount of the root file system.
 pub const BOTH_SUMS: &str = "set -e
 mkdir -p /mnt; mountpoint -q /mnt || mount --bind / /mnt
 sums() { (cd $1; find usr/bin usr/lib/x86_64-linux-gnu -maxdepth 1 -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum | md5sum); }
@@ -91,7 +91,7 @@ fn account(lab: &Lab, vm: &str) -> VmAccount {
         .unwrap()
 }
 
-/// Words of a refusal.
+/// Returns the error message of a refusal.
 fn refused<T: std::fmt::Debug>(result: Result<T, memfold_daemon::DaemonError>) -> String {
     result.unwrap_err().to_string()
 }
@@ -105,7 +105,8 @@ fn image(lab: &Lab, reference: &str) -> std::path::PathBuf {
         .join("image")
 }
 
-/// QEMU's memory backends that no device uses: what an attach that failed has left.
+/// Returns the number of QEMU's memory backends that no device uses, which a failed attachment
+/// would leave.
 fn backends(lab: &Lab, vm: &str) -> usize {
     let answer = support::qmp(lab.directory(), vm)
         .query("query-memdev")
@@ -137,8 +138,8 @@ fn vms_share_one_copy_of_segment_files_and_keep_their_writes_private() {
         .unwrap();
     assert!(!again.is_new && again.segment == built.segment);
 
-    // A VM that maps it from the beginning lays it over its files by itself; another gets it while
-    // it runs.
+    // A VM that maps the segment from its start mounts it by itself; another VM gets it while it
+    // runs.
     lab.start(spec("early", &["system"], 1)).unwrap();
     lab.start_warm(spec("late", &[], 2)).unwrap();
     lab.wait_ready("early", BOOT).unwrap();
@@ -155,11 +156,12 @@ fn vms_share_one_copy_of_segment_files_and_keep_their_writes_private() {
     );
     assert_eq!(report["dax"], true);
     assert_eq!(done.segment.state, SegmentState::Laid);
-    // Asked again, nothing more is done.
+    // A repeated request changes nothing.
     daemon.segments().attach("late", &attach("system")).unwrap();
     assert_eq!(state(&lab, "late").len(), 1);
 
-    // The same bytes as without it, every file; and none of them in the guests' page cache.
+    // Every file has the same bytes as without the segment, and none of them is in a guest's page
+    // cache.
     for vm in ["early", "late"] {
         let sums = lab.exec(vm, BOTH_SUMS, LIMIT).unwrap();
         let sums: Vec<&str> = sums.lines().collect();
@@ -198,7 +200,7 @@ fn plugged_and_refused(lab: &Lab) {
     let why = refused(daemon.segments().attach("late", &attach("nothing")));
     assert!(why.contains("'nothing'"), "{why}");
 
-    // Damaged: the digest is compared before anything is mapped.
+    // The image is damaged: its digest is compared before QEMU maps it.
     daemon
         .segments()
         .build(&request("bad", &["/usr/bin/a*"]))
@@ -215,7 +217,8 @@ fn plugged_and_refused(lab: &Lab) {
     assert!(daemon.segments().verify("bad").unwrap().is_some());
     assert_eq!(daemon.segments().remove("bad").unwrap(), ["bad@1"]);
 
-    // The port is taken: QEMU takes the backend, refuses the device, and the backend goes again.
+    // The port is taken: QEMU adds the backend and refuses the device, and the backend is removed
+    // again.
     let mut qmp = support::qmp(lab.directory(), "late");
     let taken = serde_json::json!({ "driver": "virtio-rng-pci", "id": "taken", "bus": "segport0" });
     qmp.execute("device_add", taken).unwrap();
@@ -242,8 +245,8 @@ fn plugged_and_refused(lab: &Lab) {
     }
 }
 
-/// Takes the flag off that keeps an image from being changed: what an attacker on the host would
-/// have to do.
+/// Clears the flag that protects an image against changes, as an attacker on the host would have to
+/// do.
 fn unlock(file: &Path) {
     let done = std::process::Command::new("chattr")
         .arg("-i")
@@ -252,7 +255,7 @@ fn unlock(file: &Path) {
     assert!(done.unwrap().success());
 }
 
-/// Both VMs map the same pages, each counted once.
+/// Checks that both VMs map the same pages, each counted once.
 fn one_copy(lab: &Lab) {
     let (early, late) = (account(lab, "early"), account(lab, "late"));
     println!(
@@ -282,7 +285,7 @@ fn one_copy(lab: &Lab) {
     assert_eq!(system.problem, None);
 }
 
-/// A guest that writes to the device, and a host whose image is written to, cut or replaced.
+/// Tests a guest that writes to the device, and a host whose image is written to, cut or replaced.
 fn attacked(lab: &Lab) {
     let daemon = lab.daemon();
     let sum = |vm: &str| {
@@ -296,7 +299,7 @@ fn attacked(lab: &Lab) {
     let right = sum("late");
     let file = image(lab, "system@1");
     let bytes = blake(&file);
-    // As a device: refused. By a guest that takes that off again: lost.
+    // A write to the device is refused; a guest that removes this protection loses its writes.
     let write = "dd if=/dev/urandom of=/dev/pmem0 bs=4096 seek=300 count=16 conv=notrunc,fsync 2>&1; echo code $?";
     let said = lab.exec("early", write, LIMIT).unwrap();
     println!("early writes to the device: {said}");
@@ -304,8 +307,8 @@ fn attacked(lab: &Lab) {
     let write = format!("blockdev --setrw /dev/pmem0; {write}; blockdev --setro /dev/pmem0");
     let said = lab.exec("early", &write, LIMIT);
     println!("and makes it writable before: {said:?}");
-    // Guests' kernels have seen nothing that they didn't expect, but for what Linux 6.12 says once
-    // of any EROFS with DAX when it ages pages (`get_pte_pfn` of mm/vmscan.c), and then leaves out.
+    // The guests' kernels report no problem, except a message of Linux 6.12 about any EROFS with
+    // DAX when it ages pages (`get_pte_pfn` of mm/vmscan.c), which it prints once.
     let trouble = "dmesg | grep -E 'BUG:|Oops|WARNING:' | grep -v get_pte_pfn; true";
     for vm in ["early", "late"] {
         assert_eq!(lab.exec(vm, trouble, LIMIT).unwrap(), "", "{vm}");
@@ -314,15 +317,15 @@ fn attacked(lab: &Lab) {
     assert_eq!(blake(&file), bytes, "a guest's write reached the image");
     lab.exec("late", "true", LIMIT).unwrap();
 
-    // The file system's flag keeps everybody off, root too.
+    // The file system's flag keeps everybody from writing, also root.
     let cut = std::fs::File::options().write(true).open(&file);
     assert!(cut.is_err(), "the image can be opened for writing");
     assert!(
         std::fs::remove_file(&file).is_err()
             && std::fs::rename(&file, file.with_extension("x")).is_err()
     );
-    // Who takes the flag off can put another file there. VMs keep what they map; nobody new gets
-    // it.
+    // An attacker who clears the flag can replace the file. VMs keep the file that they map, and no
+    // new VM gets it.
     unlock(&file);
     let kept = file.with_extension("kept");
     std::fs::rename(&file, &kept).unwrap();
@@ -358,8 +361,8 @@ fn blake(file: &Path) -> String {
     String::from_utf8(sum.stdout).unwrap()
 }
 
-/// Writes of a guest go to its own disk, stay when the segment is detached, and are invisible to
-/// other guests.
+/// Checks that writes of a guest go to its own disk, stay when the segment is detached, and are
+/// invisible to other guests.
 fn written(lab: &Lab) {
     let write = "set -e
 echo mine > /usr/bin/own
@@ -390,7 +393,7 @@ sync";
         .exec("late", "grep overlay /proc/mounts | wc -l", LIMIT)
         .unwrap();
     assert_eq!(mounts.trim(), "0");
-    // And on again: what it changed stays its own.
+    // The segment is attached again: files that the guest changed stay its own.
     let done = lab
         .daemon()
         .segments()
@@ -400,8 +403,8 @@ sync";
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), wanted);
 }
 
-/// A VM with segments is saved and cloned: its clones map them too, and the segment stays as long
-/// as the snapshot needs it.
+/// Saves and clones a VM with segments: its clones map them too, and a segment stays as long as the
+/// snapshot needs it.
 fn cloned(lab: &Lab) {
     let daemon = lab.daemon();
     let saved = daemon
@@ -431,7 +434,8 @@ fn cloned(lab: &Lab) {
     );
 }
 
-/// A new generation: VMs move over while they run, and the old one goes with its last user.
+/// Builds a new generation: VMs switch to it while they run, and the old one is removed with its
+/// last user.
 fn renewed(lab: &Lab) {
     let daemon = lab.daemon();
     let write = AttachSegmentRequest {
@@ -441,7 +445,7 @@ fn renewed(lab: &Lab) {
     let why = refused(daemon.segments().attach("late", &write));
     assert!(why.contains("VM early") && !why.contains("late"), "{why}");
     lab.stop("early").unwrap();
-    // One VM alone writes it; what its guest sees is the next generation.
+    // Only one VM writes the segment; the files that its guest sees become the next generation.
     daemon.segments().attach("late", &write).unwrap();
     let list = daemon.segments().list().unwrap();
     assert!(
@@ -494,7 +498,7 @@ fn renewed(lab: &Lab) {
     let look = "cat /usr/bin/own; perl -e 'print 6*7'";
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
     daemon.snapshots().remove("warm").unwrap_err();
-    // It keeps both devices, and so does what is restored of it.
+    // The VM keeps both devices, and so does a VM that is restored from its snapshot.
     let saved = daemon
         .snapshots()
         .save(&SaveRequest::new("late", "moved"))
@@ -507,18 +511,18 @@ fn renewed(lab: &Lab) {
         .unwrap();
     daemon.vms().wait_agent("late", BOOT).unwrap();
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
-    // The one of this name that was the writer has ended.
+    // The VM of this name that was the writer has ended.
     let list = daemon.segments().list().unwrap();
     assert!(list.iter().all(|info| info.writer.is_none()), "{list:?}");
     lab.stop("late").unwrap();
     daemon.snapshots().remove("moved").unwrap();
     daemon.snapshots().remove("warm").unwrap();
-    // Its writer has ended, so anybody may build again.
+    // The writer has ended, so any build is possible again.
     daemon.segments().build(&next).unwrap();
     let names = |list: Vec<memfold_segment::SegmentInfo>| -> Vec<String> {
         list.iter().map(|info| info.segment.reference()).collect()
     };
-    // Whoever builds, attaches or ends a VM cleans up.
+    // Each build, attachment and end of a VM removes unused generations.
     lab.start(spec("last", &["system"], 0)).unwrap();
     lab.stop("last").unwrap();
     let end = Instant::now() + Duration::from_secs(120);
@@ -535,7 +539,7 @@ fn a_vm_boots_from_a_root_segment_and_writes_to_its_own_disk() {
         return;
     };
     let lab = Lab::new(EngineSettings::default()).unwrap();
-    // As a daemon's state in `/run` is.
+    // The state of a daemon in `/run` is also on a tmpfs.
     let pinned = lab.directory().join("pinned");
     let _memory = Small::mount(&pinned, 2048);
     let mut whole = request("debian", &[]);
@@ -584,7 +588,7 @@ cat /etc/kept; awk '/^Cached:/ { print $2 }' /proc/meminfo";
     );
     assert!(list[0].resident_bytes > 0);
     let pinned = pinned.join("debian@1");
-    // In memory, and nobody can cut it under the VM.
+    // The image is in memory, and cannot be truncated while the VM uses it.
     let place = rustix::fs::statfs(&pinned).unwrap();
     assert_eq!(place.f_type, 0x0102_1994, "not on a tmpfs");
     assert!(
@@ -596,7 +600,7 @@ cat /etc/kept; awk '/^Cached:/ { print $2 }' /proc/meminfo";
     let segment = account(&lab, "root");
     assert_eq!(segment.segment_shmem_bytes, segment.segment_pss_bytes);
     lab.stop("root").unwrap();
-    // Nobody maps it, so it doesn't take memory any more.
+    // No VM maps the image any more, so it takes no memory.
     let end = Instant::now() + Duration::from_secs(120);
     while pinned.exists() {
         assert!(Instant::now() < end, "{} stays", pinned.display());

@@ -21,15 +21,15 @@ use crate::support::{self, BOOT};
 
 const VM: &str = "cut";
 
-/// Deaths in each part.
+/// Returns the number of times that a daemon is killed in each part of the test.
 fn deaths() -> u64 {
     support::dose("MEMFOLD_SEGMENT_KILLS", 2)
 }
 
-/// Small, so that there is time for many.
+/// Files of the segments: few, so that there is time for many operations.
 const CHOSEN: [&str; 1] = ["/usr/bin/[a-f]*"];
 
-/// A small disk for segments, which can be full.
+/// A small disk for segments, which can be filled.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
@@ -46,7 +46,7 @@ impl SmallDisk {
         Self(place)
     }
 
-    /// Leaves so many MiB; dropped, what fills it is gone.
+    /// Fills the disk except for `left` MiB. Dropping the result frees the space.
     fn fill(&self, left: u64) -> Filler {
         let facts = rustix::fs::statvfs(&self.0).unwrap();
         let length = facts.f_bavail * facts.f_frsize - (left << 20);
@@ -56,7 +56,7 @@ impl SmallDisk {
         Filler(path)
     }
 
-    /// Names on it, below directories of segments too.
+    /// Returns the names of files on the disk, also below directories of segments.
     fn names(&self) -> BTreeSet<String> {
         let below = |path: &Path| -> Vec<PathBuf> {
             let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
@@ -88,7 +88,7 @@ impl Drop for Filler {
     }
 }
 
-/// Programs of the guest's image, where builds take little time.
+/// Copies programs of the guest's image to a directory, from which builds take little time.
 fn programs(state: &Path) -> PathBuf {
     let place = state.join("programs");
     std::fs::create_dir_all(place.join("usr")).unwrap();
@@ -145,7 +145,7 @@ fn vm(client: &Client) -> VmInfo {
     list.into_iter().find(|info| info.name == VM).unwrap()
 }
 
-/// Waits for what a new daemon finds out by itself.
+/// Waits until a new daemon has noticed a condition.
 #[track_caller]
 fn wait(what: &str, done: impl Fn() -> bool) {
     wait_until(what, BOOT, done);
@@ -166,7 +166,7 @@ fn shelf_is_clean(client: &Client, disk: &SmallDisk) {
     assert_eq!(disk.names(), wanted);
 }
 
-/// Kills the daemon after `wait`, while `work` asks it for something, and starts the next one.
+/// Kills the daemon after `wait`, while `work` sends it a request, and starts the next one.
 fn killed<T: Send>(
     served: &mut Served,
     client: &Client,
@@ -211,11 +211,11 @@ fn builds(
     }
     println!("{cut} of {} builds were cut", deaths());
     assert!(cut > 0);
-    // A full disk.
+    // The disk is full.
     let before = disk.names();
     let filler = disk.fill(3);
     let why = build(client, &asked("full")).unwrap_err();
-    // The segments' disk is full, and not the source.
+    // The error names the disk of the segments, not the source.
     let draft = ".full.draft";
     assert!(
         why.contains("No space left") && why.contains(draft),
@@ -249,7 +249,7 @@ fn copies(served: &mut Served, client: &Client, disk: &SmallDisk, random: &mut R
         shelf_is_clean(client, disk);
         wait("the disk to copy to is gone", || !is_plugged());
     }
-    // The host's disk is full: the guest is told, and runs on.
+    // The host's disk is full: the guest gets an error, and keeps running.
     let filler = disk.fill(24);
     let why = build(client, &asked).unwrap_err();
     assert!(
@@ -265,7 +265,7 @@ fn copies(served: &mut Served, client: &Client, disk: &SmallDisk, random: &mut R
         .unwrap();
     assert_eq!(status["status"], "running");
     build(client, &asked).unwrap();
-    // The copies of dead daemons end by themselves.
+    // Copies that dead daemons began end by themselves.
     let left = "mount | grep -c copy-out; ls /run/memfold | grep -c copy-out; true";
     wait("nothing is left in the guest", || {
         exec(client, VM, left).stdout == "0\n0\n"
@@ -274,7 +274,8 @@ fn copies(served: &mut Served, client: &Client, disk: &SmallDisk, random: &mut R
 
 fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
     let sums = exec(client, VM, BOTH_SUMS).stdout;
-    // The first time takes longer than all others: programs of the guest are read from its disk.
+    // The first attachment takes longer than the others, because the guest reads programs from its
+    // disk.
     attach(client, "right").unwrap();
     detach(client, "right");
     let began = Instant::now();
@@ -288,7 +289,7 @@ fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
             .iter()
             .any(|s| s.segment == reference && s.state == SegmentState::Laid)
     };
-    // The next daemon asks the guest what lies there.
+    // The next daemon asks the guest which segments are mounted.
     killed(served, client, || (), |_| ());
     wait("'right' is known to be laid", || laid("right"));
     detach(client, "right");
@@ -308,7 +309,7 @@ fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
     }
     println!("{cut} of {} attachments were cut", deaths());
     assert!(cut > 0);
-    // As many devices as segments: none was plugged twice.
+    // There are as many devices as segments, so none was plugged in twice.
     let devices = exec(client, VM, "ls /dev/pmem* | wc -l").stdout;
     assert_eq!(devices.trim(), (deaths() + 1).to_string());
     let why = remove(client, "right").unwrap_err();
@@ -345,7 +346,7 @@ fn killed_daemons_and_full_disks_leave_no_incomplete_segment_and_lose_no_guest_f
             &serde_json::json!({ "timeout_s": 0.0 }),
         )
         .unwrap();
-    // Removed whole or not at all.
+    // A segment is removed completely or not at all.
     for _ in 0..deaths() {
         let Some(info) = list(&client).pop() else {
             break;

@@ -20,7 +20,8 @@ use crate::support::{self, BOOT};
 
 pub const MEMORY: ByteSize = ByteSize::mib(384);
 
-/// A process that holds memory that is nowhere else, and writes its checksum over and over.
+/// Shell script that starts a process whose memory is in no file, and which prints the checksum of
+/// this memory again and again.
 const HOLDER: &str = r#"cat > /run/holder.py <<'END'
 import hashlib, os, time
 held = bytearray(os.urandom(48 << 20))
@@ -35,8 +36,8 @@ while [ ! -s /run/now ]; do sleep 0.2; done
 head -c 32 /dev/urandom | sha256sum | cut -c1-32 | tee /run/nonce > /var/tmp/nonce
 echo before > /var/tmp/state; sync; cat /run/nonce"#;
 
-/// Script that checks a restored guest: the same memory, a process that continues, and the disk of
-/// the same instant.
+/// Shell script that checks a restored guest: the same memory, a process that continues, and the
+/// disk of the same instant.
 const CHECK: &str = r#"set -e
 one=$(cat /run/now); two=$one; left=100
 # A sum over all that it holds takes emulated guests on a busy machine seconds.
@@ -46,11 +47,11 @@ while [ "$one" = "$two" ] && [ $left -gt 0 ]; do sleep 1; two=$(cat /run/now); l
 cmp /run/nonce /var/tmp/nonce
 cat /var/tmp/state /run/nonce"#;
 
-/// Takes, writes, checks and frees memory.
+/// Program that takes, writes, checks and frees memory.
 pub const REWRITER: &str = include_str!("../guest/rewriter.py");
 
-/// Starts the rewriter, with at most 10,000 pages, and at a pace that leaves the host's cores to
-/// others.
+/// Returns the shell script that starts the rewriter, with at most 10,000 pages, and at a pace that
+/// leaves the host's cores to others.
 pub fn rewrite_memory() -> String {
     format!(
         "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
@@ -59,14 +60,15 @@ pub fn rewrite_memory() -> String {
     )
 }
 
-/// Has the rewriter check all that it holds; what it says.
+/// Shell script that makes the rewriter check all of its memory, and prints the result.
 pub const VERIFY: &str = r"set -e
 systemctl is-active -q rewriter || { systemctl status rewriter; exit 1; }
 rm -f /run/verified; touch /run/verify
 while [ -e /run/verify ]; do sleep 0.1; done
 cat /run/verified";
 
-/// Saves of one VM before a new one is started: each makes its disk's chain longer.
+/// Number of saves of one VM before a new VM is started, because each save makes the chain of its
+/// disk longer.
 const SAVES: u64 = 10;
 
 #[test]
@@ -89,11 +91,11 @@ fn memory_that_is_constantly_allocated_written_and_freed_is_saved_correctly() {
              while [ ! -s /run/rewriter ]; do sleep 0.2; done\n\
              systemctl set-property --runtime memfold-agent.service CPUQuota=15%"
         );
-        // A slow agent: between its list and the stop, much of what was free is taken and written
-        // to.
+        // The agent is slow: between its list of free pages and the stop, many of these pages are
+        // used and written to.
         lab.exec("rewriting", &script, limit).unwrap();
         for round in first..rounds.min(first + SAVES) {
-            // Nothing tells the two apart but the time.
+            // The two differ only in the time of the save.
             let wait = xxhash_rust::xxh3::xxh3_64(&round.to_le_bytes()) % 900;
             std::thread::sleep(Duration::from_millis(wait));
             let request = SaveRequest {
@@ -144,8 +146,8 @@ fn memory_that_is_constantly_allocated_written_and_freed_is_saved_correctly() {
     assert!(free.iter().all(|&pages| pages > 0));
 }
 
-/// Adds a node to the VM's first disk as a save does, over a snapshot that never came to be; the
-/// file.
+/// Adds a block node to the VM's first disk like a save does, for a snapshot that was never
+/// completed. Returns the node's file.
 fn add_unused_overlay(state: &Path, vm: &str) -> PathBuf {
     let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos();
     let node = format!("disk0-{now:x}");
@@ -166,7 +168,7 @@ fn add_unused_overlay(state: &Path, vm: &str) -> PathBuf {
     file
 }
 
-/// Nodes of the overlays of a VM's first disk.
+/// Returns the block nodes of the overlays of a VM's first disk.
 fn disk_nodes(state: &Path, vm: &str) -> Vec<String> {
     let flat = serde_json::json!({ "flat": true });
     let mut qmp = support::qmp(state, vm);
@@ -178,7 +180,7 @@ fn disk_nodes(state: &Path, vm: &str) -> Vec<String> {
         .collect()
 }
 
-/// A small file system, mounted on a directory as long as it lives.
+/// A small file system that is mounted on a directory until this is dropped.
 pub struct Small<'a>(&'a Path);
 
 impl<'a> Small<'a> {
@@ -204,11 +206,12 @@ impl Drop for Small<'_> {
     }
 }
 
-/// Script that prints the VM's identities, one a line.
+/// Shell script that prints the VM's identities, one in each line.
 const WHO: &str = "until address=$(cat /sys/class/net/e*/address 2> /dev/null); do sleep 0.1; done
 hostname; cat /etc/machine-id; echo $address";
 
-/// The key that its SSH server shows to who connects, which has to be the one in its file.
+/// Shell script that prints the key which the guest's SSH server shows to clients; it must be the
+/// one in the server's file.
 const SSH_KEY: &str = "set -e
 served=$(ssh-keyscan -q -T 60 -t ed25519 127.0.0.1 2> /dev/null | cut -d' ' -f3)
 [ \"$served\" = \"$(cut -d' ' -f2 /etc/ssh/ssh_host_ed25519_key.pub)\" ]
@@ -228,8 +231,8 @@ fn set_apart(lab: &Lab, vm: &str) -> Renewal {
     }
 }
 
-/// Checks that a restore is refused while `first` runs, for a snapshot whose guest has neither
-/// agent nor driver.
+/// Checks that a restore is refused while `first` runs, for a snapshot whose guest has neither an
+/// agent nor the driver for VM generation IDs.
 fn refuses_twins(lab: &Lab, name: &str) {
     let place = lab.directory().join("snapshots").join(name);
     let text = std::fs::read_to_string(place.join("manifest.json")).unwrap();
@@ -268,8 +271,8 @@ fn refuses_twins(lab: &Lab, name: &str) {
     std::fs::write(place.join("manifest.sum"), sum).unwrap();
 }
 
-/// Most of its RAM lies in the host's swap when it is saved, as `from-swap`; it and what is
-/// restored of it have every byte.
+/// Saves a VM as `from-swap` while most of its RAM is in the host's swap, and checks that the VM
+/// and the restored one have every byte.
 fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
     let swap = match support::Swap::on(512) {
         Ok(swap) => swap,
@@ -297,7 +300,7 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
         saved.counts
     );
     assert!(before > 64 << 20, "only {before} bytes are in swap");
-    // Not all of it is the guest's, and what it has free is left out.
+    // Not all of the swapped memory is the guest's, and free memory is left out.
     assert!(saved.counts.saved_pages * 4096 > before / 2);
     let thawed = RestoreRequest::new("thawed");
     lab.daemon()
@@ -316,8 +319,8 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
 /// Time limit of a command in a guest.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// A VM `first` with memory that is nowhere else, a process that goes on, and a large file on its
-/// disk; with the nonce that it keeps in both.
+/// Starts a VM `first` with memory that is in no file, a process that continues, and a large file
+/// on its disk. Returns it with the nonce that is in both.
 fn known_vm() -> Option<(support::Turn, Lab, String)> {
     let turn = support::turn_beside()?;
     let lab = Lab::new(EngineSettings::default()).unwrap();
@@ -338,7 +341,7 @@ fn save(lab: &Lab, name: &str, keep: KeepChoice) -> Result<Manifest, DaemonError
     })
 }
 
-/// QEMU's word for what a VM does.
+/// Returns the run state of a VM that QEMU reports.
 fn state(lab: &Lab, vm: &str) -> String {
     let status = support::qmp(lab.directory(), vm).query("query-status");
     status.unwrap()["status"].as_str().unwrap().to_owned()
@@ -351,7 +354,7 @@ fn a_save_to_a_full_disk_fails_and_leaves_the_vm_unchanged() {
     };
     let shelf = lab.directory().join("snapshots");
     let _full = Small::mount(&shelf, 40);
-    // Not even QEMU's device state has room: what is full is named.
+    // There is not even space for QEMU's device state; the error names the full disk.
     let filler = shelf.join("filler");
     std::fs::write(&filler, vec![1; 41 << 20]).unwrap_err();
     let failed = save(&lab, "warm", KeepChoice::None).unwrap_err();
@@ -365,7 +368,8 @@ fn a_save_to_a_full_disk_fails_and_leaves_the_vm_unchanged() {
     let words = format!("{:#}", anyhow::Error::from(failed));
     assert!(words.contains("No space left on device"), "{words}");
     assert!(lab.daemon().snapshots().list().unwrap().is_empty());
-    // After the switch of disks: it writes to the older overlay again, and the newer is gone.
+    // The save fails after the switch of disks: the VM writes to the older overlay again, and the
+    // newer is gone.
     let live = SaveRequest {
         live: true,
         keep: KeepChoice::Hot,
@@ -396,8 +400,8 @@ fn a_restored_vm_has_the_saved_state_and_the_saved_vm_keeps_running() {
     let who = lab.exec("first", WHO, LIMIT).unwrap();
     let mut known: HashSet<String> = who.lines().map(str::to_owned).collect();
     assert_eq!(known.len(), 3, "{who}");
-    // It may have been restored itself: what its kernel said of that is not what clones' kernels
-    // have to say.
+    // The VM may have been restored itself, so its kernel's messages are cleared: those of the
+    // clones' kernels are checked.
     lab.exec("first", "systemctl start ssh; dmesg -C", LIMIT)
         .unwrap();
     known.insert(lab.exec("first", SSH_KEY, LIMIT).unwrap());
@@ -415,7 +419,7 @@ fn a_restored_vm_has_the_saved_state_and_the_saved_vm_keeps_running() {
     assert_eq!(saved.free_kept, None);
     assert!(saved.counts.free_pages > 0, "{:?}", saved.counts);
     assert!(saved.agent && saved.generation_id);
-    // It goes on as it was, with its disk.
+    // The VM continues unchanged, with its disk.
     assert_eq!(state(&lab, "first"), "running");
     let script = format!("{CHECK}; echo after > /var/tmp/state; echo gone > /var/tmp/nonce; sync");
     let shown = lab.exec("first", &script, LIMIT).unwrap();
@@ -425,14 +429,14 @@ fn a_restored_vm_has_the_saved_state_and_the_saved_vm_keeps_running() {
         save(&lab, "warm", KeepChoice::All),
         Err(DaemonError::Snapshot(SnapshotError::Taken(_)))
     ));
-    // A second one of the same VM, whose disk has a longer chain by now.
+    // A second snapshot of the same VM, whose disk has a longer chain now.
     lab.exec(
         "first",
         "cp /run/nonce /var/tmp/nonce; echo second > /var/tmp/state; sync",
         LIMIT,
     )
     .unwrap();
-    // What a daemon leaves that is killed between adding an overlay and using it.
+    // Imitates a daemon that was killed between adding an overlay and using it.
     let unused = add_unused_overlay(lab.directory(), "first");
     save(&lab, "later", KeepChoice::All).unwrap();
     assert!(!unused.exists());
@@ -467,14 +471,14 @@ fn a_restored_vm_has_the_saved_state_and_the_saved_vm_keeps_running() {
         }
         let key = lab.exec(vm, SSH_KEY, LIMIT).unwrap();
         assert!(known.insert(key), "{vm} has the SSH key of another");
-        // Its kernel began its random numbers anew before anybody asked the agent.
+        // The kernel has reseeded its random numbers before the agent was asked to.
         lab.exec(
             vm,
             "dmesg | grep 'crng reseeded due to virtual machine fork'",
             LIMIT,
         )
         .unwrap();
-        // What one writes is its own.
+        // Data that one clone writes is its own.
         lab.exec(
             vm,
             "echo mine > /var/tmp/state; echo mine > /run/nonce; sync",
@@ -510,7 +514,7 @@ fn a_damaged_snapshot_is_detected_and_not_restored() {
     lab.exec("first", "echo second > /var/tmp/state; sync", LIMIT)
         .unwrap();
     save(&lab, "later", KeepChoice::All).unwrap();
-    // A bit of a disk turns over, and nothing else tells.
+    // A bit of a disk changes, and nothing else reveals it.
     let disk = lab.directory().join("snapshots/later/disk0.qcow2");
     let facts = std::fs::metadata(&disk).unwrap();
     let file = std::fs::File::options()
@@ -539,7 +543,7 @@ fn a_damaged_snapshot_is_detected_and_not_restored() {
         report.problems,
         ["ram was changed since it was saved, in its chunk 2"]
     );
-    // Though its bytes were right when clones were started from it.
+    // The disk was verified when clones were started from it, but has changed since.
     let broken = RestoreRequest::new("broken");
     let refused = daemon
         .snapshots()
@@ -569,8 +573,8 @@ fn disks_of_removed_snapshots_belong_to_the_running_vm_again() {
     }
     assert!(daemon.snapshots().list().unwrap().is_empty());
     assert_eq!(state(&lab, "first"), "running");
-    // What its disk is built on has gone, and is the VM's own from the next save on; also where
-    // that has a name that was there before.
+    // The snapshot on which the VM's disk is built was removed; from the next save on, its data is
+    // the VM's own. This also holds if the next snapshot has the name of an earlier one.
     for name in ["again", "warm", "again"] {
         save(&lab, name, KeepChoice::All).unwrap();
         assert_eq!(disk_nodes(lab.directory(), "first").len(), 2);
@@ -589,7 +593,7 @@ fn disks_of_removed_snapshots_belong_to_the_running_vm_again() {
     }
 }
 
-/// A file on disk whose sum is in memory.
+/// Shell script that writes a file to the disk, whose sum is in memory.
 const LARGE: &str =
     "head -c 20M /dev/urandom > /var/tmp/large; sync; md5sum /var/tmp/large > /run/large.sum";
 const CHECK_LARGE: &str =

@@ -8,7 +8,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support;
 
-/// Kills `victim` while both read and are folded; `other` is the only other VM of its domain.
+/// Kills the VM `victim` while both VMs read and are folded. `other` is the only other VM of the
+/// domain.
 pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
     let reading = format!(
         "{} && echo 3 > /proc/sys/vm/drop_caches && sums /run/sums.after && cmp /run/sums.before /run/sums.after",
@@ -18,7 +19,7 @@ pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
     let before = lab.stats().unwrap();
     std::thread::scope(|scope| {
         let survivor = scope.spawn(|| lab.exec(other, &reading, limit));
-        // Until it dies, however fast it reads.
+        // The guest reads until it dies, however fast it is.
         let on_and_on = format!("while :; do ( {reading} ) || exit 1; done");
         let dead = scope.spawn(move || lab.exec(victim, &on_and_on, limit));
         support::wait_stats(
@@ -53,7 +54,7 @@ pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
             .unwrap()
             .expect("the other VM reads what it read before");
     });
-    // Only what the other VM maps is still needed.
+    // Only pages that the other VM maps are still needed.
     let stats = support::wait_stats(
         "store pages of the dead VM are given back",
         Duration::from_secs(300),

@@ -34,17 +34,18 @@ use self::testbed::{END, LENDER_END, Testbed};
 use crate::served::Random;
 use crate::support;
 
-/// Threads that disturb, and that call.
+/// Number of threads that disturb. The next constant: number of threads that call commands.
 const DISTURBERS: usize = 2;
 const CALLERS: usize = 3;
 
-/// From so long on each disturbance has come, and each command has succeeded at least once.
+/// Duration from which on each disturbance must have come, and each command must have succeeded at
+/// least once.
 const LONG: Duration = Duration::from_secs(1500);
 
-/// Most snapshots whose VMs are started at the end to be checked.
+/// Most snapshots whose VMs are started at the end for checks.
 const CHECKED: usize = 2;
 
-/// Commands that can't succeed here: there is no libvirt.
+/// Commands that cannot succeed here, because there is no libvirt.
 const IN_VAIN: [&str; 4] = [
     "libvirt attach",
     "libvirt disable",
@@ -157,7 +158,7 @@ fn chaos(testbed: &Testbed, deck: &Deck, calls: &Calls, time: Duration) {
         let callers = [(); CALLERS].map(|()| scope.spawn(move || calls.run(testbed, over)));
         std::thread::sleep(time);
         over.store(true, Ordering::Relaxed);
-        // Whoever panics has said so; the others end all the same.
+        // A thread that panics has printed its message; the others end all the same.
         let ends: Vec<_> = disturbers
             .into_iter()
             .chain(callers)
@@ -171,12 +172,12 @@ fn chaos(testbed: &Testbed, deck: &Deck, calls: &Calls, time: Duration) {
     });
 }
 
-/// All is set right again: what is checked, and how it ends.
+/// Ends all disturbances, checks the results, and ends the testbed.
 fn settled(testbed: &Testbed, foreign: &mut Ended) {
     let faults = &testbed.faults;
     say(testbed, &["fold", "pause"], &[0]);
     guests::check_so_far(testbed);
-    // Whatever became of other saves.
+    // This save must succeed, whatever happened to others.
     say(
         testbed,
         &["snapshot", "save", "writer", "after", "--keep", "hot"],
@@ -201,7 +202,7 @@ fn settled(testbed: &Testbed, foreign: &mut Ended) {
             say(testbed, &["segment", "remove", &name], &[0]);
         }
     }
-    // It may not be steered.
+    // KSM may not be steered.
     say(testbed, &["ksm", "stop"], &[0, 1]);
     let vms: Result<Vec<VmInfo>, _> = testbed.client().get("/v1/vms");
     let left: Vec<String> = vms
@@ -222,7 +223,7 @@ fn settled(testbed: &Testbed, foreign: &mut Ended) {
 fn check_snapshots(testbed: &Testbed) {
     let faults = &testbed.faults;
     let mut list: Vec<SnapshotInfo> = testbed.client().get("/v1/snapshots").unwrap();
-    // The newest first: one may build on an older one.
+    // The newest comes first, because it may build on an older one.
     list.sort_by_key(|snapshot| std::cmp::Reverse(snapshot.created_s));
     let mut checked = 0;
     for snapshot in &list {
@@ -249,7 +250,7 @@ fn check_snapshots(testbed: &Testbed) {
     }
 }
 
-/// A command that has to end with one of these codes.
+/// Runs a command, which must end with one of these codes.
 fn say(testbed: &Testbed, words: &[&str], codes: &[i32]) {
     let words: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
     let began = Instant::now();
@@ -270,8 +271,8 @@ fn say(testbed: &Testbed, words: &[&str], codes: &[i32]) {
     }
 }
 
-/// Processes, mounts, loop devices, sockets, overlays: nothing of them is left when daemons and VMs
-/// have ended.
+/// Checks that no processes, mounts, loop devices, sockets or overlays are left when daemons and
+/// VMs have ended.
 fn left_over(testbed: &Testbed) {
     let faults = &testbed.faults;
     let end = Instant::now() + patience(Duration::from_secs(20));
@@ -292,7 +293,7 @@ fn left_over(testbed: &Testbed) {
     ];
     places.retain(|place| place.exists());
     for place in places {
-        // A segment's last number is known for ever.
+        // The number of a segment's last generation is kept forever.
         let left: Vec<String> = names(&place)
             .into_iter()
             .filter(|name| Path::new(name).extension().is_none_or(|end| end != "last"))
@@ -334,7 +335,7 @@ fn left_over(testbed: &Testbed) {
     }
 }
 
-/// Settings of KSM that memfold changes.
+/// Returns the settings of KSM that memfold changes.
 fn ksm_settings() -> Vec<String> {
     let read = |name: &str| {
         let value = std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{name}"));
@@ -362,7 +363,7 @@ fn sockets_below(place: &Path) -> Vec<String> {
     found.lines().map(str::to_owned).collect()
 }
 
-/// A process that ends with the test.
+/// A process that is killed when this is dropped.
 struct Ended(std::process::Child);
 
 impl Ended {

@@ -18,25 +18,26 @@ const FILES: u64 = 192;
 const FILE_BYTES: u64 = 4 << 20;
 /// Permitted ratio of the median of the last third to the median of the middle third.
 const TOLERANCE: f64 = 1.15;
-/// Mappings have a bound of their own: half of what the kernel allows a process, where the engine
-/// begins to ask for longer runs, and a little for what it counts too low until it looks again.
+/// Permitted number of mappings, as a part of the kernel's limit for a process: half of the limit,
+/// where the engine begins to require longer runs, and a little for mappings that it has not
+/// counted yet.
 const MOST_MAPPINGS: f64 = 0.55;
-/// From when on mappings are judged: a guest's page cache falls into shorter and shorter runs of
-/// its memory when it is read round and round, and each takes a mapping; more than that they may
-/// not grow.
+/// Time from which on the number of mappings is judged: when a guest reads round and round, its
+/// page cache is divided into shorter and shorter runs, each of which takes a mapping. After this
+/// time, the number may no longer grow.
 const LONG: Duration = Duration::from_secs(300);
 const STEP: Duration = Duration::from_secs(10);
 
-/// VM, image, disk mode, least share of matched pages that is folded, in percent.
+/// VMs: name, image, disk mode, least part of the matched pages that must be folded, in percent.
 const VMS: [(&str, &str, DiskMode, f64); 2] = [
     ("writeback", "trixie-a", DiskMode::Buffered, 80.0),
     ("none", "trixie-b", DiskMode::Direct, 60.0),
 ];
 
-/// Command of a guest: reads the files in turn, one file in each step of the clock, and checks
-/// every byte. Both guests are at the same file, so that nearly all of their page cache matches at
-/// any moment. Without the clock they would drift apart, and mostly unchanged pages would be
-/// folded.
+/// Returns the shell script of a guest, which reads the files in turn, one file in each step of the
+/// clock, and checks every byte. Both guests read the same file at a time, so that nearly all of
+/// their page cache matches at any moment. Without the clock, they would drift apart, and mostly
+/// unchanged pages would be folded.
 fn reading(step: Duration) -> String {
     format!(
         "mount -o ro,noatime /dev/vdb /mnt || exit 1; cd /mnt; errors=0; reads=0; last=0; \
@@ -48,12 +49,12 @@ fn reading(step: Duration) -> String {
     )
 }
 
-/// One look at everything that must not grow.
+/// Measurements of everything that must not grow.
 #[derive(Debug)]
 struct Sample {
     folded_percent: Vec<f64>,
     matched_percent: Vec<f64>,
-    /// Number of mappings of both VMs for each run of cached pages.
+    /// Number of mappings of both VMs, divided by the number of runs of cached pages.
     mappings: f64,
     most_mappings: f64,
     store_bytes: f64,
@@ -85,7 +86,7 @@ fn most_of_a_changing_page_cache_stays_folded_and_no_resource_use_grows() {
     }
     lab.fold(true).unwrap();
     let time = support::seconds("MEMFOLD_CHURN_SECONDS", 90);
-    // The time that a page stays cached is what folding has: about 160 MB at 8 MB/s, 20 s.
+    // Folding must happen while a page is cached: about 160 MB at 8 MB/s, which is 20 s.
     let step = support::milliseconds("MEMFOLD_CHURN_STEP_MS", 500);
     let over = AtomicBool::new(false);
     let (samples, printed) = std::thread::scope(|scope| {
@@ -121,7 +122,7 @@ fn most_of_a_changing_page_cache_stays_folded_and_no_resource_use_grows() {
     judge(&samples, time >= LONG);
 }
 
-/// A file system of pseudo-random files with their sums, made without mounting anything.
+/// Makes a file system of pseudo-random files with their sums, without mounting it.
 fn make_disk(directory: &Path, disk: &Path) {
     let root = directory.join("churn");
     std::fs::create_dir(&root).unwrap();
@@ -147,8 +148,8 @@ fn make_disk(directory: &Path, disk: &Path) {
     std::fs::remove_dir_all(root).unwrap();
 }
 
-/// ext4, whose page cache is of single pages before Linux 6.16; or EROFS, where it is of large
-/// folios: `MEMFOLD_CHURN_FS=erofs`.
+/// Makes ext4, whose page cache consists of single pages before Linux 6.16; or, with
+/// `MEMFOLD_CHURN_FS=erofs`, EROFS, whose page cache consists of large folios.
 fn make_file_system(disk: &Path) -> String {
     let disk = disk.display();
     if std::env::var("MEMFOLD_CHURN_FS").is_ok_and(|name| name == "erofs") {
@@ -200,7 +201,7 @@ fn sample(lab: &Lab, names: &[&str], over: &AtomicBool) -> Vec<Sample> {
     samples
 }
 
-/// Anonymous memory of this process, which is the daemon here.
+/// Returns the anonymous memory of this process, which contains the daemon.
 fn own_anonymous_bytes() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status

@@ -24,8 +24,8 @@ const MEMORY: ByteSize = ByteSize::mib(512);
 const NAMES: [&str; 4] = ["one", "two", "three", "four"];
 const IMAGES: [&str; 4] = ["trixie-a", "trixie-b", "trixie-a", "trixie-b"];
 
-/// Programs and libraries in page cache, some memory that is the same in all, and some that is
-/// twice in each.
+/// Shell script that loads programs and libraries into page cache, and takes memory that is the
+/// same in all guests, and memory that is twice in each.
 const WORK: &str = r#"cat /usr/bin/* /usr/lib/*-linux-gnu/*.so* > /dev/null
 cat > /run/hold.py <<'END'
 import os, time
@@ -38,7 +38,7 @@ END
 systemd-run -q --unit=hold python3 /run/hold.py
 while [ ! -e /run/held ]; do sleep 0.2; done"#;
 
-/// Puts back what a failing test leaves.
+/// Restores the settings that a failing test leaves.
 struct Restore;
 
 impl Drop for Restore {
@@ -55,7 +55,7 @@ fn folding(client: &Client, on: bool) {
     client.put::<_, Value>("/v1/fold", &request).unwrap();
 }
 
-/// Four guests that run the same, and a daemon that doesn't fold.
+/// Starts four guests that run the same programs, and a daemon that does not fold.
 fn guests<'a>(state: &'a Path, names: &'a [&'a str]) -> (Served<'a>, Client) {
     let mut served = Served::new(state, names);
     served.start();
@@ -78,12 +78,13 @@ fn guests<'a>(state: &'a Path, names: &'a [&'a str]) -> (Served<'a>, Client) {
             scope.spawn(move || exec(&Client::new(&state.join("s")).unwrap(), name, WORK));
         }
     });
-    // What they do after the boot comes to an end, and agents have told of what is cached.
+    // After this time, the guests are idle, and the agents have reported the page cache.
     std::thread::sleep(Duration::from_secs(8));
     (served, client)
 }
 
-/// CPU of children that were waited for, in seconds (fields 16 and 17 of `proc_pid_stat(5)`).
+/// Returns the CPU time of children that were waited for, in seconds (fields 16 and 17 of
+/// `proc_pid_stat(5)`).
 fn children_cpu_s() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let fields: Vec<&str> = stat
@@ -99,7 +100,7 @@ fn children_cpu_s() -> f64 {
     ticks as f64 / rustix::param::clock_ticks_per_second() as f64
 }
 
-/// Runs the command as an operator does. A daemon on the socket, if any, provides its facts.
+/// Runs the command like an operator does. A daemon on the socket, if any, provides its facts.
 fn look(socket: &Path, arguments: &[&str]) -> EstimateReport {
     let before = children_cpu_s();
     let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
@@ -120,7 +121,7 @@ fn look(socket: &Path, arguments: &[&str]) -> EstimateReport {
     println!("{how:?}, {cpu:.2} s of CPU by the kernel's count");
     assert!((how.read_percent - 100.0).abs() < 1e-9);
     assert!(how.cpu_percent <= 10.0, "{how:?}");
-    // Ticks of 10 ms, and the start of the program.
+    // CPU time is counted in ticks of 10 ms, and includes the start of the program.
     assert!(
         cpu <= how.seconds * 0.10 + 0.08,
         "{cpu} s in {} s",
@@ -129,7 +130,8 @@ fn look(socket: &Path, arguments: &[&str]) -> EstimateReport {
     report
 }
 
-/// Page frames that private pages of these processes lie in, by the page tables alone.
+/// Returns the number of page frames that hold private pages of these processes, from the page
+/// tables alone.
 fn frames(pids: &[i32]) -> u64 {
     let selected: Vec<String> = pids.iter().map(ToString::to_string).collect();
     let domains = Domains::default();
@@ -154,9 +156,10 @@ fn frames(pids: &[i32]) -> u64 {
     frames.len() as u64
 }
 
-/// KSM at full speed until it brings nothing any more; the page frames that it saved of these
-/// processes. Not `pages_sharing`: a huge page that ksmd splits gives its pages of zeroes back to
-/// the kernel's zero page at once (Linux 6.12), and these are counted nowhere.
+/// Runs KSM at full speed until it merges nothing more. Returns the number of page frames that this
+/// saved in these processes. `pages_sharing` is not used: when ksmd splits a huge page, its pages
+/// of zeroes are mapped to the kernel's zero page at once (Linux 6.12), and no counter includes
+/// them.
 fn converge(pids: &[i32]) -> u64 {
     let controls = Controls::default();
     let settings = Settings {
@@ -231,10 +234,10 @@ fn an_estimate_is_within_ten_percent_of_the_later_savings_of_ksm_and_folding() {
     assert_eq!(report.domains[0].domain.as_deref(), Some("lab"));
     let numbers: Vec<String> = pids.iter().map(ToString::to_string).collect();
     let numbers: Vec<&str> = numbers.iter().map(String::as_str).collect();
-    // Nobody knows them: each is alone, and shares with nobody.
+    // No daemon knows these VMs, so each is alone in its domain.
     let alone = look(&state.join("nobody"), &numbers);
     assert_eq!((alone.domains.len(), alone.daemon), (NAMES.len(), false));
-    // Both read all of it; the other one may have been disturbed.
+    // Both estimates read all memory; one of them may have been disturbed.
     let quickest = report.how.seconds.min(alone.how.seconds);
     assert!(quickest <= 20.0, "{quickest} s");
     let apart: u64 = alone
@@ -252,7 +255,7 @@ fn an_estimate_is_within_ten_percent_of_the_later_savings_of_ksm_and_folding() {
     if let Some(ksm) = take() {
         let merged = converge(&pids) << 12;
         within_percent("KSM", saving(&report, Way::Ksm), merged, 10);
-        // Once it is saved, it can't be saved again.
+        // Memory that was saved already cannot be saved again.
         let after = look(&state.join("s"), &NAMES);
         println!("{}", memfold_ledger::estimate::table::render(&after));
         assert!(after.saved.bytes < merged / 10, "{:?}", after.saved);

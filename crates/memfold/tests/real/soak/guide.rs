@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::support;
 
-/// The text of all blocks of shell commands.
+/// Returns the text of all blocks of shell commands on a page.
 fn commands(page: &str) -> String {
     let mut script = String::new();
     let mut is_inside = false;
@@ -27,7 +27,7 @@ fn commands(page: &str) -> String {
     script
 }
 
-/// Conditions that must hold after the command that ends with these words, as the page says.
+/// Conditions of a page that must hold after the command that ends with the given words.
 const CHECKS: [(&str, &str); 3] = [
     (
         "memfold snapshot save web1 warm --live\n",
@@ -44,7 +44,7 @@ const CHECKS: [(&str, &str); 3] = [
     ),
 ];
 
-/// A page that takes a daemon for granted.
+/// A page whose commands need a running daemon.
 struct HowTo {
     page: &'static str,
     /// State before the first step: descriptions of VMs, or running VMs.
@@ -110,7 +110,7 @@ fn page(name: &str) -> String {
 }
 
 /// Runs commands in a directory of their own, where they find the program, and `guest` and
-/// `scripts` as in a checkout. Should one fail, no VM and no daemon stays.
+/// `scripts` as in a checkout. If one fails, all VMs and daemons are ended.
 fn run(place: &Path, script: &str) {
     for part in ["guest", "scripts"] {
         let part = repository().join(part);

@@ -1,5 +1,5 @@
 //! Test of several hosts on one: network namespaces, connected by links with delay, loss and
-//! interruptions. A guest of the first swaps on RAM of the second, and the registry is on the
+//! interruptions. A guest of the first host swaps on RAM of the second, and the registry is on the
 //! third.
 //!
 //! ```text
@@ -30,7 +30,7 @@ const RAM: ByteSize = ByteSize::mib(320);
 const SWAP: ByteSize = ByteSize::mib(512);
 const ARRAY_MIB: u64 = 448;
 
-/// One way through the wire, and what is lost there.
+/// Delay of the wire in one direction. The next constant: part of the packets that are lost.
 const DELAY_MS: &str = "0.25";
 const LOSS_PERCENT: &str = "0.05";
 const BANDWIDTH: &str = "1gbit";
@@ -46,7 +46,7 @@ fn run(command: &str) {
     assert!(output.status.success(), "{command}: {said}");
 }
 
-/// Whether namespaces and links can be made here.
+/// Returns whether namespaces and links can be made here; the error says why not.
 fn able() -> Result<(), String> {
     let name = format!("mf{}-able", std::process::id());
     let made = Command::new("ip").args(["netns", "add", &name]).output();
@@ -73,7 +73,7 @@ fn able() -> Result<(), String> {
     }
 }
 
-/// Namespaces of hosts, and of the wire that joins them.
+/// Network namespaces of the hosts, and of the wire that connects them.
 struct Net {
     prefix: String,
     wire: Child,
@@ -130,7 +130,7 @@ impl Net {
         format!("{}-{host}", self.prefix)
     }
 
-    /// Cuts a host off, or joins it again.
+    /// Disconnects a host, or connects it again.
     fn link(&self, host: &str, state: &str) {
         let number = self.hosts.iter().position(|h| *h == host).unwrap();
         run(&format!(
@@ -156,7 +156,7 @@ fn address(number: usize) -> String {
     format!("10.77.0.{}", number + 1)
 }
 
-/// A daemon in a namespace.
+/// A daemon in a network namespace.
 struct Host {
     child: Child,
     directory: tempfile::TempDir,
@@ -264,8 +264,8 @@ impl Host {
         }
     }
 
-    /// Figures that the guest's program has printed so far: pages checked, wrong words, longest
-    /// access in seconds.
+    /// Returns figures that the guest's program has printed so far: pages checked, wrong words,
+    /// longest access in seconds.
     fn heard(&self) -> (u64, u64, f64) {
         let said = self.exec("cat /run/swapper").unwrap();
         let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
@@ -298,8 +298,8 @@ impl Drop for Host {
     }
 }
 
-/// A certificate for the registry's address, that vouches for itself, as
-/// docs/how-to/lending-between-hosts.md makes it.
+/// Makes a self-signed certificate for the registry's address, as
+/// docs/how-to/lending-between-hosts.md does.
 fn certificate(directory: &Path, ip: &str) -> (PathBuf, PathBuf) {
     let (certificate, key) = (
         directory.join("registry.crt"),
@@ -384,7 +384,7 @@ fn a_guest_swapping_on_memory_of_another_host_survives_network_failures() {
     });
     let (_, _, on_disk) = borrower.heard();
 
-    // Over the link.
+    // The swap disk moves over the link.
     let done = borrower.borrow(Durability::Disk);
     assert_eq!(
         (done.place, &*done.lenders),
@@ -394,7 +394,7 @@ fn a_guest_swapping_on_memory_of_another_host_survives_network_failures() {
     std::thread::sleep(Duration::from_secs(5));
     let (checked, _, borrowed) = borrower.heard();
 
-    // The link is cut: the VM goes on with its copy, and both sides let go by themselves.
+    // The link is cut: the VM continues with its copy, and both sides end the loan by themselves.
     net.link("lender", "down");
     let cut = Instant::now();
     wait("it goes on, on its copy", || {
@@ -413,14 +413,14 @@ fn a_guest_swapping_on_memory_of_another_host_survives_network_failures() {
         "borrowed in {} ms; longest access {on_disk:.3} s on disk, {borrowed:.3} s with lent RAM, {with_cut:.3} s with the cut; on the copy alone after {healed:.2?}, the lender let go after {let_go:.2?}",
         done.took_ms
     );
-    // The link is back. It isn't borrowed again before we ask for it.
+    // The link is back. The VM does not borrow again before it is asked to.
     borrower.give_back();
     net.link("lender", "up");
     lender.wait_free(SWAP);
     let again = borrower.borrow(Durability::Disk);
     assert_eq!(again.place, SwapPlace::Lent);
     let (checked, ..) = borrower.heard();
-    // The registry's link: nothing is given up.
+    // The registry's link is cut: no loan is given up.
     net.link("registry", "down");
     std::thread::sleep(Duration::from_secs(8));
     net.link("registry", "up");
@@ -435,7 +435,8 @@ fn a_guest_swapping_on_memory_of_another_host_survives_network_failures() {
     assert!(back.changed && back.took_ms < 15_000, "{back:?}");
     lender.wait_free(SWAP);
 
-    // A second lender holds a copy; one is cut off, and the other's goes to disk by itself.
+    // A second lender holds a copy. One lender is cut off, and the other's data goes to disk
+    // automatically.
     registry.lend(SWAP, &address(2));
     let done = borrower.borrow(Durability::Replica);
     assert_eq!((done.place, done.lenders.len()), (SwapPlace::Lent, 2));
@@ -453,8 +454,8 @@ fn a_guest_swapping_on_memory_of_another_host_survives_network_failures() {
     let (_, _, longest) = borrower.heard();
     assert!(longest < LONGEST_STALL * slowness(), "{longest} s");
 
-    // Where the lent bytes are the only ones, a cut is waited out, and a registry that stays away
-    // has them moved to a disk in time.
+    // If the lender holds the only copy, a cut link is waited for; if the registry stays away, the
+    // data is moved to a disk in time.
     let done = borrower.borrow(Durability::None);
     assert_eq!(
         (done.place, &*done.lenders),
@@ -463,7 +464,7 @@ fn a_guest_swapping_on_memory_of_another_host_survives_network_failures() {
     net.link("lender", "down");
     std::thread::sleep(Duration::from_secs(8));
     net.link("lender", "up");
-    // Lines come late that tell of a long access.
+    // Lines about a long access come late.
     let (checked, ..) = borrower.heard();
     wait("it checks on", || borrower.heard().0 > checked + 4096);
     assert_eq!(borrower.place(), SwapPlace::Lent);
@@ -477,7 +478,7 @@ fn a_guest_swapping_on_memory_of_another_host_survives_network_failures() {
     net.link("registry", "down");
     let cut = Instant::now();
     wait_until("it is on disk", Duration::from_secs(300), || {
-        // Leases are asked of the registry, this isn't.
+        // Leases come from the registry; this does not.
         let vms: Vec<VmInfo> = borrower.client.get("/v1/vms").unwrap();
         let swap = vms[0].swap.as_ref().unwrap();
         swap.place == SwapPlace::OnDisk

@@ -1,4 +1,4 @@
-//! All of [`crate::beside::lend`], by iSCSI.
+//! Runs all tests of [`crate::beside::lend`] by iSCSI.
 
 use std::process::Command;
 

@@ -34,20 +34,21 @@ const UNIT: &str = include_str!("../../../../../deploy/systemd/memfold.service")
 const RAM: ByteSize = ByteSize::mib(256);
 const SWAP_MIB: u64 = 128;
 const ARRAY_MIB: u64 = 192;
-/// One volume at a time is borrowed for.
+/// Memory that this host lends, enough for one volume at a time.
 const LENT: ByteSize = ByteSize::mib(144);
 
 /// Longest time that the guest may wait for one page when a lender dies, in seconds: the promise.
 const LONGEST_STALL: f64 = 10.0;
 
-/// Longest access in seconds while LVM's tools move the volume. They suspend it several times;
-/// under emulation, each takes seconds of CPU.
+/// Longest access in seconds while LVM's tools move the volume. The tools suspend the volume
+/// several times; under emulation, each time takes seconds of CPU.
 const LONGEST_CHANGE: f64 = 30.0;
 
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Starts the daemon of the unit that packages install, but for the program's place. Without
-/// `Restart=`, a daemon that the test kills stays so until the test starts it.
+/// Shell script that starts the daemon with the unit that packages install, except for the
+/// program's path. Without `Restart=`, a daemon that the test kills is not restarted before the
+/// test does it.
 const SET_UP: &str = r#"
 set -e
 mkdir -p /opt/payload && mount -o ro /dev/vdb /opt/payload
@@ -97,7 +98,7 @@ impl Lender {
             .output()
             .unwrap();
         assert!(made.status.success());
-        // Free a moment ago.
+        // This port was free a moment ago.
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         drop(listener);
@@ -138,7 +139,7 @@ impl Lender {
             transport,
             cleartext: transport == Transport::Iscsi,
         };
-        // What it lent before may be under way back yet.
+        // Memory that was lent before may still be in the process of being returned.
         wait("it lends", || {
             let lends: Result<LenderStatus, ClientError> = self.client.post("/v1/lend", &request);
             lends.is_ok()
@@ -174,7 +175,7 @@ impl Lender {
         made.token
     }
 
-    /// tgtd of its only lease.
+    /// Returns tgtd of the lender's only lease.
     fn export(&self) -> Pid {
         server_of(&self.directory.path().join("state/lend"))
     }
@@ -202,7 +203,7 @@ fn run(program: &str, words: &[&Path]) {
     assert!(done.status.success(), "{program}: {said}");
 }
 
-/// Disks of the guest: programs and files, and one for its group.
+/// Makes the guest's disks: one with programs and files, and one for its volume group.
 fn disks(directory: &Path, lender: &Lender) -> [PathBuf; 2] {
     let payload = directory.join("payload");
     std::fs::create_dir(&payload).unwrap();
@@ -229,10 +230,11 @@ fn disks(directory: &Path, lender: &Lender) -> [PathBuf; 2] {
     [image, group]
 }
 
-/// The guest.
+/// The guest that acts as a host without VMs.
 struct Guest<'a>(&'a Lab);
 
-/// An access that took so long, in seconds, is told with what the guest's kernel and services said.
+/// Seconds from which on an access is reported, together with messages of the guest's kernel and
+/// services.
 const LONG: f64 = 3.0;
 
 impl Guest<'_> {
@@ -252,8 +254,8 @@ impl Guest<'_> {
         println!("{}", self.0.exec("h", log, LIMIT).unwrap_or_default());
     }
 
-    /// The next line of what its program says. Since `line` no access may have taken more than so
-    /// many seconds.
+    /// Returns the number of the next line of the program's output. Since `line`, no access may
+    /// have taken more than `most` seconds.
     fn since(&self, line: usize, what: &str, most: f64) -> usize {
         let said = self.run("cut -d ' ' -f 4 /run/swapper");
         let all: Vec<f64> = said.lines().map(|us| us.parse().unwrap()).collect();
@@ -270,8 +272,8 @@ impl Guest<'_> {
         serde_json::from_str(&self.run(&format!("memfold --json {command}"))).unwrap()
     }
 
-    /// Loans of the guest. The registry may be away, because cables are pulled here and a guest's
-    /// network recovers slowly.
+    /// Returns the loans of the guest. The registry may be unreachable, because links are cut here
+    /// and a guest's network recovers slowly.
     fn borrowed(&self) -> Vec<Value> {
         let said = self.run("memfold --json leases || [ $? = 1 ]");
         let mut report: Value = serde_json::from_str(&said).unwrap();
@@ -281,13 +283,13 @@ impl Guest<'_> {
         }
     }
 
-    /// A command that has to fail; what it says.
+    /// Runs a command in the guest that must fail, and returns its message.
     fn refused(&self, command: &str) -> String {
         self.run(&format!("! memfold {command} 2>&1"))
     }
 
-    /// Figures that the program has printed so far: pages checked, wrong words, longest access in
-    /// seconds.
+    /// Returns figures that the program has printed so far: pages checked, wrong words, longest
+    /// access in seconds.
     fn heard(&self) -> (u64, u64, f64) {
         let said = self.run("cat /run/swapper");
         let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
@@ -307,7 +309,7 @@ impl Guest<'_> {
         assert_eq!(self.heard().1, 0);
     }
 
-    /// Reads that the disk of the group and the lent one have had so far.
+    /// Returns the number of reads of the group's disk and of the lent disk so far.
     fn reads(&self) -> (u64, u64) {
         let said =
             self.run("cat /sys/block/vdc/stat; cat /sys/block/sd*/stat 2>/dev/null || echo 0");
@@ -318,7 +320,7 @@ impl Guest<'_> {
         (lines.next().unwrap_or(0), lines.next().unwrap_or(0))
     }
 
-    /// Reads of both while a thousand pages and more are checked.
+    /// Returns the reads of both disks while at least a thousand pages are checked.
     fn reads_meanwhile(&self) -> (u64, u64) {
         let before = self.reads();
         self.goes_on();
@@ -326,7 +328,7 @@ impl Guest<'_> {
         (after.0 - before.0, after.1 - before.1)
     }
 
-    /// Nothing of a loan is left.
+    /// Checks that nothing of a loan is left.
     fn is_as_before(&self) {
         let said = self.run(
             "lvs --noheadings -o lv_layout,devices vg/swap; pvs --noheadings -o pv_name; ls /sys/class/iscsi_session 2>/dev/null; find /etc/iscsi/nodes /var/lib/iscsi/nodes -type f 2>/dev/null | cat; ls /dev/sd* 2>/dev/null | cat",
@@ -408,7 +410,7 @@ fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() 
         lines.trim().parse::<u64>().unwrap_or(0) > 3
     });
 
-    // What can't be is refused, and nothing changes.
+    // Impossible requests are refused, and nothing changes.
     for (command, words) in [
         ("borrow --lvm vg/swap", "to spare"),
         ("borrow --lvm vg/nothing", "no logical volume vg/nothing"),
@@ -434,7 +436,7 @@ fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() 
     println!("on its own disk: {own} reads, longest access {on_disk:.3} s");
     assert!(own > 0);
 
-    // There, and back in use.
+    // The volume moves to lent RAM, and back while it is in use.
     let line = guest.since(0, "before", LONGEST_CHANGE);
     let done = guest.json("borrow --lvm vg/swap");
     assert_eq!(
@@ -450,7 +452,7 @@ fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() 
     assert!(lent > 100 && own * 20 < lent, "{own} {lent}");
     let line = guest.since(line, "put there", LONGEST_CHANGE);
     assert_eq!(guest.json("borrow --lvm vg/swap")["changed"], false);
-    // All that the volume needs without the lender is on its own disk.
+    // All data that the volume needs without the lender is on its own disk.
     let parts = guest.run("lvs -a --noheadings -o lv_name,devices vg | tr -d '[]' | grep _0");
     assert_eq!(parts.matches("/dev/vdc").count(), 2, "{parts}");
     assert_eq!(lender.status().lent_bytes, (SWAP_MIB + 4 + 2) << 20);
@@ -468,7 +470,7 @@ fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() 
     guest.goes_on();
     let mut line = guest.since(line, "given back", LONGEST_CHANGE);
 
-    // Its lender is killed, hangs, is cut off, wants it back.
+    // The lender is killed, hangs, is cut off, or recalls its memory.
     for how in ["killed", "stopped", "cut off", "recalled"] {
         let done = guest.json("borrow --lvm vg/swap");
         assert_eq!(done["place"], "lent", "{done}");
@@ -497,7 +499,7 @@ fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() 
         line = guest.since(line, how, LONGEST_STALL);
     }
 
-    // The daemon dies while it puts the volume there, and while it is there.
+    // The daemon dies while it puts the volume on lent RAM, and while the volume is there.
     guest.run("(memfold borrow --lvm vg/swap >/dev/null 2>&1 &); until lvs --noheadings -o lv_layout vg/swap | grep -q raid; do sleep 0.05; done; systemctl kill --kill-whom=main -s KILL memfold");
     wait("the next daemon has undone it", || {
         guest.run("lvs --noheadings -o lv_layout vg/swap").trim() == "linear"
@@ -512,7 +514,7 @@ fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() 
     });
     guest.goes_on();
 
-    // A daemon that has lost its notes finds it by what LVM says.
+    // A daemon without its notes finds the loan from LVM's reports.
     guest.run("systemctl stop memfold && rm /run/memfold/volumes.json && systemctl start memfold");
     guest.json("return --lvm vg/swap");
     guest.run("iscsiadm -m node -u >/dev/null; iscsiadm -m node -o delete");
@@ -521,7 +523,7 @@ fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() 
 
     let line = guest.since(line, "daemons killed", LONGEST_CHANGE);
 
-    // Moved instead, as the study did.
+    // The volume is moved without a copy, as in the study.
     let done = guest.json("borrow --lvm vg/swap --durability none");
     let (own, lent) = guest.reads_meanwhile();
     println!(
@@ -553,7 +555,7 @@ fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() 
     lab.stop("h").unwrap();
 }
 
-/// Pulls the guest's network cable, or puts it back.
+/// Disconnects the guest's network link, or connects it again.
 fn set_link(lab: &Lab, is_up: bool) {
     let mut qmp = support::qmp(lab.directory(), "h");
     let arguments = serde_json::json!({"name": "net0", "up": is_up});

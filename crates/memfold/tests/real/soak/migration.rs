@@ -62,7 +62,7 @@ fn a_folded_libvirt_domain_migrates_and_is_adopted_by_the_other_host() {
         "--live",
         "--persistent",
         "--undefinesource",
-        // Both hosts are one, and have the same file.
+        // Both hosts are the same machine, and have the same file.
         "--unsafe",
         "--domain",
         DOMAIN,
@@ -82,6 +82,6 @@ fn a_folded_libvirt_domain_migrates_and_is_adopted_by_the_other_host() {
     assert_eq!(exec(&there, VM, SUM).stdout, sum);
     let mark = Mark::read(&to.xml(DOMAIN)).unwrap().unwrap();
     assert_eq!(mark.domain.as_deref(), Some("lab"));
-    // The other VM had its pages in common with it.
+    // The other VM had these pages in common with the domain.
     exec(&client, "mate", SUM);
 }

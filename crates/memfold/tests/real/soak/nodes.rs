@@ -13,10 +13,11 @@ use crate::support;
 const IMAGE: &str = "trixie-a";
 const MIB: u64 = 1 << 20;
 
-/// Each page is there twice, once on either node.
+/// MiB of memory in which each page occurs twice, once on each node.
 const ALIKE_MIB: u64 = 32;
 
-/// Named as a QEMU; MBIND: `mbind(2)` to a node, ADVISE: `MADV_MERGEABLE`.
+/// Program with the name of a QEMU. MBIND: binds memory to a node (`mbind(2)`); ADVISE:
+/// `MADV_MERGEABLE`.
 const PROCESS: &str = r#"
 import ctypes, mmap, struct, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -36,7 +37,8 @@ print("held", flush=True)
 time.sleep(3600)
 "#;
 
-/// Explains it where nodes don't merge with each other, and where they do.
+/// Shell script that runs `memfold ksm explain`, while nodes do not merge with each other, and
+/// while they do.
 const SCRIPT: &str = r#"
 exec 2>&1
 cd /sys/kernel/mm/ksm
@@ -71,7 +73,7 @@ fn run(command: &mut Command) {
     assert!(done.status.success(), "{command:?}: {said}");
 }
 
-/// Boots it, and gives the file that its console goes to.
+/// Boots the guest. Returns the machine, and the file of its console output.
 fn boot(directory: &Path) -> (Machine, std::path::PathBuf) {
     let images = memfold_host::guest_images().unwrap();
     let image = &images[IMAGE];
@@ -124,7 +126,7 @@ fn boot(directory: &Path) -> (Machine, std::path::PathBuf) {
     (Machine(child), console)
 }
 
-/// Waits until its console says something; all that it has said.
+/// Waits until the console output contains `words`. Returns the whole output.
 fn says(console: &Path, words: &str) -> String {
     let end = Instant::now() + Duration::from_secs(900);
     loop {

@@ -20,10 +20,10 @@ use crate::support::{self, BOOT};
 const MEMORY: ByteSize = ByteSize::mib(512);
 /// Permitted error of the prediction, in percent.
 const OFF: f64 = 10.0;
-/// VMs that the plan is made of.
+/// Number of VMs from which the plan is computed.
 const MEASURED: usize = 2;
 
-/// A web server that has served something.
+/// Shell script that starts a web server and fetches a page.
 const WORK: &str = "systemctl start apache2 && \
     for n in 1 2 3 4 5 6 7 8; do curl -sf http://127.0.0.1/ | wc -c; done | sort -u";
 
@@ -31,7 +31,8 @@ fn mib(bytes: u64) -> u64 {
     bytes >> 20
 }
 
-/// Starts VMs, has them work, and waits until what they share is folded and nothing moves any more.
+/// Starts VMs, lets them work, and waits until their common pages are folded and memory no longer
+/// changes.
 fn start(lab: &Lab, names: &[String]) -> FullReport {
     for name in names {
         let spec = Lab::spec(name, "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
@@ -77,8 +78,8 @@ fn a_plan_from_two_guests_predicts_the_memory_of_more_guests_within_ten_percent(
     lab.fold(true).unwrap();
     let first = start(&lab, &names[..MEASURED]);
     let taken = first.ledger.host.unreclaimable_bytes.0;
-    // One more at a time beyond the two, so that each number has its figure; the plan is always
-    // that of the two.
+    // One more VM is started each time, so that each number has its figure; the plan is always
+    // computed from the first two.
     for number in MEASURED + 1..=all {
         let order = Order {
             vms: vec![("lab".into(), number as u64)],
@@ -88,8 +89,9 @@ fn a_plan_from_two_guests_predicts_the_memory_of_more_guests_within_ten_percent(
         let planned = order.plan(&first.ledger, &first.fold, &none).unwrap();
         assert_eq!(planned.kinds.len(), 1);
         let kind = &planned.kinds[0];
-        // What others on this host take meanwhile is no part of it: VMs, page stores and memfold,
-        // each page once (which is held against MemAvailable by the ledger's own tests).
+        // Memory that other processes on this host take is left out: only VMs, page stores and
+        // memfold count, each page once. (The ledger's own tests compare this sum with
+        // MemAvailable.)
         let predicted = taken + planned.predicted_bytes - planned.used_bytes;
         let now = start(&lab, &names[number - 1..number]);
         let real = now.ledger.host.unreclaimable_bytes.0;
@@ -117,15 +119,15 @@ fn a_plan_from_two_guests_predicts_the_memory_of_more_guests_within_ten_percent(
             used(&now)
         );
         assert!(off.abs() <= OFF, "{number} VMs: {off:+.1} %");
-        // The VMs that were measured are not the whole of it.
+        // The measured VMs must have memory of their own and shared memory.
         assert!(kind.own_bytes > 32 << 20 && kind.shared_bytes > 32 << 20);
     }
     would_share(&names[..MEASURED], &lab);
     grows(&lab, &names[0]);
 }
 
-/// A guest that takes 2 MiB more each second, with a sample each second: the trend that the history
-/// sees.
+/// Starts a guest program that takes 2 MiB more each second, with a sample each second, and checks
+/// the trend in the history.
 fn grows(lab: &Lab, name: &str) {
     const RATE: f64 = (2 << 20) as f64 * 3600.0;
     let program = "import os, time\nheld = []\nwhile True:\n held.append(os.urandom(2 << 20))\n time.sleep(1)";
@@ -156,13 +158,13 @@ fn grows(lab: &Lab, name: &str) {
         grows / RATE,
         stays / RATE
     );
-    // The guest's second is longer while the emulator is busy.
+    // A second of the guest is longer while the emulator is busy.
     assert!((0.5..1.3).contains(&(grows / RATE)), "{grows}");
     assert!((stays / RATE).abs() < 0.2, "{stays}");
 }
 
-/// Checks the proposal for two VMs as if they were on two hosts: their fingerprints show that they
-/// belong together, and about how much that saves.
+/// Checks the proposal for two VMs as if they were on two hosts: from their fingerprints, it
+/// proposes to place them together, and predicts the saving.
 fn would_share(names: &[String], lab: &Lab) {
     let place = tempfile::tempdir().unwrap();
     let (key, _) = Key::open(&place.path().join("key")).unwrap();
@@ -193,7 +195,8 @@ fn would_share(names: &[String], lab: &Lab) {
     assert_eq!(hosts.len(), names.len());
     let proposal = propose(&hosts, 16 << 20, 10.0).unwrap();
     let saves = proposal.now_bytes - proposal.then_bytes;
-    // What the two really share: a folded page of one whose page frame the other maps, too.
+    // The memory that the two VMs really share: folded pages of one VM whose page frame the other
+    // VM maps, too.
     let report = lab.report().unwrap();
     let folded = |name: &String| {
         let vm = report.ledger.vms.iter().find(|vm| vm.name == *name);
@@ -207,8 +210,8 @@ fn would_share(names: &[String], lab: &Lab) {
         mib(folded)
     );
     assert_eq!(proposal.moves.len(), 1, "{proposal:?}");
-    // All that is folded is in both; kernels, zeroed structures and heaps have pages in common
-    // besides.
+    // All folded pages are in both VMs; in addition, kernels, zeroed structures and heaps have
+    // pages in common.
     assert!(saves as f64 > folded as f64 * 0.85, "{saves} {folded}");
     assert!(saves < both.vms[0].ram_bytes, "{saves}");
 }

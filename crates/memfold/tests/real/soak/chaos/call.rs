@@ -14,7 +14,7 @@ use super::disturb::{KEPT, names, one_of, vms};
 use super::testbed::{Testbed, lock, threads};
 use crate::served::Random;
 
-/// Commands that are not called, and why.
+/// Commands that are not called, each with the reason.
 const LEFT_OUT: [(&str, &str); 3] = [
     ("serve", "it is the daemon: disturbances start and end it"),
     ("demo", "it has a daemon and VMs of its own, for minutes"),
@@ -24,18 +24,18 @@ const LEFT_OUT: [(&str, &str); 3] = [
     ),
 ];
 
-/// Seconds that a call may take longer than undisturbed: the daemon is stopped for at most 25 s,
-/// its disk for as long, and it runs a third of the time for 10 s.
+/// Seconds that a call may take longer than without disturbances: the daemon is stopped for at most
+/// 25 s, its disk for as long, and the daemon runs a third of the time for 10 s.
 const SLACK: u64 = 90;
 
-/// Pause of a client that found no daemon.
+/// Pause of a client after it found no daemon.
 const PAUSE: Duration = Duration::from_millis(300);
 
-/// Most throwaway VMs, snapshots and segments at a time.
+/// Most throwaway VMs, snapshots and segments at the same time.
 const MOST: usize = 4;
 
-/// A command, the seconds that it may take by what is documented (docs/operating/vm-states.md, its
-/// own timeouts), and its words.
+/// A command, the seconds that it may take according to the documents (docs/operating/vm-states.md,
+/// its own timeouts), and a function that returns its arguments.
 type Called = (&'static str, u64, fn(&mut Chooser) -> Vec<String>);
 
 const CALLED: [Called; 49] = [
@@ -219,8 +219,7 @@ const CALLED: [Called; 49] = [
     ("plan", 60, |_| words(&["plan"])),
 ];
 
-/// Number of times that a deck contains a command. Commands that others depend on are more
-/// frequent.
+/// Returns how often a deck contains a command. Commands on which others depend are more frequent.
 fn times(command: &str) -> usize {
     match command {
         "borrow" | "snapshot save" | "clone" | "vm resume" => 3,
@@ -228,15 +227,16 @@ fn times(command: &str) -> usize {
     }
 }
 
-/// Time after which a command that does not end by itself is interrupted by Ctrl-C.
+/// Returns the time after which a command that does not end by itself is interrupted by Ctrl-C.
 fn interrupted(command: &str) -> Option<Duration> {
     (command == "top").then(|| Duration::from_secs(2))
 }
 
-/// Exit codes of a command by its documentation (docs/operating/exit-codes.md, `--help`).
+/// Returns whether an exit code is documented for a command (docs/operating/exit-codes.md,
+/// `--help`).
 fn is_agreed(command: &str, code: i32) -> bool {
     match command {
-        // Switched off.
+        // Code 4: the VM was switched off.
         "vm stop" => [0, 1, 4].contains(&code),
         _ => [0, 1, 3].contains(&code),
     }
@@ -246,7 +246,7 @@ fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|&word| word.to_owned()).collect()
 }
 
-/// Chooses a call's words.
+/// Chooses the arguments of a call.
 struct Chooser<'a> {
     testbed: &'a Testbed,
     random: Random,
@@ -269,7 +269,7 @@ impl Chooser<'_> {
         one_of(of, &mut self.random).unwrap()
     }
 
-    /// A name that nothing has yet.
+    /// Returns a name that is not in use yet.
     fn name(&self, begin: &str) -> String {
         format!("{begin}-{}", self.number)
     }
@@ -295,7 +295,7 @@ impl Chooser<'_> {
         vm.unwrap_or_else(|| "t-none".into())
     }
 
-    /// One that has more than its firmware.
+    /// Returns the name of a throwaway VM whose guest has booted.
     fn throwaway_with_guest(&mut self) -> String {
         let mut all = self.throwaways();
         all.retain(|name| !name.starts_with("t-run"));
@@ -307,7 +307,7 @@ impl Chooser<'_> {
         self.throwaways().len() >= MOST
     }
 
-    /// Ends one of them.
+    /// Returns the arguments that end a throwaway VM.
     fn make_room(&mut self) -> Vec<String> {
         let vm = self.throwaway();
         words(&["vm", "stop", &vm, "--timeout", "0"])
@@ -333,7 +333,7 @@ impl Chooser<'_> {
         one.unwrap_or_else(|| "seed".into())
     }
 
-    /// One that the test itself doesn't need.
+    /// Returns a VM that the test itself does not need.
     fn removable(&mut self) -> String {
         let mut all = self.snapshots();
         all.retain(|name| name != "seed");
@@ -370,7 +370,7 @@ impl Chooser<'_> {
         asked
     }
 
-    /// The last one that the lender has given.
+    /// Returns the last lease of the lender.
     fn lease(&self) -> String {
         let log = self.testbed.lender.log();
         let last = log
@@ -387,7 +387,7 @@ impl Chooser<'_> {
 
     fn segments(&self) -> Vec<String> {
         let mut all = names(&self.testbed.snapshots.place.join("segments"));
-        // Not the files beside them.
+        // Other files beside them are left out.
         all.retain(|name| !name.contains('.'));
         all
     }
@@ -399,7 +399,7 @@ impl Chooser<'_> {
     }
 }
 
-/// Every command of the program, by its own help: those that have none below them.
+/// Returns every command of the program, from its own help, except groups of commands.
 pub fn commands(testbed: &Testbed) -> BTreeSet<String> {
     let mut leaves = BTreeSet::new();
     let mut open = vec![Vec::new()];
@@ -419,7 +419,7 @@ pub fn commands(testbed: &Testbed) -> BTreeSet<String> {
         }
         for line in below.take_while(|line| !line.is_empty()) {
             let name = line.split_whitespace().next().unwrap();
-            // What a long line goes on with is further in.
+            // The continuation of a long line is indented further.
             if name != "help" && line.starts_with("  ") && !line.starts_with("   ") {
                 let mut path = path.clone();
                 path.push(name.to_owned());
@@ -430,8 +430,8 @@ pub fn commands(testbed: &Testbed) -> BTreeSet<String> {
     leaves
 }
 
-/// Commands of the program that are neither called nor left out for a reason, and those that are
-/// called and don't exist.
+/// Returns commands of the program that are neither called nor left out for a reason, and called
+/// commands that do not exist.
 pub fn forgotten(testbed: &Testbed) -> Vec<String> {
     let all = commands(testbed);
     let called = CALLED.iter().map(|called| called.0);
@@ -485,7 +485,7 @@ impl Calls {
         }
     }
 
-    /// The next call. When it is over, what was not called once is called still.
+    /// Returns the next call. When the test is over, only commands that were not called yet.
     fn draw(&self, testbed: &Testbed, is_over: bool) -> Option<Call> {
         let mut cards = lock(&self.cards);
         if cards.left.is_empty() {
@@ -522,7 +522,8 @@ impl Calls {
         while let Some(call) = self.draw(testbed, over.load(Ordering::Relaxed)) {
             let (took, end) = carry_out(testbed, &call);
             if end == End::Unheard {
-                // It is called again later, so that each command is heard as often as the others.
+                // The command is called again later, so that each command is executed as often as
+                // the others.
                 lock(&self.cards).left.insert(0, call.card);
                 std::thread::sleep(PAUSE);
             }
@@ -533,7 +534,7 @@ impl Calls {
         }
     }
 
-    /// Calls, failures, median and longest seconds of each command, a line each.
+    /// Returns a table of each command's calls, failures, median and longest seconds.
     pub fn table(&self) -> String {
         let mut done = lock(&self.done);
         let mut lines = vec![format!(
@@ -560,7 +561,7 @@ impl Calls {
         lines.join("\n")
     }
 
-    /// Commands that never succeeded.
+    /// Returns the commands that never succeeded.
     pub fn never_done(&self) -> Vec<&'static str> {
         let done = lock(&self.done);
         let never = done
@@ -570,16 +571,17 @@ impl Calls {
     }
 }
 
-/// End of a call.
+/// The way in which a call ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Done,
     Failed,
-    /// There was no daemon.
+    /// No daemon answered.
     Unheard,
 }
 
-/// Calls, waits no longer than the deadline, and judges how it ended; seconds, and how.
+/// Makes a call, waits until its deadline at most, and judges how it ended. Returns the seconds and
+/// the result.
 fn carry_out(testbed: &Testbed, call: &Call) -> (f64, End) {
     let typed = format!("memfold {}", call.words.join(" "));
     let mut command = testbed.command(&call.words);
@@ -617,7 +619,7 @@ fn carry_out(testbed: &Testbed, call: &Call) -> (f64, End) {
 
 fn run(testbed: &Testbed, command: &mut Command, call: &Call) -> (f64, Option<ExitStatus>, String) {
     let path = testbed.root.join(format!("call-{}", call.number));
-    // To a file: nobody reads a pipe meanwhile.
+    // Output goes to a file, because no thread would read a pipe meanwhile.
     let output = File::create(&path).unwrap();
     let mut child = command
         .stdout(output.try_clone().unwrap())
@@ -643,7 +645,7 @@ fn run(testbed: &Testbed, command: &mut Command, call: &Call) -> (f64, Option<Ex
     (took, ended, String::from_utf8_lossy(&said).into_owned())
 }
 
-/// The problem of a call's end; `None` if the end is as expected.
+/// Returns the problem with the end of a call; `None` if it ended as expected.
 fn verdict(command: &str, status: ExitStatus, said: &str) -> Option<String> {
     let Some(code) = status.code() else {
         return Some(format!("ended by a signal ({status})"));

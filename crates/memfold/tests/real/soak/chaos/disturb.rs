@@ -12,10 +12,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::testbed::{END, FileSystem, LENDER_END, Service, Testbed, lock};
 use crate::served::Random;
 
-/// Does it, and says to whom; `None` if there is nobody to do it to.
+/// Causes a disturbance. Returns a text about its target; `None` if there is no target.
 type Act = fn(&Testbed, &mut Random) -> Option<String>;
 
-/// Each with its name. Agents are disturbed from within their guests ([`super::guests`]).
+/// All disturbances, each with its name. Agents are disturbed from within their guests
+/// ([`super::guests`]).
 const ALL: [(&str, Act); 22] = [
     ("QEMU stopped", |t, r| held(&any_vm(t, r)?, r)),
     ("QEMU slowed", |t, r| slowed(&any_vm(t, r)?, r)),
@@ -45,7 +46,7 @@ const ALL: [(&str, Act); 22] = [
     ("snapshots' disk slowed", |t, r| Some(disk_slowed(t, r))),
 ];
 
-/// VMs that are the test's own to the end; all others may be killed at any time.
+/// VMs that the test itself needs to the end; all others may be killed at any time.
 pub const KEPT: [&str; 3] = ["writer", "swapper", "clone-1"];
 
 /// Only one file system is full at a time.
@@ -73,7 +74,7 @@ fn held(target: &Target, random: &mut Random) -> Option<String> {
     Some(format!("{} for {:.1} s", target.name, time.as_secs_f64()))
 }
 
-/// Runs a third of the time, in short turns.
+/// Lets a process run a third of the time, in short turns.
 fn slowed(target: &Target, random: &mut Random) -> Option<String> {
     let time = Duration::from_secs(2) + random.below_ms(8000);
     turns(target.pid, time)?;
@@ -137,12 +138,12 @@ fn service_ended(
     Some(format!("{}, away for {away:?}", target.name))
 }
 
-/// Names of VMs of this moment, in order.
+/// Returns the names of the present VMs, in order.
 pub fn vms(testbed: &Testbed) -> Vec<String> {
     names(&testbed.state.place.join("vms"))
 }
 
-/// Names in a directory, in order; none if there is no such directory.
+/// Returns the names in a directory, in order; none if there is no such directory.
 pub fn names(place: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(place).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
@@ -177,7 +178,7 @@ fn throwaway_vm(testbed: &Testbed, random: &mut Random) -> Option<Target> {
     vm_of(testbed, &names, random)
 }
 
-/// A process whose standard error is a file below a directory.
+/// Finds a process whose standard error is a file below a directory.
 fn with_log_in(place: &Path, comm: &str, random: &mut Random) -> Option<Target> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc").ok()?.flatten() {
@@ -217,16 +218,16 @@ fn full(testbed: &Testbed, disk: &FileSystem, random: &mut Random) -> Option<Str
     let filler = disk.fill(left, random.below(1 << 20));
     let time = time(random);
     std::thread::sleep(time);
-    // It may be frozen as well; whoever froze it thaws it.
+    // The file system may be frozen as well; the thread that froze it thaws it.
     let _ = std::fs::remove_file(filler);
-    // A daemon that began while the disk was full may end for that a moment later: it is not taken
-    // for one that died by itself.
+    // A daemon that started while the disk was full may end a moment later for that reason, and
+    // must not be taken for one that died by itself.
     std::thread::sleep(FULL_IS_FELT);
     testbed.is_full.store(false, Ordering::Relaxed);
     Some(format!("{left} KiB left for {:.1} s", time.as_secs_f64()))
 }
 
-/// Freezes a file system. Processes that write there cannot be ended meanwhile, so the daemon is
+/// Freezes a file system. Processes that write to it cannot be ended meanwhile, so the daemon is
 /// not asked to end.
 fn frozen(testbed: &Testbed, random: &mut Random) -> String {
     let _hands = testbed.daemon.hands();
@@ -237,7 +238,7 @@ fn frozen(testbed: &Testbed, random: &mut Random) -> String {
     format!("for {:.1} s", time.as_secs_f64())
 }
 
-/// Takes writes a third of the time, in short turns.
+/// Freezes a file system for two thirds of the time, in short turns.
 fn disk_slowed(testbed: &Testbed, random: &mut Random) -> String {
     let _hands = testbed.daemon.hands();
     let time = Duration::from_secs(2) + random.below_ms(8000);
@@ -259,7 +260,7 @@ pub struct Deck {
 }
 
 impl Deck {
-    /// `without`: names of those that are left out.
+    /// Creates the deck. `without`: names of disturbances to leave out.
     pub fn new(seed: u64, without: &[String]) -> Self {
         Self {
             cards: Mutex::new((Random(seed), Vec::new())),
@@ -268,7 +269,7 @@ impl Deck {
         }
     }
 
-    /// The next one, and what it draws its own chances from.
+    /// Draws the next disturbance, and a random number generator for it.
     fn draw(&self) -> (&'static str, Act, Random) {
         let mut cards = lock(&self.cards);
         let (random, left) = &mut *cards;
@@ -293,7 +294,7 @@ impl Deck {
         }
     }
 
-    /// Number of disturbances of each kind, one line each.
+    /// Returns a table of the number of disturbances of each kind.
     pub fn table(&self) -> String {
         let done = lock(&self.done);
         let line = |(name, _): &(&str, Act)| {
@@ -306,7 +307,7 @@ impl Deck {
         ALL.iter().map(line).collect::<Vec<_>>().join("\n")
     }
 
-    /// Disturbances that never happened.
+    /// Returns the disturbances that never happened.
     pub fn missing(&self) -> Vec<&'static str> {
         let done = lock(&self.done);
         let names = ALL.iter().map(|(name, _)| *name);

@@ -27,15 +27,15 @@ const ARRAY_MIB: u64 = 384;
 /// Time limit of the guests' final checks.
 const CHECKS: Duration = Duration::from_secs(600);
 
-/// A program in a guest that neither its agent nor the daemon ends.
+/// Returns the shell script that runs a program in a guest which neither the agent nor the daemon
+/// ends.
 fn unit(name: &str, command: &str) -> String {
     format!(
         "systemd-run -q --unit={name} -p OOMScoreAdjust=-500 -p StandardOutput=file:/run/{name}.out -p StandardError=file:/run/{name}.err {command}\n"
     )
 }
 
-/// Starts `writer`, `swapper`, and `clone-1`, a clone of the first that goes on with all that it
-/// did.
+/// Starts `writer`, `swapper`, and `clone-1`, a clone of `writer` that continues all of its work.
 pub fn begin(testbed: &Testbed, seed: u64) {
     let mut writer = Lab::spec("writer", "trixie-a", support::MEMORY, DiskMode::Buffered).unwrap();
     writer.segment_slots = 2;
@@ -90,7 +90,7 @@ pub fn begin(testbed: &Testbed, seed: u64) {
     }
 }
 
-/// Programs of the guests' image, for segments.
+/// Copies programs of the guests' image, for segments.
 pub fn copy_programs(testbed: &Testbed) {
     let usr = testbed.root.join("programs/usr");
     std::fs::create_dir_all(&usr).unwrap();
@@ -104,8 +104,8 @@ pub fn copy_programs(testbed: &Testbed) {
     assert!(done.status.success(), "{done:?}");
 }
 
-/// A QEMU that somebody else has started, paused. KSM cannot be steered beside memory of others
-/// that it would merge.
+/// Starts a QEMU that memfold does not know, paused. (KSM cannot be steered while memory of others
+/// could be merged.)
 pub fn foreign(testbed: &Testbed) -> std::process::Child {
     let monitor = format!(
         "unix:{},server=on,wait=off",
@@ -135,15 +135,15 @@ fn list(client: &Client) -> Vec<VmInfo> {
     client.get("/v1/vms").unwrap_or_default()
 }
 
-/// The last that a guest said on its console: what its kernel and `pest.sh` have seen.
+/// Returns the end of a guest's console output, with the messages of its kernel and of `pest.sh`.
 fn console_end(testbed: &Testbed, name: &str) -> String {
     let file = VmDirectory::of(testbed.state(), name).console_log();
     let said = std::fs::read(file).unwrap_or_default();
     String::from_utf8_lossy(&said[said.len().saturating_sub(4000)..]).into_owned()
 }
 
-/// Waits until all VMs of the test's own run and their agents answer. One that stands still for a
-/// full disk is resumed.
+/// Waits until all VMs of the test run and their agents answer. A VM that a full disk has stopped
+/// is resumed.
 pub fn settle(testbed: &Testbed) {
     let client = testbed.client();
     wait_for(
@@ -186,7 +186,8 @@ pub fn settle(testbed: &Testbed) {
     );
 }
 
-/// Runs text in a guest until its agent carries it out: it may be stopped at the moment.
+/// Runs a script in a guest, and repeats that until the agent has done it, because the guest may be
+/// stopped.
 pub fn ask(client: &Client, name: &str, script: &str) -> String {
     let request = ExecRequest {
         script: script.to_owned(),
@@ -204,7 +205,7 @@ pub fn ask(client: &Client, name: &str, script: &str) -> String {
     }
 }
 
-/// Wrong bytes that the guests have seen so far.
+/// Checks that the guests have found no wrong byte so far.
 pub fn check_so_far(testbed: &Testbed) {
     let client = testbed.client();
     for name in ["writer", "clone-1"] {
@@ -230,8 +231,8 @@ pub fn check_so_far(testbed: &Testbed) {
     }
 }
 
-/// Writes the first byte of each folded page of a VM over itself while it stands still, so that the
-/// kernel copies them all; how many.
+/// Writes the first byte of each folded page of a stopped VM over itself, so that the kernel copies
+/// all of these pages. Returns their number.
 pub fn unfold(testbed: &Testbed, name: &str) -> u64 {
     let vm = Vm::find(testbed.state(), name).unwrap();
     let mut qmp = Qmp::connect(
@@ -248,7 +249,7 @@ pub fn unfold(testbed: &Testbed, name: &str) -> u64 {
         .open(format!("/proc/{pid}/mem"))
         .unwrap();
     let mut pages = 0;
-    // Not the library's own windows, which are shared.
+    // The library's own views of the store are shared mappings, and are left out.
     let folded = |line: &&str| line.contains("memfold:lab") && line.contains(" rw-p ");
     for line in maps.lines().filter(folded) {
         let (from, to) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
@@ -281,7 +282,8 @@ fn check_writer(testbed: &Testbed, client: &Client, name: &str) {
     }
 }
 
-/// All that the guests have written is checked, and what they have read compared with what it was.
+/// Checks all data that the guests have written, and compares the data that they have read with the
+/// originals.
 pub fn check(testbed: &Testbed) {
     let client = testbed.client();
     std::thread::scope(|scope| {
@@ -326,7 +328,7 @@ pub fn check(testbed: &Testbed) {
     }
 }
 
-/// VMs that start from what was saved meanwhile have no wrong byte, either.
+/// Checks that VMs started from snapshots that were saved meanwhile have no wrong byte, either.
 pub fn check_saved(testbed: &Testbed, snapshot: &str) {
     let client = testbed.client();
     let words = ["snapshot", "restore", snapshot, "--as", "t-saved"].map(str::to_owned);

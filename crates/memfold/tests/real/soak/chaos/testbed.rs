@@ -13,13 +13,13 @@ use memfold_testkit::{patience, wait_until};
 use memfold_vm::Vm;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Time limit of a daemon's end, as promised to users.
+/// Time limit for a daemon to end, as promised to users.
 pub const END: Duration = Duration::from_secs(5);
 
-/// Time limit of a lending daemon's end: borrowers return the memory first.
+/// Time limit for a lending daemon to end, because borrowers return the memory first.
 pub const LENDER_END: Duration = Duration::from_secs(55);
 
-/// Longest time without an answer of a daemon that nobody disturbs.
+/// Longest time without an answer from a daemon that is not disturbed.
 const ANSWER: Duration = Duration::from_secs(60);
 
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -50,7 +50,7 @@ impl Faults {
         lock(&self.found).push(fault);
     }
 
-    /// A line of what happens, so that a fault can be read beside it.
+    /// Prints a line about an event, so that a fault can be read beside it.
     pub fn note(&self, what: &str) {
         println!("{:6.1} s  {what}", self.began.elapsed().as_secs_f64());
     }
@@ -60,7 +60,7 @@ impl Faults {
     }
 }
 
-/// A file system of the test's own.
+/// A file system that the test has mounted.
 pub struct FileSystem {
     pub place: PathBuf,
     /// Whether the file system is in a file and has a journal, and so can be frozen.
@@ -80,7 +80,7 @@ impl FileSystem {
         }
     }
 
-    /// An ext4 on a loop device, which ends with its mount.
+    /// Mounts an ext4 file system on a loop device, which is removed with the mount.
     pub fn in_file(place: PathBuf, mib: u64) -> Self {
         std::fs::create_dir(&place).unwrap();
         let image = place.with_extension("image");
@@ -98,12 +98,13 @@ impl FileSystem {
         }
     }
 
-    /// Leaves so many KiB of room, as far as there is more; the file that takes the rest.
+    /// Fills the file system except for `left_kib` KiB, if more is free. Returns the file that
+    /// takes the space.
     pub fn fill(&self, left_kib: u64, number: u64) -> PathBuf {
         let path = self.place.join(format!("filler-{number}"));
         let facts = rustix::fs::statvfs(&self.place).unwrap();
         let bytes = (facts.f_bavail * facts.f_frsize).saturating_sub(left_kib << 10);
-        // Without room for a name there is nothing to fill, either.
+        // If there is no space for a name, the file system is full already.
         if let Ok(file) = File::create(&path) {
             let flags = rustix::fs::FallocateFlags::empty();
             let _ = rustix::fs::fallocate(&file, flags, 0, bytes.max(1));
@@ -137,13 +138,13 @@ fn ran(command: &mut Command) {
     assert!(done.status.success(), "{command:?}: {said}");
 }
 
-/// A `memfold serve` that is started again whenever it has ended, as systemd does.
+/// A `memfold serve` that is restarted whenever it has ended, as systemd does.
 pub struct Service {
     pub name: &'static str,
     root: PathBuf,
     arguments: Vec<String>,
     running: Mutex<Running>,
-    /// Held by the thread that disturbs the file system.
+    /// Held by the thread that disturbs the daemon or its file system.
     hands: Mutex<()>,
 }
 
@@ -151,7 +152,7 @@ struct Running {
     child: Option<Child>,
     /// Whether the daemon has answered since its start.
     has_served: bool,
-    /// Starts that failed while a disk was full.
+    /// Number of starts that failed while a disk was full.
     failed_starts: u32,
 }
 
@@ -203,7 +204,7 @@ impl Service {
         running.has_served = false;
     }
 
-    /// No other disturbance acts on it while this lives.
+    /// Keeps other disturbances away from this daemon until the result is dropped.
     pub fn hands(&self) -> MutexGuard<'_, ()> {
         lock(&self.hands)
     }
@@ -212,8 +213,8 @@ impl Service {
         lock(&self.running).child.as_ref().map(Pid::from_child)
     }
 
-    /// Starts it if it does not run. That it has ended by itself is a fault, unless it never served
-    /// for want of room.
+    /// Starts the daemon if it does not run. It is a fault if it has ended by itself, unless it
+    /// never served because a disk was full.
     pub fn look_after(&self, faults: &Faults, is_full: &AtomicBool) {
         let Ok(_hands) = self.hands.try_lock() else {
             return;
@@ -259,7 +260,7 @@ impl Service {
             .is_ok_and(|version: VersionInfo| Some(version.pid) == pid)
     }
 
-    /// Waits until it serves; whoever looks after it starts it meanwhile.
+    /// Waits until the daemon serves; the supervisor starts it meanwhile.
     #[track_caller]
     pub fn wait_serving(&self, faults: &Faults, is_full: &AtomicBool) {
         wait_until(&format!("the {} answers", self.name), ANSWER, || {
@@ -268,14 +269,14 @@ impl Service {
         });
     }
 
-    /// Sends a signal to it; whether it ran.
+    /// Sends a signal to the daemon. Returns whether it ran.
     pub fn signal(&self, signal: Signal) -> bool {
         let running = lock(&self.running);
         let pid = running.child.as_ref().map(Pid::from_child);
         pid.is_some_and(|pid| kill_process(pid, signal).is_ok())
     }
 
-    /// Kills it; whoever holds its hands decides how long it is away.
+    /// Kills the daemon. The holder of its `hands` decides how long it is away.
     pub fn kill(&self) {
         if let Some(mut child) = lock(&self.running).child.take() {
             let _ = child.kill();
@@ -283,7 +284,8 @@ impl Service {
         }
     }
 
-    /// Asks it to end. How it ended and after how long; killed if it does not within `limit`.
+    /// Asks the daemon to end. Records how it ended and after how long; kills it if it does not end
+    /// within `limit`.
     pub fn end(&self, limit: Duration, faults: &Faults) {
         let (child, had_served) = {
             let mut running = lock(&self.running);
@@ -305,7 +307,7 @@ impl Service {
                     self.name
                 ));
             }
-            // Before it listens to signals it ends as any program does.
+            // Before the daemon handles signals, a signal ends it like any program.
             Some(status) if !had_served => {
                 faults.note(&format!("the {} ended as it began: {status}", self.name));
             }
@@ -344,7 +346,7 @@ impl Drop for Service {
     }
 }
 
-/// State of each thread of a process, for the analysis of hangs.
+/// Returns the state of each thread of a process, for the analysis of hangs.
 pub fn threads(pid: u32) -> String {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
     let mut lines = Vec::new();
@@ -372,12 +374,13 @@ pub fn threads(pid: u32) -> String {
     lines.join("\n")
 }
 
-/// All of it. Fields are dropped in order: processes before what they have open.
+/// All parts of the test. Fields are dropped in order, so that processes end before the files that
+/// they have open.
 pub struct Testbed {
     pub faults: Faults,
     pub daemon: Service,
     pub lender: Service,
-    /// Something is full, or was a moment ago.
+    /// Whether a file system is full, or was a moment ago.
     pub is_full: AtomicBool,
     vms: Leftover,
     pub state: FileSystem,
@@ -387,7 +390,7 @@ pub struct Testbed {
     _directory: tempfile::TempDir,
 }
 
-/// Ends VMs that are left.
+/// Ends VMs that are left when this is dropped.
 struct Leftover(PathBuf);
 
 impl Drop for Leftover {
@@ -399,12 +402,13 @@ impl Drop for Leftover {
     }
 }
 
-/// MiB that the lender lends: one swap disk.
+/// MiB that the lender lends, enough for one swap disk.
 pub const LENT_MIB: u64 = 512;
 
 impl Testbed {
     pub fn new() -> Self {
-        // On a disk: the image of a file system is large, and memory dear.
+        // The directory is on a disk, because the image of a file system is large and memory is
+        // short.
         let directory = tempfile::Builder::new()
             .prefix("chaos.")
             .tempdir_in("/var/tmp")
@@ -479,7 +483,7 @@ impl Testbed {
             .within(patience(Duration::from_secs(400)))
     }
 
-    /// The program, as a user types it.
+    /// Returns a command of the program, as a user types it.
     pub fn command(&self, arguments: &[String]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
         for name in ["MEMFOLD_STATE", "MEMFOLD_LOG"] {
@@ -493,8 +497,7 @@ impl Testbed {
         command
     }
 
-    /// Processes that have a path of the test's own open or in their command line, but not this
-    /// one.
+    /// Returns other processes that have a path of the test open or in their command line.
     pub fn processes(&self) -> Vec<(Pid, String)> {
         let root = self.root.as_os_str().as_encoded_bytes();
         let mut found = Vec::new();
