@@ -42,7 +42,7 @@ impl Options {
     }
 }
 
-/// A study: its functions.
+/// The functions that make up a study.
 #[derive(Clone, Copy, Debug)]
 pub struct Study {
     /// Runs the study. Returns `results`, `samples` and, if it has VMs, `vms`. Key names contain

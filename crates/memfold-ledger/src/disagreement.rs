@@ -12,9 +12,9 @@ pub struct Disagreement {
     pub vm: Option<String>,
     /// Description of the compared sums.
     pub what: String,
-    /// The ledger's sum.
+    /// Sum according to the ledger.
     pub ledger_bytes: ByteSize,
-    /// The kernel's sum.
+    /// Sum according to the kernel.
     pub kernel_bytes: ByteSize,
     /// The difference in percent of the kernel's sum.
     pub off_percent: f64,

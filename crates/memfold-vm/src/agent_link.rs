@@ -111,9 +111,9 @@ pub enum AgentEvent {
 pub struct AgentStats {
     /// Bytes read from the agent.
     pub bytes: u64,
-    /// Messages decoded.
+    /// Number of decoded messages.
     pub messages: u64,
-    /// Sessions (Hellos).
+    /// Number of sessions: how often the agent sent a Hello.
     pub sessions: u64,
     /// Connections dropped because the guest broke the protocol.
     pub protocol_errors: u64,

@@ -15,7 +15,7 @@ pub struct RamBlock {
     pub name: String,
     /// Address of the block in the QEMU process.
     pub hva: Hva,
-    /// Length in pages.
+    /// Length of the block in pages.
     pub pages: u64,
 }
 
@@ -24,7 +24,7 @@ pub struct RamBlock {
 pub struct RamSlot {
     /// First guest page frame.
     pub pfn: Pfn,
-    /// Length in pages.
+    /// Length of the range in pages.
     pub pages: u64,
     /// Address of the first page in the QEMU process.
     pub hva: Hva,

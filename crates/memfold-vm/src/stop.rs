@@ -197,7 +197,7 @@ impl Vm {
         }
         // QEMU may close the connection before it answers; the wait below shows whether it quits.
         if let Err(error) = monitor("quit") {
-            tracing::debug!(vm = self.name, %error, "quit was not answered");
+            tracing::debug!(vm = self.name, %error, "QEMU did not answer the command quit");
         }
         if self.process.wait_exit(QUIT_TIMEOUT)? {
             return Ok(stopped(StopKind::Quit, overdue, Some(why)));

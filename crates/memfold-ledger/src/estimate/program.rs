@@ -39,7 +39,7 @@ pub struct Mode {
     pub kind: Kind,
     /// Permissions as in `/proc/PID/maps`.
     pub permissions: String,
-    /// Resident bytes.
+    /// Resident bytes of these mappings.
     pub resident_bytes: u64,
     /// Part of the resident bytes: the file's own pages, not written by the program.
     pub file_bytes: u64,
@@ -54,7 +54,7 @@ pub struct ProgramReport {
     pub pids: Vec<i32>,
     /// Resident memory by kind and mode.
     pub modes: Vec<Mode>,
-    /// Resident bytes in all.
+    /// Resident bytes of all mappings together.
     pub resident_bytes: u64,
     /// Part of `resident_bytes` that is mapped without `w`: the study's measure.
     pub not_writable_bytes: u64,

@@ -143,7 +143,7 @@ impl Proxy {
         proxy
     }
 
-    /// Returns a request by curl, with the headers of a browser at `https://vms.example:PORT`.
+    /// Sends a request with curl, with the headers of a browser at `https://vms.example:PORT`.
     /// Returns the status, and the rest of the response.
     fn browse(&self, path: &str, more: &[&str]) -> (String, String) {
         let port = self.port;
