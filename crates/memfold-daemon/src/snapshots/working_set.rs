@@ -32,7 +32,7 @@ impl Snapshots {
                 match set.prefetch(machine.pid(), &places) {
                     Ok(pages) => info!(vm = machine.name(), pages, "working set fetched"),
                     Err(error) => {
-                        debug!(vm = machine.name(), %error, "cannot fetch the whole working set")
+                        debug!(vm = machine.name(), %error, "cannot fetch the whole working set");
                     }
                 }
                 return;
