@@ -14,7 +14,8 @@
 //! | `hot_prefetch` | `--keep hot` | `--prefetch` |
 //!
 //! `hot_memory_over_cold_percent` compares the memory of the two VMs at the end of the 30 s: their
-//! QEMUs' proportional set sizes (`Pss`), in which the files that a cold VM reads count as its own copies.
+//! QEMUs' proportional set sizes (`Pss`), in which the files that a cold VM reads count as its own
+//! copies.
 //! A cold VM reads from the host's page cache; reading from a disk would be slower.
 
 use std::os::unix::fs::MetadataExt;

@@ -1,7 +1,7 @@
 //! The copy-on-write debt: memory that guests can claim by writing to shared pages. This module
 //! compares the debt with the available memory, and decides whether a VM may be started.
 //!
-//! The [brake](brake) keeps these figures up to date.
+//! The [`brake`] keeps these figures up to date.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::Receiver;

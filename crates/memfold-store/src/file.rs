@@ -369,7 +369,7 @@ impl Store {
     }
 
     /// Punches pages out of the file, which frees their memory. Only for pages that no VM can need
-    /// (see [`memfold_fold`]'s reclaim).
+    /// (see the reclaim of memfold-fold).
     pub fn punch(&mut self, first: StorePage, pages: u64) -> Result<(), StoreError> {
         rustix::fs::fallocate(
             &self.file,

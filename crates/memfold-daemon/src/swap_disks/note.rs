@@ -18,7 +18,7 @@ pub(crate) fn remove_note(directory: &VmDirectory) {
     let _ = std::fs::remove_file(directory.borrowed());
 }
 
-/// Returns whether `path` is the name of a swap file made by [`swap::place`].
+/// Returns whether `path` is the name of a swap file made by [`memfold_vm::swap::place`].
 pub(crate) fn is_swap_file(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     let is_ours = |name: &str| name.starts_with("memfold-") && name.contains("-swap-");

@@ -15,7 +15,7 @@
 //! | sound | discarded |
 //! | monitors, displays, sandbox, QEMU's own files | left out |
 //!
-//! Options that [`options`](super::options) does not list are refused, because a device that
+//! Options that [`options`] does not list are refused, because a device that
 //! differs cannot load the saved device state. Ports, sockets and displays that are left out are
 //! reported to the operator.
 
