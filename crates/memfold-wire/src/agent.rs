@@ -1,16 +1,19 @@
 //! Protocol between the daemon and the guest agent.
 //!
 //! The agent speaks first, with [`FromAgent::Hello`], whenever the host side of its port opens.
-//! Every Hello starts a new session and discards everything sent before. The daemon answers
-//! [`ToAgent::Welcome`] and asks for an inventory. From then on the agent reports changes of its
-//! page cache as they happen. If the host side closes and quickly opens again, the agent notices
-//! late or, rarely, never, and may be in the middle of a frame. So a daemon that first receives
-//! anything but a Hello closes its side, waits, and opens it again. Everything in [`FromAgent`] is
-//! untrusted: the daemon checks it against the VM's RAM layout and budget, and the bytes themselves
-//! are compared before any page is shared.
+//! Every Hello starts a new session; the receiver discards all earlier messages. The daemon answers
+//! [`ToAgent::Welcome`] and asks for an inventory: hints for all pages that are in the guest's page
+//! cache now. From then on the agent reports changes of the page cache as they happen. If the host
+//! side closes and quickly opens again, the agent notices late or, rarely, never, and may be in the
+//! middle of a frame. So a daemon whose first received message is not a Hello closes its side,
+//! waits, and opens it again.
 //!
-//! The agent chooses file numbers ([`FileNumber`]), which are valid for one connection. It
-//! introduces each with [`FromAgent::Files`] before a hint uses it.
+//! A *hint* says that a *run* of guest pages caches consecutive pages of a file. Everything in
+//! [`FromAgent`] is untrusted: the daemon checks each hint against the VM's RAM layout and budget,
+//! and the bytes of the pages are compared before any page is shared.
+//!
+//! The agent chooses file numbers ([`FileNumber`]), which are valid for one connection. The agent
+//! introduces each number with [`FromAgent::Files`] before a hint uses the number.
 
 use serde::{Deserialize, Serialize};
 
@@ -23,29 +26,29 @@ pub const VERSION: u16 = 1;
 /// Name of the virtio-serial port (`/dev/virtio-ports/<name>` in the guest).
 pub const PORT_NAME: &str = "org.memfold.agent.0";
 
-/// Most runs, ranges or files in one message.
+/// Maximum number of runs, ranges or files in one message.
 pub const MAX_RUNS: usize = 4096;
 
-/// Most bytes of a path (Linux `PATH_MAX`).
+/// Maximum length of a path in bytes (Linux `PATH_MAX`).
 pub const MAX_PATH: usize = 4096;
 
-/// Most bytes of any other text, and of one message of command output.
+/// Maximum length in bytes of any other text, and of one message of command output.
 pub const MAX_TEXT: usize = 64 << 10;
 
-/// Longest run in pages: 1 GiB, the largest folio there is.
+/// Maximum length of a run in pages: 1 GiB, the size of the largest folio.
 pub const MAX_RUN_PAGES: u32 = 1 << 18;
 
-/// Number of a file, chosen by the agent and valid within one connection.
+/// Number of a file in the guest, chosen by the agent and valid within one connection.
 pub type FileNumber = u32;
 
-/// Cached pages that are consecutive in the file and in guest-physical memory.
+/// Pages of the guest's page cache that are consecutive in a file and in guest-physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HintRun {
-    /// File whose pages they cache.
+    /// File whose pages the run caches.
     pub file: FileNumber,
-    /// Index of the first page in the file, in pages.
+    /// Index in the file of the run's first page, in pages.
     pub page: u64,
-    /// Guest page frame of the first page.
+    /// Guest page frame number of the run's first page.
     pub pfn: u64,
     /// Length in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
@@ -54,7 +57,7 @@ pub struct HintRun {
 /// Consecutive guest page frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PfnRun {
-    /// First page frame.
+    /// Number of the first page frame.
     pub pfn: u64,
     /// Length in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
@@ -63,9 +66,9 @@ pub struct PfnRun {
 /// Consecutive pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRange {
-    /// File that contains the pages.
+    /// File that contains the range.
     pub file: FileNumber,
-    /// Index of the first page in the file.
+    /// Index in the file of the range's first page, in pages.
     pub page: u64,
     /// Length in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
@@ -74,29 +77,29 @@ pub struct FileRange {
 /// Path and size of a file in the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileFacts {
-    /// Number that later hints use.
+    /// Number by which later hints name the file.
     pub file: FileNumber,
-    /// Absolute path in the guest's root, not necessarily UTF-8; empty when it could not be found
-    /// (file deleted, hidden by another mount).
+    /// Absolute path in the guest's root, not necessarily UTF-8; empty when the agent could not
+    /// find a path (file deleted, hidden by another mount).
     pub path: Vec<u8>,
-    /// `st_size` in bytes at the time of the look-up; 0 with an empty path.
+    /// `st_size` in bytes when the agent looked the file up; 0 with an empty path.
     pub size_bytes: u64,
 }
 
-/// Counters of the agent since its start. They are never reset while it lives.
+/// Counters of the agent since its start. The agent never resets a counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentCounters {
-    /// Ring-buffer events read.
+    /// Page cache events that the agent read from the kernel's trace ring buffers.
     pub events: u64,
-    /// Ring-buffer events that the kernel overwrote before they were read.
+    /// Page cache events that the kernel overwrote before the agent read them.
     pub events_lost: u64,
-    /// Inventories made.
+    /// Inventories of the guest's page cache that the agent has made.
     pub inventories: u64,
-    /// Files whose path was found.
+    /// Files whose path the agent found.
     pub files_resolved: u64,
-    /// Inodes whose path was not found.
+    /// Inodes whose path the agent did not find.
     pub files_unresolved: u64,
-    /// Pages left out by an include or exclude rule.
+    /// Cached pages that the agent did not report because of an include or exclude rule.
     pub pages_excluded: u64,
     /// CPU time of the agent process in microseconds (user and system).
     pub cpu_us: u64,
@@ -120,55 +123,58 @@ pub enum FromAgent {
     Hello {
         /// [`VERSION`] of the agent.
         version: u16,
-        /// The agent's package version.
+        /// Package version of the agent.
         agent: String,
-        /// `uname -r`.
+        /// Release of the guest's kernel (`uname -r`).
         kernel: String,
-        /// `/proc/sys/kernel/random/boot_id`, as text.
+        /// Boot ID of the guest as text (`/proc/sys/kernel/random/boot_id`).
         boot_id: String,
-        /// Host name.
+        /// Host name of the guest.
         host_name: String,
-        /// Conditions that keep the agent from parts of its work, as text; empty if there are none.
+        /// Conditions that keep the agent from parts of its work, as text for people; empty if the
+        /// agent can do all of its work.
         problems: Vec<String>,
     },
-    /// Introduces files that later messages refer to. A number may be sent again with a new path or
-    /// size, when the file was renamed or has grown.
+    /// Introduces files that later messages refer to. The agent sends a number again, with a new
+    /// path or size, when the file was renamed or has grown.
     Files(Vec<FileFacts>),
     /// Pages that are in the page cache now.
     Hints(Vec<HintRun>),
-    /// Page frames that no longer cache a file page.
+    /// Page frames that no longer cache a page of a file.
     Gone(Vec<PfnRun>),
-    /// Cached pages that were written to. They must not be folded until they are offered again.
+    /// Cached pages that the guest wrote to. The daemon must not fold these pages until the agent
+    /// hints them again.
     Dirty(Vec<FileRange>),
     /// Cached pages that were written back to disk and may be folded again.
     Clean(Vec<FileRange>),
-    /// Begin of an inventory. Earlier hints of this VM that are not repeated before its end are
-    /// obsolete.
+    /// Begin of an inventory of the page cache. Earlier hints of this VM that the inventory does
+    /// not repeat are obsolete at its end.
     InventoryBegin,
-    /// End of an inventory.
+    /// End of an inventory of the page cache.
     InventoryEnd {
-        /// Files looked at.
+        /// Files that the agent looked at for the inventory.
         files: u64,
-        /// Cached pages that were hinted.
+        /// Cached pages that the inventory hinted.
         pages: u64,
     },
-    /// Counters, at most once a second and only after a change, and as the answer to a ping.
+    /// Counters of the agent. The agent sends this message at most once a second and only after a
+    /// change, and as the answer to a ping.
     Counters(AgentCounters),
-    /// Output of a command.
+    /// Output of a command that the daemon started with [`ToAgent::Run`].
     Output {
-        /// Number of the command.
+        /// Number of the command, from [`ToAgent::Run`].
         command: u32,
-        /// Stream of the output.
+        /// Stream that the command wrote to.
         stream: OutputStream,
-        /// Output, at most [`MAX_TEXT`] bytes.
+        /// Output bytes, at most [`MAX_TEXT`].
         bytes: Vec<u8>,
     },
-    /// End of a command.
+    /// End of a command that the daemon started with [`ToAgent::Run`].
     Exited {
-        /// Number of the command.
+        /// Number of the command, from [`ToAgent::Run`].
         command: u32,
-        /// Exit code; 128 + signal number if it was killed; 127, with a text on stderr, if it could
-        /// not be started.
+        /// Exit code; 128 + signal number if a signal killed the command; 127, with a text on
+        /// stderr, if the agent could not start the command.
         code: i32,
     },
 }
@@ -180,30 +186,31 @@ pub enum ToAgent {
     Welcome {
         /// [`VERSION`] of the daemon.
         version: u16,
-        /// Globs of paths to report; empty means all.
+        /// Globs of the paths to report; an empty list means all paths.
         include: Vec<String>,
-        /// Globs of paths to leave out, stronger than `include`.
+        /// Globs of the paths to leave out. An exclude glob wins over an include glob.
         exclude: Vec<String>,
     },
-    /// Refusal because the versions differ. The agent waits until the port is opened anew.
+    /// Refusal of the session because the versions differ. The agent waits until the host side
+    /// opens the port anew.
     Refused {
-        /// Reason, for the guest's log.
+        /// Reason of the refusal, for the guest's log.
         reason: String,
     },
-    /// Asks for an inventory of everything that is cached now.
+    /// Asks for an inventory: hints for all pages that are in the page cache now.
     Inventory,
-    /// Asks for `Counters`.
+    /// Asks for [`FromAgent::Counters`].
     Ping,
     /// Runs `/bin/sh -c script`, with empty standard input.
     Run {
         /// Number of the command, chosen by the daemon.
         command: u32,
-        /// Text for the shell.
+        /// Script for the shell.
         script: String,
     },
     /// Kills a running command and its children.
     Kill {
-        /// Number of the command.
+        /// Number of the command, from [`ToAgent::Run`].
         command: u32,
     },
 }

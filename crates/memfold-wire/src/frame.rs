@@ -3,10 +3,10 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Largest body of a frame in bytes, in both protocols and directions.
+/// Maximum length of a frame's body in bytes, in both protocols and directions.
 pub const MAX_BODY: usize = 256 << 10;
 
-/// Bytes of the header before the body.
+/// Length of a frame's header in bytes.
 pub const HEADER: usize = 4;
 
 /// Reason why a frame could not be encoded or decoded.
@@ -25,11 +25,11 @@ pub enum FrameError {
 
 /// A message whose lists and ranges have limits.
 pub trait Validate {
-    /// Checks every limit of the message.
+    /// Checks the message against every limit of its protocol.
     fn validate(&self) -> Result<(), FrameError>;
 }
 
-/// Encodes `message` as a frame, header included.
+/// Encodes `message` as a frame, with its header.
 pub fn encode<M: Serialize>(message: &M) -> Result<Vec<u8>, FrameError> {
     let frame = postcard::to_extend(message, vec![0; HEADER]).map_err(FrameError::Malformed)?;
     seal(frame)
@@ -45,8 +45,8 @@ fn seal(mut frame: Vec<u8>) -> Result<Vec<u8>, FrameError> {
     Ok(frame)
 }
 
-/// Collects received bytes and returns whole messages. Holds at most one frame and the bytes of one
-/// read.
+/// Decoder that collects received bytes and returns whole messages. The decoder holds at most one
+/// frame and the bytes of one read.
 #[derive(Debug, Default)]
 pub struct Decoder {
     bytes: Vec<u8>,
@@ -60,7 +60,7 @@ impl Decoder {
         Self::default()
     }
 
-    /// Adds received bytes.
+    /// Adds bytes that were received from the peer.
     pub fn push(&mut self, bytes: &[u8]) {
         if self.start > 0 {
             self.bytes.drain(..self.start);
@@ -73,7 +73,8 @@ impl Decoder {
     ///
     /// # Errors
     ///
-    /// The stream cannot be decoded any further: drop the connection.
+    /// Fails if the bytes are not a valid frame; the rest of the stream cannot be decoded either,
+    /// so the caller must close the connection.
     #[allow(clippy::should_implement_trait)] // generic in the message, so it can't be an iterator
     pub fn next<M: DeserializeOwned + Validate>(&mut self) -> Result<Option<M>, FrameError> {
         let rest = &self.bytes[self.start..];

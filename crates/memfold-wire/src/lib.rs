@@ -9,11 +9,12 @@
 //!        untrusted     serial   decides    socket    carries out
 //! ```
 //!
-//! Both use the same framing ([`frame`]): a little-endian `u32` body length, then the body, a
-//! [`postcard`] encoding of one message. A peer that sends a longer frame than [`frame::MAX_BODY`],
-//! or a body that cannot be decoded, has broken the protocol; the other side drops the connection,
-//! never the VM. Every list has a limit, stated in [`agent`] and [`library`]. The decoder checks it
-//! with `validate`, so the size of the frame bounds the memory for a message.
+//! Both protocols use the same framing ([`frame`]): a little-endian `u32` body length, then the
+//! body, a [`postcard`] encoding of one message. A peer breaks the protocol if it sends a frame
+//! longer than [`frame::MAX_BODY`], or a body that cannot be decoded. The other side then drops the
+//! connection; the VM runs on. Every list has a limit, stated in [`agent`] and [`library`]. The
+//! decoder checks the limits with `validate`, so the size of the frame bounds the memory for a
+//! message.
 
 pub mod agent;
 pub mod frame;

@@ -1,48 +1,49 @@
 //! Format of the file for copies before write ([`KeepPast`]): the bytes that pages had before the
-//! VM wrote to them.
+//! VM wrote to them. The library in QEMU fills the file; the daemon reads it.
 //!
 //! ```text
-//!   page 0            u32 slots used | u32 errno: why nothing is kept any more, 0 if all is
-//!   from page 1       table: a u32 for each page of the order's ranges, one range behind the other
-//!   from the next     slots: a page each
+//!   page 0            u32 number of used slots | u32 errno that ended the copy; 0 while it goes on
+//!   from page 1       table: a u32 entry for each page of the order's ranges, range after range
+//!   after the table   slots: a page each
 //! ```
-//! All numbers are in the host's byte order. The daemon makes the file (a memfd, sealed against
-//! shrinking), with the pages of its table allocated and as many slots as it allows. Both processes
-//! map the first part and change table entries by compare-and-exchange:
+//! All numbers are in the host's byte order. The daemon creates the file (a memfd, sealed against
+//! shrinking), allocates the pages of the table, and limits the number of slots by the file's
+//! length. Both processes map the pages before the slots, and change table entries by
+//! compare-and-exchange:
 //!
 //! | entry | meaning | set by |
 //! |---|---|---|
 //! | 0 | the page is protected and unchanged | |
 //! | n | the old bytes are in slot n - 1; the VM may have written to the page since | library, before it lifts the protection |
-//! | [`DONE`] | the page is not needed: the daemon has read it, or never wanted it | daemon |
+//! | [`DONE`] | the page needs no copy: the daemon has read the page, or does not want it | daemon |
 //!
-//! So the daemon reads a page in memory and then changes its entry from 0 to [`DONE`]. If that
-//! succeeds, the bytes read are the old ones.
+//! The daemon reads a page in memory and then changes the page's entry from 0 to [`DONE`]. If the
+//! change succeeds, the bytes that the daemon read are the old ones.
 //!
 //! [`KeepPast`]: crate::library::Order::KeepPast
 
-/// Entry of a page that is not needed.
+/// Table entry of a page that needs no copy.
 pub const DONE: u32 = u32::MAX;
 
-/// Word of the file with the number of used slots.
+/// Index in the file of the `u32` word with the number of used slots.
 pub const USED_WORD: u64 = 0;
 
-/// Word of the file with the `errno` that ended the copy: `ESTALE` if a page had lost its
-/// protection, `ECANCELED` if the order or its connection ended.
+/// Index in the file of the `u32` word with the `errno` that ended the copy: `ESTALE` if a page had
+/// lost its write protection, `ECANCELED` if the order or its connection ended.
 pub const ERRNO_WORD: u64 = 1;
 
-/// Words in a page.
+/// Number of `u32` words in a page.
 const PAGE_WORDS: u64 = 1024;
 
-/// Layout of a file for a number of pages.
+/// Layout of a file for copies before write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     pages: u64,
 }
 
 impl Layout {
-    /// Creates the layout for ranges of `pages` pages in total; `None` if that is zero, or more
-    /// than entries can number.
+    /// Creates the layout for ranges of `pages` pages in total. Returns `None` if `pages` is zero
+    /// or too large for the numbers in table entries.
     #[must_use]
     pub const fn new(pages: u64) -> Option<Self> {
         if pages == 0 || pages >= DONE as u64 {
@@ -51,26 +52,26 @@ impl Layout {
         Some(Self { pages })
     }
 
-    /// Returns the word that is the entry of page `index`.
+    /// Returns the index of the word that is the table entry of page `index`.
     #[must_use]
     pub const fn entry_word(self, index: u64) -> u64 {
         PAGE_WORDS + index
     }
 
-    /// Returns the number of pages before the slots, which both processes map.
+    /// Returns the number of pages before the slots. Both processes map these pages.
     #[must_use]
     pub const fn front_pages(self) -> u64 {
         1 + self.pages.div_ceil(PAGE_WORDS)
     }
 
-    /// Returns the page of the file that is slot `slot`.
+    /// Returns the index in the file of the page that is slot `slot`.
     #[must_use]
     pub const fn slot_page(self, slot: u32) -> u64 {
         self.front_pages() + slot as u64
     }
 
-    /// Returns the length of the file in pages if it has a slot for every page. It may be shorter;
-    /// then the copy fails when the slots are used up.
+    /// Returns the length in pages of a file with a slot for every page of the ranges. A shorter
+    /// file is allowed; then the copy fails when the slots are used up.
     #[must_use]
     pub const fn file_pages(self) -> u64 {
         self.front_pages() + self.pages
