@@ -1,6 +1,7 @@
 //! Bitmap with one bit for each page of a RAM block.
 
-/// A fixed number of bits, all clear at first. Bits beyond the end read as clear and cannot be set.
+/// Bitmap with a fixed number of bits, all clear at first. Bits beyond the end read as clear and
+/// cannot be set.
 #[derive(Debug, Clone)]
 pub struct Bitmap {
     words: Vec<u64>,
@@ -9,7 +10,7 @@ pub struct Bitmap {
 }
 
 impl Bitmap {
-    /// Creates `len` clear bits.
+    /// Creates a bitmap of `len` clear bits.
     #[must_use]
     pub fn new(len: u64) -> Self {
         let words = usize::try_from(len.div_ceil(64)).unwrap_or(0);
@@ -59,8 +60,7 @@ impl Bitmap {
         }
     }
 
-    /// Returns the first index in `from..to` whose bit has the value `value`; `to` if there is
-    /// none.
+    /// Returns the first index in `from..to` whose bit equals `value`; `to` if no bit does.
     #[must_use]
     pub fn find(&self, value: bool, from: u64, to: u64) -> u64 {
         let mut at = from;

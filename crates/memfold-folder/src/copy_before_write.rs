@@ -1,15 +1,18 @@
-//! Copy before write: saves the bytes that memory has now while the VM runs on. Each page is copied
-//! before the VM writes to it.
+//! Copy before write: saves the memory of a running VM as it was at one moment. All pages are
+//! write-protected. Before the VM writes to a page, the page's bytes are copied into a free slot of
+//! a file that the daemon reads (format: [`memfold_wire::past`]).
 //!
 //! ```text
-//!   vCPU, device --write--> protected page: sleeps
-//!                                  |  event
-//!   this thread             page -> slot, entry = slot, protection lifted, writer goes on
-//!   daemon                  reads all pages at leisure, marks each done (memfold_wire::past)
+//!   vCPU, device    writes to a protected page: sleeps
+//!                     | event
+//!                     v
+//!   this thread     copies the page into a slot, writes the slot's number into the page's table
+//!                   entry, lifts the protection; the writer continues
+//!   daemon          reads all pages and marks the table entry of each page that it has read
 //! ```
-//! The thread takes only the lock of copying, so that no holder of another lock can keep a writer
-//! waiting. If one page cannot be saved, the whole copy fails: the VM runs on, and the daemon reads
-//! the reason from the file.
+//! The thread takes only the lock `copying`, so no holder of another lock can delay a writer. If a
+//! page cannot be saved, the whole copy fails: the VM runs on, and the daemon reads the reason from
+//! the file.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,14 +31,14 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-/// Pages whose protection is lifted in one call.
+/// Number of pages whose protection one call lifts.
 const LIFT_PAGES: usize = 4096;
 
-/// A copy before write that is under way, until [`Past::end`].
+/// A running copy before write. [`Past::end`] ends the copy.
 #[derive(Debug)]
 pub(crate) struct Past {
     keeper: Arc<Keeper>,
-    /// Closing it ends the thread.
+    /// End of a pipe; closing it ends the thread.
     end: OwnedFd,
     thread: JoinHandle<()>,
 }
@@ -47,16 +50,16 @@ struct Keeper {
     words: SharedWords,
     pagemap: Arc<Pagemap>,
     layout: Layout,
-    /// Ranges in ascending order, each with the index of its first page.
+    /// Ranges to copy, by ascending address, each with the table index of its first page.
     ranges: Vec<(Area, u64)>,
-    /// Lock that lets one page be copied at a time.
+    /// Lock that lets only one page be copied at a time.
     copying: Mutex<()>,
-    /// Areas registered here. QEMU may have a userfaultfd of its own elsewhere.
+    /// Areas that this copy has registered. QEMU may have a userfaultfd of its own on other areas.
     registered: Mutex<Vec<Area>>,
 }
 
 impl Past {
-    /// Starts to save the old bytes of `ranges` (ascending), which are inside `blocks`, in `file`.
+    /// Starts to save the old bytes of `ranges` (by ascending address, inside `blocks`) in `file`.
     pub(crate) fn start(
         uffd: &Arc<Userfaultfd>,
         blocks: &[Area],
@@ -75,8 +78,8 @@ impl Past {
             .map_err(|errno| format!("cannot create a pipe: {errno}"))?;
         let keeper = Arc::new(keeper);
         let watching = Arc::clone(&keeper);
-        // Before the first page is protected: nobody may wait for a thread that could not be
-        // started.
+        // The thread starts before the first page is protected, because a writer would wait forever
+        // for a thread that could not be started.
         let thread = signals::with_all_blocked(|| {
             std::thread::Builder::new()
                 .name("memfold-past".to_owned())
@@ -121,11 +124,12 @@ impl Past {
                 }
             }
         }
-        // The thread may have failed already, and not know of what was registered since.
+        // The thread may have failed before these areas were registered, and then has not released
+        // them.
         self.keeper.problem().map_or(Ok(()), Err)
     }
 
-    /// Saves the pages between two addresses, which are about to be discarded.
+    /// Saves the pages between the addresses `start` and `end`, which are about to be discarded.
     pub(crate) fn keep(&self, start: u64, end: u64) {
         for &(area, first) in &self.keeper.ranges {
             let from = start.max(area.start().0);
@@ -140,9 +144,9 @@ impl Past {
         }
     }
 
-    /// Ends the copy and lifts all protection.
+    /// Ends the copy and lifts all write protection.
     pub(crate) fn end(self) {
-        // A daemon that isn't done must not believe what it reads from now on.
+        // A daemon that still reads must not trust what it reads from now on.
         self.keeper.note(Errno::CANCELED);
         self.keeper.release();
         drop(self.end);
@@ -185,7 +189,7 @@ impl Keeper {
         })
     }
 
-    /// Serves waiting writers, until the other end of `ended` is closed.
+    /// Saves pages for waiting writers until the other end of `ended` is closed.
     fn watch(&self, ended: &OwnedFd) {
         loop {
             let mut ready = [
@@ -209,17 +213,18 @@ impl Keeper {
         }
     }
 
-    /// Saves a page that a thread waits to write to, and lets the thread continue.
+    /// Saves a page whose writer waits, and lets the writer continue.
     fn serve(&self, page: Hva) {
         let at = self.ranges.partition_point(|(area, _)| area.end() <= page);
         let found = self.ranges.get(at).filter(|(area, _)| area.start() <= page);
         let Some(&(area, first)) = found else {
-            // Not protected by us, or no more.
+            // The page is in no range of this copy: the event is for another registration.
             return;
         };
         let at = page.pages_since(area.start());
         self.keep(area.part(at, 1), first + at);
-        // With it whatever around it needs no protection any more: one event for many pages.
+        // Neighbouring pages that need no protection any more are lifted in the same call, so that
+        // one event serves many pages.
         let free = |page: u64| {
             let entry = self.words.get(self.layout.entry_word(first + page));
             entry.is_some_and(|entry| entry.load(Ordering::Acquire) != 0)
@@ -232,16 +237,16 @@ impl Keeper {
         self.lift(area.part(from, to - from), area.part(at, 1));
     }
 
-    /// Lifts the protection of `area`, or at least that of `page` in it, and wakes the threads that
-    /// wait for `page`.
+    /// Lifts the protection of `area`, or of `page` (part of `area`) if that fails, and wakes the
+    /// threads that wait for `page`.
     fn lift(&self, area: Area, page: Area) {
         for area in [area, page] {
             loop {
                 match self.uffd.lift(area) {
                     Ok(()) => return,
                     Err(Errno::AGAIN) => std::thread::yield_now(),
-                    // Part of it is another mapping by now, after a discard. The kernel has woken
-                    // nobody then.
+                    // A discard has replaced part of the area by another mapping. In this case the
+                    // kernel has woken no thread.
                     Err(_) => break,
                 }
             }
@@ -255,17 +260,17 @@ impl Keeper {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lifts all protection and unregisters all areas.
+    /// Lifts all write protection and unregisters all areas.
     fn release(&self) {
-        // Piece by piece first, under the lock that faults share: unregistering takes the whole
-        // address space.
+        // First lift the protection in pieces, under the address space lock that page faults share:
+        // `unregister` takes the lock exclusively.
         for &(area, _) in &self.ranges {
             for piece in (0..area.pages()).step_by(LIFT_PAGES) {
                 let _ = self.uffd.lift(area.part(piece, LIFT_PAGES as u64));
             }
         }
         for block in std::mem::take(&mut *self.registered()) {
-            // It may be gone: then nobody waits there.
+            // If the area was unmapped meanwhile, no thread waits there.
             let _ = self.uffd.unregister(block);
             let _ = self.uffd.wake(block);
         }
@@ -277,7 +282,7 @@ impl Keeper {
         (number != 0).then(|| Errno::from_raw_os_error(i32::try_from(number).unwrap_or(libc::EIO)))
     }
 
-    /// Saves the page with index `index`, unless it was saved already or nobody needs it.
+    /// Saves the page with table index `index`, unless the page is saved already or needs no copy.
     fn keep(&self, page: Area, index: u64) {
         let _one = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
         let word = |at| self.words.get(at);
@@ -292,14 +297,14 @@ impl Keeper {
         if let Err(errno) = page.save(&self.file, self.layout.slot_page(slot) * PAGE_SIZE) {
             return self.fail(errno);
         }
-        // As long as its entry is 0 nobody lifts it, and nobody protects it again: if it is
-        // protected now, it was all the time. KSM, for one, puts an unprotected page in its place,
-        // and then those may be other bytes.
+        // While the entry is 0, nobody lifts the page's protection or sets it again. So if the page
+        // is protected now, it was protected during the copy. If not, its bytes may have changed
+        // (KSM, for example, can replace a page by an unprotected one).
         let protected = self
             .pagemap
             .all_pass(page.start(), page.end(), Filter::PROTECTED);
         if !protected.is_ok_and(|protected| protected) {
-            // Unless the daemon has read it meanwhile, and somebody has lifted it.
+            // No failure if the daemon has read the page meanwhile and its protection was lifted.
             if entry.load(Ordering::Acquire) == 0 {
                 self.fail(Errno::STALE);
             }
@@ -311,7 +316,7 @@ impl Keeper {
         }
     }
 
-    /// Writes the reason of a failure to the file, unless it has one already.
+    /// Writes the reason of a failure to the file, unless the file has a reason already.
     fn note(&self, errno: Errno) {
         if let Some(word) = self.words.get(ERRNO_WORD) {
             let number = u32::try_from(errno.raw_os_error()).unwrap_or(1);
@@ -319,7 +324,7 @@ impl Keeper {
         }
     }
 
-    /// Marks the copy as failed, and lifts all protection.
+    /// Marks the copy as failed and lifts all write protection.
     fn fail(&self, errno: Errno) {
         self.note(errno);
         self.release();

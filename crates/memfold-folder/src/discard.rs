@@ -9,8 +9,8 @@ use crate::state::State;
 
 impl State {
     /// Discards a range: replaces folded pages by fresh anonymous memory, then makes the system
-    /// call. Both happen under one hold of the lock; else a run folded in between would show the
-    /// store's bytes again. `None` if the range is outside RAM.
+    /// call. Both steps happen under one hold of the lock; otherwise a run folded between them
+    /// would show the store's bytes again. Returns `None` if the range is outside RAM.
     pub(crate) fn discard(&mut self, start: u64, end: u64) -> Option<Result<(), Errno>> {
         if let Some(past) = &self.past {
             past.keep(start, end);
@@ -30,8 +30,8 @@ impl State {
                 if kind != Kind::Anonymous {
                     met = true;
                     if let Err(errno) = block.refresh(part) {
-                        // Too many mappings. QEMU then reports a failed discard; the guest's bytes
-                        // are as they were.
+                        // The process has too many mappings. QEMU then reports a failed discard;
+                        // the guest's bytes are unchanged.
                         return Some(Err(errno));
                     }
                     self.stats.discarded_pages += part.pages();
@@ -40,7 +40,7 @@ impl State {
             }
         }
         if !met {
-            // The plain call, but not outside of the lock.
+            // No page of the range is folded: the plain system call is enough, but under the lock.
             let inside = self
                 .ram
                 .blocks()
@@ -54,7 +54,7 @@ impl State {
         else {
             return None;
         };
-        // SAFETY: QEMU owns the range and asked for this very call.
+        // SAFETY: QEMU owns the range and has requested this call.
         Some(unsafe { region::madvise(address, length, libc::MADV_DONTNEED) })
     }
 }

@@ -1,4 +1,4 @@
-//! Folds one run: freeze, compare, exchange the mapping, thaw.
+//! Folds one run of pages: freeze, compare with the store, replace the mapping, thaw.
 
 use std::time::Duration;
 
@@ -29,8 +29,8 @@ impl Stop {
         match self {
             Self::Differs => Outcome::Differs { folded },
             Self::Busy => Outcome::Busy { folded },
-            // "Refused" says that nothing was touched; behind a folded part it is a page that is no
-            // longer anonymous.
+            // `Refused` means that nothing was changed. After a folded part, the refused page is
+            // one that is no longer anonymous: a hole.
             Self::Hole => Outcome::Hole { folded },
             Self::Refused if folded > 0 => Outcome::Hole { folded },
             Self::Refused => Outcome::Refused,
@@ -42,8 +42,8 @@ impl Stop {
     }
 }
 
-/// Result of one step: pages folded from the start, why it stopped, and how long the pages were
-/// frozen.
+/// Result of one step: the number of pages folded from the start, the reason why the step stopped,
+/// and how long the pages were frozen.
 struct Step {
     folded: u64,
     stop: Option<Stop>,
@@ -61,7 +61,7 @@ impl Step {
 }
 
 impl State {
-    /// Folds one run, part by part if its pages are of different kinds.
+    /// Folds one run. Pages of different kinds are folded in separate steps.
     pub(crate) fn fold(
         &mut self,
         uffd: Option<&Userfaultfd>,
@@ -96,8 +96,8 @@ impl State {
                     let back = kind == Kind::Template && block.shows(part, store.identity(), first);
                     at_rest(part, bytes, store, first, back)
                 }
-                // Anonymous pages in an order for write protection are moved: that also holds
-                // against DMA.
+                // Anonymous pages are moved even if the order says write protection, because a move
+                // is also safe with DMA.
                 (_, Kind::Anonymous, Some(uffd), Some(staging)) => {
                     by_move(uffd, staging, part, bytes, store, first)
                 }
@@ -138,8 +138,8 @@ fn record(stats: &mut Stats, kind: Kind, step: &Step) {
     }
 }
 
-/// Folds anonymous pages: freezes them by a move to staging, compares them, maps the store and
-/// thaws.
+/// Folds anonymous pages: freezes the pages by a move to staging, compares them, maps the store and
+/// thaws the run.
 fn by_move(
     uffd: &Userfaultfd,
     staging: &mut Staging,
@@ -149,10 +149,10 @@ fn by_move(
     first: u64,
 ) -> Step {
     let slot = staging.slot(run);
-    // The compare faults the window in, 16 pages at a time. Measured on a memfd, µs of CPU a page
-    // in runs of 64: 1.03-1.09 so; 1.16-1.28 with MADV_POPULATE_READ before the freeze; 1.6 with
-    // the store's bytes read into a buffer instead of mapped. What a store in huge pages makes of
-    // it: docs/decisions/0011-store-in-tmpfs.md.
+    // The compare faults in 16 pages of the store's window at a time. Measured on a memfd, in µs of
+    // CPU per page in runs of 64: 1.03-1.09 in this way; 1.16-1.28 with MADV_POPULATE_READ before
+    // the freeze; 1.6 with the store's bytes read into a buffer instead of mapped. For a store in
+    // huge pages, see docs/decisions/0011-store-in-tmpfs.md.
     let (staged, stop) = match Staged::freeze(uffd, staging.pagemap(), run, slot) {
         Ok(frozen) => frozen,
         Err(errno) => return Step::nothing(Stop::Failed(errno)),
@@ -179,7 +179,7 @@ fn by_move(
     }
 }
 
-/// Folds pages that map a file, with writes stopped by write protection.
+/// Folds pages that map a file; write protection stops writes meanwhile.
 fn by_write_protection(
     uffd: &Userfaultfd,
     run: Area,
@@ -190,19 +190,21 @@ fn by_write_protection(
 ) -> Step {
     let guard = match Protected::freeze(uffd, run) {
         Ok(guard) => guard,
-        // A private view of a file that is not shmem: the kernel can't protect it this way.
+        // The run is a private view of a file that is not shmem, which the kernel cannot
+        // write-protect.
         Err(Errno::INVAL) => return Step::nothing(Stop::Refused),
         Err(errno) => return Step::nothing(Stop::Failed(errno)),
     };
     let mut step = at_rest(run, bytes, store, first, back);
-    // Folded back, the mapping is the old one and still registered.
+    // After a fold-back the mapping is the old one, which is still registered.
     let frozen = guard.finish(if back { 0 } else { step.folded });
     step.frozen = Some(frozen);
     step
 }
 
-/// Compares and exchanges pages that nobody writes. `back`: the run is a view of the same pages of
-/// the file. Then dropping the guest's private copies is enough, and the mapping stays whole.
+/// Compares and replaces pages that nobody writes. If `back` is set, the run maps the same pages of
+/// the same file already; then dropping the guest's private copies is enough, and the mapping stays
+/// whole.
 fn at_rest(run: Area, bytes: Area, store: &Store, first: u64, back: bool) -> Step {
     let equal = run.equal_pages(bytes);
     let same = run.part(0, equal);

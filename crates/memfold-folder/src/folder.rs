@@ -1,4 +1,4 @@
-//! Carries out the daemon's orders.
+//! Executes the daemon's orders.
 
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -35,31 +35,32 @@ struct Missing {
 #[derive(Debug)]
 pub struct Folder {
     uffd: OnceLock<Arc<Userfaultfd>>,
-    /// Userfaultfd for [`Order::TrackWrites`].
+    /// Userfaultfd that write-protects RAM for [`Order::TrackWrites`].
     tracker: OnceLock<Userfaultfd>,
     /// Reasons why a userfaultfd or the staging area was missing at the start.
     missing: Missing,
-    /// Page map of this process. It is opened at the start, because a QEMU that has given up its
+    /// Page map of this process. It is opened at the start, because a QEMU that has dropped its
     /// privileges (`-run-with user=`) may not open it later.
     pagemap: Result<Arc<Pagemap>, String>,
     state: Mutex<State>,
-    /// Held while an order stops the VM. It is held together with the lock of `state` for one run
-    /// at most, because QEMU's main loop may need that lock before it can stop.
+    /// QEMU's monitor, locked while an order stops the VM. A thread holds this lock together with
+    /// the lock of `state` for one run at most, because QEMU's main loop may need the lock of
+    /// `state` before it can stop.
     monitor: Mutex<Option<Monitor>>,
     can_stop: bool,
-    /// Number of threads that wait for the lock to discard. The order's thread lets them go first:
-    /// QEMU's main loop may be among them.
+    /// Number of threads that wait for the lock of `state` to discard memory. The thread of an
+    /// order lets them go first, because QEMU's main loop may be among them.
     waiting: AtomicUsize,
-    /// Lowest RAM address. With `high`, the end of the highest block, it lets `madvise` of other
-    /// memory pass without the lock.
+    /// Lowest address of RAM. `high` is the end of the highest block. `madvise` of memory outside
+    /// these addresses needs no lock.
     low: AtomicU64,
     high: AtomicU64,
 }
 
 impl Folder {
-    /// Opens a userfaultfd (`device`: an open `/dev/userfaultfd` that was passed in). Without a
-    /// userfaultfd the folder answers orders, and its reply to `Hello` says what is missing.
-    /// `monitor`: for orders that stop the VM.
+    /// Opens a userfaultfd, or uses `device`, an open `/dev/userfaultfd` that was passed to QEMU.
+    /// Without a userfaultfd the folder still answers orders, and its reply to `Hello` names the
+    /// reason. Orders that stop the VM use `monitor`.
     #[must_use]
     pub fn new(device: Option<RawFd>, monitor: Option<Monitor>) -> Self {
         let mut folder = Self {
@@ -103,7 +104,7 @@ impl Folder {
                 .map_err(|errno| format!("cannot create the staging area: {errno}"))?;
             self.lock().staging = Some(staging);
         }
-        // One daemon at a time is served.
+        // Only one thread opens userfaultfds, because the library serves one daemon at a time.
         let _ = self.uffd.set(Arc::new(uffd));
         Ok(())
     }
@@ -119,14 +120,14 @@ impl Folder {
         Ok(())
     }
 
-    /// Takes the lock, even after a panic under it: guards have put every page back, and the
-    /// records change only in whole steps.
+    /// Takes the lock, even after a panic of its holder: guards have put every page back, and each
+    /// change of the records is complete.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the lock after the threads that wait to discard. It is taken anew for each run, so
-    /// that nobody waits longer than one run takes.
+    /// Takes the lock after the threads that wait to discard memory. An order takes the lock anew
+    /// for each run, so that a discard waits no longer than one run takes.
     fn lock_in_turn(&self) -> MutexGuard<'_, State> {
         for _ in 0..10_000 {
             if self.waiting.load(Ordering::Acquire) == 0 {
@@ -137,7 +138,7 @@ impl Folder {
         self.lock()
     }
 
-    /// Carries out one order. `descriptor` is the file that came with it.
+    /// Executes one order. `descriptor` is the file that came with the order.
     pub fn execute(&self, order: &Order, descriptor: Option<OwnedFd>) -> Reply {
         if let Err(error) = order.validate() {
             return refuse(error.to_string());
@@ -147,7 +148,8 @@ impl Folder {
         }
         let result = match order {
             Order::Hello { version } => {
-                // A QEMU without root's rights may not open it: the daemon has done so.
+                // A QEMU without root's rights may not open the device; the daemon then sends an
+                // open one.
                 if let Some(device) = descriptor {
                     self.open(Some(device.as_raw_fd()));
                 }
@@ -223,7 +225,7 @@ impl Folder {
         reply
     }
 
-    /// Does `work` for each run or range, while the VM is stopped if `freeze` says so.
+    /// Calls `work` for each run or range. The VM is stopped meanwhile if `freeze` is `Stopped`.
     fn each<T>(
         &self,
         freeze: Freeze,
@@ -281,8 +283,8 @@ impl Folder {
             .tracker
             .get()
             .ok_or_else(|| self.missing.tracker.clone().unwrap_or_default())?;
-        // One hold of the lock: no run is frozen on the other userfaultfd meanwhile, nor a mapping
-        // exchanged.
+        // The lock is held for all blocks, so that meanwhile no run is frozen on the other
+        // userfaultfd and no mapping is replaced.
         let mut state = self.lock();
         if !state.tracked.is_empty() {
             return Err("writes are already tracked".to_owned());
@@ -304,7 +306,7 @@ impl Folder {
             return;
         };
         let mut state = self.lock();
-        // Only what we registered: QEMU may have a userfaultfd of its own.
+        // Only areas that this library has registered: QEMU may have a userfaultfd of its own.
         for area in std::mem::take(&mut state.tracked) {
             let _ = tracker.unregister(area);
         }
@@ -345,8 +347,8 @@ impl Folder {
         }
     }
 
-    /// Handles the end of the daemon's connection: resumes the VM and ends all tracking and
-    /// copying.
+    /// Handles the end of the daemon's connection: resumes the VM, ends write tracking and ends a
+    /// copy before write.
     pub fn disconnected(&self) {
         self.untrack_writes();
         self.forget_past();
@@ -357,9 +359,9 @@ impl Folder {
     }
 
     /// Handles `madvise(MADV_DONTNEED or MADV_FREE)` on RAM: folded pages become fresh anonymous
-    /// memory. Otherwise they would show the store's bytes again, which the guest gave away (a
-    /// guest with `init_on_free` relies on zeroes). `None`: nothing in the range is folded RAM, and
-    /// the caller makes the plain system call.
+    /// memory. Otherwise they would show the store's bytes again, although the guest has freed the
+    /// pages (a guest with `init_on_free` relies on zeroes). Returns `None` if the range is outside
+    /// RAM; then the caller makes the plain system call.
     pub fn discard(&self, address: usize, length: usize) -> Option<Result<(), Errno>> {
         let start = address as u64;
         let end = start.checked_add(length as u64)?;
@@ -369,7 +371,7 @@ impl Folder {
         if start % PAGE_SIZE != 0 {
             return None;
         }
-        // The kernel rounds the length up too.
+        // The kernel rounds the length up, too.
         let end = end.checked_next_multiple_of(PAGE_SIZE)?;
         self.waiting.fetch_add(1, Ordering::AcqRel);
         let mut state = self.lock();
@@ -503,7 +505,7 @@ impl Folder {
         })
     }
 
-    /// Does the work that is cheaper once for many runs: frees staging and repeats advice.
+    /// Frees the staging area and repeats advice. Both are cheaper once for many runs.
     fn settle(&self) {
         let mut state = self.lock();
         if let Some(staging) = state.staging.as_mut() {
@@ -523,7 +525,7 @@ fn outside(hva: u64, pages: u64) -> String {
     format!("{pages} pages at {hva:#x} are not inside one RAM block")
 }
 
-/// Does `work` for each item; items after `limit` get the outcome `Late`.
+/// Calls `work` for each item. Items that are not started within `limit` get the outcome `Late`.
 fn in_time<T>(limit: Duration, items: &[T], work: impl Fn(&T) -> Outcome) -> Vec<Outcome> {
     let began = Instant::now();
     let in_time = |item| {

@@ -1,10 +1,11 @@
-//! Freezes pages of a running guest. Guards thaw them when they are dropped.
+//! Freezes pages of a running guest: no thread can change a page until it is thawed. A guard thaws
+//! its pages when it is dropped.
 //!
 //! ```text
-//!   guest RAM   | run: MISSING-registered, empty |  <- who touches it sleeps
+//!   guest RAM   | run: MISSING-registered, empty |  <- a thread that touches the run sleeps
 //!                    |  UFFDIO_MOVE    ^
-//!                    v                 | moved back: what was not replaced
-//!   staging     | the run's pages      |            <- compared here, nobody else knows them
+//!                    v                 | pages that no mapping replaced move back
+//!   staging     | the run's pages      |            <- compared here; no other thread knows them
 //! ```
 //!
 //! Between the first ioctl and the guard's `drop`, nothing may allocate: another thread may hold
@@ -19,15 +20,15 @@ use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-/// Size of the staging area in pages: four of the longest runs. Pages equal to the store stay there
-/// until it is full or the order ends, because one `madvise` (and one TLB flush) for many runs is
-/// cheaper than one for each.
+/// Size of the staging area in pages: four of the longest runs. Staged pages that equal the store
+/// remain until the area is full or the order ends, because one `madvise` call (and one TLB flush)
+/// for many runs is cheaper than one for each run.
 const STAGING_PAGES: u64 = 2048;
 
-/// Attempts of an operation that fails with `EAGAIN`, before a page counts as busy.
+/// Number of attempts of an operation that fails with `EAGAIN`, before a page counts as busy.
 const PATIENCE: u32 = 64;
 
-/// Staging area, which holds the frozen pages.
+/// Staging area: memory that holds pages while they are frozen.
 #[derive(Debug)]
 pub struct Staging {
     mapping: Mapping,
@@ -36,18 +37,18 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Maps and registers the area.
+    /// Maps and registers the staging area.
     pub fn new(uffd: &Userfaultfd) -> Result<Self, Errno> {
         let mapping = Mapping::anonymous(STAGING_PAGES, true)?;
         let area = mapping.area();
-        // Huge pages here would be memory never asked for; a fork or a core dump must not see
-        // guests' pages twice. A kernel without huge pages refuses the first.
+        // Huge pages here would allocate memory that is not needed, and a fork or a core dump must
+        // not copy guests' pages twice. A kernel without huge pages refuses the first advice.
         let _ = area.advise(Advice::LinuxNoHugepage);
         area.advise(Advice::LinuxDontFork)?;
         area.advise(Advice::LinuxDontDump)?;
-        // UFFDIO_MOVE wants its target registered, for anything. Write protection, which is never
-        // set here, keeps a stray access to an empty page harmless; a missing-page registration
-        // would let this thread wait for itself.
+        // The target of UFFDIO_MOVE must be registered, in any mode. Mode write protection is
+        // harmless, because no page here is ever write-protected. With mode missing, this thread
+        // would wait for itself if it touched an empty page.
         let mode = if uffd.can_write_protect() {
             Mode::WriteProtect
         } else {
@@ -63,8 +64,8 @@ impl Staging {
         })
     }
 
-    /// Returns an empty place for `run`. A whole huge page gets an aligned place, so that it moves
-    /// in one piece.
+    /// Returns an empty part of the area for `run`. A whole huge page gets an aligned part, so that
+    /// the kernel moves it in one piece.
     pub fn slot(&mut self, run: Area) -> Area {
         const HUGE: u64 = memfold_units::HUGE_PAGE_PAGES;
         let whole_huge =
@@ -87,11 +88,11 @@ impl Staging {
         &self.pagemap
     }
 
-    /// Frees the pages that were replaced by store pages.
+    /// Frees the staged pages, whose place in the guest store pages have taken.
     pub fn free(&mut self) {
         if self.used > 0 {
-            // Fails only on locked memory, which `AddRam` refused; then the duplicates stay and
-            // moves end with EEXIST.
+            // The call fails only on locked memory, which `AddRam` refused. If it fails, the pages
+            // stay and moves to their places end with EEXIST.
             let _ = self
                 .mapping
                 .area()
@@ -111,20 +112,20 @@ pub struct Staged<'a> {
     run: Area,
     slot: Area,
     pages: u64,
-    /// Number of pages from the start that need not come back.
+    /// Number of pages from the start that need not return to the run.
     gone: u64,
-    /// Number of pages from the start with a new mapping, which is not registered.
+    /// Number of pages from the start that have a new, unregistered mapping.
     replaced: u64,
     began: Instant,
 }
 
 impl<'a> Staged<'a> {
-    /// Freezes as much of `run` as can be moved to `slot`, from the start. Also returns why the
-    /// move stopped early.
+    /// Freezes pages from the start of `run` by moving them to `slot`, as many as can be moved.
+    /// Also returns the error that ended the move early.
     ///
     /// # Errors
     ///
-    /// The registration failed; nothing is frozen.
+    /// Fails if the run cannot be registered; then nothing is frozen.
     pub fn freeze(
         uffd: &'a Userfaultfd,
         pagemap: &'a Pagemap,
@@ -148,14 +149,15 @@ impl<'a> Staged<'a> {
         Ok((staged, stop))
     }
 
-    /// Returns the frozen pages, at their place in staging.
+    /// Returns the part of the staging area that holds the frozen pages.
     #[must_use]
     pub fn contents(&self) -> Area {
         self.slot.part(0, self.pages)
     }
 
-    /// Thaws the run. The first `gone` pages do not come back. `mapped`: a new mapping replaces
-    /// them; else they become empty anonymous memory. Returns how long the run was frozen.
+    /// Thaws the run. The first `gone` pages do not return: if `mapped` is set, a new mapping has
+    /// replaced them; otherwise they become empty anonymous memory. Returns how long the run was
+    /// frozen.
     pub fn finish(mut self, gone: u64, mapped: bool) -> Duration {
         self.gone = gone.min(self.pages);
         self.replaced = if mapped { self.gone } else { 0 };
@@ -223,7 +225,8 @@ impl Drop for Protected<'_> {
     }
 }
 
-/// Moves pages until one cannot be moved. Returns how many were moved, and why the move stopped.
+/// Moves pages until one cannot be moved. Returns the number of moved pages, and the error that
+/// ended the move.
 ///
 /// The kernel's own count can be too small. Linux 6.18 moves several pages in one step; if a page
 /// migrates meanwhile (compaction), it returns `EAGAIN` without counting the pages moved already. A
@@ -240,7 +243,8 @@ fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64
         }
         match error {
             None => chunk = from.pages() - done,
-            // Asked whatever the error is: it may be the last that is looked at.
+            // Check this after every error, because any error may be the last one that this loop
+            // sees.
             Some(_) if is_moved(pagemap, from.part(done, 1), to.part(done, 1)) => {
                 done += 1;
                 tries = 0;
@@ -255,7 +259,8 @@ fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64
                     std::thread::yield_now();
                 }
             }
-            // Also the answer to a range that spans two mappings: try with less.
+            // EINVAL is also the answer to a range that spans two mappings, so a smaller range may
+            // succeed.
             Some(Errno::INVAL) if chunk > 1 => chunk /= 2,
             Some(errno) => return (done, Some(errno)),
         }
@@ -266,13 +271,13 @@ fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64
 /// Returns whether a page is at its target and no longer at its source.
 fn is_moved(pagemap: &Pagemap, from: Area, to: Area) -> bool {
     let is_there = |page: Area| pagemap.all_pass(page.start(), page.end(), Filter::THERE);
-    // A page map that can't be read tells nothing: then the page counts as not moved.
+    // If the page map cannot be read, the page counts as not moved.
     !from.is_empty() && matches!((is_there(from), is_there(to)), (Ok(false), Ok(true)))
 }
 
-/// Moves pages back. It repeats until it succeeds, and nothing prevents success: the target is
-/// empty and registered (nobody can fill it), its page tables exist, and no other thread knows the
-/// staged pages. Reclaim or migration holds a page only for a short time.
+/// Moves pages back, and repeats until all are back. Nothing prevents success: the target is empty
+/// and registered (nobody can fill it), its page tables exist, and no other thread knows the staged
+/// pages. Reclaim or migration holds a page only for a short time.
 fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
     let mut done = 0;
     let mut tries = 0u32;
@@ -281,7 +286,8 @@ fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
         done += moved;
         tries = if moved > 0 { 0 } else { tries + 1 };
         match stop {
-            // Both mean that the page is where it belongs: it left staging, or its place is taken.
+            // Both errors mean that the page is in its place already: staging is empty, or the
+            // target is not.
             Some(Errno::NOENT | Errno::EXIST) => done += 1,
             Some(_) if tries > PATIENCE => {
                 // The last resort gives the guest a copy of the bytes instead of the page.
@@ -298,12 +304,12 @@ fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
     }
 }
 
-/// Unregisters the pages that were not replaced, and wakes all waiting threads.
+/// Unregisters the pages whose mapping was not replaced, and wakes all waiting threads.
 ///
-/// Exactly this range was registered, so no mapping must be split, and `ENOMEM` can only be
-/// temporary. Waking is a separate call: the kernel's unregister wakes threads that wait for a
-/// missing page, but not those that wait for the end of write protection (`userfaultfd_unregister`
-/// in `fs/userfaultfd.c`).
+/// The range to unregister was registered as a whole, so no mapping must be split, and `ENOMEM` can
+/// only be temporary. Waking needs a separate call: the kernel's unregister wakes threads that wait
+/// for a missing page, but not threads that wait for the end of write protection
+/// (`userfaultfd_unregister` in `fs/userfaultfd.c`).
 fn thaw(uffd: &Userfaultfd, run: Area, replaced: u64) {
     let rest = run.after(replaced);
     if !rest.is_empty() {

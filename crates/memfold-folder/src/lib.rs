@@ -1,5 +1,8 @@
-//! Carries out the daemon's orders on the RAM of its own process: folds, releases, drops zeroes,
-//! maps files. `memfold-qemu` runs it inside QEMU.
+//! Executes the daemon's orders on the RAM of its own process: folds runs, releases folded pages,
+//! drops zero pages, maps files. `memfold-qemu` runs this crate inside QEMU.
+//!
+//! To *fold* a run of pages is to replace the run by a private (copy-on-write) mapping of the same
+//! bytes in a *page store*, a file that many VMs map.
 //!
 //! ```text
 //!   daemon                      QEMU process
@@ -15,8 +18,8 @@
 //! ```
 //!
 //! Invariants, each kept by the module named:
-//! 1. A guest never reads zeroes or old bytes in the meantime: pages are frozen while their mapping
-//!    is exchanged (`freeze`).
+//! 1. A guest never reads zeroes or outdated bytes during a fold: pages are frozen while their
+//! mapping is replaced (`freeze`).
 //! 2. Frozen pages always go back, even after an error, a panic or the daemon's death: a guard's
 //!    `drop` does it (`freeze`).
 //! 3. Between freeze and thaw there is no allocation, no lock, no socket access and no possible
@@ -30,12 +33,12 @@
 //! The same [`Folder`] works in any process, on memory of that process: the stress tests and
 //! `memfold bench fold` use it so.
 
-/// Writes a line to standard error, which goes to a log. Unlike `eprintln!`, it does not panic if
-/// the log cannot be written.
+/// Writes a line to standard error. Unlike `eprintln!`, the macro does not panic if the line cannot
+/// be written.
 #[macro_export]
 macro_rules! say {
     ($($words:tt)*) => {{
-        // Nobody could be told.
+        // An error is ignored, because there is no other place to report it.
         let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($words)*)));
     }};
 }

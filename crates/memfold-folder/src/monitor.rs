@@ -1,7 +1,7 @@
 //! Stops the VM for a moment, through the library's own QMP connection.
 //!
-//! The library does this itself because it lives exactly as long as its VM: the VM resumes even if
-//! the daemon dies.
+//! The library itself stops the VM, not the daemon, because the library lives exactly as long as
+//! the VM: the VM resumes even if the daemon dies.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -10,18 +10,18 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// Longest wait for one answer, shorter than the daemon's wait for a reply. `stop` drains I/O
-/// first, so a slow disk delays it.
+/// Longest wait for one answer of QEMU, shorter than the daemon's wait for a reply. `stop` first
+/// drains I/O, so a slow disk delays the answer.
 const PATIENCE: Duration = Duration::from_secs(4);
 
-/// QEMU's monitor (QMP).
+/// Connection to QEMU's monitor (QMP).
 #[derive(Debug)]
 pub struct Monitor {
-    /// Path of the socket, for the first connection and after an error. `None`: the given
-    /// connection is the only one.
+    /// Path of the QMP socket, for the first connection and for new connections after errors.
+    /// `None` if the given connection is the only one.
     path: Option<PathBuf>,
     link: Option<Link>,
-    /// Whether [`Monitor::hold`] has stopped the VM.
+    /// Whether [`Monitor::hold`] has stopped the VM and [`Monitor::release`] has not resumed it.
     held: bool,
 }
 
@@ -36,8 +36,8 @@ impl Monitor {
         }
     }
 
-    /// Creates a monitor from a connection that QEMU serves already. It works even after QEMU has
-    /// given up its privileges.
+    /// Creates a monitor from a connection that QEMU serves already. The connection works even
+    /// after QEMU has dropped its privileges.
     pub fn connected(stream: UnixStream) -> io::Result<Self> {
         Ok(Self {
             path: None,
@@ -46,15 +46,15 @@ impl Monitor {
         })
     }
 
-    /// Stops vCPUs and drains I/O. `None` if the VM was not running; then the library must not
-    /// resume it.
+    /// Stops vCPUs and drains I/O. Returns `None` if the VM was not running; then the library must
+    /// not resume the VM.
     pub fn stop(&mut self) -> io::Result<Option<Stopped<'_>>> {
         let status = self.ask("query-status")?;
         if status["status"] != "running" {
             return Ok(None);
         }
         let began = Instant::now();
-        // From here on the VM may be stopped, whatever the answer.
+        // From here on the VM may be stopped, whatever QEMU answers.
         let mut stopped = Stopped {
             monitor: self,
             began,
@@ -65,14 +65,15 @@ impl Monitor {
         Ok(Some(stopped))
     }
 
-    /// Stops the VM until [`Monitor::release`]. `false` if it was not running.
+    /// Stops the VM until [`Monitor::release`]. Returns `false` if the VM was not running.
     pub fn hold(&mut self) -> io::Result<bool> {
         let stopped = self.stop()?.map(std::mem::forget).is_some();
         self.held |= stopped;
         Ok(stopped)
     }
 
-    /// Resumes the VM if [`Monitor::hold`] has stopped it. Returns whether it had.
+    /// Resumes the VM if [`Monitor::hold`] has stopped it. Returns whether `hold` had stopped the
+    /// VM.
     pub fn release(&mut self) -> bool {
         let held = std::mem::take(&mut self.held);
         if held {
@@ -82,8 +83,7 @@ impl Monitor {
     }
 
     fn go_on(&mut self) {
-        // QEMU carries commands out in their order, so this comes after a `stop` that is still
-        // unanswered.
+        // QEMU executes commands in order, so `cont` follows a `stop` that is still unanswered.
         for _ in 0..100 {
             match self.ask("cont") {
                 Ok(_) => return,
@@ -95,8 +95,8 @@ impl Monitor {
         }
     }
 
-    /// Runs a command without arguments. After an error, the next command connects anew, if there
-    /// is a path.
+    /// Runs a QMP command without arguments. After an error, the next command uses a new connection
+    /// if the monitor has a path.
     fn ask(&mut self, command: &str) -> io::Result<Value> {
         let mut link = match (self.link.take(), &self.path) {
             (Some(link), _) => link,
@@ -111,7 +111,7 @@ impl Monitor {
     }
 }
 
-/// A stopped VM, which resumes when this value is dropped.
+/// Guard of a stopped VM. Dropping the guard resumes the VM.
 #[derive(Debug)]
 pub struct Stopped<'a> {
     monitor: &'a mut Monitor,
@@ -140,12 +140,12 @@ impl Drop for Stopped<'_> {
     }
 }
 
-/// One connection. Every command has a number, so a late answer is not taken for the answer to the
-/// next command.
+/// One QMP connection. Every command has a number, so a late answer is not mistaken for the answer
+/// to the next command.
 #[derive(Debug)]
 struct Link {
     stream: BufReader<UnixStream>,
-    /// Bytes received of an incomplete line.
+    /// Received bytes of an incomplete line.
     line: Vec<u8>,
     is_greeted: bool,
     last_id: u64,
@@ -165,8 +165,8 @@ impl Link {
 
     fn ask(&mut self, command: &str) -> io::Result<Value> {
         if !self.is_greeted {
-            // Once only: QEMU carries it out also if its answer comes too late, and refuses a
-            // second one.
+            // Sent only once, because QEMU executes the command even if its answer comes too late,
+            // and refuses a second one.
             self.is_greeted = true;
             self.exchange("qmp_capabilities")?;
         }
@@ -181,7 +181,7 @@ impl Link {
         self.stream.get_mut().write_all(text.as_bytes())?;
         loop {
             let mut answer = self.read_line()?;
-            // The greeting, events, and what comes too late.
+            // Skip the greeting, events, and late answers to earlier commands.
             if answer["id"] != id {
                 continue;
             }
@@ -193,7 +193,7 @@ impl Link {
     }
 
     fn read_line(&mut self) -> io::Result<Value> {
-        // After an error, what has come stays in `line`.
+        // After an error, the bytes received so far stay in `line`.
         if self.stream.read_until(b'\n', &mut self.line)? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -216,7 +216,7 @@ mod tests {
         link.stream.get_mut().set_read_timeout(Some(soon)).unwrap();
         let mut say = |text: &str| writeln!(qemu, "{text}").unwrap();
         say(r#"{"QMP": {}}"#);
-        // No answer yet: at first none to the greeting, then none to the question.
+        // No answer comes: first the greeting is missing, then the answer to the command.
         let error = monitor.ask("query-status").unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         say(r#"{"id": 1, "return": {}}"#);

@@ -11,7 +11,7 @@ use rustix::mm::Advice as Madvise;
 
 use crate::bitmap::Bitmap;
 
-/// Kind of mapping of a page.
+/// Kind of a page's mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Anonymous memory, as QEMU made it.
@@ -22,18 +22,18 @@ pub enum Kind {
     Template,
 }
 
-/// A file mapped over part of a block: page 0 of `area` shows page `file_page` of the file.
+/// File mapped over part of a block: page 0 of `area` shows page `file_page` of the file.
 #[derive(Clone, Copy, Debug)]
 pub struct TemplateMap {
-    /// Part of the block.
+    /// Part of the block that maps the file.
     pub area: Area,
     /// Device and inode number of the file.
     pub file: (u64, u64),
-    /// First page in the file.
+    /// Index in the file of the page that is mapped first.
     pub file_page: u64,
 }
 
-/// Distance in pages below which two areas share a call of `madvise`.
+/// Maximum number of pages between two areas that share one call of `madvise`.
 const ADVISE_GAP_PAGES: u64 = 128;
 
 /// One RAM block.
@@ -43,9 +43,10 @@ pub struct Block {
     advice: Advice,
     folded: Bitmap,
     template: Bitmap,
-    /// Mapped files of a template by first address; they do not overlap.
+    /// Mapped files of a template, by the first address of their area; areas do not overlap.
     templates: BTreeMap<Hva, TemplateMap>,
-    /// First page and end of areas that were folded and did not get their advice yet.
+    /// Areas that were folded and have not received their advice yet: first page and end in the
+    /// block.
     unadvised: Vec<(u64, u64)>,
 }
 
@@ -66,7 +67,8 @@ impl Block {
         at.pages_since(self.area.start())
     }
 
-    /// Returns the kind of the first page of `area`, and the leading part of `area` with this kind.
+    /// Returns the kind of the first page of `area`, and the longest part from the start of `area`
+    /// whose pages all have this kind.
     #[must_use]
     pub fn first_kind(&self, area: Area) -> (Kind, Area) {
         let from = self.index(area.start());
@@ -92,8 +94,8 @@ impl Block {
             .fill(first, area.pages(), kind == Kind::Template);
     }
 
-    /// Notes that a template's file is mapped over `map.area`. Files mapped there before keep the
-    /// part outside of it.
+    /// Records that a template's file is mapped over `map.area`. Files that were mapped there keep
+    /// their parts outside `map.area`.
     pub fn add_template(&mut self, map: TemplateMap) {
         let (start, end) = (map.area.start(), map.area.end());
         let below = self.templates.range(..end).rev();
@@ -120,7 +122,7 @@ impl Block {
         self.set(map.area, Kind::Template);
     }
 
-    /// Returns whether the template pages of `area` show `file` from page `page` on.
+    /// Returns whether the pages of `area` map `file` from page `page` on.
     #[must_use]
     pub fn shows(&self, area: Area, file: (u64, u64), page: u64) -> bool {
         let below = self.templates.range(..=area.start()).next_back();
@@ -131,9 +133,9 @@ impl Block {
         })
     }
 
-    /// Repeats the block's advice on new anonymous memory, so that its mapping merges with its
-    /// neighbours. Errors are ignored: advice is optional, and a kernel without KSM or huge pages
-    /// refuses it, as it refused QEMU's.
+    /// Repeats the block's advice on new anonymous memory, so that its mapping merges with the
+    /// neighbouring mappings. Errors are ignored: advice is optional, and a kernel without KSM or
+    /// huge pages refused the same advice from QEMU.
     pub fn advise_anonymous(&self, area: Area) {
         let wishes = [
             (self.advice.mergeable, Madvise::LinuxMergeable),
@@ -148,8 +150,8 @@ impl Block {
         self.advise_file(area);
     }
 
-    /// Repeats the advice that matters on a file mapping. Huge-page advice is left out: it would
-    /// let khugepaged rearrange the page store.
+    /// Repeats the part of the block's advice that matters for a file mapping. Huge-page advice is
+    /// left out, because khugepaged would then rearrange the page store.
     pub fn advise_file(&self, area: Area) {
         if self.advice.dontfork {
             let _ = area.advise(Madvise::LinuxDontFork);
@@ -159,15 +161,15 @@ impl Block {
         }
     }
 
-    /// Notes that [`Self::advise_now`] is to give `area` the advice for files.
+    /// Records that [`Self::advise_now`] must call [`Self::advise_file`] for `area`.
     pub fn advise_later(&mut self, area: Area) {
         let first = self.index(area.start());
         self.unadvised.push((first, first + area.pages()));
     }
 
-    /// Gives the advice to all areas folded since the last call. Areas near each other share a
-    /// call; the pages between them have the same advice already. A single call for all of them
-    /// would walk thousands of mappings.
+    /// Calls [`Self::advise_file`] for all areas folded since the last call. Areas near each other
+    /// share a call; the pages between them have the same advice already. A single call for all
+    /// areas would walk thousands of mappings.
     pub fn advise_now(&mut self) {
         let mut areas = std::mem::take(&mut self.unadvised);
         areas.sort_unstable();
@@ -188,7 +190,7 @@ impl Block {
         self.unadvised = areas;
     }
 
-    /// Maps fresh anonymous memory (zeroes) over `area`.
+    /// Replaces `area` by fresh anonymous memory (zeroes).
     pub fn refresh(&mut self, area: Area) -> Result<(), Errno> {
         area.map_anonymous(self.advice.noreserve)?;
         self.advise_anonymous(area);
@@ -196,7 +198,7 @@ impl Block {
         Ok(())
     }
 
-    /// Returns whether new memory is mapped with `MAP_NORESERVE`.
+    /// Returns whether new anonymous memory of the block must be mapped with `MAP_NORESERVE`.
     #[must_use]
     pub const fn noreserve(&self) -> bool {
         self.advice.noreserve
@@ -210,11 +212,11 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// Adds a block, or sets the advice of a known one.
+    /// Adds a block, or changes the advice of a block that is known already.
     pub fn add(&mut self, hva: u64, pages: u64, advice: Advice) -> Result<(), String> {
         // SAFETY: the daemon, whose socket only this user can open, vouches that the range is guest
-        // RAM: memory that QEMU made with mmap and that no Rust code knows. That it is private and
-        // writable is checked below.
+        // RAM: memory that QEMU made with mmap and that no Rust code knows. The call below checks
+        // that the range is private and writable.
         let area = unsafe { Area::new(Hva(hva), pages) }.ok_or_else(|| {
             format!(
                 "RAM block at {hva:#x} with {pages} pages is empty, unaligned or not a user address"
@@ -246,7 +248,8 @@ impl Ram {
             templates: BTreeMap::new(),
             unadvised: Vec::new(),
         };
-        // Folded when the block was known before: UFFDIO_MOVE would answer EINVAL there.
+        // These parts were folded when the block was known before: UFFDIO_MOVE would answer EINVAL
+        // there.
         for part in file_mappings(area)? {
             block.set(part, Kind::Folded);
         }
@@ -254,7 +257,7 @@ impl Ram {
         Ok(())
     }
 
-    /// Forgets the block at `hva`.
+    /// Removes the block at `hva` from the records.
     pub fn remove(&mut self, hva: u64) -> Result<(), String> {
         let before = self.blocks.len();
         self.blocks.retain(|b| b.area.start() != Hva(hva));
@@ -264,7 +267,7 @@ impl Ram {
         Ok(())
     }
 
-    /// Returns the block that contains `pages` pages at `hva`, and that range.
+    /// Returns the block that contains the `pages` pages at `hva`, and these pages.
     pub fn find(&mut self, hva: u64, pages: u64) -> Option<(&mut Block, Area)> {
         let start = Hva(hva);
         let end = hva.checked_add(pages.checked_mul(PAGE_SIZE)?)?;
@@ -286,7 +289,7 @@ impl Ram {
         &mut self.blocks
     }
 
-    /// Returns the lowest address and the end of the highest block.
+    /// Returns the lowest address of RAM and the end of the highest block.
     #[must_use]
     pub fn span(&self) -> (u64, u64) {
         let low = self.blocks.iter().map(|b| b.area.start().0).min();
@@ -295,8 +298,8 @@ impl Ram {
     }
 }
 
-/// Checks in `/proc/self/smaps` that all of `area` is private writable memory of a kind that can be
-/// folded. Returns its parts that are views of files.
+/// Checks in `/proc/self/smaps` that all of `area` is private writable memory that can be folded.
+/// Returns the parts of `area` that are mappings of files.
 fn file_mappings(area: Area) -> Result<Vec<Area>, String> {
     let text = fs::read_to_string("/proc/self/smaps")
         .map_err(|error| format!("cannot read /proc/self/smaps: {error}"))?;
@@ -350,8 +353,8 @@ fn file_mappings(area: Area) -> Result<Vec<Area>, String> {
     Ok(files)
 }
 
-/// Parses first address, end, permissions and inode (`start-end perms offset dev inode path`,
-/// `proc_pid_maps(5)`).
+/// Parses a line of `/proc/PID/smaps` (`start-end perms offset dev inode path`, `proc_pid_maps(5)`)
+/// into first address, end, permissions and inode.
 fn mapping_line(line: &str) -> Option<(u64, u64, &str, &str)> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;

@@ -10,7 +10,7 @@ use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 
 impl State {
-    /// Releases one range. Parts that are anonymous already stay as they are.
+    /// Releases one range. Parts of the range that are anonymous already stay unchanged.
     pub(crate) fn release(
         &mut self,
         uffd: Option<&Userfaultfd>,
@@ -40,15 +40,15 @@ impl State {
                 Ok(fresh) => fresh,
                 Err(errno) => return failed(errno),
             };
-            // All advice now, while nobody waits; `mremap` keeps it.
+            // Give all advice now, while no vCPU waits; `mremap` keeps the advice.
             block.advise_anonymous(fresh.area());
             let guard = match protect
                 .map(|uffd| Protected::freeze(uffd, part))
                 .transpose()
             {
                 Ok(guard) => guard,
-                // A template's file that is not shmem can't be write-protected: only `Stopped`
-                // fits.
+                // A template's file that is not shmem cannot be write-protected; such a range can
+                // be released only with `Stopped`.
                 Err(Errno::INVAL) if done == 0 => return Outcome::Refused,
                 Err(errno) => return failed(errno),
             };

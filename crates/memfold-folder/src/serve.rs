@@ -15,7 +15,7 @@ use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use crate::Folder;
 
-/// Listens at `path`, and replaces a stale socket. Only the owner may connect.
+/// Listens at `path`, and replaces a stale socket. Only the socket's owner may connect.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -27,24 +27,25 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
         SocketFlags::CLOEXEC,
         None,
     )?;
-    // Linux gives the file the mode of the socket (net/unix/af_unix.c, unix_bind_bsd), so it is
-    // never open to others. The process's umask, which QEMU's threads share, stays as it is.
+    // Linux creates the socket file with the mode of the socket (net/unix/af_unix.c,
+    // unix_bind_bsd), so other users can never connect. The process's umask, which QEMU's threads
+    // share, stays unchanged.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, 8)?;
     Ok(UnixListener::from(socket))
 }
 
-/// Serves connections one after another, without end. No action of a peer ends the loop.
+/// Serves connections one after another, without end. Nothing that a peer does ends the loop.
 pub fn serve(listener: &UnixListener, folder: &Folder) -> ! {
     loop {
         match listener.accept() {
             Ok((stream, _)) => {
-                // A panic ends the connection; guards have put every page back on its way.
+                // A panic ends only the connection; guards put every page back during the panic.
                 let _ = catch_unwind(AssertUnwindSafe(|| connection(&stream, folder)));
                 folder.disconnected();
             }
-            // Out of descriptors, most likely. QEMU may close some.
+            // The process probably has no free descriptors; QEMU may close some.
             Err(_) => std::thread::sleep(Duration::from_secs(1)),
         }
     }

@@ -1,4 +1,4 @@
-//! State that orders and discards change.
+//! State of the library that orders and discards change.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use crate::freeze::Staging;
 use crate::ram::Ram;
 use crate::stores::Stores;
 
-/// State that orders and discards change, under one lock.
+/// State of the library that orders and discards change, protected by one lock.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) ram: Ram,
     pub(crate) stores: Stores,
     pub(crate) staging: Option<Staging>,
     pub(crate) stats: Stats,
-    /// Areas whose writes are tracked.
+    /// Areas that are registered for write tracking.
     pub(crate) tracked: Vec<Area>,
     pub(crate) past: Option<Past>,
 }

@@ -1,4 +1,4 @@
-//! Page stores of this VM: read-only descriptors, and mapped windows for comparison.
+//! Page stores of this VM: read-only descriptors, and windows (mappings) for comparison.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -7,35 +7,36 @@ use memfold_units::PAGE_SIZE;
 use memfold_wire::library::MAX_STORES;
 use rustix::mm::Advice;
 
-/// Most pages of one store: 16 TiB, an eighth of the address space.
+/// Maximum number of pages of one store: 16 TiB, an eighth of the address space.
 const MAX_STORE_PAGES: u64 = 1 << 32;
 
-/// One page store.
+/// One page store, mapped read-only for comparison.
 #[derive(Debug)]
 pub struct Store {
     number: u32,
     descriptor: OwnedFd,
     identity: (u64, u64),
     window: Mapping,
-    /// Pages of the file, as of the last [`Stores::refresh`]. A page store never shrinks.
+    /// Number of pages of the store's file at the last [`Stores::refresh`]. A page store never
+    /// shrinks.
     pages: u64,
 }
 
 impl Store {
-    /// Returns the descriptor to map from.
+    /// Returns the descriptor for mapping the store.
     #[must_use]
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
 
-    /// Returns device and inode number of the file.
+    /// Returns device and inode number of the store's file.
     #[must_use]
     pub const fn identity(&self) -> (u64, u64) {
         self.identity
     }
 
-    /// Returns the window on `pages` pages from `first`; `None` if the file is shorter. Touching a
-    /// page beyond the end of a file causes `SIGBUS`.
+    /// Returns the mapped bytes of `pages` pages from `first`; `None` if the file is shorter.
+    /// (Touching a mapped page beyond the end of a file causes `SIGBUS`.)
     #[must_use]
     pub fn window(&self, first: u64, pages: u64) -> Option<Area> {
         let end = first.checked_add(pages)?;
@@ -49,7 +50,7 @@ impl Store {
 pub struct Stores(Vec<Store>);
 
 impl Stores {
-    /// Adds a store. A number in use keeps its window unless that is too small.
+    /// Adds a store. If the number is in use, the existing window remains unless it is too small.
     pub fn add(&mut self, number: u32, max_pages: u64, descriptor: OwnedFd) -> Result<(), String> {
         if max_pages == 0 || max_pages > MAX_STORE_PAGES {
             return Err(format!(
@@ -74,8 +75,8 @@ impl Stores {
         }
         let window = Mapping::window(&descriptor, max_pages)
             .map_err(|errno| format!("cannot map page store {number}: {errno}"))?;
-        // Else khugepaged, which looks at what processes map, would fill the store's punched holes
-        // to make huge pages of it. A kernel without huge pages refuses.
+        // khugepaged looks at the mappings of processes. Without this advice, it would fill the
+        // store's punched holes to make huge pages. A kernel without huge pages refuses the advice.
         let _ = window.area().advise(Advice::LinuxNoHugepage);
         let store = Store {
             number,
@@ -91,7 +92,7 @@ impl Stores {
         Ok(())
     }
 
-    /// Closes store `number`.
+    /// Closes the store with number `number`.
     pub fn remove(&mut self, number: u32) -> Result<(), String> {
         let before = self.0.len();
         self.0.retain(|store| store.number != number);
@@ -101,14 +102,14 @@ impl Stores {
         Ok(())
     }
 
-    /// Updates the size of store `number` from the kernel.
+    /// Reads the size of store `number` from the kernel.
     pub fn refresh(&mut self, number: u32) {
         if let Some(store) = self.0.iter_mut().find(|store| store.number == number) {
             store.pages = identity(&store.descriptor).map_or(0, |(_, pages)| pages);
         }
     }
 
-    /// Returns the store with this number.
+    /// Returns the store with number `number`.
     #[must_use]
     pub fn get(&self, number: u32) -> Option<&Store> {
         self.0.iter().find(|store| store.number == number)

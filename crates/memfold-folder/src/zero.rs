@@ -1,8 +1,8 @@
-//! Gives back anonymous pages that hold only zeroes.
+//! Discards anonymous pages that hold only zeroes.
 //!
-//! Only pages that the page map shows as anonymous and in memory are examined, so that nothing is
-//! swapped in and no hole is filled. A run that looks like zeroes is frozen, checked again, and
-//! dropped. The guest then has empty memory there, which reads as zeroes.
+//! Only pages that the page map shows as anonymous and in memory are examined, so no page is
+//! swapped in and no hole is filled. A run of pages that seem to be zero is frozen, checked again,
+//! and discarded. The guest then has empty memory there, which reads as zeroes.
 
 use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
 use memfold_sys::region::Area;
@@ -14,12 +14,12 @@ use crate::freeze::Staged;
 use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 
-/// Pages examined under one hold of the lock: the longest run.
+/// Number of pages that are examined under one hold of the lock: the longest run.
 pub(crate) const CHUNK_PAGES: u64 = MAX_RUN_PAGES as u64;
 
 impl State {
-    /// Examines one chunk (at most [`CHUNK_PAGES`]). Returns the number of pages examined and of
-    /// pages given back; `None` if the chunk is not RAM.
+    /// Examines one chunk (at most [`CHUNK_PAGES`]). Returns the numbers of examined and of
+    /// discarded pages; `None` if the chunk is not RAM.
     pub(crate) fn drop_zero(
         &mut self,
         uffd: &Userfaultfd,
@@ -32,7 +32,7 @@ impl State {
             none_of: category::FILE | category::ZERO | category::SWAPPED,
             ..Filter::default()
         };
-        // A failure (the chunk was unmapped under us) means that there is nothing to find.
+        // The scan fails if the chunk was unmapped meanwhile; then no page is found.
         let regions = pagemap
             .scan(area.start(), area.end(), anonymous)
             .unwrap_or_default();
@@ -47,8 +47,8 @@ impl State {
 
     fn drop_zero_in(&mut self, uffd: &Userfaultfd, region: &Region, part: Area) -> u64 {
         if region.is(category::HUGE) {
-            // Taking a few pages out would split the huge page, which costs the guest more than
-            // they are worth.
+            // Discarding some of its pages would split the huge page, which costs the guest more
+            // than the pages are worth.
             let whole = part.pages() == HUGE_PAGE_PAGES
                 && part.start().0 % (HUGE_PAGE_PAGES * memfold_units::PAGE_SIZE) == 0;
             if !whole || part.zero_pages() < part.pages() {
@@ -64,13 +64,13 @@ impl State {
                 let gone = self.drop_run(uffd, rest.part(0, zeroes));
                 dropped += gone;
             }
-            // The page behind the run is not zero (or no longer there).
+            // The page after the run is not zero, or no longer in memory.
             at += zeroes + 1;
         }
         dropped
     }
 
-    /// Drops the leading zero pages of a run that looked like zeroes. Returns how many.
+    /// Discards the pages at the start of `run` that are still zero. Returns their number.
     fn drop_run(&mut self, uffd: &Userfaultfd, run: Area) -> u64 {
         let Some(staging) = self.staging.as_mut() else {
             return 0;

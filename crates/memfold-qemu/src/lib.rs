@@ -1,5 +1,5 @@
-//! memfold's library in QEMU. It is preloaded (`LD_PRELOAD`), carries out the daemon's orders on
-//! the VM's RAM, and does nothing unless `MEMFOLD_QEMU_SOCKET` is set. This crate contains the way
-//! into QEMU; `memfold-folder` contains the folding.
+//! memfold's library in QEMU. QEMU preloads the library (`LD_PRELOAD`). The library executes the
+//! daemon's orders on the VM's RAM; without the variable `MEMFOLD_QEMU_SOCKET` it does nothing.
+//! This crate contains the entry points into QEMU; `memfold-folder` contains the rest.
 
 pub mod preload;

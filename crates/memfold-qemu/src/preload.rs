@@ -1,5 +1,5 @@
-//! Entry points of the preloaded library: the constructor, which starts its thread, and the
-//! interposed `madvise`, which sees QEMU's discards.
+//! Entry points of the preloaded library: the constructor, which starts the library's thread, and
+//! the interposed `madvise`, which sees QEMU's discards.
 
 use std::env;
 use std::ffi::{CString, OsStr, OsString, c_int, c_void};
@@ -17,11 +17,11 @@ use rustix::io::Errno;
 
 use memfold_folder::{Folder, Monitor, say, serve};
 
-/// Environment variable with the number of an open `/dev/userfaultfd`, for a QEMU that may not open
-/// it itself.
+/// Environment variable with the descriptor number of an open `/dev/userfaultfd`, for a QEMU that
+/// may not open the device itself.
 pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";
 
-/// Settings that the constructor found in the environment.
+/// Values of the library's environment variables, which the constructor has read.
 struct Start {
     socket: OsString,
     monitor: Option<OsString>,
@@ -30,10 +30,11 @@ struct Start {
 
 static START: OnceLock<Start> = OnceLock::new();
 
-/// Folder that `madvise` calls; null until it exists. It is never freed.
+/// The [`Folder`] that `madvise` calls; null until [`install`]. A folder is never freed.
 static FOLDER: AtomicPtr<Folder> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Process in which the thread runs. A process made by `fork(2)` has no such thread.
+/// ID of the process in which the library's thread runs. A process made by `fork(2)` has no such
+/// thread.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 #[used]
@@ -41,12 +42,13 @@ static PROCESS: AtomicU32 = AtomicU32::new(0);
 static CONSTRUCTOR: extern "C" fn() = constructor;
 
 extern "C" fn constructor() {
-    // Nothing may leave this function: QEMU would not start.
+    // A panic must not leave this function, because QEMU would not start then.
     let _ = std::panic::catch_unwind(|| {
         let Some(socket) = env::var_os(SOCKET_VARIABLE) else {
             return;
         };
-        // A shell script that starts QEMU has the library too, and must hand the variable on.
+        // A shell script that starts QEMU loads the library too, and must leave the variables to
+        // QEMU.
         if !is_qemu() {
             return;
         }
@@ -54,9 +56,9 @@ extern "C" fn constructor() {
         let monitor = env::var_os(MONITOR_VARIABLE);
         for name in [SOCKET_VARIABLE, MONITOR_VARIABLE, DEVICE_VARIABLE] {
             if let Ok(name) = CString::new(name) {
-                // SAFETY: constructors run before `main`, in a process of one thread. The strings
-                // that /proc/PID/environ shows stay where they are, so the daemon can read the path
-                // there.
+                // SAFETY: constructors run before `main`, in a process of one thread. `unsetenv`
+                // leaves the strings that /proc/PID/environ shows in place, so the daemon can still
+                // read the path there.
                 unsafe { libc::unsetenv(name.as_ptr()) };
             }
         }
@@ -69,8 +71,8 @@ extern "C" fn constructor() {
     });
 }
 
-/// Returns whether this program is QEMU's system emulator: by its name, or by a function that QEMU
-/// exports to its modules.
+/// Returns whether this program is QEMU's system emulator. The program's name tells, or a function
+/// that QEMU exports to its modules.
 fn is_qemu() -> bool {
     let named = env::current_exe().is_ok_and(|path| {
         let name = path
@@ -79,16 +81,16 @@ fn is_qemu() -> bool {
             .unwrap_or_default();
         name.starts_with(b"qemu-system") || name == b"qemu-kvm" || name == b"kvm"
     });
-    // SAFETY: looks a name up, nothing more.
+    // SAFETY: `dlsym` only looks up a name.
     named || unsafe { !libc::dlsym(libc::RTLD_DEFAULT, c"qemu_ram_mmap".as_ptr()).is_null() }
 }
 
-/// Returns the monitor that the variable names: by the number of a connected socket, or by a path.
+/// Returns the monitor that `value` names: the number of a connected socket, or a path.
 fn monitor(value: &OsStr) -> Option<Monitor> {
     let Some(number) = value.to_str().and_then(|text| text.parse::<RawFd>().ok()) else {
         return Some(Monitor::new(value.into()));
     };
-    // SAFETY: it is ours by the variable, and is never closed.
+    // SAFETY: the variable gives the descriptor to this library, which never closes it.
     let socket = unsafe { BorrowedFd::borrow_raw(number) };
     let connected = rustix::io::fcntl_dupfd_cloexec(socket, 0)
         .map_err(io::Error::from)
@@ -104,15 +106,15 @@ fn start_thread() {
     if PROCESS.swap(process, Ordering::AcqRel) == process {
         return;
     }
-    // After `fork(2)` (QEMU's -daemonize) the old userfaultfd is the parent's, and so is the
-    // folder.
+    // In a child of `fork(2)` (QEMU's -daemonize), the old folder and its userfaultfd belong to the
+    // parent, so the child needs new ones.
     let folder: &'static Folder = Box::leak(Box::new(Folder::new(
         start.device,
         start.monitor.as_deref().and_then(monitor),
     )));
     install(folder);
-    // Before the thread, and so before QEMU's own sockets: whoever has reached those expects this
-    // one.
+    // Listen before the thread starts, and so before QEMU opens its own sockets: a client that
+    // reaches QEMU's sockets can then reach this socket too.
     let listener = match serve::listen(Path::new(&start.socket)) {
         Ok(listener) => listener,
         Err(error) => {
@@ -133,35 +135,35 @@ fn start_thread() {
     }
 }
 
-/// Sets the folder that `madvise` calls. Tests do this in their own process.
+/// Sets the folder that `madvise` calls. Tests call this function in their own process.
 pub fn install(folder: &'static Folder) {
     FOLDER.store(std::ptr::from_ref(folder).cast_mut(), Ordering::Release);
 }
 
-/// Interposes `madvise(2)`. The folder handles discards of folded pages; everything else goes
-/// straight to the kernel. Safe at any time, even before the constructor.
+/// Interposes `madvise(2)`. The folder handles discards of folded pages; all other calls go to the
+/// kernel unchanged. Safe at any time, even before the constructor.
 ///
 /// # Safety
-/// As for `madvise(2)`.
+/// The conditions of `madvise(2)` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_int {
     let at = address.expose_provenance();
     let result = match advice {
         libc::MADV_DONTNEED | libc::MADV_FREE => discard(at, length),
         _ => {
-            // The first thing that a QEMU gone to the background (-daemonize) does with its RAM.
+            // A QEMU that has gone to the background (-daemonize) gives its RAM this advice first.
             if advice == libc::MADV_DONTFORK {
                 restart_after_fork();
             }
             None
         }
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller of this function promises what `madvise` needs.
     let result = result.unwrap_or_else(|| unsafe { region::madvise(at, length, advice) });
     match result {
         Ok(()) => 0,
         Err(errno) => {
-            // SAFETY: glibc's errno of this thread.
+            // SAFETY: glibc's pointer to errno is valid in this thread.
             unsafe { *libc::__errno_location() = errno.raw_os_error() };
             -1
         }
@@ -169,7 +171,7 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
 }
 
 fn discard(address: usize, length: usize) -> Option<Result<(), Errno>> {
-    // SAFETY: null, or a folder that is never freed.
+    // SAFETY: the pointer is null, or points to a folder that is never freed.
     let folder = unsafe { FOLDER.load(Ordering::Acquire).as_ref() }?;
     std::panic::catch_unwind(|| folder.discard(address, length)).unwrap_or(None)
 }
