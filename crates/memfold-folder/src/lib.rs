@@ -9,10 +9,10 @@
 //!   +--------+  Unix socket   +------------------------------------------------------------+
 //!   | decides| -------------> | serve -> Folder -> fold | release | zero | map              |
 //!   +--------+ <------------- |            |                                               |
-//!                 replies     |            +-- ram      blocks, what of them is folded      |
+//!                 replies     |            +-- ram      RAM blocks and their folded pages   |
 //!                             |            +-- stores   read-only windows on page stores    |
-//!                             |            +-- staging  where frozen pages wait             |
-//!                             |            +-- past     copies before writes, for snapshots |
+//!                             |            +-- staging  holds pages while they are frozen   |
+//!                             |            +-- past     copy before write, for snapshots    |
 //!                             | madvise (interposed) -> discard                             |
 //!                             +------------------------------------------------------------+
 //! ```
