@@ -1,5 +1,5 @@
-//! A registry kept by another daemon: each method of [`Registry`] as a message and its answer,
-//! independent of the transport.
+//! A registry in another daemon: each method of [`Registry`] as a request and its answer, for any
+//! transport.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use super::registry_error::RegistryError;
 /// One method of [`Registry`] with its arguments. Times are in milliseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-#[allow(missing_docs)] // the methods' own words
+#[allow(missing_docs)] // the methods' documentation explains the variants
 pub enum Call {
     Offer {
         offer: Offer,
@@ -62,7 +62,8 @@ pub enum Call {
 }
 
 impl Call {
-    /// Name of the host that this call speaks for; `None` for a call that any host may make.
+    /// Returns the name of the host whose right the call needs; `None` for a call that any host may
+    /// make.
     #[must_use]
     pub fn speaks_for(&self) -> Option<&str> {
         match self {
@@ -81,10 +82,10 @@ impl Call {
     }
 }
 
-/// Result of a method of [`Registry`].
+/// Result of a call of one of [`Registry`]'s methods.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[allow(missing_docs)] // the methods' own words
+#[allow(missing_docs)] // the methods' documentation explains the variants
 pub enum Answer {
     Done,
     Lease(Lease),
@@ -93,9 +94,9 @@ pub enum Answer {
     Refused(RegistryError),
 }
 
-/// Carries out a call on `registry`.
+/// Runs a call on `registry` and returns the result.
 pub fn answer(registry: &dyn Registry, call: &Call) -> Answer {
-    // Times that are too long are refused by the registry, not here.
+    // The registry refuses times that are too long, so here they are only kept small enough to add.
     let time = |ms: &u64| Duration::from_millis(*ms).min(MAX_TTL + Duration::from_secs(1));
     let done = match call {
         Call::Offer { offer, ttl_ms } => registry.offer(offer, time(ttl_ms)).map(done),
@@ -131,7 +132,8 @@ fn done((): ()) -> Answer {
     Answer::Done
 }
 
-/// A registry in another process. `T` sends a call there and returns the answer.
+/// A registry in another process. The transport `T` sends a call to that process and returns the
+/// answer.
 #[derive(Debug)]
 pub struct CallRegistry<T> {
     place: String,
@@ -139,7 +141,7 @@ pub struct CallRegistry<T> {
 }
 
 impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
-    /// `place` names the registry in error messages.
+    /// Creates a registry that is reached by `transport`. Error messages name it by `place`.
     pub const fn new(place: String, transport: T) -> Self {
         Self { place, transport }
     }

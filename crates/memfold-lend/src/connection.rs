@@ -1,9 +1,11 @@
-//! A second descriptor of the socket between a VM's QEMU and a lender's nbdkit (`pidfd_getfd(2)`).
+//! A second file descriptor of the socket between a VM's QEMU and a lender's nbdkit
+//! (`pidfd_getfd(2)`).
 //!
-//! QEMU's NBD client waits for an answer as long as the connection stands, and QEMU's main loop may
-//! block meanwhile. The watcher therefore depends on neither QEMU nor the lender. With its own
-//! descriptor it sees the end of the connection at once, lets the kernel end the connection when
-//! the other host stops answering (TCP keepalive), and can cut the connection itself.
+//! QEMU's NBD client waits for an answer as long as the connection exists, and QEMU's main loop may
+//! block meanwhile. The daemon's watcher therefore depends on neither QEMU nor the lender. With a
+//! descriptor of its own, the watcher sees the end of the connection at once, lets the kernel end
+//! the connection when the other host stops answering (TCP keepalive), and can end the connection
+//! itself.
 
 use std::ffi::OsStr;
 use std::io;
@@ -21,28 +23,29 @@ use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use super::endpoint::Address;
 use super::lease::Durability;
 
-/// How long to wait for a silent host if another copy of its bytes exists. A VM may block for all
-/// that time.
+/// How long to wait for a lender that does not answer, if another copy of its bytes exists. A VM
+/// may block for all that time.
 pub const PATIENCE: Duration = Duration::from_secs(3);
 
-/// How long to wait for a silent host if it holds the only copy. A VM that blocks for a minute
-/// loses less than one whose swap disk is lost.
+/// How long to wait for a lender that does not answer, if it holds the only copy. A VM that blocks
+/// for a minute loses less than a VM whose swap disk is lost.
 pub const LAST_PATIENCE: Duration = Duration::from_secs(60);
 
-/// TCP keepalive probes that may go unanswered before the kernel ends the connection.
+/// Number of TCP keepalive probes without an answer after which the kernel ends the connection.
 const KEEPALIVE_COUNT: u32 = 2;
 
-/// A second descriptor of another process's socket.
+/// A second file descriptor of another process's socket.
 #[derive(Debug)]
 pub struct Wire(OwnedFd);
 
 impl Wire {
-    /// The socket of `process` that is connected to `address`; `None` if it has none.
+    /// Returns the socket of `process` that is connected to `address`; `None` if `process` has
+    /// none.
     pub fn find(process: &Process, address: &Address) -> io::Result<Option<Self>> {
         Ok(Self::all(process, |socket| is_connected_to(socket, address))?.pop())
     }
 
-    /// All connections that `process` has accepted at a portal (address and port).
+    /// Returns all connections that `process` has accepted at `portal` (address and port).
     pub fn served_by(process: &Process, portal: SocketAddr) -> io::Result<Vec<Self>> {
         let is_there = |socket: &OwnedFd| {
             getpeername(socket).is_ok_and(|peer| peer.is_some())
@@ -57,7 +60,7 @@ impl Wire {
         let directory = format!("/proc/{}/fd", process.pid().as_raw_nonzero());
         for entry in std::fs::read_dir(directory)? {
             let entry = entry?;
-            // The process may close a descriptor meanwhile.
+            // The process may have closed the descriptor meanwhile.
             let is_socket = std::fs::read_link(entry.path())
                 .is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"socket:"));
             let number = entry.file_name().to_str().and_then(|n| n.parse().ok());
@@ -74,8 +77,8 @@ impl Wire {
         Ok(found)
     }
 
-    /// Lets the kernel end the connection when the other host is silent for [`PATIENCE`]. Does
-    /// nothing for a Unix socket, whose other end is on this host.
+    /// Makes the kernel end the connection when the other host does not answer for [`PATIENCE`].
+    /// Has no effect on a Unix socket, whose other end is on this host.
     pub fn keep_alive(&self) -> io::Result<()> {
         let is_tcp = sockopt::socket_domain(&self.0)? != rustix::net::AddressFamily::UNIX;
         if is_tcp {
@@ -85,19 +88,19 @@ impl Wire {
         }
     }
 
-    /// Ends the connection. A process that waits for an answer gets an error at once.
+    /// Ends the connection. A process that waits for an answer on it gets an error at once.
     pub fn cut(&self) {
-        // Fails only if it has ended already.
+        // The call fails only if the connection has ended already.
         let _ = shutdown(&self.0, Shutdown::Both);
     }
 
-    /// An entry for `poll(2)` that becomes ready when the connection has ended.
+    /// Returns an entry for `poll(2)` that becomes ready when the connection ends.
     #[must_use]
     pub fn poll_end(&self) -> PollFd<'_> {
         PollFd::new(&self.0, PollFlags::RDHUP)
     }
 
-    /// Whether the connection has ended.
+    /// Returns whether the connection has ended.
     #[must_use]
     pub fn is_cut(&self) -> bool {
         let mut fds = [self.poll_end()];
@@ -109,7 +112,8 @@ impl Wire {
     }
 }
 
-/// How long to wait for a silent lender of a VM's swap disk, by the disk's durability.
+/// Returns how long to wait for a lender of a swap disk that does not answer, by the disk's
+/// durability.
 #[must_use]
 pub const fn patience(durability: Durability) -> Duration {
     match durability {
@@ -118,16 +122,16 @@ pub const fn patience(durability: Durability) -> Duration {
     }
 }
 
-/// Lets the kernel end a TCP connection when the other host is silent for `patience`. A listening
-/// socket passes the setting on to the connections that it accepts.
+/// Makes the kernel end a TCP connection when the other host does not answer for `patience`. A
+/// listening socket passes the setting on to the connections that it accepts.
 pub(super) fn keep_alive(socket: &impl AsFd, patience: Duration) -> io::Result<()> {
-    // One third of the time until the first probe, and one third for each probe (tcp(7)).
+    // One third of `patience` passes before the first probe, and one third for each probe (tcp(7)).
     let third = patience / (KEEPALIVE_COUNT + 1);
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, third)?;
     sockopt::set_tcp_keepintvl(socket, third)?;
     sockopt::set_tcp_keepcnt(socket, KEEPALIVE_COUNT)?;
-    // Time limit for sent bytes that stay unacknowledged.
+    // This option limits how long sent bytes may stay unacknowledged.
     let unacknowledged = u32::try_from(patience.as_millis()).unwrap_or(u32::MAX);
     sockopt::set_tcp_user_timeout(socket, unacknowledged)?;
     Ok(())
@@ -146,8 +150,8 @@ fn is_connected_to(socket: &OwnedFd, address: &Address) -> bool {
     }
 }
 
-/// Runs `work`, which makes `process` connect to `address` and perhaps wait there for an answer.
-/// After `patience` the connection is cut, so that `work` fails instead of blocking.
+/// Calls `work`, which makes `process` connect to `address` and perhaps wait there for an answer.
+/// After `patience`, the connection is ended, so that `work` fails instead of blocking.
 pub fn within<T>(
     process: &Process,
     address: &Address,

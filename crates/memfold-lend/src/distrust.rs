@@ -1,33 +1,34 @@
-//! Lenders that served bytes other than those written. The daemon borrows nothing from them for an
-//! hour, unless an operator trusts them again.
+//! Lenders that returned bytes other than those written (wrong data). The daemon borrows nothing
+//! from such a lender for an hour, unless an operator trusts the lender again.
 //!
-//! One wrong answer is enough, because RAM that flips bits will do so again. Other leases of the
-//! lender continue: their bytes are checked as well, and they end at their own first wrong answer.
+//! One case of wrong data is enough, because RAM that flips bits will do so again. Other leases of
+//! the lender continue: their bytes are checked as well, and each lease ends at its own first wrong
+//! data.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-/// How long nothing is borrowed from a lender after it served wrong bytes.
+/// How long the daemon borrows nothing from a lender that returned wrong data.
 pub const FOR: Duration = Duration::from_secs(3600);
 
-/// A lender that served wrong bytes.
+/// A lender that returned wrong data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Distrusted {
     /// Host name of the lender.
     pub lender: String,
-    /// Number of wrong answers since the lender was last trusted.
+    /// Number of cases of wrong data from this lender since it was last trusted.
     pub lies: u64,
-    /// VM that got the last wrong answer.
+    /// VM that received the last wrong data from this lender.
     pub vm: String,
-    /// Description of the last wrong answer.
+    /// Description of the last wrong data.
     pub what: String,
-    /// Time until which nothing is borrowed from the lender, in seconds since 1970.
+    /// Time until which the daemon borrows nothing from this lender, in seconds since 1970.
     pub until_unix_s: u64,
 }
 
-/// All distrusted lenders. They are kept in a file, so that they survive a restart of the daemon.
+/// All distrusted lenders. A file keeps them, so that they survive a restart of the daemon.
 #[derive(Debug)]
 pub struct Distrust {
     file: PathBuf,
@@ -41,7 +42,8 @@ fn now() -> u64 {
 }
 
 impl Distrust {
-    /// Reads the file that the previous daemon left; an absent or unreadable file means no lenders.
+    /// Reads the file that the previous daemon left. If the file is absent or unreadable, no lender
+    /// is distrusted.
     #[must_use]
     pub fn open(file: &Path) -> Self {
         let known = std::fs::read(file).ok();
@@ -64,7 +66,7 @@ impl Distrust {
         }
     }
 
-    /// Records that a lender served wrong bytes to a VM.
+    /// Records that a lender returned wrong data to a VM.
     pub fn lied(&mut self, lender: &str, vm: &str, what: &str) {
         self.lied_at(lender, vm, what, now());
         self.write();
@@ -84,20 +86,20 @@ impl Distrust {
         self.lenders.sort_by(|a, b| a.lender.cmp(&b.lender));
     }
 
-    /// Lenders that are distrusted now.
+    /// Returns the lenders that are distrusted now.
     pub fn now(&mut self) -> Vec<Distrusted> {
         self.at(now())
     }
 
     fn at(&mut self, now: u64) -> Vec<Distrusted> {
-        // If the clock was set back, an entry expires rather than lasting longer than [`FOR`].
+        // If the clock was set back, an entry expires instead of lasting longer than [`FOR`].
         let holds =
             |one: &Distrusted| now < one.until_unix_s && one.until_unix_s <= now + FOR.as_secs();
         self.lenders.retain(holds);
         self.lenders.clone()
     }
 
-    /// Trusts a lender again. Returns whether it was distrusted.
+    /// Trusts a lender again. Returns whether the lender was distrusted.
     pub fn trust(&mut self, lender: &str) -> bool {
         let before = self.now().len();
         self.lenders.retain(|one| one.lender != lender);
@@ -105,7 +107,7 @@ impl Distrust {
         self.lenders.len() < before
     }
 
-    /// Number of wrong answers that this daemon has recorded since its start.
+    /// Returns how many cases of wrong data this daemon has recorded since its start.
     #[must_use]
     pub const fn lies(&self) -> u64 {
         self.lies

@@ -36,7 +36,8 @@ impl Transport {
     }
 }
 
-/// The export of one lease: where and how a borrower reaches the lease's bytes.
+/// Export of one lease: the place at which a borrower reaches the lease's bytes, and the key for
+/// it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
     /// Address that the export listens on.
@@ -48,7 +49,7 @@ pub struct Endpoint {
     pub transport: Transport,
 }
 
-// `Debug` prints the address only: a key must not get into a log.
+// `Debug` prints only the address, because a key must not get into a log.
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}", self.address)
@@ -73,9 +74,9 @@ pub enum Address {
 /// A pre-shared key (TLS-PSK, RFC 4279).
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Key {
-    /// Identity under which the key is known, `lease-ID`.
+    /// Identity that belongs to the key, `lease-ID`.
     pub identity: String,
-    /// 32 bytes in hexadecimal digits.
+    /// The key: 32 bytes in hexadecimal digits.
     pub hex: String,
 }
 
@@ -86,8 +87,8 @@ impl fmt::Debug for Key {
 }
 
 impl Endpoint {
-    /// Checks an endpoint that a lender of another host has written. Refuses Unix sockets: their
-    /// paths would name a socket of this host.
+    /// Checks an endpoint that a lender of another host has written. Unix sockets are refused,
+    /// because their paths would name sockets of this host.
     pub fn check_of_another_host(&self) -> Result<(), RegistryError> {
         self.check()?;
         match self.address {
@@ -99,8 +100,8 @@ impl Endpoint {
         }
     }
 
-    /// Checks an endpoint from another host, because its values get into QEMU's options and a key
-    /// file.
+    /// Checks the values of an endpoint. QEMU's options and a key file will contain them, and they
+    /// may come from another host.
     pub fn check(&self) -> Result<(), RegistryError> {
         match (&self.address, &self.key) {
             (Address::Unix(_), _) if self.transport == Transport::Iscsi => {
@@ -186,7 +187,7 @@ mod tests {
         let mut iscsi = unix("/run/x");
         iscsi.transport = Transport::Iscsi;
         refused(iscsi, "iSCSI needs an IP address");
-        // A record that an earlier daemon wrote.
+        // This record has the form that an earlier daemon wrote.
         let text = serde_json::to_string(&unix("/run/x")).unwrap();
         assert!(!text.contains("transport"), "{text}");
         assert_eq!(

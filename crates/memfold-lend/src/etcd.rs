@@ -1,5 +1,5 @@
-//! The registry in an etcd, for clusters. Every host asks etcd directly, so no memfold daemon has
-//! to run for the other hosts.
+//! The registry in an etcd, for clusters. Every host sends its requests directly to etcd, so no
+//! memfold daemon has to run for the other hosts.
 //!
 //! | key | contents | how it changes |
 //! |---|---|---|
@@ -12,17 +12,18 @@
 //! | `last` | number of the last lease | if its revision is unchanged |
 //!
 //! **Why no byte is lent twice.** Every request that creates or ends a lease changes the lender's
-//! account. etcd carries out the transaction only if the account is unchanged since it was read. Of
-//! two hosts that read the same account, one must therefore read again. A host that is cut off from
-//! most members can neither read (reads are linearizable) nor change anything. A request that it
-//! sent earlier is still compared when it arrives. A request without an answer may have been
-//! carried out: if the borrower does not know of its lease, it never renews it, and the lender ends
-//! it.
+//! account. etcd executes the transaction only if the account is unchanged since it was read. So if
+//! two hosts have read the same account, only the first can change it, and the other must read
+//! again. A host that is cut off from most members can neither read (reads are linearizable) nor
+//! change anything. If etcd receives a request late, it still compares the account. A request
+//! without an answer may have been executed: then the borrower does not know its lease and never
+//! renews it, and the lender ends it.
 //!
 //! **Time.** Hosts need not agree on the time of day. A key says for how long it holds. Each reader
-//! counts from when *it* first saw that revision, which is later than the write. A lender that
-//! looks twice a second therefore ends an export at its deadline even while etcd is unreachable.
-//! For a key that a reader has never seen, etcd's own clock counts: etcd removes the key.
+//! counts from the time at which the *reader* first saw that revision, which is later than the
+//! write. A lender looks twice a second, so it ends an export at its deadline even while etcd is
+//! unreachable. For a key that a reader has never seen, etcd's own clock decides: etcd removes the
+//! key.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -39,15 +40,16 @@ use super::offer::{Offer, Want};
 use super::registry::Registry;
 use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
 
-/// An unchanged offer is written again only after this time, because each write costs an etcd
-/// revision.
+/// Time after which an unchanged offer is written again. An offer is not written at each round,
+/// because each write costs an etcd revision.
 const SAY_AGAIN: Duration = Duration::from_secs(1);
 
-/// Most leases that one transaction ends; etcd allows 128 operations.
+/// Maximum number of leases that one transaction ends; etcd allows 128 operations.
 const ENDED_AT_ONCE: usize = 50;
 
 impl EtcdRegistry {
-    /// One attempt to publish a lender's offer. `None`: another client changed the keys meanwhile.
+    /// Tries once to publish a lender's offer. Returns `None` if another client changed the keys
+    /// meanwhile.
     fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>, RegistryError> {
         let lender = &offer.lender;
         let (account, heard) = self.lender(&lender.host)?;
@@ -60,7 +62,8 @@ impl EtcdRegistry {
             return Err(RegistryError::Superseded { lender });
         }
         let mut leases = before.clone().unwrap_or_default().leases;
-        // Leases of the previous run ended with that run. Removes as many at once as etcd takes.
+        // Leases of the previous run have ended with that run. Remove as many as one transaction
+        // can.
         let old: Vec<u64> = if known < incarnation {
             leases.keys().copied().take(ENDED_AT_ONCE).collect()
         } else {
@@ -106,7 +109,8 @@ impl EtcdRegistry {
         }))
     }
 
-    /// One attempt to reserve bytes for a lease.
+    /// Tries once to reserve bytes for a lease. Returns `None` if another client changed the keys
+    /// meanwhile.
     fn try_take(
         &self,
         want: &Want,
@@ -124,12 +128,12 @@ impl EtcdRegistry {
                 && !want.apart_from.contains(&lender.host)
         });
         let looked = lenders.len();
-        // A lender that offers less than it has lent has nothing free.
+        // A lender that now offers less than it has lent has no free bytes.
         let free = |lender: &KnownLender| {
             let account = &lender.account.value;
             account.bytes.saturating_sub(account.lent())
         };
-        // Of several lenders with the most free bytes, the first by name.
+        // If several lenders have the most free bytes, take the first by name.
         let best = lenders.into_iter().rev().max_by_key(free);
         let largest = best.as_ref().map_or(0, free);
         let Some(mut best) = best.filter(|_| largest >= want.bytes) else {
@@ -173,7 +177,7 @@ impl EtcdRegistry {
         Ok(Some(lease))
     }
 
-    /// One attempt to renew a lease.
+    /// Tries once to renew a lease. Returns `None` if another client changed the keys meanwhile.
     fn try_renew(
         &self,
         id: LeaseId,
@@ -188,7 +192,8 @@ impl EtcdRegistry {
             return Err(state(id, what.value.state, "renewed"));
         }
         let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
-        // Each write costs an etcd revision.
+        // A lease that has enough time left is not written, because each write costs an etcd
+        // revision.
         if lease.left_ms >= ttl_ms / 4 * 3 && lease.left_ms > 0 {
             return Ok(Some(lease));
         }
@@ -205,7 +210,8 @@ impl EtcdRegistry {
         }))
     }
 
-    /// One attempt to record that a borrower has lost its other copy.
+    /// Tries once to record that the lent bytes are the only copy. Returns `None` if another client
+    /// changed the keys meanwhile.
     fn try_sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Option<Lease>, RegistryError> {
         let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
         let [what, renewed, recall] =
@@ -240,7 +246,7 @@ impl EtcdRegistry {
         }))
     }
 
-    /// One attempt to end a lease.
+    /// Tries once to end a lease. Returns `None` if another client changed the keys meanwhile.
     fn try_end(&self, id: LeaseId, lender: &LenderId) -> Result<Option<()>, RegistryError> {
         let (what_key, account_key) = (self.what_key(id.0), self.account_key(&lender.host));
         let [Some(what), Some(account)] = self.get([&what_key, &account_key])? else {
@@ -287,7 +293,7 @@ impl Registry for EtcdRegistry {
             let Some(mut account) = account.filter(is_ours) else {
                 return Ok(Some(()));
             };
-            // The account stays: its incarnation keeps an older daemon from coming back.
+            // The account stays, because its incarnation keeps an older daemon from lending again.
             account.value.bytes = 0;
             let txn = Txn::default()
                 .when_at(&key, account.revision)

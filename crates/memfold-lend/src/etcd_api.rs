@@ -1,8 +1,8 @@
-//! Requests to etcd: transactions and etcd leases, through the JSON gateway that every etcd has on
+//! Requests to etcd (transactions and etcd leases) through the JSON gateway that every etcd has on
 //! its client port (`/v3/...`).
 //!
-//! Reads are linearizable, which is the gateway's default. A member that is cut off from the others
-//! therefore answers nothing.
+//! Reads are linearizable, which is the gateway's default. A member that is cut off from the other
+//! members therefore answers no read.
 
 use std::fmt;
 use std::time::Duration;
@@ -18,10 +18,10 @@ use super::https::{Https, Post};
 use super::place::Member;
 use super::tls::TlsFiles;
 
-/// Time limit for a member's answer.
+/// Time limit for an etcd member's answer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// A key with its value.
+/// A key of etcd with its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Kv {
     pub key: String,
@@ -30,25 +30,27 @@ pub(super) struct Kv {
     pub revision: u64,
 }
 
-/// A transaction: its conditions, and the operations that run if all conditions hold.
+/// An etcd transaction: its conditions, and the operations that run if all conditions hold.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Txn {
     compare: Vec<Value>,
     success: Vec<Value>,
 }
 
-/// Result of a transaction.
+/// Result of an etcd transaction.
 #[derive(Clone, Debug)]
 pub(super) struct Done {
-    /// Whether all conditions held, and so the operations ran.
+    /// Whether all conditions held, so that the operations ran.
     pub held: bool,
-    /// The store's revision after the transaction; also the revision of each key that it wrote.
+    /// etcd's revision after the transaction, which is also the revision of each key that the
+    /// transaction wrote.
     pub revision: u64,
-    /// Keys of each requested range, in the order of the requests.
+    /// Keys of each range that the transaction asked for, in the order of the requests.
     pub ranges: Vec<Vec<Kv>>,
 }
 
-/// One of etcd's own leases: etcd removes the keys written with it when it expires.
+/// One of etcd's own leases. When the lease expires, etcd removes the keys that were written with
+/// it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Grant(i64);
 
@@ -61,10 +63,10 @@ fn base64(bytes: impl AsRef<[u8]>) -> String {
     STANDARD.encode(bytes)
 }
 
-/// The first key after all keys that begin with `prefix`.
+/// Returns the first key after all keys that begin with `prefix`.
 fn end_of(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
-    // Prefixes here end with '/'.
+    // The prefixes in this file end with '/'.
     if let Some(last) = end.last_mut() {
         *last += 1;
     }
@@ -72,7 +74,8 @@ fn end_of(prefix: &str) -> Vec<u8> {
 }
 
 impl Txn {
-    /// Adds the condition that the key is still at `revision`; 0: that the key does not exist.
+    /// Adds the condition that the key is still at `revision`; revision 0 means that the key does
+    /// not exist.
     pub fn when_at(mut self, key: &str, revision: u64) -> Self {
         self.compare.push(json!({
             "key": base64(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision.to_string(),
@@ -85,7 +88,7 @@ impl Txn {
         self
     }
 
-    /// Writes a key that etcd removes when its lease `grant` expires.
+    /// Writes a key that etcd removes when the etcd lease `grant` expires.
     pub fn put_for(mut self, key: &str, value: &impl Serialize, grant: Grant) -> Self {
         self.success.push(put(key, value, Some(grant)));
         self
@@ -119,7 +122,7 @@ impl Txn {
 }
 
 fn put(key: &str, value: &impl Serialize, grant: Option<Grant>) -> Value {
-    // Values here are plain structs of ours, which can be written.
+    // All values are plain structs of memfold, which serde can always write.
     let value = serde_json::to_vec(value).unwrap_or_default();
     let mut put = json!({ "key": base64(key), "value": base64(value) });
     if let Some(Grant(id)) = grant {
@@ -139,7 +142,8 @@ impl fmt::Debug for Api {
     }
 }
 
-/// A 64-bit number. protobuf's JSON mapping writes it as text, and leaves it out when it is 0.
+/// A 64-bit number. protobuf's JSON mapping writes such a number as text, and omits it when it is
+/// 0.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Number {
@@ -244,7 +248,7 @@ impl Api {
         if status == StatusCode::OK {
             return serde_json::from_slice(&body).map_err(|_| odd());
         }
-        // A member without a leader, for example. Another member may have one.
+        // This member may have no leader, for example. Another member may have one.
         self.http.pass_over();
         let said = serde_json::from_slice::<ErrorAnswer>(&body).map_or_else(
             |_| String::from_utf8_lossy(&body).chars().take(200).collect(),
@@ -253,7 +257,8 @@ impl Api {
         Err(ApiError(format!("{status}: {said}")))
     }
 
-    /// Runs a transaction. After an error, it may or may not have been carried out.
+    /// Runs a transaction. If an error is returned, the transaction may or may not have been
+    /// executed.
     pub fn txn(&self, txn: &Txn) -> Result<Done, ApiError> {
         let body = json!({ "compare": txn.compare, "success": txn.success });
         let answer: TxnAnswer = self.ask("/v3/kv/txn", &body)?;
@@ -268,7 +273,7 @@ impl Api {
         })
     }
 
-    /// Asks for an etcd lease of at least `ttl`, rounded up to whole seconds.
+    /// Requests an etcd lease of at least `ttl`, rounded up to whole seconds.
     pub fn grant(&self, ttl: Duration) -> Result<Grant, ApiError> {
         let seconds = ttl.as_millis().div_ceil(1000).max(1);
         let body = json!({ "TTL": seconds.to_string() });
@@ -284,7 +289,7 @@ mod tests {
 
     #[test]
     fn json_responses_of_etcd_are_parsed() {
-        // Of etcd 3.4.23.
+        // This answer is from etcd 3.4.23.
         let text = r#"{"header":{"cluster_id":"14841639068965178418","revision":"7","raft_term":"2"},"succeeded":true,
             "responses":[{"response_range":{"header":{"revision":"7"},"kvs":[{"key":"YS8x","create_revision":"2",
             "mod_revision":"7","version":"6","value":"e30=","lease":"7587"}],"count":"1"}},{"response_range":{"header":{}}}]}"#;

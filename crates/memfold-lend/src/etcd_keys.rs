@@ -1,4 +1,4 @@
-//! Keys of the registry in an etcd, and how their values are read.
+//! Keys of the registry in an etcd, and functions that read their values.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -14,7 +14,7 @@ use super::place::Member;
 use super::registry_error::RegistryError;
 use super::tls::TlsFiles;
 
-/// Prefix of all keys of memfold. The number is the version of the key layout.
+/// Prefix of all keys of memfold in etcd. The number is the version of the key layout.
 const PREFIX: &str = "/memfold/lend/1/";
 
 /// How long a transaction is retried while other clients change the same keys.
@@ -24,7 +24,7 @@ const CONTENTION: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Account {
     pub(super) incarnation: u64,
-    /// Bytes offered, lent ones included.
+    /// Bytes that the lender offers, lent bytes included.
     pub(super) bytes: u64,
     /// How long an offer holds after it was published, in milliseconds.
     pub(super) ttl_ms: u64,
@@ -38,7 +38,7 @@ impl Account {
     }
 }
 
-/// A lease without its times.
+/// A lease without its times, as stored under `lease/ID/what`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct What {
     pub(super) lender: LenderId,
@@ -49,7 +49,7 @@ pub(super) struct What {
     pub(super) state: LeaseState,
 }
 
-/// How long a key's statement holds after it was written, in milliseconds.
+/// Value of a key: how long the key holds after it was written, in milliseconds.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Holds {
     pub(super) ms: u64,
@@ -68,7 +68,7 @@ pub struct EtcdRegistry {
     pub(super) place: String,
     pub(super) prefix: String,
     pub(super) begun: Instant,
-    /// For each key: its revision, and when this process first saw that revision.
+    /// For each key, the revision that this process last saw, and when it first saw that revision.
     pub(super) seen: Mutex<HashMap<String, (u64, Instant)>>,
 }
 
@@ -89,13 +89,14 @@ pub(super) struct KnownLender {
 }
 
 impl EtcdRegistry {
-    /// The registry at these members; `place` names it in error messages.
+    /// Creates the registry whose etcd has these members. Error messages name the registry by
+    /// `place`.
     #[must_use]
     pub fn new(place: String, members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
         Self::under(PREFIX.to_owned(), place, members, tls)
     }
 
-    /// A registry under another key prefix, which ends with `/`.
+    /// Creates a registry under another key prefix, which ends with `/`.
     pub(super) fn under(
         prefix: String,
         place: String,
@@ -158,19 +159,20 @@ impl EtcdRegistry {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Time since this process first saw the key at `revision`.
+    /// Returns the time since this process first saw the key at `revision`.
     pub(super) fn since(&self, key: &str, revision: u64) -> Duration {
         let now = Instant::now();
         let mut seen = self.seen();
         let at = seen.entry(key.to_owned()).or_insert((revision, now));
-        // Answers may arrive out of order.
+        // Answers may arrive out of order, so the revision may be older than the last one.
         if at.0 < revision {
             *at = (revision, now);
         }
         at.1.elapsed()
     }
 
-    /// Time left of the duration in a key, counted from when this process first saw it.
+    /// Returns the time left of the duration in a key, counted from when this process first saw the
+    /// key's revision.
     pub(super) fn left(&self, kv: &Kv) -> Result<Duration, RegistryError> {
         let holds: Holds = self.read(kv)?;
         let holds = Duration::from_millis(holds.ms);
@@ -198,7 +200,7 @@ impl EtcdRegistry {
         done.ranges.try_into().map_err(other)
     }
 
-    /// Reads these keys at one revision.
+    /// Reads the values of `keys` at one revision of etcd.
     pub(super) fn get<const N: usize>(
         &self,
         keys: [&str; N],
@@ -214,7 +216,8 @@ impl EtcdRegistry {
         Ok(done.held.then_some(done.revision))
     }
 
-    /// Repeats `attempt` until no other client interferes, for at most [`CONTENTION`].
+    /// Repeats `attempt` until no other client has changed the same keys, for at most
+    /// [`CONTENTION`].
     pub(super) fn repeat<T>(
         &self,
         mut attempt: impl FnMut() -> Result<Option<T>, RegistryError>,
@@ -227,7 +230,7 @@ impl EtcdRegistry {
             if Instant::now() > end {
                 break;
             }
-            // A random wait, so that competing clients do not retry in step.
+            // The wait is random, so that competing clients do not retry at the same time.
             let chance = memfold_vm::overlay::unique() / 1000 % 8 + 1;
             std::thread::sleep(Duration::from_millis(chance * turn.min(10)));
         }
@@ -243,7 +246,7 @@ impl EtcdRegistry {
         Ok((account, heard))
     }
 
-    /// The lease in `kv`, if it belongs to the caller.
+    /// Returns the lease in `kv`, if it belongs to the caller.
     pub(super) fn what(
         &self,
         id: LeaseId,
@@ -252,7 +255,8 @@ impl EtcdRegistry {
         is_theirs: impl FnOnce(&What) -> bool,
     ) -> Result<At<What>, RegistryError> {
         let what: Option<At<What>> = kv.map(|kv| self.at(kv)).transpose()?;
-        // Callers must not learn who owns another's lease.
+        // The error for a lease of another owner is the same as for no lease, so that callers do
+        // not learn of it.
         let theirs = what.filter(|what| is_theirs(&what.value));
         theirs.ok_or_else(|| RegistryError::NoLease {
             id,
@@ -282,7 +286,7 @@ impl EtcdRegistry {
         })
     }
 
-    /// Lenders found in `kvs`, which holds all keys of all lenders.
+    /// Returns the lenders in `kvs`, which holds all keys of all lenders.
     pub(super) fn lenders(&self, kvs: &[Kv]) -> Result<Vec<KnownLender>, RegistryError> {
         let prefix = format!("{}lender/", self.prefix);
         let mut all = Vec::new();
@@ -298,7 +302,7 @@ impl EtcdRegistry {
                 (self.left(heard)?, self.since(&heard_key, heard.revision))
             } else {
                 let seen = self.seen().get(&heard_key).map(|(_, at)| at.elapsed());
-                // The offer expired before this process first looked.
+                // The offer expired before this process first read it.
                 let unseen = || Duration::from_millis(account.value.ttl_ms) + self.begun.elapsed();
                 (Duration::ZERO, seen.unwrap_or_else(unseen))
             };
@@ -326,8 +330,8 @@ impl EtcdRegistry {
         granted.map_err(|error| self.failed(&error))
     }
 
-    /// Forgets lease keys that no longer exist. Lenders' keys are remembered, to tell how long a
-    /// lender has been silent.
+    /// Removes from `seen` the keys of leases that no longer exist. Keys of lenders stay, because
+    /// they tell how long a lender has been silent.
     pub(super) fn forget(&self, leases: &[Kv]) {
         let prefix = self.all_leases();
         let is_there = |key: &str| leases.iter().any(|kv| kv.key == key);

@@ -1,4 +1,4 @@
-//! The registry in real etcd servers, which are killed, stopped and started again.
+//! Tests of the registry in real etcd servers, which are killed, stopped and started again.
 
 use std::collections::HashSet;
 use std::net::TcpListener;
@@ -20,8 +20,8 @@ use super::registry_error::RegistryError;
 use super::registry_tests::{Fixture, Several, check, lender, offer, suite, take, want};
 use super::{Lender, LenderOptions};
 
-/// Debian's etcd as `scripts/setup tests` unpacks it, or the one in `PATH`; `None`: there is none,
-/// and nothing is tested here.
+/// Returns the path of Debian's etcd as `scripts/setup tests` unpacks it, or of the etcd in `PATH`;
+/// `None` if there is none, and the test is skipped.
 fn program() -> Option<PathBuf> {
     let unpacked = std::env::var_os("MEMFOLD_CACHE")
         .map(PathBuf::from)
@@ -41,7 +41,7 @@ fn program() -> Option<PathBuf> {
     memfold_testkit::reports_skip("etcd is not there (scripts/setup tests)")
 }
 
-/// One member, in a directory of its own.
+/// One etcd member with a directory of its own.
 struct Server {
     child: Child,
     command: Vec<String>,
@@ -49,7 +49,7 @@ struct Server {
     member: Member,
 }
 
-/// A cluster of members on ports of 127.0.0.1.
+/// A cluster of etcd members on ports of 127.0.0.1.
 struct Cluster {
     servers: Vec<Server>,
     _directory: tempfile::TempDir,
@@ -90,7 +90,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Fails only for one that has ended.
+        // The call fails only for a member that has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -153,7 +153,7 @@ impl Cluster {
         }
     }
 
-    /// A registry of its own that asks these members.
+    /// Returns a registry with a key prefix of its own that asks these members.
     fn registry(&self, name: &str, members: &[usize]) -> EtcdRegistry {
         let members = members.iter().map(|n| self.servers[*n].member.clone());
         let prefix = format!("/test/{name}/");
@@ -166,7 +166,7 @@ fn wait(what: &str, ready: impl FnMut() -> bool) {
     memfold_testkit::wait_until(what, Duration::from_secs(60), ready);
 }
 
-/// Time passes by itself; `more` is what etcd takes to see that.
+/// Lets time pass: waits for the time, and for `more`, the time that etcd takes to expire keys.
 fn advance(more: Duration) -> Box<dyn Fn(Duration)> {
     Box::new(move |by| std::thread::sleep(by + more))
 }
@@ -186,7 +186,7 @@ fn the_etcd_registry_passes_the_lease_test_suite() {
     });
 }
 
-/// Several managers, each of which may see a key later than the others.
+/// Several clients share the registry; each client may see a key later than the others.
 #[test]
 fn several_clients_of_one_etcd_pass_the_lease_test_suite() {
     let Some(cluster) = Cluster::start(1) else {
@@ -207,7 +207,7 @@ fn is_unusable(error: &RegistryError) -> bool {
     matches!(error, RegistryError::Unusable { .. })
 }
 
-/// All that was given out is there, once, and nothing beyond the offer is.
+/// Checks that each lease in `given` exists once, and that no lender has lent more than it offers.
 fn check_given(picture: &Picture, given: &[Lease]) {
     check(picture);
     let numbers: HashSet<u64> = given.iter().map(|lease| lease.id.0).collect();
@@ -271,7 +271,8 @@ fn a_restarted_etcd_loses_no_lease_and_grants_no_memory_twice() {
         failed.load(Ordering::Relaxed)
     );
     assert!(given.len() > 20 && failed.load(Ordering::Relaxed) > 3);
-    // What nobody knows of is ended by its lender like all else, and everything can be had again.
+    // Leases that no borrower knows are ended by their lender like all others, and then all bytes
+    // are free again.
     for lease in &picture.leases {
         registry.ended(lease.id, &lease.lender).unwrap();
     }
@@ -293,13 +294,14 @@ fn a_host_cut_off_from_the_etcd_majority_gets_no_lease_and_no_memory_is_granted_
     });
     let first = take(&alone, 10).unwrap();
     cluster.servers[0].signal(Signal::STOP);
-    // One asks for what is left before it can know that it's cut off; its request waits there.
+    // The cut-off client requests the remaining bytes before it can know that it is cut off; the
+    // request waits.
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let begun = Instant::now();
             (take(&alone, 90), begun.elapsed())
         });
-        // The others may need another leader first.
+        // The other members may need to elect a leader first.
         let mut taken = None;
         wait("the others go on", || {
             offer_until(&most);
@@ -308,11 +310,12 @@ fn a_host_cut_off_from_the_etcd_majority_gets_no_lease_and_no_memory_is_granted_
         });
         let (refused, after) = waiting.join().unwrap();
         assert!(is_unusable(&refused.unwrap_err()));
-        // Two tries of 3 s; without a limit it waits as long as the cut lasts.
+        // The request is tried twice for 3 s; without a time limit it would wait until the cut
+        // ends.
         assert!(after < patience(Duration::from_secs(20)), "{after:?}");
     });
     cluster.servers[0].signal(Signal::CONT);
-    // The one that waited was compared, and came to nothing.
+    // The waiting request was compared with the changed account, and was refused.
     let mut picture = None;
     wait("it is heard again", || {
         picture = alone.picture().ok();
@@ -327,7 +330,7 @@ fn a_host_cut_off_from_the_etcd_majority_gets_no_lease_and_no_memory_is_granted_
         Err(RegistryError::NothingToSpare { largest: 0, .. })
     ));
     assert!(picture.leases.iter().any(|lease| lease.id == first.id));
-    // Without most of the members nobody gets anything.
+    // Without most of the members, no client gets anything.
     cluster.servers[0].signal(Signal::STOP);
     cluster.servers[1].signal(Signal::STOP);
     for error in [take(&most, 1).unwrap_err(), take(&most, 1).unwrap_err()] {
@@ -345,7 +348,7 @@ fn a_host_cut_off_from_the_etcd_majority_gets_no_lease_and_no_memory_is_granted_
     check(&picture.unwrap());
 }
 
-/// Says the offer again; a cluster without a leader can't hear it.
+/// Repeats the offer until the cluster accepts it; a cluster without a leader does not.
 fn offer_until(registry: &EtcdRegistry) {
     let ours = super::offer::Offer {
         lender: lender("a", 1),

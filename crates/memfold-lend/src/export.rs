@@ -1,21 +1,22 @@
-//! The export of one lease: an nbdkit process that holds the lease's bytes in its memory.
+//! The export of one lease: an nbdkit process that holds the lease's bytes in its memory and serves
+//! them.
 //!
 //! Each lease has its own process, with nbdkit's `data` plugin and these options:
-//! - The memory is private to the process. No other borrower's server can reach it, and none of it
-//!   is in a file system. When the process ends, the kernel takes the pages and clears them before
-//!   reuse.
+//! - The memory is private to the process. No other borrower's server can reach the memory, and
+//! none of it is in a file system. When the process ends, the kernel clears the pages before their
+//! next use.
 //! - `allocator=malloc,mlock=true`, and one byte written at the very end, make nbdkit allocate and
-//!   lock all memory before the first client connects. A lender that is short of memory therefore
-//!   fails to start the export. Later writes never fail for lack of memory, and nothing is swapped.
+//! lock all memory before the first client connects. So a lender that is short of memory fails to
+//! start the export, later writes never fail for lack of memory, and nothing is swapped.
 //! - `limit` and `exitlast` (order: see [`FILTERS`]) allow one connection and never a second.
-//!   QEMU's client reconnects by itself, and writes that went only to the other copy meanwhile
-//!   would be missing here. An export ends with its connection.
+//! QEMU's client reconnects by itself, and writes that went only to the other copy meanwhile would
+//! be missing in this export. An export ends with its connection.
 //!
-//! Over TCP: TLS with a pre-shared key, which the registry gives to the borrower only (TLS-PSK has
-//! no certificate that could expire). The export listens on the lender's configured address. It
-//! announces that address, or another one if a forwarder is in between.
+//! Over TCP, the export uses TLS with a pre-shared key, which the registry gives to the borrower
+//! only (TLS-PSK has no certificate that could expire). The export listens on the lender's
+//! configured address. The borrower is told this address, or the address of a forwarder in between.
 //!
-//! For iSCSI the process is a tgtd instead; [`iscsi`](super::iscsi) describes it.
+//! For iSCSI, the export's process is a tgtd instead; [`iscsi`](super::iscsi) describes it.
 //!
 //! Zeroed or trimmed blocks stay allocated (nbdkit's `common/allocators/malloc.c` fills them with
 //! zeroes), so that a later write needs no new memory.
@@ -40,35 +41,37 @@ use super::lease::LeaseId;
 
 pub use super::listen::{Listen, TcpListen};
 
-/// Time limit for nbdkit to allocate and lock its memory: this much per GiB, and at least
+/// Time limit for nbdkit to allocate and lock its memory, for each GiB. The whole limit is at least
 /// [`START_LEAST`].
 const START_PER_GIB: Duration = Duration::from_secs(5);
 const START_LEAST: Duration = Duration::from_secs(10);
 
-/// Bytes at the end of nbdkit's output that an error message repeats.
+/// Number of bytes at the end of nbdkit's output that an error message repeats.
 const LOG_TAIL: usize = 2048;
 
-/// Most bytes of nbdkit's output that are kept: any stranger who connects can make it log a line.
+/// Maximum number of bytes of nbdkit's output that are kept. The output needs a limit, because any
+/// stranger who connects can make nbdkit log a line.
 const LOG_LIMIT: u64 = 128 << 10;
 
-/// nbdkit filters, from the client inwards. When the client disconnects, the outermost filter hears
-/// of it first: `exitlast` ends the whole server before `limit` would let another client in.
+/// nbdkit filters, the outermost first. The outermost filter is notified first when the client
+/// disconnects: `exitlast` ends the whole server before `limit` would let another client in.
 const FILTERS: [&str; 2] = ["exitlast", "limit"];
 
-/// Shell script that starts nbdkit. It passes a listening socket as systemd does (descriptor 3,
-/// with the process number that it is meant for). A second shell waits for the end of a pipe
-/// (descriptor 4) whose other end this process holds. When this process ends for any reason, that
-/// shell kills nbdkit. nbdkit's own `--exit-with-parent` is not enough: it lets a silent client
-/// stay connected. nbdkit also resets its death signal at start (`PR_SET_PDEATHSIG`), so ours would
-/// not stay. The second shell ends with nbdkit, and acts only while nbdkit is its parent, so the
-/// process number cannot belong to another process. When the host runs out of memory, lent memory
-/// is ended first, and none of it is dumped.
+/// Shell script that starts nbdkit. The script passes a listening socket as systemd does
+/// (descriptor 3, with the process number of nbdkit). A second shell waits for the end of a pipe
+/// (descriptor 4) whose other end the daemon holds. When the daemon ends for any reason, the second
+/// shell kills nbdkit. nbdkit's own `--exit-with-parent` is not enough, because it lets a silent
+/// client stay connected. A death signal (`PR_SET_PDEATHSIG`) does not help either, because nbdkit
+/// resets it at start. The second shell ends with nbdkit, and acts only while nbdkit is its parent,
+/// so the process number cannot belong to another process. When the host runs out of memory, the
+/// kernel kills exports before other processes; a core dump contains no lent memory.
 const SHELL: &str = r#"{ echo 1000 >/proc/self/oom_score_adj; echo 0 >/proc/self/coredump_filter; } 2>/dev/null
 exec 3<&0 4<&1 </dev/null 1>&2
 setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- >/dev/null 2>&1 &
 LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit "$@" 4<&-"#;
 
-/// Reason why a lease could not be exported. No process or file of the export is left then.
+/// Reason why a lease could not be exported. No process or file of the export is left after the
+/// error.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     /// nbdkit is not installed.
@@ -77,63 +80,65 @@ pub enum ExportError {
     /// A file or a socket cannot be created.
     #[error("cannot use {path}")]
     Files {
-        /// The file, or the address of the socket.
+        /// Path of the file, or address of the socket.
         path: PathBuf,
         /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// nbdkit ended before it was ready, or took too long.
+    /// nbdkit ended before it was ready, or took too long to become ready.
     #[error("nbdkit did not export {bytes} bytes ({what}); it said: {output}")]
     Start {
         /// Bytes that nbdkit was to export.
         bytes: u64,
-        /// Exit status, or how many bytes were locked at the time limit.
+        /// Exit status of nbdkit, or how many bytes were locked at the time limit.
         what: String,
         /// The end of nbdkit's output.
         output: String,
     },
 }
 
-/// A running export. It ends when this value is dropped, when this process ends, and when the
-/// *thread* that started it ends: nbdkit sets `PR_SET_PDEATHSIG`, which refers to the thread.
+/// A running export. The export ends when this value is dropped, when the daemon ends, and when the
+/// *thread* that started it ends, because nbdkit sets `PR_SET_PDEATHSIG`, which refers to the
+/// thread.
 #[derive(Debug)]
 pub struct Export {
     child: Child,
-    /// This process's end of the pipe; its closing tells the shell that this process has ended.
+    /// The daemon's end of the pipe; its closing tells the shell that the daemon has ended.
     #[allow(dead_code)] // held
     alive: OwnedFd,
     files: Vec<PathBuf>,
     endpoint: Endpoint,
     bytes: u64,
     log: PathBuf,
-    /// For iSCSI: the files of the process beside tgtd, and tgtd itself once it is ready.
+    /// For iSCSI, the files of the helper process `target`, and tgtd itself once the export is
+    /// ready.
     iscsi: Option<(target::Files, Option<Process>)>,
     /// Time by which the export must be ready.
     deadline: Instant,
     stopped_looks: u32,
-    /// Bytes of the log that have been read.
+    /// Number of bytes of the log that have been read.
     heard: u64,
 }
 
 /// State of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// The process serves a client or waits for one.
+    /// The export's process serves a client or waits for one.
     Serving,
-    /// The process has ended: its client disconnected, or somebody killed it.
+    /// The export's process has ended: its client disconnected, or somebody killed the process.
     Ended,
-    /// The process is stopped (`SIGSTOP`, a debugger), so that its client waits.
+    /// The export's process is stopped (`SIGSTOP`, a debugger), so its client waits.
     Stopped,
 }
 
 impl Export {
-    /// Starts to export `bytes` of new, locked memory; [`is_ready`](Self::is_ready) tells when it
-    /// is ready. Its files are created in `directory`. A silent borrower's host is waited for with
-    /// `patience`.
+    /// Starts to export `bytes` of new, locked memory; [`is_ready`](Self::is_ready) tells when the
+    /// export is ready. The export's files are created in `directory`. The connection ends when the
+    /// borrower's host does not answer for `patience`.
     ///
     /// # Errors
-    /// nbdkit or tgtd cannot be started, or a file or a socket cannot be created.
+    /// Fails if nbdkit or tgtd cannot be started, or a file or socket cannot be created.
     pub fn start(
         directory: &Path,
         listen: Listen,
@@ -169,11 +174,12 @@ impl Export {
         })
     }
 
-    /// Returns whether all memory is allocated and locked. nbdkit accepts no client before that.
-    /// `VmLck` in `/proc/PID/status` shows it without using the one connection that nbdkit accepts.
+    /// Returns whether all memory is allocated and locked. nbdkit accepts no client before. `VmLck`
+    /// in `/proc/PID/status` shows the locked memory without using nbdkit's only connection.
     ///
     /// # Errors
-    /// The export ended or took too long. It never becomes ready; drop it.
+    /// Fails if the export ended or took too long; then it never becomes ready, and must be
+    /// dropped.
     pub fn is_ready(&mut self) -> Result<bool, ExportError> {
         let locked = locked_bytes(self.child.id());
         let what = match self.child.try_wait() {
@@ -190,8 +196,8 @@ impl Export {
         })
     }
 
-    /// Whether a server answers: nbdkit does as soon as its memory is locked; tgtd is looked up
-    /// here.
+    /// Returns whether a server accepts the borrower. nbdkit does so as soon as its memory is
+    /// locked; for iSCSI, this function looks for the tgtd.
     fn is_served(&mut self) -> Result<bool, ExportError> {
         let Some((files, server)) = &mut self.iscsi else {
             return Ok(true);
@@ -206,7 +212,7 @@ impl Export {
         Ok(server.is_some())
     }
 
-    /// Connections that broke off or were refused since the last call.
+    /// Returns how many connections broke off or were refused since the last call.
     pub fn refused(&mut self) -> u64 {
         use std::io::{Seek, SeekFrom};
 
@@ -214,7 +220,7 @@ impl Export {
             return 0;
         };
         let mut said = Vec::new();
-        // An unreadable log counts as no connections.
+        // If the log cannot be read, no connections are counted.
         let read = log.seek(SeekFrom::Start(self.heard)).and_then(|_| {
             let mut log = (&log).take(LOG_LIMIT);
             log.read_to_end(&mut said)
@@ -228,28 +234,28 @@ impl Export {
         lines.filter(is_error).count() as u64
     }
 
-    /// Address, protocol and key for the borrower.
+    /// Returns address, protocol and key for the borrower.
     #[must_use]
     pub const fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
-    /// Size of the export, in bytes.
+    /// Returns the size of the export in bytes.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Process number of nbdkit, or of the process beside tgtd.
+    /// Returns the process number of nbdkit, or of the helper process `target`.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Kills the process and waits for at most `patience` until its memory is free. Returns whether
-    /// it is.
+    /// Kills the export's process and waits for at most `patience` until the memory is free.
+    /// Returns whether the memory is free.
     pub fn kill(&mut self, patience: Duration) -> bool {
-        // Fails only for a child that has ended. SIGKILL also ends a stopped process.
+        // The call fails only for a child that has ended. SIGKILL also ends a stopped process.
         let _ = self.child.kill();
         let end = Instant::now() + patience;
         while matches!(self.child.try_wait(), Ok(None)) {
@@ -261,23 +267,23 @@ impl Export {
         self.end_server(end.saturating_duration_since(Instant::now()))
     }
 
-    /// Waits for the end of tgtd, which holds the memory open and ends with the process beside it.
-    /// Returns whether it has ended.
+    /// Waits for the end of tgtd, which holds the memory open. Returns whether tgtd has ended.
     fn end_server(&self, patience: Duration) -> bool {
         let Some((_, Some(server))) = &self.iscsi else {
             return true;
         };
-        // Fails only if the process has ended.
+        // The call fails only if the process has ended.
         let _ = server.kill();
         server.wait_exit(patience).unwrap_or(true)
     }
 
-    /// The state of the export now.
+    /// Returns the state of the export now.
     pub fn health(&mut self) -> Health {
         if !matches!(self.child.try_wait(), Ok(None)) {
             return Health::Ended;
         }
-        // A single look may catch a short stop by a debugger.
+        // A single stop may be a short one by a debugger, so two checks in a row must find the
+        // process stopped.
         self.stopped_looks = if is_stopped(self.child.id()) {
             self.stopped_looks + 1
         } else {
@@ -293,9 +299,9 @@ impl Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        // Fails only for a child that has ended. SIGKILL also ends a stopped process.
+        // The call fails only for a child that has ended. SIGKILL also ends a stopped process.
         let _ = self.child.kill();
-        // Its memory may be in use until the child is reaped.
+        // The child's memory may be in use until the child is reaped.
         let _ = self.child.wait();
         self.end_server(START_LEAST);
         remove(&self.files);
@@ -340,8 +346,8 @@ fn listen_with_key(
 ) -> Result<(OwnedFd, Endpoint), ExportError> {
     let named = PathBuf::from(tcp.ip.to_string());
     let socket = tcp.bind().map_err(failed(&named))?;
-    // Accepted connections inherit the timeout from the socket: a borrower that was cut off does
-    // not keep its export.
+    // Accepted connections inherit the timeout from the socket, so the export of a borrower that
+    // was cut off ends.
     connection::keep_alive(&socket, patience).map_err(failed(&named))?;
     let port = socket.local_addr().map_err(failed(&named))?.port();
     let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
@@ -364,7 +370,7 @@ fn start(
     let (log_path, socket_path, keys_path) = (place("log"), place("sock"), place("psk"));
     remove(std::slice::from_ref(&socket_path));
     remove(std::slice::from_ref(&log_path));
-    // Opened for appending, so that it can be truncated.
+    // The log is opened for appending, so that it can be truncated.
     let log = File::options()
         .append(true)
         .create_new(true)
@@ -400,7 +406,7 @@ fn start(
         .arg(format!("size={bytes}"))
         .args(["allocator=malloc,mlock=true", "limit=1"])
         .current_dir("/")
-        // These belong to the daemon, not to an export (sd_notify(3)).
+        // These variables belong to the daemon, not to an export (sd_notify(3)).
         .env_remove("NOTIFY_SOCKET")
         .env_remove("WATCHDOG_USEC")
         .env_remove("WATCHDOG_PID")
@@ -422,7 +428,8 @@ fn failed(path: &Path) -> impl FnOnce(io::Error) -> ExportError {
     move |source| ExportError::Files { path, source }
 }
 
-/// A pipe: the end for the child, which notices when this process ends, and the end to hold.
+/// Creates a pipe. Returns the end for the child, which notices when the daemon ends, and the end
+/// that the daemon holds.
 fn pipe() -> Result<(OwnedFd, OwnedFd), ExportError> {
     pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed(Path::new("a pipe"))(error.into()))
 }
@@ -437,7 +444,8 @@ fn start_iscsi(
 ) -> Result<Started, ExportError> {
     let named = PathBuf::from(tcp.ip.to_string());
     remove(&files.all());
-    // tgtd binds the port itself. If another process takes it first, tgtd reports that and ends.
+    // tgtd binds the port itself. If another process takes the port first, tgtd reports an error
+    // and ends.
     let bound = tcp.bind().and_then(|socket| socket.local_addr());
     let portal = bound.map_err(failed(&named))?;
     let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
@@ -467,7 +475,7 @@ fn new_key(id: LeaseId) -> io::Result<Key> {
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     let mut hex = String::new();
     for byte in bytes {
-        // Writing to a String can't fail.
+        // Writing to a String cannot fail.
         let _ = write!(hex, "{byte:02x}");
     }
     Ok(Key {
@@ -494,7 +502,7 @@ fn tail(log: &Path) -> String {
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// `VmLck` of a process, in bytes; 0 if it cannot be read.
+/// Returns `VmLck` of a process in bytes; 0 if it cannot be read.
 fn locked_bytes(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmLck:"));

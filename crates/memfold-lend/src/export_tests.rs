@@ -17,15 +17,16 @@ fn there() -> bool {
     there
 }
 
-/// The server's greeting, or what came of it. Sixteen bytes: NBDMAGIC, IHAVEOPT (doc/proto.md of
-/// NBD).
+/// Returns the server's greeting: NBDMAGIC, IHAVEOPT (doc/proto.md of NBD), flags. `None` if the
+/// server closes the connection.
 fn greet(stream: &mut (impl Read + Write)) -> Option<[u8; 18]> {
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).ok()?;
     Some(greeting)
 }
 
-/// Goes through the handshake by the old way that still is in the protocol: `NBD_OPT_EXPORT_NAME`.
+/// Does the handshake in the old way, which the protocol still has: `NBD_OPT_EXPORT_NAME`. Returns
+/// the size of the export.
 fn enter(stream: &mut UnixStream) -> Option<u64> {
     let greeting = greet(stream)?;
     assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
@@ -63,7 +64,8 @@ fn an_export_uses_locked_memory_and_serves_one_client_and_leaves_no_file() {
     let place = tempfile::tempdir().unwrap();
     let mut export = ready(place.path(), Listen::Unix, 7, 8 * MIB);
     assert!(locked_bytes(export.pid()) >= 8 * MIB);
-    // The host's own VMs outlive it, and no dump holds what lies there.
+    // The kernel kills an export before the host's own VMs, and core dumps do not contain its
+    // memory.
     let of = |file: &str| std::fs::read_to_string(format!("/proc/{}/{file}", export.pid()));
     assert_eq!(of("oom_score_adj").unwrap().trim(), "1000");
     assert_eq!(of("coredump_filter").unwrap().trim(), "00000000");
@@ -74,7 +76,7 @@ fn an_export_uses_locked_memory_and_serves_one_client_and_leaves_no_file() {
     assert_eq!(mode & 0o777, 0o600);
     let mut first = UnixStream::connect(&path).unwrap();
     assert_eq!(enter(&mut first), Some(8 * MIB));
-    // TRIM, then WRITE_ZEROES: no page is given back.
+    // TRIM, then WRITE_ZEROES: neither frees a page.
     for command in [4_u16, 6] {
         let mut ask = 0x2560_9513_u32.to_be_bytes().to_vec();
         ask.extend(0_u16.to_be_bytes());
@@ -87,7 +89,7 @@ fn an_export_uses_locked_memory_and_serves_one_client_and_leaves_no_file() {
         assert_eq!(answer[..8], [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0]);
         assert!(resident_bytes(export.pid()) >= 8 * MIB);
     }
-    // Nobody else gets in beside it, nor after it.
+    // No second client is served beside the first or after it.
     let mut second = UnixStream::connect(&path).unwrap();
     second
         .set_read_timeout(Some(Duration::from_secs(60)))
@@ -122,7 +124,7 @@ fn a_tcp_export_requires_a_tls_key_that_is_stored_in_a_private_file() {
         .set_read_timeout(Some(Duration::from_secs(60)))
         .unwrap();
     greet(&mut stream).unwrap();
-    // Without TLS: NBD_OPT_GO is answered by NBD_REP_ERR_TLS_REQD.
+    // Without TLS, the server answers NBD_OPT_GO with NBD_REP_ERR_TLS_REQD.
     let mut ask = 3_u32.to_be_bytes().to_vec();
     ask.extend(b"IHAVEOPT");
     ask.extend(7_u32.to_be_bytes());
@@ -133,7 +135,7 @@ fn a_tcp_export_requires_a_tls_key_that_is_stored_in_a_private_file() {
     stream.read_exact(&mut answer).unwrap();
     assert_eq!(answer[12..16], (0x8000_0005_u32).to_be_bytes());
     drop(stream);
-    // One that speaks something else is counted, however often it comes.
+    // A client of another protocol is counted each time it connects.
     assert_eq!(export.refused(), 0);
     for _ in 0..3 {
         let mut stream = TcpStream::connect((ip, port)).unwrap();
@@ -162,7 +164,7 @@ fn exports_use_only_the_given_ports_and_announce_the_given_address() {
         return;
     }
     let place = tempfile::tempdir().unwrap();
-    // A range of one port that was free a moment ago, and is taken then.
+    // The range has one port, which was free a moment ago and is in use at the second export.
     let ip = IpAddr::from([127, 0, 0, 1]);
     let free = TcpListener::bind((ip, 0)).unwrap();
     let port = free.local_addr().unwrap().port();
@@ -227,7 +229,7 @@ fn an_export_with_a_silent_client_ends_with_the_process_that_started_it() {
     let mut export = ready(place.path(), Listen::Unix, 2, MIB);
     let mut client = UnixStream::connect(place.path().join("2.sock")).unwrap();
     enter(&mut client).unwrap();
-    // As the kernel does at the process's end.
+    // Closes the pipe as the kernel does when the process ends.
     let (nothing, _) = pipe_with(PipeFlags::CLOEXEC).unwrap();
     drop(std::mem::replace(&mut export.alive, nothing));
     wait("its end", || export.health() == Health::Ended);
@@ -246,7 +248,7 @@ fn the_watcher_process_of_an_export_ends_with_the_export() {
     assert!(!watcher.is_empty());
     drop(export);
     wait("the watcher's end", || {
-        // Whoever adopts it may leave it a zombie.
+        // The process that adopts the watcher may leave it as a zombie.
         let stat = std::fs::read_to_string(format!("/proc/{watcher}/stat"));
         stat.map_or(true, |stat| stat.contains(") Z "))
     });

@@ -9,24 +9,24 @@
 //!   swap-fileN           swap-lentN-0   swap-copyN      swap-lentN-0  swap-lentN-1
 //!                           nbd         raw on swap-fileN    nbd         nbd
 //! ```
-//! Each switch creates nodes of a new generation N, mirrors the old nodes onto them
+//! Each switch creates nodes of a new generation N, mirrors the old nodes onto the new ones
 //! (`blockdev-mirror`), and then lets the guest's device use the new ones (`job-complete`). If a
 //! step before the last fails, the new nodes are removed again.
 //!
-//! **Why writes are mirrored in the background.** With `copy-mode=write-blocking` each guest write
-//! goes to both places at once, and the job ends under any load. But if such a job fails or is
-//! cancelled while the guest writes, QEMU 10.0 writes to freed memory and may crash
-//! (docs/decisions/0042). In the background mode, blocks written meanwhile are copied again. A
-//! guest that writes faster than the copy proceeds is slowed down.
+//! **Why writes are mirrored in the background.** With `copy-mode=write-blocking`, each guest write
+//! goes to the old and the new nodes at once, and the job ends under any load. But if such a job
+//! fails or is cancelled while the guest writes, QEMU 10.0 writes to freed memory and may crash
+//! (docs/decisions/0042). In the background mode, blocks that the guest writes during the job are
+//! copied again. The writes of a guest that writes faster than the job copies are slowed down.
 //!
 //! **Why no byte is lost.** A quorum with `read-pattern=fifo` and `vote-threshold=1` writes to all
-//! children, waits for all answers, and succeeds if one child succeeded. It reads from the first
-//! child, and from the next if that read fails (`block/quorum.c`). So every byte that the guest may
-//! rely on is in every child that has failed no request. A child that has failed a write must never
-//! be read again:
-//! - a lent child's connection has ended (an export serves one connection only, see `export`), or
-//!   is cut as soon as QEMU reports the failure;
-//! - the copy on disk is removed from the quorum then.
+//! children, waits for all answers, and succeeds if one child succeeded. The quorum reads from the
+//! first child, and from the next child if that read fails (`block/quorum.c`). So every byte that
+//! the guest may rely on is in every child that has failed no request. A child that has failed a
+//! write must never be read again:
+//! - the connection of a lent child has ended (an export serves one connection only, see `export`),
+//! or is ended as soon as QEMU reports the failure;
+//! - the copy on disk is removed from the quorum as soon as QEMU reports the failure.
 //!
 //! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)). The relay
 //! remembers checksums of all written blocks, and so detects a lender that returns wrong bytes.
@@ -42,18 +42,18 @@ use super::borrowing::lent_node;
 pub use super::borrowing::{Borrowing, Part, Phase, Stripe, Top};
 use super::lease::Durability;
 
-/// Id of the mirror job that performs a switch.
+/// ID of the mirror job that performs a switch.
 const JOB: &str = "memfold-swap";
 
 /// How long a switch may make no progress before it is cancelled.
 const STUCK: Duration = Duration::from_secs(30);
 
 /// How long a guest may write faster than the job copies, after the whole disk was copied once.
-/// Then its writes are slowed down.
+/// After that time, the guest's writes are slowed down.
 const CATCH_UP: Duration = Duration::from_secs(3);
 
-/// Write limit of a slowed-down guest for its swap disk, in bytes a second, until the switch is
-/// done.
+/// Limit for the writes of a slowed-down guest to its swap disk, in bytes per second, until the
+/// switch is done.
 const SLOWED: u64 = 16 << 20;
 
 /// Time between two polls of a job.
@@ -62,7 +62,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Reason why the block nodes could not be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum GraphError {
-    /// QEMU refused a command or is gone.
+    /// QEMU refused a command or has ended.
     #[error(transparent)]
     Qmp(#[from] QmpError),
     /// The VM has no swap disk made by memfold.
@@ -70,7 +70,7 @@ pub enum GraphError {
         "VM '{0}' has no swap disk made by memfold; start the VM with --swap SIZE (swap = ... in its description)"
     )]
     NoSwapDisk(String),
-    /// The file of the copy cannot be created.
+    /// The file for the copy on disk cannot be created.
     #[error("cannot create {path} of {bytes} bytes")]
     Copy {
         /// Path of the file.
@@ -81,18 +81,18 @@ pub enum GraphError {
         #[source]
         source: std::io::Error,
     },
-    /// The switch failed on the way. The VM still uses the previous nodes.
+    /// The switch failed before its last step. The VM still uses the previous nodes.
     #[error("cannot switch the swap disk ({0}); the VM continues on the previous one")]
     Switch(String),
-    /// QEMU was told to switch, but does not say whether it has. All nodes that it may use must
-    /// stay.
+    /// QEMU was told to switch, but does not say whether it has. Both the old and the new nodes
+    /// must stay.
     #[error(
         "QEMU did not say whether it switched the swap disk; memfold asks again, and removes nothing before QEMU answers"
     )]
     Unknown(#[source] QmpError),
 }
 
-/// Id of the TLS key object that daemons without relays created.
+/// Returns the ID of the TLS key object that daemons without relays created.
 fn tls(generation: u64, part: usize) -> String {
     format!("swap-tls{generation}-{part}")
 }
@@ -101,7 +101,7 @@ fn copy_node(generation: u64) -> String {
     format!("swap-copy{generation}")
 }
 
-/// `swap7`, `swap-lent7-0` -> 7
+/// Parses the generation number in a node's name: 7 for `swap7` and `swap-lent7-0`.
 fn generation_of(node: &str) -> Option<u64> {
     let rest = node.strip_prefix("swap")?;
     let digits = rest.trim_start_matches(|c: char| c.is_ascii_lowercase() || c == '-');
@@ -113,8 +113,7 @@ fn nodes(qmp: &mut Qmp) -> Result<Vec<Value>, QmpError> {
     Ok(all.as_array().cloned().unwrap_or_default())
 }
 
-/// Whether `device` is the swap device. `device` is an entry of `query-block` or
-/// `query-blockstats`.
+/// Returns whether `device`, an entry of `query-block` or `query-blockstats`, is the swap device.
 #[must_use]
 pub fn is_swap_device(device: &Value) -> bool {
     let name = device["qdev"].as_str();
@@ -124,10 +123,10 @@ pub fn is_swap_device(device: &Value) -> bool {
     })
 }
 
-/// Returns the node that a VM's swap device uses.
+/// Returns the block node that a VM's swap device uses.
 ///
 /// # Errors
-/// The VM has no swap disk made by memfold, or QEMU does not answer.
+/// Fails if the VM has no swap disk made by memfold, or QEMU does not answer.
 pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
     let missing = || GraphError::NoSwapDisk(vm.to_owned());
     let devices = qmp.query("query-block")?;
@@ -152,7 +151,7 @@ pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
     })
 }
 
-/// A generation number that no node of the swap disk has.
+/// Returns a generation number that no node of the swap disk has.
 pub fn free_generation(qmp: &mut Qmp) -> Result<u64, QmpError> {
     let all = nodes(qmp)?;
     let known = all
@@ -161,7 +160,7 @@ pub fn free_generation(qmp: &mut Qmp) -> Result<u64, QmpError> {
     Ok(known.max().map_or(0, |newest| newest + 1))
 }
 
-/// Connects QEMU to a relay: adds the `nbd` node `node`.
+/// Adds the `nbd` node `node` to QEMU, whose client connects to a relay.
 pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> {
     let node = json!({
         "driver": "nbd", "node-name": node, "export": "",
@@ -170,7 +169,7 @@ pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> 
     qmp.execute("blockdev-add", node).map(drop)
 }
 
-/// Adds the node `name` on top of a file on disk. The file must already have its full size.
+/// Adds the node `name`, which uses a file on disk. The file must already have its full size.
 fn add_file(qmp: &mut Qmp, name: &str, generation: u64, file: &Path) -> Result<(), QmpError> {
     let cache = json!({ "direct": false, "no-flush": true });
     qmp.execute(
@@ -186,7 +185,7 @@ fn add_file(qmp: &mut Qmp, name: &str, generation: u64, file: &Path) -> Result<(
     .map(drop)
 }
 
-/// Creates the nodes above the lent parts, which are connected already.
+/// Creates the nodes above the nodes of the lent parts, which exist already.
 pub fn build(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     let generation = borrowing.generation;
     let mut children: Vec<String> = (0..borrowing.parts.len())
@@ -231,12 +230,12 @@ pub fn build_on_disk(
     Ok(name)
 }
 
-/// Lets the device use node `to` instead of `from`. `monitor` gives access to the QMP monitor for
-/// one command at a time. `failed` returns a reason when the switch should be cancelled.
+/// Makes the device use node `to` instead of `from`. `monitor` gives access to the QMP monitor for
+/// one command at a time. `failed` returns a reason if the switch must be cancelled.
 ///
 /// # Errors
-/// The switch failed and the device still uses `from`. Only after [`GraphError::Unknown`] it is not
-/// known which node the device uses.
+/// After an error, the device still uses `from`; only after [`GraphError::Unknown`] it may use
+/// either node.
 pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     from: &str,
@@ -251,7 +250,7 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
         }),
     )?;
     let done = copy(monitor, failed).and_then(|()| go_over(monitor));
-    // If this fails, `cancel` does it when it cleans up the switch.
+    // If this call fails, `cancel` removes the limit when it cleans up the switch.
     let _ = slow_down(&mut monitor(), false);
     if done? == to {
         return Ok(());
@@ -261,8 +260,8 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
     ))
 }
 
-/// Waits until the job has copied everything, writes made meanwhile included. After an error, the
-/// job is gone.
+/// Waits until the job has copied the whole disk, and the writes that the guest made meanwhile.
+/// After an error, the job has ended.
 fn copy<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     failed: &dyn Fn() -> Option<String>,
@@ -293,7 +292,7 @@ fn copy<M: std::ops::DerefMut<Target = Qmp>>(
         if now != offset {
             (offset, moved) = (now, Instant::now());
         }
-        // `len` grows as the guest writes.
+        // The job's `len` grows as the guest writes.
         let first_pass = *first_pass.get_or_insert(length);
         if now >= first_pass && length > 0 {
             let since = *copied_once.get_or_insert_with(Instant::now);
@@ -306,8 +305,8 @@ fn copy<M: std::ops::DerefMut<Target = Qmp>>(
     }
 }
 
-/// Slows down the guest's writes to its swap disk, or removes that limit. Limits set by others
-/// stay.
+/// Limits the guest's writes to its swap disk, or removes that limit. Limits that other programs
+/// have set stay.
 fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
     let devices = qmp.query("query-block")?;
     let mut devices = devices.as_array().into_iter().flatten();
@@ -322,8 +321,9 @@ fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
     qmp.execute("block_set_io_throttle", limits).map(drop)
 }
 
-/// Completes the job and returns the node that the device uses afterwards. Only the device shows
-/// whether the job completed or failed: the answer to the command may be lost or come too late.
+/// Completes the job and returns the name of the node that the device uses afterwards. Only the
+/// device shows whether the job completed or failed, because QEMU's answer may be lost or come too
+/// late.
 fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
 ) -> Result<String, GraphError> {
@@ -348,7 +348,7 @@ fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
     }
 }
 
-/// The node that the device uses; `None` while a switch is in progress.
+/// Returns the node that the device uses; `None` while a switch is in progress.
 fn used<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
 ) -> Result<Option<Top>, GraphError> {
@@ -368,7 +368,8 @@ fn job(qmp: &mut Qmp) -> Result<Option<Value>, QmpError> {
         .cloned())
 }
 
-/// Cancels a switch if one is in progress. Afterwards there is none, or an error is returned.
+/// Cancels the switch that is in progress, if there is one. Without an error, no switch is in
+/// progress afterwards.
 pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
 ) -> Result<(), QmpError> {
@@ -380,25 +381,25 @@ pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
                 seconds: STUCK.as_secs_f64(),
             });
         }
-        // The job may end by itself in between.
+        // The job may end by itself before the command.
         let asked = monitor().execute("block-job-cancel", json!({ "device": JOB, "force": true }));
         if let Err(error @ QmpError::Lost { .. }) = asked {
             return Err(error);
         }
         std::thread::sleep(LOOK);
     }
-    // An earlier daemon may have been killed during its switch.
+    // An earlier daemon may have been killed during its switch and left the limit.
     slow_down(&mut monitor(), false)
 }
 
-/// Removes a lent part from under the device, which continues on the other copy. The last child of
-/// the quorum must stay.
+/// Removes a lent part from the quorum of the device, which continues on the other copy. The part
+/// must not be the last child of the quorum.
 pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(), GraphError> {
     let node = borrowing.lent(part);
-    // The node's NBD client would keep trying to connect.
+    // Without `yank`, the node's NBD client would keep trying to connect.
     let instances = json!({ "instances": [{ "type": "block-node", "node-name": node }] });
     match qmp.execute("yank", instances) {
-        // The node is gone already.
+        // If QEMU refuses the command, the node is gone already.
         Ok(_) | Err(QmpError::Refused { .. }) => {}
         Err(error) => return Err(error.into()),
     }
@@ -406,15 +407,15 @@ pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(),
     remove(qmp, &[node], &[tls(borrowing.generation, part)])
 }
 
-/// Removes the copy on disk, after it has failed a write. If the lender dies later, reads must fail
-/// instead of returning older data.
+/// Removes the copy on disk from the quorum after it has failed a write. If the lender dies later,
+/// reads then fail instead of returning older data.
 pub fn take_copy_out(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     let node = copy_node(borrowing.generation);
     take_child_out(qmp, borrowing, &node, borrowing.parts.len())?;
     remove(qmp, &[node, swap::file_node(borrowing.generation)], &[])
 }
 
-/// Removes a child of the quorum. `number`: its position when the quorum was created.
+/// Removes a child of the quorum. `number` is the child's position at the creation of the quorum.
 fn take_child_out(
     qmp: &mut Qmp,
     borrowing: &Borrowing,
@@ -426,16 +427,16 @@ fn take_child_out(
     }
     let child = json!({ "parent": borrowing.top(), "child": format!("children.{number}") });
     match qmp.execute("x-blockdev-change", child) {
-        // The child was removed before, but the node was not.
+        // The child was removed earlier, but its node was not.
         Err(QmpError::Refused { description, .. }) if description.contains("child") => {}
         other => drop(other?),
     }
     Ok(())
 }
 
-/// Removes all nodes of a generation. Nothing may use them any more.
+/// Removes all nodes of a generation. The caller ensures that nothing uses them.
 pub fn remove_generation(qmp: &mut Qmp, generation: u64) -> Result<(), GraphError> {
-    // From the top down.
+    // The names are in order from the top node down.
     let names = [
         swap::node(generation),
         copy_node(generation),
@@ -466,17 +467,18 @@ fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphE
     Ok(())
 }
 
-/// The child of a quorum that failed a request, as QEMU reports it (`QUORUM_REPORT_BAD`).
+/// Child of a quorum that failed a request, as QEMU reports it (`QUORUM_REPORT_BAD`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failed {
-    /// A lent part, by number. It must not be read again.
+    /// The lent part with this number. It must not be read again.
     Lent(usize),
-    /// The copy on disk. The failed request may have been a write: of several reports within a
-    /// second, QEMU may send only the last.
+    /// The copy on disk. The failed request may have been a write, even if the report names a read:
+    /// of several reports within a second, QEMU may send only the last.
     Copy,
 }
 
-/// The failed child that a QEMU event reports, if it belongs to these nodes.
+/// Returns the child that failed a request according to a QEMU event, if the child is one of
+/// `borrowing`'s nodes.
 #[must_use]
 pub fn failed(event: &Value, borrowing: &Borrowing) -> Option<Failed> {
     let data = &event["data"];
@@ -501,8 +503,8 @@ mod tests {
     use super::super::lease::LeaseId;
     use super::*;
 
-    /// A QEMU that breaks the connection when it is told to complete a job; then its device uses
-    /// `used`, or it is gone.
+    /// Runs a fake QEMU that closes the connection when it receives `job-complete`. Then its device
+    /// uses `used`, or QEMU has ended if `used` is `None`.
     fn qemu(listener: UnixListener, used: Option<&'static str>) {
         std::thread::spawn(move || {
             for stream in listener.incoming() {
@@ -541,8 +543,8 @@ mod tests {
         }
     }
 
-    /// A QEMU whose guest writes faster than a job copies until it is slowed down; `told`: what
-    /// limits it was given.
+    /// Runs a fake QEMU whose guest writes faster than a job copies until the guest is slowed down.
+    /// `told` receives the write limits that were set.
     fn busy_qemu(listener: &UnixListener, told: &Mutex<Vec<u64>>) {
         let (mut stream, _) = listener.accept().unwrap();
         writeln!(stream, r#"{{"QMP": {{}}}}"#).unwrap();

@@ -1,8 +1,8 @@
 //! A blocking HTTP client for a remote registry: another daemon, or the members of an etcd cluster.
 //!
-//! Connections are kept and reused, each for one request at a time. A server proves its identity by
-//! its certificate only. A server whose certificate is not signed by a configured CA, has another
-//! name, or has expired gets no request.
+//! The client keeps its connections and reuses them, each for one request at a time. A server
+//! proves its identity by its certificate only. The client sends no request to a server whose
+//! certificate is not signed by a configured CA, has another name, or has expired.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,43 +21,43 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use super::place::Member;
 use super::tls::TlsFiles;
 
-/// Time limit for connecting, the TLS handshake included.
+/// Time limit for connecting, including the TLS handshake.
 const CONNECT: Duration = Duration::from_millis(1500);
 
-/// A connection that was idle for longer is not reused: the server may be about to close it.
+/// Idle time after which a connection is not reused: the server may be about to close it.
 const IDLE: Duration = Duration::from_secs(5);
 
-/// A connection older than this is not reused: certificates and keys may have been replaced.
+/// Age after which a connection is not reused: certificates and keys may have been replaced.
 const OLD: Duration = Duration::from_secs(600);
 
-/// Most idle connections that are kept.
+/// Maximum number of idle connections that are kept.
 const KEPT: usize = 8;
 
-/// Size limit of an answer, in bytes.
+/// Maximum size of an answer in bytes.
 const LONGEST_ANSWER: usize = 16 << 20;
 
-/// Reason why there is no answer.
+/// Reason why a request got no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// The request was not sent to any server.
     #[error("cannot reach {member}: {why}")]
     Unreached {
-        /// Address that was tried.
+        /// Address of the server.
         member: Member,
         /// Failed step, with the error of the kernel or of TLS.
         why: String,
     },
-    /// The request was sent. It may or may not have been carried out.
+    /// The request was sent. The server may or may not have executed it.
     #[error("{member} did not answer: {why}")]
     Unanswered {
-        /// Address that the request was sent to.
+        /// Address of the server.
         member: Member,
         /// Error of the connection, a fault in the answer, or the timeout.
         why: String,
     },
 }
 
-/// A connection, with the runtime that drives it during a request.
+/// A connection to a server, with the runtime that drives the connection during a request.
 #[derive(Debug)]
 struct Connection {
     member: usize,
@@ -70,18 +70,18 @@ struct Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            // The dropping thread may be inside another runtime, which must not block.
+            // The thread may be inside another runtime, which must not block.
             runtime.shutdown_background();
         }
     }
 }
 
-/// Servers with the same contents: a daemon, or the members of an etcd.
+/// Client of servers with the same contents: one daemon, or the members of an etcd.
 #[derive(Debug)]
 pub struct Https {
     members: Vec<Member>,
     tls: Option<TlsFiles>,
-    /// Index of the member that is asked first.
+    /// Index of the member that gets the next request first.
     first: AtomicUsize,
     kept: Mutex<Vec<Connection>>,
 }
@@ -89,18 +89,18 @@ pub struct Https {
 /// A POST request.
 #[derive(Clone, Copy, Debug)]
 pub struct Post<'a> {
-    /// Path of the URL.
+    /// Path of the request's URL.
     pub path: &'a str,
     /// `Bearer` token for the header `Authorization`.
     pub token: Option<&'a str>,
-    /// Body, in JSON.
+    /// Body of the request, in JSON.
     pub body: &'a [u8],
     /// Time limit for the answer.
     pub patience: Duration,
 }
 
 impl Https {
-    /// A client of these members. A member that cannot be reached is skipped.
+    /// Creates a client of these members. A member that cannot be reached is skipped.
     #[must_use]
     pub const fn new(members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
         Self {
@@ -111,8 +111,8 @@ impl Https {
         }
     }
 
-    /// Sends a request to one member. Because the request may change something, another member is
-    /// tried only if the request cannot have reached the first.
+    /// Sends a request to one member. Another member is tried only if the request cannot have
+    /// reached the first one, because the request may change something.
     pub fn post(&self, post: &Post<'_>) -> Result<(StatusCode, Bytes), HttpError> {
         let count = self.members.len();
         let first = self.first.load(Ordering::Relaxed);
@@ -138,7 +138,7 @@ impl Https {
         }
     }
 
-    /// Makes the next request go to another member, because this one cannot do its work.
+    /// Makes the next request go to another member, because the present one cannot do its work.
     pub fn pass_over(&self) {
         let next = self.first.load(Ordering::Relaxed) + 1;
         self.first
@@ -170,7 +170,7 @@ impl Https {
             let Some(runtime) = connection.runtime.take() else {
                 continue;
             };
-            // A timer belongs to the runtime that drives it.
+            // The timer must be created inside the runtime that drives it.
             let answered = runtime.block_on(async {
                 tokio::time::timeout(post.patience, send(&mut connection.sender, member, post))
                     .await
@@ -185,7 +185,7 @@ impl Https {
                     self.keep(connection);
                     return Ok(answer);
                 }
-                // The server closed the connection while it was idle.
+                // The server closed the connection while it was idle, so a new connection is tried.
                 Ok(Err(Failed::NotSent(_))) if is_kept => {}
                 Ok(Err(Failed::NotSent(why))) => {
                     let member = member.clone();
@@ -217,7 +217,7 @@ impl Https {
         let sender = match connected {
             Ok(Ok(sender)) => sender,
             other => {
-                // Does not wait for a name server that gives no answer.
+                // Shutdown in the background does not wait for a name server that gives no answer.
                 runtime.shutdown_background();
                 return Err(unreached(match other {
                     Ok(Err(why)) => why,
@@ -263,7 +263,7 @@ where
     S: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
 {
     let (sender, connection) = handshake(stream).await.map_err(|error| error.to_string())?;
-    // Errors of the connection also appear as errors of the request.
+    // Errors of the connection also appear as errors of the request, so they are dropped here.
     tokio::spawn(async move { drop(connection.await) });
     Ok(sender)
 }
@@ -296,7 +296,7 @@ async fn send(
         }
     };
     sender.ready().await.map_err(|error| {
-        // The connection was closed before anything was sent.
+        // The connection was closed before the request was sent.
         Failed::NotSent(error.to_string())
     })?;
     let response = sender.send_request(request).await.map_err(told)?;

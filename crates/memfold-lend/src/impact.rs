@@ -1,10 +1,10 @@
-//! Effects of a lender's death on the VMs that borrow from it.
+//! Effects of a lender's death on the VMs that borrow from this lender.
 
 use serde::{Deserialize, Serialize};
 
 use super::lease::{Durability, Picture};
 
-/// Effects of the death of one lender.
+/// Effects of one lender's death.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blast {
     /// Host name of the lender.
@@ -13,30 +13,30 @@ pub struct Blast {
     pub vms: Vec<HurtVm>,
 }
 
-/// Effect on one VM.
+/// Effect of a lender's death on one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HurtVm {
     /// Host of the VM.
     pub host: String,
     /// Name of the VM.
     pub vm: String,
-    /// Bytes of the VM in this lender's RAM.
+    /// Size of the VM's data in this lender's RAM, in bytes.
     pub bytes: u64,
-    /// Whether bytes of the guest would be lost.
+    /// Whether data of the guest would be lost.
     pub loses_bytes: bool,
-    /// Description of the effect.
+    /// Description of the effect for the operator.
     pub effect: String,
 }
 
-/// Effects of the death of each lender that has lent memory. `without_copy(host, vm)` tells whether
-/// the copy on disk that the VM should have is missing, as far as this host knows.
+/// Returns the effects of the death of each lender that has lent memory. `without_copy(host, vm)`
+/// returns whether this host knows that the copy on the VM's disk has failed.
 #[must_use]
 pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Vec<Blast> {
     let mut all: Vec<Blast> = Vec::new();
     for lease in &picture.leases {
         let of_vm =
             |other: &&super::Lease| other.borrower == lease.borrower && other.vm == lease.vm;
-        // The other copy of a replica may already be gone.
+        // The other copy of a replica may already be lost.
         let copies = picture.leases.iter().filter(of_vm);
         let elsewhere = copies
             .filter(|l| l.lender.host != lease.lender.host)

@@ -8,13 +8,14 @@ use serde::{Deserialize, Serialize};
 /// Longest time until a deadline that a registry accepts.
 pub const MAX_TTL: Duration = Duration::from_secs(3600);
 
-/// How long a borrower has to give memory back that its lender needs.
+/// Time that a borrower has to give back memory that its lender needs.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
 
-/// Bytes that a borrower copies from lent RAM to disk in a second at least, while its guest swaps.
+/// Speed at which a borrower copies lent RAM to disk at least while its guest swaps, in bytes per
+/// second.
 pub const COPIED_A_SECOND: u64 = 20 << 20;
 
-/// Number of a lease. The registry never reuses it.
+/// Number of a lease. The registry never uses a number again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LeaseId(pub u64);
@@ -25,13 +26,13 @@ impl fmt::Display for LeaseId {
     }
 }
 
-/// Number of a run of a lender's daemon. Later runs have greater numbers. Exports of an earlier run
-/// have ended with it.
+/// Number of a run of a lender's daemon. Later runs have greater numbers. When a later run begins,
+/// the exports of earlier runs have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Incarnation(pub u64);
 
-/// A run of a lender's daemon.
+/// One run of a lender's daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderId {
     /// Name of the lender's host.
@@ -65,7 +66,7 @@ pub enum Durability {
 }
 
 impl Durability {
-    /// The name in the registry and in options.
+    /// Returns the name of this durability in the registry and in options.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -75,15 +76,16 @@ impl Durability {
         }
     }
 
-    /// How long a borrower has to give memory back. It includes the time to copy the bytes, unless
-    /// the borrower has a copy on its disk.
+    /// Returns the time that a borrower has to give `bytes` bytes back. Unless the borrower has a
+    /// copy on its disk, it includes the time to copy the bytes.
     #[must_use]
     pub fn time_to_give_back(self, bytes: u64) -> Duration {
         let copying = self.time_to_copy(bytes);
         GIVE_BACK.saturating_add(copying).min(MAX_TTL)
     }
 
-    /// Time that copying the lent bytes to the borrower's disk takes; zero with durability `disk`.
+    /// Returns the time to copy `bytes` lent bytes to the borrower's disk; zero with durability
+    /// `disk`.
     #[must_use]
     pub const fn time_to_copy(self, bytes: u64) -> Duration {
         match self {
@@ -92,7 +94,7 @@ impl Durability {
         }
     }
 
-    /// Returns the value that has this [`name`](Self::name).
+    /// Returns the durability that has this [`name`](Self::name).
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         [Self::Disk, Self::Replica, Self::None]
@@ -105,16 +107,16 @@ impl Durability {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseState {
-    /// The bytes are reserved; the lender is to export them.
+    /// The bytes are reserved; the lender has not exported them yet.
     Taken,
-    /// The borrower can reach the bytes.
+    /// The lender exports the bytes, and the borrower can reach them.
     Exported,
-    /// The borrower no longer needs the bytes; the lender is to end the export.
+    /// The borrower no longer needs the bytes; the lender has not ended the export yet.
     Released,
 }
 
 impl LeaseState {
-    /// The name in the registry.
+    /// Returns the name of this state in the registry.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -124,7 +126,7 @@ impl LeaseState {
         }
     }
 
-    /// Returns the value that has this [`name`](Self::name).
+    /// Returns the state that has this [`name`](Self::name).
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         [Self::Taken, Self::Exported, Self::Released]
@@ -142,52 +144,53 @@ impl fmt::Display for LeaseState {
 /// RAM lent by one host to one VM of another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
-    /// Number by which lender and borrower name it; the registry never gives it again.
+    /// Number of the lease. The registry never uses a number again.
     pub id: LeaseId,
-    /// The lender's daemon.
+    /// The run of the lender's daemon that exports the bytes.
     pub lender: LenderId,
-    /// Name of the host that borrows.
+    /// Name of the borrower's host.
     pub borrower: String,
-    /// Name of the VM whose swap disk uses the bytes.
+    /// Name of the VM whose swap disk uses the lent RAM.
     pub vm: String,
     /// Size of the lent RAM, in bytes.
     pub bytes: u64,
-    /// Where the bytes survive if the lender dies.
+    /// Place where the bytes survive if the lender dies.
     pub durability: Durability,
     /// State of the lease.
     pub state: LeaseState,
-    /// Milliseconds until the lender ends the lease, unless the borrower renews it; 0: expired.
+    /// Milliseconds until the lender ends the lease, unless the borrower renews it; 0 if the lease
+    /// has expired.
     pub left_ms: u64,
-    /// Milliseconds until the lender takes the memory back; 0: it does so now. `None`: the lender
-    /// does not need it.
+    /// Milliseconds until the lender takes the memory back; 0 if it does so now. `None` if the
+    /// lender does not need the memory.
     pub recall_ms: Option<u64>,
 }
 
 impl Lease {
-    /// The time that the borrower gets when the lender asks for `within`. A borrower that must copy
-    /// the bytes first gets at least the time for that.
+    /// Returns the time that the borrower gets when the lender wants the lease back `within` a
+    /// time. A borrower that must copy the bytes first gets at least the time to copy them.
     pub(super) fn within(&self, within: Duration) -> Duration {
         within.max(self.durability.time_to_copy(self.bytes).min(MAX_TTL))
     }
 }
 
-/// A lender as others see it in the registry.
+/// A lender as the registry shows it to other hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderView {
-    /// The lender's daemon.
+    /// The present run of the lender's daemon.
     pub lender: LenderId,
-    /// Bytes offered to others, lent ones included.
+    /// Bytes that the lender offers, lent bytes included.
     pub offered_bytes: u64,
-    /// Bytes of all leases of the lender that have not ended.
+    /// Bytes of all leases of this lender that have not ended.
     pub lent_bytes: u64,
-    /// Milliseconds since the registry last heard of the lender.
+    /// Milliseconds since the registry last received a message from this lender.
     pub silent_ms: u64,
-    /// Milliseconds until the offer expires, unless the lender repeats it; 0: expired, nothing is
-    /// taken from it.
+    /// Milliseconds until the offer expires, unless the lender repeats it; 0 if the offer has
+    /// expired and nobody can borrow.
     pub left_ms: u64,
 }
 
-/// All records of a registry at one instant.
+/// All records of a registry at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Picture {
     /// Lenders, sorted by name.

@@ -1,5 +1,5 @@
-//! The lender: decides how much RAM this host can spare, offers it, exports the leases that
-//! borrowers take, and takes memory back.
+//! The lender of a host: decides how much RAM the host can spare, offers this RAM, exports the
+//! leases that borrowers take, and takes memory back.
 //!
 //! One thread does all of this. Every export is a child of that thread, because nbdkit ends with
 //! the thread that started it (`Export`).
@@ -21,10 +21,10 @@ use super::surplus::Judge;
 pub use super::lender_options::LenderOptions;
 pub use super::lender_status::LenderStatus;
 
-/// How long a lender that is ending waits for its borrowers. systemd gives a daemon 90 s to stop.
+/// How long a lender that stops waits for its borrowers. systemd gives a daemon 90 s to stop.
 const GOOD_BYE: Duration = Duration::from_secs(45);
 
-/// A running lender. Dropping it ends all exports at once.
+/// A running lender. Dropping this value ends all exports at once.
 #[derive(Debug)]
 pub struct Lender {
     status: Arc<Mutex<LenderStatus>>,
@@ -38,7 +38,8 @@ impl Lender {
     /// Starts the lender's thread.
     ///
     /// # Errors
-    /// The directory for exports' files cannot be created or emptied, or there is no thread.
+    /// Fails if the directory for exports' files cannot be created or emptied, or the thread cannot
+    /// be started.
     pub fn start(options: LenderOptions, registry: Arc<dyn Registry>) -> std::io::Result<Self> {
         empty(&options.directory)?;
         let status = Arc::new(Mutex::new(LenderStatus {
@@ -89,7 +90,7 @@ impl Lender {
         })
     }
 
-    /// The lender's status now.
+    /// Returns the lender's status now.
     #[must_use]
     pub fn status(&self) -> LenderStatus {
         let mut status = self
@@ -101,7 +102,7 @@ impl Lender {
         status
     }
 
-    /// Sets the most bytes to lend. Memory that is lent beyond that is taken back.
+    /// Sets how many bytes may be lent. Lent memory beyond this limit is taken back.
     pub fn set_max(&self, bytes: u64) {
         self.max_bytes.store(bytes, Ordering::Release);
         let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
@@ -110,16 +111,16 @@ impl Lender {
         self.wake();
     }
 
-    /// Withdraws the offer and starts to take everything back. Borrowers get
+    /// Withdraws the offer and starts to take all lent memory back. Borrowers have
     /// [`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back).
-    /// [`has_ended`](Self::has_ended) tells when that is done.
+    /// [`has_ended`](Self::has_ended) tells when all memory is back.
     pub fn end(&self) {
         self.ending.store(true, Ordering::Release);
         self.wake();
     }
 
-    /// Takes everything back, and waits while borrowers copy bytes that exist nowhere else. Stops
-    /// waiting after 45 s, or when `hurry` returns true. Exports that remain end when this
+    /// Takes all lent memory back, and waits while borrowers copy bytes that exist nowhere else.
+    /// The wait ends after 45 s, or when `hurry` returns true. Exports that remain end when this
     /// value is dropped.
     pub fn end_and_wait(&self, hurry: &dyn Fn() -> bool) {
         self.end();
@@ -131,7 +132,7 @@ impl Lender {
         }
     }
 
-    /// Whether everything is taken back and the thread has ended.
+    /// Returns whether all lent memory is back and the lender's thread has ended.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
@@ -150,7 +151,7 @@ impl Drop for Lender {
         self.quit.store(true, Ordering::Release);
         self.wake();
         if let Some(thread) = self.thread.take() {
-            // The thread has panicked; its exports ended with it.
+            // An error means that the thread has panicked; its exports ended with it.
             let _ = thread.join();
         }
     }
@@ -163,7 +164,7 @@ fn now_ms() -> u64 {
     })
 }
 
-/// Creates the directory, or removes the files that a killed lender left in it.
+/// Creates the directory. If it exists, removes the files that a killed lender left in it.
 pub(super) fn empty(directory: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new()

@@ -7,29 +7,29 @@ use serde::{Deserialize, Serialize};
 pub struct LenderStatus {
     /// Name of the lender's host.
     pub host: String,
-    /// Most bytes to lend.
+    /// Maximum number of bytes to lend.
     pub max_bytes: u64,
-    /// Bytes offered now, lent ones included.
+    /// Bytes that this lender offers now, lent bytes included.
     pub offer_bytes: u64,
-    /// Bytes exported now. They are allocated and locked.
+    /// Size of all exports now, in bytes. Their memory is allocated and locked.
     pub lent_bytes: u64,
-    /// Bytes that borrowers have been asked to give back.
+    /// Bytes that the lender has asked borrowers to give back.
     pub recalled_bytes: u64,
-    /// Description of the addresses that exports listen on.
+    /// Addresses that exports listen on, as text for the operator.
     #[serde(default)]
     pub listens: String,
-    /// Reason why no more is offered.
+    /// Reason why the lender offers no more.
     pub why: String,
-    /// Description of a problem, if there is one.
+    /// Description of the lender's present problem, if there is one.
     pub problem: Option<String>,
-    /// Number of exports that this daemon has ended: given back, expired, or failed.
+    /// Number of exports that this daemon has ended: returned, expired, or failed.
     pub ended: u64,
-    /// Number of these that failed: their process ended or was stopped.
+    /// Number of ended exports that failed: their process ended or was stopped.
     pub failed: u64,
-    /// Number of connections to exports that broke off or were refused, such as those of strangers
-    /// without the key.
+    /// Number of connections to exports that broke off or were refused, such as connections of
+    /// strangers without the key.
     #[serde(default)]
     pub refused: u64,
-    /// Whether the lender takes everything back and then stops.
+    /// Whether the lender is taking all memory back and will then stop.
     pub is_ending: bool,
 }

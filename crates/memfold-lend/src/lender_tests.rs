@@ -21,7 +21,7 @@ struct Host {
     directory: tempfile::TempDir,
 }
 
-/// `None` where nbdkit is missing, or this host has nothing to spare.
+/// Starts a lender. Returns `None` if nbdkit is missing or this host has no memory to spare.
 fn host(max_bytes: u64) -> Option<Host> {
     if Command::new("nbdkit").arg("--version").output().is_err() {
         return memfold_testkit::reports_skip("nbdkit is not installed");
@@ -38,8 +38,7 @@ fn host(max_bytes: u64) -> Option<Host> {
         short_guests: Arc::default(),
     };
     let lender = Lender::start(options, registry.clone()).unwrap();
-    // A host whose tasks wait for memory at the moment lends nothing; other tests may be the
-    // reason.
+    // A host whose tasks wait for memory lends nothing; other tests may make tasks wait now.
     let end = Instant::now() + patience(Duration::from_secs(120));
     while lender.status().offer_bytes < max_bytes {
         if Instant::now() > end {
@@ -114,7 +113,7 @@ fn borrowers_with_a_copy_return_memory_first_and_others_get_time_to_copy() {
     assert_eq!(disk.time_to_give_back(8192 * MIB), GIVE_BACK);
     let time = none.time_to_give_back(1000 * MIB);
     assert_eq!(time, GIVE_BACK + Duration::from_secs(50));
-    // No longer than a registry takes.
+    // The time is at most the longest time that a registry accepts.
     assert_eq!(none.time_to_give_back(1 << 50), MAX_TTL);
 }
 
@@ -176,7 +175,7 @@ fn an_export_ends_at_its_deadline_or_after_its_process_is_killed_or_stopped() {
         let lease = host.take(16 * MIB, Duration::from_secs(60));
         let path = host.wait_exported(lease.id);
         let name = path.to_str().unwrap();
-        // Its process is found by the socket's lock on the file of its output.
+        // The export's process is the one whose output goes to the log file beside the socket.
         let log = name.replace(".sock", ".log");
         let pid = process_with(Path::new(&log));
         kill_process(pid, signal).unwrap();
@@ -185,7 +184,7 @@ fn an_export_ends_at_its_deadline_or_after_its_process_is_killed_or_stopped() {
     assert_eq!(host.lender.status().failed, 2);
 }
 
-/// A child of ours whose standard error is this file.
+/// Returns the child process whose standard error is the file `log`.
 fn process_with(log: &Path) -> Pid {
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
         if std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| to == log) {
@@ -223,12 +222,12 @@ fn a_lender_that_ends_recalls_all_leases_and_a_dropped_lender_leaves_no_export()
     } = host;
     drop(lender);
     assert!(!path.exists());
-    // Of the run that has ended: whoever lends next under this name ends it.
+    // The lease of the ended run stays; the next lender with this name ends it.
     assert_eq!(registry.picture().unwrap().leases.len(), 1);
     drop(directory);
 }
 
-/// A lender without a thread, which looks when it is told to. `None` where nbdkit is missing.
+/// Creates a lender without a thread: each round is one call. Returns `None` if nbdkit is missing.
 fn work(directory: &Path) -> Option<(Arc<SqliteRegistry>, Work)> {
     if Command::new("nbdkit").arg("--version").output().is_err() {
         return memfold_testkit::reports_skip("nbdkit is not installed");
@@ -335,7 +334,8 @@ fn a_slow_registry_does_not_stop_the_lender_from_checking_host_memory() {
         std::fs::write(&meminfo, text).unwrap();
     };
     has(8_000_000);
-    // Gone while the registry is asked, for longer than it takes to look.
+    // During the call to the registry, the memory disappears for longer than the time between two
+    // checks.
     let slow = move |call: &Call| {
         has(1000);
         std::thread::sleep(Duration::from_secs(1));
@@ -380,7 +380,7 @@ fn an_export_missing_from_a_new_registry_is_kept_until_its_deadline() {
     let Some(host) = host(64 * MIB) else { return };
     let lease = host.take(16 * MIB, Duration::from_secs(20));
     let path = host.wait_exported(lease.id);
-    // As if its database were another one.
+    // The registry loses the lease, as it would with a new database.
     host.registry.ended(lease.id, &lease.lender).unwrap();
     host.wait("what is exported is not offered again", |host| {
         let lenders = host.registry.picture().unwrap().lenders;
@@ -439,7 +439,7 @@ fn an_ending_lender_waits_for_the_return_of_lent_memory_unless_interrupted() {
                     hurry.store(true, Ordering::Release);
                     return;
                 }
-                // After a while, in which nothing ends.
+                // The lender still waits after one second.
                 std::thread::sleep(Duration::from_secs(1));
                 assert_eq!(host.lender.status().lent_bytes, 16 * MIB);
                 released.store(true, Ordering::Release);

@@ -1,5 +1,5 @@
 //! The lender's thread. Twice a second it decides how much RAM this host can spare, publishes the
-//! offer, exports taken leases, and takes memory back.
+//! offer, exports leases that borrowers have taken, and takes memory back.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -25,29 +25,29 @@ use super::surplus::{Hurry, Judge, Verdict};
 /// Time between two rounds of the lender.
 const TICK: Duration = Duration::from_millis(500);
 
-/// Time between two looks at available memory only, while an export exists that can be ended at
-/// once.
+/// Time between two checks of only the available memory, while there is an export that can be ended
+/// at once.
 const GLANCE: Duration = Duration::from_millis(50);
 
-/// How long an offer holds unless it is repeated.
+/// How long an offer is valid unless the lender repeats it.
 const OFFER_TTL: Duration = Duration::from_secs(10);
 
-/// Time to wait for a killed export to free its memory.
+/// How long to wait for a killed export to free its memory.
 const AT_ONCE: Duration = Duration::from_millis(100);
 
-/// The same deadline for a recall when almost no memory is left and the borrower has a copy. The
-/// borrower hears of it within a second, and needs 0.1 s to let go.
+/// Time limit of a recall when almost no memory is left and the borrower has a copy. The borrower
+/// learns of the recall within a second, and needs 0.1 s to stop using the lent RAM.
 const HURRY: Duration = Duration::from_secs(2);
 
-/// An export, and the state of its lease.
+/// A running export, and the state of its lease.
 #[derive(Debug)]
 pub(super) struct Lent {
     pub(super) export: Export,
-    /// Whether the borrower can learn the export's address.
+    /// Whether the registry gives the export's address to the borrower.
     pub(super) published: bool,
-    /// Time at which the lease expires, as last heard from the registry.
+    /// Time at which the lease expires, by the registry's last answer.
     pub(super) deadline: Instant,
-    /// Whether the registry has lost the lease.
+    /// Whether the registry no longer knows the lease.
     pub(super) orphaned: bool,
     pub(super) durability: Durability,
 }
@@ -55,18 +55,18 @@ pub(super) struct Lent {
 #[derive(Debug)]
 pub(super) struct Work {
     pub(super) options: LenderOptions,
-    /// `/proc`; another directory in tests.
+    /// Path of `/proc`; another directory in tests.
     pub(super) proc: PathBuf,
     pub(super) registry: Arc<dyn Registry>,
     pub(super) lender: LenderId,
-    /// Whether this incarnation is known to be later than any other in the registry.
+    /// Whether this lender's incarnation is known to be later than all others in the registry.
     pub(super) announced: bool,
     pub(super) judge: Judge,
-    /// Most bytes to lend, as set last.
+    /// Maximum number of bytes to lend, as last set by the operator.
     pub(super) max_bytes: Arc<AtomicU64>,
     pub(super) begun: Instant,
     pub(super) exports: BTreeMap<LeaseId, Lent>,
-    /// Exports that were killed but have not ended: freeing much memory takes a while, and the
+    /// Exports that were killed and have not ended yet. Freeing much memory takes a while, and the
     /// lender must not block meanwhile.
     pub(super) dying: BTreeMap<LeaseId, Export>,
     pub(super) status: Arc<Mutex<LenderStatus>>,
@@ -74,7 +74,7 @@ pub(super) struct Work {
 }
 
 impl Work {
-    /// One round. Returns whether the lender is done, which happens only while it is ending.
+    /// Does one round. Returns whether the lender is done, which can be only while it is ending.
     pub(super) fn tick(&mut self) -> bool {
         self.bury();
         let problem = match self.keep_up() {
@@ -114,13 +114,13 @@ impl Work {
         living.chain(dying).sum()
     }
 
-    /// Bytes of exports that are still being allocated.
+    /// Returns the size in bytes of the exports that are still being allocated.
     pub(super) fn beginning_bytes(&self) -> u64 {
         let begin = self.exports.values().filter(|lent| !lent.published);
         begin.map(|lent| lent.export.bytes()).sum()
     }
 
-    /// Cleans up exports that ended by themselves or were stopped.
+    /// Cleans up exports whose process has ended or is stopped.
     pub(super) fn bury(&mut self) {
         let mut dead = Vec::new();
         let mut refused = 0;
@@ -160,7 +160,8 @@ impl Work {
         }
     }
 
-    /// Chooses an incarnation later than the previous daemon's, even if the clock was set back.
+    /// Chooses an incarnation later than that of the previous daemon, even if the clock was set
+    /// back.
     pub(super) fn follow_on(&mut self) -> Result<(), RegistryError> {
         if self.announced {
             return Ok(());
@@ -175,17 +176,17 @@ impl Work {
         Ok(())
     }
 
-    /// Bytes of exports whose leases the registry has lost.
+    /// Returns the size in bytes of the exports whose leases the registry no longer knows.
     pub(super) fn orphaned_bytes(&self) -> u64 {
         let orphans = self.exports.values().filter(|lent| lent.orphaned);
         orphans.map(|lent| lent.export.bytes()).sum()
     }
 
-    /// The part of a round that needs the registry. Returns whether the lender is done.
+    /// Does the part of a round that needs the registry. Returns whether the lender is done.
     pub(super) fn keep_up(&mut self) -> Result<bool, RegistryError> {
         let ending = self.ending.load(Ordering::Acquire);
         let verdict = self.judge();
-        // Comes first, because the registry may be slow or unreachable.
+        // This step comes first, because the registry may be slow or unreachable.
         if verdict.hurry == Hurry::Now {
             self.cut(verdict.recall_bytes);
         }
@@ -198,7 +199,7 @@ impl Work {
         self.ask(|registry| registry.offer(&offer, OFFER_TTL))?;
         let mut leases = self.ask(|registry| registry.picture())?.leases;
         leases.retain(|lease| lease.lender == self.lender);
-        // Ended exports free memory for new ones.
+        // This step comes before new exports, because ended exports free memory.
         self.end_what_is_over(&leases);
         for lease in &leases {
             self.begin(lease)?;
@@ -231,7 +232,7 @@ impl Work {
                 sample.beginning_bytes = self.beginning_bytes();
                 self.judge.judge(sample, lent)
             }
-            // Unknown memory is not offered.
+            // If the free memory is unknown, no more is offered.
             Err(error) => Verdict {
                 offer_bytes: lent,
                 recall_bytes: 0,
@@ -241,7 +242,7 @@ impl Work {
         }
     }
 
-    /// Ends exports whose lease has expired, was given back, or is unknown to the registry.
+    /// Ends exports whose lease has expired, was returned, or is unknown to the registry.
     pub(super) fn end_what_is_over(&mut self, leases: &[Lease]) {
         for lease in leases {
             if is_over(lease) {
@@ -257,14 +258,14 @@ impl Work {
             } else if let Some(lent) = self.exports.get_mut(&lease.id) {
                 lent.deadline = Instant::now() + Duration::from_millis(lease.left_ms);
                 lent.orphaned = false;
-                // The borrower's copy may have failed.
+                // The borrower's copy may have failed since the last round.
                 lent.durability = lease.durability;
-                // Also if the answer to `publish` was lost.
+                // The lease may be exported although the answer to `publish` was lost.
                 lent.published |= lease.state == LeaseState::Exported;
             }
         }
-        // Only this lender ends a lease. A registry that no longer knows one was replaced, and the
-        // borrower needs time.
+        // Only this lender ends a lease. A registry that no longer knows a lease was replaced, and
+        // the borrower needs time to react.
         let unknown = self
             .exports
             .iter_mut()
@@ -290,7 +291,7 @@ impl Work {
         }
     }
 
-    /// Ends expired exports while the registry cannot be asked, by the deadlines heard last.
+    /// Ends exports whose deadline has passed, while the registry cannot be reached.
     pub(super) fn end_overdue(&mut self) {
         let now = Instant::now();
         let over = |lent: &Lent| lent.deadline <= now;
@@ -303,7 +304,7 @@ impl Work {
         for id in ids {
             warn!(
                 lease = id.0,
-                "lease over and registry unreachable, export ended; check the registry"
+                "lease expired while the registry was unreachable, export ended; check the registry"
             );
             self.end_export(id, false);
         }
@@ -342,7 +343,7 @@ impl Work {
             Ok(true) if !lent.published => {
                 let (endpoint, lender) = (lent.export.endpoint().clone(), self.lender.clone());
                 self.ask(|registry| registry.publish(lease.id, &lender, &endpoint))?;
-                // The export may have ended meanwhile.
+                // The export may have ended during the call.
                 if let Some(lent) = self.exports.get_mut(&lease.id) {
                     lent.published = true;
                 }
@@ -363,7 +364,8 @@ impl Work {
         Ok(())
     }
 
-    /// Kills an export if there is one, and tells the registry as soon as its memory is free.
+    /// Kills the export of a lease, if there is one, and tells the registry as soon as the memory
+    /// is free.
     pub(super) fn end_export(&mut self, id: LeaseId, failed: bool) {
         if self.dying.contains_key(&id) {
             return;
@@ -382,18 +384,18 @@ impl Work {
         self.buried(id);
     }
 
-    /// Tells the registry that a lease's memory is free.
+    /// Tells the registry that the memory of a lease is free.
     pub(super) fn buried(&mut self, id: LeaseId) {
         self.dying.remove(&id);
-        // If the registry does not hear it, the next round finds the lease without an export.
+        // If the registry does not receive this, the next round finds the lease without an export.
         let lender = self.lender.clone();
         if let Err(error) = self.ask(|registry| registry.ended(id, &lender)) {
             warn!(lease = id.0, %error, "cannot tell the registry that the export ended; retrying");
         }
     }
 
-    /// Sleeps until the next round. The round starts at once when almost no memory is left and an
-    /// export can be ended.
+    /// Sleeps until the next round. If almost no memory is left and an export can be ended at once,
+    /// the next round starts immediately.
     pub(super) fn rest(&self) {
         let end = Instant::now() + TICK;
         let can_cut = self.can_cut();
@@ -409,17 +411,18 @@ impl Work {
         }
     }
 
-    /// Whether an export can be ended at once.
+    /// Returns whether an export can be ended at once: its borrower has a copy.
     pub(super) fn can_cut(&self) -> bool {
         self.exports.values().any(|lent| has_copy(lent.durability))
     }
 
-    /// Whether almost no memory is left.
+    /// Returns whether almost no memory is left.
     pub(super) fn is_pressed(&self) -> bool {
         Sample::glance(&self.proc).is_ok_and(|sample| Hurry::by(&sample) == Hurry::Now)
     }
 
-    /// Calls the registry. While the registry is slow, available memory is still watched.
+    /// Calls the registry. While the registry does not answer, this thread still watches the
+    /// available memory.
     pub(super) fn ask<T: Send>(&mut self, call: impl FnOnce(&dyn Registry) -> T + Send) -> T {
         let registry = self.registry.clone();
         if !self.can_cut() {
@@ -436,7 +439,7 @@ impl Work {
                         self.cut(verdict.recall_bytes);
                     }
                     Err(RecvTimeoutError::Timeout) => {}
-                    // The call panicked; the panic continues here.
+                    // The call panicked; the panic continues in this thread.
                     Err(RecvTimeoutError::Disconnected) => match asked.join() {
                         Ok(_) => unreachable!("the program ended without a message"),
                         Err(panic) => std::panic::resume_unwind(panic),
@@ -447,7 +450,7 @@ impl Work {
     }
 
     /// Ends exports whose borrowers have a copy, the largest first, until `wanted` bytes are being
-    /// freed. There is no time to ask the borrowers. They lose no byte, and treat it as the
+    /// freed. There is no time to ask the borrowers. They lose no data, and react as to the
     /// lender's death.
     pub(super) fn cut(&mut self, wanted: u64) {
         let mut coming: u64 = self.dying.values().map(Export::bytes).sum();
@@ -468,9 +471,9 @@ impl Work {
             warn!(
                 lease = id.0,
                 bytes,
-                "host almost out of memory, export of a lease with a copy ended; lower 'memfold lend --max'"
+                "host almost out of memory: ended the export of a lease whose borrower has a copy; lower 'memfold lend --max'"
             );
-            // The registry is told when the process has ended.
+            // The registry is told when the export's process has ended.
             export.kill(Duration::ZERO);
             self.dying.insert(id, export);
             self.set(|status| status.ended += 1);
@@ -479,7 +482,8 @@ impl Work {
     }
 
     /// Asks borrowers to give back `wanted` bytes in all. Borrowers with a copy come first, because
-    /// they only let go; then the largest leases, so that few VMs are affected.
+    /// they only have to stop using the lent RAM; then the largest leases, so that few VMs are
+    /// affected.
     pub(super) fn recall(&mut self, leases: &[Lease], wanted: u64) -> Result<(), RegistryError> {
         let (recalled, mut others): (Vec<&Lease>, Vec<&Lease>) =
             leases.iter().partition(|lease| lease.recall_ms.is_some());
@@ -498,15 +502,15 @@ impl Work {
                 borrower = lease.borrower,
                 vm = lease.vm,
                 bytes = lease.bytes,
-                "this host needs its memory back"
+                "lease recalled: this host needs its memory"
             );
             coming = coming.saturating_add(lease.bytes);
         }
         Ok(())
     }
 
-    /// Shortens the deadline of borrowers that have a copy and were asked in an earlier round.
-    /// Borrowers asked in this round hear of it in the next.
+    /// Shortens the deadline of borrowers that have a copy and were asked in an earlier round. The
+    /// deadline of borrowers that were asked in this round is shortened in the next.
     pub(super) fn hurry(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
         for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
             self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
@@ -515,23 +519,24 @@ impl Work {
     }
 }
 
-/// Whether a borrower that was asked for its memory has more time than it needs to let go.
+/// Returns whether a borrower that was asked for its memory and has a copy has more time than
+/// [`HURRY`].
 fn has_to_hurry(lease: &Lease) -> bool {
     let left = lease.recall_ms.map(Duration::from_millis);
     has_copy(lease.durability) && !is_over(lease) && left.is_some_and(|left| left > HURRY)
 }
 
-/// Whether the borrower has a copy of the lent bytes.
+/// Returns whether the borrower has a copy of the lent bytes on its disk.
 const fn has_copy(durability: Durability) -> bool {
     matches!(durability, Durability::Disk)
 }
 
-/// Whether the export must end now.
+/// Returns whether the export of a lease must end now.
 fn is_over(lease: &Lease) -> bool {
     lease.state == LeaseState::Released || lease.left_ms == 0 || lease.recall_ms == Some(0)
 }
 
-/// Sort key: the order in which leases are taken back.
+/// Returns the sort key for the order in which leases are taken back.
 fn hurt(durability: Durability, bytes: u64) -> (bool, Reverse<u64>) {
     (!has_copy(durability), Reverse(bytes))
 }

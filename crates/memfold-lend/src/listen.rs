@@ -19,11 +19,11 @@ pub enum Listen {
 /// TCP address and ports of exports, and the address that borrowers are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpListen {
-    /// Address to listen on.
+    /// Address that exports listen on.
     pub ip: IpAddr,
-    /// Address that borrowers are told instead, if a forwarder is in between.
+    /// Address of a forwarder in between, if there is one. Borrowers are told this address instead.
     pub announce: Option<IpAddr>,
-    /// First and last port; `None`: any free port.
+    /// First and last TCP port of exports; `None` allows any free port.
     pub ports: Option<(u16, u16)>,
 }
 

@@ -1,4 +1,4 @@
-//! The part of NBD that the relay needs, for client and server (the protocol's `doc/proto.md`):
+//! The part of NBD that the relay needs, for client and server (`doc/proto.md` of the NBD project):
 //! fixed newstyle handshake with `GO`, then simple replies.
 //!
 //! ```text
@@ -6,22 +6,22 @@
 //!   client  flags                                        reply    magic error cookie [bytes]
 //!   client  "IHAVEOPT" option length ...  ->  server  magic option reply length ...
 //! ```
-//! All numbers are big-endian. Every length from the other end is checked against its limit before
-//! memory is allocated for it.
+//! All numbers are big-endian. Every length that the peer sends is checked against its limit before
+//! memory is allocated.
 
 use std::io::{self, Read, Write};
 
-/// Most bytes of a read or write request. QEMU is told the limit (`NBD_INFO_BLOCK_SIZE`) and keeps
-/// to it.
+/// Maximum length of a read or write request in bytes. The server tells QEMU this limit
+/// (`NBD_INFO_BLOCK_SIZE`), and QEMU keeps to it.
 pub const MAX_BYTES: u32 = 1 << 20;
 
-/// Block size in bytes. Offset and length of a request are multiples of it.
+/// Block size in bytes. The offset and the length of each request are multiples of it.
 pub const BLOCK: u32 = 4096;
 
-/// Bytes of a request's header, without a write's data.
+/// Length of a request's header in bytes, without the data of a write.
 pub const REQUEST_BYTES: usize = 28;
 
-/// Bytes of a reply's header, without a read's data.
+/// Length of a reply's header in bytes, without the data of a read.
 pub const REPLY_BYTES: usize = 16;
 
 const NBD_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -30,7 +30,7 @@ const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
 
-/// Handshake flags, for client and server.
+/// Handshake flags of client and server.
 const FIXED_NEWSTYLE: u16 = 1;
 const NO_ZEROES: u16 = 2;
 
@@ -57,22 +57,22 @@ const SEND_TRIM: u16 = 1 << 5;
 const SEND_WRITE_ZEROES: u16 = 1 << 6;
 const SEND_FAST_ZERO: u16 = 1 << 11;
 
-/// Size limit of an option, and of a reply to an option, in bytes.
+/// Maximum length in bytes of an option, and of a reply to an option.
 const MAX_OPTION: u32 = 64 << 10;
 
-/// Most options of a client before its `GO`, and most replies to one option.
+/// Maximum number of options of a client before `GO`, and of replies to one option.
 const MAX_OPTIONS: u32 = 64;
 
-/// `NBD_EIO`
+/// NBD error number for an I/O error (`NBD_EIO`).
 pub const EIO: u32 = 5;
 
-/// `NBD_EINVAL`
+/// NBD error number for an invalid request (`NBD_EINVAL`).
 pub const EINVAL: u32 = 22;
 
-/// Kind of a request.
+/// Kind of an NBD request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Reads bytes.
+    /// Reads a range.
     Read,
     /// Writes the bytes that follow the header.
     Write,
@@ -80,7 +80,7 @@ pub enum Command {
     Disconnect,
     /// Makes all completed writes durable.
     Flush,
-    /// Discards a range.
+    /// Discards a range (the range need not keep its bytes).
     Trim,
     /// Writes zeroes to a range.
     WriteZeroes,
@@ -114,20 +114,20 @@ impl Command {
     }
 }
 
-/// The header of a request.
+/// Header of an NBD request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Kind of the request.
     pub command: Command,
-    /// The client's number for the request, repeated in the reply.
+    /// Number that the client chose for the request; the reply repeats it.
     pub cookie: u64,
-    /// First byte on the disk.
+    /// Offset on the disk of the first byte.
     pub offset: u64,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub length: u32,
 }
 
-/// A violation of the NBD protocol.
+/// Violation of the NBD protocol by the peer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Nonsense(pub String);
@@ -142,7 +142,7 @@ fn nonsense(what: impl Into<String>) -> Nonsense {
     Nonsense(what.into())
 }
 
-/// `N` bytes at `at`. The caller has checked that they exist.
+/// Returns `N` bytes of `from` at offset `at`. The caller has checked that they exist.
 fn bytes<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
     let mut found = [0; N];
     found.copy_from_slice(&from[at..at + N]);
@@ -150,7 +150,7 @@ fn bytes<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
 }
 
 impl Request {
-    /// Encodes the header. Its flags are 0, because memfold needs none.
+    /// Encodes the header. All request flags are 0, because memfold needs none.
     #[must_use]
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut wire = [0; REQUEST_BYTES];
@@ -162,11 +162,11 @@ impl Request {
         wire
     }
 
-    /// Decodes a header.
+    /// Decodes the header of a request.
     ///
     /// # Errors
-    /// The bytes are no request, or a write is longer than [`MAX_BYTES`]. The position of the next
-    /// request is unknown then.
+    /// Fails if the bytes are not a request, or a write is longer than [`MAX_BYTES`]. The caller
+    /// then cannot know where the next request begins.
     pub fn decode(wire: &[u8; REQUEST_BYTES]) -> Result<Self, Nonsense> {
         let magic = u32::from_be_bytes(bytes(wire, 0));
         if magic != REQUEST_MAGIC {
@@ -184,7 +184,7 @@ impl Request {
         Ok(request)
     }
 
-    /// Whether the request is possible on a disk of `size` bytes.
+    /// Returns whether the request's range is valid on a disk of `size` bytes.
     #[must_use]
     pub fn is_valid(&self, size: u64) -> bool {
         let end = self.offset.checked_add(u64::from(self.length));
@@ -199,12 +199,12 @@ impl Request {
     }
 }
 
-/// The header of a reply, without a read's data.
+/// Header of an NBD reply, without the data of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reply {
-    /// 0, or an NBD error number (`NBD_E...`).
+    /// 0 for success, or an NBD error number (`NBD_E...`).
     pub error: u32,
-    /// The client's number for the request.
+    /// Number that the client chose for the request.
     pub cookie: u64,
 }
 
@@ -219,10 +219,10 @@ impl Reply {
         wire
     }
 
-    /// Decodes a header.
+    /// Decodes the header of a reply.
     ///
     /// # Errors
-    /// The bytes are no reply.
+    /// Fails if the bytes are not a reply.
     pub fn decode(wire: &[u8; REPLY_BYTES]) -> Result<Self, Nonsense> {
         let magic = u32::from_be_bytes(bytes(wire, 0));
         if magic != REPLY_MAGIC {
@@ -262,11 +262,11 @@ fn take_bytes(stream: &mut impl Read, length: u32) -> io::Result<Vec<u8>> {
     Ok(wire)
 }
 
-/// The server's part of the handshake, for a disk of `size` bytes. The client must support block
-/// sizes.
+/// Does the server's part of the handshake for a disk of `size` bytes. The client must support
+/// block sizes.
 ///
 /// # Errors
-/// The client disconnected, aborted, or violated the protocol.
+/// Fails if the client disconnected, aborted the negotiation, or violated the protocol.
 pub fn welcome(stream: &mut (impl Read + Write), size: u64) -> io::Result<()> {
     let mut hello = Vec::with_capacity(18);
     hello.extend(NBD_MAGIC.to_be_bytes());
@@ -303,8 +303,8 @@ pub fn welcome(stream: &mut (impl Read + Write), size: u64) -> io::Result<()> {
                 answer(REP_ACK, &[])?;
                 return Err(io::Error::other("the client aborted the negotiation"));
             }
-            // This option cannot be refused otherwise. A client that uses it supports no block
-            // sizes.
+            // The protocol has no error reply to this option. A client that uses it does not
+            // support block sizes.
             OPT_EXPORT_NAME => {
                 return Err(nonsense("a client that does not support block sizes").into());
             }
@@ -340,8 +340,8 @@ fn block_size_info() -> Vec<u8> {
     data
 }
 
-/// Whether a `GO` asks for block sizes, and so will keep to them. `None`: the option is malformed.
-/// The export's name is ignored, because there is only one export.
+/// Returns whether a `GO` asks for block sizes, so that the client will keep to them; `None` if the
+/// option is malformed. The export's name is ignored, because there is only one export.
 fn wants_block_size(data: &[u8]) -> Option<bool> {
     let (name, rest) = data.split_at_checked(4)?;
     let name = u32::from_be_bytes(bytes(name, 0)) as usize;
@@ -357,10 +357,10 @@ fn wants_block_size(data: &[u8]) -> Option<bool> {
     )
 }
 
-/// The first part of the client's handshake.
+/// Does the first part of the client's handshake: the greeting and the flags.
 ///
 /// # Errors
-/// The server disconnected or violated the protocol.
+/// Fails if the server disconnected or violated the protocol.
 pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
     let (magic, option) = (take_u64(stream)?, take_u64(stream)?);
     if (magic, option) != (NBD_MAGIC, OPTION_MAGIC) {
@@ -370,7 +370,7 @@ pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
     if flags & FIXED_NEWSTYLE == 0 {
         return Err(nonsense("the server is too old (no fixed newstyle)").into());
     }
-    // Without this flag, the reply to an unused option would end with 124 zero bytes.
+    // Without this flag, some replies of the server would end with 124 zero bytes.
     let ours = FIXED_NEWSTYLE | (flags & NO_ZEROES);
     stream.write_all(&u32::from(ours).to_be_bytes())
 }
@@ -383,7 +383,7 @@ fn option(option: u32, data: &[u8]) -> Vec<u8> {
     wire
 }
 
-/// Reads a reply to an option: its kind and its data.
+/// Reads a reply to an option, and returns its kind and its data.
 fn take_answer(stream: &mut impl Read, to: u32) -> io::Result<(u32, Vec<u8>)> {
     let magic = take_u64(stream)?;
     let option = take_u32(stream)?;
@@ -395,11 +395,11 @@ fn take_answer(stream: &mut impl Read, to: u32) -> io::Result<(u32, Vec<u8>)> {
     Ok((reply, take_bytes(stream, length)?))
 }
 
-/// Asks a server to start TLS. After success, TLS begins, and both ends continue with options
+/// Asks the server to start TLS. After success, the caller starts TLS and continues with options
 /// inside it.
 ///
 /// # Errors
-/// The server refuses, disconnected, or violated the protocol.
+/// Fails if the server refuses TLS, disconnected, or violated the protocol.
 pub fn ask_tls(stream: &mut (impl Read + Write)) -> io::Result<()> {
     stream.write_all(&option(OPT_STARTTLS, &[]))?;
     match take_answer(stream, OPT_STARTTLS)? {
@@ -412,12 +412,13 @@ fn refusal(what: &str, reply: u32) -> io::Error {
     io::Error::other(format!("the server refuses {what} (NBD answer {reply:#x})"))
 }
 
-/// Asks a server for its export and returns the export's size in bytes. Requests can follow.
+/// Asks the server for its export, and returns the export's size in bytes. Requests may follow.
 ///
 /// # Errors
-/// The server refuses, disconnected, violated the protocol, or the export is read-only.
+/// Fails if the server refuses, disconnected, or violated the protocol, or if the export is
+/// read-only.
 pub fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
-    // An empty export name, and no request for information beside the size.
+    // The option has an empty export name, and requests no information besides the size.
     stream.write_all(&option(OPT_GO, &[0; 6]))?;
     let mut export = None;
     for _ in 0..MAX_OPTIONS {

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// One end of a connection that has only this to say.
+/// One end of a connection: what its peer will send, and what was written to it.
 struct Script {
     says: io::Cursor<Vec<u8>>,
     heard: Vec<u8>,
@@ -51,7 +51,7 @@ fn an_nbd_handshake_between_our_client_and_our_server_succeeds() {
     let (mut ours, mut theirs) = UnixStream::pair().unwrap();
     let served = std::thread::spawn(move || welcome(&mut theirs, 1 << 30));
     greet(&mut ours).unwrap();
-    // Not there, as QEMU asks for it; and a client that doesn't know of block sizes.
+    // The server refuses TLS as QEMU asks for it, and a client that does not support block sizes.
     assert!(ask_tls(&mut ours).unwrap_err().to_string().contains("TLS"));
     let refused = go(&mut ours).unwrap_err().to_string();
     assert!(refused.contains("0x80000008"), "{refused}");
@@ -161,7 +161,7 @@ fn nbd_requests_that_are_not_whole_blocks_of_the_disk_are_refused() {
             "{command:?} {offset} {length}"
         );
     }
-    // Longer ones than are told, of a disk that has them.
+    // The request is longer than the limit that the server tells, on a disk that is large enough.
     let read = Request {
         command: Command::Read,
         cookie: 0,
@@ -219,7 +219,7 @@ proptest! {
             _ => b"NBDMAGICIHAVEOPT\0\x03".to_vec(),
         };
         let says = [begins, says].concat();
-        // None of them is a whole `GO` by chance.
+        // A random text is never a whole valid `GO` by chance.
         prop_assert!(welcome(&mut Script::new(says.clone()), 4096).is_err());
         let mut server = Script::new(says);
         if greet(&mut server).is_ok() {

@@ -1,4 +1,4 @@
-//! Addresses of a registry as operators write them, and the files for authentication there.
+//! Addresses of a registry as operators write them, and the files for the authentication there.
 //!
 //! | address | registry |
 //! |---|---|
@@ -18,36 +18,36 @@ use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::tls::{OwnCertificate, TlsFiles};
 
-/// Most members of one etcd cluster.
+/// Maximum number of members of an etcd cluster.
 const MOST_MEMBERS: usize = 16;
 
-/// Length limit of a token, in characters.
+/// Maximum length of a token in characters.
 const LONGEST_TOKEN: u64 = 256;
 
-/// Reason why a registry cannot be used under the given address.
+/// Reason why a registry cannot be used at the given address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlaceError {
-    /// The text is not an address.
+    /// The given text is not an address of a registry.
     #[error(
         "'{said}' is not the address of a registry ({why}); give the path of a socket, https://HOST:PORT of another daemon, or etcd+https://HOST:PORT,..."
     )]
     Address {
-        /// The text as given.
+        /// The text that the operator gave.
         said: String,
-        /// Part of the text that is wrong.
+        /// The part of the text that is wrong, as a message.
         why: &'static str,
     },
-    /// A required option is missing.
+    /// An option that the registry needs is missing.
     #[error("a registry at {place} needs {option}: {why}")]
     Missing {
         /// Address of the registry.
         place: String,
         /// Name of the option.
         option: &'static str,
-        /// Purpose of the option.
+        /// Purpose of the missing option.
         why: &'static str,
     },
-    /// An option does not apply to this kind of registry.
+    /// A given option does not apply to this kind of registry.
     #[error("{option} does not apply to the registry at {place}; leave it out")]
     Unused {
         /// Address of the registry.
@@ -55,17 +55,17 @@ pub enum PlaceError {
         /// Name of the option.
         option: &'static str,
     },
-    /// A file cannot be used.
+    /// A file for the authentication cannot be used.
     #[error("cannot use {path} for the registry: {why}")]
     File {
         /// Path of the file.
         path: PathBuf,
-        /// Error of the kernel or of OpenSSL, or a file mode that lets other users read it.
+        /// Error of the kernel or of OpenSSL, or a file mode that lets other users read the file.
         why: String,
     },
 }
 
-/// A server, by name and port.
+/// Address of a server: host and TCP port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
     /// Host name or IP address, without brackets.
@@ -93,7 +93,7 @@ impl Member {
             Some(rest) => rest.strip_suffix(']').filter(|h| h.contains(':'))?,
             None => Some(host).filter(|h| !h.contains(':'))?,
         };
-        // An IP address, or a valid DNS name.
+        // The host must be an IP address or a valid DNS name.
         ServerName::try_from(host).ok()?;
         Some(Self {
             host: host.to_owned(),
@@ -107,23 +107,23 @@ impl Member {
     }
 }
 
-/// Files for authentication, as named by options.
+/// Files for the authentication at a registry, as options name them.
 #[derive(Clone, Debug, Default)]
 pub struct RegistryFiles {
-    /// Certificates of the CAs that may sign the registry's certificate, PEM.
+    /// CA certificates (PEM) that verify the registry's certificate.
     pub ca: Option<PathBuf>,
-    /// Token that `memfold host add` on the registry's host created for this host.
+    /// File of the token that `memfold host add` on the registry's host created for this host.
     pub token: Option<PathBuf>,
-    /// This host's own certificate, PEM.
+    /// File of this host's own certificate, PEM.
     pub certificate: Option<PathBuf>,
-    /// Private key of that certificate, PEM.
+    /// File of the private key of this host's certificate, PEM.
     pub key: Option<PathBuf>,
 }
 
-/// Address of a registry that another process serves, with the files for authentication.
+/// Address of a registry that another process serves, with the files for the authentication.
 #[derive(Clone, Debug)]
 pub enum RegistryAt {
-    /// A daemon on this host, by its Unix socket.
+    /// A daemon on this host, reached by this Unix socket.
     Socket(PathBuf),
     /// A daemon on another host.
     Daemon {
@@ -131,14 +131,14 @@ pub enum RegistryAt {
         member: Member,
         /// CA certificates that verify the daemon.
         tls: TlsFiles,
-        /// File of the token that identifies this host.
+        /// File of the token that authenticates this host.
         token: PathBuf,
     },
     /// An etcd cluster.
     Etcd {
         /// Members of the cluster.
         members: Vec<Member>,
-        /// TLS files for both sides; `None`: etcd is on this host.
+        /// Files for TLS in both directions; `None` if the etcd is on this host and uses no TLS.
         tls: Option<TlsFiles>,
     },
 }
@@ -158,11 +158,12 @@ impl fmt::Display for RegistryAt {
 }
 
 impl RegistryAt {
-    /// Parses an address and checks the files that go with it. The files are read once here, so
-    /// that an error appears now and not when a VM cannot borrow.
+    /// Parses an address and checks its files. The files are read here once, so that an error
+    /// appears now and not at the time when a VM cannot borrow.
     ///
     /// # Errors
-    /// The address is malformed, or an option or file is missing, unusable, or not applicable.
+    /// Fails if the address is malformed, or an option or file is missing, unusable, or not
+    /// applicable.
     pub fn new(said: &str, files: &RegistryFiles) -> Result<Self, PlaceError> {
         let bad = |why| PlaceError::Address {
             said: said.to_owned(),
@@ -243,7 +244,7 @@ impl RegistryAt {
 }
 
 const CA: &str = "the certificates (PEM) of the CA that signed its certificate";
-const TOKEN: &str = "the file of the token that 'memfold host add' gave there for this host";
+const TOKEN: &str = "the file of the token that 'memfold host add' created there for this host";
 
 fn required(
     file: Option<&PathBuf>,
@@ -256,7 +257,7 @@ fn required(
         .ok_or(PlaceError::Missing { place, option, why })
 }
 
-/// The first option that was given, for registries that use none.
+/// Returns the first option that was given, for registries that use no options.
 fn first_of(files: &RegistryFiles) -> Option<&'static str> {
     [
         (files.ca.is_some(), "--registry-ca"),
@@ -267,8 +268,8 @@ fn first_of(files: &RegistryFiles) -> Option<&'static str> {
     .find_map(|(given, option)| given.then_some(option))
 }
 
-/// Reads a token from its file, which no other user may read. The file is read for each use,
-/// because it may be replaced while the daemon runs.
+/// Reads a token from a file that no other user may read. The file is read for each request,
+/// because an operator may replace it while the daemon runs.
 pub fn read_token(path: &Path) -> Result<String, PlaceError> {
     let failed = |why: String| PlaceError::File {
         path: path.to_owned(),

@@ -1,60 +1,61 @@
-//! Memory figures of this host that the lender bases its decisions on.
+//! Memory figures of this host, on which the lender bases its decisions.
 //!
 //! Sources: `Documentation/filesystems/proc.rst` (meminfo), `Documentation/accounting/psi.rst`,
-//! `mm/vmstat.c` (refaults, counted in `mm/workingset.c`: pages that were reclaimed and needed
-//! again).
+//! `mm/vmstat.c` (refaults: pages that were reclaimed and needed again; counted in
+//! `mm/workingset.c`).
 
 use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-/// One look at the host's memory.
+/// Memory figures of this host at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// Time of the look, since a fixed instant.
+    /// Time at which the figures were read, since a fixed moment.
     pub at: Duration,
-    /// `MemTotal`, in bytes.
+    /// `MemTotal` of `/proc/meminfo`, in bytes.
     pub total_bytes: u64,
-    /// `MemAvailable` in bytes: memory that programs can get without swapping.
+    /// `MemAvailable` of `/proc/meminfo` in bytes: memory that programs can get without swapping.
     pub available_bytes: u64,
-    /// Percent of the last 10 s in which at least one task waited for memory (PSI `some`). `None`:
-    /// the kernel has no PSI.
+    /// Percentage of the last 10 s in which at least one task waited for memory (PSI `some`).
+    /// `None` if the kernel has no PSI.
     pub some_avg10: Option<f64>,
-    /// The same percentage over the last 60 s.
+    /// Percentage of the last 60 s in which at least one task waited for memory (PSI `some`).
     pub some_avg60: Option<f64>,
-    /// Percent of the last 10 s in which all tasks waited for memory (PSI `full`).
+    /// Percentage of the last 10 s in which all tasks waited for memory (PSI `full`).
     pub full_avg10: Option<f64>,
     /// Number of pages that were reclaimed and needed again, since boot.
     pub refaults: u64,
     /// Number of pages read from swap, since boot.
     pub swap_ins: u64,
-    /// Bytes that this host's VMs may claim at once by writing shared pages (the brake's debt x
-    /// cover). The daemon sets it, not the kernel.
+    /// Bytes that this host's VMs may claim at once by writing to shared pages (the brake's debt x
+    /// cover). The daemon sets this field; the kernel does not report it.
     pub owed_bytes: u64,
-    /// Number of this host's guests that report that they lack memory.
+    /// Number of this host's guests that report a lack of memory.
     pub short_guests: u32,
-    /// Bytes of this host's exports that are still being allocated. Memory that shrinks because of
-    /// them does not shrink further, and how much of it is already gone is unknown.
+    /// Size in bytes of this host's exports that are still being allocated. Available memory
+    /// shrinks until they are allocated, but no further, and how much is allocated already is
+    /// unknown.
     pub beginning_bytes: u64,
 }
 
 impl Sample {
-    /// Reads the figures now. `proc` is `/proc`, except in tests.
+    /// Reads the figures now. `proc` is `/proc`; a test uses another directory.
     pub fn read(proc: &Path, at: Duration) -> io::Result<Self> {
         let text = |name: &str| std::fs::read_to_string(proc.join(name));
         let (meminfo, vmstat) = (text("meminfo")?, text("vmstat")?);
-        // A kernel without PSI has no such file.
+        // A kernel without PSI does not have this file.
         let pressure = text("pressure/memory").unwrap_or_default();
         Self::parse(&format!("{meminfo}\n{vmstat}\n{pressure}"), at).ok_or_else(no_available)
     }
 
-    /// Reads only total and available memory, which costs almost no time.
+    /// Reads only total and available memory, which takes almost no time.
     pub fn glance(proc: &Path) -> io::Result<Self> {
         let meminfo = std::fs::read_to_string(proc.join("meminfo"))?;
         Self::parse(&meminfo, Duration::ZERO).ok_or_else(no_available)
     }
 
-    /// Parses the lines of the three files.
+    /// Parses the lines of the three files: meminfo, vmstat, pressure/memory.
     fn parse(text: &str, at: Duration) -> Option<Self> {
         let mut sample = Self {
             at,
@@ -93,7 +94,7 @@ fn no_available() -> io::Error {
     io::Error::other("/proc/meminfo has no MemAvailable")
 }
 
-/// Reads `MemAvailable` now, in bytes.
+/// Returns `MemAvailable` in bytes.
 pub fn available_bytes(proc: &Path) -> io::Result<u64> {
     Sample::glance(proc).map(|sample| sample.available_bytes)
 }
@@ -102,8 +103,8 @@ pub fn available_bytes(proc: &Path) -> io::Result<u64> {
 pub(super) mod tests {
     use super::*;
 
-    /// A host with 23.5 GiB, looked at each second: half a minute of nothing much, then a program
-    /// that fills 11 GiB in three quarters.
+    /// Returns the figures of a real host with 23.5 GiB, one sample each second: half a minute with
+    /// little activity, then a program that allocates 11 GiB in 45 seconds.
     pub fn recorded() -> Vec<Sample> {
         include_str!("fixtures/allocation.txt")
             .split("@ ")

@@ -1,4 +1,4 @@
-//! Errors of a registry, and the checks of values in requests.
+//! Errors of a registry, and checks of the values in requests.
 
 use std::time::Duration;
 
@@ -7,37 +7,37 @@ use serde::{Deserialize, Serialize};
 
 use super::lease::{LeaseId, LeaseState, MAX_TTL};
 
-/// Most bytes of one offer or lease: 1 PiB.
+/// Maximum size of an offer or a lease, in bytes: 1 PiB.
 const MAX_BYTES: u64 = 1 << 50;
 
-/// Length limit of the name of a host or VM, in bytes.
+/// Maximum length of the name of a host or VM, in bytes.
 pub(super) const MAX_NAME: usize = 64;
 
 /// Reason why a registry refuses a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum RegistryError {
-    /// A value is not allowed.
+    /// A value in the request is not allowed.
     #[error("{field}: {why}")]
     Value {
-        /// Name of the field.
+        /// Name of the field with the value.
         field: String,
-        /// The reason, and what is allowed.
+        /// Reason why the value is not allowed, and allowed values.
         why: String,
     },
-    /// No lender has enough free bytes.
+    /// No lender has as many free bytes as requested.
     #[error(
-        "no lender has {wanted} to spare; {} is the most that one of {lenders} offers to '{borrower}' now. Lend more there (memfold lend --max), or use a smaller swap disk",
+        "no lender has {wanted} to spare; {} is the most that one of {lenders} offers to '{borrower}' now. Lend more on another host (memfold lend --max), or use a smaller swap disk",
         ByteSize(*largest)
     )]
     NothingToSpare {
-        /// Bytes that were asked for.
+        /// Number of bytes that the borrower requested.
         wanted: ByteSize,
-        /// Host that asked.
+        /// Host name of the borrower.
         borrower: String,
-        /// Most bytes that one lender has free.
+        /// Largest number of free bytes that one lender has.
         largest: u64,
-        /// Number of lenders considered.
+        /// Number of lenders that were considered.
         lenders: usize,
     },
     /// The lease does not exist, or does not belong to the caller.
@@ -50,12 +50,12 @@ pub enum RegistryError {
         /// Name of the caller.
         who: String,
     },
-    /// A later daemon lends under this name.
+    /// A later daemon lends under the same host name.
     #[error(
         "another daemon has begun to lend as '{lender}'; give each host its own name (memfold serve --host)"
     )]
     Superseded {
-        /// The name.
+        /// Host name of the lender.
         lender: String,
     },
     /// The lease's state does not allow the request.
@@ -65,10 +65,10 @@ pub enum RegistryError {
         id: LeaseId,
         /// State of the lease.
         state: LeaseState,
-        /// State that was asked for.
+        /// State that the request would lead to, or `renewed`.
         wanted: String,
     },
-    /// The registry cannot be reached or used now.
+    /// The registry cannot be reached, or does not work now.
     #[error("cannot use the registry at {place}: {why}")]
     Unusable {
         /// Address of the registry.
@@ -85,7 +85,8 @@ pub(super) fn value(field: &str, why: impl Into<String>) -> RegistryError {
     }
 }
 
-/// Checks the name of a host or VM. Names come from other hosts, and get into paths and logs.
+/// Checks the name of a host or VM, because names come from other hosts and are used in paths and
+/// logs.
 pub fn check_name(field: &str, name: &str) -> Result<(), RegistryError> {
     let letter = |c: char| c.is_ascii_alphanumeric();
     let good = (1..=MAX_NAME).contains(&name.len())
@@ -100,7 +101,7 @@ pub fn check_name(field: &str, name: &str) -> Result<(), RegistryError> {
     ))
 }
 
-/// Checks that a size is between `least` and 1 PiB.
+/// Checks that a size in bytes is between `least` and 1 PiB.
 pub fn check_bytes(bytes: u64, least: u64) -> Result<(), RegistryError> {
     if (least..=MAX_BYTES).contains(&bytes) {
         return Ok(());
@@ -111,7 +112,7 @@ pub fn check_bytes(bytes: u64, least: u64) -> Result<(), RegistryError> {
     ))
 }
 
-/// Checks that a time is at most [`MAX_TTL`]. Returns it in milliseconds.
+/// Checks that a time is at most [`MAX_TTL`], and returns it in milliseconds.
 pub fn check_ttl(ttl: Duration) -> Result<u64, RegistryError> {
     if ttl <= MAX_TTL {
         return Ok(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX));

@@ -1,4 +1,4 @@
-//! The guarantees of a registry: one test suite, run over each implementation.
+//! Test suite of a registry's guarantees, which runs on each implementation.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use super::sqlite::SqliteRegistry;
 
 pub(super) const TTL: Duration = Duration::from_secs(10);
 
-/// A registry with nothing in it, and a way to let time pass there.
+/// An empty registry, and a function that lets time pass for this registry.
 pub(super) struct Fixture {
     pub registry: Arc<dyn Registry>,
     pub advance: Box<dyn Fn(Duration)>,
@@ -69,7 +69,7 @@ fn largest(refused: Result<Lease, RegistryError>) -> (u64, usize) {
     }
 }
 
-/// No lender has lent more than it offered.
+/// Checks that no lender has lent more than it offered.
 pub(super) fn check(picture: &Picture) {
     for lender in &picture.lenders {
         let of_it = |lease: &&Lease| lease.lender.host == lender.lender.host;
@@ -79,7 +79,7 @@ pub(super) fn check(picture: &Picture) {
     }
 }
 
-/// Runs everything over registries that `make` makes.
+/// Runs all tests of the suite on new registries that `make` creates.
 pub(super) fn suite(make: &dyn Fn() -> Fixture) {
     bytes_are_lent_once_and_come_back_by_their_lender_alone(&make());
     deadlines(&make());
@@ -98,13 +98,13 @@ fn bytes_are_lent_once_and_come_back_by_their_lender_alone(fixture: &Fixture) {
     let first = take(registry, 60).unwrap();
     assert_eq!(first.state, LeaseState::Taken);
     assert_eq!(largest(take(registry, 60)), (40, 1));
-    // The lender offers less than it has lent, and more again.
+    // The lender now offers less than it has lent, and then more again.
     offer(registry, "a", 1, 50);
     assert_eq!(largest(take(registry, 1)), (0, 1));
     offer(registry, "a", 1, 100);
     registry.release(first.id, "borrower").unwrap();
     assert_eq!(largest(take(registry, 60)), (40, 1));
-    // Neither the borrower nor another lender can say that it has ended.
+    // Neither another lender nor another run of the lender can end the lease.
     registry.ended(first.id, &lender("b", 1)).unwrap();
     registry.ended(first.id, &lender("a", 2)).unwrap();
     assert_eq!(largest(take(registry, 60)), (40, 1));
@@ -122,7 +122,7 @@ fn deadlines(fixture: &Fixture) {
     let lease = take(registry, 60).unwrap();
     assert!(lease.left_ms > 0 && lease.left_ms <= 10_000 && lease.recall_ms.is_none());
     (fixture.advance)(TTL);
-    // Over, but its bytes are nobody else's before the lender has said so.
+    // The lease has expired, but nobody else gets its bytes before the lender has ended it.
     offer(registry, "a", 1, 100);
     assert_eq!(registry.picture().unwrap().leases[0].left_ms, 0);
     assert_eq!(largest(take(registry, 60)), (40, 1));
@@ -137,7 +137,7 @@ fn deadlines(fixture: &Fixture) {
         registry.recall(lease.id, &lender("b", 1), TTL),
         Err(RegistryError::NoLease { .. })
     ));
-    // A lender that isn't heard of any more.
+    // The lender sends no more messages.
     (fixture.advance)(TTL);
     let picture = registry.picture().unwrap();
     assert!(picture.lenders[0].silent_ms >= 10_000 && picture.lenders[0].left_ms == 0);
@@ -155,20 +155,20 @@ fn who_has_no_other_copy_has_time_to_make_one(fixture: &Fixture) {
         registry.sole_copy(asked, "other"),
         Err(RegistryError::NoLease { .. })
     ));
-    // 10 s, and one for each 20 MiB, once.
+    // The borrower has 10 s, and one second for each 20 MiB, which are granted only once.
     let is_110_s = |ms: Option<u64>| ms.is_some_and(|ms| (108_000..=110_000).contains(&ms));
     let lease = registry.sole_copy(asked, "borrower").unwrap();
     assert_eq!(lease.durability, Durability::None);
     assert!(is_110_s(lease.recall_ms), "{lease:?}");
-    // Where several ask, each counts from when it has seen it.
+    // With several clients of an etcd, each counts the time from when it first saw the deadline.
     for _ in 0..8 {
         registry.picture().unwrap();
     }
     (fixture.advance)(Duration::from_secs(3));
     let again = registry.sole_copy(asked, "borrower").unwrap();
     assert!(again.recall_ms.unwrap() <= 107_000, "{again:?}");
-    // What isn't asked for isn't by that; and then not sooner than it can be copied, though the
-    // lender doesn't know yet.
+    // A lost copy alone does not recall the lease. A recall after that grants the time to copy,
+    // although the lender does not know yet that the copy is lost.
     let lease = registry.sole_copy(other, "borrower").unwrap();
     assert_eq!(
         (lease.durability, lease.recall_ms),
@@ -188,7 +188,8 @@ fn incarnations(fixture: &Fixture) {
     offer(registry, "a", 1, 100);
     offer(registry, "b", 7, 10);
     let lease = take(registry, 60).unwrap();
-    // It ends with the daemon that exported it, and that one can't come back.
+    // The lease ends with the run of the daemon that exported it, and an earlier run cannot lend
+    // again.
     offer(registry, "a", 2, 100);
     assert!(registry.picture().unwrap().leases.is_empty());
     let old = Offer {
@@ -207,7 +208,7 @@ fn incarnations(fixture: &Fixture) {
     registry.withdraw(&lender("a", 1)).unwrap();
     registry.ended(lease.id, &lender("a", 1)).unwrap();
     let mut left = registry.picture().unwrap().leases;
-    // Time may have passed.
+    // Time may have passed, so the remaining time is not compared.
     for left in &mut left {
         left.left_ms = lease.left_ms;
     }
@@ -243,13 +244,13 @@ fn an_export_is_for_its_borrower(fixture: &Fixture) {
     ] {
         assert!(matches!(unwelcome, Err(RegistryError::NoLease { .. })));
     }
-    // Of no effect.
+    // A release by another host has no effect.
     registry.release(id, "other").unwrap();
     let now = registry.renew(id, "borrower", TTL).unwrap();
     assert_eq!(now.state, LeaseState::Exported);
     registry.release(id, "borrower").unwrap();
     assert_eq!(registry.endpoint(id, "borrower").unwrap(), None);
-    // Released: it is its lender's to end, and nothing else.
+    // Only its lender can change a released lease, and only by ending it.
     for refused in [
         registry.renew(id, "borrower", TTL).map(drop),
         registry.publish(id, &ours, &endpoint("/run/y")),
@@ -272,10 +273,10 @@ fn choices(fixture: &Fixture) {
         registry.take(&want, TTL)
     };
     let from = |apart: &[&str]| of(apart).unwrap().lender.host;
-    // The one with the most free, and never the borrower itself.
+    // The lender with the most free bytes is chosen, and never the borrower itself.
     assert_eq!(from(&[]), "a");
     assert_eq!(from(&[]), "b");
-    // Now 50 are free there, and 40 here.
+    // Lender a now has 50 free bytes, and lender b has 40.
     assert_eq!(largest(of(&["a"])).0, 40);
     assert_eq!(from(&[]), "a");
     assert_eq!(largest(of(&[])).0, 40);
@@ -301,7 +302,8 @@ fn nonsense_is_refused(fixture: &Fixture) {
     check(&registry.picture().unwrap());
 }
 
-/// Many take, renew, release and end at once; another looks on.
+/// Tests that leases stay consistent while several threads take, release and end them at once, and
+/// another thread reads all records.
 fn takers_at_once(fixture: &Fixture) {
     const TAKERS: u64 = 4;
     const TURNS: u64 = 40;
@@ -340,7 +342,7 @@ fn takers_at_once(fixture: &Fixture) {
         });
     });
     check(&registry.picture().unwrap());
-    // Else nothing was tested.
+    // Without refusals and many leases, the test would have tested nothing.
     assert!(refused.load(Ordering::Relaxed) > 0 && taken.lock().unwrap().len() > 20);
 }
 
@@ -373,7 +375,7 @@ fn a_registry_called_by_messages_passes_the_lease_test_suite() {
     suite(&|| {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         let behind = sqlite_in(directory.path(), &clock);
-        // As text, as it goes over the wire.
+        // The call and its answer pass through JSON text, as they do on a network.
         let transport = move |call: &_| {
             let call = serde_json::to_string(call).unwrap();
             let said = answer(&behind, &serde_json::from_str(&call).unwrap());
@@ -386,7 +388,7 @@ fn a_registry_called_by_messages_passes_the_lease_test_suite() {
     });
 }
 
-/// A registry that picks one of several at each call.
+/// A registry that uses the next of several registries for each call.
 pub(super) struct Several<R>(Vec<R>, AtomicU64);
 
 impl<R> Several<R> {
@@ -436,7 +438,7 @@ impl<R: Registry> Registry for Several<R> {
     }
 }
 
-/// Two managers on one database never hand the same bytes out twice.
+/// Several clients of one database never lend the same bytes twice.
 #[test]
 fn several_connections_to_one_database_pass_the_lease_test_suite() {
     suite(&|| {
@@ -498,7 +500,7 @@ fn after_a_host_reboot_leases_get_one_minute_and_lease_numbers_are_never_reused(
         .recall(second.id, &lender, Duration::from_secs(1))
         .unwrap();
     drop(before);
-    // The same boot, 3 s later: so much is left.
+    // In the same boot, 3 s later, the lease has 3 s less.
     let picture = open(1_000_003_000, "first").picture().unwrap();
     assert_eq!(picture.leases[0].left_ms, 2000);
     let picture = open(7, "second").picture().unwrap();
@@ -536,7 +538,7 @@ fn a_lease_database_of_another_version_is_refused() {
     assert!(error.contains("not a database"), "{error}");
 }
 
-/// What may be asked of a registry, in any order.
+/// A step of the property test, in any order.
 #[derive(Clone, Debug)]
 enum Step {
     Offer(u8, u64),
@@ -563,8 +565,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever is done: a lease is only given where the lender's offer of that moment has room for
-    /// it beside all that haven't ended.
+    /// After any steps, a lease was only given if the lender's offer at that time had room for it
+    /// and for all leases that have not ended.
     #[test]
     fn a_lease_is_granted_only_if_the_offer_has_room_beside_all_active_leases(steps in steps()) {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));

@@ -1,9 +1,8 @@
-//! The registry that one daemon serves: an `SQLite` database.
+//! The registry that one daemon serves, stored in an `SQLite` database.
 //!
-//! Times come from the daemon's host only, counted since its boot. Hosts therefore need not agree
-//! on the time, and setting the clock changes nothing. `BEGIN IMMEDIATE` takes the database's
-//! single write lock before anything is read, so values that a transaction has read are still valid
-//! when it writes.
+//! Times are milliseconds since the boot of the daemon's host. So hosts need not agree on the time,
+//! and setting the clock changes nothing. `BEGIN IMMEDIATE` takes the database's only write lock
+//! before the first read, so values that a transaction has read are still valid when it writes.
 
 use std::fmt;
 use std::fs::Permissions;
@@ -26,13 +25,13 @@ use super::offer::{Offer, Want};
 use super::registry::Registry;
 use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
 
-/// How long to wait for another client's transaction.
+/// How long to wait for the transaction of another client.
 const BUSY: Duration = Duration::from_secs(5);
 
-/// `user_version` of databases that this code reads.
+/// Version (`user_version`) of databases that this code can read.
 const VERSION: i64 = 2;
 
-/// Time that everybody has to report again, if the registry's records are of an earlier boot.
+/// How long lenders and borrowers have to report again after a reboot of the registry's host.
 const AFTER_BOOT_MS: i64 = 60_000;
 
 const SCHEMA: &str = "
@@ -60,7 +59,7 @@ CREATE INDEX leases_of ON leases (host);
 PRAGMA user_version = 1;
 ";
 
-/// The boot whose clock all times refer to.
+/// Database schema, version 2: the boot whose clock all times refer to.
 const SCHEMA_2: &str = "
 CREATE TABLE clock (boot TEXT NOT NULL) STRICT;
 PRAGMA user_version = 2;
@@ -84,16 +83,17 @@ impl fmt::Debug for SqliteRegistry {
 }
 
 impl SqliteRegistry {
-    /// Opens the database, and creates it if there is none. Only its owner can read it, because it
-    /// contains keys.
+    /// Opens the database, and creates it if it does not exist. Only the file's owner can read it,
+    /// because it contains keys.
     ///
     /// # Errors
-    /// The file cannot be used, or has another version.
+    /// Fails if the file cannot be used, or has another version.
     pub fn open(path: &Path) -> Result<Self, RegistryError> {
         Self::open_at(path, Arc::new(now_ms), &boot_id())
     }
 
-    /// Opens the database with another clock, which returns milliseconds since the boot `boot`.
+    /// Opens the database with another clock, which returns milliseconds since the boot with ID
+    /// `boot`.
     pub fn open_at(path: &Path, clock: Clock, boot: &str) -> Result<Self, RegistryError> {
         let unusable = |why: String| RegistryError::Unusable {
             place: path.display().to_string(),
@@ -103,16 +103,16 @@ impl SqliteRegistry {
             let mut connection = Connection::open(path)?;
             connection.busy_timeout(BUSY)?;
             connection.pragma_update(None, "journal_mode", "WAL")?;
-            // After a power failure, a lease must not return in an older state: its bytes may
-            // belong to another borrower.
+            // After a power failure, a lease must not return in an older state, because its bytes
+            // may belong to another borrower by then.
             connection.pragma_update(None, "synchronous", "FULL")?;
             let transaction =
                 connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let version: i64 = transaction.query_row("PRAGMA user_version", [], |r| r.get(0))?;
             if version == 0 {
                 transaction.execute_batch(SCHEMA)?;
-                // A lender may still export leases of a lost database. Their numbers must not be
-                // used again.
+                // A lender may still export leases of a database that was lost. Their numbers must
+                // not be used again, so the first number is random.
                 transaction.execute(
                     "INSERT INTO sqlite_sequence (name, seq) VALUES ('leases', ?1)",
                     [chance(path)?],
@@ -127,7 +127,7 @@ impl SqliteRegistry {
             transaction.commit()?;
             Ok(connection)
         };
-        // Before `SQLite` creates the file, so that no other user can ever read it.
+        // The file is created before `SQLite` opens it, so that no other user can ever read it.
         let made = std::fs::File::options()
             .create(true)
             .append(true)
@@ -184,7 +184,7 @@ fn now_ms() -> i64 {
         .saturating_add(now.tv_nsec / 1_000_000)
 }
 
-/// A random number below 2^31.
+/// Returns a random number below 2^31.
 fn chance(path: &Path) -> rusqlite::Result<i64> {
     let mut bytes = [0; 4];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
@@ -192,8 +192,8 @@ fn chance(path: &Path) -> rusqlite::Result<i64> {
     Ok(i64::from(u32::from_le_bytes(bytes) >> 1))
 }
 
-/// Makes all times relative to this boot. Times of another boot are meaningless, so everybody gets
-/// new time.
+/// Makes all times relative to the present boot. Times of another boot are meaningless, so every
+/// lender and borrower gets [`AFTER_BOOT_MS`].
 fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::Result<()> {
     let known: Option<String> = transaction
         .query_row("SELECT boot FROM clock", [], |row| row.get(0))
@@ -203,7 +203,7 @@ fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::R
     }
     transaction.execute("DELETE FROM clock", [])?;
     transaction.execute("INSERT INTO clock VALUES (?1)", [boot])?;
-    // Nobody has reported yet, so nothing is taken from these lenders.
+    // No lender has reported since the boot, so nobody can borrow from them yet.
     transaction.execute("UPDATE lenders SET heard_ms = ?1, expires_ms = ?1", [now])?;
     transaction.execute(
         "UPDATE leases SET expires_ms = ?1, recall_ms = IIF(recall_ms IS NULL, NULL, ?1)",
@@ -229,7 +229,7 @@ impl From<RegistryError> for Failure {
     }
 }
 
-/// `SQLite`'s integers are signed. Stored values were checked and are below 2^63.
+/// Converts a number to `SQLite`'s signed integer. Stored values were checked and are below 2^63.
 fn stored(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
@@ -276,7 +276,8 @@ fn find(
             read_lease(row, now)
         })
         .optional()?;
-    // Callers must not learn who owns another's lease.
+    // The error for a lease of another owner is the same as for no lease, so that callers do not
+    // learn of it.
     lease.filter(is_theirs).ok_or_else(|| {
         let who = who.to_owned();
         RegistryError::NoLease { id, who }.into()
@@ -334,7 +335,7 @@ impl Registry for SqliteRegistry {
 
     fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
         self.once(|transaction, now| {
-            // The record stays: its incarnation keeps an older daemon from coming back.
+            // The record stays, because its incarnation keeps an older daemon from lending again.
             transaction.execute(
                 "UPDATE lenders SET bytes = 0, heard_ms = ?3, expires_ms = ?3 WHERE host = ?1 AND incarnation = ?2",
                 params![lender.host, stored(lender.incarnation.0), now],
@@ -364,7 +365,7 @@ impl Registry for SqliteRegistry {
                     continue;
                 }
                 looked += 1;
-                // A lender that offers less than it has lent has nothing free.
+                // A lender that now offers less than it has lent has no free bytes.
                 let free = offered.saturating_sub(lent(transaction, &lender.host)?);
                 if best.as_ref().is_none_or(|(most, _)| free > *most) {
                     best = Some((free, lender));
@@ -479,7 +480,7 @@ impl Registry for SqliteRegistry {
             }
             let only = Durability::None;
             let time = check_ttl(only.time_to_give_back(lease.bytes))?;
-            // A lease that was not recalled (NULL) stays so.
+            // A lease that was not recalled (NULL) stays so, because MAX of NULL is NULL.
             transaction.execute(
                 "UPDATE leases SET durability = ?2, recall_ms = MAX(recall_ms, ?3) WHERE id = ?1",
                 params![stored(id.0), only.name(), now.saturating_add(stored(time))],

@@ -1,8 +1,8 @@
-//! Decides how much RAM a host can lend. It is conservative, and raises the offer only slowly.
+//! Decides how much RAM a host can lend. The decision is cautious, and an offer grows only slowly.
 //!
 //! ```text
 //!   MemAvailable - owed
-//!   |---------------------- surplus: offered, once it has been there for CALM and nothing waits for memory
+//!   |---------------------- surplus: offered after it existed for CALM, while no task waits for memory
 //!   reserve  - - - - - - -
 //!   |                       nothing more is offered, nothing is taken back
 //!   low mark - - - - - - -
@@ -12,72 +12,73 @@
 //!   an eighth - - - - - -
 //!   |                       exports whose borrowers have a copy end without notice
 //! ```
-//! Borrowers need time to give memory back, so memory that shrinks steadily counts as gone. If the
-//! pace of the last three seconds would reach the low mark before lent memory could be back, memory
-//! is taken back now.
+//! Borrowers need time to give memory back, so memory that shrinks steadily counts as gone: if the
+//! loss of the last three seconds would go on and reach the low mark before lent memory could be
+//! back, lent memory is taken back now.
 //!
-//! *Owed* is the memory that this host's own VMs may need at once by rewriting pages that they
-//! share (the brake's debt x cover). Lent memory cannot be used for it, so lent memory is taken
-//! back before the brake would engage.
+//! *Owed* memory is the memory that this host's own VMs may need at once by writing to pages that
+//! they share (the brake's debt x cover). Lent memory cannot serve these writes, so it is taken
+//! back before the brake would stop anything.
 //!
-//! Lent memory is locked, so `MemAvailable` no longer contains it. The most that may be lent in
-//! total is the memory lent now plus the surplus.
+//! Lent memory is locked, so `MemAvailable` no longer contains it. The maximum offer is the memory
+//! that is lent now plus the surplus.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::pressure::Sample;
 
-/// How long the surplus must have existed before it is offered.
+/// How long a surplus must have existed before it is offered.
 const CALM: Duration = Duration::from_secs(10);
 
-/// Least reserve, in bytes.
+/// Minimum reserve in bytes.
 const LEAST_RESERVE: u64 = 256 << 20;
 
-/// The reserve is this fraction of the host's RAM (1/16).
+/// Divisor of the host's RAM that gives the reserve (1/16 of the RAM).
 const RESERVE_PART: u64 = 16;
 
-/// A host whose tasks wait for memory more than this percentage of the time (PSI `some`) has
-/// nothing to spare.
+/// Maximum percentage of time in which tasks may wait for memory (PSI `some`). A host above it
+/// offers no more.
 const BUSY_SOME: f64 = 1.0;
 
 /// Longest time until recalled memory is back, as lending promises.
 const GIVE_BACK: Duration = Duration::from_secs(5);
 
-/// The pace is the slowest of [`STRETCHES`] consecutive stretches of this length: memory taken in
-/// one sudden step does not keep shrinking.
+/// Length of a stretch of time. The pace of a loss is the slowest pace of [`STRETCHES`] consecutive
+/// stretches, because memory that was taken in one sudden step does not keep shrinking.
 const STRETCH: Duration = Duration::from_secs(1);
 const STRETCHES: usize = 3;
 
-/// If all tasks wait for memory more than this percentage of the time (PSI `full`), lent memory is
+/// Percentage of time in which all tasks wait for memory (PSI `full`), above which lent memory is
 /// taken back.
 const BAD_FULL: f64 = 5.0;
 
-/// Refaults a second that come with ordinary reading of files (4 MiB/s). More of them mean that
-/// page cache is short, unless more than 1/[`PLENTY_PART`] of the RAM is available. Then a control
+/// Refaults per second that ordinary reading of files causes (4 MiB/s). More refaults mean that
+/// page cache is short; but if more than 1/[`PLENTY_PART`] of the RAM is available, a control
 /// group's limit or proactive reclaim causes them.
 const BUSY_REFAULTS: f64 = 1024.0;
 const PLENTY_PART: u64 = 4;
 
-/// Offers are rounded down to a multiple of this: small changes are not worth a message.
+/// Offers are rounded down to a multiple of this number of bytes, because small changes are not
+/// worth a message.
 const GRAIN: u64 = 16 << 20;
 
 /// How urgently a host needs memory back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Hurry {
-    /// There is time to wait for borrowers.
+    /// The host can wait for borrowers to return memory in their normal time.
     #[default]
     No,
-    /// Less than a quarter of the reserve is left. Borrowers with a copy only need to let go, and
-    /// get almost no time for it.
+    /// Less than a quarter of the reserve is left. Borrowers with a copy only have to stop using
+    /// the lent RAM, and get almost no time for it.
     Copied,
-    /// Less than an eighth of the reserve is available, whatever is owed. The kernel would soon
-    /// swap, and then kill exports itself before anybody hears of it.
+    /// Less than an eighth of the reserve is available, including owed memory. The kernel would
+    /// soon swap, and then kill exports before a borrower could react.
     Now,
 }
 
 impl Hurry {
-    /// The urgency of one look at the host.
+    /// Returns the urgency that the figures of one moment show.
     #[must_use]
     pub const fn by(now: &Sample) -> Self {
         let reserve = Judge::reserve(now.total_bytes);
@@ -91,31 +92,31 @@ impl Hurry {
     }
 }
 
-/// Result of a judgement.
+/// Decision of [`Judge::judge`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
-    /// Bytes that may be lent in all, lent ones included.
+    /// Maximum number of bytes to lend in all, including lent bytes.
     pub offer_bytes: u64,
-    /// Bytes that must be given back.
+    /// Number of bytes that borrowers must give back.
     pub recall_bytes: u64,
-    /// Whether they must come back sooner than borrowers are promised.
+    /// How urgently the host needs these bytes.
     pub hurry: Hurry,
-    /// Reason why no more is offered.
+    /// Reason why the offer is not larger.
     pub why: String,
 }
 
-/// Decides from looks at the host how much it can lend.
+/// Decides from samples of the host's memory how much the host can lend.
 #[derive(Clone, Debug)]
 pub struct Judge {
     max_bytes: u64,
-    /// Recent looks, each with the bytes lent then.
+    /// Samples of the last [`CALM`], each with the bytes that were lent then.
     looked: VecDeque<(Sample, u64)>,
-    /// Consecutive looks that found too little memory.
+    /// Number of consecutive samples that showed too little memory.
     short: u32,
 }
 
 impl Judge {
-    /// `max_bytes` is the most that may ever be lent.
+    /// Creates a judge. `max_bytes` is the maximum that may ever be lent.
     #[must_use]
     pub const fn new(max_bytes: u64) -> Self {
         Self {
@@ -125,12 +126,12 @@ impl Judge {
         }
     }
 
-    /// Changes the most that may be lent.
+    /// Changes the maximum that may be lent.
     pub const fn set_max(&mut self, bytes: u64) {
         self.max_bytes = bytes;
     }
 
-    /// Bytes that a host with `total_bytes` of RAM keeps for itself.
+    /// Returns how many bytes a host with `total_bytes` of RAM keeps for itself.
     #[must_use]
     pub const fn reserve(total_bytes: u64) -> u64 {
         let part = total_bytes / RESERVE_PART;
@@ -141,7 +142,7 @@ impl Judge {
         }
     }
 
-    /// Judges a new look at the host. `lent_bytes` are lent, and so locked, now.
+    /// Decides by a new sample. `lent_bytes` bytes are lent (and so locked) now.
     pub fn judge(&mut self, now: Sample, lent_bytes: u64) -> Verdict {
         let before = self.looked.back().map(|(before, _)| *before);
         self.looked.push_back((now, lent_bytes));
@@ -161,9 +162,10 @@ impl Judge {
             Hurry::No
         };
         let recall_bytes = missing.max(beyond);
-        // The least surplus of the recent looks: memory that came and went is no surplus.
+        // The smallest surplus of all recent samples counts, because memory that comes and goes is
+        // no surplus.
         let available = self.looked.iter().map(|(look, _)| spare(look)).min();
-        // Memory that is lent but not allocated yet still counts as available. It must not be lent
+        // Memory that is lent but not allocated yet still counts as available, but must not be lent
         // twice.
         let kept = reserve.saturating_add(now.beginning_bytes);
         let surplus = available.unwrap_or(0).saturating_sub(kept);
@@ -204,8 +206,9 @@ impl Judge {
         } else {
             0
         };
-        // A single look may catch a program that allocates and frees, as long as there is time to
-        // look again. The pace is measured over a longer time anyway.
+        // A single sample may show a program that allocates and soon frees, so the host must be
+        // short twice, if there is time for a second sample. The pace is measured over a longer
+        // time anyway.
         let soon_too_little = going > 0 && soon < reserve / 2;
         let now_too_little = Hurry::by(now) == Hurry::Now;
         if self.short < 2 && !soon_too_little && !now_too_little {
@@ -215,8 +218,9 @@ impl Judge {
         missing.max(GRAIN).min(lent_bytes)
     }
 
-    /// Bytes that will be gone when memory recalled now is back, if the present pace continues.
-    // Below 2^63.
+    /// Returns how many bytes will be gone when memory recalled now is back, if the present pace
+    /// continues.
+    // The result is below 2^63.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     fn going(&self, now: &Sample, lent_bytes: u64) -> u64 {
         let mut slowest = f64::INFINITY;
@@ -224,7 +228,8 @@ impl Judge {
         for _ in 0..STRETCHES {
             let is_earlier = |look: &&Sample| end.at.saturating_sub(look.at) >= STRETCH;
             let steady = self.looked.iter().rev();
-            // Exports that begin take memory, as intended.
+            // Samples while an export is being allocated do not count, because the export takes
+            // memory as intended.
             let mut steady =
                 steady.take_while(|(look, lent)| *lent == lent_bytes && look.beginning_bytes == 0);
             let Some(begin) = steady.by_ref().map(|(look, _)| look).find(is_earlier) else {
@@ -238,18 +243,18 @@ impl Judge {
     }
 }
 
-/// Memory that is available and not owed to this host's VMs.
+/// Returns how much memory is available and not owed to this host's VMs.
 const fn spare(sample: &Sample) -> u64 {
     sample.available_bytes.saturating_sub(sample.owed_bytes)
 }
 
-/// Whether tasks of this host waited for memory, by the kernel's averages. Returns the reason.
+/// Returns the reason if tasks of this host have waited for memory, by the kernel's averages.
 fn waited(now: &Sample) -> Option<String> {
     let some = now.some_avg10?.max(now.some_avg60?);
     (some > BUSY_SOME).then(|| format!("this host's tasks wait for memory ({some} % of the time)"))
 }
 
-/// Whether this host lacked memory between two looks. Returns the reason.
+/// Returns the reason if this host lacked memory between two samples.
 fn waits(before: &Sample, now: &Sample) -> Option<String> {
     let seconds = now.at.saturating_sub(before.at).as_secs_f64();
     if seconds <= 0.0 {
@@ -298,7 +303,7 @@ mod tests {
             Judge::new(2 * GIB).judge(calm(0, 8 * GIB), 0).offer_bytes,
             2 * GIB
         );
-        // Lent memory is gone from what is available, and counts all the same.
+        // Lent memory is missing in the available memory, and still counts for the offer.
         let verdict = Judge::new(64 * GIB).judge(calm(0, 5 * GIB), 3 * GIB);
         assert_eq!(verdict.offer_bytes, 7 * GIB);
         let verdict = Judge::new(64 * GIB).judge(calm(0, GIB), 0);
@@ -358,7 +363,7 @@ mod tests {
             assert!(verdict.why.contains(word), "{}", verdict.why);
             assert_eq!(verdict.recall_bytes, 0);
         }
-        // Not for want of memory.
+        // These refaults are not caused by a lack of memory.
         let mut judge = Judge::new(64 * GIB);
         judge.judge(calm(0, 8 * GIB), GIB);
         let mut now = calm(1, 8 * GIB);
@@ -369,7 +374,7 @@ mod tests {
     #[test]
     fn lent_memory_is_recalled_if_two_samples_in_a_row_are_short_of_memory() {
         let mut judge = Judge::new(64 * GIB);
-        // Between the marks nothing is offered and nothing taken back.
+        // Between the reserve and the low mark, nothing more is offered and nothing is taken back.
         for second in 0..20 {
             let verdict = judge.judge(calm(second, 700 << 20), 3 * GIB);
             assert_eq!((verdict.offer_bytes, verdict.recall_bytes), (3 * GIB, 0));
@@ -383,7 +388,7 @@ mod tests {
             100 << 20
         );
         assert_eq!(judge.judge(calm(23, 2 * GIB), 3 * GIB).recall_bytes, 0);
-        // All tasks wait: whatever is available.
+        // All tasks wait for memory, although much is available.
         let mut stuck = calm(24, 8 * GIB);
         stuck.full_avg10 = Some(20.0);
         judge.judge(stuck, GIB);
@@ -395,29 +400,29 @@ mod tests {
         let mut judge = Judge::new(64 * GIB);
         for (second, available, lent, recalled, hurry) in [
             (0, 8 * GIB, 3 * GIB, false, Hurry::No),
-            // Once is none.
+            // One short sample takes nothing back.
             (10, 200 << 20, 3 * GIB, false, Hurry::No),
             (11, 200 << 20, 3 * GIB, true, Hurry::Copied),
             (12, 300 << 20, 3 * GIB, true, Hurry::No),
-            // Nothing is there to be taken back.
+            // Nothing is lent that could be taken back.
             (13, 200 << 20, 0, false, Hurry::No),
             (14, 8 * GIB, 3 * GIB, false, Hurry::No),
-            // There is no time to look twice.
+            // There is no time for a second sample.
             (24, 100 << 20, 3 * GIB, true, Hurry::Now),
         ] {
             let verdict = judge.judge(calm(second, available), lent);
             let found = (verdict.recall_bytes > 0, verdict.hurry);
             assert_eq!(found, (recalled, hurry), "{second}");
         }
-        // An operator's new limit is no hurry.
+        // A new limit of the operator is not urgent.
         let mut judge = Judge::new(GIB);
         let verdict = judge.judge(calm(0, 200 << 20), 3 * GIB);
         assert_eq!((verdict.recall_bytes, verdict.hurry), (2 * GIB, Hurry::No));
     }
 
-    /// A host of 16 GiB, of which 4 are lent and `pace` goes each second from the 10th on, in looks
-    /// twice a second: what is left when something is taken back for the first time, and how much
-    /// that is.
+    /// Simulates a host with 8 GiB available, of which 4 GiB are lent, that loses `pace` bytes each
+    /// second from the 10th second on, with two samples per second. Returns the bytes that are
+    /// available when memory is taken back for the first time, and how much is taken back.
     fn taken_back(mut pace: impl FnMut(u64) -> u64) -> Option<(u64, u64)> {
         let mut judge = Judge::new(64 * GIB);
         let mut available = 8 * GIB;
@@ -439,8 +444,8 @@ mod tests {
     fn a_steady_loss_of_available_memory_starts_a_recall_before_the_reserve_is_used() {
         for pace in [GIB / 10, GIB / 4, GIB / 2, GIB] {
             let (left, recalled) = taken_back(|_| pace).unwrap();
-            // When it is back, after five seconds, the host still has something; and it wasn't
-            // asked for much earlier.
+            // When the memory is back, after five seconds, the host still has some; and the memory
+            // was not recalled much too early.
             assert!(left >= 5 * pace, "{pace}: {left}");
             assert!(left <= 6 * pace + GIB, "{pace}: {left}");
             assert!(recalled >= (GIB / 2).min(5 * pace), "{pace}: {recalled}");
@@ -449,10 +454,10 @@ mod tests {
 
     #[test]
     fn a_sudden_allocation_or_a_new_export_does_not_count_as_a_steady_loss() {
-        // 5 GiB within a second, and then nothing more.
+        // The host loses 5 GiB within a second, and then nothing more.
         let stroke = |half| if half < 22 { 5 * GIB } else { 0 };
         assert_eq!(taken_back(stroke), None);
-        // A new export of 3 GiB is being filled, for three seconds.
+        // For three seconds, a new export of 3 GiB is being allocated.
         let mut judge = Judge::new(64 * GIB);
         for second in 0..20 {
             let filled = second.clamp(10, 13) - 10;
@@ -471,7 +476,7 @@ mod tests {
     fn leased_memory_that_is_not_allocated_yet_is_not_lent_twice() {
         let mut judge = Judge::new(64 * GIB);
         assert_eq!(judge.judge(calm(0, 10 * GIB), 0).offer_bytes, 9 * GIB);
-        // 8 GiB are taken, and nothing of them is allocated yet; then a half; then all.
+        // A lease of 8 GiB is taken: none of it is allocated yet, then half, then all.
         for (second, available, beginning) in [(1, 10, 8), (2, 6, 8), (3, 2, 8), (4, 2, 0)] {
             let mut now = calm(second, available * GIB);
             now.beginning_bytes = beginning * GIB;
@@ -495,7 +500,7 @@ mod tests {
             judge.judge(owing(0, 8 * GIB, 3 * GIB), 0).offer_bytes,
             4 * GIB
         );
-        // The debt grows while all of that is lent: what is missing comes back, no more.
+        // The debt grows while all of the offer is lent: exactly the missing memory is taken back.
         assert_eq!(
             judge
                 .judge(owing(1, 4 * GIB, 5 * GIB), 4 * GIB)
@@ -512,7 +517,7 @@ mod tests {
         assert!(verdict.why.contains("6144 MiB are kept"), "{}", verdict.why);
     }
 
-    /// The recorded host, as if it had lent almost all that the program leaves before that came.
+    /// Uses the recorded host as if it had lent almost all memory that the program leaves free.
     #[test]
     fn a_recorded_allocation_of_11_gib_recalls_only_the_missing_memory() {
         let samples = recorded();
@@ -526,14 +531,14 @@ mod tests {
             now.available_bytes = now.available_bytes.saturating_sub(lent);
             let verdict = judge.judge(now, lent);
             offered.push(verdict.offer_bytes);
-            // Given back at the next look.
+            // The memory is back at the next sample.
             lent -= verdict.recall_bytes;
             recalled += verdict.recall_bytes;
         }
         assert!(recalled > 0 && recalled <= reserve + GIB, "{recalled}");
         let least = offered.iter().min().unwrap();
         assert!(offered[0] > 19 * GIB && *least < begun, "{offered:?}");
-        // Never more than was there above the reserve.
+        // The offer never exceeds the memory above the reserve.
         for (sample, offer) in samples.iter().zip(&offered) {
             assert!(*offer <= sample.available_bytes.max(begun), "{offered:?}");
         }

@@ -1,4 +1,4 @@
-//! Certificate files for TLS to a registry: the CA, and this host's own certificate.
+//! Certificate files for TLS to a registry: the CA's certificates, and this host's own certificate.
 
 use std::path::{Path, PathBuf};
 
@@ -6,22 +6,22 @@ use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-/// This host's certificate and key.
+/// Files of this host's certificate and its private key.
 #[derive(Clone, Debug)]
 pub struct OwnCertificate {
-    /// The certificate and its chain, PEM.
+    /// Certificate and its chain, PEM.
     pub certificate: PathBuf,
     /// Private key of the certificate, PEM.
     pub key: PathBuf,
 }
 
-/// Files for TLS. They are read for each connection, so that they can be replaced while the daemon
-/// runs.
+/// Files for TLS. They are read for each connection, so that an operator can replace them while the
+/// daemon runs.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// Certificates of the CAs that may sign a server's certificate, PEM.
+    /// CA certificates (PEM) that verify a server's certificate.
     pub ca: PathBuf,
-    /// Certificate to show to servers that ask for one.
+    /// Certificate that this host shows to servers that ask for one.
     pub own: Option<OwnCertificate>,
 }
 
@@ -39,7 +39,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> 
 }
 
 impl TlsFiles {
-    /// Reads the files. An error names the file and the reason.
+    /// Returns the TLS configuration from the files. An error names the file and the reason.
     pub fn config(&self) -> Result<ClientConfig, FileError> {
         let mut roots = RootCertStore::empty();
         for certificate in certificates(&self.ca)? {

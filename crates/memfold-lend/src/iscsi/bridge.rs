@@ -1,9 +1,9 @@
 //! The helper process beside a borrower's qemu-nbd. qemu-nbd is the iSCSI initiator (QEMU's `iscsi`
-//! driver) and serves the lent disk by NBD on a Unix socket to one client. The helper kills
-//! qemu-nbd when its first iSCSI session ends.
+//! driver) and serves the lent disk by NBD on a Unix socket, to one client. The helper kills
+//! qemu-nbd when qemu-nbd's first iSCSI session ends.
 //!
-//! The helper needs no daemon. If a lender dies while the borrower's daemon is not running, the VM
-//! continues on its copy.
+//! The helper works without a daemon: if a lender dies while the borrower's daemon is not running,
+//! the VM continues on its copy.
 
 use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream};
@@ -24,17 +24,17 @@ use crate::lease::LeaseId;
 /// Time limit for the bridge to become ready.
 const READY: Duration = Duration::from_secs(10);
 
-/// Time limit of the connection that tests whether other initiators can log in.
+/// Time limit of the connection that tests whether another initiator could log in.
 const PROBE: Duration = Duration::from_millis(300);
 
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Bytes at the end of the bridge's output that an error message repeats.
+/// Number of bytes at the end of the bridge's output that an error message repeats.
 const LOG_TAIL: usize = 1024;
 
-/// Logs in to a lease. Returns an NBD endpoint on this host that serves it, for one connection.
-/// Files are created in `directory`. The bridge ends by itself, with its session or with its
-/// client.
+/// Starts a bridge, which logs in to a lease. Returns the NBD endpoint on this host that serves the
+/// lease, for one connection. The bridge's files are created in `directory`. The bridge ends with
+/// its session or its client.
 pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Result<Endpoint> {
     let (Address::Tcp { ip, port }, Some(key)) = (&endpoint.address, &endpoint.key) else {
         return Err(io::Error::other("iSCSI needs an IP address and a key"));
@@ -44,7 +44,8 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
     write_key(&key_file, key)?;
     let log = std::fs::File::create(&log_file)?;
     let mut command = process("bridge")?;
-    // The bridge lives as long as the VM; it must not end with the daemon or its terminal.
+    // The bridge lives as long as the VM, so it must not end with the daemon or the daemon's
+    // terminal.
     let spawned = memfold_sys::session::detach(&mut command)
         .args(["--portal", &SocketAddr::new(*ip, *port).to_string()])
         .arg("--key")
@@ -59,10 +60,10 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
     let told = spawned.and_then(|mut child| {
         let told = wait_ready(&mut child);
         if told.is_err() {
-            // Fails if the bridge has ended. qemu-nbd ends with it.
+            // The call fails if the bridge has ended. qemu-nbd ends with the bridge.
             let _ = child.kill();
         }
-        // Reaps the child.
+        // This thread reaps the child.
         std::thread::Builder::new()
             .name("iscsi-bridge".into())
             .spawn(move || {
@@ -73,7 +74,7 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
             .map(drop)
             .and(told)
     });
-    // The bridge has read the key file; the log was needed only until here.
+    // The bridge has read the key file, and nobody needs the log any more.
     let said = std::fs::read(&log_file).unwrap_or_default();
     let _ = std::fs::remove_file(&key_file);
     let _ = std::fs::remove_file(&log_file);
@@ -88,7 +89,7 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
     })
 }
 
-/// Waits for the one line on the bridge's standard output that reports that it is ready.
+/// Waits for the line on the bridge's standard output that reports that the bridge is ready.
 fn wait_ready(child: &mut Child) -> io::Result<()> {
     let mut output = child
         .stdout
@@ -140,7 +141,7 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
         std::thread::sleep(LOOK);
     };
     wire.keep_alive()?;
-    // The session exists. Waits until no other initiator can log in.
+    // The session exists. Wait until no other initiator can log in.
     while !is_closed(portal)? {
         if wire.is_cut() {
             return Err(io::Error::other("the session ended right after it began"));
@@ -157,7 +158,7 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
     loop {
         let mut fds = [wire.poll_end(), PollFd::new(process.pidfd(), PollFlags::IN)];
         match poll(&mut fds, None) {
-            // Whichever has ended, both must end.
+            // Either the session or qemu-nbd has ended, and both must end.
             Ok(_) => return Ok(()),
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -170,14 +171,14 @@ struct Left(Vec<PathBuf>);
 impl Drop for Left {
     fn drop(&mut self) {
         for file in &self.0 {
-            // Most of the files are gone already.
+            // Most of the files have been removed already.
             let _ = std::fs::remove_file(file);
         }
     }
 }
 
-/// Whether the lender accepts no more connections, as it does once there is a session (`target`). A
-/// forwarder in between may accept a connection, and then closes it.
+/// Returns whether the lender accepts no more connections, as is the case during a session
+/// (`target`). A forwarder in between may accept a connection and then close it.
 pub(crate) fn is_closed(portal: SocketAddr) -> io::Result<bool> {
     let Ok(mut stream) = TcpStream::connect_timeout(&portal, PROBE) else {
         return Ok(true);
@@ -203,7 +204,7 @@ fn write_secret(path: &Path, key: &Key) -> io::Result<()> {
     file.write_all(key.hex.as_bytes())
 }
 
-/// A path as a value in QEMU's options, in which a comma is written twice.
+/// Returns a path as a value in QEMU's options, in which a comma is written twice.
 fn quoted(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
@@ -217,11 +218,12 @@ fn start(portal: SocketAddr, key: &Key, secret: &Path, socket: &Path) -> io::Res
         initiator_name(key)
     );
     ends_with_us("qemu-nbd")
-        // Accepts one client, and ends with it.
+        // qemu-nbd accepts one client, and ends when this client disconnects.
         .args(["--shared=1", "--export-name=", "--cache=writeback"])
         .arg(format!("--socket={}", socket.display()))
         .args(["--object", &object, "--image-opts", &disk])
-        // Settings of libiscsi, valid from the first packet: an unreachable host is not waited for.
+        // Settings of libiscsi, valid from the first packet, so that an unreachable host causes an
+        // error soon.
         .env("LIBISCSI_TCP_USER_TIMEOUT", "3000")
         .env("LIBISCSI_TCP_KEEPIDLE", "1")
         .env("LIBISCSI_TCP_KEEPINTVL", "1")

@@ -1,5 +1,5 @@
-//! Lending by iSCSI (`lend --transport iscsi`): the transport of the study, for initiators that
-//! support nothing else.
+//! Lending by iSCSI (`lend --transport iscsi`): the transport of the published study, for
+//! initiators that support nothing else.
 //!
 //! ```text
 //!   lender                                                   borrower
@@ -8,13 +8,13 @@
 //!                      v                                                          v
 //!                    tgtd, one a lease <------- iSCSI ------- qemu-nbd --NBD--> relay --NBD--> QEMU of the VM
 //! ```
-//! Both helper processes are this program (`memfold iscsi-process`). Their purposes:
+//! Both helper processes run this program (`memfold iscsi-process`). Their purposes:
 //! - tgtd serves files. `target` creates an unnamed file whose pages are allocated and locked, and
-//!   ends tgtd with its first session.
-//! - libiscsi reconnects forever, and QEMU's monitor has no command that makes it give up pending
-//!   requests. A VM would wait for as long as its lender is dead. Therefore QEMU's `iscsi` driver
-//!   runs in a process of its own, which `bridge` kills when its first session ends. The relay's
-//!   client then fails at once, as with a lender that exports by NBD.
+//! ends tgtd when tgtd's first session ends.
+//! - libiscsi reconnects forever, and QEMU's monitor has no command that makes libiscsi give up
+//! pending requests. A VM would wait for as long as its lender is dead. Therefore QEMU's `iscsi`
+//! driver runs in a process of its own (qemu-nbd), which `bridge` kills when its first session
+//! ends. The relay's NBD client then gets an error at once, as with a lender that exports by NBD.
 //!
 //! iSCSI authenticates by CHAP and encrypts nothing. Anyone on the network path can read what a
 //! guest has swapped out; the relay detects changes.
@@ -32,44 +32,45 @@ use memfold_host::own_program;
 
 use super::endpoint::Key;
 
-/// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1). The domain is reserved (RFC
+/// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1). Its domain is reserved (RFC
 /// 2606), so nobody owns it.
 const NAMES: &str = "iqn.2026-11.invalid.memfold";
 
 /// Number of the only target of a tgtd.
 const TARGET: i32 = 1;
-/// Number of the logical unit that holds the bytes.
+/// Number of the logical unit that holds a lease's bytes.
 pub const LUN: u64 = 1;
 
 /// Longest time between two polls of the helper processes.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Name of a lease's iSCSI target.
+/// Returns the name of a lease's iSCSI target.
 #[must_use]
 pub fn target_name(key: &Key) -> String {
     format!("{NAMES}:{}", key.identity)
 }
 
-/// Initiator name with which a borrower logs in to the target.
+/// Returns the initiator name with which a borrower logs in to a lease's target.
 #[must_use]
 pub fn initiator_name(key: &Key) -> String {
     format!("{NAMES}:borrower-of-{}", key.identity)
 }
 
-/// Command that starts a helper process of this program.
+/// Returns the command that starts a helper process of this program.
 pub(super) fn process(name: &str) -> io::Result<Command> {
     let mut command = Command::new(own_program()?);
     command
         .args(["iscsi-process", name])
         .current_dir("/")
-        // These belong to the daemon, not to its processes (sd_notify(3)).
+        // These variables belong to the daemon, not to its child processes (sd_notify(3)).
         .env_remove("NOTIFY_SOCKET")
         .env_remove("WATCHDOG_USEC")
         .env_remove("WATCHDOG_PID");
     Ok(command)
 }
 
-/// Command whose process ends with the thread that starts it. qemu-nbd and tgtd keep that setting.
+/// Returns a command whose process ends with the thread that starts it. qemu-nbd and tgtd do not
+/// reset this setting.
 fn ends_with_us(program: &str) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", program]);
@@ -81,7 +82,7 @@ struct Owned(Child);
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // Fails only for a child that has ended.
+        // The call fails only for a child that has ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -100,7 +101,7 @@ fn read_key(path: &Path) -> io::Result<Key> {
     })
 }
 
-/// Prefixes an error with the thing that failed.
+/// Returns a function that prefixes an error with `what`, the thing that failed.
 fn at(what: &str) -> impl FnOnce(io::Error) -> io::Error + '_ {
     move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
 }

@@ -1,5 +1,5 @@
-//! The helper process beside a lease's tgtd. It allocates the memory and starts tgtd on it. It ends
-//! both when the first session ends, when the daemon ends, or when tgtd is stopped.
+//! The helper process beside a lease's tgtd. The process allocates the memory and starts tgtd on
+//! it. Both end when the first session ends, when the daemon ends, or when tgtd is stopped.
 
 use std::fs::File;
 use std::io;
@@ -23,25 +23,25 @@ use super::{LOOK, Owned, at, ends_with_us, process, read_key};
 /// Time limit for tgtd to start.
 const START: Duration = Duration::from_secs(10);
 
-/// Time between two polls before there is a session. A second session could begin in this time.
+/// Time between two polls while there is no session. A second session could begin in this time.
 const FIRST: Duration = Duration::from_millis(20);
 
-/// Bytes of the host's memory that must stay available.
+/// Number of bytes of the host's memory that must stay available.
 const LEAVE: u64 = 64 << 20;
 
 /// Files of one lease's export.
 #[derive(Clone, Debug)]
 pub struct Files {
-    /// Key file (`write_key`).
+    /// Path of the key file (`write_key`).
     pub key: PathBuf,
     /// Prefix of the path of tgtd's socket (`TGT_IPC_SOCKET`).
     pub socket: PathBuf,
-    /// Written when the export is ready: tgtd's [`Identity`].
+    /// Path of the file that contains tgtd's [`Identity`]. It is written when the export is ready.
     pub ready: PathBuf,
 }
 
 impl Files {
-    /// All files that may exist.
+    /// Returns the paths of all files that may exist.
     #[must_use]
     pub fn all(&self) -> Vec<PathBuf> {
         let named = |end: &str| {
@@ -59,14 +59,14 @@ impl Files {
     }
 }
 
-/// Contents of the file `ready`.
+/// Contents of the file [`Files::ready`].
 #[derive(Debug, Serialize, Deserialize)]
 struct Ready {
     tgtd: Identity,
 }
 
-/// Command that starts the process. Its standard input must be the end of a pipe that stays open
-/// for as long as the daemon lives.
+/// Returns the command that starts the helper process. Its standard input must be the end of a pipe
+/// that stays open for as long as the daemon lives.
 pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Command> {
     let mut command = process("target")?;
     command
@@ -81,7 +81,7 @@ pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Comm
     Ok(command)
 }
 
-/// The tgtd of an export; `None` until it is ready.
+/// Returns the tgtd of an export; `None` until the export is ready.
 pub fn ready(files: &Files) -> io::Result<Option<Process>> {
     let Ok(text) = std::fs::read(&files.ready) else {
         return Ok(None);
@@ -111,7 +111,7 @@ pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
     } else {
         "ALL".to_owned()
     };
-    // Through tgtd's own standard input, because the file has no name.
+    // tgtd opens the memory through its own standard input, because the memory's file has no name.
     tgt.set_up(&key, Path::new("/proc/self/fd/0"), &from, &serial()?)?;
     let server = Process::open(Identity::of(Pid::from_child(&tgtd.0))?)?;
     write_ready(&files.ready, server.identity())?;
@@ -125,8 +125,8 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
             "cannot lock {bytes} bytes: {available} are available on this host"
         )));
     }
-    // When the host runs out of memory, the kernel ends lent memory and tgtd before the host's own
-    // VMs, and dumps no guest's bytes to disk. Writing these files may be forbidden.
+    // When the host runs out of memory, the kernel kills tgtd before the host's own VMs; and no
+    // core dump contains a guest's bytes. Writing these files may be forbidden.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let _ = std::fs::write("/proc/self/coredump_filter", "0");
     LockedFile::new("memfold-lent", bytes)
@@ -134,8 +134,8 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
 }
 
 fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Result<Child> {
-    // Without tgtd's own pings (nop_interval): under load tgtd misses libiscsi's answers and ends
-    // healthy sessions.
+    // tgtd's own pings (nop_interval) stay off: under load, tgtd misses libiscsi's answers to them
+    // and ends healthy sessions.
     let options = format!("portal={portal}");
     ends_with_us("tgtd")
         .args(["--foreground", "--control-port", CONTROL])
@@ -147,14 +147,14 @@ fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Res
         .map_err(at("cannot start tgtd; install it (apt install tgt)"))
 }
 
-/// A serial number that no other disk has.
+/// Returns a random serial number, so that no other disk has the same.
 fn serial() -> io::Result<String> {
     use std::fmt::Write as _;
     use std::io::Read as _;
     let mut bytes = [0; 6];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a String can't fail.
+        // Writing to a String cannot fail.
         let _ = write!(text, "{byte:02x}");
         text
     }))
@@ -198,14 +198,15 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
             continue;
         }
         if !is_taken && tgt.has_session()? {
-            // One session, and never a second.
+            // There must be only one session, so tgtd stops listening.
             tgt.close(portal)?;
             is_taken = true;
         } else if is_taken && (broken || wires.is_empty()) && !tgt.has_session()? {
             memfold_host::say!("the borrower's session has ended");
             return Ok(());
         } else if broken {
-            // A stranger's connection ended, or tgtd has not noticed the end yet.
+            // The connection of a stranger ended, or tgtd has not yet noticed the end of the
+            // session.
             std::thread::sleep(FIRST);
         }
         if is_taken && (broken || wires.is_empty()) {

@@ -1,4 +1,4 @@
-//! Requests to a tgtd over its Unix socket, in the format of `tgtadm` (tgt's `usr/tgtadm.h`,
+//! Requests to a tgtd through its Unix socket, in the format of `tgtadm` (tgt's `usr/tgtadm.h`,
 //! unchanged since 2012). `tgtadm` itself is not used, because it takes passwords on its command
 //! line, where all users of the host can read them.
 
@@ -14,37 +14,37 @@ use crate::endpoint::Key;
 
 /// Size of `struct tgtadm_req`, in bytes.
 const REQUEST: usize = 120;
-/// Size of its field `lld`, in bytes.
+/// Size of the field `lld` of `struct tgtadm_req`, in bytes.
 const DRIVER: usize = 64;
-/// Size limit of an answer, in bytes.
+/// Maximum size of tgtd's answer in bytes.
 const MOST: u64 = 1 << 20;
-/// Time limit of an answer.
+/// Time limit for tgtd's answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// tgtd's control port. Each tgtd has its own socket, so that all can use the same port.
+/// Control port of each tgtd. All can use the same port, because each tgtd has its own socket.
 pub const CONTROL: &str = "1";
 
-// enum tgtadm_op
+// Operations: `enum tgtadm_op`.
 const NEW: u32 = 0;
 const DELETE: u32 = 1;
 const SHOW: u32 = 2;
 const BIND: u32 = 3;
 const UPDATE: u32 = 5;
-// enum tgtadm_mode
+// Modes: `enum tgtadm_mode`.
 const M_TARGET: u32 = 1;
 const M_DEVICE: u32 = 2;
 const M_PORTAL: u32 = 3;
 const M_CONNECTION: u32 = 6;
 const M_ACCOUNT: u32 = 7;
 
-/// The control socket of a tgtd.
+/// Control socket of a tgtd.
 #[derive(Debug)]
 pub struct Tgt {
     socket: PathBuf,
 }
 
 impl Tgt {
-    /// The tgtd whose `TGT_IPC_SOCKET` is `named`.
+    /// Returns the control socket of the tgtd whose `TGT_IPC_SOCKET` is `named`.
     #[must_use]
     pub fn at(named: &Path) -> Self {
         let mut socket = named.as_os_str().to_owned();
@@ -54,19 +54,19 @@ impl Tgt {
         }
     }
 
-    /// Whether tgtd accepts connections on its control socket.
+    /// Returns whether tgtd accepts connections on its control socket.
     #[must_use]
     pub fn is_there(&self) -> bool {
         socket::connect(&self.socket, PATIENCE).is_ok()
     }
 
-    /// Creates the only target, backed by `file`. Initiators need the key and must come from
-    /// `address` (`ALL`: any). `serial` lets initiators tell disks apart.
+    /// Creates the only target, which serves `file`. Initiators need the key and must come from
+    /// `address` (`ALL`: from any address). Initiators distinguish disks by `serial`.
     pub fn set_up(&self, key: &Key, file: &Path, address: &str, serial: &str) -> io::Result<()> {
         let name = target_name(key);
         self.order(NEW, M_TARGET, 0, &format!("targetname={name}"))?;
         self.order(NEW, M_DEVICE, LUN, &format!("path={}", file.display()))?;
-        // Without these, multipath(8) takes all units of all tgtds for the same disk.
+        // Without these values, multipath(8) takes all units of all tgtds for the same disk.
         let identity = format!(
             "vendor_id=memfold,product_id=lent RAM,scsi_id=memfold-{serial},scsi_sn={serial}"
         );
@@ -74,18 +74,18 @@ impl Tgt {
         let account = format!("user={},password={}", key.identity, key.hex);
         self.order(NEW, M_ACCOUNT, 0, &account)?;
         self.order(BIND, M_ACCOUNT, 0, &format!("user={}", key.identity))?;
-        // The last step, so that no initiator gets in before CHAP is required.
+        // This step is the last one, so that no initiator gets in before CHAP is required.
         self.order(BIND, M_TARGET, 0, &format!("initiator-address={address}"))?;
         Ok(())
     }
 
-    /// Stops listening at the portal. An existing session continues.
+    /// Stops listening at `portal`. An existing session continues.
     pub fn close(&self, portal: SocketAddr) -> io::Result<()> {
         self.order(DELETE, M_PORTAL, 0, &format!("portal={portal}"))
             .map(drop)
     }
 
-    /// Whether an initiator is logged in.
+    /// Returns whether an initiator is logged in.
     pub fn has_session(&self) -> io::Result<bool> {
         let said = self.order(SHOW, M_CONNECTION, 0, "")?;
         Ok(said.contains("Session:"))
@@ -100,7 +100,7 @@ impl Tgt {
         stream.read_exact(&mut head)?;
         let [error, length] = [0, 4].map(|at| u32_at(&head, at));
         if error != 0 {
-            // The message leaves out the words, which may hold a secret.
+            // The message leaves out the request's words, which may contain a secret.
             return Err(io::Error::other(format!(
                 "tgtd refuses order {operation} in mode {mode} with error {error} (tgt's usr/tgtadm_error.h)"
             )));
@@ -118,7 +118,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes(word)
 }
 
-/// `struct tgtadm_req`, followed by the words and a zero byte.
+/// Returns a `struct tgtadm_req`, followed by the words and a zero byte.
 fn request(operation: u32, mode: u32, lun: u64, words: &str) -> Vec<u8> {
     let behind = if words.is_empty() { 0 } else { words.len() + 1 };
     let length = u32::try_from(REQUEST + behind).unwrap_or(u32::MAX);

@@ -8,7 +8,7 @@ use super::volume::Volume;
 /// An error of LVM's tools or of the iSCSI initiator.
 #[derive(Debug, thiserror::Error)]
 pub enum LvmError {
-    /// A program is not installed.
+    /// A program that memfold needs is not installed.
     #[error("cannot run '{program}'; install it (apt install {package})")]
     Missing {
         /// Name of the program.
@@ -19,7 +19,7 @@ pub enum LvmError {
         #[source]
         source: io::Error,
     },
-    /// A command failed.
+    /// A command of LVM or of the initiator failed.
     #[error("'{command}' failed: {said}")]
     Failed {
         /// The command with its arguments.
@@ -27,12 +27,12 @@ pub enum LvmError {
         /// The command's error message.
         said: String,
     },
-    /// A report cannot be parsed.
+    /// A report of LVM cannot be parsed.
     #[error("cannot parse the report of '{command}' ({why}); LVM 2.02.158 or newer is needed")]
     Report {
         /// The command with its arguments.
         command: String,
-        /// The missing or wrong part.
+        /// The missing or wrong part of the report.
         why: String,
     },
     /// The logical volume does not exist.
@@ -43,9 +43,9 @@ pub enum LvmError {
     Unfit {
         /// The volume.
         volume: Volume,
-        /// The property that prevents it.
+        /// Property of the volume that prevents it.
         why: String,
-        /// A command or action that fixes it.
+        /// Command or action of the operator that fixes it.
         fix: String,
     },
     /// A file of the initiator or of the kernel cannot be used.
@@ -57,18 +57,18 @@ pub enum LvmError {
         #[source]
         source: io::Error,
     },
-    /// The initiator did not reach the lender, or no disk appeared.
+    /// The initiator did not reach the lender, or the kernel found no disk.
     #[error("no iSCSI disk from {portal}: {why}")]
     Session {
-        /// Address of the export.
+        /// Address of the lender's export.
         portal: SocketAddr,
-        /// Message of `iscsiadm`, or the wait that timed out.
+        /// Message of `iscsiadm`, or the step that exceeded its time limit.
         why: String,
     },
 }
 
 impl LvmError {
-    /// A remedy that the message itself does not name.
+    /// Returns a remedy that the message itself does not name.
     #[must_use]
     pub fn fix(&self) -> Option<String> {
         match self {

@@ -2,35 +2,36 @@
 
 use crate::lease::Durability;
 
-/// Offset of the data on a physical volume, in bytes, as passed to `pvcreate`.
+/// Offset in bytes of the data on a lent disk, which `pvcreate` receives as an option.
 pub const DATA_START: u64 = 1 << 20;
 
-/// Prefix of lent disks' UUIDs. LVM's own UUIDs begin with six letters and digits.
+/// Prefix of the UUIDs that memfold gives lent disks. LVM's own UUIDs begin with six letters or
+/// digits.
 const OURS: &str = "memfLd-";
 
-/// A UUID for a lent disk as a physical volume, made from 16 random bytes.
+/// Returns a UUID for a lent disk as a physical volume, made from 16 random bytes.
 #[must_use]
 pub fn new_uuid(random: [u8; 16]) -> String {
     use std::fmt::Write as _;
     let digits = random.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a String can't fail.
+        // Writing to a String cannot fail.
         let _ = write!(text, "{byte:02x}");
         text
     });
-    // 6-4-4-4-4-4-6 characters in all.
+    // The UUID has 6-4-4-4-4-4-6 characters, of which the prefix is the first six.
     let groups = [0..4, 4..8, 8..12, 12..16, 16..20, 20..26];
     let rest: Vec<&str> = groups.into_iter().map(|range| &digits[range]).collect();
     format!("{OURS}{}", rest.join("-"))
 }
 
-/// Whether the physical volume with this UUID is a lent disk.
+/// Returns whether the physical volume with this UUID is a lent disk.
 #[must_use]
 pub fn is_lent(uuid: &str) -> bool {
     uuid.starts_with(OURS)
 }
 
-/// Size of the disk to borrow for a volume of `volume` bytes, in bytes. For a mirror it includes
-/// one extent (`extent` bytes) for LVM's metadata of the image.
+/// Returns how many bytes to borrow for a volume of `volume` bytes. For a mirror, they include one
+/// extent (`extent` bytes) for LVM's metadata of the image.
 #[must_use]
 pub const fn disk_bytes(volume: u64, extent: u64, durability: Durability) -> u64 {
     let image_notes = match durability {

@@ -13,13 +13,13 @@ pub struct Loan {
     pub volume: Volume,
     /// Size of the volume, in bytes.
     pub bytes: u64,
-    /// Where the bytes survive if the lender dies.
+    /// Place where the bytes survive if the lender dies.
     pub durability: Durability,
-    /// Number of the lease.
+    /// Number of the lease in the registry.
     pub lease: LeaseId,
     /// Host name of the lender.
     pub lender: String,
-    /// Target that the initiator is logged in to; unset before the login.
+    /// Target that the initiator is logged in to; `None` before the login.
     pub target: Option<Target>,
     /// UUID of the lent disk as a physical volume.
     pub uuid: String,
@@ -35,6 +35,6 @@ pub enum Phase {
     Beginning,
     /// The volume is on lent RAM.
     Lent,
-    /// The volume is being taken off. A daemon that finds this record continues.
+    /// The volume is being moved off lent RAM. A daemon that finds this record continues.
     Ending,
 }

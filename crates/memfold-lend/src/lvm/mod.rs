@@ -1,5 +1,5 @@
-//! Lent RAM as part of an LVM swap volume (`borrow --lvm VG/LV`). This is the setup of the study,
-//! for hosts whose swap is not a disk of a memfold VM.
+//! Lent RAM as part of an LVM swap volume (`borrow --lvm VG/LV`). This is the setup of the
+//! published study, for hosts whose swap is not a disk of a memfold VM.
 //!
 //! ```text
 //!   lender                          borrower's host
@@ -16,10 +16,10 @@
 //!
 //! LVM's metadata are authoritative. A lent disk is recognized by the UUID of its physical volume
 //! ([`new_uuid`]), also after a reboot. Once the volume is set up, only the kernel and LVM handle
-//! its pages; no memfold process is involved.
+//! its pages, without a memfold process.
 //!
-//! Bytes from a lender are not compared with those written. (The relay does that for VMs' swap
-//! disks.)
+//! Bytes from a lender are not compared with the bytes that were written; only the relay of a VM's
+//! swap disk does that.
 
 mod error;
 mod lent_disk;

@@ -8,8 +8,8 @@ use memfold_host::helper;
 
 use super::error::LvmError;
 
-/// Runs a program from Debian's `package` and waits for its end. A nonzero exit status is no error
-/// here.
+/// Runs a program from Debian's `package` and waits for its end. A nonzero exit status is not an
+/// error of this function.
 pub(super) fn run(
     (program, package): (&'static str, &'static str),
     words: &[&str],
@@ -20,7 +20,7 @@ pub(super) fn run(
     command
         .args(words)
         .env("LC_ALL", "C")
-        // The daemon's own descriptors are close-on-exec; inherited ones may not be.
+        // The daemon's own descriptors are close-on-exec, but inherited ones may not be.
         .env("LVM_SUPPRESS_FD_WARNINGS", "1")
         .current_dir("/")
         .stdin(Stdio::null());
@@ -47,7 +47,7 @@ pub(super) fn failed(program: &str, words: &[&str], said: String) -> LvmError {
     }
 }
 
-/// The program's standard error, in one line.
+/// Returns the program's standard error as one line.
 pub(super) fn said(output: &Output) -> String {
     let said = String::from_utf8_lossy(&output.stderr);
     let lines: Vec<&str> = said.lines().map(str::trim).collect();

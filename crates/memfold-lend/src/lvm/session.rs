@@ -1,8 +1,8 @@
 //! Login to and logout from one lease by the kernel's iSCSI initiator (open-iscsi's `iscsiadm`).
 //!
-//! There is no discovery: the target accepts a single session in its life, and discovery would use
-//! it up. The settings make pending requests fail within seconds when a lender is gone or silent.
-//! The export ends with its session, so waiting for it is useless.
+//! memfold does no discovery, because the target accepts only one session ever, and discovery would
+//! use it up. The settings make pending requests fail within seconds when a lender is gone or does
+//! not answer. The export ends with its session, so waiting for a lender to return is useless.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,44 +17,43 @@ use super::run::{failed, run, said};
 use crate::endpoint::Key;
 use crate::lease::Durability;
 
-/// Time limit for `iscsiadm`, which waits for hosts with its own time limits.
+/// Time limit for `iscsiadm`, which has its own, shorter time limits for hosts.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Time limit until the disk appears.
+/// Time limit for the disk to appear after the login.
 const READY: Duration = Duration::from_secs(15);
 
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Time until a scan that found no disk is repeated.
+/// Time after which a scan that found no disk is repeated.
 const SCAN_AGAIN: Duration = Duration::from_secs(1);
 
 /// Directories in which open-iscsi may keep its records of targets.
 const RECORDS: [&str; 2] = ["/etc/iscsi/nodes", "/var/lib/iscsi/nodes"];
 
-/// Directory of the kernel's iSCSI sessions.
+/// Directory of the kernel's iSCSI sessions in sysfs.
 const SESSIONS: &str = "/sys/class/iscsi_session";
 
-/// Time limits for a silent lender, in seconds.
+/// Time limits for a lender that does not answer, in seconds.
 #[derive(Clone, Copy, Debug)]
 struct Patience {
-    /// Silence after which the lender is pinged (`noop_out_interval`).
+    /// Time without any answer after which the lender is pinged (`noop_out_interval`).
     ask: u32,
-    /// Time without an answer to the ping after which the lender counts as gone
-    /// (`noop_out_timeout`).
+    /// Time without an answer to the ping after which the session is ended (`noop_out_timeout`).
     answer: u32,
-    /// Time after which the kernel aborts a SCSI command; its default is 30.
+    /// Time after which the kernel aborts a SCSI command. The kernel's default is 30.
     command: u32,
 }
 
-/// Limits if this host's disk has a copy: a waiting reader can be served from there. 2 s are too
-/// short for a busy link or lender; the lent image would be dropped needlessly.
+/// Time limits if this host's disk has a copy, from which a waiting reader can be served. 2 s would
+/// be too short for a busy link or lender: the lent image would be dropped needlessly.
 const WITH_COPY: Patience = Patience {
     ask: 1,
     answer: 4,
     command: 10,
 };
 
-/// Limits if there is no copy: giving up loses the bytes.
+/// Time limits if there is no copy, so that ending the session loses the bytes.
 const WITHOUT: Patience = Patience {
     ask: 10,
     answer: 60,
@@ -68,10 +67,10 @@ const fn patience(durability: Durability) -> Patience {
     }
 }
 
-/// Exit status of `iscsiadm` if there is no such session or record (`ISCSI_ERR_NO_OBJS_FOUND`).
+/// Exit status of `iscsiadm` if the session or record does not exist (`ISCSI_ERR_NO_OBJS_FOUND`).
 const NOTHING_THERE: i32 = 21;
 
-/// iSCSI target of a lease.
+/// iSCSI target that serves a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
     /// iSCSI name of the target.
@@ -81,7 +80,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// The target of the lease that has this key.
+    /// Returns the target of the lease that has this key.
     #[must_use]
     pub fn new(portal: SocketAddr, key: &Key) -> Self {
         Self {
@@ -91,12 +90,12 @@ impl Target {
     }
 }
 
-/// An iSCSI session of the kernel.
+/// An iSCSI session of this host's kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
     /// Whether the session is logged in.
     pub is_up: bool,
-    /// The session's disk, once the kernel has found it.
+    /// Path of the session's disk; `None` until the kernel has found the disk.
     pub device: Option<PathBuf>,
 }
 
@@ -116,7 +115,7 @@ pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<Path
     node(target, &["--login"]).map_err(|error| failed(error.to_string()))?;
     let end = Instant::now() + READY;
     let device = scanned(&target.name, end).map_err(failed)?;
-    // Nothing may be written before other initiators are locked out.
+    // The disk must not be written before other initiators are locked out.
     let is_alone = || bridge::is_closed(target.portal).map_err(|error| failed(error.to_string()));
     while !is_alone()? {
         if Instant::now() > end {
@@ -130,7 +129,7 @@ pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<Path
     Ok(device)
 }
 
-/// Returns the disk of a session after login, and lets the kernel scan for it repeatedly.
+/// Returns the disk of a session after login. Makes the kernel scan for the disk until it appears.
 ///
 /// iscsid is told not to scan (`node.session.scan`), because its requests to the kernel may not
 /// wait for memory (`PR_SET_IO_FLUSHER`). On a host that is short of memory, as a borrower is,
@@ -154,12 +153,12 @@ fn scanned(target: &str, end: Instant) -> Result<PathBuf, String> {
     }
 }
 
-/// Logs out of a target and deletes its record. Succeeds if neither existed.
+/// Logs out of a target and deletes its record. Succeeds if neither session nor record existed.
 pub fn log_out(target: &Target) -> Result<(), LvmError> {
     for words in [["--logout"].as_slice(), &["--op", "delete"]] {
         match node(target, words) {
             Err(LvmError::Failed { .. }) if find(Path::new(SESSIONS), &target.name).is_none() => {
-                // The session is gone already, and perhaps the record too.
+                // The session is gone already, and perhaps the record, too.
             }
             done => done?,
         }
@@ -167,7 +166,7 @@ pub fn log_out(target: &Target) -> Result<(), LvmError> {
     Ok(())
 }
 
-/// The session with a target, if there is one.
+/// Returns the session with a target, if there is one.
 #[must_use]
 pub fn of(target: &Target) -> Option<Session> {
     find(Path::new(SESSIONS), &target.name)
@@ -189,8 +188,8 @@ fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
     Err(failed("iscsiadm", words, said(&output)))
 }
 
-/// Creates open-iscsi's record of a target. The secret is written into that file, which only root
-/// can read, and not on a command line, where all users of the host could read it.
+/// Creates open-iscsi's record of a target. The secret is written into the record's file, which
+/// only root can read. On a command line, all users of the host could read the secret.
 fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError> {
     node(target, &["--op", "new"])?;
     let place = RECORDS
@@ -242,19 +241,20 @@ fn write_private(path: &Path, text: &str) -> io::Result<()> {
     std::fs::rename(new, path)
 }
 
-/// Settings of a record; `iscsid.conf(5)` explains them.
+/// Returns the settings of a target's record; `iscsid.conf(5)` explains them.
 fn settings(key: &Key, patience: Patience) -> Vec<(&'static str, String)> {
     let mut all = vec![
         ("node.session.auth.username", key.identity.clone()),
         ("node.session.auth.password", key.hex.clone()),
     ];
     let fixed = [
-        // A lease does not survive a reboot of this host.
+        // A lease does not survive a reboot of this host, so there must be no login at boot.
         ("node.startup", "manual"),
         ("node.session.auth.authmethod", "CHAP"),
-        // [`scanned`] starts the scan.
+        // The function [`scanned`] starts the scan.
         ("node.session.scan", "manual"),
-        // Pending requests fail at once when the connection ends: there will be no other.
+        // Pending requests must fail at once when the connection ends, because there will be no
+        // other.
         ("node.session.timeo.replacement_timeout", "0"),
         ("node.conn[0].timeo.login_timeout", "5"),
         ("node.conn[0].timeo.logout_timeout", "3"),
@@ -270,7 +270,7 @@ fn settings(key: &Key, patience: Patience) -> Vec<(&'static str, String)> {
     all
 }
 
-/// Replaces settings in the text of an open-iscsi record.
+/// Replaces settings in the text of an open-iscsi record, and returns the new text.
 fn with_settings(record: &str, settings: &[(&str, String)]) -> String {
     let name_of = |line: &str| line.split('=').next().unwrap_or("").trim().to_owned();
     let is_set = |line: &&str| {
@@ -303,21 +303,22 @@ fn directory(sessions: &Path, name: &str) -> Option<PathBuf> {
     paths.find(|path| read(&path.join("targetname")).trim() == name)
 }
 
-/// Lets the kernel scan for the disk of a session. Does nothing if there is no such session.
+/// Makes the kernel scan for the disk of a session. Does nothing if the session does not exist.
 fn scan(sessions: &Path, name: &str) -> io::Result<()> {
     let Some(session) = directory(sessions, name) else {
         return Ok(());
     };
-    // .../hostH/sessionN
+    // The link leads to the directory `.../hostH/sessionN`.
     let device = std::fs::canonicalize(session.join("device"))?;
     let host = device.parent().unwrap_or(&device);
     let host_name = host.file_name().unwrap_or_default();
     let file = host.join("scsi_host").join(host_name).join("scan");
-    // Any channel and target: the SCSI host belongs to this session only.
+    // The scan may cover any channel and target, because the SCSI host belongs to this session
+    // only.
     std::fs::write(file, format!("- - {LUN}"))
 }
 
-/// The session with a target, in the directory `sessions`.
+/// Returns the session with a target, in the directory `sessions`.
 fn find(sessions: &Path, name: &str) -> Option<Session> {
     let session = directory(sessions, name)?;
     Some(Session {
@@ -326,7 +327,7 @@ fn find(sessions: &Path, name: &str) -> Option<Session> {
     })
 }
 
-/// The disk in `targetH:C:I/H:C:I:LUN/block/sdX` under a session's device.
+/// Returns the disk in `targetH:C:I/H:C:I:LUN/block/sdX` under a session's device.
 fn disk(session: &Path) -> Option<PathBuf> {
     let below = |path: &Path| -> Vec<PathBuf> {
         let entries = std::fs::read_dir(path).into_iter().flatten().flatten();

@@ -1,6 +1,6 @@
-//! Calls of LVM's tools, whose reports are read as JSON. `lvm` is one program with all tools.
+//! Calls of LVM's tools, whose reports are read as JSON. The program `lvm` contains all tools.
 //!
-//! The tools are never killed: a tool that has suspended a device must resume it.
+//! memfold never kills a tool, because a tool that has suspended a device must resume it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::lent_disk::DATA_START;
 use super::run::{failed, run, said};
 use super::volume::Volume;
 
-/// Time limit for an LVM program, which waits for LVM's locks and for disks.
+/// Time limit for a tool, which waits for LVM's locks and for disks.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// Checks that LVM is installed.
@@ -23,15 +23,15 @@ pub fn check() -> Result<(), LvmError> {
 /// A logical volume, as `lvs` reports it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logical {
-    /// Layout: `linear`, `raid,raid1`, ...
+    /// Layout of the volume: `linear`, `raid,raid1`, ...
     pub layout: String,
-    /// Size in bytes.
+    /// Size of the volume in bytes.
     pub bytes: u64,
-    /// Extent size of its volume group, in bytes.
+    /// Size of an extent of the volume group, in bytes.
     pub extent: u64,
-    /// Whether the volume is active, that is, has a device.
+    /// Whether the volume is active, that is, whether it has a device.
     pub is_active: bool,
-    /// Percent of a mirror that is synchronized; unset if the volume is no mirror.
+    /// Synchronized part of a mirror in percent; `None` if the volume is no mirror.
     pub synced: Option<f64>,
 }
 
@@ -46,22 +46,22 @@ impl Logical {
 /// A physical volume, as `pvs` reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Physical {
-    /// Path of its device; text in brackets for a missing device.
+    /// Path of the device; a text in brackets if the device is missing.
     pub device: String,
     /// LVM's UUID of the physical volume.
     pub uuid: String,
-    /// Whether its disk is missing or unreadable.
+    /// Whether the disk is missing or unreadable.
     pub is_missing: bool,
-    /// Unallocated bytes.
+    /// Number of unallocated bytes.
     pub free: u64,
-    /// Logical volumes with extents on this disk, hidden ones included.
+    /// Logical volumes that have extents on this disk, including hidden ones.
     pub volumes: Vec<String>,
 }
 
-/// Looks up a logical volume.
+/// Returns LVM's report of a logical volume.
 ///
 /// # Errors
-/// [`LvmError::NoVolume`] if it does not exist.
+/// Fails with [`LvmError::NoVolume`] if the volume does not exist.
 pub fn logical(volume: &Volume) -> Result<Logical, LvmError> {
     let place = volume.to_string();
     let fields = "lv_name,lv_layout,lv_size,vg_extent_size,lv_active,sync_percent";
@@ -69,7 +69,7 @@ pub fn logical(volume: &Volume) -> Result<Logical, LvmError> {
         "vg_name=\"{}\" && lv_name=\"{}\"",
         volume.group, volume.name
     );
-    // If the group does not exist, nothing is selected.
+    // If the volume group does not exist, the report has no rows.
     let words = report(&["lvs", "--select", &select, "-o", fields]);
     let said = lvm(&words)?;
     parse_logical(&said)
@@ -80,7 +80,7 @@ pub fn logical(volume: &Volume) -> Result<Logical, LvmError> {
         .ok_or_else(|| LvmError::NoVolume(volume.clone()))
 }
 
-/// All physical volumes of a group; empty if the group does not exist.
+/// Returns all physical volumes of a group; empty if the group does not exist.
 pub fn physical(group: &str) -> Result<Vec<Physical>, LvmError> {
     let select = format!("vg_name=\"{group}\"");
     let fields = "pv_name,pv_uuid,pv_missing,pv_free,lv_name";
@@ -92,7 +92,7 @@ pub fn physical(group: &str) -> Result<Vec<Physical>, LvmError> {
     })
 }
 
-/// The device of the physical volume with this UUID, if it belongs to no group yet.
+/// Returns the device of the physical volume with this UUID, if it belongs to no group yet.
 pub fn orphan(uuid: &str) -> Result<Option<String>, LvmError> {
     let select = format!("pv_uuid=\"{uuid}\"");
     let words = report(&["pvs", "--select", &select, "-o", "pv_name,vg_name"]);
@@ -135,8 +135,8 @@ pub fn forget_disk(device: &str) -> Result<(), LvmError> {
     lvm(&["pvremove", "--yes", device]).map(drop)
 }
 
-/// Removes missing disks from their group. `used`: also disks with images of mirrors; these images
-/// then have no disk.
+/// Removes missing disks from their group. If `used` is set, also disks with images of mirrors;
+/// these images then have no disk.
 pub fn remove_missing(group: &str, used: bool) -> Result<(), LvmError> {
     let mut words = vec!["vgreduce", "--yes", "--removemissing"];
     if used {
@@ -146,7 +146,7 @@ pub fn remove_missing(group: &str, used: bool) -> Result<(), LvmError> {
     lvm(&words).map(drop)
 }
 
-/// Starts to make a volume a mirror, with its second image on `device`.
+/// Starts to convert a volume to a mirror whose second image is on `device`.
 pub fn add_image(volume: &Volume, device: &str) -> Result<(), LvmError> {
     let place = volume.to_string();
     load("raid")?;
@@ -163,14 +163,15 @@ pub fn add_image(volume: &Volume, device: &str) -> Result<(), LvmError> {
     Ok(())
 }
 
-/// Sets the least speed of a mirror's synchronization to 16 MiB/s, even while the volume is in use.
-/// The kernel's default is 1 MB/s.
+/// Sets the minimum speed of a mirror's synchronization to 16 MiB/s, even while the volume is in
+/// use. The kernel's default is 1 MB/s.
 pub fn hurry(volume: &Volume) -> Result<(), LvmError> {
     let place = volume.to_string();
     lvm(&["lvchange", "--yes", "--minrecoveryrate", "16m", &place]).map(drop)
 }
 
-/// Marks the images on these disks as write-mostly: reads use other images as long as there is one.
+/// Marks the images on these disks as write-mostly: the kernel reads from other images as long as
+/// there are any.
 pub fn write_mostly(volume: &Volume, devices: &[String]) -> Result<(), LvmError> {
     let place = volume.to_string();
     let marks: Vec<String> = devices.iter().map(|device| format!("{device}:y")).collect();
@@ -182,7 +183,8 @@ pub fn write_mostly(volume: &Volume, devices: &[String]) -> Result<(), LvmError>
     lvm(&words).map(drop)
 }
 
-/// Removes a mirror's image on `device`; `None`: the image whose disk is missing.
+/// Removes the image of a mirror on `device`. If `device` is `None`, removes the image whose disk
+/// is missing.
 pub fn remove_image(volume: &Volume, device: Option<&str>) -> Result<(), LvmError> {
     let place = volume.to_string();
     let mut words = vec!["lvconvert", "--yes", "--mirrors", "0", &place];
@@ -190,7 +192,7 @@ pub fn remove_image(volume: &Volume, device: Option<&str>) -> Result<(), LvmErro
     lvm(&words).map(drop)
 }
 
-/// Moves a volume off `device`; to the disk `to` if it is given.
+/// Moves a volume's extents off `device`, to the disk `to` if it is given.
 pub fn move_off(volume: &Volume, device: &str, to: Option<&str>) -> Result<(), LvmError> {
     load("mirror")?;
     let mut words = vec!["pvmove", "--yes", "--interval", "1", "--atomic", "--name"];
@@ -199,18 +201,18 @@ pub fn move_off(volume: &Volume, device: &str, to: Option<&str>) -> Result<(), L
     lvm(&words).map(drop)
 }
 
-/// Aborts an unfinished move off a disk.
+/// Aborts an unfinished [`move_off`] a disk.
 pub fn stop_move(device: &str) -> Result<(), LvmError> {
     lvm(&["pvmove", "--abort", device]).map(drop)
 }
 
-/// Health of a mirror's images in order, as the kernel reports it: `A` in sync, `a` not yet in
-/// sync, `D` failed (`Documentation/admin-guide/device-mapper/dm-raid.rst`). `None`: the volume is
-/// no mirror.
+/// Returns the health of a mirror's images in order, as the kernel reports it: `A` in sync, `a` not
+/// yet in sync, `D` failed (`Documentation/admin-guide/device-mapper/dm-raid.rst`). `None` if the
+/// volume is no mirror.
 pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
     let device = volume.device();
     let said = said_by("dmsetup", &["status", &device])?;
-    // START LENGTH raid raid1 2 AA 1024/1024 idle 0 0 -
+    // The line has the form: START LENGTH raid raid1 2 AA 1024/1024 idle 0 0 -
     let words: Vec<&str> = said.split_ascii_whitespace().collect();
     let mirror = words.get(2..4) == Some(&["raid", "raid1"][..]);
     Ok(words
@@ -219,8 +221,8 @@ pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
         .map(|images| (*images).to_owned()))
 }
 
-/// Lets the kernel load a device-mapper target (`raid`, `mirror`). LVM would run modprobe, which
-/// `ProtectKernelModules=` may forbid to a service. The kernel's own request is not forbidden.
+/// Makes the kernel load a device-mapper target (`raid`, `mirror`). LVM would run modprobe, which
+/// `ProtectKernelModules=` may forbid to a service; a load by the kernel itself is not forbidden.
 fn load(target: &str) -> Result<(), LvmError> {
     said_by("dmsetup", &["target-version", target]).map(drop)
 }
@@ -274,8 +276,8 @@ fn number<T: std::str::FromStr>(row: &Row, field: &str) -> Result<T, String> {
     text.parse().map_err(|_| format!("{field} is '{text}'"))
 }
 
-/// Whether a yes/no field is set. Fields hold a word or nothing, or 1 or 0 if `lvm.conf` says so
-/// (`report/binary_values_as_numeric`).
+/// Returns whether a yes/no field is set. The field contains a word or nothing, or 1 or 0 if
+/// `lvm.conf` says so (`report/binary_values_as_numeric`).
 fn is_set(row: &Row, field: &str) -> Result<bool, String> {
     text(row, field).map(|text| !["", "0"].contains(&text))
 }
@@ -296,7 +298,7 @@ fn parse_logical(said: &str) -> Result<Option<Logical>, String> {
 
 fn parse_physical(said: &str) -> Result<Vec<Physical>, String> {
     let mut all: Vec<Physical> = Vec::new();
-    // There is one row for each allocated segment, and for each free one.
+    // The report has one row for each allocated segment, and one for each free segment.
     let mut rows = parse(said, "pv")?;
     rows.extend(parse(said, "pvseg")?);
     for row in &rows {

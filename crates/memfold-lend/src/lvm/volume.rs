@@ -1,4 +1,4 @@
-//! A logical volume's name, and the check whether a device holds swap space.
+//! Name of a logical volume, and a check whether a device holds swap space.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::registry_error::MAX_NAME;
 
-/// Offset and text of the swap signature (`include/linux/swap.h`, `union swap_header`), for pages
-/// of 4 KiB.
+/// Offset and text of the swap signature for pages of 4 KiB (`include/linux/swap.h`,
+/// `union swap_header`).
 const SWAP_SIGNATURE: (u64, &[u8; 10]) = (4096 - 10, b"SWAPSPACE2");
 
-/// Length limit of a group's or volume's name (`lvm(8)`).
+/// Maximum length of the name of a volume or a volume group (`lvm(8)`).
 const LONGEST: usize = 127;
 
 /// Name of a logical volume, `VG/LV`.
@@ -44,7 +44,7 @@ impl FromStr for Volume {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // Rules: `lvm(8)`, "VALID NAMES".
+        // `lvm(8)`, "VALID NAMES", has these rules.
         let is_name = |name: &str| {
             (1..=LONGEST).contains(&name.len())
                 && !name.starts_with('-')
@@ -67,7 +67,7 @@ impl FromStr for Volume {
 }
 
 impl Volume {
-    /// Name of the volume in the registry, in the field for a VM's name.
+    /// Returns the name of the volume in the registry, in the field that otherwise has a VM's name.
     #[must_use]
     pub fn holder(&self) -> String {
         let mut name = format!("lvm.{}.{}", self.group, self.name).replace('+', "_");
@@ -75,7 +75,7 @@ impl Volume {
         name
     }
 
-    /// Path of the volume's device.
+    /// Returns the path of the volume's device.
     #[must_use]
     pub fn device(&self) -> String {
         format!("/dev/{self}")

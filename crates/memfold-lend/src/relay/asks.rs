@@ -1,7 +1,7 @@
-//! Questions of the daemon to a running relay. They use a second socket beside the client's, with
-//! one line of JSON each way.
+//! Questions of the daemon to a running relay. They use a second socket besides the client's, with
+//! one line of JSON for the question and one for the answer.
 //!
-//! Each question has a thread of its own, so no request of the client waits for it.
+//! Each question is answered by a thread of its own, so no request of the client waits for it.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -17,48 +17,49 @@ use serde::{Deserialize, Serialize};
 use super::compare::{self, Limits};
 use super::sums::Sums;
 
-/// Length limit of a line, in bytes.
+/// Maximum length of a line in bytes.
 const MAX_LINE: u64 = 8192;
 
-/// Nice value of the comparing thread.
+/// Nice value of the thread that compares a file.
 const NICE: i32 = 10;
 
-/// A question to a relay.
+/// A question of the daemon to a relay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ask {
-    /// Asks whether this file holds what was written. The answer takes a while ([`Limits`]).
+    /// Asks whether this file holds the bytes that the client wrote. The answer takes a while
+    /// ([`Limits`]).
     Compare(PathBuf),
     /// Sets the time limit for a lender's answer, in milliseconds.
     Patience(u64),
 }
 
-/// The relay's answer.
+/// A relay's answer to a question.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// Every block of the file matches.
+    /// Every block of the file holds the bytes that the client wrote.
     Same,
     /// The block with this number differs.
     Differs(u64),
-    /// The setting was changed.
+    /// The relay has changed the setting.
     Done,
-    /// The question could not be answered, for this reason.
+    /// The relay could not answer the question, for this reason.
     Failed(String),
 }
 
-/// Time limit for a lender's answer. It may change while an answer is awaited.
+/// Time limit for a lender's answer. The limit may be changed while the relay waits for an answer.
 #[derive(Debug)]
 pub struct Patience(AtomicU64);
 
 impl Patience {
-    /// A limit of `ms` milliseconds.
+    /// Creates a time limit of `ms` milliseconds.
     #[must_use]
     pub const fn ms(ms: u64) -> Self {
         Self(AtomicU64::new(ms))
     }
 
-    /// The limit now.
+    /// Returns the present time limit.
     #[must_use]
     pub fn get(&self) -> Duration {
         Duration::from_millis(self.0.load(Ordering::Relaxed))
@@ -69,7 +70,7 @@ impl Patience {
     }
 }
 
-/// Path of the socket for questions to the relay whose client socket is `socket`.
+/// Returns the path of the socket for questions to the relay whose client socket is `socket`.
 #[must_use]
 pub fn place(socket: &Path) -> PathBuf {
     socket.with_extension("ask")
@@ -98,7 +99,7 @@ fn answer(
 }
 
 fn compare(file: &Path, sums: &Sums, limits: Limits) -> Answer {
-    // Applies to this thread only (setpriority(2): Linux treats the caller as a thread).
+    // The call affects this thread only (setpriority(2): Linux treats the caller as a thread).
     if let Err(error) = setpriority_process(None, NICE) {
         memfold_host::say!("cannot lower the priority of the comparing thread: {error}");
     }
@@ -113,7 +114,7 @@ fn compare(file: &Path, sums: &Sums, limits: Limits) -> Answer {
 /// Starts a thread that answers questions for as long as this process lives.
 ///
 /// # Errors
-/// The socket or the thread cannot be created.
+/// Fails if the socket or the thread cannot be created.
 pub(super) fn begin(
     socket: &Path,
     sums: Arc<Sums>,
@@ -197,7 +198,7 @@ mod tests {
         file.write_all_at(&[7; 4096], 5 * 4096).unwrap();
         assert_eq!(hear(&running, &compare).unwrap(), Answer::Same);
 
-        // A malformed question gets an error as its answer.
+        // The relay answers a malformed question with an error.
         let mut stream = UnixStream::connect(place(&running.socket)).unwrap();
         stream.write_all(b"{\"compare\": 1}\n").unwrap();
         let mut said = String::new();

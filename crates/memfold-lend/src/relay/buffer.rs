@@ -2,17 +2,18 @@
 
 use std::io::{self, Read, Write};
 
-/// Bytes of one read.
+/// Number of bytes of one read.
 pub(super) const READ: usize = 256 << 10;
 
-/// Most unprocessed bytes that are buffered. It exceeds the answers to all requests in progress.
+/// Maximum number of unprocessed bytes in a buffer. It exceeds the size of the answers to all
+/// requests in progress.
 pub(super) const MOST: usize = 8 << 20;
 
 /// A queue of bytes.
 #[derive(Debug, Default)]
 pub(super) struct Buffer {
     pub(super) bytes: Vec<u8>,
-    /// Number of bytes that are processed already.
+    /// Number of bytes at the start that are processed already.
     done: usize,
 }
 
@@ -31,8 +32,8 @@ impl Buffer {
             self.bytes.clear();
             self.done = 0;
         } else if self.done > READ {
-            // Moves bytes only when as many are processed as one read brings: each byte moves once
-            // on average.
+            // Bytes are moved only after more than [`READ`] bytes were processed, so that each byte
+            // is moved once on average.
             self.bytes.drain(..self.done);
             self.done = 0;
         }
@@ -42,7 +43,9 @@ impl Buffer {
         self.rest().first_chunk().copied()
     }
 
-    /// Reads the available bytes, up to [`MOST`]. Returns whether the end was reached.
+    /// Reads the bytes that are available, until [`MOST`] are in the buffer. Returns whether the
+    /// stream has ended. If `ahead` is set, the stream may hold bytes that its socket no longer
+    /// shows.
     pub(super) fn fill(
         &mut self,
         from: &mut impl Read,
@@ -54,8 +57,8 @@ impl Buffer {
                 Ok(0) => return Ok(true),
                 Ok(count) => {
                     self.bytes.extend_from_slice(&scratch[..count]);
-                    // The next poll reports further bytes, unless they have already left the
-                    // socket.
+                    // The next poll reports bytes that arrive later, unless they have left the
+                    // socket already.
                     if !ahead && count < scratch.len() {
                         return Ok(false);
                     }
@@ -68,7 +71,7 @@ impl Buffer {
         Ok(false)
     }
 
-    /// Writes as many bytes as the socket takes.
+    /// Writes as many bytes as the socket accepts.
     pub(super) fn drain(&mut self, to: &mut impl Write) -> io::Result<()> {
         while !self.is_empty() {
             match to.write(self.rest()) {

@@ -1,9 +1,9 @@
-//! Verifies that the copy on this host's disk holds the bytes that were written, while writes go
-//! on.
+//! Verifies that the copy on this host's disk holds the bytes that QEMU wrote, while QEMU continues
+//! to write.
 //!
-//! QEMU writes to the lender and to that file at the same time, so for a moment one of them may
-//! lack a write that the other has. A block that differs is read again until it matches, or until
-//! it has differed for far longer than a write takes.
+//! QEMU writes to the lender and to the copy at the same time, so for a moment one of them may lack
+//! a write that the other has. A block that differs is read again until it matches, or until it has
+//! differed for far longer than a write takes.
 
 use std::fs::File;
 use std::io;
@@ -18,7 +18,7 @@ use super::sums::Sums;
 
 const BLOCK_BYTES: usize = BLOCK as usize;
 
-/// Blocks of one read.
+/// Number of blocks of one read.
 const AT_ONCE: u64 = 64;
 
 /// Time between two reads of a block that differs.
@@ -27,13 +27,13 @@ const LOOK: Duration = Duration::from_millis(5);
 /// Time limits of a comparison.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Delay before the first read. A write that failed until now may not be in the checksums yet;
-    /// a lender that takes longer for an answer is given up.
+    /// Delay before the first read. A write that has failed before may still be missing in the
+    /// checksums. After the delay it is not, because a lender that takes longer for an answer
+    /// counts as lost.
     pub before: Duration,
-    /// How long a block may differ while it is not being written.
+    /// How long the bytes of a block may differ from the checksum while they do not change.
     pub stays: Duration,
-    /// How long a block may differ while it is being written. Then it was never seen whole, and
-    /// counts as different.
+    /// How long a block may differ while its bytes change. After that time, it counts as different.
     pub most: Duration,
 }
 
@@ -46,10 +46,11 @@ impl Limits {
     };
 }
 
-/// Returns the first block of the file that differs from what was written, if there is one.
+/// Returns the number of the first block of the file that differs from what QEMU wrote, if there is
+/// one.
 ///
 /// # Errors
-/// The file cannot be read, or is too short.
+/// Fails if the file cannot be read or is too short.
 pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u64>> {
     std::thread::sleep(limits.before);
     let mut bytes = vec![0; BLOCK_BYTES * usize::try_from(AT_ONCE).unwrap_or(1)];
@@ -74,11 +75,11 @@ pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u6
     Ok(None)
 }
 
-/// Whether nothing was ever written to these blocks. They need not be read, which would fill the
-/// page cache. The file was created in its full size.
+/// Returns whether these blocks of the file were never written. Reading such blocks would only fill
+/// the page cache. (The file was created in its full size.)
 fn is_hole(file: &File, block: u64, count: u64) -> bool {
     let [from, end] = [block, block + count].map(|block| block * u64::from(BLOCK));
-    // Behind the last data, lseek(2) returns `ENXIO`, also at the file's end.
+    // Behind the last data, lseek(2) returns `ENXIO`, but also behind the end of the file.
     let is_there = file.metadata().is_ok_and(|facts| facts.len() >= end);
     is_there
         && match seek(file, SeekFrom::Data(from)) {
@@ -87,7 +88,7 @@ fn is_hole(file: &File, block: u64, count: u64) -> bool {
         }
 }
 
-/// Whether a block that differed keeps differing.
+/// Returns whether a block that differed still differs after the time limits.
 fn stays_other(
     file: &File,
     sums: &Sums,
@@ -131,7 +132,7 @@ mod tests {
         seed.to_le_bytes().repeat(BLOCK_BYTES / 8)
     }
 
-    /// A file and its sums; every third block was never written.
+    /// Returns a file and its checksums; every third block was never written.
     fn copy() -> (File, Sums) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(BLOCKS * u64::from(BLOCK)).unwrap();
@@ -153,13 +154,13 @@ mod tests {
         let (file, sums) = copy();
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
         for at in [0, 1, 64, BLOCKS - 1] {
-            // A failed write leaves this.
+            // A failed write leaves a checksum that the file does not match.
             sums.written(at, &block(999));
             assert_eq!(compare(&file, &sums, QUICK).unwrap(), Some(at));
             put(&file, at, 999);
             assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
         }
-        // Zeroes, too, have to be there.
+        // Blocks of zeroes must match, too.
         sums.zeroed(70, 2);
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), Some(70));
         file.set_len(BLOCKS * u64::from(BLOCK) - 1).unwrap();
@@ -181,7 +182,7 @@ mod tests {
         put(&file, 150, 7);
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
         assert!(!is_hole(&file, 128, 64) && is_hole(&file, 0, 64));
-        // The block was zeroed since, but the file's copy is not zero.
+        // The block was zeroed after it was written, but the file's block is not zero.
         sums.zeroed(150, 1);
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), Some(150));
     }
@@ -190,7 +191,7 @@ mod tests {
     fn a_block_written_during_the_comparison_is_not_reported_as_a_difference() {
         let (file, sums) = copy();
         let done = AtomicBool::new(false);
-        // On a machine that is busy the thread that writes may stand still for a while.
+        // On a busy machine, the writing thread may not run for a while.
         let patient = Limits {
             stays: Duration::from_secs(10),
             most: Duration::from_secs(60),
@@ -202,7 +203,7 @@ mod tests {
                 while !done.load(Ordering::Acquire) {
                     for at in 0..BLOCKS {
                         seed += 1;
-                        // One of both is first.
+                        // The file or the checksum is written first, in turn.
                         if seed % 2 == 0 {
                             put(&file, at, seed);
                             std::thread::sleep(Duration::from_micros(30));

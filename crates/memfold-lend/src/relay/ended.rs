@@ -1,4 +1,4 @@
-//! The reason for a relay's end, recorded for the daemon.
+//! Reason of a relay's end, which the relay records for the daemon.
 
 use std::path::{Path, PathBuf};
 
@@ -8,24 +8,24 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
-    /// A lender served wrong bytes, or violated the protocol.
+    /// A lender returned wrong data, or violated the protocol.
     Lied,
     /// A lender refused a request.
     Failed,
-    /// A lender did not answer in time.
+    /// A lender did not answer within the time limit.
     Silent,
     /// A lender closed its connection.
     Gone,
 }
 
-/// The record of a relay's end, in a file beside its socket with the extension `.end`.
+/// Record of a relay's end, in a file beside the relay's socket with the extension `.end`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ended {
-    /// Number of the lender at fault; `None`: no single one.
+    /// Number of the lender at fault; `None` if no single lender is.
     pub lender: Option<usize>,
-    /// The lender's failure.
+    /// Kind of the failure.
     pub why: Why,
-    /// Description of the failure.
+    /// Description of the failure for the log.
     pub what: String,
 }
 
@@ -46,7 +46,7 @@ impl Ended {
         }
     }
 
-    /// Path of the record of the relay whose client socket is `socket`.
+    /// Returns the path of the record of the relay whose client socket is `socket`.
     #[must_use]
     pub fn file(socket: &Path) -> PathBuf {
         socket.with_extension("end")

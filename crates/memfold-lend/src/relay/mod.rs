@@ -6,12 +6,13 @@
 //!                                           --NBD--> another's (stripes)      returns the bytes written, or an error
 //! ```
 //! The relay is this program again (`memfold relay`), as a process that outlives the daemon. Its
-//! starter passes it its [`Orders`] and waits until it reports that it is ready. It serves one
-//! client, and has one connection to each lender. It ends when the first of these connections ends,
-//! so cutting its client's connection ends it. To QEMU, a killed relay looks
-//! like a dead lender.
+//! starter sends its [`Orders`] and waits until the relay reports that it is ready. The relay
+//! serves one client, and has one connection to each lender. The relay ends when any of its
+//! connections ends; so closing the client's connection ends the relay. To QEMU, a killed relay
+//! looks like a dead lender.
 //!
-//! The relay's pages are locked, because guests wait for the memory that it serves.
+//! The relay's pages are locked in memory, because guests wait for the memory that the relay
+//! serves.
 
 pub mod asks;
 mod buffer;

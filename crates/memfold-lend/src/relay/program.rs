@@ -1,5 +1,5 @@
-//! The command `memfold relay`: reads its orders, connects, and serves until its client
-//! disconnects.
+//! The command `memfold relay`: reads the relay's orders, connects to the lenders, and serves until
+//! the client disconnects.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -20,12 +20,13 @@ use super::stream::Stream;
 use super::stripes::Stripes;
 use super::sums::Sums;
 
-/// Time limit for the client to connect, and for its handshake.
+/// Time limit for the client to connect and to do its handshake.
 const CLIENT: Duration = Duration::from_secs(10);
 
-/// Runs `memfold relay` with the orders from standard input. Returns whether it ended as intended.
+/// Runs `memfold relay` with orders from standard input. Returns whether the relay ended without a
+/// failure.
 pub fn main() -> bool {
-    // Core dumps must not contain keys and a guest's bytes. Writing the file may be forbidden.
+    // Core dumps must contain neither keys nor a guest's bytes. Writing the file may be forbidden.
     let _ = std::fs::write("/proc/self/coredump_filter", "0");
     let served = ready().map(|(client, began)| {
         let Began {
@@ -41,8 +42,8 @@ pub fn main() -> bool {
         if let Err(ended) = &served {
             note(&socket, ended);
         }
-        // The client's connection ends only now, so that a process that sees its end finds the
-        // record.
+        // The client's connection ends only now, after the record was written, so that a process
+        // that sees the connection's end finds the record.
         drop(relay);
         served.is_ok()
     });
@@ -61,7 +62,8 @@ fn note(socket: &Path, ended: &Ended) {
     }
 }
 
-/// Waits for the client. `None`: the relay failed, and the reason was reported.
+/// Starts the relay and waits for the client. Returns `None` if the relay has failed and reported
+/// the reason.
 fn ready() -> Option<(UnixStream, Began)> {
     let began = begin();
     let said = match &began {
@@ -77,7 +79,8 @@ fn ready() -> Option<(UnixStream, Began)> {
         .write_all(&line)
         .and_then(|()| io::stdout().flush());
     let mut began = began.ok()?;
-    // If nobody reads the answer, there will be no client. The relay serves one client only.
+    // If nobody reads the answer, no client will connect. The listener goes after the first client,
+    // because the relay serves only one.
     let client = began.listener.take();
     let client =
         client.map(|listener| heard.and_then(|()| accept(&listener, began.stripes.bytes)))?;
@@ -93,7 +96,7 @@ fn ready() -> Option<(UnixStream, Began)> {
     }
 }
 
-/// A relay that waits for its client.
+/// A started relay that waits for its client.
 struct Began {
     listener: Option<UnixListener>,
     lenders: Vec<Stream>,
@@ -109,8 +112,8 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
     io::stdin().read_to_end(&mut orders).map_err(own)?;
     let orders: Orders =
         serde_json::from_slice(&orders).map_err(|error| own(io::Error::other(error)))?;
-    // Pages that are never touched are not locked and need no memory: checksums of unwritten
-    // blocks, and most of the program.
+    // Untouched pages are not locked and need no memory: checksums of unwritten blocks, and most of
+    // the program.
     let locked = mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT);
     locked.map_err(|error| {
         own(io::Error::other(format!(

@@ -1,17 +1,17 @@
 //! The relay's main loop: one thread that polls all sockets.
 //!
 //! ```text
-//!   client's request -> is it valid, and free of others? -> a piece of it for each lender -> answers -> checked -> the client's answer
+//!   client's request -> valid, and no conflict? -> a piece for each lender -> answers, checked -> answer to the client
 //! ```
 //! Invariants:
-//! - A request that writes is never in progress together with another one that touches the same
-//!   blocks. A read is therefore compared with the last write, in whatever order a lender works.
-//!   The client may not rely on more order either.
+//! - A request that writes is never in progress together with another request for the same blocks.
+//! A read is therefore compared with the last write, in whatever order a lender works. NBD promises
+//! the client no stricter order.
 //! - At most [`UNDER_WAY`] bytes of requests are in progress. This limits memory, and the time that
-//!   an answer may take.
-//! - The first wrong block, refusal, timeout or disconnect of any lender ends the relay. Pending
-//!   requests are answered with an error, and the client is disconnected. The VM continues on its
-//!   other copy.
+//! an answer may take.
+//! - The first wrong block, refusal, timeout or disconnect of any lender ends the relay: pending
+//! requests are answered with an error, and the client is disconnected. The VM continues on its
+//! other copy.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
@@ -30,25 +30,25 @@ use super::stream::Stream;
 use super::stripes::Stripes;
 use super::sums::Sums;
 
-/// Most bytes of requests in progress.
+/// Maximum number of bytes of requests in progress.
 const UNDER_WAY: u64 = 4 << 20;
 
-/// A wait shorter than this is spent polling instead of sleeping, if the previous wait was as
-/// short: waking up takes as long as a lender's answer. At most this much CPU is wasted per
+/// If the previous wait was shorter than this, the next wait polls for this long before it sleeps,
+/// because waking up takes as long as a lender's answer. At most this much CPU time is wasted per
 /// request, and none while there are no requests.
 const SOON: Duration = Duration::from_micros(250);
 
 const BLOCK_BYTES: u64 = BLOCK as u64;
 
-/// A client's request without an answer yet.
+/// A request of the client that has no answer yet.
 #[derive(Debug)]
 struct Waiting {
-    /// The request's number at lenders. The client's own cookies may repeat.
+    /// Number of the request in requests to lenders. (The client may use a cookie twice.)
     number: u64,
     request: Request,
-    /// Number of pieces without an answer.
+    /// Number of pieces that lenders have not answered.
     pieces: usize,
-    /// Bytes of a read, filled piece by piece.
+    /// Bytes of a read, which the answers to its pieces fill.
     data: Vec<u8>,
 }
 
@@ -62,7 +62,7 @@ impl Waiting {
     }
 }
 
-/// The part of a request that one lender is asked for.
+/// The part of a client's request that one lender must do.
 #[derive(Debug)]
 struct Piece {
     number: u64,
@@ -77,11 +77,12 @@ struct Lender {
     stream: Stream,
     inbox: Buffer,
     outbox: Buffer,
-    /// Pieces without an answer, oldest first.
+    /// Pieces that the lender has not answered, oldest first.
     asked: VecDeque<Piece>,
 }
 
-/// Waits until a descriptor is ready. With `soon`, polls for the first [`SOON`] without sleeping.
+/// Waits until a descriptor is ready. If `soon` is set, polls for the first [`SOON`] without
+/// sleeping.
 fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::io::Result<()> {
     let now = Timespec {
         tv_sec: 0,
@@ -92,13 +93,13 @@ fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::
         if poll(fds, Some(&now))? > 0 {
             return Ok(());
         }
-        // Another thread may need this core: the lender's packets, or a guest's virtual CPU.
+        // Another thread may need this core, for the lender's packets or a guest's virtual CPU.
         std::thread::yield_now();
     }
     poll(fds, most).map(|_| ())
 }
 
-/// A disk served to one client.
+/// The relay of a disk: one client, and connections to all lenders.
 #[derive(Debug)]
 pub struct Relay {
     client: UnixStream,
@@ -109,19 +110,21 @@ pub struct Relay {
     sums: Arc<Sums>,
     waiting: Vec<Waiting>,
     bytes_under_way: u64,
-    /// Time limit for a lender's answer. `told` is the limit last set on the connections.
+    /// Time limit for a lender's answer. `told` is the limit that the connections' options have
+    /// now.
     patience: Arc<Patience>,
     told: Duration,
     next: u64,
     scratch: Vec<u8>,
-    /// Whether the client sends no more requests.
+    /// Whether the client will send no more requests.
     leaves: bool,
-    /// Whether the last wait was short: for the client, and for a lender.
+    /// Whether the last wait was short: first for waits for the client, then for waits for a
+    /// lender.
     soon: [bool; 2],
 }
 
 impl Relay {
-    /// A relay between a client and lenders whose handshakes are complete.
+    /// Creates a relay between a client and lenders whose handshakes are complete.
     #[must_use]
     pub fn new(
         client: UnixStream,
@@ -157,8 +160,8 @@ impl Relay {
     /// Serves until the client disconnects.
     ///
     /// # Errors
-    /// A lender failed. Pending requests were answered with errors. The client stays connected
-    /// until this value is dropped.
+    /// Fails if a lender fails. Pending requests were then answered with errors. The client stays
+    /// connected until this value is dropped.
     pub fn serve(&mut self) -> Result<(), Ended> {
         let ended = self.work();
         match &ended {
@@ -171,7 +174,8 @@ impl Relay {
     fn work(&mut self) -> Result<(), Ended> {
         while !self.leaves {
             let ready = self.look()?;
-            // An answer that has arrived counts even if the time limit has just passed.
+            // Answers are read first: an answer that has arrived counts even if the time limit has
+            // just passed.
             for number in 0..self.lenders.len() {
                 if ready[number + 1] {
                     self.hear_lender(number)?;
@@ -191,7 +195,7 @@ impl Relay {
         self.bytes_under_way >= UNDER_WAY
     }
 
-    /// Waits until something can be done. Returns which sockets can be read: the client's, then
+    /// Waits until a socket is ready. Returns which sockets can be read: first the client's, then
     /// each lender's.
     fn look(&mut self) -> Result<Vec<bool>, Ended> {
         let wants = |outbox: &Buffer, reads: bool| {
@@ -238,7 +242,7 @@ impl Relay {
     fn hear_client(&mut self) {
         match self.inbox.fill(&mut self.client, &mut self.scratch, false) {
             Ok(false) => {}
-            // Requests of a client that has left need no answer.
+            // Requests of a client that has disconnected need no answer.
             Ok(true) | Err(_) => self.leaves = true,
         }
     }
@@ -262,7 +266,7 @@ impl Relay {
         Ok(())
     }
 
-    /// Processes one answer of a lender, if it has arrived completely.
+    /// Processes one answer of a lender. Returns false if no answer has arrived completely.
     fn take_answer(&mut self, number: usize) -> Result<bool, Ended> {
         let lender = &mut self.lenders[number];
         let Some(head) = lender.inbox.first::<REPLY_BYTES>() else {
@@ -343,11 +347,12 @@ impl Relay {
         self.outbox.bytes.extend_from_slice(data);
     }
 
-    /// Processes the client's requests for as long as they can be started at once.
+    /// Starts the client's requests, until one is incomplete or must wait.
     fn take_requests(&mut self) {
         while let Some(head) = self.inbox.first::<REQUEST_BYTES>() {
             let Ok(request) = Request::decode(&head) else {
-                // QEMU never sends this. The position of the next request is unknown.
+                // QEMU never sends an invalid header. After one, the position of the next request
+                // is unknown.
                 self.leaves = true;
                 return;
             };
@@ -382,7 +387,8 @@ impl Relay {
                     );
                     self.answer(&request, 0, &[]);
                 }
-                // Lent memory is not durable, and answered writes are already at the lender.
+                // Lent memory is not durable, and a write that was answered is already at the
+                // lender.
                 Command::Flush | Command::Other(_) => self.answer(&request, 0, &[]),
             }
             self.inbox.skip(whole);
@@ -394,7 +400,7 @@ impl Relay {
             command,
             cookie: piece.number,
             offset: piece.at,
-            // Never longer than the client's request.
+            // The piece is never longer than the client's request.
             length: u32::try_from(piece.length).unwrap_or(0),
         };
         let lender = &mut self.lenders[lender];
@@ -453,7 +459,7 @@ impl Relay {
         let number = self.next;
         self.next += 1;
         let mut pieces = 0;
-        // The data follow the header; the caller skips both.
+        // The data follow the header in the inbox; the caller skips both.
         let inbox = std::mem::take(&mut self.inbox);
         let data = &inbox.rest()[REQUEST_BYTES..];
         for run in self.stripes.runs(offset, length) {
@@ -526,8 +532,8 @@ impl Relay {
         Ok(())
     }
 
-    /// The client has gone. Disconnects from lenders as NBD requires, so that they do not count a
-    /// broken connection.
+    /// Disconnects from the lenders as NBD requires, after the client has disconnected. Lenders
+    /// then do not count a broken connection.
     fn say_good_bye(&mut self) {
         for lender in &mut self.lenders {
             let leave = Request {
@@ -537,22 +543,22 @@ impl Relay {
                 length: 0,
             };
             lender.outbox.bytes.extend_from_slice(&leave.encode());
-            // Otherwise the end of the connection tells them.
+            // If the request cannot be sent, the end of the connection tells the lender.
             let _ = lender.outbox.drain(&mut lender.stream);
         }
     }
 
-    /// A lender has failed. Answers all pending requests with an error at once.
+    /// Answers all pending requests with an error, after a lender has failed.
     fn give_up(&mut self) {
         for waiting in std::mem::take(&mut self.waiting) {
             self.answer(&waiting.request, EIO, &[]);
         }
-        // Otherwise the end of the connection tells the client.
+        // If the answers cannot be sent, the end of the connection tells the client.
         let _ = self.outbox.drain(&mut self.client);
     }
 }
 
-/// An index range within a request, which is far shorter than the address space.
+/// Returns an index range within a request, which is far shorter than the address space.
 fn range(from: u64, length: u64) -> std::ops::Range<usize> {
     let at = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
     at(from)..at(from + length)

@@ -17,7 +17,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const B: usize = BLOCK as usize;
 
-/// What a lender of a test does that it shouldn't.
+/// Misbehaviour of a test's lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lie {
     FlipBit,
@@ -33,7 +33,8 @@ enum Lie {
     SaysNothing,
 }
 
-/// A lender in this process: serves from memory, and begins to lie when it is told to.
+/// Starts a lender in this process that serves from memory, and misbehaves as soon as `orders` says
+/// so.
 fn lender(mut stream: UnixStream, bytes: u64, orders: Receiver<Lie>) -> JoinHandle<()> {
     std::thread::spawn(move || {
         let mut disk = vec![0; usize::try_from(bytes).unwrap()];
@@ -89,7 +90,7 @@ fn lender(mut stream: UnixStream, bytes: u64, orders: Receiver<Lie>) -> JoinHand
     })
 }
 
-/// A relay in a thread, and its client.
+/// A relay in a thread, and its client's end of the connection.
 struct Served {
     client: UnixStream,
     relay: Option<JoinHandle<Result<(), Ended>>>,
@@ -181,7 +182,7 @@ fn liars(count: u64, bytes: u64) -> (Served, Vec<Sender<Lie>>) {
     (Served::new(streams, bytes), orders)
 }
 
-/// Bytes that differ from block to block and from time to time.
+/// Returns bytes that differ from block to block and for each seed.
 fn pattern(blocks: usize, seed: u64) -> Vec<u8> {
     let mut x = seed * 2 + 1;
     let next = || {
@@ -213,14 +214,14 @@ fn every_misbehaviour_of_a_lender_becomes_an_io_error_and_never_wrong_data() {
             assert_eq!(served.write(0, &pattern(64, 1)), 0);
             assert_eq!(served.write(4096, &pattern(2, 2)), 0);
             assert_eq!(served.read(4096, 2 * 4096), Ok(pattern(2, 2)), "{lie:?}");
-            // The first of the lenders, which has the first unit.
+            // This is the first lender, which has the first unit.
             orders[0].send(lie).unwrap();
             let begun = Instant::now();
             if lie == Lie::ForgetsWrites {
                 assert_eq!(served.write(4096, &pattern(1, 3)), 0);
             }
             let got = served.read(4096, 4096);
-            // Of one that says too much the answer may be taken first, and is a true one.
+            // If a lender sends too much, its correct answer may be processed first.
             let is_true = lie == Lie::SaysTooMuch && got == Ok(pattern(2, 2)[..B].to_vec());
             assert!(got == Err(EIO) || is_true, "{lie:?}");
             assert!(
@@ -234,7 +235,7 @@ fn every_misbehaviour_of_a_lender_becomes_an_io_error_and_never_wrong_data() {
     }
 }
 
-/// A guest whose copy has failed loses all with its lender, and rather waits.
+/// A guest whose other copy has failed would lose everything with its lender, so it waits longer.
 #[test]
 fn a_read_from_a_silent_lender_fails_after_the_latest_timeout_setting() {
     let (mut served, orders) = liars(1, MIB);
@@ -267,7 +268,7 @@ fn all_pending_requests_are_answered_after_a_lender_returns_wrong_data() {
     };
     let asked: Vec<u8> = (0..32).flat_map(|n| read(n).encode()).collect();
     served.client.write_all(&asked).unwrap();
-    // Each is right, or an error, or the connection's end.
+    // Each request gets a correct answer or an error, or the connection ends.
     let mut right = 0;
     let mut head = [0; REPLY_BYTES];
     while served.client.read_exact(&mut head).is_ok() {
@@ -346,8 +347,8 @@ fn random_reads_over_one_to_eight_lenders_return_the_written_data() {
     }
 }
 
-/// Writes and reads of the same blocks under way at once: the lender may carry them out in any
-/// order, and is no liar.
+/// The lender may execute requests for the same blocks in any order, and must not be taken for a
+/// liar.
 #[test]
 fn overlapping_requests_are_executed_in_order() {
     let (mut served, _orders) = liars(2, 8 * MIB);
@@ -370,7 +371,7 @@ fn overlapping_requests_are_executed_in_order() {
     served.end().unwrap();
 }
 
-/// Over TCP, and so with TLS, to this host.
+/// Returns a TCP address of this host; exports over TCP use TLS.
 fn loopback() -> Listen {
     Listen::Tcp(TcpListen {
         ip: Ipv4Addr::LOCALHOST.into(),
@@ -393,7 +394,8 @@ fn exported(directory: &std::path::Path, listen: Listen, id: u64, bytes: u64) ->
     Some(export)
 }
 
-/// Changes a process's memory wherever these bytes are; how often.
+/// Applies `change` to each occurrence of `find` in a process's memory. Returns the number of
+/// occurrences.
 fn poke(pid: u32, find: &[u8], change: impl Fn(&mut [u8])) -> usize {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let memory = std::fs::File::options()
@@ -456,7 +458,7 @@ fn changed_memory_of_an_nbdkit_export_is_detected_over_unix_sockets_and_tls() {
             bytes[63] ^= 1;
         });
         assert!(poked > 0);
-        // What wasn't changed is still what it was.
+        // The unchanged block still has its bytes.
         assert_eq!(served.read(0, 4096).unwrap(), data[..B]);
         assert_eq!(served.read(4096, 4096), Err(EIO));
         let ended = served.end().unwrap_err();
@@ -465,7 +467,8 @@ fn changed_memory_of_an_nbdkit_export_is_detected_over_unix_sockets_and_tls() {
     }
 }
 
-/// Passes on what two say to each other, and keeps it.
+/// Forwards bytes between two connections in both directions, and returns a receiver of all
+/// forwarded bytes.
 fn tap(
     mut near: impl Read + Send + 'static,
     mut near_out: impl Write + Send + 'static,
@@ -529,13 +532,14 @@ fn lent_blocks_are_encrypted_on_the_way_to_another_host() {
         drop(export);
         let all: Vec<u8> = heard.into_iter().flatten().collect();
         assert!(all.len() > 2 * data.len(), "{} bytes were heard", all.len());
-        // 16 bytes in a row of any block that went there and back.
+        // Search for 16 consecutive bytes of each block that was sent in either direction.
         let windows: std::collections::HashSet<&[u8]> = all.windows(16).collect();
         let seen = data
             .chunks(B)
             .filter(|block| windows.contains(&block[1000..1016]));
         let seen = seen.count();
-        // That it's found where nothing is encrypted says that it would be found.
+        // The bytes are found on the unencrypted connection, so the search would find them on the
+        // other, too.
         let expected = if listen == Listen::Unix { 64 } else { 0 };
         assert_eq!(seen, expected, "{listen:?}");
         if let Some(key) = &endpoint.key {

@@ -1,5 +1,5 @@
-//! The daemon's side of a relay: starts it, finds it again after a restart, queries it, and ends
-//! it.
+//! The daemon's side of a relay: starts the relay, finds it again after a restart, asks it
+//! questions, and ends it.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -19,11 +19,11 @@ use super::asks::{self, Answer, Ask};
 use super::ended::Ended;
 use super::orders::{Orders, Said};
 
-/// Time limit for a relay to connect to all its lenders. Each lender may take 3 s for each of a few
+/// Time limit for a relay to connect to all lenders. Each lender may take 3 s for each of a few
 /// answers.
 const READY: Duration = Duration::from_secs(10);
 
-/// Length limit of the relay's answer, in bytes.
+/// Maximum length of the relay's answer in bytes.
 const MAX_SAID: usize = 4096;
 
 /// Time limit for a relay to end.
@@ -32,16 +32,18 @@ const END: Duration = Duration::from_secs(1);
 /// Time limit for a relay to accept a question.
 const ASK: Duration = Duration::from_millis(500);
 
-/// A relay that runs or ran. It is part of the VM's record, so that the next daemon finds it.
+/// A relay that runs or has run. The VM's record contains this value, so that the next daemon finds
+/// the relay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
     /// The relay's process.
     pub process: Identity,
-    /// Path of the client's socket. The file is removed once the client is connected.
+    /// Path of the socket for the client. The file is removed after the client has connected.
     pub socket: PathBuf,
 }
 
-/// Reason why there is no relay. No process or socket of it is left then.
+/// Reason why a relay could not be started. No process or socket of the relay is left after the
+/// error.
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
     /// The program cannot be started.
@@ -53,33 +55,33 @@ pub enum RelayError {
         #[source]
         source: io::Error,
     },
-    /// The relay reports that it failed.
+    /// The relay has reported that it failed.
     #[error("{why}")]
     Failed {
         /// Number of the lender at fault, if there is one.
         lender: Option<usize>,
-        /// The relay's own message.
+        /// Error message of the relay.
         why: String,
     },
 }
 
 /// Starts a relay, which writes its messages to `log`. Returns when the relay listens and is
-/// connected to all its lenders.
+/// connected to all lenders.
 ///
 /// # Errors
-/// The relay cannot be started, or a lender cannot be reached or is unusable.
+/// Fails if the relay cannot be started, or a lender cannot be reached or used.
 pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, RelayError> {
     let failed = |source| RelayError::Start {
         program: program.to_owned(),
         source,
     };
-    // A daemon that was killed before QEMU connected leaves sockets behind.
+    // A daemon that was killed before QEMU connected has left sockets behind.
     remove_sockets(orders);
     let mut command = Command::new(program);
     command
         .arg("relay")
         .current_dir("/")
-        // These belong to the daemon, not to a relay (sd_notify(3)).
+        // These variables belong to the daemon, not to a relay (sd_notify(3)).
         .env_remove("NOTIFY_SOCKET")
         .env_remove("WATCHDOG_USEC")
         .env_remove("WATCHDOG_PID")
@@ -101,7 +103,7 @@ pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, Rela
             })
         }
         Err(error) => {
-            // Fails only for a child that has ended.
+            // The call fails only for a child that has ended.
             let _ = child.kill();
             let _ = child.wait();
             remove_sockets(orders);
@@ -125,7 +127,7 @@ fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, RelayError> {
     let failed = |why: String| RelayError::Failed { lender: None, why };
     let text = serde_json::to_vec(orders).map_err(|error| failed(error.to_string()))?;
     if let Some(mut input) = child.stdin.take() {
-        // A relay that has ended already reports the reason.
+        // If the write fails, the relay has ended and reports the reason itself.
         let _ = input.write_all(&text);
     }
     let mut said = Vec::new();
@@ -160,28 +162,28 @@ fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, RelayError> {
     })
 }
 
-/// Reaps the child on a thread of its own, so that it never stays a zombie.
+/// Reaps the child in a thread of its own, so that it never stays a zombie.
 fn reap(mut child: Child) {
     let thread = std::thread::Builder::new()
         .name("reap-relay".into())
         .spawn(move || child.wait());
     if let Err(error) = thread {
-        tracing::warn!(%error, "no thread to wait for a relay's end; nothing is needed");
+        tracing::warn!(%error, "cannot start a thread that waits for a relay's end; nothing is needed");
     }
 }
 
 impl Running {
-    /// Whether the relay is stopped (`SIGSTOP`, a debugger), so that its client waits.
+    /// Returns whether the relay is stopped (`SIGSTOP`, a debugger), so that its client waits.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         let pid = self.process.pid.unsigned_abs();
         is_stopped(pid) && Process::open(self.process).is_ok()
     }
 
-    /// Sends the relay a question.
+    /// Sends a question to the relay.
     ///
     /// # Errors
-    /// The relay has ended, or its version takes no questions.
+    /// Fails if the relay has ended, or its version accepts no questions.
     pub fn ask(&self, ask: &Ask) -> io::Result<Asked> {
         let mut stream = memfold_host::socket::connect(&asks::place(&self.socket), ASK)?;
         stream.set_nonblocking(true)?;
@@ -194,8 +196,8 @@ impl Running {
         })
     }
 
-    /// Ensures that a relay whose client has disconnected ends, and removes its files. Returns the
-    /// record of its end, if it wrote one.
+    /// Ends a relay whose client has disconnected, and removes the relay's files. Returns the
+    /// record of the relay's end, if the relay wrote one.
     #[must_use]
     pub fn end(&self) -> Option<Ended> {
         if let Ok(process) = Process::open(self.process) {
@@ -219,7 +221,7 @@ impl Running {
     }
 }
 
-/// A question that awaits its answer.
+/// A question to a relay that has no answer yet.
 #[derive(Debug)]
 pub struct Asked {
     stream: UnixStream,
@@ -227,10 +229,10 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// The answer, if it has arrived.
+    /// Returns the answer, if it has arrived.
     ///
     /// # Errors
-    /// There will be no answer.
+    /// Fails if no answer will arrive.
     pub fn answer(&mut self) -> io::Result<Option<Answer>> {
         let mut some = [0; 512];
         loop {

@@ -1,8 +1,8 @@
-//! The connection to a lender: a Unix socket, or TCP with TLS by a pre-shared key.
+//! Connection of a relay to a lender: a Unix socket, or TCP with TLS by a pre-shared key.
 //!
-//! TLS is done by OpenSSL in this process. Rustls does not support external pre-shared keys, only
-//! those of an earlier session. A second nbdkit as a client (`nbdkit nbd`) would work too, but
-//! costs one more process, and two more wake-ups for each request and lender.
+//! OpenSSL does TLS in this process. Rustls supports no external pre-shared keys, only those of an
+//! earlier session. A second nbdkit as a client (`nbdkit nbd`) would work, too, but costs one more
+//! process, and two more wake-ups for each request and lender.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -16,17 +16,18 @@ use openssl::ssl::{Ssl, SslContext, SslMethod, SslMode, SslStream, SslVerifyMode
 use super::super::{connection, nbd};
 use crate::endpoint::{Address, Endpoint, Key};
 
-/// Time limit for a lender to accept, and for each answer of the handshake.
+/// Time limit for a lender to accept the connection, and for each answer of the handshake.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Cipher suites of TLS 1.3 whose hash fits such keys (SHA-256, RFC 8446, 4.2.11).
+/// Cipher suites of TLS 1.3 whose hash fits pre-shared keys of this size (SHA-256, RFC 8446,
+/// 4.2.11).
 const SUITES: &str = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 
 /// A connection to a lender.
 pub enum Stream {
-    /// To a lender on this host.
+    /// Connection to a lender on this host.
     Unix(UnixStream),
-    /// To a lender on another host.
+    /// Connection to a lender on another host.
     Tls(SslStream<TcpStream>),
 }
 
@@ -40,11 +41,11 @@ impl std::fmt::Debug for Stream {
 }
 
 impl Stream {
-    /// Connects to an export of at least `bytes` bytes. Afterwards, a silent host is waited for
-    /// with `patience`.
+    /// Connects to an export of at least `bytes` bytes. Afterwards, the connection ends if the
+    /// lender's host does not answer for `patience`.
     ///
     /// # Errors
-    /// The export cannot be reached, lacks the key, or is too small.
+    /// Fails if the export cannot be reached, does not have the key, or is too small.
     pub fn open(endpoint: &Endpoint, bytes: u64, patience: Duration) -> io::Result<Self> {
         let mut stream = match (&endpoint.address, &endpoint.key) {
             (Address::Unix(path), _) => {
@@ -82,10 +83,10 @@ impl Stream {
         Ok(stream)
     }
 
-    /// Sets how long a silent host is waited for.
+    /// Sets for how long the lender's host may not answer before the connection ends.
     ///
     /// # Errors
-    /// The kernel refuses the socket options.
+    /// Fails if the kernel refuses the socket options.
     pub fn keep_alive(&self, patience: Duration) -> io::Result<()> {
         match self {
             Self::Unix(_) => Ok(()),
@@ -93,8 +94,8 @@ impl Stream {
         }
     }
 
-    /// Whether the stream may hold bytes that it has read from its socket but not returned, so that
-    /// polling the socket does not show them.
+    /// Returns whether the stream may hold bytes that it has read from its socket and not returned
+    /// yet. Polling the socket does not show such bytes.
     #[must_use]
     pub const fn reads_ahead(&self) -> bool {
         matches!(self, Self::Tls(_))
@@ -113,10 +114,10 @@ fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
     context.set_mode(
         SslMode::ENABLE_PARTIAL_WRITE | SslMode::ACCEPT_MOVING_WRITE_BUFFER | SslMode::AUTO_RETRY,
     );
-    // One system call for a TLS record instead of two.
+    // With read-ahead, a TLS record needs one system call instead of two.
     context.set_read_ahead(true);
     context.set_psk_client_callback(move |_, _, name, into| {
-        // The identity is followed by a zero byte.
+        // The identity in `name` ends with a zero byte.
         let room = name.len() > identity.len() && into.len() >= secret.len();
         if room {
             name[..identity.len()].copy_from_slice(identity.as_bytes());

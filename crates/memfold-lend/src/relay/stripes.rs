@@ -1,27 +1,28 @@
-//! Layout of a disk that is striped over several lenders, one unit at a time.
+//! Layout of a disk that is striped over several lenders in units of [`UNIT`] bytes.
 //!
 //! ```text
 //!   disk      | unit 0 | unit 1 | unit 2 | unit 3 | unit 4 | ...
 //!   lender 0  | unit 0 | unit 2 | unit 4 |
 //!   lender 1  | unit 1 | unit 3 |
 //! ```
-//! Bytes that are contiguous on the disk are contiguous at each lender. A request therefore becomes
-//! at most one request to each lender.
+//! Units of a lender that follow each other are contiguous at the lender. A contiguous request
+//! therefore becomes at most one request to each lender.
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of the disk that are contiguous at one lender.
+/// Number of contiguous bytes of the disk that one lender holds.
 ///
-/// The pages that a guest swaps in at once (eight, by `vm.page-cluster`), and most of those that it
-/// swaps out, then come from one lender. A second lender would cost a request more than it saves:
-/// 32 KiB take 0.26 ms on 1 Gbit/s. The copy of the whole disk during a switch uses 1 MiB at a
-/// time, which spreads over up to 16 units.
+/// The pages that a guest swaps in at once (eight, by `vm.page-cluster`), and most of the pages
+/// that it swaps out at once, then come from one lender. A second lender would cost more for its
+/// request than it saves: 32 KiB take 0.26 ms on 1 Gbit/s. The copy of the whole disk during a
+/// switch uses 1 MiB at a time, which spreads over up to 16 units.
 pub const UNIT: u64 = 64 << 10;
 
-/// Most lenders of one disk. Each further lender makes the loss of one of them more likely.
+/// Maximum number of lenders of one disk. Each additional lender makes the loss of a lender more
+/// likely.
 pub const MOST: u64 = 8;
 
-/// Layout of a disk.
+/// Layout of a striped disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stripes {
     /// Number of lenders.
@@ -30,32 +31,32 @@ pub struct Stripes {
     pub bytes: u64,
 }
 
-/// Bytes that are contiguous on the disk and at a lender.
+/// Part of a request that is contiguous both on the disk and at a lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
     /// Number of the lender.
     pub lender: usize,
-    /// First byte at the lender.
+    /// Offset at the lender of the first byte.
     pub at: u64,
-    /// First byte, relative to the request's offset.
+    /// Offset of the first byte from the start of the request.
     pub from: u64,
     /// Length in bytes.
     pub length: u64,
 }
 
-/// One lender's part of a request; contiguous at the lender.
+/// One lender's part of a request, which is contiguous at the lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// Number of the lender.
     pub lender: usize,
-    /// First byte at the lender.
+    /// Offset at the lender of the first byte.
     pub at: u64,
     /// Length in bytes.
     pub length: u64,
 }
 
 impl Stripes {
-    /// Bytes that each lender must have.
+    /// Returns how many bytes each lender must have.
     #[must_use]
     pub const fn of_each(&self) -> u64 {
         if self.count == 1 {
@@ -65,7 +66,7 @@ impl Stripes {
         }
     }
 
-    /// The chunks of a request, in the order of the disk.
+    /// Returns the chunks of a request, in the order of the disk.
     pub fn chunks(&self, offset: u64, length: u64) -> impl Iterator<Item = Chunk> + use<> {
         let (count, end) = (self.count, offset + length);
         let mut next = offset;
@@ -81,7 +82,7 @@ impl Stripes {
                 (unit % count, unit / count * UNIT + within, length)
             };
             let chunk = Chunk {
-                // Always below [`MOST`].
+                // The number is always below [`MOST`].
                 lender: usize::try_from(lender).unwrap_or(usize::MAX),
                 at,
                 from: next - offset,
@@ -92,7 +93,7 @@ impl Stripes {
         })
     }
 
-    /// The part of a request for each lender that it needs.
+    /// Returns the part of a request for each lender that has one.
     #[must_use]
     pub fn runs(&self, offset: u64, length: u64) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();

@@ -1,13 +1,13 @@
-//! Checksums that the borrower keeps of all blocks at its lenders: 8 bytes for each 4 KiB.
+//! Checksums that the borrower keeps of all blocks at its lenders: 8 bytes for each block of 4 KiB.
 //!
 //! A checksum is the beginning of the block's BLAKE3 hash, keyed with a secret of this process. A
-//! lender that changes a block, or returns another block or an older version, has one guess in
-//! 2^64, and the first wrong one ends it. A CRC can be preserved deliberately, and XXH3 gives no
-//! guarantee against an attacker. Lenders never see the checksums, but that alone proves nothing
-//! for either of these.
+//! lender that returns changed data, another block or an older version has a chance of 1 in 2^64 to
+//! match the checksum, and the first wrong data end the relay. A CRC would let a lender change data
+//! without changing the CRC, and XXH3 gives no guarantee against an attacker, although lenders
+//! never see the checksums.
 //!
-//! A block that was never written, or was zeroed or trimmed, has no checksum. It reads as zeroes,
-//! and no lender is asked.
+//! A block that was never written, or was zeroed or trimmed, has no checksum. The relay answers its
+//! reads with zeroes without asking a lender.
 //!
 //! One thread writes the checksums. Another may read them at the same time without locking
 //! ([`compare`](super::compare)).
@@ -21,10 +21,10 @@ use super::super::nbd::BLOCK;
 
 const BLOCK_BYTES: usize = BLOCK as usize;
 
-/// The checksums of a disk.
+/// Checksums of all blocks of a disk.
 pub struct Sums {
     key: [u8; blake3::KEY_LEN],
-    /// One checksum for each block; 0: zeroes.
+    /// One checksum for each block; 0 for a block of zeroes.
     of: Box<[AtomicU64]>,
 }
 
@@ -35,20 +35,20 @@ impl std::fmt::Debug for Sums {
 }
 
 fn index(block: u64) -> usize {
-    // The caller uses block numbers of this disk only, which fit.
+    // The caller uses only block numbers of this disk, which fit.
     usize::try_from(block).unwrap_or(usize::MAX)
 }
 
 impl Sums {
-    /// The checksums of a disk of `bytes` bytes that holds zeroes.
+    /// Creates the checksums of a disk of `bytes` bytes that holds zeroes.
     ///
     /// # Errors
-    /// No random key or no memory is available.
+    /// Fails if no random key or no memory is available.
     pub fn new(bytes: u64) -> io::Result<Self> {
         let mut key = [0; blake3::KEY_LEN];
         std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
         let blocks = usize::try_from(bytes / u64::from(BLOCK)).map_err(io::Error::other)?;
-        // Zeroed memory that the kernel allocates only when it is written.
+        // This memory is zero, and the kernel allocates it only when it is written.
         let of = <[AtomicU64]>::new_box_zeroed_with_elems(blocks)
             .map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
         Ok(Self { key, of })
@@ -62,18 +62,18 @@ impl Sums {
         self.of[index(block)].store(sum, Ordering::Relaxed);
     }
 
-    /// The checksum of a block's bytes; 0: zeroes.
+    /// Returns the checksum of a block's bytes; 0 for zeroes.
     fn sum_of(&self, block: &[u8]) -> u64 {
         if is_zero(block) { 0 } else { self.sum(block) }
     }
 
-    /// Number of blocks of the disk.
+    /// Returns the number of blocks of the disk.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.of.len() as u64
     }
 
-    /// Returns the block's checksum if these bytes do not match it.
+    /// Returns the checksum of `bytes` if it differs from the block's checksum.
     #[must_use]
     pub fn other_than(&self, block: u64, bytes: &[u8]) -> Option<u64> {
         let sum = self.at(block);
@@ -87,8 +87,8 @@ impl Sums {
         u64::from_le_bytes(first).max(1)
     }
 
-    /// Records the data written from `block` on. Returns whether any of it must be stored at a
-    /// lender; zeroes need not be.
+    /// Records the data that were written from `block` on. Returns whether a lender must store any
+    /// of the data; zeroes need not be stored.
     pub fn written(&self, block: u64, data: &[u8]) -> bool {
         let mut any = false;
         for (block, data) in (block..).zip(data.chunks_exact(BLOCK_BYTES)) {
@@ -104,17 +104,17 @@ impl Sums {
         (block..block + blocks).for_each(|block| self.set(block, 0));
     }
 
-    /// Whether `blocks` blocks from `block` on all hold zeroes.
+    /// Returns whether all of the `blocks` blocks from `block` on hold zeroes.
     #[must_use]
     pub fn are_zero(&self, block: u64, blocks: u64) -> bool {
         (block..block + blocks).all(|block| self.at(block) == 0)
     }
 
-    /// Verifies a lender's data from `block` on, and copies it to `into`. Where a block holds
-    /// zeroes, `into` keeps its contents.
+    /// Verifies a lender's data from `block` on, and copies the data to `into`. Where a block holds
+    /// zeroes, `into` is not changed.
     ///
     /// # Errors
-    /// The number of the block that differs from the one written.
+    /// Fails with the number of the first block that differs from the block that was written.
     pub fn checked(&self, block: u64, said: &[u8], into: &mut [u8]) -> Result<(), u64> {
         let blocks = said.chunks_exact(BLOCK_BYTES);
         for (block, (said, into)) in (block..).zip(blocks.zip(into.chunks_exact_mut(BLOCK_BYTES))) {
@@ -132,7 +132,7 @@ impl Sums {
 }
 
 fn is_zero(data: &[u8]) -> bool {
-    // Most pages that are not zero differ within their first bytes.
+    // Most pages that are not zero have a nonzero byte within their first bytes.
     data.iter().take(64).all(|byte| *byte == 0)
         && data
             .chunks_exact(16)
@@ -162,12 +162,12 @@ mod tests {
         sums.checked(2, &[old.clone(), new.clone()].concat(), &mut got)
             .unwrap();
         assert_eq!(got, [old.clone(), new.clone()].concat());
-        // Another block, zeroes, one from before.
+        // The lender returns another block, zeroes, or an older version.
         assert_eq!(sums.checked(2, &new, &mut got), Err(2));
         assert_eq!(sums.checked(3, &vec![0; B], &mut got), Err(3));
         sums.written(2, &new);
         assert_eq!(sums.checked(2, &old, &mut got), Err(2));
-        // Any bit.
+        // A change of any bit is detected.
         for bit in (0..B * 8).step_by(61) {
             let mut bad = new.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
