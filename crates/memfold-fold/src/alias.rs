@@ -1,5 +1,5 @@
-//! Finds files of the same name and size under different paths that have the same content, by a
-//! comparison of samples.
+//! Compares samples of files that have the same name and size but different paths, to find files
+//! with the same content.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -14,7 +14,7 @@ use super::state::{Engine, VmState, usable};
 use super::vm_table::PIECE;
 
 impl Engine {
-    /// Compares samples of the next due pair of files. Returns whether a pair was due.
+    /// Compares samples of the pair of files that is due next. Returns whether a pair was due.
     pub(super) fn sample_due(&mut self, now: Instant) -> bool {
         for (name, domain) in &mut self.domains {
             let Some(candidate) = domain.candidates.take(now) else {
@@ -48,8 +48,8 @@ impl Engine {
     }
 }
 
-/// Returns whether up to four pages that both contents have cached are equal; `None` if there is no
-/// such page yet.
+/// Returns whether up to four pages that VMs cache of both contents are equal; `None` if VMs do not
+/// cache the same page of both.
 fn sample(
     vms: &BTreeMap<VmId, VmState>,
     domain: &Domain,

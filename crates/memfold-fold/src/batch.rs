@@ -1,5 +1,8 @@
-//! Processes one batch: takes the newest hints, fills the store, sends orders to the libraries and
-//! books the outcomes.
+//! Processes one batch of hints: takes the newest hints, fills the store, sends orders to the
+//! libraries and records the outcomes.
+//!
+//! A *piece* is 64 consecutive pages of a file ([`PIECE`]). A *content* is the bytes that several
+//! files probably share (`content`), a *member* of the content one such file in one VM.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -19,17 +22,18 @@ use super::task::{BATCH_PAGES, Task};
 use super::vm_table::{Index, PIECE, Piece};
 use super::{budget, huge};
 
-/// Most pages in one order, so that the library answers within about a millisecond.
+/// Maximum number of pages in one order, so that the library answers within about a millisecond.
 const ORDER_PAGES: u32 = 2048;
 
-/// Guest pages of one member of a content that cache the pages of a piece.
+/// Guest pages of one VM that cache the pages of a piece of a file.
 struct Holder {
     member: Member,
     pages: Piece,
 }
 
 impl Engine {
-    /// Takes the newest settled hints of one VM after another, until they fill a batch.
+    /// Takes settled hints from the VMs in turn, the newest of each VM first, until they fill a
+    /// batch.
     pub(super) fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
         let allowed = self
             .rate
@@ -69,7 +73,7 @@ impl Engine {
                 {
                     continue;
                 }
-                // What was refused before it had been read from disk counts anew.
+                // Pages that were refused before they had been read from disk are tried again.
                 vm.table
                     .settle(hint.file, hint.page..hint.page + hint.pages);
                 pages += hint.pages;
@@ -92,8 +96,8 @@ impl Engine {
         tasks
     }
 
-    /// Folds ranges of contents: fills the store where two VMs cache pages that it lacks, and folds
-    /// every cached page of them that is not folded.
+    /// Folds ranges of contents. Where two VMs cache a page that the store lacks, fills the store
+    /// first. Then folds every cached page of the ranges that is not folded yet.
     pub(super) fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
         for vm in self
@@ -108,8 +112,8 @@ impl Engine {
         if asked >= BATCH_PAGES / 2 {
             self.domains.values_mut().for_each(|d| d.store.align());
         }
-        // In the order of guest memory, so that files which lie side by side there do so in the
-        // store: then their runs join.
+        // Tasks are in the order of guest memory, so that files that are neighbours there become
+        // neighbours in the store, and their runs can be joined.
         let mut tasks: Vec<&Task> = tasks.iter().collect();
         tasks.sort_by_cached_key(|task| (task.vm, self.first_place(task)));
         for task in tasks {
@@ -139,8 +143,8 @@ impl Engine {
             .place(task.hint.file, task.hint.page)
     }
 
-    /// Returns the members of a task's content that have pages of a piece. Leaves out VMs that
-    /// cannot be folded, files that were given up, and pages that stay in a huge page. The VM of
+    /// Returns the members of a task's content that cache pages of a piece. Leaves out VMs that
+    /// cannot be folded, files that are skipped, and pages of huge pages that stay whole. The VM of
     /// the hint comes first, because its page was read last.
     fn holders(&mut self, task: &Task, piece: u32, range: &Range<usize>) -> Vec<Holder> {
         let now = Instant::now();
@@ -169,7 +173,8 @@ impl Engine {
             };
             for place in &mut pages[range.clone()] {
                 let kept = place.checked_sub(1).is_some_and(|at| {
-                    // In memory once already, for all VMs that run from this snapshot.
+                    // The page is in memory only once already, for all VMs that run from this
+                    // snapshot.
                     if vm.table.is_template(at) {
                         return true;
                     }
@@ -217,8 +222,7 @@ impl Engine {
         }
     }
 
-    /// Reserves store pages for file pages that at least two guest pages cache and that the store
-    /// lacks.
+    /// Reserves store pages for file pages that the store lacks and that at least two VMs cache.
     fn fill(&mut self, task: &Task, piece: u32, range: &Range<usize>, holders: &[Holder]) {
         let Some(domain) = self.domains.get_mut(&task.domain) else {
             return;
@@ -291,7 +295,7 @@ impl Engine {
         }
     }
 
-    /// Collects the runs of every holder that are to be folded.
+    /// Collects the runs of all holders that must be folded.
     fn collect(
         &mut self,
         task: &Task,
@@ -324,7 +328,7 @@ impl Engine {
                 }
                 let again = mapped.is_some() || vm.table.is_in_view(index);
                 if again && vm.refold == Refold::Unknown {
-                    // No reason to stop the VM: the next sweep finds the page again.
+                    // This is no reason to stop the VM: the next sweep finds the page again.
                     self.sweep_wanted = true;
                     continue;
                 }
@@ -332,8 +336,8 @@ impl Engine {
                     wait = vm.guest.can_stop();
                     continue;
                 }
-                // Two VMs that read the same file at the same time: an earlier task of the batch
-                // may have found the page.
+                // An earlier task of the batch may have found this page, if two VMs read the same
+                // file at the same time.
                 if !vm.table.plan(index) {
                     continue;
                 }
@@ -371,7 +375,7 @@ impl Engine {
         }
     }
 
-    /// Folds runs of one VM, the longest first, and handles their outcomes.
+    /// Folds the runs of one VM, the longest first, and handles the outcomes.
     fn fold_vm(&mut self, id: VmId, runs: Vec<Run>) {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;
@@ -395,8 +399,8 @@ impl Engine {
         }
     }
 
-    /// Takes groups for one order of at most `most_pages` from the queue, without those that are no
-    /// longer worth a mapping. `None` when the queue is empty.
+    /// Takes groups for one order of at most `most_pages` pages from the queue. Drops groups that
+    /// are no longer worth a mapping. Returns `None` when the queue is empty.
     pub(super) fn next_order(
         &mut self,
         id: VmId,
@@ -416,15 +420,15 @@ impl Engine {
                 .is_some_and(|least| length >= least);
             if !worth {
                 self.stats.mapping_budget_runs += 1;
-                // Our count only ever grows; the kernel's knows which mappings have joined. The
-                // sweep tries again.
+                // The engine's own count of mappings only grows; the kernel's count knows which
+                // mappings were merged. A sync and a sweep therefore try again.
                 vm.maps_stale = true;
                 vm.active = true;
                 self.sweep_wanted = true;
                 continue;
             }
-            // A fold cuts a mapping in up to three; folding again one that is cut already adds at
-            // most one.
+            // A fold splits a mapping into up to three. A refold, where the mapping is split
+            // already, adds at most one.
             vm.mappings += if group.first().is_some_and(|run| run.again) {
                 1
             } else {
@@ -436,8 +440,8 @@ impl Engine {
         (!order.is_empty()).then_some(order)
     }
 
-    /// Sends one order and books its outcomes. The rest of groups that stopped in the middle goes
-    /// back to the queue.
+    /// Sends one order and records its outcomes. The rest of a group whose folding stopped in the
+    /// middle returns to the queue.
     pub(super) fn execute(
         &mut self,
         id: VmId,
@@ -468,7 +472,7 @@ impl Engine {
         let asked: u32 = runs.iter().map(|run| run.pages).sum();
         let reply = vm.guest.order(&Order::Fold { freeze, runs }, None)?;
         if let Reply::Error { reason } = reply {
-            // Not now: QEMU did not stop the VM in time, say.
+            // The order failed only for now, for example because QEMU did not stop the VM in time.
             debug!(vm = vm.stats.name, reason, "a fold order was refused");
             if let Freeze::Stopped { .. } = freeze {
                 queue.extend(groups);
@@ -499,8 +503,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Searches all contents for pages that are matched and not folded: pages of dropped hints,
-    /// pages that a budget refused, and VMs that were added late.
+    /// Searches all contents for matched pages that are not folded: pages of dropped hints, pages
+    /// that a budget refused, and pages of VMs that were added late.
     pub(super) fn sweep(&mut self) {
         self.sweep_wanted = false;
         self.last_sweep = Instant::now();
@@ -514,7 +518,7 @@ impl Engine {
                     }
                 }
                 pieces.sort_unstable();
-                // A piece that one VM alone has is matched by nothing.
+                // A piece that only one VM caches has no match.
                 let doubles = pieces
                     .chunk_by(|a, b| a == b)
                     .filter(|c| c.len() > 1)
@@ -535,9 +539,9 @@ impl Engine {
     }
 }
 
-/// Returns a store page without an index entry that a holder of page `at` of the piece maps
-/// unchanged. Such a page was left by an earlier daemon or by a content that ended. It has the same
-/// bytes as the guest page, so it can be used again.
+/// Returns a store page that has no index entry and that a holder maps unchanged at page `at` of
+/// the piece. An earlier daemon or a content that ended has left such a page. Its bytes are those
+/// of the guest page, so the page can be used again.
 fn adoptable(
     vms: &BTreeMap<VmId, VmState>,
     domain: &Domain,

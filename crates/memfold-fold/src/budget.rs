@@ -1,10 +1,10 @@
-//! Budgets of folding: token buckets for CPU time and pages per second, and the shortest run that
-//! is worth a mapping.
+//! Budgets of folding: token buckets for CPU time and pages per second, and the length of the
+//! shortest run that is worth a mapping.
 
 use std::time::{Duration, Instant};
 
-/// A token bucket: `rate` tokens are added every second, up to `burst`. Spending may overdraw the
-/// bucket; the next spender then waits.
+/// Token bucket: `rate` tokens are added every second, up to `burst`. Spending may overdraw the
+/// bucket; then the next spender waits.
 #[derive(Clone, Debug)]
 pub struct TokenBucket {
     rate: f64,
@@ -54,17 +54,17 @@ impl TokenBucket {
     /// Returns the number of whole tokens in the bucket.
     pub fn available(&mut self, now: Instant) -> u64 {
         self.refill(now);
-        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // clamped to be positive
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // never negative
         let whole = self.tokens.max(0.0) as u64;
         whole
     }
 }
 
-/// Returns the shortest run, in pages, that is worth a mapping to a VM that has `used` of `limit`
-/// mappings.
+/// Returns the length in pages of the shortest run that is worth a mapping to a VM that has `used`
+/// of `limit` mappings; `None` if no run is.
 ///
-/// A fold splits a mapping into up to three. Below half of the limit every run is folded; nearer to
-/// the limit, a run must be longer. Above 90 % nothing is folded, so that QEMU's own calls do not
+/// A fold splits a mapping into up to three. Below half of the limit, every run is worth a mapping;
+/// nearer to the limit, a run must be longer. Above 90 % no run is, so that QEMU's own calls do not
 /// fail with `ENOMEM`.
 #[must_use]
 pub fn shortest_run(used: usize, limit: usize) -> Option<u32> {

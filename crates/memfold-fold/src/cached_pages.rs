@@ -1,4 +1,4 @@
-//! Snapshot of the table of cached pages of one VM, for use on another thread.
+//! Copy of the table of one VM's cached pages, for use on another thread.
 
 use std::sync::Arc;
 
@@ -8,29 +8,29 @@ use memfold_wire::agent::FileNumber;
 use super::numbering::{Index, Numbering};
 use super::sparse::{PIECE_ENTRIES, Sparse};
 
-/// File page that a guest page caches.
+/// Page of a file that a guest page caches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cached {
-    /// File number of the agent, plus one; 0 for none.
+    /// Number of the file from the agent, plus one; 0 if the guest page caches no file.
     pub file: u32,
     pub page: u32,
 }
 
-/// Pages that are consecutive in QEMU's memory and in the file that they cache.
+/// Run of pages that are consecutive in QEMU's memory and in the file that they cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRun {
-    /// Address of the first page in QEMU.
+    /// Host virtual address of the run in QEMU.
     pub hva: Hva,
     /// Number of pages.
     pub pages: u32,
-    /// File, by its number from the agent.
+    /// Number of the file, from the VM's agent.
     pub file: FileNumber,
-    /// Number of the first page in the file.
+    /// Index in the file of the run's first page, in pages.
     pub page: u32,
 }
 
-/// Copy of the table of cached pages of one VM, as its agent reported them. It shares memory with
-/// the engine's table until that changes.
+/// Copy of the table of one VM's cached pages, as the VM's agent reported them. The copy shares
+/// memory with the engine's table until the table changes.
 #[derive(Clone, Debug)]
 pub struct CachedPages {
     pub(super) numbering: Arc<Numbering>,
@@ -38,7 +38,7 @@ pub struct CachedPages {
 }
 
 impl CachedPages {
-    /// Returns all runs, in order of guest page frames. Each cached page is in exactly one.
+    /// Returns all runs, in the order of guest page frames. Each cached page is in exactly one run.
     pub fn runs(&self) -> impl Iterator<Item = PageRun> + '_ {
         let mut next = 0;
         std::iter::from_fn(move || {
@@ -48,7 +48,8 @@ impl CachedPages {
         })
     }
 
-    /// Returns the first run that begins at `at` or later, and the index of its first page.
+    /// Returns the first run that begins at page `at` or later, and the index of the run's first
+    /// page.
     fn run_from(&self, mut at: Index) -> Option<(Index, PageRun)> {
         let pages = self.numbering.pages();
         let (file, page) = loop {

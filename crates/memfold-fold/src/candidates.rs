@@ -1,24 +1,24 @@
-//! Queue of pairs of files with the same name and size that wait to be compared.
+//! Queue of pairs of files with the same name and size that wait for a comparison.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::content::ContentId;
 
-/// Most pairs that wait in one domain.
+/// Maximum number of pairs that wait in one trust domain.
 const MAX_CANDIDATES: usize = 4096;
 
-/// Attempts to compare a pair while they have no page in memory in common.
+/// Number of attempts to compare a pair whose files have no cached page in common yet.
 const MAX_TRIES: u8 = 5;
 
-/// Two contents with the same name and size, to be compared by samples.
+/// Two contents with the same name and size, whose samples will be compared.
 pub(super) struct Candidate {
     pub content: ContentId,
     pub other: ContentId,
     tries: u8,
 }
 
-/// Waiting pairs, by the time at which they are due.
+/// Waiting pairs, sorted by the time at which they are due.
 #[derive(Default)]
 pub(super) struct Candidates {
     waiting: BTreeMap<(Instant, u64), Candidate>,
@@ -53,7 +53,7 @@ impl Candidates {
         self.waiting.pop_first().map(|(_, candidate)| candidate)
     }
 
-    /// Queues a pair again with a longer delay, unless it was tried often.
+    /// Queues a pair again with a longer delay, unless the pair was tried [`MAX_TRIES`] times.
     pub fn put_back(&mut self, mut candidate: Candidate, now: Instant) {
         if candidate.tries < MAX_TRIES {
             candidate.tries += 1;

@@ -1,11 +1,11 @@
 //! Index of contents: which files of which VMs probably have the same bytes, and which store pages
 //! hold these bytes.
 //!
-//! A [`Content`] represents the bytes of one file, wherever copies of it are. A VM's file joins a
-//! content by path and size. A file of the same name and size under another path joins after a
-//! comparison of samples. A VM whose bytes keep differing moves to a variant of its own, so that
-//! VMs with the same other version share with each other. All this is a guess, which the comparison
-//! at folding checks.
+//! A [`Content`] represents the bytes of one file, wherever copies of the file are. A VM's file
+//! joins a content by path and size. A file of the same name and size under another path joins
+//! after a comparison of samples. A VM whose bytes keep differing moves to a *variant*: another
+//! content for the same path and size, so that VMs with the same other version share with each
+//! other. All of this is a guess; the comparison at folding decides.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,24 +17,24 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 use super::guest::VmId;
 use super::vm_table::{PIECE, Piece};
 
-/// Number of a content in its domain; never reused.
+/// Number of a content in its trust domain; never reused.
 pub type ContentId = u32;
 
-/// Most variants of one path and size, that is, versions of a file that VMs of one domain have at
-/// the same time.
+/// Maximum number of variants of one path and size, that is, of versions of a file that VMs of one
+/// trust domain have at the same time.
 const MAX_VARIANTS: usize = 4;
 
-/// Most contents of the same name and size that a new content is compared with.
+/// Maximum number of contents of the same name and size that a new content is compared with.
 const MAX_CANDIDATES: usize = 4;
 
-/// Most contents that are remembered for one name and size.
+/// Maximum number of contents that are remembered for one name and size.
 const MAX_NAMESAKES: usize = 64;
 
 /// A file of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Member {
     pub vm: VmId,
-    /// File, by its number from the agent.
+    /// Number of the file, from the VM's agent.
     pub file: FileNumber,
 }
 
@@ -45,20 +45,20 @@ pub struct Content {
     pub path: Box<[u8]>,
     /// Files with these bytes.
     pub members: Vec<Member>,
-    /// Whether members have different paths.
+    /// Whether the members have different paths.
     pub aliased: bool,
     key: PathKey,
     store: BTreeMap<u32, Box<Piece>>,
 }
 
 impl Content {
-    /// Returns the length of these files in bytes.
+    /// Returns the length of the content's files in bytes.
     #[must_use]
     pub const fn size(&self) -> u64 {
         self.key.size
     }
 
-    /// Returns the store page that holds page `page` of the file.
+    /// Returns the store page that holds page `page` of the content's files.
     #[must_use]
     pub fn store_page(&self, page: u32) -> Option<u32> {
         self.store.get(&(page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
@@ -107,11 +107,13 @@ struct NameKey {
 /// State of one store page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StorePageFacts {
-    /// Number of VM pages that map it.
+    /// Number of VM pages that map this store page.
     pub references: u32,
-    /// File page that it holds, if an index entry refers to this store page.
+    /// Content and page number of which this store page holds the bytes, if an index entry refers
+    /// to the store page.
     pub holds: Option<(ContentId, u32)>,
-    /// Whether it was punched out. Pages that map it hold private copies.
+    /// Whether the store page was punched out of the store's file. VM pages that still map it hold
+    /// private copies.
     pub punched: bool,
 }
 
@@ -123,7 +125,7 @@ pub struct Contents {
     by_path: HashMap<PathKey, Vec<ContentId>>,
     by_name: HashMap<NameKey, Vec<ContentId>>,
     of: HashMap<Member, ContentId>,
-    /// Paths of files that joined a content of another path.
+    /// Paths of files that joined a content with another path.
     own_paths: HashMap<Member, Box<[u8]>>,
     pages: HashMap<u32, Box<[StorePageFacts; PIECE as usize]>>,
     orphans: Vec<Range<u32>>,
@@ -136,7 +138,7 @@ impl Contents {
         self.of.get(&member).copied()
     }
 
-    /// Returns the path of the file in the VM.
+    /// Returns the path of a VM's file in the guest.
     #[must_use]
     pub fn path(&self, member: Member) -> Option<&[u8]> {
         if let Some(path) = self.own_paths.get(&member) {
@@ -158,9 +160,9 @@ impl Contents {
             .map(|(&id, c)| (id, c))
     }
 
-    /// Adds a VM's file at `path` of `size` bytes: it joins the content of that path and size, or
-    /// starts one. Returns other contents of the same file name and size: candidates for
-    /// [`Contents::alias`].
+    /// Adds a VM's file at `path` of `size` bytes. The file joins the content of that path and
+    /// size, or starts a new content. Returns other contents of the same file name and size, which
+    /// are candidates for [`Contents::alias`].
     pub fn join(&mut self, member: Member, path: &[u8], size: u64) -> Vec<ContentId> {
         let key = PathKey {
             path: xxh3_128(path),
@@ -213,8 +215,8 @@ impl Contents {
         }
     }
 
-    /// Removes a VM's file. A content without members ends, and its store pages lose their index
-    /// entries.
+    /// Removes a VM's file from its content. A content without members is removed, and its store
+    /// pages lose their index entries.
     pub fn leave(&mut self, member: Member) {
         self.own_paths.remove(&member);
         self.leave_content(member);
@@ -266,7 +268,7 @@ impl Contents {
         }
     }
 
-    /// Joins two contents whose samples were equal: the members of `other` join `id`.
+    /// Joins two contents whose samples were equal: the members of `other` become members of `id`.
     pub fn alias(&mut self, id: ContentId, other: ContentId) {
         if id == other || !self.all.contains_key(&id) {
             return;
@@ -287,7 +289,7 @@ impl Contents {
     }
 
     /// Moves a member whose bytes keep differing to the next variant of its path and size. Returns
-    /// `false` if there is no other variant to try.
+    /// `false` if there is no other variant.
     pub fn try_variant(&mut self, member: Member) -> bool {
         let Some(id) = self.of(member) else {
             return false;
@@ -312,7 +314,8 @@ impl Contents {
                 self.leave_content(member);
                 self.begin(member, &path, key);
             }
-            // Alone in the last variant: nobody to differ from but an out-of-date store page.
+            // The member is alone in the last variant, so it can differ only from an outdated store
+            // page.
             None => return false,
         }
         true
@@ -345,7 +348,7 @@ impl Contents {
         }
     }
 
-    /// Counts one more VM page for each of these store pages.
+    /// Counts one more VM page that maps each of these store pages.
     pub fn add_references(&mut self, mut first: u32, mut pages: u32) {
         while pages > 0 {
             let within = first % PIECE;
@@ -361,7 +364,7 @@ impl Contents {
         }
     }
 
-    /// Counts one more or one fewer VM page that maps a store page.
+    /// Counts one more VM page that maps a store page (`more`), or one fewer.
     pub fn count_reference(&mut self, store_page: u32, more: bool) {
         let facts = self.facts_mut(store_page);
         facts.references = if more {
@@ -374,8 +377,8 @@ impl Contents {
         }
     }
 
-    /// Sets `store_page` as the store page of page `page` of `content`. An earlier store page loses
-    /// its index entry.
+    /// Sets `store_page` as the store page of page `page` of `content`. An earlier store page of
+    /// this page loses its index entry.
     pub fn index(&mut self, content: ContentId, page: u32, store_page: u32) {
         self.unindex(content, page);
         if let Some(entry) = self.all.get_mut(&content) {
@@ -384,7 +387,8 @@ impl Contents {
         }
     }
 
-    /// Removes the index entry of a file page, so that its store page is no longer offered.
+    /// Removes the index entry of a file page, so that no VM is folded onto its store page any
+    /// more.
     pub fn unindex(&mut self, content: ContentId, page: u32) {
         let Some(entry) = self.all.get_mut(&content) else {
             return;
@@ -404,14 +408,15 @@ impl Contents {
         }
     }
 
-    /// Notes that the page was punched out of the store. It can never be offered again.
+    /// Records that a store page was punched out of the store's file. No VM can be folded onto the
+    /// page any more.
     pub fn set_punched(&mut self, store_page: u32) {
         self.facts_mut(store_page).punched = true;
         self.release_facts(store_page);
     }
 
-    /// Forgets a page that no VM maps and no index entry refers to. If the store still holds it, it
-    /// becomes an orphan.
+    /// Removes the record of a store page that no VM maps and no index entry refers to. If the
+    /// store's file still contains the page, the page becomes an orphan.
     fn release_facts(&mut self, store_page: u32) {
         let facts = self.facts_mut(store_page);
         if facts.references > 0 || facts.holds.is_some() {
@@ -425,7 +430,7 @@ impl Contents {
         }
     }
 
-    /// Adds orphans: store pages with bytes that no table here refers to.
+    /// Adds orphans: pages in the store's file that no table of this engine refers to.
     pub fn add_orphans(&mut self, pages: Range<u32>) {
         match self
             .orphans
@@ -437,27 +442,27 @@ impl Contents {
         }
     }
 
-    /// Takes the store pages that became orphans since the last call and are not mapped or indexed
-    /// again. The caller has to give them back; nothing else refers to them.
+    /// Returns the store pages that became orphans since the last call and that are still neither
+    /// mapped nor indexed. The caller must free them, because nothing else refers to them.
     pub fn take_orphans(&mut self) -> Vec<u32> {
         let orphans = std::mem::take(&mut self.orphans);
         let unknown = |&page: &u32| self.facts(page) == StorePageFacts::default();
         orphans.into_iter().flatten().filter(unknown).collect()
     }
 
-    /// Returns the store pages that an index entry refers to or a VM maps, ascending within a
-    /// piece.
+    /// Returns the store pages that an index entry refers to or a VM maps, by ascending number
+    /// within a piece.
     pub fn known_store_pages(&self) -> impl Iterator<Item = (u32, StorePageFacts)> + '_ {
         self.pages.iter().flat_map(|(&piece, facts)| {
             facts.iter().enumerate().map(move |(i, &f)| {
-                #[allow(clippy::cast_possible_truncation)] // a piece has 64 pages
+                #[allow(clippy::cast_possible_truncation)] // an index within a piece is below 64
                 let within = i as u32;
                 (piece * PIECE + within, f)
             })
         })
     }
 
-    /// Returns the approximate memory of these tables, in bytes.
+    /// Returns the approximate memory use of the tables in bytes.
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
         let pieces: usize = self
@@ -577,7 +582,7 @@ mod tests {
         let mut contents = Contents::default();
         contents.join(A, b"/f", 1);
         let id = contents.of(A).unwrap();
-        // Filled and found to differ, replaced, punched.
+        // The pages were filled and found to differ, replaced, or punched.
         for (page, stored) in [(0, 100), (1, 101), (1, 102), (2, 103)] {
             contents.index(id, page, stored);
         }
@@ -587,7 +592,7 @@ mod tests {
         contents.unindex_store_page(103);
         contents.count_reference(103, false);
         assert_eq!(contents.take_orphans(), [101, 100]);
-        // Mapped again before anybody looked.
+        // The page is mapped again before the orphans are taken.
         contents.unindex_store_page(102);
         contents.count_reference(102, true);
         assert!(contents.take_orphans().is_empty());

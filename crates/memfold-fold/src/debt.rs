@@ -1,5 +1,5 @@
-//! Computes the memory that guests could reclaim by writes: pages that several VMs share or that
-//! are not in memory. A write gives the guest a private copy of such a page.
+//! Computes the debt: the memory that the host would need if guests wrote to all pages that several
+//! VMs share or that are not in memory. A write gives the guest a private copy of such a page.
 
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
@@ -22,21 +22,21 @@ impl Engine {
     pub(super) fn tell_owed(&mut self, look: bool, give_back: bool, answer: &SyncSender<Owed>) {
         let began_ns = thread_cpu_ns();
         let owed = self.owed(look, give_back);
-        // This is no more folding than a report is.
+        // This work counts as reporting, not as folding.
         self.reports_ns += thread_cpu_ns() - began_ns;
-        // The asker may have gone away meanwhile.
+        // The receiver may be gone.
         let _ = answer.send(owed);
         self.charged_ns = thread_cpu_ns() + self.library_cpu_ns;
     }
 
-    /// Returns the memory that guests could reclaim. Without `look`, it is a sum of counters as of
-    /// the last sync with the kernel's tables. Pages written since then are still counted, so the
-    /// figure is rather too high than too low.
+    /// Returns the debt. Without `look`, the result is a sum of counters from the last sync with
+    /// the kernel's tables. Pages that guests wrote since then are still counted, so the figure is
+    /// too high rather than too low.
     pub(super) fn owed(&mut self, look: bool, give_back: bool) -> Owed {
         let punched = |engine: &Self| engine.domains.values().map(|d| d.punched).sum::<u64>();
         let before = punched(self);
         if give_back {
-            // Each looks at its VMs first.
+            // `reclaim` first syncs the VMs of a domain.
             for name in self.domains.keys().cloned().collect::<Vec<_>>() {
                 self.reclaim(&name);
             }

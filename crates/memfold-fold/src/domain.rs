@@ -15,16 +15,16 @@ pub(super) struct Domain {
     pub contents: Contents,
     pub candidates: Candidates,
     pub full: bool,
-    /// Processes that mapped the store when this daemon adopted it. Nothing is punched while one of
-    /// them lives that this engine does not know.
+    /// Processes that mapped the store when this daemon adopted it. Nothing is punched out of the
+    /// store while one of them lives that this engine does not know.
     pub guardians: Vec<rustix::process::Pid>,
     pub appended: u64,
     pub punched: u64,
     pub last_reclaim: Instant,
-    /// First reserved page of the store, and the sources to copy into the reserved pages before
-    /// anything is folded.
+    /// First reserved page of the store, and the guest pages to copy into the reserved pages before
+    /// the batch folds anything.
     pub reserved: Option<(StorePage, Vec<Source>)>,
-    /// Time of the next search for reusable holes.
+    /// Time of the next search for holes of the store that can be filled again.
     pub next_search: Option<Instant>,
 }
 
@@ -36,7 +36,7 @@ impl Domain {
     }
 }
 
-/// Logs a store failure once for each change of state, not once for each page.
+/// Logs a failure of a store once when the store becomes full, and not once for each page.
 pub(super) fn note_store_error(domain_name: &str, domain: &mut Domain, error: &StoreError) {
     if !domain.full {
         warn!(domain = domain_name, error = %error, "page store takes no new content; raise --store-cap or free memory");

@@ -1,4 +1,4 @@
-//! Main loop of the engine: handles commands, and does the work that is due.
+//! Main loop of the fold engine: handles commands, and does work that is due.
 
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -17,12 +17,12 @@ use super::task::BATCH_PAGES;
 /// one run, and an order costs about as much as ten pages.
 const GATHER: Duration = Duration::from_millis(500);
 
-/// Time between two sweeps, which search for pages that are matched and not folded.
+/// Time between two sweeps, which search for matched pages that are not folded.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Engine {
-    /// Serves commands until [`Command::Stop`] or until every sender is gone. Waits without a
-    /// timeout when there is nothing to do.
+    /// Handles commands until [`Command::Stop`] or until every sender is dropped. If no work is
+    /// due, the engine waits without a timeout.
     pub fn run(mut self, commands: &Receiver<Command>) {
         loop {
             let now = Instant::now();
@@ -37,8 +37,8 @@ impl Engine {
                     Err(_) => return,
                 },
             };
-            // Take what else has come before the next batch, but not for ever: a flood must not
-            // starve the work.
+            // Handle waiting commands before the next batch, but at most 64, because a flood of
+            // commands must not delay the work forever.
             for command in first.into_iter().chain(commands.try_iter().take(64)) {
                 if matches!(command, Command::Stop) {
                     return;
@@ -53,7 +53,7 @@ impl Engine {
         }
     }
 
-    /// Does the most useful due work, once.
+    /// Does one piece of work: the most useful one that is due.
     fn turn(&mut self, now: Instant) {
         if self.braked.is_some() {
             self.sync_due(now);
@@ -87,7 +87,7 @@ impl Engine {
         self.charged_ns = used;
     }
 
-    /// Returns when the next work is due; `None` if there is none.
+    /// Returns the time at which the next work is due; `None` if there is no work.
     fn next_due(&mut self, now: Instant) -> Option<Instant> {
         if self.paused {
             return None;
@@ -122,8 +122,8 @@ impl Engine {
         Some(due.max(now + budget.unwrap_or_default()))
     }
 
-    /// Returns when hints of a VM are to be processed. They are gathered for a while, unless they
-    /// suffice for a batch.
+    /// Returns the time at which a VM's hints must be processed. Hints are gathered for a while,
+    /// unless they suffice for a batch.
     fn hints_due(&self, vm: &VmState, now: Instant) -> Option<Instant> {
         let due = vm.stack.due(now)?;
         let enough = vm.stack.pages() >= u64::from(BATCH_PAGES);
@@ -153,7 +153,8 @@ impl Engine {
             Command::Reached { id, guest, problem } => {
                 if let Some(vm) = self.vms.get_mut(&id) {
                     vm.guest = guest;
-                    // What the last orders have done is not known.
+                    // The effects of the last orders are unknown, so the library must be told
+                    // everything again.
                     vm.introduced = false;
                     self.set_problem(id, problem);
                 }
@@ -195,7 +196,7 @@ impl Engine {
                 let _ = answer.send(self.reports_ns);
             }
             Command::FileUses(answer) => {
-                // Who asked may have gone away.
+                // The receiver may be gone.
                 let _ = answer.send(self.file_uses());
             }
             Command::CachedFiles(answer) => {
@@ -208,7 +209,7 @@ impl Engine {
                 let _ = answer.send(self.file_paths(id, &files));
             }
             Command::Stats(answer) => {
-                // The asker may have gone away meanwhile.
+                // The receiver may be gone.
                 let _ = answer.send(self.stats());
                 self.charged_ns = thread_cpu_ns() + self.library_cpu_ns;
             }
@@ -218,12 +219,12 @@ impl Engine {
 
     fn stats(&mut self) -> (EngineStats, Owed) {
         let began_ns = thread_cpu_ns();
-        // The engine's own looks at the kernel's tables go on at their own times.
+        // Syncs of the engine's own still happen at their own times.
         self.sync_all();
         let mut report = self.report();
         let owed = self.owed(false, false);
-        // Reporting is not folding: who watches often must not slow it down, nor see its own cost
-        // as folding's.
+        // Reports do not count as folding: frequent reports must neither use up the budget of
+        // folding nor appear in its CPU time.
         report.engine_cpu_s = began_ns.saturating_sub(self.reports_ns) as f64 / 1e9;
         self.reports_ns += thread_cpu_ns() - began_ns;
         report.report_cpu_s = self.reports_ns as f64 / 1e9;

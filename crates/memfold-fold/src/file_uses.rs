@@ -1,5 +1,5 @@
-//! Reports the files that VMs cache, as their agents say: which files (`memfold segment rank`),
-//! where in memory (`memfold estimate`), and by path (hot snapshots).
+//! Reports the files that guests cache, as the agents tell: which files (`memfold segment rank`),
+//! at which places in memory (`memfold estimate`), and their paths (hot snapshots).
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_wire::agent::FileNumber;
@@ -11,7 +11,8 @@ use super::guest::VmId;
 use super::state::Engine;
 
 impl Engine {
-    /// Returns the places of cached files in every VM. Files without a known path are left out.
+    /// Returns the places of cached files in every VM's memory. Files without a known path are left
+    /// out.
     pub(super) fn cached_files(&self) -> CachedFiles {
         let mut all = CachedFiles::default();
         let mut numbers: HashMap<(&str, ContentId), u32> = HashMap::new();
@@ -51,7 +52,7 @@ impl Engine {
         Some(vm.table.copy_cached())
     }
 
-    /// Returns paths of files of one VM; empty where none is known.
+    /// Returns the paths of files of one VM; a path is empty if it is unknown.
     pub(super) fn file_paths(&self, id: VmId, files: &[FileNumber]) -> Vec<Vec<u8>> {
         let vm = self.vms.get(&id);
         let contents = vm.and_then(|vm| Some(&self.domains.get(&vm.domain)?.contents));
@@ -60,7 +61,7 @@ impl Engine {
         paths.map(<[u8]>::to_vec).collect()
     }
 
-    /// Returns the number of cached pages of each VM and file. Files without a known path are left
+    /// Returns the number of cached pages for each VM and file. Files without a known path are left
     /// out.
     pub(super) fn file_uses(&self) -> Vec<FileUse> {
         let mut uses = Vec::new();

@@ -1,9 +1,10 @@
-//! Folds pages back to a snapshot's image. VMs that run from a snapshot map its image privately. A
-//! page that the guest wrote and that again equals the image can drop its private copy.
+//! Folds pages back to a snapshot's image. A VM that runs from a snapshot has private mappings
+//! (*views*) of the snapshot's image. If a page that the guest wrote equals the image again, its
+//! private copy can be dropped.
 //!
-//! A pass first compares from the daemon, so that a page that differs costs the guest nothing. Then
-//! the library freezes the page, compares again, and drops the private copy. The mapping stays as
-//! it is.
+//! A *pass* searches all views of a VM. The daemon compares first, so that a page that differs
+//! costs the guest nothing. If a page is equal, the library freezes the page, compares again, and
+//! drops the private copy. The mapping stays unchanged.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -21,24 +22,26 @@ use super::image::{Image, Part};
 use super::state::{Engine, VmState};
 use super::vm_table::{Index, VmTable};
 
-/// Pages compared in one step (some milliseconds). Each may be a run of its own.
+/// Maximum number of pages compared in one step (some milliseconds). Each page may be a run of its
+/// own.
 const STEP_PAGES: u64 = MAX_RUNS as u64;
 
-/// Pages read in one call.
+/// Number of pages read in one call.
 const READ_PAGES: u64 = 64;
 
 /// Delay before a failed step is tried again.
 const LATER: Duration = Duration::from_secs(1);
 
 impl VmState {
-    /// Returns when the next step of a pass is due; `None` for a VM that does not run from a
-    /// snapshot, or whose pages can be frozen neither by write protection nor by a stop.
+    /// Returns the time at which the next step of a pass is due. Returns `None` for a VM that does
+    /// not run from a snapshot, or whose pages can be frozen neither by write protection nor by a
+    /// stop.
     pub(super) fn back_due(&self) -> Option<Instant> {
         let image = self.back.image.as_ref()?;
         (image.protectable || self.guest.can_stop()).then_some(self.back.due)
     }
 
-    /// Returns whether page `at`, which maps a file, may be frozen by write protection, as of this
+    /// Returns whether page `at`, which maps a file, may be frozen by write protection in this
     /// batch.
     pub(super) fn may_refold_live(&self, at: Index) -> bool {
         let protectable = || self.back.image.as_ref().is_some_and(|i| i.protectable);
@@ -46,8 +49,8 @@ impl VmState {
     }
 }
 
-/// Notes a VM's mappings of files other than the page store. Those in its RAM are views of one
-/// image, and of disk files that hold the rest of it. RAM that QEMU itself has mapped from a file
+/// Records a VM's mappings of files other than the page store. The mappings in RAM are views of one
+/// image, and of disk files that hold the rest of RAM. RAM that QEMU itself has mapped from a file
 /// is never folded.
 pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
     let in_ram: Vec<(&FileMapping, Vec<(Index, Part)>)> = mappings
@@ -65,7 +68,7 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
             debug!(vm = vm.stats.name, %error, "cannot read the snapshot's image that the VM runs from");
             None
         });
-        // What the kernel can't do for one of the files is not done for the VM.
+        // If one of the files cannot be write-protected, no page of this VM is.
         if let Some(image) = &mut vm.back.image {
             image.protectable &= in_ram.iter().all(|(m, _)| m.file == image.identity);
         }
@@ -82,15 +85,15 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
     }));
 }
 
-/// Notes the pages of RAM for which the image holds data. An image in a file system is mapped
-/// whole, holes included; every mapped page of a disk file counts as data.
+/// Records for which pages of RAM the image holds data. An image in a file system is mapped as a
+/// whole, including its holes; every mapped page of a disk file counts as data.
 fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>)]) {
     let Some(image) = &vm.back.image else {
         return vm.table.set_image_data(std::iter::empty());
     };
     let end = image.pages;
     let data = image.data().unwrap_or_else(|error| {
-        // Too much is counted as shared then, not too little.
+        // Without the holes, too many pages count as shared, and not too few.
         debug!(vm = vm.stats.name, %error, "cannot find holes of the snapshot's image");
         std::iter::once(0..end).collect()
     });
@@ -117,8 +120,8 @@ fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>
     vm.table.set_image_data(filled.into_iter());
 }
 
-/// Returns the parts of a mapping that are guest RAM, each with the index of its first page.
-/// Between a guest's slots, a block may have pages that are no RAM.
+/// Returns the parts of a mapping that are guest RAM, each with the index of its first page. A RAM
+/// block may have pages between the guest's memory slots that are not RAM.
 fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
     let end = mapping.hva.add_pages(mapping.pages);
     let slots = table.layout().slots.iter();
@@ -137,8 +140,8 @@ fn parts_in_ram(table: &VmTable, mapping: &FileMapping) -> Vec<(Index, Part)> {
     part.collect()
 }
 
-/// Marks pages in views that may be folded although the guest has not written them: touched pages
-/// of an image that only this VM has in memory. One bit a page.
+/// Marks pages in views that may be folded although the guest has not written them (one bit for
+/// each page): pages that the guest has touched, of an image that only this VM has in memory.
 pub(super) fn touched(vm: &VmState, bits: &mut [u64]) -> std::io::Result<()> {
     let filter = Filter {
         all_of: category::PRESENT | category::FILE,
@@ -160,7 +163,7 @@ pub(super) fn touched(vm: &VmState, bits: &mut [u64]) -> std::io::Result<()> {
 }
 
 impl Engine {
-    /// Notes whether VM `id` is the only one that runs from its image.
+    /// Records whether VM `id` is the only one that runs from its image.
     pub(super) fn note_company(&mut self, id: VmId) {
         let image = |vm: &VmState| vm.back.image.as_ref().map(|i| (i.identity, i.in_memory));
         let Some(mine) = self.vms.get(&id).and_then(image) else {
@@ -173,7 +176,7 @@ impl Engine {
         }
     }
 
-    /// Does the next step of the pass that has waited longest, if one is due.
+    /// Does the next step of the pass that has waited longest, if a step is due.
     pub(super) fn fold_back_due(&mut self, now: Instant) {
         let due = |vm: &VmState| vm.back_due().filter(|_| vm.stats.problem.is_none());
         let waiting = self.vms.iter().filter_map(|(&id, vm)| Some((due(vm)?, id)));
@@ -198,7 +201,7 @@ impl Engine {
 
     fn fold_back(&mut self, id: VmId, now: Instant) -> Result<(), GuestError> {
         if let Some(vm) = self.vms.get_mut(&id).filter(|vm| vm.back.rest.is_empty()) {
-            // Views that are none any more would be taken for such.
+            // A sync is needed, because the recorded views may no longer exist.
             vm.maps_stale = true;
             if !self.sync(id) {
                 return Ok(());
@@ -256,8 +259,8 @@ impl Engine {
     }
 }
 
-/// Takes the next parts of a pass and finds the runs in them that equal the image. Returns the runs
-/// and the number of pages compared.
+/// Takes the next parts of a pass, and returns the runs in them that equal the image, and the
+/// number of compared pages.
 fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
     let (mut runs, mut looked) = (Vec::new(), 0);
     let (Some(image), Some(map)) = (&vm.back.image, &vm.pagemap) else {
@@ -271,7 +274,8 @@ fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
         let pages = part.pages.min(READ_PAGES);
         vm.back.rest.extend(part.after(pages));
         looked += pages;
-        // What was given back or swapped out since would come back by being read.
+        // Pages that were discarded or swapped out meanwhile are skipped, because reading them
+        // would bring them back into memory.
         let Ok(there) = map.scan(part.hva, part.hva.add_pages(pages), Filter::COPIES) else {
             continue;
         };
@@ -288,8 +292,8 @@ fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
 }
 
 impl VmState {
-    /// Counts the pages that an order has folded back. Runs for which the time did not suffice are
-    /// queued again. Returns the CPU time of the library, in nanoseconds.
+    /// Counts the pages that an order has folded back. Queues runs again for which the time did not
+    /// suffice. Returns the CPU time of the library for the order, in nanoseconds.
     fn book_back(&mut self, order: &Order, reply: &Reply) -> u64 {
         let (
             Order::Fold { runs, .. },
@@ -300,7 +304,7 @@ impl VmState {
             },
         ) = (order, reply)
         else {
-            // Refused as a whole: the pass ends.
+            // The library refused the whole order, so the pass ends.
             self.back.rest.clear();
             return 0;
         };
@@ -308,7 +312,7 @@ impl VmState {
             let done = u64::from(outcome.pages_done(run.pages));
             self.back.found += done;
             self.stats.folded_back_pages += done;
-            // Not one was begun if the VM does not run.
+            // If the VM does not run, no run was started, and none is queued again.
             if *outcome == Outcome::Late && *stopped_ns > 0 {
                 self.back.looked -= u64::from(run.pages).min(self.back.looked);
                 self.back.rest.push(Part {
@@ -322,7 +326,7 @@ impl VmState {
         *cpu_ns
     }
 
-    /// Counts a pause of `stopped_ns` nanoseconds; 0 means that the VM was not stopped.
+    /// Counts a pause of the VM of `stopped_ns` nanoseconds; 0 means that the VM was not stopped.
     pub(super) fn note_pause(&mut self, stopped_ns: u64) {
         if stopped_ns > 0 {
             self.stats.pauses += 1;
@@ -331,7 +335,7 @@ impl VmState {
     }
 }
 
-/// Returns the private copies in the views of a VM's image.
+/// Returns the parts of a VM's views that have private copies.
 fn written(vm: &VmState) -> Vec<Part> {
     let Some(map) = &vm.pagemap else {
         return Vec::new();
@@ -350,11 +354,12 @@ fn written(vm: &VmState) -> Vec<Part> {
     parts
 }
 
-/// Finds the runs of `part`, which has at most [`READ_PAGES`] pages, that equal the image.
+/// Finds the runs of `part` (at most [`READ_PAGES`] pages) that equal the image, and adds them to
+/// `runs`.
 fn equal_runs(vm: &VmState, image: &Image, part: Part, runs: &mut Vec<FoldRun>) {
     let length = usize::try_from(part.pages * PAGE_SIZE).unwrap_or(0);
     let (mut ours, mut theirs) = (vec![0; length], vec![0; length]);
-    // A VM that ends, or memory that is given back meanwhile.
+    // The read fails if the VM is ending or the memory was discarded meanwhile.
     if !memory::read(vm.guest.pid(), part.hva, &mut ours).is_ok_and(|n| n == length) {
         return;
     }
@@ -364,7 +369,7 @@ fn equal_runs(vm: &VmState, image: &Image, part: Part, runs: &mut Vec<FoldRun>) 
     let pages = ours.chunks(PAGE_BYTES).zip(theirs.chunks(PAGE_BYTES));
     for (step, _) in (0..).zip(pages).filter(|(_, (a, b))| a == b) {
         let (hva, page) = (part.hva.add_pages(step), part.file_page + step);
-        // Folded onto the page store since the pass began.
+        // The page was folded onto the page store after the pass had begun.
         if !vm
             .table
             .index_at(hva)

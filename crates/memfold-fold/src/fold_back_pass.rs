@@ -1,14 +1,13 @@
-//! State of a VM's fold-back pass over its views of an image, and the time of the next pass.
+//! State of a VM's fold-back pass, and the time of the next pass.
 
 use std::time::{Duration, Instant};
 
 use super::image::{Image, Part};
 
-/// A pass that finds less than one page in [`WORTH`] to fold back doubles the time until the next
-/// pass.
+/// If a pass folds back fewer than one in [`WORTH`] pages, the time until the next pass doubles.
 const WORTH: u64 = 50;
 
-/// Longest time between two passes, as a multiple of the shortest.
+/// Longest time between two passes, as a multiple of the shortest time.
 const LONGEST: u32 = 16;
 
 /// State of a VM's fold-back pass.
@@ -16,8 +15,8 @@ const LONGEST: u32 = 16;
 pub(super) struct BackPass {
     pub image: Option<Image>,
     pub views: Vec<Part>,
-    /// Whether no other VM runs from the image, and the image is in a file system. Its pages in
-    /// memory then serve this VM alone, and the host can drop them.
+    /// Whether no other VM runs from the image, and the image is in a file system. The image's
+    /// pages in memory then serve this VM alone, and the host can drop them.
     pub alone: bool,
     pub due: Instant,
     shortest: Duration,
@@ -25,7 +24,7 @@ pub(super) struct BackPass {
     pub rest: Vec<Part>,
     pub looked: u64,
     pub found: u64,
-    /// CPU time of the pass, in nanoseconds.
+    /// CPU time of the present pass, in nanoseconds.
     pub cost_ns: u64,
 }
 
@@ -46,14 +45,14 @@ impl BackPass {
         }
     }
 
-    /// Forgets image, views and the rest of the pass.
+    /// Drops the image, the views and the rest of the present pass.
     pub fn forget(&mut self) {
         self.rest.clear();
         self.views.clear();
         self.image = None;
     }
 
-    /// Ends a pass and sets the time of the next. Passes may use a tenth of the CPU budget.
+    /// Ends a pass and sets the time of the next one. Passes may use a tenth of the CPU budget.
     pub fn end(&mut self, now: Instant, cpu_share: f64) {
         self.rest.clear();
         self.interval = if self.found * WORTH >= self.looked.max(1) {

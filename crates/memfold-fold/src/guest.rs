@@ -1,4 +1,4 @@
-//! Interface of the engine to a VM.
+//! Interface through which the engine controls a VM.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -9,38 +9,39 @@ use rustix::process::Pid;
 /// Number of a VM in the daemon; never reused while the daemon lives.
 pub type VmId = u32;
 
-/// Reason why a VM did not carry out an order. The engine stops folding a VM whose library is gone.
+/// Reason why a VM's library did not execute an order. The engine then stops folding the VM.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {
-    /// The library's socket failed or timed out, or its reply was malformed.
+    /// The connection to the library failed or timed out, or the library's reply was malformed.
     #[error("memfold's library in this VM's QEMU does not answer")]
     Library(#[source] io::Error),
 }
 
-/// Way in which folded ranges of a VM may be folded again.
+/// Way in which already folded ranges of a VM may be folded again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refold {
-    /// While the VM runs, frozen by write protection: no block node uses direct I/O.
+    /// The VM runs, and the ranges are frozen by write protection: no block node uses direct I/O.
     Live,
-    /// While the VM is stopped for a moment, because it uses direct I/O.
+    /// The VM is stopped for a moment, because a block node uses direct I/O.
     Stopped,
-    /// Unknown at the moment: QEMU's monitor is busy.
+    /// The way is unknown at the moment, because QEMU's monitor is busy.
     Unknown,
 }
 
-/// A VM. Real VMs are QEMU processes; tests use memory of their own process.
+/// A VM to fold. Real VMs are QEMU processes; the VMs of tests are memory of the test's process.
 pub trait Guest: Send {
-    /// Returns the process whose memory holds guest RAM.
+    /// Returns the process whose memory contains the guest's RAM.
     fn pid(&self) -> Pid;
 
-    /// Sends an order to the library and waits for its reply.
+    /// Sends an order to the VM's library and waits for the reply.
     fn order(
         &mut self,
         order: &Order,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, GuestError>;
 
-    /// Returns how folded ranges may be folded again. Called once a batch.
+    /// Returns how folded ranges may be folded again. The engine calls this function once for each
+    /// batch.
     fn refold(&mut self) -> Refold;
 
     /// Returns whether orders may stop the VM for a moment

@@ -1,10 +1,10 @@
-//! Bounded stack of hints of one VM, newest first, with a queue in front of it where new hints
+//! Bounded stack of one VM's hints, newest first, with a queue in front of it in which new hints
 //! wait.
 //!
-//! A hint arrives when a page enters the page cache, before its bytes are read from disk. So it
-//! first waits for the settling time. Then the newest hint goes first, because old hints are most
-//! likely out of date. When the stack is full, its oldest hint is dropped; the tables keep the
-//! pages, and a sweep finds them later.
+//! A hint arrives when a page enters the guest's page cache, before the page's bytes are read from
+//! disk. So a hint first waits for the settling time. After that, the newest hint is taken first,
+//! because old hints are most likely outdated. If the stack is full, the oldest hint is dropped;
+//! the tables keep the hint's pages, and a sweep finds them later.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,23 +13,23 @@ use memfold_wire::agent::FileNumber;
 
 use super::vm_table::PIECE;
 
-/// A run of file pages that a VM has put into its page cache.
+/// A run of file pages that a guest has put into its page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hint {
-    /// File, by its number from the agent.
+    /// Number of the file, from the VM's agent.
     pub file: FileNumber,
-    /// First page in the file.
+    /// Index in the file of the run's first page, in pages.
     pub page: u32,
     /// Length in pages.
     pub pages: u32,
-    /// Time at which the daemon received it.
+    /// Time at which the daemon received the hint.
     pub at: Instant,
-    /// Number of times that it was queued again because pages were busy.
+    /// Number of times that the hint was queued again because pages were busy.
     pub tries: u8,
 }
 
 impl Hint {
-    /// Creates a hint for all pages of a piece of a file, not tried yet.
+    /// Creates a hint for all pages of a piece of a file, without earlier attempts.
     #[must_use]
     pub const fn of_piece(file: FileNumber, piece: u32, at: Instant) -> Self {
         Self {
@@ -42,7 +42,7 @@ impl Hint {
     }
 }
 
-/// Hints of one VM.
+/// Waiting and settled hints of one VM.
 #[derive(Debug)]
 pub struct HintStack {
     settling: VecDeque<Hint>,
@@ -67,8 +67,8 @@ impl HintStack {
         }
     }
 
-    /// Adds a hint, or extends the last hint that it continues, so that a file read page by page is
-    /// one run.
+    /// Adds a hint. If the hint continues the last one, extends the last hint instead, so that a
+    /// file that is read page by page becomes one run.
     pub fn push(&mut self, hint: Hint) {
         self.pages += u64::from(hint.pages);
         if let Some(last) = self.settling.back_mut() {
@@ -89,7 +89,7 @@ impl HintStack {
         self.settling.push_back(hint);
     }
 
-    /// Takes the newest hint that has settled.
+    /// Takes the newest hint that has waited for the settling time.
     pub fn pop(&mut self, now: Instant) -> Option<Hint> {
         while let Some(&hint) = self.settling.front() {
             if now.saturating_duration_since(hint.at) < self.settle {
@@ -112,13 +112,14 @@ impl HintStack {
         self.dropped += 1;
     }
 
-    /// Returns the number of pages of all hints, settled or not.
+    /// Returns the number of pages of all hints, settled or waiting.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Returns when the next hint will have settled; `now` if one has; `None` if there is none.
+    /// Returns the time at which the next hint will have settled; `now` if a hint has settled;
+    /// `None` if there are no hints.
     #[must_use]
     pub fn due(&self, now: Instant) -> Option<Instant> {
         if self.ready.is_empty() {
@@ -128,19 +129,19 @@ impl HintStack {
         }
     }
 
-    /// Returns the number of hints, settled or not.
+    /// Returns the number of hints, settled or waiting.
     #[must_use]
     pub fn len(&self) -> usize {
         self.settling.len() + self.ready.len()
     }
 
-    /// Returns the number of hints dropped since the start because the stack was full.
+    /// Returns the number of hints that were dropped since the start because the stack was full.
     #[must_use]
     pub const fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Forgets every hint, because the agent starts a new session.
+    /// Drops every hint, because the agent starts a new session.
     pub fn clear(&mut self) {
         self.settling.clear();
         self.ready.clear();

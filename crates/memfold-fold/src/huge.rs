@@ -1,4 +1,4 @@
-//! Decides which transparent huge pages of guest RAM are split for folding.
+//! Decides which transparent huge pages of guest RAM may be split for folding.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,29 +8,32 @@ use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_SIZE};
 use super::hint_stack::Hint;
 use super::vm_table::{Index, VmTable};
 
-/// Fewest pages of a huge page that must cache files before it is split: 1/8 of it. Below that, the
-/// loss of TLB reach costs the guest more than the memory gained.
+/// Minimum number of pages of a huge page that must cache files before the huge page is split: 1/8
+/// of its pages. With fewer pages, the lost TLB reach costs the guest more than the saved memory is
+/// worth.
 pub const HUGE_SPLIT_PAGES: u16 = 64;
 
-/// Number of a 2 MiB region of QEMU's memory: its address divided by 2 MiB.
+/// Number of a 2 MiB region of QEMU's memory: the region's address divided by 2 MiB.
 type Region = u64;
 
 /// State of a VM's huge pages.
 #[derive(Debug, Default)]
 pub struct HugePages {
-    /// Regions that are no huge page, or are worth splitting. A folded region never becomes huge
-    /// again, because its mappings differ.
+    /// Regions that are not huge pages, or are worth splitting. A folded region never becomes a
+    /// huge page again, because it consists of several mappings.
     split: HashSet<Region>,
-    /// Regions that were left whole. They are looked at again when more of their pages cache files.
+    /// Huge pages that were left whole. They are checked again when more of their pages cache
+    /// files.
     kept: HashSet<Region>,
-    /// Huge pages left whole in this batch, each with the number of pages not folded because of it.
+    /// Huge pages that this batch left whole, each with the number of pages that were not folded
+    /// because of it.
     batch: HashMap<Region, u64>,
 }
 
 impl HugePages {
-    /// Returns whether page `at`, which is not folded, stays as it is because it is in a huge page
-    /// with too few cached pages. `is_huge` tells whether one huge page maps the 2 MiB at an
-    /// address now. It is called once for each region and batch.
+    /// Returns whether page `at`, which is not folded, must stay unfolded because it is in a huge
+    /// page with too few cached pages. `is_huge` returns whether the 2 MiB at an address are one
+    /// huge page now; it is called once for each region and batch.
     pub fn spares(
         &mut self,
         table: &VmTable,
@@ -58,13 +61,13 @@ impl HugePages {
         true
     }
 
-    /// Ends a batch. Returns the number of pages not folded because of huge pages.
+    /// Ends a batch. Returns the number of pages that were not folded because of huge pages.
     pub fn end_batch(&mut self) -> u64 {
         self.batch.drain().map(|(_, left)| left).sum()
     }
 
-    /// Returns hints for the pages of huge pages that were left whole and have enough cached pages
-    /// now.
+    /// Returns hints for the pages of huge pages that were left whole and now have enough cached
+    /// pages.
     pub fn worth_it_now(&mut self, table: &VmTable, hint: impl Fn(u32, u32) -> Hint) -> Vec<Hint> {
         let mut hints = Vec::new();
         let worth = |region: &Region| {
@@ -85,13 +88,13 @@ impl HugePages {
         hints
     }
 
-    /// Forgets everything, because the layout of RAM has changed.
+    /// Drops all records, because the layout of RAM has changed.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
 }
 
-/// Returns the number of pages of the region that cache files.
+/// Returns the number of pages in the region that cache files.
 fn cached_in(table: &VmTable, start: Hva) -> u16 {
     (0..HUGE_PAGE_PAGES)
         .filter_map(|step| table.index_at(start.add_pages(step)))
@@ -99,7 +102,7 @@ fn cached_in(table: &VmTable, start: Hva) -> u16 {
         .sum()
 }
 
-/// Returns whether one huge page maps the 2 MiB at `hva` of a process.
+/// Returns whether the 2 MiB at `hva` of a process are one huge page.
 pub fn is_huge(map: &Pagemap, hva: Hva) -> bool {
     let filter = Filter {
         all_of: category::HUGE,
@@ -142,7 +145,7 @@ mod tests {
             assert!(table.cache(index, 1, index));
         }
         let mut huge = HugePages::default();
-        // The first two huge pages are huge; the third is not.
+        // The first two regions are huge pages; the third is not.
         let spares = |huge: &mut HugePages, table: &VmTable, at| {
             huge.spares(table, at, |hva| hva < Hva(0x7000_0040_0000))
         };

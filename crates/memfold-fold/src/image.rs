@@ -1,4 +1,4 @@
-//! Image of the snapshot that a VM runs from.
+//! Image of the snapshot that a VM runs from: the file that is mapped as the VM's RAM.
 
 use std::fs::File;
 use std::io::IoSliceMut;
@@ -11,10 +11,10 @@ use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags};
 use rustix::process::Pid;
 
-/// `TMPFS_MAGIC` of `linux/magic.h`, also of memfds.
+/// `TMPFS_MAGIC` of `linux/magic.h`, the file system type of tmpfs and of memfds.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// Pages of a view: address in QEMU, length, and first page in the file.
+/// Part of a view of a file: address in QEMU, length in pages, and first page in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     pub hva: Hva,
@@ -22,19 +22,19 @@ pub(super) struct Part {
     pub file_page: u64,
 }
 
-/// Image that a VM runs from.
+/// Open image of the snapshot that a VM runs from.
 #[derive(Debug)]
 pub(super) struct Image {
-    /// Device (major, minor) and inode, as in `/proc/PID/maps`.
+    /// Device (major, minor) and inode number, as in `/proc/PID/maps`.
     pub identity: (u32, u32, u64),
     pub file: File,
-    /// Number of the file in fold orders.
+    /// Number of the image in fold orders.
     pub number: u32,
     pub pages: u64,
-    /// Whether it is in memory (tmpfs or memfd), not on a disk.
+    /// Whether the image is in memory (tmpfs or memfd), and not on a disk.
     pub in_memory: bool,
-    /// Whether the kernel can write-protect private views of it: it is in memory, and no other file
-    /// is mapped for the VM's RAM.
+    /// Whether the kernel can write-protect private views of the image: the image is in memory, and
+    /// no other file is mapped as the VM's RAM.
     pub protectable: bool,
 }
 
@@ -59,11 +59,11 @@ impl Image {
         })
     }
 
-    /// Returns the pages that hold data, ascending.
+    /// Returns the page ranges of the image that hold data, in ascending order.
     pub fn data(&self) -> std::io::Result<Vec<Range<u64>>> {
         let seek = |to| match rustix::fs::seek(&self.file, to) {
             Ok(offset) => Ok(Some(offset)),
-            Err(Errno::NXIO) => Ok(None), // nothing behind it
+            Err(Errno::NXIO) => Ok(None), // no data or hole follows
             Err(error) => Err(std::io::Error::from(error)),
         };
         let mut data = Vec::new();
@@ -75,15 +75,15 @@ impl Image {
         Ok(data)
     }
 
-    /// Reads pages that are in memory. `None` if some are not: reading them from disk would cost
-    /// more than folding gains.
+    /// Reads pages of the image that are in memory. Returns `None` if some are not, because reading
+    /// them from disk would cost more than folding them back saves.
     pub fn read(&self, page: u64, buffer: &mut [u8]) -> Option<()> {
         let offset = page * PAGE_SIZE;
         let parts = &mut [IoSliceMut::new(buffer)];
         match rustix::io::preadv2(&self.file, parts, offset, ReadWriteFlags::NOWAIT) {
             Ok(n) => (n == buffer.len()).then_some(()),
-            // Memory files know no such reading, and need none. Other file systems that don't might
-            // wait for a network.
+            // tmpfs supports no reads with NOWAIT, and needs none. Other file systems without
+            // NOWAIT might wait for a network.
             Err(Errno::OPNOTSUPP) if self.in_memory => self.file.read_exact_at(buffer, offset).ok(),
             Err(_) => None,
         }
@@ -91,7 +91,7 @@ impl Image {
 }
 
 impl Part {
-    /// Returns the rest after the first `pages` pages, if there is one.
+    /// Returns the part after the first `pages` pages, if there is one.
     pub fn after(self, pages: u64) -> Option<Self> {
         (pages < self.pages).then(|| Self {
             hva: self.hva.add_pages(pages),
@@ -101,12 +101,12 @@ impl Part {
     }
 }
 
-/// Returns the number of a file in fold orders; every daemon computes the same. Files in tmpfs
-/// mounts of their own have the same inode number and differ in the device; memfds have the same
-/// device and differ in the inode number.
+/// Returns the number of a file in fold orders, which is the same in every daemon. Files in tmpfs
+/// mounts of their own have equal inode numbers and different devices; memfds have the same device
+/// and different inode numbers.
 pub(super) fn file_number(dev: u64, inode: u64) -> u32 {
     #[allow(clippy::cast_possible_truncation)]
-    // Should two numbers meet, the library refuses the second file.
+    // If two files have the same number, the library refuses the second.
     let inode = inode as u32;
     inode ^ rustix::fs::minor(dev).rotate_right(12)
 }

@@ -1,6 +1,6 @@
-//! Handles messages of agents and updates the tables. All of them are untrusted: pages outside RAM
-//! and files that were never introduced are counted and dropped, and the VM's RAM limits the size
-//! of every table.
+//! Handles messages of agents and updates the tables. All messages are untrusted: pages outside RAM
+//! and pages of files that were never introduced are counted and dropped, and the size of the VM's
+//! RAM limits every table.
 
 use std::time::{Duration, Instant};
 
@@ -17,20 +17,20 @@ use super::state::{Engine, FileState, VmState};
 use super::stats::VmStats;
 use super::vm_table::PIECE;
 
-/// Files that every VM may introduce. One more is allowed for each page of RAM.
+/// Number of files that every VM may introduce. The VM may introduce one more for each page of RAM.
 const MIN_FILES: usize = 1 << 16;
 
-/// Bytes of paths that a VM's agent may send, for each file that it may introduce.
+/// Number of bytes of paths that a VM's agent may send for each file that it may introduce.
 const PATH_BYTES: usize = 256;
 
-/// Most pages in one hint, so that a hint of one VM does not fill many batches.
+/// Maximum number of pages in one hint, so that a hint of one VM does not fill many batches.
 const HINT_PAGES: u32 = 2048;
 
-/// Pages that a VM's agent may report per second on average (256 MiB/s of page cache). Further
-/// hints are dropped.
+/// Number of pages per second that a VM's agent may report on average (256 MiB/s of page cache).
+/// Hints beyond this limit are dropped.
 const PAGES_PER_SECOND: f64 = 65_536.0;
 
-/// Creates the limit for an agent's reports: two inventories of all RAM at once, and
+/// Creates the limit for an agent's reports: two inventories of all RAM at once, and then
 /// [`PAGES_PER_SECOND`].
 pub(super) fn allowance(ram_pages: u32, now: Instant) -> TokenBucket {
     TokenBucket::new(
@@ -115,7 +115,7 @@ impl Engine {
                 debug!(vm = vm.stats.name, files, pages, "inventory complete");
             }
             FromAgent::Counters(counters) => take_counters(&mut vm.stats, &counters),
-            // Sessions and commands are the link's business.
+            // The connection to the agent handles sessions and commands.
             FromAgent::Hello { .. } | FromAgent::Output { .. } | FromAgent::Exited { .. } => {}
         }
     }
@@ -131,11 +131,11 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
     if !known && (vm.files.len() >= most || vm.path_bytes + file.path.len() > most * PATH_BYTES) {
         return;
     }
-    // Counts a path that is told again once more: who renames without end is cut off, not who has
-    // many files.
+    // A path that is sent again counts again, so the limit stops a guest that renames files without
+    // end, but not a guest that has many files.
     vm.path_bytes += file.path.len();
     if file.path.is_empty() {
-        // Its path may come later; its pages are remembered meanwhile.
+        // The path may come later; until then the tables keep the file's pages.
         domain.contents.leave(member);
         vm.files.entry(file.file).or_default();
         return;
@@ -144,7 +144,7 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
     let candidates = domain.contents.join(member, &file.path, file.size_bytes);
     if domain.contents.of(member) != before {
         vm.files.insert(file.file, FileState::default());
-        // Pages that came before the file had a path.
+        // These pages were reported before the file had a path.
         vm.offer_file(file.file, Instant::now());
     }
     let Some(content) = domain.contents.of(member) else {
@@ -186,7 +186,7 @@ fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
     offer(vm, run.file, page, taken, now);
 }
 
-/// Puts file pages on the stack, in hints of limited length.
+/// Puts file pages on the stack, in hints of at most [`HINT_PAGES`] pages.
 fn offer(vm: &mut VmState, file: FileNumber, page: u32, pages: u32, at: Instant) {
     let mut done = 0;
     while done < pages {
@@ -202,7 +202,8 @@ fn offer(vm: &mut VmState, file: FileNumber, page: u32, pages: u32, at: Instant)
     }
 }
 
-/// Offers the cached pages of a file range again after the guest has written it back to disk.
+/// Puts the cached pages of a file range on the stack again, after the guest has written them back
+/// to disk.
 fn offer_again(vm: &mut VmState, range: FileRange, now: Instant) {
     let Some((page, pages)) = file_pages(range.page, range.pages) else {
         return;
@@ -215,7 +216,7 @@ fn offer_again(vm: &mut VmState, range: FileRange, now: Instant) {
     }
 }
 
-/// Returns whether the VM's agent may report so many pages more now.
+/// Returns whether the VM's agent may report `pages` more pages now.
 fn allow(vm: &mut VmState, pages: u32) -> bool {
     let now = Instant::now();
     if vm.allowance.wait(now).is_some() {
@@ -226,7 +227,7 @@ fn allow(vm: &mut VmState, pages: u32) -> bool {
     true
 }
 
-/// Converts a file range to 32-bit page numbers (files up to 16 TiB).
+/// Converts a file range to 32-bit page numbers; `None` for files larger than 16 TiB.
 fn file_pages(page: u64, pages: u32) -> Option<(u32, u32)> {
     let first = u32::try_from(page).ok()?;
     first.checked_add(pages)?;

@@ -9,18 +9,17 @@
 //!                  | file,page|           | one a VM   |           | Content |  first    +-----+-----+
 //!                  +----------+           +------------+           +----+----+                 |
 //!        ^                                                              | fill                 | outcomes
-//!        |  sync: /proc/PID/maps, pagemap: what is mapped, what was     v                      |
-//!        |  copied since (the kernel's truth)                      page store <----------------+
-//!        +---------------------------------------------------------------- reclaim: punch what no VM can need
+//!        |  sync: /proc/PID/maps, pagemap: mappings, and pages that     v                      |
+//!        |  the guest has copied (from the kernel)                 page store <----------------+
+//!        +---------------------------------------------------------------- reclaim: punch pages that no VM needs
 //! ```
 //!
-//! One thread ([`Engine`]) owns all tables, so there are no locks. It uses CPU time only from a
-//! budget, counts the CPU time of the library threads as its own, and waits without a timeout when
-//! there is nothing to do.
+//! One thread ([`Engine`]) owns all tables, so there are no locks. The thread uses CPU time only
+//! from a budget, counts the CPU time of the library threads as its own, and waits without a
+//! timeout when no work is due.
 //!
 //! Correctness does not depend on this crate: the library compares frozen bytes before it maps a
-//! copy (DESIGN rule 1), and a store page never changes (rule 2). A wrong belief about a guest
-//! costs only time.
+//! copy, and a store page never changes. An error in a table costs only time.
 
 mod alias;
 mod batch;

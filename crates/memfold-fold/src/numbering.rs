@@ -1,16 +1,17 @@
-//! Numbers the pages of guest RAM without gaps, slot by slot, for use as table indexes.
+//! Numbers the pages of guest RAM without gaps, memory slot after memory slot, for use as table
+//! indexes.
 
 use memfold_units::{Hva, Pfn};
 use memfold_vm::RamLayout;
 
-/// Number of a page of guest RAM, counted through all slots.
+/// Number of a page of guest RAM, counted without gaps through all memory slots.
 pub type Index = u32;
 
-/// Numbering of one VM's pages (at most 16 TiB).
+/// Numbering of one VM's pages (at most 16 TiB of RAM).
 #[derive(Debug)]
 pub(super) struct Numbering {
     pub(super) layout: RamLayout,
-    /// Index of each slot's first page, and the total at the end.
+    /// Index of each slot's first page, and the total number of pages at the end.
     starts: Vec<u32>,
 }
 
@@ -25,12 +26,12 @@ impl Numbering {
         Self { layout, starts }
     }
 
-    /// Returns the size of guest RAM, in pages.
+    /// Returns the size of guest RAM in pages.
     pub fn pages(&self) -> u32 {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// Returns the number of page frame `pfn`; `None` outside RAM.
+    /// Returns the index of page frame `pfn`; `None` for a page frame outside RAM.
     pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
         let at = self
             .layout
@@ -42,7 +43,7 @@ impl Numbering {
             .then(|| u32::try_from(inside).ok().map(|i| self.starts[at] + i))?
     }
 
-    /// Returns the address of a page in QEMU.
+    /// Returns the host virtual address of a page in QEMU.
     pub fn hva(&self, at: Index) -> Option<Hva> {
         let slot = self.starts.partition_point(|&s| s <= at).checked_sub(1)?;
         Some(
@@ -54,8 +55,8 @@ impl Numbering {
         )
     }
 
-    /// Returns whether `next` follows `at` in one slot, so that both are neighbours in QEMU's
-    /// memory too.
+    /// Returns whether page `next` follows page `at` in one slot, so that both are neighbours in
+    /// QEMU's memory, too.
     pub fn adjacent(&self, at: Index, next: Index) -> bool {
         at.checked_add(1) == Some(next) && !self.starts.contains(&next)
     }

@@ -1,4 +1,4 @@
-//! Books the outcomes of orders, run by run, and decides which files are given up.
+//! Records the outcomes of orders, run by run, and decides which files are skipped for a while.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,18 +13,18 @@ use super::runs::{Group, Run, length};
 use super::state::Engine;
 use super::vm_table::{Mapped, PIECE};
 
-/// Number of differing pages after which a file is judged.
+/// Number of differing pages of a file after which the engine judges whether to skip the file.
 const JUDGE_AFTER: u32 = 4;
 
-/// Time for which a file is skipped after it was first given up; doubles each time, up to an hour.
+/// Time for which a file is skipped the first time; doubles each further time, up to an hour.
 const GIVE_UP: Duration = Duration::from_secs(30);
 
-/// Number of times that a busy page is tried again.
+/// Number of times that folding a busy page is tried again.
 const MAX_TRIES: u8 = 4;
 
 impl Engine {
-    /// Books the outcome of a group. Runs before the stop are done; the run in which the order
-    /// stopped gets the outcome; later runs are queued again.
+    /// Records the outcome of a group. Runs before the page at which the order stopped are done;
+    /// the run with that page gets the outcome; later runs return to the queue.
     pub(super) fn book_group(
         &mut self,
         id: VmId,
@@ -77,7 +77,7 @@ impl Engine {
                 }
                 run.rest(done + 1)
             }
-            // Not its fault: it goes on at the next pause.
+            // The run did not fail; it continues at the next pause.
             Outcome::Late => Some(run),
             Outcome::Hole { .. } => {
                 if let Some(vm) = self.vms.get_mut(&id) {
@@ -117,7 +117,7 @@ impl Engine {
         }
     }
 
-    /// Books the first `done` pages of a run as folded.
+    /// Records the first `done` pages of a run as folded.
     fn book_done(&mut self, id: VmId, run: &Run, done: u32) {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;
@@ -159,7 +159,8 @@ impl Engine {
             } else {
                 &mut stats.case_same_path_same_content
             }) += u64::from(done);
-            // What came while folding was paused would tell how long the pause was.
+            // Hints from a pause of folding are not counted, because they would only measure the
+            // length of the pause.
             if let Some(at) = run.at.filter(|at| *at >= self.resumed) {
                 self.latencies
                     .count(at.elapsed().as_millis(), u64::from(done));
@@ -167,7 +168,7 @@ impl Engine {
         }
     }
 
-    /// Books that page `offset` of `run` differs from the store. Returns whether the rest of the
+    /// Records that page `offset` of `run` differs from the store. Returns whether the rest of the
     /// run is worth trying.
     fn differs(&mut self, id: VmId, run: &Run, offset: u32) -> bool {
         let Some(vm) = self.vms.get_mut(&id) else {
@@ -180,10 +181,10 @@ impl Engine {
         vm.table.refuse(run.index + offset);
         let store_page = run.store_page + offset;
         if domain.contents.facts(store_page).references == 0 {
-            // Nobody vouches for the copy: it may have been taken before the page was read from
-            // disk.
+            // No VM maps this store page: it may have been copied before the guest's page was read
+            // from disk.
             domain.contents.unindex_store_page(store_page);
-            // It is to be given back.
+            // The VM counts as active, so that a sync soon frees the store page.
             vm.active = true;
         }
         let Some(file) = vm.files.get_mut(&run.file) else {
@@ -223,7 +224,7 @@ impl Engine {
     }
 }
 
-/// Returns the same outcome with `folded` pages done.
+/// Returns the same outcome, but with `folded` pages done.
 fn stopped_at(outcome: Outcome, folded: u32) -> Outcome {
     match outcome {
         Outcome::Done | Outcome::Refused | Outcome::Late => outcome,

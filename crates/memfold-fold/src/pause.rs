@@ -1,5 +1,5 @@
-//! Folds pages again in a VM with direct I/O. The library stops the VM for one order, so that vCPUs
-//! and I/O are at rest.
+//! Refolds pages in a VM with direct I/O. The library stops the VM for one order, so that vCPUs and
+//! I/O are at rest.
 
 use std::collections::HashSet;
 use std::time::Instant;
@@ -12,8 +12,8 @@ use super::state::{Engine, VmState, usable};
 use super::vm_table::Index;
 
 impl Engine {
-    /// Folds pages again in a VM with direct I/O, while it is stopped. Returns whether such work
-    /// was due.
+    /// Refolds pages in a VM with direct I/O while the library stops the VM. Returns whether such
+    /// work was due.
     pub(super) fn pause_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.pause_interval;
         let due = |vm: &VmState| {
@@ -36,8 +36,8 @@ impl Engine {
         };
         vm.last_pause = now;
         let hints = std::mem::take(&mut vm.wait_for_pause);
-        // The newest first, and each page once: what was hinted again while it waited must not cost
-        // the pause twice.
+        // The newest hint comes first, and each page is folded once, because a page that was hinted
+        // twice must not use the pause twice.
         let mut planned = HashSet::new();
         let mut runs: Vec<Run> = Vec::new();
         for hint in hints.iter().rev() {
@@ -57,7 +57,7 @@ impl Engine {
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
         };
-        // What the time did not suffice for waits for the next pause.
+        // Runs for which the time did not suffice wait for the next pause.
         let left = queue.iter().flatten();
         vm.wait_for_pause
             .extend(left.take(self.settings.stack_limit / 2).map(|run| Hint {

@@ -1,10 +1,10 @@
-//! Synchronizes the tables with the kernel's page tables, and punches store pages that no VM can
-//! need.
+//! Syncs the engine's tables with the kernel's page tables, and punches store pages that no VM can
+//! need out of the store's file.
 //!
-//! A store page may be punched when no VM maps it, or when every VM page that maps it holds a
-//! private copy *in memory*. Then no access can reach the store page any more (after a discard, the
-//! library maps anonymous memory). A copy that was swapped out does not count: `PAGEMAP_SCAN` also
-//! shows the markers of write protection as swapped, and those pages still use the store.
+//! A store page may be punched out if no VM maps it, or if every VM page that maps it has a private
+//! copy *in memory*. No access can then reach the store page any more (after a discard, the library
+//! maps anonymous memory). A copy that was swapped out does not count: `PAGEMAP_SCAN` also shows
+//! the markers of write protection as swapped, and pages with such markers still use the store.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -28,14 +28,14 @@ use super::vm_table::{Mapped, PIECE, VmTable};
 /// Time between two reclaims of a domain.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(6);
 
-/// Time between two syncs of a silent VM. Guests write to folded pages without a message.
+/// Time between two syncs of a VM without reports. (Guests write to folded pages without a report.)
 const QUIET_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Longest time between two reads of a VM's mappings. They check the engine's own tables.
+/// Longest time between two reads of a VM's mappings, which verify the engine's own tables.
 const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Engine {
-    /// Syncs the VM that has waited longest. Returns whether one was due.
+    /// Syncs the VM that has waited longest. Returns whether a VM was due.
     pub(super) fn sync_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.sync_interval;
         let due = |vm: &VmState| {
@@ -72,8 +72,8 @@ impl Engine {
         if self.domains.get(&domain).is_some_and(reclaim) {
             self.reclaim(&domain);
         } else if let Some(vm) = self.vms.get_mut(&id) {
-            // What this look has found is not given back yet, and it may be the last activity for
-            // long.
+            // The store pages that this sync has found are not freed yet, and the VM may have no
+            // further activity for long.
             vm.active = true;
         }
         true
@@ -86,12 +86,13 @@ impl Engine {
         }
     }
 
-    /// Updates the tables of one VM from the kernel's. Returns whether they could be read.
+    /// Updates the tables of one VM from the kernel's tables. Returns whether the kernel's tables
+    /// could be read.
     ///
-    /// The mappings of the store change by the engine's orders and by discards, which the library
+    /// The mappings of the store change by the engine's orders, and by discards, which the library
     /// counts. `/proc/PID/maps` is expensive with thousands of mappings, so it is read only after
-    /// discards, and otherwise once in [`FULL_SYNC_INTERVAL`]. The engine's table names at least
-    /// the existing mappings: a discard only removes some.
+    /// discards, and otherwise once in [`FULL_SYNC_INTERVAL`]. The engine's table contains at least
+    /// the existing mappings, because a discard only removes mappings.
     pub(super) fn sync(&mut self, id: VmId) -> bool {
         let began = thread_cpu_ns();
         if let Err(error) = self.read_library_stats(id) {
@@ -111,15 +112,16 @@ impl Engine {
         };
         let full = vm.maps_stale || vm.last_full_sync.elapsed() > FULL_SYNC_INTERVAL;
         match look(vm, domain, full) {
-            // What was hinted when it was the snapshot's and is the guest's own by now.
+            // Pages may have been hinted while they belonged to the snapshot, and be the guest's
+            // own by now.
             Ok(more) => self.sweep_wanted |= more,
             Err(error) => {
-                // The VM is ending; its removal follows.
+                // The VM is ending; a command to remove it will follow.
                 debug!(vm = vm.stats.name, error = %error, "cannot read the VM's page tables");
                 return false;
             }
         }
-        // Looks may take a tenth of the CPU budget.
+        // Syncs may use a tenth of the CPU budget.
         let cost = Duration::from_nanos(thread_cpu_ns() - began);
         let share = (self.settings.cpu_share / 10.0).max(1e-4);
         vm.sync_cost = Duration::from_secs_f64((cost.as_secs_f64() / share).min(60.0));
@@ -143,13 +145,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Punches the pages of a domain's store that no VM can need.
+    /// Punches out the pages of a domain's store that no VM can need.
     pub(super) fn reclaim(&mut self, name: &str) {
-        // Every VM of the domain must have been read just now; if one can't be, nothing is punched.
+        // Every VM of the domain must have been synced just now. If one cannot be, nothing is
+        // punched out.
         let members = self.vms.iter().filter(|(_, vm)| vm.domain == name);
         let ids: Vec<VmId> = members.map(|(&id, _)| id).collect();
-        // All of them, also behind one that can't be read: what guests could call in is counted
-        // from these looks.
+        // All VMs are synced, also after one that could not be, because the debt is computed from
+        // these syncs.
         let mut is_read = true;
         for &id in &ids {
             is_read &= self.sync(id);
@@ -187,7 +190,7 @@ impl Engine {
     }
 
     /// Returns whether a process lives that mapped the store when this daemon adopted it, and that
-    /// this engine does not know.
+    /// is not a VM of this engine.
     fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
         let known: Vec<_> = ids
             .iter()
@@ -213,8 +216,8 @@ impl Engine {
         !domain.guardians.is_empty()
     }
 
-    /// Returns whether a store page is about to be folded: filled and not mapped yet, while two VMs
-    /// still cache its content.
+    /// Returns whether a store page will soon be folded: it is filled and not mapped yet, and two
+    /// VMs still cache its content.
     fn is_wanted(&self, domain: &Domain, facts: StorePageFacts) -> bool {
         let Some((content, page)) = facts.holds.filter(|_| facts.references == 0) else {
             return false;
@@ -235,8 +238,8 @@ impl Engine {
 }
 
 impl VmState {
-    /// Returns when the next sync of this VM is due; `None` for a silent VM that maps no store
-    /// page.
+    /// Returns the time at which the next sync of this VM is due; `None` for a VM that is inactive
+    /// and maps no store page.
     pub(super) fn look_due(&self, interval: Duration) -> Option<Instant> {
         let interval = if self.active {
             interval
@@ -249,8 +252,8 @@ impl VmState {
     }
 }
 
-/// Returns the store pages that a VM page maps without a private copy, as one bit each in words of
-/// [`PIECE`] pages.
+/// Returns the store pages that a VM page maps without a private copy: for each piece of [`PIECE`]
+/// pages, a word with one bit for each page.
 fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64> {
     let mut needed: HashMap<u32, u64> = HashMap::new();
     for vm in vms {
@@ -264,7 +267,7 @@ fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64>
     needed
 }
 
-/// Punches store pages, given in ascending order.
+/// Punches store pages out of the store. The pages are in ascending order.
 fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
     for run in garbage.chunk_by(|a, b| a + 1 == *b) {
         for &page in run {
@@ -294,7 +297,7 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
 }
 
 /// Reads the kernel's tables: where the store is mapped (if `full`), and which pages have private
-/// copies. Returns whether cached pages may be folded now that could not be before.
+/// copies. Returns whether a cached page may be folded now that could not be folded before.
 fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bool> {
     let pid = vm.guest.pid();
     let pages = vm.table.pages();
@@ -312,8 +315,9 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
         super::fold_back::note_views(vm, &mappings.others);
     }
     let pagemap = vm.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
-    // One bit a page: it is in memory, and not the store's. A page that was copied and swapped out
-    // counts as the store's: that errs on the side of keeping store pages.
+    // One bit for each page: set if the page is in memory and is not the store's page. A page that
+    // was copied and then swapped out counts as the store's page, so that rather too many store
+    // pages are kept.
     let mut own = vec![0_u64; pages.div_ceil(64) as usize];
     for slot in &vm.table.layout().slots {
         for region in pagemap.scan(slot.hva, slot.hva.add_pages(slot.pages), Filter::COPIES)? {
@@ -362,14 +366,14 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
         }
         vm.table.set_mapped(at, now);
     }
-    // Copies leave store pages behind, which are to be given back.
+    // After a private copy was made, a store page may be free, which the next sync finds.
     vm.active |= copied > vm.stats.copied_pages;
     vm.stats.mapped_pages = mapped_pages;
     vm.stats.copied_pages = copied;
     Ok(more)
 }
 
-/// Marks the pages of a mapping with their store page plus one.
+/// Enters the store page of each page of a mapping into `truth`, plus one.
 fn mark_mapping(table: &VmTable, mapping: &StoreMapping, truth: &mut [u32]) {
     for step in 0..mapping.pages {
         let Ok(store_page) = u32::try_from(mapping.store_page.0 + step) else {

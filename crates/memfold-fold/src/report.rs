@@ -8,7 +8,7 @@ use super::state::Engine;
 use super::stats::{DomainStats, EngineStats, VmStats};
 
 impl Engine {
-    /// Returns the present statistics. Call it after [`Engine::sync_all`].
+    /// Returns the present statistics. Callers call [`Engine::sync_all`] before.
     pub(super) fn report(&mut self) -> EngineStats {
         let ids: Vec<VmId> = self.vms.keys().copied().collect();
         let vms = ids.iter().filter_map(|id| self.vm_report(*id)).collect();

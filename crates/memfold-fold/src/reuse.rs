@@ -1,8 +1,8 @@
 //! Reuses holes of a page store whose file has reached its last page number (16 TiB of pages were
-//! appended in its life).
+//! appended since the store was created).
 //!
-//! A hole is reused only if no process maps it and no table here refers to it. Then it is like
-//! space that was never used.
+//! A hole is reused only if no process maps it and no table of this engine refers to it, so it is
+//! like space that was never used.
 
 use std::collections::HashSet;
 use std::io;
@@ -19,14 +19,14 @@ use super::domain::Domain;
 use super::state::Engine;
 use super::task::BATCH_PAGES;
 
-/// Most pages that a batch appends, including the alignment to a huge page.
+/// Maximum number of pages that a batch appends, including the alignment to a huge page.
 const ROOM: u64 = BATCH_PAGES as u64 + HUGE_PAGE_PAGES;
 
-/// Time between two searches that found nothing.
+/// Time after an unsuccessful search until the next search.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(60);
 
 impl Engine {
-    /// Gives every store space for a batch, if it has holes.
+    /// Ensures that every store with holes has space for a batch.
     pub(super) fn make_room(&mut self) {
         let now = Instant::now();
         for (name, domain) in &mut self.domains {
@@ -62,10 +62,10 @@ fn gaps(domain: &Domain, vms: impl Iterator<Item = Pid>) -> io::Result<Vec<Range
     let huge = |page: u64| page / HUGE_PAGE_PAGES;
     let store = domain.store.identity();
     let mut used = HashSet::new();
-    // Those that this daemon doesn't know, too: VMs of a former one.
+    // VMs of a former daemon, which this daemon does not know, are included.
     for pid in mapped::processes(store)?.into_iter().chain(vms) {
         let mappings = match mapped::read(pid, store) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue, // ended
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue, // the process has ended
             mappings => mappings?,
         };
         for mapping in mappings.store {

@@ -1,4 +1,4 @@
-//! Runs of pages to fold, and groups of runs for one order.
+//! Runs of pages to fold, and groups of runs that form one run in an order.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -9,31 +9,31 @@ use memfold_wire::library::MAX_RUN_PAGES;
 use super::content::ContentId;
 use super::vm_table::{Index, VmTable};
 
-/// Pages of one VM that are consecutive in guest memory, in the file and in the store.
+/// Run of a VM's pages that are consecutive in guest memory, in the file and in the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// First guest page.
+    /// Index of the run's first guest page.
     pub index: Index,
     /// Length in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
-    /// First store page.
+    /// Index in the store of the run's first page.
     pub store_page: u32,
-    /// File, by its number from the agent.
+    /// Number of the file, from the VM's agent.
     pub file: FileNumber,
-    /// First page in the file.
+    /// Index in the file of the run's first page, in pages.
     pub page: u32,
-    /// Content that the pages probably hold.
+    /// Content that the run's pages probably have.
     pub content: ContentId,
     /// Time of the hint for these pages; `None` for pages found by a sweep.
     pub at: Option<Instant>,
-    /// Number of earlier attempts.
+    /// Number of earlier attempts to fold the run.
     pub tries: u8,
-    /// Whether a file (store or image) is mapped there already, so that the pages are folded again.
+    /// Whether the pages map a file (store or image) already, so that they are refolded.
     pub again: bool,
 }
 
 impl Run {
-    /// Returns whether `index` and `store_page` continue the run.
+    /// Returns whether the pages `index` and `store_page` continue the run.
     #[must_use]
     pub fn continues(&self, table: &VmTable, index: Index, store_page: u32, again: bool) -> bool {
         self.pages < MAX_RUN_PAGES
@@ -42,7 +42,7 @@ impl Run {
             && self.store_page + self.pages == store_page
     }
 
-    /// Returns the run after its first `pages` pages; `None` if nothing is left.
+    /// Returns the part of the run after its first `pages` pages; `None` if nothing is left.
     #[must_use]
     pub fn rest(&self, pages: u32) -> Option<Self> {
         (pages < self.pages).then(|| Self {
@@ -55,8 +55,8 @@ impl Run {
     }
 }
 
-/// Runs that are consecutive in guest memory and in the store: one run for the library, even if
-/// they belong to several files.
+/// Runs that are consecutive in guest memory and in the store. The library folds a group as one
+/// run, even if its pages belong to several files.
 pub type Group = Vec<Run>;
 
 /// Returns the number of pages in a group.
@@ -64,8 +64,8 @@ pub fn length(group: &[Run]) -> u32 {
     group.iter().map(|run| run.pages).sum()
 }
 
-/// Joins runs into groups of at most [`MAX_RUN_PAGES`] pages, and sorts them by length, the longest
-/// first.
+/// Joins runs into groups of at most [`MAX_RUN_PAGES`] pages. Returns the groups sorted by length,
+/// the longest first.
 pub fn group(mut runs: Vec<Run>, table: &VmTable) -> VecDeque<Group> {
     runs.sort_by_key(|run| run.index);
     let mut groups: Vec<Group> = Vec::new();

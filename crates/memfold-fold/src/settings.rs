@@ -8,28 +8,28 @@ use memfold_wire::library::{Freeze, MAX_STOP_US};
 /// Settings of the engine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineSettings {
-    /// Share of one core that folding may use over time, 0 to 1.
+    /// Share of one core that folding may use on average, 0 to 1.
     pub cpu_share: f64,
-    /// Most pages processed per second; `None` for no limit.
+    /// Maximum number of pages processed per second; `None` for no limit.
     pub pages_per_second: Option<u64>,
-    /// Time for which a hint waits, so that its page is read from disk first.
+    /// Settling time: how long a hint waits, so that its page is read from disk first.
     pub settle: Duration,
-    /// Most bytes that each domain's page store may hold.
+    /// Maximum size of each trust domain's page store.
     pub store_cap: ByteSize,
-    /// Most hints that wait for one VM.
+    /// Maximum number of hints that wait for one VM.
     pub stack_limit: usize,
-    /// Shortest time between two pauses of a VM with direct I/O.
+    /// Shortest time between two pauses of a VM with direct I/O, in which its pages are refolded.
     pub pause_interval: Duration,
-    /// Longest planned time of such a pause.
+    /// Longest planned pause of a VM with direct I/O, in which its pages are refolded.
     pub pause_length: Duration,
-    /// Time between two syncs of a VM with the kernel's tables while it is active.
+    /// Time between two syncs of an active VM with the kernel's page tables.
     pub sync_interval: Duration,
-    /// The sysctl `vm.max_map_count`, which limits the mappings of a process.
+    /// Value of the sysctl `vm.max_map_count`, which limits the mappings of a process.
     pub max_mappings: usize,
-    /// Whether pages that hold only zeroes are given back to the host.
+    /// Whether memfold discards guest pages that hold only zeroes.
     pub drop_zero: bool,
-    /// Shortest time between two fold-back passes, which search for pages that again equal the
-    /// image of the VM's snapshot.
+    /// Shortest time between two fold-back passes, which search a VM for pages that equal the image
+    /// of its snapshot again.
     pub fold_back_interval: Duration,
 }
 

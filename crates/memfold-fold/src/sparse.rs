@@ -1,14 +1,14 @@
-//! Sparse tables: memory is used only where entries were set, and a copy is cheap.
+//! Sparse tables: only entries that were set use memory, and a copy is cheap.
 
 use std::sync::Arc;
 
-/// Number of entries in one piece.
+/// Number of entries in one piece of a table.
 pub(super) const PIECE_ENTRIES: u32 = 512;
 
 type Entries<T> = [T; PIECE_ENTRIES as usize];
 
-/// A table cut into pieces. Entries that were never set are `T::default()`. A copy shares the
-/// pieces; a shared piece is copied when one of the two tables changes it.
+/// A table that is divided into pieces. Entries that were never set are `T::default()`. A copy
+/// shares the pieces; when one of the two tables changes a shared piece, it first copies the piece.
 #[derive(Clone, Debug)]
 pub(super) struct Sparse<T> {
     pieces: Vec<Option<Arc<Entries<T>>>>,
@@ -39,13 +39,13 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
         Arc::make_mut(piece)[(at % PIECE_ENTRIES) as usize] = value;
     }
 
-    /// Returns whether nothing was ever set in the piece of `at`.
+    /// Returns whether no entry was ever set in the piece that contains `at`.
     pub fn is_empty_at(&self, at: u32) -> bool {
         let piece = self.pieces.get((at / PIECE_ENTRIES) as usize);
         piece.is_none_or(Option::is_none)
     }
 
-    /// Returns the memory of the table, in bytes.
+    /// Returns the memory use of the table in bytes.
     pub fn own_bytes(&self) -> usize {
         self.pieces.len() * 8 + self.pieces.iter().flatten().count() * size_of::<Entries<T>>()
     }

@@ -1,4 +1,4 @@
-//! State of the engine: VMs, domains, budgets.
+//! State of the fold engine: VMs, domains, budgets.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -21,55 +21,56 @@ use super::task::Task;
 use super::vm_table::{Index, VmTable};
 use super::zero_pass::ZeroPass;
 
-/// State of a VM's file.
+/// What the engine has found out about a VM's file.
 #[derive(Debug, Default)]
 pub(super) struct FileState {
-    /// Whether its path differs from its content's path.
+    /// Whether the file's path differs from its content's path.
     pub alias: bool,
-    /// Number of compared pages that were equal.
+    /// Number of compared pages of the file that were equal to the store.
     pub equal: u32,
-    /// Number of compared pages that differed.
+    /// Number of compared pages of the file that differed from the store.
     pub differing: u32,
-    /// Number of times that it was given up since pages of it were last folded.
+    /// Number of times that the engine has skipped the file since pages of it were last folded.
     pub given_up: u32,
-    /// Time before which it is skipped.
+    /// Time until which the file is skipped.
     pub skip_until: Option<Instant>,
 }
 
-/// State of a VM that is held for a snapshot.
+/// State of a VM that the engine leaves alone for a snapshot.
 pub(super) struct Held {
-    /// Problem of the VM after the hold ends.
+    /// Reason why the VM must not be folded after the snapshot either, if there is one.
     pub after: Option<String>,
 }
 
-#[allow(clippy::struct_excessive_bools)] // independent facts, each asked by name
+#[allow(clippy::struct_excessive_bools)] // the facts are independent
 pub(super) struct VmState {
     pub domain: String,
     pub guest: Box<dyn Guest>,
-    /// Way in which folded ranges may be folded again, as of this batch.
+    /// Way in which folded ranges may be folded again in this batch.
     pub refold: Refold,
     pub table: VmTable,
     pub huge: HugePages,
-    /// Page map of its process; `None` if it cannot be read.
+    /// Page map of the VM's process; `None` if it cannot be read.
     pub pagemap: Option<Pagemap>,
-    /// Folded pages that QEMU has discarded, by the library's count.
+    /// Folded pages that QEMU has discarded, as memfold's library in the QEMU process counts them.
     pub discarded: u64,
-    /// Whether the table of mappings may name mappings that no longer exist.
+    /// Whether the table may contain mappings that no longer exist.
     pub maps_stale: bool,
     pub last_full_sync: Instant,
-    /// Shortest time between two syncs, by the cost of the last one.
+    /// Shortest time until the next sync, computed from the cost of the last one.
     pub sync_cost: Duration,
     pub stack: HintStack,
     pub files: HashMap<FileNumber, FileState>,
-    /// Bytes of paths that the agent has sent in this session.
+    /// Number of bytes of paths that the agent has sent in this session.
     pub path_bytes: usize,
-    /// Limit on the pages that the agent may report.
+    /// Limit on the number of pages that the agent may report.
     pub allowance: TokenBucket,
-    /// Whether the library was told of RAM and store.
+    /// Whether the library knows the VM's RAM and page store.
     pub introduced: bool,
     /// `madvise` advice of each RAM block.
     pub advice: Vec<Advice>,
-    /// Addresses of removed blocks that the library was not told of yet.
+    /// Addresses of removed RAM blocks of which the library does not know yet that they are
+    /// removed.
     pub gone_blocks: Vec<Hva>,
     pub active: bool,
     pub last_sync: Instant,
@@ -78,13 +79,13 @@ pub(super) struct VmState {
     pub zero: ZeroPass,
     pub back: BackPass,
     pub mappings: usize,
-    /// Set while a snapshot is made of the VM.
+    /// `Some` while a snapshot of the VM is made.
     pub held: Option<Held>,
     pub stats: VmStats,
 }
 
 impl VmState {
-    /// Puts every cached page of a file on the stack.
+    /// Puts every cached page of a file on the stack of hints.
     pub fn offer_file(&mut self, file: FileNumber, at: Instant) {
         for piece in self.table.pieces(file).collect::<Vec<_>>() {
             self.stack.push(Hint::of_piece(file, piece, at));
@@ -92,7 +93,8 @@ impl VmState {
     }
 }
 
-/// The fold engine. It owns every table of folding, and runs on its own thread by [`Engine::run`].
+/// The fold engine. It owns all tables of folding, and runs on a thread of its own
+/// ([`Engine::run`]).
 pub struct Engine {
     pub(super) settings: EngineSettings,
     pub(super) vms: BTreeMap<VmId, VmState>,
@@ -103,13 +105,13 @@ pub struct Engine {
     pub(super) cpu: TokenBucket,
     pub(super) rate: Option<TokenBucket>,
     pub(super) paused: bool,
-    /// Reason why nothing more may be shared; `None` if sharing is allowed.
+    /// Reason why no more pages may be shared; `None` if sharing is allowed.
     pub(super) braked: Option<String>,
     /// Time at which folding last resumed after a pause or a stop of sharing.
     pub(super) resumed: Instant,
     pub(super) sweep_wanted: bool,
     pub(super) last_sweep: Instant,
-    /// Tasks that a sweep has found and no batch has taken yet.
+    /// Tasks that a sweep has found, and that no batch has taken yet.
     pub(super) swept: VecDeque<Task>,
     pub(super) last_turn: VmId,
     /// Time of the last batch of hints.
@@ -151,8 +153,8 @@ impl Engine {
         let now = Instant::now();
         self.settings.cpu_share = cpu_share;
         self.settings.pages_per_second = pages_per_second;
-        // Twenty seconds of unused budget may be spent at once: right after a boot there is much to
-        // fold.
+        // The unused budget of up to twenty seconds may be spent at once, because much can be
+        // folded right after a boot.
         self.cpu = TokenBucket::new(cpu_share * 1e9, cpu_share * 20e9, now);
         self.rate = pages_per_second.map(|n| TokenBucket::new(n as f64, n as f64, now));
     }
@@ -167,7 +169,7 @@ impl std::fmt::Debug for Engine {
     }
 }
 
-/// Returns the guest page that caches a file page, unless it is dirty or was found to differ.
+/// Returns the guest page that caches a file page, unless the page is dirty or was found to differ.
 pub(super) fn usable(vm: &VmState, file: u32, page: u32) -> Option<Index> {
     vm.table
         .place(file, page)

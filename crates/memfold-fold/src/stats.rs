@@ -4,7 +4,7 @@ use memfold_store::StoreIdentity;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Histogram of the times from hint to fold, in steps of 100 ms up to 60 s.
+/// Histogram of the times from a page's hint to its folding, in steps of 100 ms up to 60 s.
 #[derive(Clone, Debug)]
 pub struct Latencies {
     steps: Vec<u64>,
@@ -27,8 +27,8 @@ impl Latencies {
         self.steps[step] += pages;
     }
 
-    /// Latency percentile: `percent` of the folded pages took at most this many seconds from hint
-    /// to fold. `None` until a page has been folded.
+    /// Returns a percentile of the latency in seconds: `percent` of the folded pages took at most
+    /// this time from hint to folding. `None` until a page has been folded.
     #[must_use]
     pub fn percentile_s(&self, percent: u64) -> Option<f64> {
         let total: u64 = self.steps.iter().sum();
@@ -145,7 +145,7 @@ pub struct DomainStats {
 }
 
 impl DomainStats {
-    /// Returns the identity of the store's file.
+    /// Returns the identity of the page store's file.
     #[must_use]
     pub const fn store(&self) -> StoreIdentity {
         StoreIdentity {

@@ -1,13 +1,13 @@
-//! Task of a batch.
+//! Unit of work of a batch.
 
 use super::content::ContentId;
 use super::guest::VmId;
 use super::hint_stack::Hint;
 
-/// Most pages taken from the stacks for one batch.
+/// Maximum number of pages in one batch.
 pub(super) const BATCH_PAGES: u32 = 2048;
 
-/// A range of one content to be folded in all VMs.
+/// Range of one content that must be folded in all VMs that cache it.
 pub(super) struct Task {
     pub domain: String,
     pub content: ContentId,

@@ -1,9 +1,9 @@
 //! Tables of one VM's memory: which file page each guest page caches, and where the store is
-//! mapped. They follow the agent's messages and may be wrong.
+//! mapped. The tables follow the agent's messages and may be wrong.
 //!
-//! Tables are cut into pieces that use memory only where entries were set: about 10 bytes for each
-//! cached page. A hint with false page numbers can create at most one piece, and [`VmTable::cache`]
-//! refuses pieces beyond a limit set by the VM's RAM.
+//! The tables are divided into pieces, and only pieces with entries use memory: about 10 bytes for
+//! each cached page. A hint with false page numbers can create at most one piece, and
+//! [`VmTable::cache`] refuses pieces beyond a limit that depends on the size of the VM's RAM.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,10 +19,10 @@ pub use super::numbering::Index;
 use super::numbering::Numbering;
 use super::sparse::Sparse;
 
-/// Pages in one piece of a file's table; one word of a bit set.
+/// Number of pages in one piece of a file's table, and in one word of a bit set.
 pub const PIECE: u32 = 64;
 
-/// A number plus one for each page of a piece; 0 for none.
+/// A number for each page of a piece, plus one; 0 means no number.
 pub type Piece = [u32; PIECE as usize];
 
 /// A set of guest pages.
@@ -50,9 +50,9 @@ impl Bits {
 /// State of a guest page that maps the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapped {
-    /// Store page that it maps.
+    /// Store page that the guest page maps.
     pub store_page: u32,
-    /// Whether the guest has not written it since, as of the last sync.
+    /// Whether the guest had not written the page at the last sync since it was folded.
     pub shared: bool,
 }
 
@@ -61,7 +61,8 @@ pub struct Mapped {
 pub struct VmTable {
     numbering: Arc<Numbering>,
     cached: Sparse<Cached>,
-    /// (file, piece) -> guest page plus one, for each page of the piece; 0 for none.
+    /// For each file and piece of it, the guest page that caches each page of the piece, plus one;
+    /// 0 for none.
     places: BTreeMap<(FileNumber, u32), Box<Piece>>,
     cached_pages: u64,
     mapped: Sparse<u32>,
@@ -69,14 +70,14 @@ pub struct VmTable {
     dirty: Bits,
     refused: Bits,
     planned: Bits,
-    /// Pages that were given back as zeroes and are not in memory since.
+    /// Pages that were discarded because they held only zeroes, and that are still not in memory.
     zero: Bits,
-    /// Pages in a view of a snapshot's image.
+    /// Pages that map a snapshot's image (views).
     view: Bits,
-    /// Pages for which the image holds data; its holes use no memory yet.
+    /// Pages for which the snapshot's image holds data. Holes of the image use no memory.
     image_data: Bits,
-    /// Pages that may be folded although they are in a view: the guest has written them since, or
-    /// no other VM has the image in memory.
+    /// Pages in views that may be folded anyway: the guest has written them, or no other VM has the
+    /// image in memory.
     foldable: Bits,
     seen: Option<Bits>,
 }
@@ -111,38 +112,39 @@ impl VmTable {
         &self.numbering.layout
     }
 
-    /// Returns the size of guest RAM, in pages.
+    /// Returns the size of guest RAM in pages.
     #[must_use]
     pub fn pages(&self) -> u32 {
         self.numbering.pages()
     }
 
-    /// Returns the number of page frame `pfn`; `None` outside RAM.
+    /// Returns the index of page frame `pfn`; `None` for a page frame outside RAM.
     #[must_use]
     pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
         self.numbering.index_of(pfn)
     }
 
-    /// Returns the number of the page at `hva`; `None` outside RAM.
+    /// Returns the index of the page at `hva`; `None` for an address outside RAM.
     #[must_use]
     pub fn index_at(&self, hva: Hva) -> Option<Index> {
         self.index_of(self.layout().pfn_of(hva)?)
     }
 
-    /// Returns the address of a page in QEMU.
+    /// Returns the host virtual address of a page in QEMU.
     #[must_use]
     pub fn hva(&self, at: Index) -> Option<Hva> {
         self.numbering.hva(at)
     }
 
-    /// Returns whether `next` follows `at` in one slot, so that both are neighbours in QEMU's
-    /// memory too.
+    /// Returns whether page `next` follows page `at` in one memory slot, so that both are
+    /// neighbours in QEMU's memory, too.
     #[must_use]
     pub fn adjacent(&self, at: Index, next: Index) -> bool {
         self.numbering.adjacent(at, next)
     }
 
-    /// Copies the table of cached pages. Costs one reference for each 512 pages.
+    /// Returns a copy of the table of cached pages. The copy costs one reference for each 512
+    /// pages.
     #[must_use]
     pub fn copy_cached(&self) -> CachedPages {
         CachedPages {
@@ -151,8 +153,8 @@ impl VmTable {
         }
     }
 
-    /// Notes that page `at` caches page `page` of `file` from now on. `false` if the VM has too
-    /// many pieces.
+    /// Records that guest page `at` now caches page `page` of `file`. Returns `false` if the VM has
+    /// too many pieces.
     pub fn cache(&mut self, at: Index, file: FileNumber, page: u32) -> bool {
         let key = (file, page / PIECE);
         if !self.places.contains_key(&key)
@@ -170,8 +172,8 @@ impl VmTable {
             .or_insert_with(|| Box::new([0; PIECE as usize]))[(page % PIECE) as usize];
         let before = std::mem::replace(place, at + 1);
         if let Some(before) = before.checked_sub(1) {
-            // The guest moved the page (migration, or dropped and read again while events were
-            // lost).
+            // The guest has moved the page (by migration; or it was dropped and read again while
+            // events were lost).
             self.cached.set(before, Cached::default());
             self.cached_pages -= 1;
         }
@@ -180,18 +182,18 @@ impl VmTable {
         self.dirty.set(at, false);
         self.refused.set(at, false);
         if let Some(seen) = &mut self.seen {
-            // An inventory tells of pages that were there before: what the last look said of them
-            // holds.
+            // An inventory reports pages that were there before, so the results of the last sync
+            // are still valid.
             seen.set(at, true);
         } else {
-            // Filled anew: whatever was folded here has been written over.
+            // The guest has filled the page anew, so a fold of its old bytes has ended.
             self.shared.set(at, false);
             self.foldable.set(at, true);
         }
         true
     }
 
-    /// Notes that page `at` no longer caches a file page.
+    /// Records that guest page `at` no longer caches a file page.
     pub fn uncache(&mut self, at: Index) {
         let Cached { file, page } = self.cached.get(at);
         let Some(file) = file.checked_sub(1) else {
@@ -217,8 +219,8 @@ impl VmTable {
         self.places.get(&(file, page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
     }
 
-    /// Returns the guest pages (plus one) that cache pages `range` of a piece of `file`, without
-    /// dirty pages and those found to differ. `None` if there is none.
+    /// Returns the guest pages (plus one) that cache the pages `range` of a piece of `file`. Leaves
+    /// out dirty pages and pages that were found to differ. Returns `None` if no page is left.
     #[must_use]
     pub fn usable(&self, file: FileNumber, piece: u32, range: &Range<usize>) -> Option<Piece> {
         let places = self.places.get(&(file, piece))?;
@@ -239,14 +241,14 @@ impl VmTable {
         self.places.contains_key(&(file, piece))
     }
 
-    /// Returns the pieces of `file` with cached pages, ascending.
+    /// Returns the pieces of `file` that have cached pages, in ascending order.
     pub fn pieces(&self, file: FileNumber) -> impl Iterator<Item = u32> + '_ {
         self.places
             .range((file, 0)..=(file, u32::MAX))
             .map(|(&(_, piece), _)| piece)
     }
 
-    /// Returns the number of pages known to cache a file page.
+    /// Returns the number of guest pages that cache a file page.
     #[must_use]
     pub const fn cached_pages(&self) -> u64 {
         self.cached_pages
@@ -259,8 +261,8 @@ impl VmTable {
         Some((file.checked_sub(1)?, page))
     }
 
-    /// Marks the cached pages of a file range dirty or clean. The cost depends on the cached pages
-    /// only, not on the length of the range.
+    /// Marks the cached pages of a file range as dirty or clean. The cost depends on the number of
+    /// cached pages, not on the length of the range.
     pub fn set_dirty(&mut self, file: FileNumber, pages: Range<u32>, dirty: bool) {
         for piece in self.pieces_in(file, pages.clone()) {
             let first = piece * PIECE;
@@ -277,7 +279,7 @@ impl VmTable {
         }
     }
 
-    /// Returns the pieces of a file range with cached pages, ascending.
+    /// Returns the pieces of a file range that have cached pages, in ascending order.
     #[must_use]
     pub fn pieces_in(&self, file: FileNumber, pages: Range<u32>) -> Vec<u32> {
         if pages.is_empty() {
@@ -289,18 +291,20 @@ impl VmTable {
             .collect()
     }
 
-    /// Returns whether the page is dirty: written by the guest, and not yet written back to disk.
+    /// Returns whether a page is dirty: the guest has written it, and has not yet written it back
+    /// to disk.
     #[must_use]
     pub fn is_dirty(&self, at: Index) -> bool {
         self.dirty.has(at)
     }
 
-    /// Notes that the page's bytes differ from the store, until a new hint comes for it.
+    /// Records that a page's bytes differ from the store. A new hint for the page clears this mark.
     pub fn refuse(&mut self, at: Index) {
         self.refused.set(at, true);
     }
 
-    /// Allows refused pages of a file range to be tried again, because they have settled since.
+    /// Allows refused pages of a file range to be tried again, because their bytes have been read
+    /// from disk since.
     pub fn settle(&mut self, file: FileNumber, pages: Range<u32>) {
         for piece in self.pieces_in(file, pages.clone()) {
             let first = piece * PIECE;
@@ -312,25 +316,25 @@ impl VmTable {
         }
     }
 
-    /// Marks a page as part of a batch. `false` if it is in one already.
+    /// Marks a page as part of a batch. Returns `false` if the page is part of one already.
     pub fn plan(&mut self, at: Index) -> bool {
         let new = !self.planned.has(at);
         self.planned.set(at, true);
         new
     }
 
-    /// Notes that the page is no longer part of a batch.
+    /// Records that a page is no longer part of a batch.
     pub fn unplan(&mut self, at: Index) {
         self.planned.set(at, false);
     }
 
-    /// Returns whether the page was found to differ.
+    /// Returns whether a page was found to differ from the store.
     #[must_use]
     pub fn is_refused(&self, at: Index) -> bool {
         self.refused.has(at)
     }
 
-    /// Returns the store page that this page maps.
+    /// Returns the store page that a guest page maps.
     #[must_use]
     pub fn mapped(&self, at: Index) -> Option<Mapped> {
         let store_page = self.mapped.get(at).checked_sub(1)?;
@@ -340,7 +344,7 @@ impl VmTable {
         })
     }
 
-    /// Sets or clears the store page that this page maps.
+    /// Sets or clears the store page that a guest page maps.
     pub fn set_mapped(&mut self, at: Index, mapped: Option<Mapped>) {
         self.mapped.set(at, mapped.map_or(0, |m| m.store_page + 1));
         self.shared.set(at, mapped.is_some_and(|m| m.shared));
@@ -349,7 +353,7 @@ impl VmTable {
         }
     }
 
-    /// Sets the pages that are views of a snapshot's image.
+    /// Sets which pages are views of a snapshot's image.
     pub fn set_views(&mut self, views: impl Iterator<Item = Range<Index>>) {
         self.view = Bits::new(self.pages());
         for at in views.flatten() {
@@ -357,7 +361,7 @@ impl VmTable {
         }
     }
 
-    /// Sets the pages for which the image holds data.
+    /// Sets for which pages the snapshot's image holds data.
     pub fn set_image_data(&mut self, data: impl Iterator<Item = Range<Index>>) {
         self.image_data = Bits::new(self.pages());
         for at in data.flatten() {
@@ -365,8 +369,8 @@ impl VmTable {
         }
     }
 
-    /// Returns the number of pages that still show the image and have data there: those without a
-    /// private copy. `own`: one bit a page, set for private copies.
+    /// Returns the number of pages that still map data of the image, without a private copy. `own`
+    /// has one bit for each page, which is set if the page has a private copy.
     #[must_use]
     pub fn count_shared_views(&self, own: &[u64]) -> u64 {
         let views = self.view.0.iter().zip(&self.image_data.0);
@@ -376,8 +380,8 @@ impl VmTable {
             .sum()
     }
 
-    /// Sets which pages may be folded (one bit a page). Returns whether a cached page in a view may
-    /// be folded now that could not be before.
+    /// Sets which pages may be folded (one bit for each page). Returns whether a cached page in a
+    /// view may be folded now that could not be folded before.
     pub fn set_foldable(&mut self, bits: &[u64]) -> bool {
         let mut any = false;
         for (number, &now) in (0..).step_by(64).zip(bits) {
@@ -392,8 +396,8 @@ impl VmTable {
         any
     }
 
-    /// Returns the number of pages in views, and how many of them have private copies (`own`: one
-    /// bit a page).
+    /// Returns the number of pages in views, and how many of them have private copies. `own` has
+    /// one bit for each page, which is set if the page has a private copy.
     #[must_use]
     pub fn count_views(&self, own: &[u64]) -> (u64, u64) {
         let words = own.iter().zip(&self.view.0);
@@ -403,27 +407,27 @@ impl VmTable {
         })
     }
 
-    /// Returns whether the page is in a view of a snapshot's image. Such a page can be frozen only
-    /// by write protection or by a stop of the VM.
+    /// Returns whether a page is in a view of a snapshot's image. Such a page can be frozen only by
+    /// write protection or by a stop of the VM.
     #[must_use]
     pub fn is_in_view(&self, at: Index) -> bool {
         self.view.has(at)
     }
 
-    /// Returns whether the page belongs to the snapshot's image: it is in memory once for all VMs
-    /// that run from it, or not at all.
+    /// Returns whether a page belongs to the snapshot's image: the page is in memory once for all
+    /// VMs that run from this image, or not at all.
     #[must_use]
     pub fn is_template(&self, at: Index) -> bool {
         self.view.has(at) && !self.foldable.has(at)
     }
 
-    /// Notes that the page was given back because it held only zeroes.
+    /// Records that a page was discarded because it held only zeroes.
     pub fn set_zero(&mut self, at: Index) {
         self.zero.set(at, true);
     }
 
-    /// Forgets the zero pages that are in memory again (`own`: one bit a page). Returns how many
-    /// are left.
+    /// Removes pages from the set of zero pages that are in memory again. `own` has one bit for
+    /// each page, which is set if the page is in memory. Returns the number of zero pages left.
     pub fn keep_zero(&mut self, own: &[u64]) -> u64 {
         let mut left = 0;
         for (zero, own) in self.zero.0.iter_mut().zip(own) {
@@ -433,7 +437,7 @@ impl VmTable {
         left
     }
 
-    /// Begins an inventory. Cached pages that it does not repeat are forgotten at its end.
+    /// Begins an inventory. At its end, all cached pages that it did not repeat are removed.
     pub fn inventory_begin(&mut self) {
         self.seen = Some(Bits::new(self.pages()));
     }
@@ -448,7 +452,7 @@ impl VmTable {
         }
     }
 
-    /// Forgets all cached pages, because a new agent session numbers its files anew. Mappings stay.
+    /// Removes all cached pages, because a new agent session numbers its files anew. Mappings stay.
     pub fn forget_cached(&mut self) {
         let total = self.pages();
         self.cached = Sparse::new(total);
@@ -459,7 +463,7 @@ impl VmTable {
         self.seen = None;
     }
 
-    /// Returns the memory of these tables, in bytes.
+    /// Returns the memory use of the tables in bytes.
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
         let bits = self.shared.0.len() * 8 * 8;
@@ -537,8 +541,8 @@ mod tests {
     #[test]
     fn a_copied_cache_table_lists_the_runs_at_the_time_of_the_copy() {
         let mut t = table();
-        // The last two pages of a slot and the first of the next, which is elsewhere in guest
-        // memory.
+        // These are the last two pages of a slot and the first of the next slot, which is at
+        // another place in guest memory.
         for (at, page) in [
             (1022, 8),
             (1023, 9),

@@ -1,4 +1,4 @@
-//! Lifecycle of VMs in the engine: adding, changing, holding for a snapshot, losing, removing.
+//! Lifecycle of VMs in the engine: add, change, hold for a snapshot, lose, remove.
 
 use std::os::fd::BorrowedFd;
 use std::sync::mpsc::SyncSender;
@@ -24,13 +24,13 @@ use super::stats::VmStats;
 use super::vm_table::VmTable;
 use super::zero_pass::ZeroPass;
 
-/// Reason why a VM is not folded while a snapshot is made of it.
+/// Reason why the engine does not fold a VM while a snapshot of the VM is made.
 const HELD: &str = "a snapshot of this VM is being made";
 
 const ENDED: &str = "the VM has ended";
 
 impl Engine {
-    #[allow(clippy::too_many_arguments)] // the fields of one command
+    #[allow(clippy::too_many_arguments)] // these are the fields of one command
     pub(super) fn add(
         &mut self,
         id: VmId,
@@ -41,7 +41,8 @@ impl Engine {
         mut guest: Box<dyn Guest>,
         problem: Option<String>,
     ) {
-        // No name of a domain can contain a slash, so a VM without a domain is alone in its own.
+        // The name of a domain cannot contain a slash, so a VM without a domain is alone in this
+        // one.
         let domain = domain.unwrap_or_else(|| format!("vm/{name}"));
         let problem = problem.or_else(|| {
             self.introduce(&domain, &layout, advice, guest.as_mut())
@@ -92,8 +93,8 @@ impl Engine {
         }
     }
 
-    /// Tells the library of a new VM the addresses of RAM and the page store; creates or adopts the
-    /// store of its domain if needed. The error text is for the operator.
+    /// Tells the library of a new VM the addresses of RAM and the page store. Before, creates or
+    /// adopts the store of the VM's domain if needed. The error text is for the operator.
     fn introduce(
         &mut self,
         domain: &str,
@@ -118,7 +119,7 @@ impl Engine {
                 .map_err(|e| e.to_string())?;
             let now = Instant::now();
             let mut contents = Contents::default();
-            // Of a former daemon's pages, those that nobody maps are to be given back.
+            // Pages of a former daemon that nobody maps can be freed.
             for filled in store.filled().map_err(|e| e.to_string())? {
                 let page = |page: StorePage| u32::try_from(page.0).unwrap_or(u32::MAX);
                 contents.add_orphans(page(filled.start)..page(filled.end));
@@ -175,13 +176,14 @@ impl Engine {
         if self.vms.values().any(|other| other.domain == vm.domain) {
             self.reclaim(&vm.domain);
         } else {
-            // The last VM of the domain is gone: so is its store, with our descriptor.
+            // After the last VM of a domain, the store ends with the engine's descriptor of its
+            // file.
             self.domains.remove(&vm.domain);
         }
     }
 
     /// Handles a library that no longer answers: the VM is not folded until [`Command::Reached`].
-    /// Usually the VM is ending; the watcher of its process reports that.
+    /// Usually the VM is ending; the daemon's watcher of the VM's process reports that.
     pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
         if let Some(vm) = self.vms.get_mut(&id) {
             info!(
@@ -196,8 +198,8 @@ impl Engine {
         }
     }
 
-    /// Sends an order for a snapshot (track writes, stop, continue, save old bytes), and leaves the
-    /// VM alone until [`Engine::release`].
+    /// Sends an order for a snapshot (track writes, stop, continue, save old bytes) to the library.
+    /// The engine then leaves the VM alone until [`Engine::release`].
     pub(super) fn hold(
         &mut self,
         id: VmId,
@@ -230,14 +232,16 @@ impl Engine {
         }
     }
 
-    /// Leaves a VM alone until [`Engine::release`]. Its writes may be tracked already.
+    /// Makes the engine leave a VM alone until [`Engine::release`]. Another component may track its
+    /// writes.
     pub(super) fn leave_alone(&mut self, id: VmId, answer: &SyncSender<Result<(), String>>) {
         let vm = self.vms.get_mut(&id);
         let held = vm.map(VmState::be_held).ok_or(ENDED.to_owned());
         self.tell_held(id, answer, held);
     }
 
-    /// Sends the answer. If nobody receives it, releases the VM at once, because nobody else would.
+    /// Sends the answer. If the receiver is gone, releases the VM at once, because nobody else
+    /// would.
     fn tell_held(
         &mut self,
         id: VmId,
@@ -263,7 +267,7 @@ impl Engine {
         }
     }
 
-    /// Sends an order that undoes something; a refusal means that there was nothing to undo.
+    /// Sends an order that undoes an earlier order; a refusal means that there was nothing to undo.
     /// Returns whether the library answered.
     fn tell(&mut self, id: VmId, order: &Order) -> bool {
         let Some(vm) = self.vms.get_mut(&id) else {
@@ -282,7 +286,7 @@ impl Engine {
 
     pub(super) fn set_problem(&mut self, id: VmId, mut problem: Option<String>) {
         if let Some(held) = self.vms.get_mut(&id).and_then(|vm| vm.held.as_mut()) {
-            // A page that is being folded is in no place where the snapshot looks for it.
+            // While a page is being folded, it is at no place where a snapshot would look for it.
             held.after = problem;
             return;
         }
@@ -330,7 +334,8 @@ impl Engine {
         if let Some(domain) = self.domains.get_mut(&vm.domain) {
             vm.drop_references(domain);
         }
-        // Whatever the library answers: nobody tells of it a second time.
+        // The tables change whatever the library answers, because the daemon sends a layout only
+        // once.
         vm.table = VmTable::new(layout.clone());
         vm.advice = advice;
         vm.stack.clear();
@@ -349,7 +354,8 @@ impl Engine {
 }
 
 impl VmState {
-    /// Reduces the reference counts of the store pages that the VM maps, before its table ends.
+    /// Decrements the reference counts of the store pages that the VM maps, before the VM's table
+    /// is dropped.
     fn drop_references(&self, domain: &mut Domain) {
         for mapped in (0..self.table.pages()).filter_map(|at| self.table.mapped(at)) {
             domain.contents.count_reference(mapped.store_page, false);
@@ -361,7 +367,7 @@ impl VmState {
         self.held.get_or_insert(Held { after: before });
     }
 
-    /// Makes the library forget removed RAM blocks, before other memory is mapped at their
+    /// Makes the library remove RAM blocks that are gone, before other memory is mapped at their
     /// addresses.
     fn forget_blocks(&mut self) -> Result<(), GuestError> {
         while let Some(hva) = self.gone_blocks.last() {
@@ -374,7 +380,7 @@ impl VmState {
         Ok(())
     }
 
-    /// Tells the library of removed and new RAM blocks.
+    /// Tells the library which RAM blocks are gone and which are new.
     fn tell_layout(&mut self, layout: &RamLayout, known: &[RamBlock]) -> Result<(), GuestError> {
         self.forget_blocks()?;
         let new = layout.blocks.iter().zip(&self.advice);

@@ -1,6 +1,6 @@
-//! Gives pages that hold only zeroes back to the host.
+//! Discards guest pages that hold only zeroes, so that the host has their memory back.
 //!
-//! The library finds, freezes, verifies and drops them; [`super::zero_pass`] decides when.
+//! The library finds, freezes, verifies and discards the pages; [`super::zero_pass`] decides when.
 
 use std::time::Instant;
 
@@ -12,11 +12,12 @@ use super::guest::VmId;
 use super::state::{Engine, VmState};
 use super::zero_pass::resident_pages;
 
-/// Most pages that one order examines (64 MiB): a few milliseconds of the library's thread.
+/// Maximum number of pages that one order examines (64 MiB): a few milliseconds of the library's
+/// thread.
 const ORDER_PAGES: u64 = 16_384;
 
 impl Engine {
-    /// Sends the next order of a pass. Returns whether one was due.
+    /// Sends the next order of a pass. Returns whether an order was due.
     pub(super) fn zero_due(&mut self, now: Instant) -> bool {
         let due =
             |vm: &VmState| vm.stats.problem.is_none() && vm.zero.due.is_some_and(|due| due <= now);
@@ -69,7 +70,7 @@ impl Engine {
     }
 }
 
-/// Marks the pages of ranges that are no longer in memory as zero pages.
+/// Marks the pages in `ranges` that are no longer in memory as zero pages.
 fn mark_gone(vm: &mut VmState, ranges: &[Range]) {
     let filter = Filter {
         all_of: category::PRESENT,
@@ -93,7 +94,7 @@ fn mark_gone(vm: &mut VmState, ranges: &[Range]) {
     }
 }
 
-/// Returns the anonymous pages in memory, in ranges of at most [`ORDER_PAGES`].
+/// Returns the anonymous pages of a VM that are in memory, in ranges of at most [`ORDER_PAGES`].
 fn candidates(vm: &VmState) -> Vec<Range> {
     let Some(map) = &vm.pagemap else {
         return Vec::new();

@@ -1,24 +1,24 @@
-//! Schedules the search of a VM's memory for pages of zeroes: once after the VM has booted, and
-//! again whenever its memory has grown by [`GROWTH_PAGES`].
+//! Schedules the search of a VM's memory for zero pages: once after the VM has booted, and again
+//! whenever its memory has grown by [`GROWTH_PAGES`].
 
 use std::time::{Duration, Instant};
 
 use memfold_wire::library::Range;
 use rustix::process::Pid;
 
-/// Time between adding the VM and its first pass, so that it has booted.
+/// Time from adding a VM to its first pass, in which the VM boots.
 const FIRST: Duration = Duration::from_secs(30);
 
 /// Shortest time between two passes.
 const INTERVAL: Duration = Duration::from_secs(60);
 
-/// Growth in pages after which another pass is worthwhile (16 MiB).
+/// Growth of the VM's memory in pages (16 MiB) that makes another pass worthwhile.
 const GROWTH_PAGES: u64 = 4096;
 
-/// State of a VM's pass.
+/// State of the pass over a VM's memory.
 #[derive(Debug)]
 pub(super) struct ZeroPass {
-    /// Time at which the next order is due.
+    /// Time at which the next order of the pass is due; `None` if no pass is planned.
     pub due: Option<Instant>,
     pub rest: Vec<Range>,
     pub resident_pages: u64,
@@ -27,7 +27,7 @@ pub(super) struct ZeroPass {
 }
 
 impl ZeroPass {
-    /// Creates the state before the first pass, which is due 30 s after `added`; `None` disables
+    /// Creates the state before the first pass, which is due 30 s after `added`. `None` disables
     /// all passes.
     pub fn new(added: Option<Instant>) -> Self {
         let now = added.unwrap_or_else(Instant::now);
@@ -40,7 +40,7 @@ impl ZeroPass {
         }
     }
 
-    /// Starts a pass if the process has grown enough since the last.
+    /// Plans a pass if the VM's process has grown enough since the last pass.
     pub fn consider(&mut self, now: Instant, pid: Pid) {
         if self.enabled
             && self.due.is_none()
@@ -51,8 +51,8 @@ impl ZeroPass {
     }
 }
 
-/// Returns the resident pages of a process from `/proc/PID/statm`: a cheap approximation of
-/// `RssAnon`.
+/// Returns the number of resident pages of a process from `/proc/PID/statm`, a cheap approximation
+/// of `RssAnon`.
 pub(super) fn resident_pages(pid: Pid) -> u64 {
     std::fs::read_to_string(format!("/proc/{}/statm", pid.as_raw_nonzero()))
         .ok()

@@ -1,4 +1,4 @@
-//! Requests for the cached pages of one VM.
+//! Tests of requests for the cached pages of one VM.
 
 use std::sync::mpsc::{SyncSender, sync_channel};
 

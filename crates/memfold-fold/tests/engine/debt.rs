@@ -1,4 +1,4 @@
-//! Memory that guests could reclaim by writes, and an engine that must not share any more.
+//! Tests of the debt's figures, and of an engine that must not share any more.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -53,12 +53,13 @@ fn folded_pages_count_as_debt_until_written_and_a_request_frees_the_store() {
     assert_eq!(of(&all, 1).cached_pages, 256);
     let before = all.store_bytes;
     assert!(before >= 256 * PAGE as u64);
-    // The storm, in a part that neither caches any more: the counters know of it at the next look.
+    // The guests overwrite a part that neither caches any more; the counters show it after the next
+    // sync.
     for (id, ram, seed) in [(1, &mut a, 71), (2, &mut b, 72)] {
         engine.say(id, FromAgent::Gone(vec![PfnRun { pfn: 0, pages: 128 }]));
         ram.fill(0, 128, seed);
     }
-    // Sooner than the engine gives back by itself.
+    // The request comes before the engine would free the store pages by itself.
     let asked = owed(&engine, true, true);
     assert_eq!(of(&asked, 1).folded_pages, 128);
     assert_eq!(asked.given_back_pages, 128);
@@ -84,7 +85,7 @@ fn a_braked_engine_keeps_folded_pages_and_folds_again_after_the_brake_is_release
     braked(&engine, Some("enough"));
     engine.cached(1, 2, "/g", 500, 64);
     engine.cached(2, 2, "/g", 500, 64);
-    // Forty times what a hint waits for.
+    // This is forty times the time for which a hint waits.
     std::thread::sleep(Duration::from_secs(2));
     let stats = engine.stats();
     assert_eq!(stats.braked.as_deref(), Some("enough"));
@@ -97,8 +98,8 @@ fn a_braked_engine_keeps_folded_pages_and_folds_again_after_the_brake_is_release
             "what was folded stays"
         );
     }
-    // It still looks at the kernel's tables by itself: counters alone, without asking for a look,
-    // follow.
+    // The engine still syncs with the kernel's tables by itself: the counters change without a
+    // request to sync.
     a.fill(0, 64, 73);
     engine.say(1, FromAgent::Gone(vec![]));
     wait_until("it looks by itself", Duration::from_secs(20), || {
@@ -127,8 +128,8 @@ fn unwritten_pages_of_a_snapshot_image_count_as_debt_and_holes_do_not() {
     engine.add(1, &domain, &a, true);
     engine.add(2, &domain, &b, true);
     assert_eq!(of(&owed(&engine, true, false), 1).snapshot_pages, 300);
-    // Fifty of the image's pages, and as many of its hole (where a memory file now holds pages of
-    // zeroes, which nobody asked for).
+    // The guest writes fifty pages of the image's data, and fifty of its hole (where the memory
+    // file now holds pages of zeroes).
     for at in (250..300).chain(2000..2050) {
         a.page(at).fill(9);
     }

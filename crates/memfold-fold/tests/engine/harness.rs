@@ -1,4 +1,4 @@
-//! Test harness: VMs that are buffers of this process, and an engine for them.
+//! Test harness: VMs that are buffers of this process, and an engine for these VMs.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -46,7 +46,8 @@ impl Guest for InProcess {
         }
         let descriptor: Option<OwnedFd> =
             descriptor.map(|fd| fd.as_fd().try_clone_to_owned().unwrap());
-        // Nobody runs in this VM between two tests' steps, so any freeze will do for one at rest.
+        // Nothing runs in this VM between two steps of a test, so write protection can replace a
+        // stop.
         let Order::Fold {
             freeze: Freeze::Stopped { limit_us },
             runs,
@@ -82,16 +83,16 @@ impl Guest for InProcess {
     }
 }
 
-/// A page-aligned buffer in the role of a VM's RAM. Never freed: folding exchanges its mappings,
-/// and the allocator would give memory with pages of a store to the next test.
+/// A page-aligned buffer that serves as a VM's RAM. The buffer is never freed, because folding
+/// replaces its mappings, and the allocator would give memory that maps a store to the next test.
 pub struct Ram {
     buffer: &'static mut [u8],
     skip: usize,
     pub folder: Arc<Folder>,
     pub pauses: Arc<AtomicU32>,
-    /// Whether its monitor is busy.
+    /// Whether the VM's monitor is busy.
     pub busy: Arc<AtomicBool>,
-    /// Whether its library's connection is broken.
+    /// Whether the connection to the VM's library is broken.
     pub lost: Arc<AtomicBool>,
 }
 
@@ -124,7 +125,8 @@ impl Ram {
         }
     }
 
-    /// Creates RAM that is a private view of `image`, like a VM that runs from a snapshot.
+    /// Creates RAM that is a private view of `image`, like the RAM of a VM that runs from a
+    /// snapshot.
     pub fn of_image(image: &File) -> Self {
         let ram = Self::new();
         let (hva, pages) = (ram.hva().0, RAM_PAGES as u64);
@@ -144,7 +146,7 @@ impl Ram {
         ram
     }
 
-    /// Maps pages of a disk file over the image, like a VM whose snapshot refers to the disk.
+    /// Maps pages of a disk file over the image, as in a VM whose snapshot refers to its disk.
     pub fn map_disk(&self, pages: std::ops::Range<u64>, disk: &File) {
         let run = MapRun {
             hva: self.hva().add_pages(pages.start).0,
@@ -171,7 +173,7 @@ impl Ram {
         }
     }
 
-    /// Fills page `at` with the bytes of the image of `seed`.
+    /// Fills page `at` with the bytes of page `at` of the file `seed`.
     pub fn fill_page(&mut self, at: usize, seed: u64) {
         let bytes = pattern(seed, at);
         self.page(at).copy_from_slice(&bytes);
@@ -204,7 +206,7 @@ impl Ram {
     }
 }
 
-/// Returns the bytes of page `page` of the file `seed`. No two pages of any two files are equal.
+/// Returns the bytes of page `page` of the file `seed`. Any two pages of any two files differ.
 pub fn pattern(seed: u64, page: usize) -> Vec<u8> {
     let mut state = (seed << 32 | page as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..PAGE / 8)
@@ -228,8 +230,8 @@ impl Running {
     }
 
     pub fn start_with(settings: &EngineSettings) -> Self {
-        // Shows with --nocapture why the engine refuses something. Set once for all tests of the
-        // process.
+        // With --nocapture, the log shows why the engine refuses something. The first test of the
+        // process sets the subscriber.
         let _ = tracing_subscriber::fmt().with_test_writer().try_init();
         let settings = EngineSettings {
             cpu_share: 1.0,
@@ -328,14 +330,14 @@ pub fn vm(stats: &EngineStats, id: VmId) -> &VmStats {
         .unwrap()
 }
 
-/// Returns whether all of these VMs have `pages` pages folded.
+/// Returns whether each of the VMs `ids` has `pages` pages folded.
 pub fn folded(stats: &EngineStats, ids: &[VmId], pages: u64) -> bool {
     ids.iter()
         .all(|&id| vm(stats, id).matched_folded_pages == pages)
 }
 
-/// Returns a domain name of its own for each test: adoption searches this process for stores by
-/// name.
+/// Returns a trust domain's name that is unique to the test, because adoption searches this process
+/// for stores by name.
 pub fn domain(test: &str) -> String {
     format!("{test}-{}", std::process::id())
 }

@@ -1,4 +1,4 @@
-//! Tests of the fold engine on this process's own memory: each "VM" is a buffer, and the real
+//! Tests of the fold engine on memory of the test's process: each "VM" is a buffer, and the real
 //! library's code folds it.
 
 mod cached;
@@ -29,7 +29,7 @@ fn two_vms_that_cache_the_same_file_share_its_pages() {
     engine.cached(1, 5, "/usr/bin/x", 100, 300);
     engine.cached(2, 9, "/usr/bin/x", 700, 300);
     let stats = engine.wait("both folded", |s| folded(s, &[1, 2], 300));
-    // The store's last huge page is there before all of its bytes are.
+    // The last huge page of the store is allocated as a whole, before all of its bytes are used.
     assert!((300 * PAGE as u64..=2 << 20).contains(&stats.domains[0].store_bytes));
     assert_eq!(stats.case_same_path_same_content, 600);
     assert!(a.holds(100, 300, 1) && b.holds(700, 300, 1));
@@ -51,7 +51,7 @@ fn vms_of_two_trust_domains_share_no_page() {
     engine.wait("both told of their pages", |stats| {
         [1, 2].iter().all(|id| vm(stats, *id).hint_pages == 64)
     });
-    // Many times what a hint waits for before it is looked at.
+    // This is many times the time for which a hint waits.
     std::thread::sleep(Duration::from_millis(600));
     let stats = engine.stats();
     assert_eq!(
@@ -137,7 +137,8 @@ fn written_pages_are_unfolded_and_unused_store_pages_are_freed() {
     engine.cached(1, 1, "/f", 0, 256);
     engine.cached(2, 1, "/f", 0, 256);
     engine.wait("both folded", |s| folded(s, &[1, 2], 256));
-    // Both drop the first half from their caches and use the memory for something else.
+    // Both guests drop the first half of the file from their caches and use the memory for
+    // something else.
     for (id, ram, seed) in [(1, &mut a, 70), (2, &mut b, 80)] {
         engine.say(id, FromAgent::Gone(vec![PfnRun { pfn: 0, pages: 128 }]));
         ram.fill(0, 128, seed);
@@ -153,7 +154,7 @@ fn written_pages_are_unfolded_and_unused_store_pages_are_freed() {
     );
     let rest = pattern(6, 200);
     assert!(a.page(200) == rest && b.page(200) == rest);
-    // The same frames cache a file again: folded once more, over the old mappings.
+    // The same frames cache a file again, and are refolded over the old mappings.
     a.fill(0, 128, 9);
     b.fill(0, 128, 9);
     engine.cached(1, 2, "/g", 0, 128);
@@ -272,13 +273,14 @@ fn a_store_at_the_end_of_its_file_reuses_holes_that_no_vm_maps() {
         first.cached(id, 1, "/f", 0, 100);
     }
     first.wait("both folded", |s| folded(s, &[1, 2], 100));
-    // The store's first pages become a hole that is still mapped, under private copies.
+    // The first pages of the store become a hole that is still mapped, under private copies.
     for ram in [&mut a, &mut b] {
         ram.fill(0, 100, 15);
     }
     first.wait("given back", |s| s.domains[0].store_bytes == 0);
     drop(first);
-    // As if it had appended 16 TiB: the next daemon goes on behind the file's end.
+    // The file has the size of a store to which 16 TiB were appended, so the next daemon finds no
+    // space behind its end.
     let name = format!("/memfold:{domain} (deleted)");
     let memfd = format!("/memfd:memfold:{domain} (deleted)");
     let stores = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
@@ -334,7 +336,7 @@ fn the_library_removes_an_unplugged_memory_block() {
     });
     both.blocks.push(second.clone());
     engine.add_with(1, &domain, &ram, true, both);
-    // Would overlap the block that it is part of.
+    // This block would overlap the block that contains it.
     let again = Order::AddRam {
         hva: second.hva.add_pages(1).0,
         pages: half - 1,
@@ -366,7 +368,8 @@ fn a_lying_agent_uses_up_only_its_own_budget() {
     for (id, ram) in [(1, &a), (2, &b), (3, &liar)] {
         engine.add(id, &domain, ram, true);
     }
-    // Frames outside RAM, files never introduced, and a file of the others with bytes of its own.
+    // The agent reports frames outside RAM, files that it never introduced, and a file of the
+    // others with different bytes.
     engine.cached(3, 1, "/f", 0, 100);
     engine.say(
         3,
@@ -433,7 +436,7 @@ fn a_vm_held_for_a_snapshot_is_not_folded_until_it_is_released() {
     let (answer, answered) = sync_channel(1);
     engine.commands.send(Command::Track(1, answer)).unwrap();
     answered.recv().unwrap().unwrap();
-    // A migration ends, say.
+    // For example, a migration ends.
     engine.commands.send(Command::Problem(1, None)).unwrap();
     engine.cached(1, 1, "/f", 0, 64);
     engine.cached(2, 1, "/f", 0, 64);
@@ -456,7 +459,7 @@ fn a_reconnected_library_receives_missed_memory_layout_changes() {
     let domain = domain("reached");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     let engine = Running::start();
-    // The first half of it alone.
+    // At first, the VM has only the first half of the block.
     let mut half = a.layout();
     half.blocks[0].pages /= 2;
     half.slots[0].pages /= 2;
@@ -471,7 +474,7 @@ fn a_reconnected_library_receives_missed_memory_layout_changes() {
     let problem = |s: &EngineStats| vm(s, 1).problem.clone();
     let stats = engine.wait("lost", |s| problem(s).is_some());
     assert!(problem(&stats).unwrap().contains("does not answer"));
-    // The block is gone and a larger one in its place, of which the library can't be told now.
+    // The block is replaced by a larger one, which the library cannot be told now.
     engine
         .commands
         .send(Command::Layout {
@@ -511,8 +514,8 @@ fn an_idle_engine_uses_no_cpu() {
     let engine = Running::start();
     engine.add(1, &domain, &a, true);
     engine.cached(1, 1, "/f", 0, 10);
-    // One look at the kernel's tables for the answer itself. The least of a few times: others may
-    // have this core's caches.
+    // The answer itself needs one sync with the kernel's tables. The smallest of several
+    // measurements counts, because other programs may have used this core's caches.
     let mut used = Vec::new();
     while used.len() < 5 && !used.iter().any(|used| *used < 0.01) {
         std::thread::sleep(Duration::from_secs(1));
@@ -549,8 +552,8 @@ fn a_full_store_keeps_folded_pages_and_takes_new_content_after_space_is_freed() 
     assert_eq!(stats.domains[0].appended_pages, 64);
     assert!((64 * PAGE as u64..=2 << 20).contains(&stats.domains[0].store_bytes));
     assert!(folded(&stats, &[1, 2], 64), "the first file stays folded");
-    // Both drop the first file and use its memory otherwise: its content goes, and there is room
-    // for the second.
+    // Both guests drop the first file and use its memory for other things. Its content is freed,
+    // and there is room for the second file.
     for (id, ram, seed) in [(1, &mut a, 30), (2, &mut b, 31)] {
         engine.say(id, FromAgent::Gone(vec![PfnRun { pfn: 0, pages: 64 }]));
         ram.fill(0, 64, seed);

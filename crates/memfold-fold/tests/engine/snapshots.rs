@@ -1,4 +1,5 @@
-//! VMs that run from a snapshot's image: which pages they share, and which are folded back.
+//! Tests of VMs that run from a snapshot's image: which pages they share, and which are folded
+//! back.
 
 use std::fs::File;
 use std::io::Write;
@@ -37,7 +38,8 @@ fn only_pages_equal_to_the_snapshot_are_folded_back() {
     let engine = Running::start_with(&often());
     engine.add(1, &domain, &a, true);
     engine.add(2, &domain, &b, true);
-    // Written and as before, in long and in short runs; and written to stay.
+    // Pages that the guest wrote back to the image's bytes, in long and short runs, and pages that
+    // stay different.
     for at in (0..700).chain((1000..1100).step_by(2)) {
         a.page(at).fill(7);
         a.fill_page(at, 21);
@@ -62,7 +64,7 @@ fn only_pages_equal_to_the_snapshot_are_folded_back() {
 fn pages_mapped_from_a_disk_are_counted_as_shared_and_are_not_folded_back() {
     let (domain, image, disk) = (domain("hot"), named("memfold-image:1:2", 31), image(32));
     let mut ram = Ram::of_image(&image);
-    // The disk comes first, and is not taken for the image.
+    // The disk's mapping comes first, and must not be taken for the image.
     ram.map_disk(0..100, &disk);
     ram.map_disk(200..210, &disk);
     let engine = Running::start_with(&often());
@@ -77,7 +79,7 @@ fn pages_mapped_from_a_disk_are_counted_as_shared_and_are_not_folded_back() {
     let all = RAM_PAGES as u64;
     assert_eq!(vm(&stats, 1).template_pages, all);
     assert_eq!(vm(&stats, 1).template_shared_pages, all - 50);
-    // The kernel protects views of memory only, and one of the files may be none.
+    // The kernel can write-protect only views of memory files, and the disk's file may not be one.
     assert!(vm(&stats, 1).pauses > 0);
     for at in 0..1400 {
         let seed = if at < 100 || (200..210).contains(&at) {
@@ -98,8 +100,8 @@ fn a_constantly_writing_guest_loses_no_write_during_fold_back() {
     let original: Vec<[u8; 8]> = (0..512)
         .map(|at| ram.page(at)[..8].try_into().unwrap())
         .collect();
-    // Every page is by turns as in the image and with the round's number, and is what was written
-    // last whenever it is looked at.
+    // Every page has in turn the image's bytes and the number of the round, and each look must find
+    // the bytes that were written last.
     let (begun, mut rounds) = (Instant::now(), 0_u64);
     let enough = |rounds: u64| {
         rounds > 100
@@ -158,8 +160,8 @@ fn clones_fold_file_pages_read_after_the_snapshot_and_not_pages_of_the_snapshot(
     assert!(a.holds(1000, 64, 24) && b.holds(2000, 64, 24));
     assert!(a.frames(1000, 64).iter().all(Option::is_some));
     assert_eq!(a.frames(1000, 64), b.frames(2000, 64));
-    // Written since, both differ from the snapshot; they hold the same, and are folded onto each
-    // other.
+    // The guests have written these pages: they differ from the snapshot, are equal in both VMs,
+    // and are folded onto each other.
     for (id, ram) in [(1, &mut a), (2, &mut b)] {
         ram.fill(100, 200, 25);
         engine.hint(id, 1, 100, 200);
