@@ -1,4 +1,4 @@
-//! Reasons why memory is not merged.
+//! Reasons why KSM does not merge memory of a VM.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -61,7 +61,7 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// Whether the affected pages cannot merge at all until somebody changes something.
+    /// Returns whether the affected pages cannot merge at all until somebody changes something.
     #[must_use]
     pub const fn blocks(self) -> bool {
         matches!(

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::error::KsmError;
 
-/// KSM's settings, by the kernel's names. `None`: this kernel lacks the setting; when written:
-/// leave it unchanged.
+/// KSM's settings, by the names of the kernel's files. `None` in a read setting: the kernel does
+/// not have it. `None` in a setting to write: the present value stays.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -34,8 +34,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The settings of a freshly booted kernel (`mm/ksm.c`), but with `run` = 1: 100 pages every 20
-    /// ms, smart scan, no advisor.
+    /// Returns the settings of a freshly booted kernel (`mm/ksm.c`), but with `run` = 1: 100 pages
+    /// every 20 ms, smart scan, no advisor.
     #[must_use]
     pub fn kernel_default() -> Self {
         Self {
@@ -53,7 +53,7 @@ impl Settings {
     }
 }
 
-/// A directory of KSM settings and counters.
+/// Directory of KSM's settings and counters.
 #[derive(Clone, Debug)]
 pub struct Controls {
     pub(super) root: PathBuf,
@@ -66,12 +66,12 @@ impl Default for Controls {
 }
 
 impl Controls {
-    /// The directory `root`; `/sys/kernel/mm/ksm` except in tests.
+    /// Creates the controls in directory `root`, which is `/sys/kernel/mm/ksm` except in tests.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// Reads the text of one file; `None` if the kernel lacks it.
+    /// Returns the text of one file; `None` if the kernel does not have the file.
     pub fn text(&self, name: &str) -> Result<Option<String>, KsmError> {
         let path = self.root.join(name);
         match fs::read_to_string(&path) {
@@ -87,7 +87,7 @@ impl Controls {
         }
     }
 
-    /// Names of all files in the directory, sorted.
+    /// Returns the names of all files in the directory, sorted.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
@@ -99,7 +99,7 @@ impl Controls {
         names
     }
 
-    /// Reads the number in one file; `None` if the kernel lacks it.
+    /// Returns the number in one file; `None` if the kernel does not have the file.
     pub fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, KsmError> {
         let Some(text) = self.text(name)? else {
             return Ok(None);
@@ -111,11 +111,11 @@ impl Controls {
         Ok(Some(parsed))
     }
 
-    /// Writes one setting. A write of 2 to `run` returns when everything is unmerged.
+    /// Writes one setting. A write of 2 to `run` returns when all pages are unmerged.
     pub fn write(&self, name: &str, value: &dyn fmt::Display) -> Result<(), KsmError> {
         let (path, value) = (self.root.join(name), value.to_string());
-        // Creates no file: a name that the kernel lacks must not become a file in a test's
-        // directory.
+        // No file is created, because a name that the kernel does not have must not become a file
+        // in a test's directory.
         let written = File::options()
             .write(true)
             .truncate(true)
@@ -140,7 +140,7 @@ impl Controls {
             stable_node_chains_prune_millisecs: self
                 .number("stable_node_chains_prune_millisecs")?,
             smart_scan: self.number("smart_scan")?,
-            // The file shows all modes, the one in use in brackets.
+            // The file lists all modes; the mode in use is in brackets.
             advisor_mode: self.text("advisor_mode")?.map(|modes| {
                 let used = modes.split(['[', ']']).nth(1);
                 used.unwrap_or(&modes).to_owned()
@@ -152,11 +152,12 @@ impl Controls {
         })
     }
 
-    /// Writes every setting in `wanted` that this kernel has and that differs; `run` last.
+    /// Writes every setting in `wanted` that this kernel has and that differs; `run` comes last.
     ///
-    /// While anything is merged, the kernel refuses changes of `merge_across_nodes` and
-    /// `max_page_sharing` (EBUSY): unmerge first. While an advisor runs, it refuses changes of
-    /// `pages_to_scan`: this function switches the advisor off first, and on last.
+    /// While any page is merged, the kernel refuses changes of `merge_across_nodes` and
+    /// `max_page_sharing` (EBUSY); the caller must unmerge first. While an advisor runs, the kernel
+    /// refuses changes of `pages_to_scan`; this function switches the advisor off first, and on
+    /// last.
     pub fn apply(&self, wanted: &Settings) -> Result<(), KsmError> {
         let now = self.settings()?;
         let set = |name: &str, now: Option<u64>, wanted: Option<u64>| match (now, wanted) {
@@ -167,7 +168,7 @@ impl Controls {
             self.write("advisor_mode", &"none")?;
         }
         // Without the advisor, the kernel returns to its own choice of pages_to_scan, so the value
-        // is read again.
+        // must be read again.
         set(
             "pages_to_scan",
             self.number("pages_to_scan")?,
@@ -196,11 +197,12 @@ impl Controls {
         set("run", now.run, wanted.run)
     }
 
-    /// Gives every merged page its own copy again (`run` = 2), then sets `run` to `after`.
+    /// Gives every process its own copy of each merged page again (`run` = 2), then sets `run` to
+    /// `after`.
     pub fn unmerge(&self, after: u64) -> Result<(), KsmError> {
         self.write("run", &2)?;
-        // The kernel frees merged pages before the write returns. Its counters may follow only when
-        // the next process exits.
+        // The kernel frees merged pages before the write returns, but its counters may change only
+        // when the next process exits.
         let deadline = Instant::now() + Duration::from_secs(5);
         while self.number::<u64>("pages_sharing")?.unwrap_or(0) > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 
 /// Reason why KSM could not be read or set.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // the messages say what is the case
+#[allow(missing_docs)] // the messages explain the variants
 pub enum KsmError {
     #[error("this kernel has no KSM: {0} is missing (CONFIG_KSM)")]
     Missing(PathBuf),
-    /// A process keeps its memory map locked. 0: the process is unknown.
+    /// A process holds the lock of its memory map while it waits. The process number is 0 if the
+    /// process is unknown.
     #[error(
         "cannot list mergeable memory: process {0} holds the lock of its memory map while it waits in the kernel (see 'ps -o pid,stat,wchan:30,args -p {0}')"
     )]

@@ -1,10 +1,9 @@
 //! Explains why a VM's memory merges or does not: every cause, with the number of pages that it
 //! affects.
-//!
 //! Each page of the guest's mappings is in exactly one class: of a kind that KSM does not scan, not
-//! advised, not in memory, merged, not yet scanned twice, or scanned without a match. Causes that
-//! hold for the whole host (such as a stopped KSM) affect all pages that are not merged. [`weigh`]
-//! only computes; [`super::facts`] reads the kernel's files.
+//! advised mergeable, not in memory, merged, not yet scanned twice, or scanned without a match.
+//! Causes that hold for the whole host (such as a stopped KSM) affect all pages that are not
+//! merged. [`weigh`] only computes; [`super::facts`] reads the kernel's files.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
@@ -70,7 +69,7 @@ pub struct Explanation {
     pub causes: Vec<Finding>,
 }
 
-/// Determines the causes, and the pages that each affects.
+/// Determines the causes, and the number of pages that each cause affects.
 #[must_use]
 pub fn weigh(facts: &Facts) -> Explanation {
     let places = Places::of(facts);
@@ -117,7 +116,7 @@ pub fn weigh(facts: &Facts) -> Explanation {
 
 fn verdict(places: &Places, merged: u64, causes: &[Finding]) -> String {
     let size = |pages: u64| memfold_units::PageCount(pages).bytes();
-    // Memory that is shared already, or absent, is no obstacle to merging.
+    // Pages that are shared already, or not in memory, do not prevent merging.
     let rests = |finding: &&Finding| {
         !matches!(
             finding.cause,
@@ -160,7 +159,7 @@ fn of_host(facts: &Facts, places: &Places, found: &mut Found) {
     if host.settings.merge_across_nodes == Some(0) && host.nodes > 1 {
         found.push((Cause::AcrossNodes, places.unmerged()));
     }
-    // The kernel does not tell how many pages of this VM are affected.
+    // The kernel does not report how many pages of this VM are affected.
     if places.mergeable > 0 && host.status.stable_node_chains.is_some_and(|n| n > 0) {
         found.push((Cause::MaxPageSharing, 0));
     }
@@ -227,8 +226,8 @@ fn of_content(facts: &Facts, places: &Places, passes: &Passes, found: &mut Found
         None => places.unmerged(),
     }
     .min(places.unmerged());
-    // The kernel counts these two only for the whole host. Their ratio there is assumed for this
-    // VM.
+    // The kernel counts unshared and volatile pages only for the whole host. This VM is assumed to
+    // have the same ratio.
     let (unshared, volatile) = (
         host.status.pages_unshared.unwrap_or(0),
         host.status.pages_volatile.unwrap_or(0),

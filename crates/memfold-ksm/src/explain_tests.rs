@@ -21,8 +21,8 @@ fn mapping(flags: &str, path: &str, pages: u64) -> Mapping {
     }
 }
 
-/// A VM of 64 MiB of mergeable memory that ksmd has looked at for an hour, on a host whose ksmd
-/// runs at the kernel's default.
+/// Returns the facts of a VM with 64 MiB of mergeable memory that ksmd has scanned for an hour, on
+/// a host whose ksmd has the kernel's default settings.
 fn facts() -> Facts {
     Facts {
         vm: "v".into(),
@@ -185,12 +185,12 @@ fn explain_predicts_the_time_of_the_first_merge_of_a_new_vm() {
     let mut young = facts();
     young.process.status.ksm_rmap_items = Some(0);
     let host = host(&mut young);
-    // 10 million pages scanned in 10 s of CPU: 1 us each.
+    // 10 million pages were scanned in 10 s of CPU time: 1 us each.
     host.status.pages_scanned = Some(10_000_000);
     host.mergeable_pages = 1_000_000;
     let explained = weigh(&young);
     assert_eq!(explained.causes[0].cause, Cause::TooYoung);
-    // 10,000 batches with 20 ms between them, and 1 s of CPU.
+    // 10,000 batches take 20 ms between them, and 1 s of CPU time.
     assert!((explained.pass_s.unwrap() - 201.0).abs() < 0.1);
     assert!((explained.first_merge_s.unwrap() - 402.0).abs() < 0.1);
     let words = &explained.causes[0].words;
@@ -202,7 +202,7 @@ fn explain_predicts_the_time_of_the_first_merge_of_a_new_vm() {
     assert!((weigh(&young).first_merge_s.unwrap() - 301.5).abs() < 0.1);
     young.mappings[0].merged_pages = Some(5);
     assert_eq!(weigh(&young).first_merge_s, None);
-    // All was looked at twice: who is alone isn't told that it will merge.
+    // All pages were scanned twice, so a page without a match is not promised to merge.
     assert_eq!(weigh(&facts()).first_merge_s, None);
 }
 

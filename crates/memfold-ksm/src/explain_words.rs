@@ -1,10 +1,10 @@
-//! Texts of `memfold ksm explain`: the meaning of each cause, and what would change it.
+//! Texts of `memfold ksm explain`: a description of each cause, and its remedy.
 
 use super::cause::Cause;
 use super::facts::Facts;
 use super::passes::Passes;
 
-/// A duration for people.
+/// Returns a duration as text for people.
 fn time(seconds: f64) -> String {
     match seconds {
         s if s < 120.0 => format!("{s:.0} s"),
@@ -17,7 +17,7 @@ fn number(value: Option<u64>) -> String {
     value.map_or_else(|| "?".to_owned(), |value| value.to_string())
 }
 
-/// Describes a cause.
+/// Returns the description of a cause.
 pub(super) fn words(cause: Cause, facts: &Facts, passes: &Passes) -> String {
     match cause {
         Cause::NoKsm
@@ -123,7 +123,7 @@ fn of_content(cause: Cause, facts: &Facts, passes: &Passes) -> String {
     }
 }
 
-/// Describes the remedy for a cause.
+/// Returns the remedy for a cause.
 pub(super) fn fix(cause: Cause, facts: &Facts) -> String {
     let domain = facts.domain.as_deref().unwrap_or("D");
     match cause {

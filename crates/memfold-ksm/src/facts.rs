@@ -1,4 +1,4 @@
-//! Facts that explain a VM's merging, read from `/proc` and `/sys`.
+//! Facts that explain why a VM's memory merges or not, read from `/proc` and `/sys`.
 
 use std::fs;
 use std::io;
@@ -11,18 +11,18 @@ use super::ranges::{self, Mapping};
 use super::status::{Ksmd, Status, stat_field};
 use super::zeroes;
 
-/// A daemon's knowledge of a VM.
+/// What a daemon knows about a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
     /// Name of the VM.
     pub name: String,
     /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Ranges of its RAM in QEMU: first byte, and byte after the last.
+    /// Ranges of the VM's RAM in QEMU: first byte, and byte after the last.
     pub ram: Vec<(u64, u64)>,
 }
 
-/// KSM's figures of the host.
+/// KSM's settings and counters of the host, and related figures.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostSide {
     /// KSM's settings.
@@ -31,9 +31,9 @@ pub struct HostSide {
     pub status: Status,
     /// CPU time of ksmd since boot, in seconds.
     pub ksmd_cpu_s: Option<f64>,
-    /// Number of anonymous pages in memory, of all processes with mergeable memory.
+    /// Number of anonymous pages in memory, summed over all processes with mergeable memory.
     pub mergeable_pages: u64,
-    /// Number of NUMA nodes.
+    /// Number of NUMA nodes of the host.
     pub nodes: u64,
 }
 
@@ -42,42 +42,42 @@ pub struct HostSide {
 pub struct Steered {
     /// Trust domain that KSM runs for.
     pub domain: String,
-    /// Reason why KSM is paused; `None`: it runs.
+    /// Reason why the daemon has paused KSM; `None` if KSM runs.
     pub held: Option<String>,
-    /// Number of full scans since steering began.
+    /// Number of full scans since the daemon began to steer KSM.
     pub scans: u64,
 }
 
-/// All facts that explain a VM's merging.
+/// All facts that explain why a VM's memory merges or not.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Facts {
     /// Name of the VM.
     pub vm: String,
     /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Whether a daemon knows the VM. Only then `domain` is meaningful.
+    /// Whether a daemon knows the VM. Only then is `domain` meaningful.
     pub known: bool,
     /// KSM's figures of the VM's process.
     pub process: Process,
-    /// Mappings of its guest memory.
+    /// Mappings of the VM's guest memory.
     pub mappings: Vec<Mapping>,
-    /// Whether QEMU was told not to offer its memory.
+    /// Whether QEMU was told not to offer guest memory to KSM.
     pub merge_off: bool,
     /// Whether the process has a seccomp filter beside QEMU's own (`-sandbox`), which permits
     /// `madvise`.
     pub filtered: bool,
-    /// Number of zero pages in its mergeable memory, from a sample; `None`: unknown.
+    /// Estimated number of zero pages in the mergeable memory, from a sample; `None` if unknown.
     pub zero_pages: Option<u64>,
-    /// Seconds since QEMU's start.
+    /// Time since QEMU's start, in seconds.
     pub age_s: f64,
-    /// Figures of the host; `None`: the kernel has no KSM.
+    /// Figures of the host; `None` if the kernel has no KSM.
     pub host: Option<HostSide>,
-    /// State of the daemon that steers KSM; `None`: none steers, or none was asked.
+    /// State of the daemon that steers KSM; `None` if none does, or no daemon was asked.
     pub steered: Option<Steered>,
 }
 
 impl HostSide {
-    /// Reads the host's figures; `None`: its kernel has no KSM.
+    /// Reads the host's figures. Returns `None` if the host's kernel has no KSM.
     pub fn read(controls: &Controls, proc_root: &Path) -> Result<Option<Self>, KsmError> {
         let settings = match controls.settings() {
             Ok(settings) => settings,
@@ -111,11 +111,11 @@ fn nodes(directory: &Path) -> u64 {
 }
 
 impl Facts {
-    /// Reads the facts of process `pid`, a QEMU. `known`: a daemon's knowledge of it, if one was
-    /// asked.
+    /// Reads the facts of the QEMU process `pid`. `known` is what a daemon knows about the VM, if a
+    /// daemon was asked.
     ///
     /// # Errors
-    /// The process has ended, or may not be read.
+    /// Fails if the process has ended or may not be read.
     pub fn read(
         controls: &Controls,
         proc_root: &Path,
@@ -163,8 +163,8 @@ fn words(directory: &Path) -> io::Result<Vec<String>> {
         .collect())
 }
 
-/// Whether a process has a seccomp filter (`proc_pid_status(5)`) beside QEMU's own, which permits
-/// `madvise` (`system/qemu-seccomp.c`).
+/// Returns whether a process has a seccomp filter (`proc_pid_status(5)`) besides QEMU's own, which
+/// permits `madvise` (`system/qemu-seccomp.c`).
 fn filtered(status: &str, words: &[String]) -> bool {
     let number = |name: &str| -> Option<u32> {
         let mut lines = status.lines();
@@ -175,13 +175,13 @@ fn filtered(status: &str, words: &[String]) -> bool {
         matches!(pair[0].as_str(), "-sandbox" | "--sandbox") && pair[1].starts_with("on")
     };
     let own = u32::from(words.windows(2).any(is_sandbox));
-    // Linux reports the number of filters since 5.9.
+    // Linux reports the number of filters since version 5.9.
     number("Seccomp:") == Some(2) && number("Seccomp_filters:").is_none_or(|all| all > own)
 }
 
-/// Whether `mem-merge` is off. QEMU combines all `-machine` options, and the last value counts. A
-/// memory backend's `merge=off` has no effect while the machine's option is on (`ram_block_add` in
-/// `system/physmem.c` checks only the machine).
+/// Returns whether `mem-merge` is off in QEMU's command line. QEMU combines all `-machine` options,
+/// and the last value counts. A memory backend's `merge=off` has no effect while the machine's
+/// option is on (`ram_block_add` in `system/physmem.c` checks only the machine).
 fn merge_off(words: &[String]) -> bool {
     let machine = words
         .windows(2)
@@ -193,7 +193,8 @@ fn merge_off(words: &[String]) -> bool {
         .is_some_and(|value| matches!(value, "off" | "no" | "false"))
 }
 
-/// Seconds since a process's start: `/proc/uptime` less field 22 of its `stat`.
+/// Returns the time since a process's start in seconds: `/proc/uptime` minus field 22 of the
+/// process's `stat`.
 fn age_s(proc_root: &Path, directory: &Path) -> Option<f64> {
     let uptime = fs::read_to_string(proc_root.join("uptime")).ok()?;
     let uptime: f64 = uptime.split(' ').next()?.parse().ok()?;

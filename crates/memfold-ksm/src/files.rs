@@ -54,8 +54,8 @@ pub struct Entry {
     pub since: String,
 }
 
-/// Controls that Linux 6.18 has: name, unit, the first Linux that has it, meaning.
-#[rustfmt::skip] // a table
+/// Settings of Linux 6.18: name, unit, first Linux version that has the setting, meaning.
+#[rustfmt::skip] // this is a table
 const CONTROLS: [[&str; 4]; 13] = [
     ["run", "state", "2.6.32", "0: ksmd is stopped, merged pages stay merged; 1: ksmd runs; 2: ksmd is stopped and everything was unmerged"],
     ["pages_to_scan", "pages", "2.6.32", "pages that ksmd scans before it sleeps; set by the advisor while one is on"],
@@ -72,8 +72,8 @@ const CONTROLS: [[&str; 4]; 13] = [
     ["advisor_max_pages_to_scan", "pages", "6.8", "highest pages_to_scan that the advisor sets"],
 ];
 
-/// KSM's counters, in the same form.
-#[rustfmt::skip] // a table
+/// Counters of Linux 6.18: name, unit, first Linux version that has the counter, meaning.
+#[rustfmt::skip] // this is a table
 const COUNTERS: [[&str; 4]; 11] = [
     ["pages_shared", "pages", "2.6.32", "merged pages in memory"],
     ["pages_sharing", "pages", "2.6.32", "further mappings of merged pages: the pages saved"],
@@ -88,8 +88,8 @@ const COUNTERS: [[&str; 4]; 11] = [
     ["general_profit", "bytes", "6.4", "bytes that merging saves less its metadata; while KSM is stopped, ended processes still count"],
 ];
 
-/// All settings and counters, in the order of ksm.rst; files that only a newer kernel has come
-/// last.
+/// Returns all settings and counters in the order of ksm.rst. Files that this memfold does not know
+/// come last.
 pub fn entries(controls: &Controls) -> Result<Vec<Entry>, KsmError> {
     let read = |name: &str| -> Result<Option<Value>, KsmError> {
         let text = controls.text(name)?;

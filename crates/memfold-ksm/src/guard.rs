@@ -1,4 +1,4 @@
-//! Saves KSM's settings while memfold uses KSM, in memory and in a file, and restores them
+//! Saves KSM's settings in memory and in a file while memfold uses KSM, and restores them
 //! afterwards.
 
 use std::fs::{self, File};
@@ -14,24 +14,24 @@ use super::controls::{Controls, Settings};
 use super::error::KsmError;
 use super::status::merging_pages;
 
-/// Fate of pages that were merged while the settings were changed.
+/// What to do, when settings are restored, with pages that were merged while memfold used KSM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Merged {
-    /// Each page gets its own copy again, if nothing was merged before.
+    /// Unmerge all pages, if no page was merged before.
     AsBefore,
-    /// The pages stay merged. Giving each its own copy takes as much memory at once as merging has
+    /// Leave the pages merged. To unmerge them would take as much memory at once as merging has
     /// saved.
     Stay,
 }
 
-/// Contents of the file with the previous settings.
+/// Contents of the file with KSM's previous settings.
 #[derive(Debug, Serialize, Deserialize)]
 struct Note {
     root: PathBuf,
     settings: Settings,
-    /// Whether pages were merged before. Then merged pages stay merged.
+    /// Whether pages were merged before. If so, merged pages stay merged.
     merged_before: bool,
-    /// Identifier of the boot. After another boot there is nothing to restore.
+    /// ID of the boot. After another boot there is nothing to restore.
     boot_id: String,
 }
 
@@ -48,29 +48,31 @@ impl Note {
 /// Number of guards that this process holds.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// KSM's previous settings. They are restored on drop (also when unwinding), and by
-/// [`restore_leftover`] after a kill.
+/// KSM's previous settings. They are restored when this value is dropped (also in a panic); after a
+/// kill, [`restore_leftover`] restores them.
 #[derive(Debug)]
 pub struct Guard {
     note: Note,
     note_path: PathBuf,
-    // Held for its lock, which the kernel releases when the process ends.
+    // The file's lock is held; the kernel releases the lock when the process ends.
     _lock: File,
     restored: bool,
 }
 
 impl Guard {
-    /// Saves the settings of `controls`, in memory and in a file in `state_dir`, which must exist.
-    /// Only one process can hold a guard. First restores the settings that a killed holder left.
+    /// Saves the settings of `controls` in memory and in a file in `state_dir`, which must exist.
+    /// If a process was killed while it held a guard, restores that process's saved settings first.
+    /// Only one process can hold a guard.
     ///
     /// # Errors
-    /// [`KsmError::Busy`] if another process holds a guard; others if files cannot be read or
-    /// written.
+    /// Fails with [`KsmError::Busy`] if another process holds a guard, and with other errors if
+    /// files cannot be read or written.
     pub fn take(controls: &Controls, state_dir: &Path) -> Result<Self, KsmError> {
         Self::take_as(controls, state_dir, Merged::AsBefore)
     }
 
-    /// Like [`Guard::take`], and chooses the fate of pages that get merged meanwhile.
+    /// Does the same as [`Guard::take`], with a choice of what happens to pages that are merged
+    /// meanwhile.
     pub fn take_as(
         controls: &Controls,
         state_dir: &Path,
@@ -81,19 +83,20 @@ impl Guard {
         let note = Note {
             root: controls.root.clone(),
             settings: controls.settings()?,
-            // The host's counters may include ended processes. Live processes are asked if the
-            // kernel tells.
+            // The host's counters may include ended processes, so the counters of live processes
+            // are used if the kernel has them.
             merged_before: match merging_pages(Path::new("/proc")) {
                 _ if merged == Merged::Stay => true,
                 Some(pages) => pages > 0,
                 None => controls.number::<u64>("pages_shared")?.unwrap_or(0) > 0,
             },
-            // Empty if the kernel does not tell. Saved settings then always count as those of this
-            // boot, which is the safe assumption.
+            // The ID is empty if the kernel does not report it. Saved settings then always count as
+            // settings of this boot, which is the safe assumption.
             boot_id: boot_id(),
         };
         let note_path = note_path(state_dir);
-        // Written to another file and renamed, so that a kill never leaves half a file.
+        // The file is written under another name and renamed, so that a kill never leaves half a
+        // file.
         let aside = note_path.with_extension("new");
         serde_json::to_vec_pretty(&note)
             .map_err(io::Error::other)
@@ -112,13 +115,13 @@ impl Guard {
         })
     }
 
-    /// The settings that will be restored.
+    /// Returns the settings that will be restored.
     #[must_use]
     pub fn before(&self) -> &Settings {
         &self.note.settings
     }
 
-    /// Restores the settings now and returns an error if that fails. (A drop can only log it.)
+    /// Restores the settings now. Returns an error if that fails; a drop can only log the error.
     pub fn restore(mut self) -> Result<(), KsmError> {
         self.put_back()
     }
@@ -148,10 +151,11 @@ impl Drop for Guard {
     }
 }
 
-/// Restores the settings that a killed process left in `state_dir`. Returns whether there were any.
+/// Restores the settings that a killed process left in `state_dir`. Returns whether it found any
+/// for this boot.
 ///
 /// # Errors
-/// [`KsmError::Busy`] if their owner lives.
+/// Fails with [`KsmError::Busy`] if the process that saved the settings still runs.
 pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     if !note_path(state_dir).exists() {
         return Ok(false);
@@ -160,8 +164,9 @@ pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     restore_note(state_dir)
 }
 
-/// Restores the settings that this process itself saved, when it ends without unwinding (Ctrl-C).
-/// Settings saved by another process, such as a steering daemon, are left alone.
+/// Restores the settings that this process itself has saved, when it ends without unwinding
+/// (Ctrl-C). Settings that another process has saved, such as a daemon that steers KSM, stay
+/// unchanged.
 pub fn restore_own(state_dir: &Path) -> Result<bool, KsmError> {
     if HELD.load(Ordering::Acquire) == 0 {
         return Ok(false);

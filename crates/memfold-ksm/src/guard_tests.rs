@@ -1,7 +1,7 @@
 use super::*;
 use crate::pause;
 
-/// A tree as Linux 6.18 shows it, with `run` = 0.
+/// Creates a directory with KSM's files as Linux 6.18 shows them, with `run` = 0.
 fn tree() -> tempfile::TempDir {
     let tree = tempfile::tempdir().unwrap();
     for (name, text) in [
@@ -97,8 +97,8 @@ fn a_pause_stops_a_running_ksm_and_starts_it_again_afterwards() {
             .modified()
             .unwrap()
     };
-    // Where it doesn't run, somebody else may start it meanwhile: that stays so. But no memfold
-    // does.
+    // If KSM does not run, somebody else may start it during the pause, and then it continues to
+    // run. But no other memfold starts it.
     let before = written();
     let paused = pause(&controls, state.path()).unwrap();
     assert_eq!(written(), before);
@@ -128,7 +128,7 @@ fn ksm_settings_saved_by_a_killed_process_are_restored_by_the_next_process() {
         restore_leftover(state.path()),
         Err(KsmError::Busy(_))
     ));
-    // As a kill leaves it: the note stays, the lock goes with the process.
+    // A kill leaves the note, but the process's lock ends.
     guard.restored = true;
     drop(guard);
     assert!(restore_leftover(state.path()).unwrap());

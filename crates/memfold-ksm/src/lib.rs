@@ -1,4 +1,5 @@
-//! KSM, the kernel's same-page merging: reads it, runs it, steers it, and explains its results.
+//! KSM, the kernel's same-page merging: reads its figures, runs it, controls its speed, and
+//! explains its results.
 //!
 //! | | |
 //! |---|---|
@@ -10,11 +11,12 @@
 //! | [`steer`], [`pressure`] | the scan rate of ksmd: `memfold ksm start` |
 //! | [`Cause`], [`explain`], [`facts`], [`ranges`], [`zeroes`] | why a VM's memory merges or does not: `memfold ksm explain` |
 //!
-//! KSM merges all memory on the host that was advised mergeable, and knows no trust domains. Run it
-//! only while all mergeable memory belongs to one domain.
+//! KSM merges all memory on the host that was advised mergeable, regardless of trust domains. So
+//! KSM must run only while all mergeable memory belongs to one domain.
 
-/// Directory in which memfold saves the settings that it changes, so that they can be restored
-/// after a kill. There is only one, so that one process at a time changes them.
+/// Directory in which memfold saves KSM's settings before it changes them, so that they can be
+/// restored after a kill. There is only one such directory, so that only one process at a time
+/// changes the settings.
 pub const NOTES: &str = memfold_vm::DEFAULT_STATE;
 
 mod cause;

@@ -143,11 +143,12 @@ pub struct Overview {
     pub totals: Totals,
 }
 
-/// VMs that a daemon knows, by process number: name and trust domain.
+/// Name and trust domain of each VM that a daemon knows, by process number.
 pub type Names = BTreeMap<i32, (String, Option<String>)>;
 
 impl Overview {
-    /// Reads the figures of this host. `known`: the daemon's VMs; `None`: no daemon was asked.
+    /// Reads the figures of this host. `known` contains the daemon's VMs; `None` if no daemon was
+    /// asked.
     pub fn now(known: Option<&Names>) -> Result<Self, KsmError> {
         Self::read(&Controls::default(), Path::new("/proc"), known)
     }

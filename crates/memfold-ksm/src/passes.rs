@@ -1,8 +1,8 @@
-//! A VM's pages by class, and the progress of ksmd's passes over them.
+//! Counts a VM's pages by class, and computes the progress of ksmd's passes over them.
 
 use super::facts::{Facts, HostSide};
 
-/// Number of a VM's pages by class.
+/// Number of a VM's pages in each class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Places {
     pub(super) guest: u64,
@@ -29,7 +29,7 @@ impl Places {
             if mapping.has("ht") {
                 sum.hugetlb += pages;
             } else if mapping.has("sh") || mapping.permissions.ends_with('s') {
-                // Memory files are shared memory. Other files are meant to outlive the VM.
+                // Memory files count as shared memory. Other files are meant to outlive the VM.
                 let memory = ["/memfd:", "/dev/shm/", "/dev/zero"];
                 if memory.iter().any(|root| mapping.path.starts_with(root)) {
                     sum.shared += pages;
@@ -58,7 +58,7 @@ impl Places {
         sum
     }
 
-    /// Number of mergeable pages in memory that are not merged.
+    /// Returns the number of mergeable pages in memory that are not merged.
     pub(super) const fn unmerged(&self) -> u64 {
         self.present - self.merged
     }
@@ -67,9 +67,9 @@ impl Places {
 /// Progress of ksmd's passes over a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Passes {
-    /// Duration of a full scan, in seconds.
+    /// Duration of a full scan in seconds; `None` if ksmd scans nothing.
     pub(super) pass_s: Option<f64>,
-    /// Part of the VM's mergeable pages that ksmd has scanned, 0 to 1.
+    /// Fraction of the VM's mergeable pages that ksmd has scanned, 0 to 1.
     pub(super) visited: f64,
     /// Whether ksmd has not completed two passes since the VM started.
     pub(super) young: bool,
@@ -96,16 +96,17 @@ impl Passes {
         }
     }
 
-    /// Duration of two passes, less the completed part of the first.
+    /// Returns the duration of two passes in seconds, minus the completed part of the first.
     pub(super) fn first_merge_s(&self) -> Option<f64> {
         Some((2.0 - self.visited) * self.pass_s?)
     }
 }
 
-/// Assumed CPU time of ksmd per page in seconds, before any page was scanned.
+/// Assumed CPU time of ksmd per page in seconds, until enough pages were scanned.
 const COST_S: f64 = 3e-6;
 
-/// Duration of a full scan at the present settings, in seconds. `None`: ksmd scans nothing.
+/// Returns the duration of a full scan at the present settings in seconds; `None` if ksmd scans
+/// nothing.
 pub(super) fn pass_s(host: &HostSide) -> Option<f64> {
     let batch = host.settings.pages_to_scan.filter(|&pages| pages > 0)? as f64;
     let sleep_s = host.settings.sleep_millisecs? as f64 / 1e3;

@@ -20,13 +20,13 @@ pub struct Pressure {
 }
 
 impl Pressure {
-    /// The present pressure of this host.
+    /// Returns the present pressure of this host.
     #[must_use]
     pub fn now() -> Self {
         Self::read(Path::new("/proc/pressure"))
     }
 
-    /// The pressure in the files of directory `root`.
+    /// Returns the pressure in the files of directory `root`.
     #[must_use]
     pub fn read(root: &Path) -> Self {
         let some = |name: &str| some_avg10(&fs::read_to_string(root.join(name)).ok()?);
@@ -37,7 +37,7 @@ impl Pressure {
     }
 }
 
-/// Parses `some avg10=1.17 avg60=4.06 avg300=4.69 total=106052673` to 1.17.
+/// Returns 1.17 for `some avg10=1.17 avg60=4.06 avg300=4.69 total=106052673`.
 fn some_avg10(text: &str) -> Option<f64> {
     let line = text.lines().find_map(|line| line.strip_prefix("some "))?;
     let word = line.split(' ').find_map(|w| w.strip_prefix("avg10="))?;

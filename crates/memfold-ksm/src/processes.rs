@@ -1,9 +1,9 @@
-//! Processes whose memory KSM may merge, and which of them are QEMUs.
+//! Finds the processes whose memory KSM may merge, and tells which of them are QEMUs.
 //!
-//! To answer, the kernel takes each process's `mmap` lock (`/proc/PID/ksm_stat`, `smaps`). If a
-//! process hangs while it holds that lock, for example on an unreachable file server, the reader
-//! hangs as well. Therefore a separate thread reads, and the caller gives up after [`PATIENCE`]. No
-//! second read is started while one hangs.
+//! To show these figures (`/proc/PID/ksm_stat`, `smaps`), the kernel takes the process's `mmap`
+//! lock. If a process hangs while it holds this lock, for example because of an unreachable file
+//! server, the reader hangs, too. Therefore a separate thread reads, and the caller stops waiting
+//! after [`PATIENCE`]. No second read is started while one hangs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,31 +17,32 @@ use memfold_units::PAGE_SIZE;
 use super::error::KsmError;
 use super::status::ProcessStatus;
 
-/// Time limit for reading all processes. For thousands it takes some milliseconds of CPU.
+/// Time limit for reading all processes. Thousands of processes take some milliseconds of CPU time.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Reads that were given up and still hang.
+/// Reads whose callers have stopped waiting, and which still hang.
 static HANGING: Mutex<Vec<Look>> = Mutex::new(Vec::new());
 
-/// A process with mergeable memory, or a QEMU.
+/// Figures of a process that has mergeable memory or is a QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     /// Process number in the daemon's PID namespace.
     pub pid: i32,
-    /// Process name, `/proc/PID/comm`.
+    /// Name of the process from `/proc/PID/comm`.
     pub comm: String,
-    /// Whether its program is a QEMU.
+    /// Whether the process runs a QEMU.
     pub qemu: bool,
-    /// Whether KSM may merge some of its memory.
+    /// Whether KSM may merge some of the process's memory.
     pub mergeable: bool,
     /// KSM's figures of the process.
     pub status: ProcessStatus,
-    /// Number of its anonymous pages in memory.
+    /// Number of the process's anonymous pages in memory.
     pub anonymous_pages: u64,
 }
 
 impl Process {
-    /// Reads process `pid`; `None` if it has ended, or is a kernel thread.
+    /// Reads the figures of process `pid`. Returns `None` if the process has ended or is a kernel
+    /// thread.
     #[must_use]
     pub fn read(proc_root: &Path, pid: i32) -> Option<Self> {
         Self::look(proc_root, pid, Wanted::Any)
@@ -57,13 +58,13 @@ impl Process {
         if wanted == Wanted::Mergeable && told == Some(false) {
             return None;
         }
-        // The kernel cuts names at 15 bytes, even within a character, and a name can hold any
+        // The kernel cuts names at 15 bytes, even within a character, and a name can contain any
         // bytes.
         let comm = fs::read(directory.join("comm")).ok()?;
         let comm = String::from_utf8_lossy(&comm).trim_end().to_owned();
         let named_qemu = comm.starts_with("qemu-system") || comm == "qemu-kvm";
-        // Linux tells since about 6.13. Before, QEMU's mappings tell; of other processes, merged or
-        // scanned pages do.
+        // Linux reports this since about version 6.13. Before, the mappings of a QEMU show it, and
+        // for other processes a number of merged or scanned pages.
         let mergeable = told.unwrap_or_else(|| {
             let visited = |pages: Option<u64>| pages.is_some_and(|pages| pages > 0);
             visited(status.ksm_merging_pages)
@@ -89,14 +90,14 @@ impl Process {
         })
     }
 
-    /// Number of merged pages, zero pages included.
+    /// Returns the number of merged pages, including zero pages.
     #[must_use]
     pub fn merged_pages(&self) -> u64 {
         self.status.ksm_merging_pages.unwrap_or(0) + self.status.ksm_zero_pages.unwrap_or(0)
     }
 
-    /// Bytes of ksmd's metadata about the process, from the kernel's formula (profit = saved -
-    /// metadata).
+    /// Returns the size of ksmd's metadata about the process in bytes, from the kernel's formula
+    /// (profit = saved bytes - metadata).
     #[must_use]
     pub fn rmap_overhead_bytes(&self) -> Option<u64> {
         let profit = self.status.ksm_process_profit?;
@@ -112,27 +113,27 @@ enum Wanted {
     Mergeable,
 }
 
-/// All processes with mergeable memory, and all QEMUs, by process number.
+/// Returns all processes with mergeable memory and all QEMUs, sorted by process number.
 ///
 /// # Errors
-/// [`KsmError::Hung`], after [`PATIENCE`], or at once while an earlier read hangs.
+/// Fails with [`KsmError::Hung`] after [`PATIENCE`], or at once while an earlier read hangs.
 pub fn all(proc_root: &Path) -> Result<Vec<Process>, KsmError> {
     look(proc_root, Wanted::MergeableOrQemu)
 }
 
-/// All processes with mergeable memory, by process number. On new kernels, one small file is read
-/// of each other process.
+/// Returns all processes with mergeable memory, sorted by process number. On new kernels, this
+/// costs one read of a small file for each other process.
 ///
 /// # Errors
-/// As [`all`].
+/// Fails as [`all`] does.
 pub fn mergeable(proc_root: &Path) -> Result<Vec<Process>, KsmError> {
     look(proc_root, Wanted::Mergeable)
 }
 
-/// A read of all processes, on its own thread.
+/// A read of all processes by a thread of its own.
 struct Look {
     proc_root: PathBuf,
-    /// The process that is being read.
+    /// Number of the process that is being read.
     at: Arc<AtomicI32>,
     found: Receiver<Vec<Process>>,
 }
@@ -162,8 +163,8 @@ impl Look {
 }
 
 fn look(proc_root: &Path, wanted: Wanted) -> Result<Vec<Process>, KsmError> {
-    // Locked during the whole read: other callers would hang at the same process, each with a
-    // thread.
+    // The lock is held during the whole read. Otherwise other callers would hang at the same
+    // process, each with a thread.
     let mut hanging = HANGING.lock().unwrap_or_else(PoisonError::into_inner);
     hanging.retain(|look| matches!(look.found.try_recv(), Err(TryRecvError::Empty)));
     if let Some(look) = hanging.iter().find(|look| look.proc_root == proc_root) {
@@ -191,8 +192,8 @@ fn find(proc_root: &Path, wanted: Wanted, at: &AtomicI32) -> Vec<Process> {
     found
 }
 
-/// Resident less shared pages of `/proc/PID/statm` (`proc_pid_statm(5)`); `None` for kernel
-/// threads, which have no memory.
+/// Returns the resident minus the shared pages of `/proc/PID/statm` (`proc_pid_statm(5)`); `None`
+/// for a kernel thread, which has no memory.
 fn anonymous_pages(directory: &Path) -> Option<u64> {
     let text = fs::read_to_string(directory.join("statm")).ok()?;
     let mut fields = text.split_ascii_whitespace();
@@ -207,7 +208,8 @@ fn page_bytes() -> u64 {
     u64::try_from(rustix::param::page_size()).unwrap_or(PAGE_SIZE)
 }
 
-/// Whether the program is a QEMU, whatever the process is named (`-name process=`).
+/// Returns whether the process's program is a QEMU, whatever the process's name is
+/// (`-name process=`).
 fn runs_qemu(directory: &Path) -> bool {
     fs::read_link(directory.join("exe")).is_ok_and(|program| {
         let name = program.file_name().unwrap_or_default().to_string_lossy();
@@ -295,7 +297,7 @@ mod tests {
         let root = tree.path();
         let statm = "100 60 20 1 0 50 0";
         process(root, 5, &[("comm", "java\n"), ("statm", statm)]);
-        // Whoever opens it waits for somebody who writes.
+        // A reader of this pipe waits until somebody writes.
         let stat = root.join("5/ksm_stat");
         rustix::fs::mkfifoat(rustix::fs::CWD, &stat, rustix::fs::Mode::RWXU).unwrap();
         for _ in 0..2 {

@@ -1,4 +1,4 @@
-//! Locations of a QEMU's guest RAM, and KSM's figures of each mapping, from `/proc/PID/smaps`.
+//! Finds a QEMU's guest RAM, and KSM's figures of each mapping, in `/proc/PID/smaps`.
 //!
 //! Source: `fs/proc/task_mmu.c` (`show_smap_vma_flags`), `mm/ksm.c` (`vma_ksm_compatible`).
 
@@ -8,11 +8,11 @@ use std::path::Path;
 
 use memfold_units::PAGE_SIZE;
 
-/// Adjacent mappings of at least this length together count as guest memory: QEMU's own mappings
-/// are smaller, or executable.
+/// Adjacent mappings count as guest memory if their total length is at least this many bytes.
+/// QEMU's own mappings are smaller, or executable.
 const GUEST_BYTES: u64 = 16 << 20;
 
-/// A mapping of a process.
+/// A mapping of a process, from `smaps`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mapping {
     /// Address of the first byte.
@@ -21,42 +21,42 @@ pub struct Mapping {
     pub end: u64,
     /// Permissions: `rwxp` or `rwxs`.
     pub permissions: String,
-    /// Path of the file; empty for anonymous memory.
+    /// Path of the mapped file; empty for anonymous memory.
     pub path: String,
-    /// `VmFlags`.
+    /// Flags from the line `VmFlags`.
     pub flags: Vec<String>,
-    /// `Rss`, pages.
+    /// Number of pages in memory (`Rss`).
     pub resident_pages: u64,
-    /// `Anonymous`, pages.
+    /// Number of anonymous pages in memory (`Anonymous`).
     pub anonymous_pages: u64,
-    /// `AnonHugePages`, pages of 4 KiB.
+    /// Number of 4 KiB pages in transparent huge pages (`AnonHugePages`).
     pub huge_pages: u64,
-    /// `Swap`, pages.
+    /// Number of pages in swap (`Swap`).
     pub swapped_pages: u64,
-    /// `KSM`, pages; `None` before Linux 6.6.
+    /// Number of pages that KSM has merged (`KSM`); `None` before Linux 6.6.
     pub merged_pages: Option<u64>,
 }
 
 impl Mapping {
-    /// Length of the mapping in pages.
+    /// Returns the length of the mapping in pages.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         (self.end - self.start) / PAGE_SIZE
     }
 
-    /// Whether `VmFlags` contains `name`.
+    /// Returns whether `VmFlags` contains the flag `name`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.flags.iter().any(|flag| flag == name)
     }
 
-    /// Whether KSM may merge its pages.
+    /// Returns whether KSM may merge pages of the mapping.
     #[must_use]
     pub fn is_mergeable(&self) -> bool {
         self.has("mg")
     }
 
-    /// Whether it is private anonymous memory that was not offered to KSM.
+    /// Returns whether the mapping is private anonymous memory that was not offered to KSM.
     fn is_unadvised(&self) -> bool {
         let anonymous = self.path.is_empty() && !self.permissions.ends_with('s');
         anonymous && !self.is_mergeable() && !self.has("ht")
@@ -64,19 +64,19 @@ impl Mapping {
 
     fn may_be_guest(&self) -> bool {
         let may = |at: usize, letter: u8| self.permissions.as_bytes().get(at) == Some(&letter);
-        // Libraries, the heap and TCG's translated code are QEMU's own.
+        // Libraries, the heap and TCG's translated code are QEMU's own, not the guest's.
         let own = self.path.starts_with('[') || !(may(1, b'w') || may(3, b's'));
-        // The page store is too; memfold's library maps it to compare pages.
+        // The page store is QEMU's own, too: memfold's library maps the store to compare pages.
         let own = own || (may(3, b's') && self.path.contains("memfold:"));
         may(0, b'r') && !may(2, b'x') && !own
     }
 }
 
-/// The mappings of guest memory, by address: those in `ram` (first byte, byte after the last) if
-/// that is known, otherwise all large ones.
+/// Returns the mappings of guest memory, sorted by address: the mappings in `ram` (first byte, byte
+/// after the last) if `ram` is known, otherwise all large ones.
 ///
 /// # Errors
-/// The process has ended, or may not be read.
+/// Fails if the process has ended or may not be read.
 pub fn guest(proc_root: &Path, pid: i32, ram: &[(u64, u64)]) -> io::Result<Vec<Mapping>> {
     let text = fs::read_to_string(proc_root.join(pid.to_string()).join("smaps"))?;
     Ok(guest_of(parse(&text), ram))
@@ -103,8 +103,8 @@ fn guest_of(mappings: Vec<Mapping>, ram: &[(u64, u64)]) -> Vec<Mapping> {
         }
     }
     close(&mut span);
-    // QEMU's own large buffers are anonymous and not offered. So is RAM that must not merge. It is
-    // told apart by its address, or because nothing else was offered.
+    // QEMU's own large buffers are anonymous and not offered to KSM, like RAM that must not merge.
+    // Such RAM is recognized by its address, or because nothing else was offered.
     let offered = found.iter().any(Mapping::is_mergeable);
     found.retain(|m| !m.is_unadvised() || is_known(ram, m) || (ram.is_empty() && !offered));
     found
@@ -115,7 +115,7 @@ fn is_known(ram: &[(u64, u64)], mapping: &Mapping) -> bool {
         .any(|(start, end)| mapping.start < *end && *start < mapping.end)
 }
 
-/// Parses the text of `smaps`. Unexpected lines are skipped.
+/// Parses the text of `smaps`. Lines of an unknown form are skipped.
 #[must_use]
 pub fn parse(text: &str) -> Vec<Mapping> {
     let mut all: Vec<Mapping> = Vec::new();
@@ -146,7 +146,8 @@ pub fn parse(text: &str) -> Vec<Mapping> {
     all
 }
 
-/// Parses `start-end perms offset dev inode path` (`proc_pid_maps(5)`).
+/// Parses the first line of a mapping: `start-end perms offset dev inode path`
+/// (`proc_pid_maps(5)`).
 fn first_line(line: &str) -> Option<Mapping> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;

@@ -1,4 +1,4 @@
-//! Runs KSM with given settings, or holds ksmd to a CPU budget.
+//! Runs KSM with given settings, or limits ksmd to a CPU budget.
 
 use std::fs::File;
 use std::path::Path;
@@ -9,7 +9,7 @@ use super::error::KsmError;
 use super::guard::{Guard, lock};
 use super::status::{Ksmd, Status};
 
-/// KSM running under memfold. The previous settings are restored when this is dropped.
+/// KSM while memfold runs it. Dropping this value restores the previous settings.
 #[derive(Debug)]
 pub struct Run {
     controls: Controls,
@@ -17,8 +17,8 @@ pub struct Run {
 }
 
 impl Run {
-    /// Saves the present settings (see [`Guard::take`]) and starts KSM with `settings`. Pages
-    /// merged before stay merged, unless a setting must change that the kernel refuses to change
+    /// Saves the present settings (see [`Guard::take`]) and starts KSM with `settings`. Pages that
+    /// are merged already stay merged, unless the kernel refuses to change one of the settings
     /// while pages are merged.
     pub fn start(
         controls: &Controls,
@@ -46,9 +46,9 @@ impl Run {
         })
     }
 
-    /// Stops merging and restores the settings. With `unmerge`, every merged page first gets its
-    /// own copy again. Without it, merged pages stay merged if KSM was in use before. If nothing
-    /// was merged before, pages are unmerged in any case, to leave the host as it was.
+    /// Stops merging and restores the settings. If `unmerge` is set, all pages are unmerged first.
+    /// Otherwise merged pages stay merged if KSM was in use before. If no page was merged before,
+    /// pages are unmerged in any case, so that the host is in its previous state.
     pub fn stop(self, unmerge: bool) -> Result<(), KsmError> {
         self.controls.write("run", &0)?;
         if unmerge {
@@ -57,23 +57,23 @@ impl Run {
         self.guard.restore()
     }
 
-    /// The settings and counters in use.
+    /// Returns KSM's settings and counters.
     #[must_use]
     pub fn controls(&self) -> &Controls {
         &self.controls
     }
 }
 
-/// A pause of KSM. Until this is dropped, ksmd is stopped, and no other memfold starts it. Then the
-/// previous state returns.
+/// A pause of KSM: ksmd is stopped, and no other memfold starts KSM. Dropping this value restores
+/// the previous state.
 #[derive(Debug)]
 pub struct Paused {
     _settings: Option<Guard>,
     _lock: Option<File>,
 }
 
-/// Pauses KSM; merged pages stay merged. When this returns, ksmd is idle (`run_store` in `mm/ksm.c`
-/// waits for it). If KSM does not run, nothing is written.
+/// Pauses KSM; merged pages stay merged. ksmd is idle when this function returns (`run_store` in
+/// `mm/ksm.c` waits for ksmd). If KSM does not run, nothing is written.
 pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Paused, KsmError> {
     let run = match controls.text("run") {
         Err(KsmError::Missing(_)) => None,
@@ -93,25 +93,25 @@ pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Paused, KsmError> 
     })
 }
 
-/// Measurement and settings of one [`EqualCpu::step`].
+/// Result of one [`EqualCpu::step`]: the measurement, and the settings until the next step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
     /// CPU time of ksmd since [`EqualCpu::new`].
     pub used: Duration,
-    /// Whether ksmd may run until the next step.
+    /// Whether ksmd runs until the next step.
     pub running: bool,
-    /// Pages per batch.
+    /// Number of pages that ksmd scans in a batch.
     pub pages_to_scan: u64,
-    /// Pause between batches, in milliseconds.
+    /// Pause of ksmd between batches, in milliseconds.
     pub sleep_millisecs: u64,
 }
 
-/// Holds ksmd's CPU time to a growing budget of the caller: the CPU time of the other side in a
-/// comparison.
+/// Limits ksmd's CPU time to a growing budget of the caller. In a comparison, the budget is the CPU
+/// time of the other side.
 ///
 /// Each step sets the scan rate of the next interval from the measured cost of a scanned page, so
-/// that ksmd's total reaches the budget. The rate is the budget's recent growth, plus the arrears
-/// spread over [`CATCH_UP`].
+/// that ksmd's total CPU time reaches the budget. The CPU time of the next interval is the budget's
+/// recent growth, plus the unused budget spread over [`CATCH_UP`].
 #[derive(Debug)]
 pub struct EqualCpu {
     controls: Controls,
@@ -130,22 +130,22 @@ struct Sample {
     scanned: Option<u64>,
 }
 
-/// Time over which arrears are made up.
+/// Time over which ksmd uses up the unused part of the budget.
 const CATCH_UP: Duration = Duration::from_secs(2);
 
-/// Assumed CPU time of ksmd per page in seconds. A measurement replaces it after the first step.
+/// Assumed CPU time of ksmd per page in seconds, until the first step has measured it.
 const FIRST_COST_S: f64 = 2e-6;
 
-/// Largest part of one CPU for ksmd. It is a single thread, and must sleep for its settings to take
-/// effect.
+/// Largest share of one CPU for ksmd. ksmd is a single thread, and must sleep for its settings to
+/// take effect.
 const MOST: f64 = 0.95;
 
 impl EqualCpu {
-    /// Starts to hold ksmd to a budget that is zero now. KSM is paused until the first
-    /// [`step`](Self::step). `run` is a started KSM.
+    /// Starts to limit ksmd to a budget that is zero now. KSM is paused until the first
+    /// [`step`](Self::step). `run` is a running KSM.
     ///
     /// # Errors
-    /// ksmd cannot be seen, or its settings cannot be written.
+    /// Fails if ksmd is not visible, or its settings cannot be written.
     pub fn new(run: &Run) -> Result<Self, KsmError> {
         let controls = run.controls().clone();
         let ksmd = Ksmd::find().ok_or_else(|| KsmError::Missing("/proc/*/comm: ksmd".into()))?;
@@ -173,8 +173,8 @@ impl EqualCpu {
         })
     }
 
-    /// Measures, and sets the rate for the next interval. Call it about once a second. `allowed` is
-    /// the whole budget since [`new`](Self::new).
+    /// Measures ksmd's CPU time, and sets the scan rate for the next interval. Callers call this
+    /// function about once a second. `allowed` is the whole budget since [`new`](Self::new).
     pub fn step(&mut self, allowed: Duration) -> Result<Step, KsmError> {
         let now = Sample {
             at: Instant::now(),
@@ -186,7 +186,7 @@ impl EqualCpu {
         let used_s = now.used.saturating_sub(self.last.used).as_secs_f64();
         let scanned = match (now.scanned, self.last.scanned) {
             (Some(now), Some(last)) => now.saturating_sub(last) as f64,
-            // Linux before 6.6 does not tell. This is an upper bound.
+            // Linux before 6.6 does not report scanned pages. This number is an upper bound.
             _ if self.set.running => {
                 seconds * 1e3 / self.set.sleep_millisecs.max(1) as f64
                     * self.set.pages_to_scan as f64
@@ -226,11 +226,12 @@ impl EqualCpu {
     }
 }
 
-/// Pages per batch and pause in milliseconds, so that ksmd uses `rate` CPU seconds a second at
-/// `cost` seconds per page. `None`: pause ksmd.
-#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // clamped before
+/// Returns the number of pages per batch, and the pause between batches in milliseconds, with which
+/// ksmd uses `rate` seconds of CPU time per second at a cost of `cost` seconds per page. Returns
+/// `None` if ksmd must be paused.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // the values are clamped
 pub(super) fn pace(rate: f64, cost: f64) -> Option<(u64, u64)> {
-    // The shortest: the kernel's default.
+    // Shortest pause: the kernel's default.
     const PAUSE_MS: f64 = 20.0;
     const MOST_PAGES: f64 = 1e6;
     const LONGEST_PAUSE_MS: f64 = 10_000.0;
@@ -238,7 +239,8 @@ pub(super) fn pace(rate: f64, cost: f64) -> Option<(u64, u64)> {
         return None;
     }
     let rate = rate.min(MOST);
-    // A batch of n pages takes n * cost, then the pause: n * cost / (n * cost + pause) = rate.
+    // A batch of n pages takes n * cost, and the pause follows: n * cost / (n * cost + pause) =
+    // rate.
     let pages = (rate / (1.0 - rate) * PAUSE_MS / 1e3 / cost)
         .ceil()
         .clamp(1.0, MOST_PAGES);

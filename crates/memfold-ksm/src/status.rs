@@ -1,4 +1,4 @@
-//! KSM's counters for the host and for a process, and ksmd's CPU time.
+//! KSM's counters of the host and of a process, and ksmd's CPU time.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::controls::Controls;
 use super::error::KsmError;
 
-/// Counters in `/sys/kernel/mm/ksm`, by the kernel's names, in pages unless ksm.rst says otherwise.
-/// `None`: this kernel lacks the counter.
+/// Counters in `/sys/kernel/mm/ksm`, by the names of the kernel's files, in pages unless ksm.rst
+/// says otherwise. A counter is `None` if the kernel does not have it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -25,12 +25,12 @@ pub struct Status {
     pub stable_node_chains: Option<u64>,
     pub stable_node_dups: Option<u64>,
     pub ksm_zero_pages: Option<u64>,
-    /// Bytes; negative while metadata costs more than merging saves.
+    /// Saved memory in bytes; negative while metadata use more than merging saves.
     pub general_profit: Option<i64>,
 }
 
 impl Status {
-    /// Reads the counters.
+    /// Reads all counters.
     pub fn read(controls: &Controls) -> Result<Self, KsmError> {
         Ok(Self {
             pages_shared: controls.number("pages_shared")?,
@@ -48,8 +48,8 @@ impl Status {
     }
 }
 
-/// KSM's figures of one process, from `/proc/PID/ksm_stat` and `/proc/PID/ksm_merging_pages`, by
-/// the kernel's names.
+/// KSM's figures of one process, by the kernel's names, from `/proc/PID/ksm_stat` and
+/// `/proc/PID/ksm_merging_pages`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -57,15 +57,15 @@ pub struct ProcessStatus {
     pub ksm_rmap_items: Option<u64>,
     pub ksm_zero_pages: Option<u64>,
     pub ksm_merging_pages: Option<u64>,
-    /// Bytes saved, less metadata; may be negative.
+    /// Saved memory minus metadata, in bytes; may be negative.
     pub ksm_process_profit: Option<i64>,
     pub ksm_merge_any: Option<bool>,
     pub ksm_mergeable: Option<bool>,
 }
 
 impl ProcessStatus {
-    /// Reads the figures of process `pid` in the directory `proc_root`. All are `None` before Linux
-    /// 6.1.
+    /// Reads the figures of process `pid` in the directory `proc_root`. Before Linux 6.1, all
+    /// figures are `None`.
     pub fn read(proc_root: &Path, pid: i32) -> Result<Self, KsmError> {
         let directory = proc_root.join(pid.to_string());
         let mut status = Self::default();
@@ -95,11 +95,12 @@ impl ProcessStatus {
     }
 }
 
-/// Number of merged pages in all live processes: the sum of `ksm_merging_pages`. `None` before
-/// Linux 6.1.
+/// Returns the number of merged pages of all live processes: the sum of `ksm_merging_pages`. `None`
+/// before Linux 6.1.
 ///
 /// While ksmd is stopped, `pages_shared`, `pages_sharing` and `general_profit` still include ended
-/// processes, because only ksmd removes their items (`mm/ksm.c`). This sum does not include them.
+/// processes, because only ksmd removes their items (`mm/ksm.c`). The sum here does not include
+/// them.
 #[must_use]
 pub fn merging_pages(proc_root: &Path) -> Option<u64> {
     let processes = fs::read_dir(proc_root).ok()?;
@@ -126,20 +127,21 @@ fn text(path: &Path) -> Result<Option<String>, KsmError> {
     }
 }
 
-/// ksmd, the kernel thread that merges.
+/// ksmd, the kernel thread that merges pages.
 #[derive(Clone, Debug)]
 pub struct Ksmd {
     directory: PathBuf,
 }
 
 impl Ksmd {
-    /// Finds ksmd of this host. `None`: there is none (no KSM, or a PID namespace that hides it).
+    /// Finds ksmd of this host. Returns `None` if it is not visible (no KSM, or a PID namespace
+    /// that hides it).
     #[must_use]
     pub fn find() -> Option<Self> {
         Self::find_in(Path::new("/proc"))
     }
 
-    /// Finds ksmd in the directory `proc_root`: the process of that name whose parent is kthreadd
+    /// Finds ksmd in the directory `proc_root`: the process with this name whose parent is kthreadd
     /// (PID 2).
     #[must_use]
     pub fn find_in(proc_root: &Path) -> Option<Self> {
@@ -156,8 +158,8 @@ impl Ksmd {
             .map(|directory| Self { directory })
     }
 
-    /// CPU time since boot, from `schedstat` (nanoseconds). If the kernel lacks it: `utime` +
-    /// `stime` (ticks of 10 ms).
+    /// Returns ksmd's CPU time since boot from `schedstat` (nanoseconds), or from `utime` and
+    /// `stime` (ticks of 10 ms) if the kernel does not have `schedstat`.
     pub fn cpu_time(&self) -> Result<Duration, KsmError> {
         let path = self.directory.join("schedstat");
         if let Some(nanoseconds) = text(&path)?
@@ -177,8 +179,8 @@ impl Ksmd {
     }
 }
 
-/// Field `number` of `/proc/PID/stat` as counted by `proc_pid_stat(5)`, from 3 on. These fields
-/// follow the name, which may contain any characters.
+/// Returns field `number` of `/proc/PID/stat`, as `proc_pid_stat(5)` counts fields, from 3 on.
+/// These fields follow the process's name, which may contain any characters.
 pub(super) fn stat_field(stat: &str, number: usize) -> Option<u64> {
     let behind_name = &stat[stat.rfind(')')? + 1..];
     behind_name
@@ -202,7 +204,7 @@ mod tests {
         tree
     }
 
-    /// As Linux 6.18 shows it.
+    /// The line as Linux 6.18 shows it.
     const KSMD: &str =
         "37 (ksmd) S 2 0 0 0 -1 2097216 0 0 0 0 7 25 0 0 25 5 1 0 27 0 0 18446744073709551615 0 0";
 

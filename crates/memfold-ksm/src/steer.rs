@@ -1,5 +1,5 @@
 //! Decides how fast ksmd scans, from the cost of a scanned page, the CPU budget, the target time,
-//! and the result of earlier passes.
+//! and the results of earlier passes. (*Steering* is this control of KSM by the daemon.)
 //!
 //! ```text
 //!               a VM started, or memory grew         two passes that merged nothing
@@ -25,26 +25,26 @@ use super::run::pace;
 /// Limits and target of steering.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Goal {
-    /// Most CPU of ksmd, as a part of one CPU.
+    /// Maximum CPU use of ksmd, as a fraction of one CPU.
     pub cpu_share: f64,
-    /// Target duration of a full scan of the mergeable memory.
+    /// Target duration of a full scan of all mergeable memory.
     pub target: Duration,
 }
 
-/// Measurements at one moment.
+/// Figures of KSM and of the host at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample {
     /// Time since steering began.
     pub at: Duration,
-    /// CPU time of ksmd, since any fixed moment.
+    /// CPU time of ksmd since any fixed moment.
     pub cpu: Duration,
-    /// `pages_scanned`; `None` before Linux 6.6.
+    /// KSM's counter `pages_scanned`; `None` before Linux 6.6.
     pub scanned: Option<u64>,
-    /// `full_scans`.
+    /// KSM's counter `full_scans`.
     pub full_scans: u64,
-    /// Number of merged pages in live processes, `ksm_zero_pages` included.
+    /// Number of merged pages in live processes, including `ksm_zero_pages`.
     pub merged_pages: u64,
-    /// Number of anonymous pages in memory, of the processes with mergeable memory.
+    /// Number of anonymous pages in memory of the processes with mergeable memory.
     pub mergeable_pages: u64,
     /// Number of VMs that have started since steering began.
     pub arrivals: u64,
@@ -64,79 +64,82 @@ pub enum Mode {
     Idle,
 }
 
-/// Settings until the next step, and their reason.
+/// Settings of ksmd until the next step, and the reason for them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
     /// Scan mode.
     pub mode: Mode,
-    /// Part of the speed that pressure allows, 0.1 to 1.
+    /// Fraction of the speed that the pressure on the host allows, 0.1 to 1.
     pub pressure_factor: f64,
-    /// Scan rate in pages a second.
+    /// Scan rate in pages per second.
     pub pages_per_second: f64,
-    /// Expected CPU of ksmd, as a part of one CPU.
+    /// Expected CPU use of ksmd, as a fraction of one CPU.
     pub cpu_share: f64,
-    /// Value for `pages_to_scan`.
+    /// Value of `pages_to_scan`: pages in a batch.
     pub pages_to_scan: u64,
-    /// Value for `sleep_millisecs`.
+    /// Value of `sleep_millisecs`: pause between batches in milliseconds.
     pub sleep_millisecs: u64,
-    /// Description of the reason.
+    /// Description of the reason for the settings.
     pub why: String,
 }
 
-/// Part of the speed that remains when passes merge nothing, or under full pressure.
+/// Fraction of the speed that remains when passes merge nothing, or under full pressure.
 const LEAST: f64 = 0.1;
 
-/// Number of passes that a boost lasts, and of fruitless passes in a row until steering idles.
+/// Number of passes that a boost lasts, and number of consecutive passes without merges after which
+/// ksmd idles.
 const PASSES: u64 = 2;
 
-/// A pass was useful if at least this part of the mergeable memory merged or unmerged in it...
+/// Fraction of the mergeable memory that must merge or unmerge in a pass for the pass to count as
+/// useful.
 const WORTH: f64 = 0.001;
 
-/// ...and at least this many pages.
+/// Number of pages that must merge or unmerge, at least, for a pass to count as useful.
 const WORTH_PAGES: u64 = 64;
 
-/// Growth of the mergeable memory that starts a boost.
+/// Fraction by which the mergeable memory must grow to start a boost.
 const GROWTH: f64 = 0.1;
 
-/// Pressure (`some avg10`, in percent) at which ksmd begins to slow down, and at which it reaches
-/// [`LEAST`]. On a host with all CPUs busy, tasks wait for CPU nearly all the time, so that limit
-/// is high. Waiting for memory is worse, because it means waiting for disks.
+/// Pressure (`some avg10`, in percent) at which ksmd begins to slow down, and pressure at which its
+/// speed reaches [`LEAST`]. On a host with all CPUs busy, tasks wait for CPU nearly all the time,
+/// so the limits for CPU are high. Waiting for memory is worse, because it means waiting for disks.
 const CPU_PRESSURE: (f64, f64) = (50.0, 95.0);
 const MEMORY_PRESSURE: (f64, f64) = (10.0, 40.0);
 
-/// Fewest scanned pages from which the cost of a page is measured.
+/// Minimum number of scanned pages for a measurement of the cost of a page.
 const LEAST_PAGES: f64 = 50.0;
 
 /// Assumed CPU time of ksmd per page in seconds, until it is measured.
 const FIRST_COST_S: f64 = 3e-6;
 
-/// The controller of the scan rate.
+/// Controller of ksmd's scan rate.
 #[derive(Clone, Debug)]
 pub struct Steer {
     goal: Goal,
     last: Option<Sample>,
     cost_s: f64,
-    /// Start of the present cost measurement; `None`: it starts with the next step.
+    /// Start of the present cost measurement; `None` if it starts with the next step.
     measured: Option<Sample>,
-    /// Scan rate set since the last step, in pages a second, and pages set since `measured`. They
-    /// replace `pages_scanned` on kernels without it.
+    /// Scan rate since the last step in pages per second; `asked` is the number of pages that the
+    /// rates allowed since `measured`. Both replace `pages_scanned` on kernels without this
+    /// counter.
     rate: f64,
     asked: f64,
-    /// Value of `full_scans` at which the boost ends.
+    /// Value of `full_scans` at which the present boost ends; `None` without a boost.
     boost_until: Option<u64>,
-    /// Number of mergeable pages when the last boost began.
+    /// Number of mergeable pages when the last boost began or ended.
     boost_pages: u64,
-    /// Values of `full_scans` and merged pages when the present pass began.
+    /// Values of `full_scans` and of merged pages when the present pass began.
     pass: (u64, u64),
-    /// Consecutive passes that merged nothing.
+    /// Number of consecutive passes that merged nothing.
     barren: u64,
     idle: bool,
-    /// Recent CPU of ksmd, as a part of one CPU.
+    /// Recent CPU use of ksmd, as a fraction of one CPU.
     used_share: f64,
 }
 
 impl Steer {
-    /// A controller without measurements. It begins with a boost.
+    /// Creates a controller without measurements, which begins with a boost.
     #[must_use]
     pub const fn new(goal: Goal) -> Self {
         Self {
@@ -155,25 +158,25 @@ impl Steer {
         }
     }
 
-    /// Recently measured CPU time of ksmd per scanned page, in seconds.
+    /// Returns the CPU time of ksmd per scanned page in seconds, as last measured.
     #[must_use]
     pub const fn cost_s(&self) -> f64 {
         self.cost_s
     }
 
-    /// CPU of ksmd over the last seconds, as a part of one CPU.
+    /// Returns the CPU use of ksmd over the last seconds, as a fraction of one CPU.
     #[must_use]
     pub const fn used_share(&self) -> f64 {
         self.used_share
     }
 
-    /// Discards running measurements, because KSM was paused for another reason.
+    /// Discards the running measurement, because KSM was paused meanwhile.
     pub fn interrupted(&mut self) {
         self.measured = None;
         self.rate = 0.0;
     }
 
-    /// Decides the settings until the next step.
+    /// Decides the settings until the next step from the present figures.
     pub fn step(&mut self, now: &Sample) -> Decision {
         self.measure(now);
         if self.measured.is_none() {
@@ -196,7 +199,7 @@ impl Steer {
         }
         let used = now.cpu.saturating_sub(last.cpu).as_secs_f64();
         let share = used / seconds;
-        // An average over about five seconds, whatever the interval between steps.
+        // The average covers about five seconds, whatever the interval between steps is.
         let weight = 1.0 - (-seconds / 5.0).exp();
         self.used_share += (share - self.used_share) * weight;
         self.asked += self.rate * seconds;
@@ -204,11 +207,11 @@ impl Steer {
         let used = now.cpu.saturating_sub(from.cpu).as_secs_f64();
         let scanned = match (now.scanned, from.scanned) {
             (Some(now), Some(from)) => now.saturating_sub(from) as f64,
-            // Linux before 6.6 does not tell. This is an upper bound.
+            // Linux before 6.6 does not report scanned pages. This number is an upper bound.
             _ => self.asked,
         };
-        // There is no time limit for this many pages: when pages were found costly, few are
-        // scanned, and a later lower cost must still be noticed.
+        // The measurement has no time limit: when pages were found costly, few are scanned, and a
+        // later, lower cost must still be measured.
         if scanned < LEAST_PAGES || used <= 0.0 {
             return;
         }
@@ -225,7 +228,7 @@ impl Steer {
     }
 
     fn worth(now: &Sample) -> u64 {
-        // Below 2^52.
+        // The result is below 2^52.
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let share = (now.mergeable_pages as f64 * WORTH) as u64;
         share.max(WORTH_PAGES)
@@ -233,8 +236,8 @@ impl Steer {
 
     fn count_passes(&mut self, now: &Sample) {
         let (scans, merged) = self.pass;
-        // Unmerged pages count as well: memory that is rewritten all the time merges again and
-        // again.
+        // Unmerged pages count as well, because memory that is rewritten all the time merges again
+        // and again.
         let moved = now.merged_pages.abs_diff(merged) >= Self::worth(now);
         if self.idle && moved {
             self.idle = false;
@@ -254,7 +257,8 @@ impl Steer {
     }
 
     fn boost(&mut self, now: &Sample) {
-        // Writing 2 to `run` unmerges everything, and counts scans from 0 again.
+        // Somebody may have written 2 to `run`, which unmerges all pages and resets the count of
+        // scans to 0.
         let came = self
             .last
             .is_none_or(|last| now.arrivals > last.arrivals || now.full_scans < last.full_scans);
@@ -269,11 +273,11 @@ impl Steer {
             self.boost_until = None;
             self.boost_pages = now.mergeable_pages;
         }
-        // A VM that ended makes later growth of others count again.
+        // After a VM has ended, growth of other VMs counts again.
         self.boost_pages = self.boost_pages.min(now.mergeable_pages);
     }
 
-    /// The mode that [`Self::step`] has determined.
+    /// Returns the mode that [`Self::step`] has determined.
     fn mode(&self) -> Mode {
         match self.boost_until {
             Some(_) => Mode::Boost,
@@ -321,7 +325,7 @@ impl Steer {
         };
         let pages_per_second = speed * factor;
         let cpu_share = (pages_per_second * self.cost_s).min(goal.cpu_share);
-        // The slowest setting of ksmd: one page every ten seconds.
+        // The slowest settings of ksmd are one page every ten seconds.
         let (pages_to_scan, sleep_millisecs) =
             pace(cpu_share.max(1e-9), self.cost_s).unwrap_or((1, 10_000));
         Decision {
@@ -336,7 +340,7 @@ impl Steer {
     }
 }
 
-/// Part of the speed that pressure allows, and a description of the pressure.
+/// Returns the fraction of the speed that the pressure allows, and a description of the pressure.
 fn factor(pressure: Pressure) -> (f64, Option<String>) {
     let left = |value: Option<f64>, (from, to): (f64, f64)| {
         let over = (value.unwrap_or(0.0) - from) / (to - from);

@@ -1,6 +1,7 @@
 use super::*;
 
-/// ksmd as `mm/ksm.c` has it: batches, pauses, passes that end a batch early; in simulated time.
+/// Simulation of ksmd as in `mm/ksm.c`, in simulated time: batches, pauses, and passes that end a
+/// batch early.
 struct Ksmd {
     at: f64,
     cpu: f64,
@@ -8,8 +9,8 @@ struct Ksmd {
     full_scans: u64,
     cursor: u64,
     pages: u64,
-    /// Pages of these that have a like, and how many of them are merged; those at the front of the
-    /// list.
+    /// Number of pages that have a match, at the front of the list. `merged` is the number of
+    /// merged ones.
     alike: u64,
     visited_twice: u64,
     merged: u64,
@@ -58,7 +59,7 @@ impl Ksmd {
             let took = batch as f64 * self.cost;
             self.cpu += took;
             self.at += took + decision.sleep_millisecs as f64 / 1e3;
-            // A page merges when it is seen for the second time.
+            // A page merges when ksmd sees it for the second time.
             if self.full_scans >= self.visited_twice {
                 self.merged = self.merged.max(self.cursor.min(self.alike));
             }
@@ -69,7 +70,7 @@ impl Ksmd {
         }
     }
 
-    /// Steers for some time, a step a second; the decisions.
+    /// Steers for some seconds with one step per second. Returns the decisions.
     fn steer(&mut self, steer: &mut Steer, seconds: u64) -> Vec<Decision> {
         (0..seconds)
             .map(|_| {
@@ -95,7 +96,7 @@ fn a_ksm_boost_uses_the_whole_cpu_budget_until_two_full_scans_are_done() {
     let mut ksmd = Ksmd::new(GIB_PAGES, GIB_PAGES / 2);
     ksmd.visited_twice = 1;
     let mut steer = Steer::new(goal(20.0, 600));
-    // 262,144 pages at 4 µs and 20 % of a CPU: 5.2 s a pass.
+    // 262,144 pages at 4 µs each and 20 % of a CPU take 5.2 s per pass.
     let begun = ksmd.steer(&mut steer, 9);
     assert!(begun.iter().all(|d| d.mode == Mode::Boost), "{begun:?}");
     let share = ksmd.cpu / ksmd.at;
@@ -112,7 +113,7 @@ fn a_full_scan_takes_the_target_time_if_the_cpu_budget_suffices() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 60));
     ksmd.steer(&mut steer, 20);
-    // Kept from idling: something merges, and is lost, in each pass.
+    // ksmd must not idle here: in each pass, some pages merge or unmerge.
     let before = (ksmd.full_scans, ksmd.at);
     while ksmd.full_scans < before.0 + 3 {
         ksmd.merged = if ksmd.full_scans.is_multiple_of(2) {
@@ -131,7 +132,7 @@ fn a_scan_target_beyond_the_cpu_budget_is_missed_and_the_reason_is_reported() {
     let mut ksmd = Ksmd::new(64 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(5.0, 10));
     let decisions = ksmd.steer(&mut steer, 60);
-    // 16.8 million pages at 4 µs and 5 %: 1342 s a pass.
+    // 16.8 million pages at 4 µs each and 5 % of a CPU take 1342 s per pass.
     assert_eq!(decisions[59].mode, Mode::Boost);
     let share = ksmd.cpu / ksmd.at;
     assert!((0.04..0.0525).contains(&share), "{share}");
@@ -226,7 +227,7 @@ fn the_estimated_scan_cost_falls_again_after_a_short_slowdown() {
     let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 600));
     ksmd.steer(&mut steer, 5);
-    // A hiccup of the host: ten pages a second are all that the budget allows.
+    // During a hiccup of the host, the budget allows only ten pages per second.
     ksmd.cost = 20e-3;
     ksmd.steer(&mut steer, 2);
     assert!(steer.cost_s() > 15e-3, "{}", steer.cost_s());
@@ -270,7 +271,7 @@ fn a_reset_of_the_full_scan_counter_starts_a_new_boost() {
     ksmd.full_scans = 1000;
     let mut steer = Steer::new(goal(20.0, 20));
     ksmd.steer(&mut steer, 3);
-    // Somebody wrote 2 to `run`, then 1.
+    // Somebody wrote 2 to `run`, and then 1.
     ksmd.full_scans = 0;
     assert_eq!(ksmd.steer(&mut steer, 1)[0].mode, Mode::Boost);
     let modes: Vec<Mode> = ksmd.steer(&mut steer, 60).iter().map(|d| d.mode).collect();

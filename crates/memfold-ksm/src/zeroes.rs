@@ -1,5 +1,5 @@
-//! Counts pages of zeroes in mergeable memory from a small sample. KSM itself counts them only
-//! after merging them, and only with `use_zero_pages`.
+//! Estimates the number of zero pages in mergeable memory from a small sample. KSM itself counts
+//! zero pages only after it has merged them, and only with `use_zero_pages`.
 
 use std::io;
 
@@ -10,25 +10,27 @@ use rustix::process::Pid;
 
 use super::ranges::Mapping;
 
-/// Most pages that are read, one in each of equal steps. A single call reads them (`IOV_MAX`).
+/// Maximum number of pages that are read, one in each of equal steps. A single call reads all of
+/// them (`IOV_MAX`).
 const SAMPLE: u64 = 512;
 
 /// 2^64 divided by the golden ratio. Its multiples are evenly spread (Knuth, The Art of Computer
 /// Programming, 6.4).
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// Pages in memory that belong to no file and are not the kernel's zero page.
+/// Selects pages in memory that belong to no file and are not the kernel's zero page.
 const ANONYMOUS: Filter = Filter {
     all_of: category::PRESENT,
     any_of: 0,
     none_of: category::FILE | category::ZERO,
 };
 
-/// Estimates the number of zero pages in the mergeable ones of `mappings` of process `pid`, scaled
-/// up from the sample.
+/// Estimates the number of zero pages among the mergeable pages of `mappings` of process `pid`,
+/// scaled up from the sample.
 ///
 /// # Errors
-/// The process has ended, may not be read, or the kernel has no `PAGEMAP_SCAN` (before Linux 6.7).
+/// Fails if the process has ended or may not be read, or if the kernel has no `PAGEMAP_SCAN`
+/// (before Linux 6.7).
 pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
     let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
     let pagemap = Pagemap::open(pid)?;
@@ -40,7 +42,7 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
     let step = all.div_ceil(SAMPLE).max(1);
     let (mut chosen, mut before, mut number) = (Vec::new(), 0, 0_u64);
     for region in &present {
-        // A pseudorandom place within each step, so that a regular pattern of pages is sampled in
+        // Each step has a pseudorandom place, so that a regular pattern of pages is sampled in
         // proportion.
         let place = |number: u64| number * step + (number.wrapping_mul(GOLDEN) >> 32) % step;
         while place(number) < before + region.pages() {
@@ -54,12 +56,12 @@ pub fn pages(pid: i32, mappings: &[Mapping]) -> io::Result<u64> {
         return Ok(0);
     }
     let mut bytes = vec![0; chosen.len() * PAGE_BYTES];
-    // Fewer bytes are read if pages have disappeared meanwhile.
+    // Fewer bytes are read if some pages have disappeared meanwhile.
     let read = memory::read_many(pid, &chosen, &mut bytes)? / PAGE_BYTES;
     let pages = bytes.chunks_exact(PAGE_BYTES).take(read);
     let zeroes = pages.filter(|page| page.iter().all(|&byte| byte == 0));
     let share = zeroes.count() as f64 / read.max(1) as f64;
-    // At most `all`.
+    // The result is at most `all`.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     Ok((all as f64 * share).round() as u64)
 }
@@ -86,7 +88,7 @@ mod tests {
         };
         let own = rustix::process::getpid().as_raw_nonzero().get();
         let found = pages(own, std::slice::from_ref(&mapping)).unwrap();
-        // Of four pages that are not aligned, one or two are whole zeroes.
+        // Of four pages that are not page-aligned, one or two pages are all zero.
         assert!((450..=1100).contains(&found), "{found} of 2000");
         memory.fill(1);
         assert_eq!(pages(own, std::slice::from_ref(&mapping)).unwrap(), 0);

@@ -1,4 +1,4 @@
-//! KSM on real memory of this process. Settings are restored after each test.
+//! Tests of KSM on real memory of this process. Each test restores KSM's settings.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;
@@ -24,10 +24,10 @@ use rustix::mm::Advice;
 
 const ROLE: &str = "MEMFOLD_TEST_KSM_CHILD";
 
-/// ksmd is nice, and works a little at a time.
+/// Time limit for ksmd, which has a low priority and works in small batches.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// One test at a time, on the whole machine.
+/// Takes a lock that lets one test run at a time on the whole machine.
 fn alone() -> std::fs::File {
     let path = std::env::temp_dir().join("memfold-ksm.lock");
     let file = std::fs::File::create(path).unwrap();
@@ -35,12 +35,13 @@ fn alone() -> std::fs::File {
     file
 }
 
-/// The controls, or why the test can't run here.
+/// Returns the controls, or reports why the test cannot run here.
 fn controls() -> Option<Controls> {
     let controls = Controls::default();
     match controls.settings() {
         Ok(now) if rustix::process::getuid().is_root() => {
-            // Something else merges: counts would not be ours, and settings not ours to change.
+            // If another program uses KSM, the counts would not be this test's, and its settings
+            // must not be changed.
             let in_use = now.run != Some(0) || merging_pages(Path::new("/proc")) != Some(0);
             if in_use {
                 memfold_testkit::report_skip(&format!("KSM is in use on this host: {now:?}"));
@@ -61,8 +62,8 @@ fn fast() -> Settings {
     }
 }
 
-/// A page that KSM merges loses its protection, so that nobody sees what is written to it: it must
-/// not be believed.
+/// A page that KSM merges loses its write protection, so writes to it go unnoticed. A copy of such
+/// a page must not be trusted.
 #[test]
 fn a_page_that_ksm_merged_during_copy_before_write_is_not_trusted() {
     let _alone = alone();
@@ -112,13 +113,13 @@ fn a_page_that_ksm_merged_during_copy_before_write_is_not_trusted() {
     let [first, second, ..] = lost[..] else {
         panic!("KSM keeps protection in this kernel")
     };
-    // Nobody waits for this write, nor keeps what was there.
+    // No thread waits for this write, and nothing keeps the old bytes.
     first.write(&[9; 512]);
     let mut bytes = vec![0; 4096];
     memfold_sys::memory::read(me, first.start(), &mut bytes).unwrap();
     let error = past.settle(first.start(), &mut bytes).unwrap_err();
     assert!(error.to_string().contains("KSM"), "{error}");
-    // Nor is what is copied before a page is given away.
+    // A copy that is made before a discard must not be trusted either.
     second.write(&[9; 512]);
     let address = usize::try_from(second.start().0).unwrap();
     folder.discard(address, 4096).unwrap().unwrap();
@@ -139,8 +140,8 @@ fn merging() -> u64 {
         .unwrap()
 }
 
-/// Pages that each hold their number plus `first`, for ksmd to merge with others of the same
-/// number.
+/// Creates mergeable pages, each filled with its number plus `first`, so that ksmd merges pages of
+/// the same number.
 fn mergeable(pages: u64, first: u64) -> Mapping {
     let mapping = Mapping::anonymous(pages, true).unwrap();
     mapping.area().advise(Advice::LinuxNoHugepage).unwrap();
@@ -151,8 +152,8 @@ fn mergeable(pages: u64, first: u64) -> Mapping {
     mapping
 }
 
-/// CPU time of ksmd, counted in ticks of 10 ms (`proc_pid_stat(5)`): not what [`EqualCpu`] goes by,
-/// which is `schedstat`.
+/// Returns the CPU time of ksmd in ticks of 10 ms (`proc_pid_stat(5)`). [`EqualCpu`] uses another
+/// source, `schedstat`.
 fn ksmd_ticks() -> u64 {
     let is_ksmd = |stat: &String| stat.contains(" (ksmd) ");
     let stat = std::fs::read_dir("/proc")
@@ -162,7 +163,7 @@ fn ksmd_ticks() -> u64 {
         .find(is_ksmd)
         .expect("no ksmd");
     let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split(' ').collect();
-    // utime and stime are fields 14 and 15; the third one is at 1 here.
+    // utime and stime are fields 14 and 15; field 3 has index 1 here.
     fields[12].parse::<u64>().unwrap() + fields[13].parse::<u64>().unwrap()
 }
 
@@ -197,7 +198,7 @@ fn equal_regions_are_merged_and_counted_and_a_panic_restores_the_ksm_settings() 
         assert!(ksmd.cpu_time().unwrap() > cpu);
         let account = take::vm(own(), "self", None, &layout, &[], &[]).unwrap();
         assert_eq!(account.ksm_merged_bytes, Some(PageCount(2 * PAGES).bytes()));
-        // Two mappings a page: PSS is half.
+        // Each merged page has two mappings, so PSS is half.
         assert_eq!(account.ram_pss_bytes, PageCount(PAGES).bytes());
         assert_eq!(account.backed_bytes, PageCount(2 * PAGES).bytes());
         println!("{status:?}");
@@ -214,8 +215,8 @@ fn equal_regions_are_merged_and_counted_and_a_panic_restores_the_ksm_settings() 
     assert_eq!(regions[0].area().equal_pages(untouched.area()), PAGES);
 }
 
-/// What is folded is a view of a file: ksmd looks at no page of it, not even at copies that were
-/// written since, and each page is in one place of the ledger.
+/// A folded range is a view of a file: ksmd scans none of its pages, not even copies that were
+/// written since. The ledger counts each page once.
 #[test]
 fn ksmd_does_not_scan_folded_ranges_and_the_ledger_counts_each_page_once() {
     const PAGES: u64 = 1024;
@@ -236,7 +237,8 @@ fn ksmd_does_not_scan_folded_ranges_and_the_ledger_counts_each_page_once() {
     for page in 0..PAGES {
         assert!(!folded.part(page, 1).is_zero());
     }
-    // As the guest would: a copy in the folded range, with a content that is in the others too.
+    // Writes as a guest does: the range then has private copies whose content other pages have,
+    // too.
     for page in 0..16 {
         folded.part(page, 1).write(&[FIRST + page]);
     }
@@ -269,12 +271,12 @@ fn ksmd_does_not_scan_folded_ranges_and_the_ledger_counts_each_page_once() {
     assert_eq!(account.folded_resident_bytes, bytes(PAGES - 16));
     assert_eq!(account.unfolded_bytes, bytes(16));
     assert_eq!(account.ksm_merged_bytes, Some(bytes(PAGES)));
-    // The merged are shared by two, the store's pages have this view alone.
+    // Each merged page is shared by two mappings; each page of the store has only this one.
     assert_eq!(account.ram_pss_bytes, bytes(PAGES / 2 + PAGES));
     let store = StoreAccount::of("d", &store).unwrap();
     let own_cost = take::own(ByteSize(0), &[id], &[]).unwrap();
     let host = take::host(&[account], &[store], own_cost, ByteSize(0)).unwrap();
-    // What KSM saved is of the anonymous pages alone: two of them became one.
+    // KSM has saved one of each two anonymous pages.
     let saved = host.saved_by_ksm_bytes;
     let most = i64::try_from(bytes(PAGES).0).unwrap();
     assert!(saved <= most && saved > most / 2, "{saved} of {most}");
@@ -301,7 +303,7 @@ fn the_equal_cpu_study_arm_limits_ksmd_to_the_cpu_budget() {
     let mut equal = EqualCpu::new(&run).unwrap();
     let (start, ticks) = (Instant::now(), ksmd_ticks());
     let used = || TICK * u32::try_from(ksmd_ticks() - ticks).unwrap();
-    // It grows by 5 % of a CPU, and then no more.
+    // The budget grows by 5 % of a CPU up to its end.
     let allowed = || start.elapsed().mul_f64(0.05).min(BUDGET);
     let mut step = |allowed: Duration| {
         let step = equal.step(allowed).unwrap();
@@ -309,7 +311,7 @@ fn the_equal_cpu_study_arm_limits_ksmd_to_the_cpu_budget() {
         step
     };
     let mut most: f64 = 0.0;
-    // ksmd is nice: where others want all cores it comes late, but never early.
+    // ksmd has a low priority: if other tasks want all cores, ksmd is late, but never early.
     wait_for("ksmd uses its budget", 2 * LIMIT, || {
         let (allowed, used) = (allowed(), used());
         if allowed >= BUDGET / 2 {
@@ -323,14 +325,14 @@ fn the_equal_cpu_study_arm_limits_ksmd_to_the_cpu_budget() {
         }
     });
     assert!(most < 1.2, "{most} times of what was allowed by then");
-    // No more budget: it stands still.
+    // Without more budget, ksmd must stop.
     for _ in 0..6 {
         step(BUDGET);
     }
     let (used, last) = (used(), step(BUDGET));
     println!("ksmd used {used:?} of {BUDGET:?}, {most} times at most: {last:?}");
     assert!(used < BUDGET.mul_f64(1.2), "{used:?}: {last:?}");
-    // What it goes by says the same, but for a tick at each end.
+    // The CPU time that `EqualCpu` measures must be the same, except for a tick at each end.
     assert!(used.abs_diff(last.used) <= 3 * TICK, "{used:?}: {last:?}");
     run.stop(true).unwrap();
     assert_eq!(controls.settings().unwrap(), before);
@@ -379,7 +381,7 @@ fn ksm_settings_changed_by_a_killed_run_are_restored_by_the_next_run() {
     assert!(!restore_leftover(state.path()).unwrap());
 }
 
-/// What an estimate says that KSM would save is what it saves; and what is saved is not promised
+/// KSM must save as much as an estimate has promised, and a second estimate must not promise it
 /// again.
 #[test]
 fn an_estimate_predicts_what_ksm_merges_and_excludes_merged_pages_afterwards() {
@@ -389,7 +391,7 @@ fn an_estimate_predicts_what_ksm_merges_and_excludes_merged_pages_afterwards() {
     let Some(controls) = controls() else { return };
     let state = tempfile::tempdir().unwrap();
     let regions: Vec<_> = (0..3).map(|_| mergeable(PAGES, FIRST)).collect();
-    // One content with more copies than one merged page stands for, and zeroes.
+    // One content has more copies than a merged page may have, and some pages are zero.
     let same = mergeable(2000, FIRST);
     for page in 0..2000 {
         same.area()
@@ -424,7 +426,8 @@ fn an_estimate_predicts_what_ksm_merges_and_excludes_merged_pages_afterwards() {
     let then = scans();
     wait_until("two more passes", LIMIT, || scans() >= then + 2);
     controls.write("run", &0).unwrap();
-    // Ours: other processes of this host may have merged, too.
+    // Count only frames of this process, because other processes of this host may have merged
+    // pages, too.
     let pagemap = Pagemap::open(rustix::process::getpid()).unwrap();
     let areas = regions.iter().chain([&same]).map(Mapping::area);
     let frames: Vec<u64> = areas
@@ -446,7 +449,8 @@ fn an_estimate_predicts_what_ksm_merges_and_excludes_merged_pages_afterwards() {
     let vm = &after.vms[0];
     assert!(vm.merged.bytes / 4096 >= sharing - 16, "{vm:?}");
     assert!(after.domains[0].ksm.bytes / 4096 <= 16, "{after:?}");
-    // Merged pages of zeroes, and of a content that lies in several frames, are a few more.
+    // The result may be a few pages, for merged zero pages and for a content that has several
+    // frames.
     assert!(after.saved.bytes / 4096 <= 32, "{:?}", after.saved);
     run.stop(true).unwrap();
 }
