@@ -23,7 +23,8 @@ pub(super) struct Beside {
 }
 
 impl Beside {
-    /// Saves these parts into the draft, and makes the description `now` name the copies.
+    /// Saves the parts other than memory and disks into the draft, and changes the description
+    /// `now` so that it names the copies.
     pub(super) fn take(
         vm: &Vm,
         subject: &Subject,
@@ -33,7 +34,7 @@ impl Beside {
     ) -> Result<Self, SnapshotError> {
         let mut files = take_files(vm, subject, now, draft)?;
         files.extend(take_own_files(vm, subject, qmp, now, draft)?);
-        // After what has names.
+        // This check comes after the copies have got their names in the description.
         check_memory(now, qmp)?;
         Ok(Self {
             files,
@@ -43,7 +44,7 @@ impl Beside {
     }
 }
 
-/// Copies the files that a foreign command line names.
+/// For a VM that memfold did not start, copies the files that its command line names.
 fn take_files(
     vm: &Vm,
     subject: &Subject,
@@ -54,7 +55,7 @@ fn take_files(
         return Ok(Vec::new());
     };
     let mut taken = Vec::new();
-    // Those of a VM of memfold's are a snapshot's.
+    // The files of a VM that memfold started are files of a snapshot on this host.
     let view = match subject.directory {
         None => foreign::View::of(vm.pid()).map_err(failed("/proc"))?,
         Some(_) => foreign::View::default(),
@@ -75,7 +76,7 @@ fn take_files(
     Ok(taken)
 }
 
-/// Copies the files other than disks that a VM started by memfold writes.
+/// For a VM that memfold started, copies the files other than disks that it writes.
 fn take_own_files(
     vm: &Vm,
     subject: &Subject,
@@ -83,7 +84,7 @@ fn take_own_files(
     now: &mut VmSpec,
     draft: &Draft,
 ) -> Result<Vec<FileFacts>, SnapshotError> {
-    // The words of a foreign one lead to no file of the host's.
+    // The command line of a VM that memfold did not start names no files of this host.
     let Some(directory) = subject.directory.as_ref().filter(|_| now.foreign.is_none()) else {
         return Ok(Vec::new());
     };
@@ -116,15 +117,16 @@ fn take_own_files(
     Ok(taken)
 }
 
-/// Records the read-only media other than disks. A restored VM reads them by their paths. The media
-/// of a VM that memfold did not start are copied like its disks.
+/// Records the read-only media other than disks. A restored VM reads the media by their paths. The
+/// media of a VM that memfold did not start are copied like its disks.
 fn media(spec: &VmSpec, qmp: &mut Qmp) -> Result<Vec<BackingFile>, SnapshotError> {
     if spec.foreign.is_some() {
         return Ok(Vec::new());
     }
     let devices = qmp.query("query-block")?;
     let all = devices.as_array().into_iter().flatten();
-    // What firmware holds is RAM, whatever its package has put in its place since.
+    // The contents of firmware flash are also in RAM, so a later change of its file does not
+    // matter.
     let media = all.filter(|device| {
         device["inserted"]["ro"] == true
             && !hardware::is_known(device, spec)

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 const FIRST_LOOK: Duration = Duration::from_millis(10);
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Consecutive polls that may fail, because QEMU's main loop may be busy for long.
+/// Number of consecutive polls that may fail, because QEMU's main loop may be busy for long.
 const PATIENCE: u32 = 3;
 
 /// Returns QEMU's record of the job with this name, if it exists.
@@ -27,8 +27,8 @@ pub(super) fn find<M: DerefMut<Target = Qmp>>(
     Ok(jobs.find(|job| job["id"] == id).cloned())
 }
 
-/// Waits until a job started without `auto-dismiss` has ended, and returns its result. A job that
-/// is ready is completed. `mind` is called between polls; its error ends the wait.
+/// Waits until a job that was started without `auto-dismiss` has ended, and returns its result. A
+/// job that becomes ready is completed. `mind` is called between polls; its error ends the wait.
 pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     id: &str,
@@ -66,7 +66,8 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
             ));
         }
         if job["status"] == "ready" {
-            // Refused if it has ended meanwhile; the next look tells how.
+            // QEMU refuses the command if the job has ended meanwhile; the next poll shows the
+            // result.
             let _ = monitor().execute("job-complete", json!({ "id": id }));
         }
         std::thread::sleep(look);

@@ -1,10 +1,10 @@
-//! Finds pages of a VM's memory that its disks hold too, and their places in files of the host.
+//! Finds pages of a VM's memory that its disks contain, too, and their places in files of the host.
 //!
 //! ```text
 //!   guest       "these pages cache 8 MiB of my second disk, from byte 3 GiB on"     Candidate
 //!   samples     the guest's second disk is disk 0 of the description                match_disks
 //!   qemu-img    byte 3 GiB of disk 0 is byte 17 MiB of the file that it is built on DiskMap
-//!   save        each page is compared with these bytes when it is read              Writer
+//!   save        each page is compared with the file's bytes when the page is read   Writer
 //! ```
 //! Only the last step decides, by comparing bytes. The other steps yield guesses, which may be
 //! wrong or outdated. A guest that lies only makes its own snapshot larger.
@@ -36,24 +36,25 @@ use super::image::is_zero;
 /// [`MOST_MAPPINGS`]: super::manifest::MOST_MAPPINGS
 const MOST_COMPARED: usize = 24_576;
 
-/// Shortest run that is kept by reference, in pages.
+/// Minimum length in pages of a run that is kept by reference.
 pub const FEWEST_PAGES: u64 = 4;
 
-/// Pages of a guest's disk that are compared with each disk of the VM to identify it.
+/// Number of pages of a guest's disk that are compared with each disk of the VM to identify the
+/// disk.
 const SAMPLES: usize = 64;
 
-/// Most disks of a guest that are identified.
+/// Maximum number of a guest's disks that are identified.
 const MOST_GUEST_DISKS: usize = 64;
 
-/// Longest time that `qemu-img` may take to read the tables of a disk.
+/// Time limit for `qemu-img` to read the tables of a disk.
 const MAP_LIMIT: Duration = Duration::from_secs(20);
 
-/// A run of pages in a VM's memory that, according to its guest, one of its disks holds too.
+/// Run of pages in a VM's memory that one of its disks contains, too, according to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// Address of the first page in QEMU's memory.
+    /// Address in QEMU's memory of the run's first page.
     pub hva: Hva,
-    /// Number of pages.
+    /// Number of pages in the run.
     pub pages: u64,
     /// Number of the disk in the guest's answer.
     pub guest_disk: usize,
@@ -61,16 +62,16 @@ pub struct Candidate {
     pub byte: u64,
 }
 
-/// A run of pages in a VM's memory that a file may hold too.
+/// Run of pages in a VM's memory that a file may contain, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Run {
-    /// Address of the first page in QEMU's memory.
+    /// Address in QEMU's memory of the run's first page.
     pub(super) hva: Hva,
-    /// Number of pages.
+    /// Number of pages in the run.
     pub(super) pages: u64,
-    /// Number of the file.
+    /// Number of the file, an index into [`Candidates::files`].
     pub(super) file: u32,
-    /// Offset in the file, in pages.
+    /// Offset in the file of the run's first page, in pages.
     pub(super) block: u64,
 }
 
@@ -79,34 +80,34 @@ impl Run {
         self.hva.add_pages(self.pages)
     }
 
-    /// Returns whether `next` continues this run, in memory and in the file.
+    /// Returns whether `next` continues this run, both in memory and in the file.
     fn goes_on_with(&self, next: &Self) -> bool {
         self.end() == next.hva && self.file == next.file && self.block + self.pages == next.block
     }
 }
 
-/// A file that is not written after the instant of the snapshot.
+/// A file that nobody writes after the instant of the snapshot.
 #[derive(Debug)]
 pub(super) struct SourceFile {
-    /// Number of the disk whose overlay this is, which will be frozen; `None`: a backing file or a
-    /// read-only disk.
+    /// Number of the disk if the file is the disk's overlay, which will be frozen. `None` if the
+    /// file is a backing file or a read-only disk.
     pub(super) overlay_of: Option<usize>,
-    /// Current path.
+    /// Current path of the file.
     pub(super) path: PathBuf,
     pub(super) file: File,
-    /// Its stamp before memory is compared with it.
+    /// Stamp of the file before memory is compared with the file.
     pub(super) stamp: Option<Stamp>,
 }
 
-/// The runs to compare while memory is read, and the files that may hold them.
+/// Runs that are compared while memory is read, and the files that may contain them.
 #[derive(Debug, Default)]
 pub(super) struct Candidates {
     pub(super) files: Vec<SourceFile>,
-    /// Ascending, without overlaps.
+    /// Runs by ascending address, without overlaps.
     runs: Vec<Run>,
 }
 
-/// Consecutive pages of a disk that a file holds consecutively.
+/// Consecutive pages of a disk that are consecutive in a file, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     first: u64,
@@ -115,29 +116,29 @@ struct Part {
     block: u64,
 }
 
-/// Places of a disk's pages in files, ascending.
+/// Places in files of a disk's pages, by ascending page of the disk.
 #[derive(Debug, Default)]
 struct DiskMap(Vec<Part>);
 
-/// A line of `qemu-img map`.
+/// An entry of the output of `qemu-img map`.
 #[derive(Debug, Deserialize)]
 struct Extent {
     start: u64,
     length: u64,
-    /// Index of the file in the disk's chain; 0 is the disk itself.
+    /// Index in the disk's chain of the file that contains the extent; 0 is the disk itself.
     depth: usize,
     data: bool,
     #[serde(default)]
     zero: bool,
     #[serde(default)]
     compressed: bool,
-    /// Offset in the file; `None` for compressed or encrypted data.
+    /// Offset in the file in bytes; `None` for compressed or encrypted data.
     offset: Option<u64>,
 }
 
 impl DiskMap {
-    /// Returns the map of those `extents` that files hold uncompressed and unencrypted. `numbers`:
-    /// numbers of the chain's files.
+    /// Returns the map of the `extents` that files contain uncompressed and unencrypted. `numbers`
+    /// are the numbers of the chain's files.
     fn new(extents: &[Extent], numbers: &[Option<u32>]) -> Self {
         let mut parts: Vec<Part> = Vec::new();
         let as_it_is = |e: &&Extent| e.data && !e.zero && !e.compressed;
@@ -165,7 +166,7 @@ impl DiskMap {
         Self(parts)
     }
 
-    /// Returns the known places of a candidate's pages in files.
+    /// Returns the known places in files of a candidate's pages.
     fn place(&self, candidate: &Candidate) -> impl Iterator<Item = Run> + '_ {
         let first = candidate.byte / PAGE_SIZE;
         let (end, hva) = (first.saturating_add(candidate.pages), candidate.hva);
@@ -187,15 +188,15 @@ impl DiskMap {
     }
 }
 
-/// A disk to map: the file and format that `qemu-img` opens.
+/// A disk whose map is read: the file and format that `qemu-img` opens.
 struct Target<'a> {
     image: &'a Path,
     format: DiskFormat,
     overlay_of: Option<usize>,
 }
 
-/// Returns the disks whose files can be referred to. Disks that will be copied (those written in
-/// place) have no file in the snapshot yet.
+/// Returns the disks to whose files a snapshot can refer. Disks that are written in place will be
+/// copied, and have no file in the snapshot yet.
 fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
     let mut found = Vec::new();
     for (number, disk) in spec.disks.iter().enumerate() {
@@ -205,8 +206,8 @@ fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
             overlay_of: None,
         };
         match frozen.iter().find(|frozen| frozen.disk == number) {
-            // The overlay of a QEMU without root's rights names what that QEMU says: what it is
-            // built on is enough.
+            // A QEMU without root's rights could have written any path into the overlay's header,
+            // so only the disk below the overlay is used.
             Some(_) if spec.user.is_some() => found.push(base),
             Some(frozen) => found.push(Target {
                 image: &frozen.path,
@@ -220,7 +221,8 @@ fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
     found
 }
 
-/// Reads a disk's extents with `qemu-img map`. `-U`: a running VM has the disk open.
+/// Reads a disk's extents with `qemu-img map`. (`-U` is needed because a running VM has the disk
+/// open.)
 fn extents(target: &Target<'_>) -> Result<Vec<Extent>, String> {
     let mut command = Command::new("qemu-img");
     command
@@ -234,7 +236,7 @@ fn extents(target: &Target<'_>) -> Result<Vec<Extent>, String> {
     serde_json::from_slice(&output.stdout).map_err(|error| error.to_string())
 }
 
-/// Opens a regular file. Other kinds have no mappable length, or block when opened.
+/// Opens a regular file. Other files have no mappable length, or block when they are opened.
 fn open(path: &Path) -> Option<File> {
     let nonblock = i32::try_from(OFlags::NONBLOCK.bits()).ok()?;
     let mut options = File::options();
@@ -245,7 +247,7 @@ fn open(path: &Path) -> Option<File> {
 }
 
 impl Candidates {
-    /// Finds the places of candidates on a VM's disks; at most as many as a restore can map.
+    /// Finds the places of candidates on a VM's disks, at most as many as a restore can map.
     pub(super) fn find(
         pid: Pid,
         layout: &RamLayout,
@@ -294,11 +296,12 @@ impl Candidates {
         found
     }
 
-    /// Reads the places of a disk's pages.
+    /// Reads the places in files of a disk's pages.
     fn map(&mut self, target: &Target<'_>) -> Result<DiskMap, String> {
         let files = match target.format {
             DiskFormat::Qcow2 => chain(target.image).map_err(|error| error.to_string())?,
-            // What a raw disk holds is the guest's, also if it looks like a header.
+            // The guest writes the contents of a raw disk, so even a header in it must not be
+            // believed.
             DiskFormat::Raw => vec![target.image.to_owned()],
         };
         let numbers: Vec<Option<u32>> = files
@@ -337,7 +340,7 @@ impl Candidates {
             };
             let (at, length) = (run.block * PAGE_SIZE, run.pages * PAGE_SIZE);
             let length = std::num::NonZeroU64::new(length);
-            // Advice: without it, the comparison takes longer.
+            // An error is harmless: without the advice, the comparison only takes longer.
             let _ = rustix::fs::fadvise(
                 &self.files[file].file,
                 at,
@@ -365,8 +368,8 @@ impl Candidates {
     }
 }
 
-/// Identifies each guest disk with the VM's disk that holds most of its samples. A guest disk whose
-/// samples no disk holds is left out.
+/// Identifies each of the guest's disks with the VM's disk that contains most of its samples.
+/// Leaves out a guest's disk if no disk contains any of its samples.
 fn match_disks(
     candidates: &[Candidate],
     maps: &[DiskMap],
@@ -390,7 +393,7 @@ fn match_disks(
             .iter()
             .step_by(candidates.len().div_ceil(SAMPLES))
         {
-            // The middle: at its ends a guess is wrong more often.
+            // Compare the middle of the run, because a guess is more often wrong at its ends.
             let middle = Candidate {
                 hva: candidate.hva.add_pages(candidate.pages / 2),
                 pages: 1,
@@ -413,7 +416,7 @@ fn match_disks(
                 *equal += usize::from(holds);
             }
         }
-        // Of two that hold as many, the first.
+        // If several disks contain equally many samples, the first is taken.
         let best = equal
             .iter()
             .enumerate()
@@ -468,7 +471,7 @@ fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
 mod tests {
     use super::*;
 
-    /// What `qemu-img map` prints of an overlay over a raw file.
+    /// Output of `qemu-img map` for an overlay over a raw file.
     const MAP: &str = r#"[
         { "start": 0, "length": 8192, "depth": 1, "present": true, "zero": false, "data": true, "offset": 0},
         { "start": 8192, "length": 57344, "depth": 1, "present": true, "zero": true, "data": false, "offset": 8192},
@@ -480,7 +483,7 @@ mod tests {
 
     fn map() -> DiskMap {
         let extents: Vec<Extent> = serde_json::from_str(MAP).unwrap();
-        // The last of the chain can't be opened.
+        // The last file of the chain cannot be opened.
         DiskMap::new(&extents, &[Some(1), Some(0), None])
     }
 
@@ -509,8 +512,8 @@ mod tests {
             let found = map.place(&candidate(1000, pages, 0, disk_page));
             found.collect::<Vec<_>>()
         };
-        // All of the disk: without zeroes, what is compressed, what lies at no page's beginning,
-        // other files, and the part of a page.
+        // The result for the whole disk omits zeroes, compressed data, data that begin within a
+        // page, data in other files, and incomplete pages.
         assert_eq!(
             place(0, 1 << 40),
             [
@@ -530,7 +533,7 @@ mod tests {
         let touching = [
             run(10, 2, 0, 7),
             run(12, 3, 0, 9),
-            // Another place, another file, over the last one, too short.
+            // The runs differ in place or file, overlap the previous run, or are too short.
             run(15, 4, 0, 13),
             run(19, 4, 1, 17),
             run(20, 9, 1, 70),
@@ -580,8 +583,8 @@ mod tests {
             }])
         };
         let maps = [all(0), all(1)];
-        // Its first disk is our second; of its second one, half has changed; of its third nothing
-        // is true; its fourth is empty.
+        // The guest's first disk is the VM's second. Half of the pages of the guest's second disk
+        // have changed; none of its third disk match; its fourth disk is empty.
         let read = |hva: Hva, into: &mut [u8]| {
             let number = hva.0 / PAGE_SIZE;
             let seed = match number / 100 {

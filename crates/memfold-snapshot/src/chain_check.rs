@@ -13,7 +13,7 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::{MANIFEST, disk_name};
 
-/// Checks that a disk's backing files are where the headers say.
+/// Checks that a disk's backing files exist at the paths in the headers.
 pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
     if !active.file.exists() {
         return Err(SnapshotError::Impossible(format!(
@@ -23,14 +23,14 @@ pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotEr
         )));
     }
     let same = |a: &Path, b: &Path| identity(a).is_ok_and(|a| identity(b).is_ok_and(|b| a == b));
-    // The overlay below is still at its first place until it belongs to a snapshot.
+    // The overlay below stays at its first place until it becomes part of a snapshot.
     let below = active.below.as_ref().map(|below| &below.file);
     if let Some(backing) = below.filter(|file| file.exists()) {
         let named = chain(&active.file)
             .ok()
             .and_then(|files| files.get(1).cloned());
-        // It is a snapshot's, or it would have been merged. A snapshot over one that goes with the
-        // VM would go with it too.
+        // The overlay below must belong to a snapshot, otherwise it would have been merged. A new
+        // snapshot must not build on a file that is removed with the VM.
         if !named.is_some_and(|named| named != *backing && same(&named, backing)) {
             return Err(SnapshotError::Impossible(format!(
                 "disk {disk} builds on {}, an overlay of a failed save, which has a second name and so cannot be merged: remove drafts of that save ('.NAME.draft') from other directories of snapshots, or restart the VM",
@@ -61,7 +61,7 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
     let open = open_files(pid)?;
     let chains = Chains::read(qmp)?;
     for (number, disk) in spec.disks.iter().enumerate() {
-        // QEMU copies what it has open, whatever is called so by now, or here.
+        // QEMU copies the disk that it has open, whatever file has the disk's path now.
         if spec.foreign.is_some() && !disk.snapshot {
             continue;
         }
@@ -71,7 +71,7 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
         };
         for file in files {
             let ours = file.with_file_name(MANIFEST).exists();
-            // A name that is none of a file can't have been replaced.
+            // A path that leads to no file cannot have been replaced.
             if !ours && identity(&file).is_ok_and(|now| !open.contains(&now)) {
                 return Err(SnapshotError::Impossible(format!(
                     "{} was replaced after the VM's start: the VM's memory would not match the new file; restart the VM to save it",
@@ -83,9 +83,10 @@ pub(super) fn check_files(pid: Pid, qmp: &mut Qmp, spec: &VmSpec) -> Result<(), 
     Ok(())
 }
 
-/// Checks the header of an overlay that a QEMU without root's rights writes. QEMU could write any
-/// path into it, which a later reader would open as root. The overlay must be a regular file, and
-/// name the disk's own file or a file of a snapshot of the VM's trust domain.
+/// Checks the header of an overlay that a QEMU without root's rights writes. This QEMU could write
+/// any path into the header, and a later reader would open that path as root. The overlay must be a
+/// regular file, and its header must name the disk's own file or a file of a snapshot of the VM's
+/// trust domain.
 pub(super) fn check_header(
     overlay: &Path,
     spec: &VmSpec,
@@ -127,7 +128,7 @@ pub(super) fn check_header(
     )))
 }
 
-/// Returns whether a file is this disk's part of another snapshot of this VM or its trust domain.
+/// Returns whether a file is this disk's file in another snapshot of this VM or its trust domain.
 /// Snapshots of other domains must stay inaccessible to the guest.
 fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -> bool {
     let Some(name) = backing
@@ -138,7 +139,7 @@ fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -
         return false;
     };
     let place = draft.place().with_file_name(name).join(disk_name(disk));
-    // Not `==`, for which `a/./b` is `a/b`.
+    // The paths are compared as text, because `==` treats `a/./b` and `a/b` as equal.
     if memfold_vm::check_name("snapshot", name).is_err() || backing.as_os_str() != place.as_os_str()
     {
         return false;
@@ -163,7 +164,7 @@ mod tests {
     use crate::shelf::Shelf;
     use memfold_vm::DiskSpec;
 
-    /// A snapshot of a VM with one disk.
+    /// Saves a snapshot of a VM with one disk. Returns the path of the disk's file.
     fn save(shelf: &Shelf, name: &str, domain: Option<&str>) -> PathBuf {
         let draft = shelf.draft(name).unwrap();
         let file = |part: &str| {
@@ -185,7 +186,7 @@ mod tests {
         disk
     }
 
-    /// An image with these options of `qemu-img create`.
+    /// Creates an image with these options of `qemu-img create`.
     fn image(path: &Path, options: &[&str]) {
         let _ = fs::remove_file(path);
         let output = Command::new("qemu-img")
@@ -226,7 +227,7 @@ mod tests {
             let why = check(spec).unwrap_err().to_string();
             assert!(why.contains(word), "no '{word}' in: {why}");
         };
-        // A VM without a domain shares with nobody.
+        // A VM without a domain shares with no other VM.
         let loner = VmSpec {
             domain: None,
             ..spec.clone()
@@ -236,7 +237,7 @@ mod tests {
         for (backing, format) in [
             (others, "qcow2"),
             (PathBuf::from("/etc/shadow"), "raw"),
-            // As the guest wrote it, it names files of the host.
+            // The guest could have written such a header, which names files of the host.
             (path("disk"), "qcow2"),
             (ours.clone(), "raw"),
             (ours.with_file_name(RAM), "qcow2"),

@@ -1,21 +1,22 @@
-//! Corrects the wall clock of a guest that was stopped. Such a clock resumes at the moment of the
-//! stop, however long ago that was.
+//! Corrects the wall clock of a guest that was stopped. The clock of such a guest resumes at the
+//! moment of the stop, however long ago that was.
 //!
 //! ```text
-//!   look   the guest says its time; the host's clock is read before and after that
-//!   step   the guest adds the difference to its own clock (settimeofday: monotonic time stays, and the kernel tells who waits for
-//!          steps: timerfd_create(2), TFD_TIMER_CANCEL_ON_SET; adjtimex(2) says "unsynchronized" until a time daemon has looked again)
-//!   look   what is left, which is what the first look was wrong by and what the step took
+//!   look   the guest reports its time; the host's clock is read before and after
+//!   step   the guest adds the difference to its own clock (settimeofday: monotonic time stays, and the kernel notifies programs
+//!          that wait for clock changes: timerfd_create(2), TFD_TIMER_CANCEL_ON_SET; adjtimex(2) reports "unsynchronized" until a
+//!          time daemon has checked the clock)
+//!   look   measures the error that is left: the error of the first look, and the duration of the step
 //! ```
-//! The guest itself adds the difference to its clock. So the time that a request takes to reach the
-//! guest does not add to the error; only the run time of the guest's `date` does.
+//! The guest itself adds the difference to its clock, so the time that a request takes to reach the
+//! guest adds no error; only the run time of the guest's `date` does.
 
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A clock with at most this error counts as correct.
+/// Error up to which a clock counts as correct.
 pub const TOLERANCE: Duration = Duration::from_millis(50);
 
 /// Script that prints the guest's time: seconds since 1970, with nine decimals if the guest's
@@ -24,9 +25,9 @@ pub const LOOK: &str = "date +%s.%N";
 
 const SECOND: i128 = 1_000_000_000;
 
-/// Script that corrects the guest's RTC. The RTC follows the host's time by itself, unless QEMU
-/// runs with `-rtc clock=vm`. It is written only if it is wrong; `hwclock` knows whether it holds
-/// local time (`/etc/adjtime`).
+/// Script that corrects the guest's RTC (hardware clock). The RTC follows the host's time by
+/// itself, unless QEMU runs with `-rtc clock=vm`. The script writes the RTC only if it is wrong;
+/// `hwclock` knows whether the RTC holds local time (`/etc/adjtime`).
 pub const RTC: &str = "rtc=/sys/class/rtc/rtc0/since_epoch
 [ -r $rtc ] || exit 0
 off=$(($(cat $rtc) - $(date +%s)))
@@ -60,24 +61,24 @@ impl ClockStep {
     }
 }
 
-/// Error of a guest's clock, as measured once, in nanoseconds.
+/// Error of a guest's clock from one measurement, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offset {
-    /// Time by which the guest's clock is behind the host's.
+    /// Time by which the guest's clock is behind the host's clock; negative if it is ahead.
     pub behind: i128,
-    /// Uncertainty of `behind`, in either direction.
+    /// Uncertainty of `behind`, in both directions.
     pub uncertainty: i128,
 }
 
 impl Offset {
-    /// Computes the offset from the time that the guest printed between `before` and `after`;
-    /// `None`: the text is no time.
+    /// Computes the offset from the time that the guest printed between `before` and `after`.
+    /// Returns `None` if the text is not a time.
     #[must_use]
     pub fn of(said: &[u8], before: SystemTime, after: SystemTime) -> Option<Self> {
         let text = std::str::from_utf8(said).ok()?.trim();
         let (seconds, decimals) = text.split_once('.').unwrap_or((text, ""));
         let seconds = i128::from(seconds.parse::<u32>().ok()?);
-        // A small date doesn't know "%N".
+        // The `date` of a small system does not support "%N".
         let is_fine = decimals.len() == 9 && decimals.bytes().all(|b| b.is_ascii_digit());
         let nanoseconds = decimals.parse().ok().filter(|_| is_fine);
         let coarse = if is_fine { 0 } else { SECOND / 2 };
@@ -89,23 +90,24 @@ impl Offset {
         })
     }
 
-    /// Returns whether the clock is correct within tolerance and uncertainty.
+    /// Returns whether the clock is correct within [`TOLERANCE`] and uncertainty.
     #[must_use]
     pub fn is_right(self) -> bool {
         let tolerance = i128::try_from(TOLERANCE.as_nanos()).unwrap_or(0);
         self.behind.abs() <= tolerance.max(self.uncertainty)
     }
 
-    /// Returns whether the error left after a step is explained by the method: the uncertainty of
-    /// the measurement `before`, the duration of the step, and the uncertainty of this measurement.
+    /// Returns whether the method explains the error that is left after a correction: by the
+    /// uncertainty of the measurement `before`, the duration of the correction, and the uncertainty
+    /// of this measurement.
     #[must_use]
     pub fn is_explained(self, before: Self, step: Duration) -> bool {
         let step = i128::try_from(step.as_nanos()).unwrap_or(i128::MAX / 4);
         self.is_right() || self.behind.abs() <= before.uncertainty + step + self.uncertainty
     }
 
-    /// Returns the script that corrects the guest's clock. `now` is for guests whose `date` knows
-    /// whole seconds only.
+    /// Returns the script that corrects the guest's clock. `now` is used if the guest's `date`
+    /// supports only whole seconds.
     #[must_use]
     pub fn step(self, now: SystemTime) -> String {
         let seconds = nanoseconds_of(now).map_or(0, |now| (now + SECOND / 2) / SECOND);
@@ -123,11 +125,12 @@ date -u -s \"@$at\" > /dev/null",
     }
 }
 
-/// Most attempts to set a clock. A busy guest may take long between two instructions.
+/// Maximum number of attempts to set a clock. (A busy guest may take long between two
+/// instructions.)
 const MOST_STEPS: usize = 3;
 
-/// Sets a clock. `look` measures its offset; `step` corrects it, and returns how long that took, or
-/// `None` if it failed.
+/// Sets a clock. `look` measures the clock's offset. `step` corrects the clock, and returns how
+/// long the correction took, or `None` if it failed.
 pub fn set<E>(
     mut look: impl FnMut() -> Result<Option<Offset>, E>,
     mut step: impl FnMut(Offset) -> Result<Option<Duration>, E>,
@@ -172,7 +175,7 @@ fn nanoseconds_of(time: SystemTime) -> Option<i128> {
     i128::try_from(since.as_nanos()).ok()
 }
 
-/// Returns an offset as text, such as "102.3 s behind".
+/// Returns an offset as text for people, such as "102.3 s behind".
 #[must_use]
 pub fn in_words(behind_ms: f64) -> String {
     let side = if behind_ms < 0.0 { "ahead" } else { "behind" };
@@ -181,7 +184,7 @@ pub fn in_words(behind_ms: f64) -> String {
 
 /// Converts an offset to milliseconds.
 #[must_use]
-#[allow(clippy::cast_precision_loss)] // centuries in milliseconds fit
+#[allow(clippy::cast_precision_loss)] // even centuries are exact in milliseconds
 pub fn milliseconds(nanoseconds: i128) -> f64 {
     (nanoseconds / 1000) as f64 / 1000.0
 }
@@ -216,7 +219,7 @@ mod tests {
             at(1_699_999_990_000_000_000),
         );
         assert_eq!(ahead.unwrap().behind, -10 * SECOND);
-        // Whole seconds, of a date that doesn't know the rest.
+        // These are whole seconds from a `date` that does not support decimals.
         for said in ["1700000000", "1700000000.%N", "1700000000.N"] {
             let found = Offset::of(
                 said.as_bytes(),
@@ -231,7 +234,7 @@ mod tests {
         }
     }
 
-    /// What `date` is told to set, when it is asked for the time and answers `now`.
+    /// Returns the time that the script sets if the guest's `date` answers `now`.
     fn told(now: &str, offset: Offset, host: SystemTime) -> String {
         let place = tempfile::tempdir().unwrap();
         let date = place.path().join("date");
@@ -253,14 +256,15 @@ mod tests {
             .to_owned()
     }
 
-    /// A guest whose clock is `behind` (ns): between reading it and setting it each step stands
-    /// still for `stands`, a look takes `look`, and `other` sets it back after each step.
+    /// Simulates a guest whose clock is `behind` ns behind. The guest stops for `stands` ns between
+    /// reading and setting its clock, a measurement takes `look` ns, and `other` ns are subtracted
+    /// by another program after each correction.
     fn set_in(behind: i128, look: i128, stands: i128, other: i128) -> (ClockStep, usize) {
         let clock = std::cell::Cell::new(behind);
         let steps = std::cell::Cell::new(0);
         let done = set::<()>(
             || {
-                // The guest reads its clock at the end of the way, which nobody knows.
+                // The guest reads its clock at the end of the measurement, but no side knows when.
                 Ok(Some(Offset {
                     behind: clock.get() - look / 2,
                     uncertainty: look / 2,
@@ -282,13 +286,13 @@ mod tests {
         let ms = SECOND / 1000;
         let (quick, steps) = set_in(102 * SECOND, 4 * ms, ms, 0);
         assert_eq!((quick.problem, steps), (None, 1));
-        // It stands still for 700 ms at each step, and looks take 80 ms.
+        // The guest stops for 700 ms at each correction, and measurements take 80 ms.
         let (busy, steps) = set_in(102 * SECOND, 80 * ms, 700 * ms, 0);
         assert_eq!((busy.problem, steps), (None, MOST_STEPS));
         assert!(busy.left_ms.unwrap() > 500.0);
         let (other, _) = set_in(102 * SECOND, 80 * ms, 10 * ms, 5 * SECOND);
         assert!(other.problem.unwrap().contains("something else"));
-        // The same where the host itself is slow: what a look can't tell is no fault.
+        // On a slow host, an error that a measurement cannot detect is not reported.
         let (slow, _) = set_in(102 * SECOND, 3 * SECOND, 700 * ms, 0);
         assert_eq!(slow.problem, None);
     }

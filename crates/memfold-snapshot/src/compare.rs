@@ -1,9 +1,9 @@
 //! Compares memory with the contents of files, piece by piece, to find pages that can be saved by
 //! reference.
 //!
-//! A run of pages that a file holds becomes one reference for each chunk of the image that the run
-//! touches. Several workers compare pieces and chunks in any order. A worker does not know the
-//! results for the neighbouring pieces, so it assumes that they are equal too.
+//! A run of pages that a file contains becomes one reference for each chunk of the image that it
+//! touches. Several workers compare pieces of chunks in any order. A worker does not know the
+//! results for the neighbouring pieces, so it assumes that they are equal, too.
 
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,25 +16,25 @@ use super::manifest::MOST_MAPPINGS;
 use super::pipeline::PIECE_BYTES;
 use super::refer::Reference;
 
-/// Pages that a worker reads, hashes and writes at a time.
+/// Number of pages that a worker reads, hashes and writes at a time.
 pub(super) const PIECE_PAGES: u64 = PIECE_BYTES as u64 / PAGE_SIZE;
 const _: () = assert!(CHUNK_PAGES % PIECE_PAGES == 0);
 
 /// A piece of a chunk, read into memory.
 pub(super) struct Piece<'a> {
     pub(super) block: &'a Source,
-    /// First page of the block within the image.
+    /// Page in the image at which the RAM block begins.
     pub(super) place: u64,
-    /// First page of the piece within the block.
+    /// Page in the RAM block at which the piece begins.
     pub(super) first: u64,
     pub(super) bytes: &'a [u8],
 }
 
-/// A comparison of memory with files, shared by all workers.
+/// Comparison of memory with files, which all workers share.
 #[derive(Debug)]
 pub(super) struct Comparison {
     pub(super) candidates: Candidates,
-    /// Number of further references that may begin.
+    /// Number of references that may still begin.
     beginnings: AtomicUsize,
 }
 
@@ -48,8 +48,8 @@ impl Comparison {
         }
     }
 
-    /// Finds the pages in ranges of a piece that files hold. Returns the ranges that remain to be
-    /// written.
+    /// Finds the pages in ranges of a piece that files contain, and adds references to them.
+    /// Returns the ranges that must be written.
     pub(super) fn refer(
         &self,
         piece: &Piece<'_>,
@@ -76,7 +76,8 @@ impl Comparison {
         left
     }
 
-    /// Compares pages `from` to `to` of a block with a file, and returns the equal pages as ranges.
+    /// Compares the pages `from` to `to` of a block with a file, and returns the equal pages as
+    /// ranges.
     fn equal(
         &self,
         piece: &Piece<'_>,
@@ -90,7 +91,7 @@ impl Comparison {
         let other = &mut other[..part.len()];
         let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);
         let place = (run.block + skipped) * PAGE_SIZE;
-        // What can't be read is saved as it is.
+        // If the file cannot be read, the pages are saved in the image.
         if source.is_none_or(|source| source.file.read_exact_at(other, place).is_err()) {
             return Vec::new();
         }
@@ -108,8 +109,8 @@ impl Comparison {
         found
     }
 
-    /// Records that a file holds pages `from` to `to` of a block, unless the run is too short for a
-    /// separate mapping.
+    /// Adds a reference for pages `from` to `to` of a block, unless the run is too short for a
+    /// mapping of its own. Returns whether a reference was added.
     fn note(
         &self,
         piece: &Piece<'_>,
@@ -135,7 +136,7 @@ impl Comparison {
             last.pages += pages;
             return true;
         }
-        // Chunks are compared one by one, and pieces of them, whatever lies on both sides.
+        // Chunks and pieces are compared separately, whatever the neighbouring ones contain.
         let comes_from_before = from % CHUNK_PAGES == 0 && first < from;
         let goes_on =
             to % PIECE_PAGES == 0 && run.hva.add_pages(run.pages) > piece.block.hva.add_pages(to);

@@ -1,9 +1,9 @@
-//! The features of a guest's CPU. A guest kernel detects them once, at boot. A VM restored on a CPU
-//! that lacks one of them would die of illegal instructions, or hang.
+//! Features of a guest's CPU. A guest kernel detects the features once, at boot. A VM that is
+//! restored on a CPU without one of them would fail with illegal instructions, or hang.
 //!
 //! QEMU reports the CPUID of a running VM's CPU, without features that the accelerator lacks, as
-//! bits (`feature-words`) and by name (one property each). The bits take one query, the names
-//! hundreds. So names are read only when a VM is saved, and to report missing features.
+//! bits (`feature-words`) and by name (one property for each feature). The bits take one query, the
+//! names take hundreds. So names are read only to save a VM, and to report missing features.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::error::SnapshotError;
 
-/// Boolean properties of a CPU that are no features, but states or settings of QEMU.
+/// Boolean properties of a CPU that are states or settings of QEMU, and not features.
 const NO_FEATURES: [&str; 9] = [
     "check",
     "enforce",
@@ -26,7 +26,7 @@ const NO_FEATURES: [&str; 9] = [
     "x-migrate-smi-count",
 ];
 
-/// Most features that an error lists.
+/// Maximum number of features that an error message lists.
 const NAMED: usize = 12;
 
 /// Model and features of a guest's CPU.
@@ -34,14 +34,15 @@ const NAMED: usize = 12;
 pub struct Cpu {
     /// QEMU's model, such as `max-x86_64-cpu`.
     pub model: String,
-    /// CPUID registers with features: leaf, sub-leaf and register in QEMU's notation, and the bits.
+    /// CPUID registers with features: leaf, sub-leaf and register in QEMU's notation, and the set
+    /// bits.
     pub words: Vec<(String, u64)>,
-    /// Enabled features, by QEMU's names.
+    /// Names of enabled features in QEMU.
     pub features: BTreeSet<String>,
 }
 
 impl Cpu {
-    /// Reads the CPU of a VM; `None`: QEMU does not report it.
+    /// Reads the CPU of a VM. Returns `None` if QEMU does not report it.
     pub fn of(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
         let Some((path, model)) = first(qmp)? else {
             return Ok(None);
@@ -56,7 +57,7 @@ impl Cpu {
         }))
     }
 
-    /// Refuses a VM whose CPU lacks features of this one; the error lists them.
+    /// Refuses a VM whose CPU lacks features of this CPU. The error lists the missing features.
     pub fn check(&self, name: &str, qmp: &mut Qmp) -> Result<(), SnapshotError> {
         let Some((path, model)) = first(qmp)? else {
             return Ok(());
@@ -101,7 +102,7 @@ fn first(qmp: &mut Qmp) -> Result<Option<(String, String)>, QmpError> {
     Ok(model.map(|model| (path, model)))
 }
 
-/// Reads a property; null: there is none of this name.
+/// Reads a property; the result is null if the property does not exist.
 fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, QmpError> {
     match qmp.execute("qom-get", json!({ "path": path, "property": property })) {
         Err(QmpError::Refused { .. }) => Ok(Value::Null),
@@ -138,7 +139,7 @@ fn features(qmp: &mut Qmp, path: &str) -> Result<BTreeSet<String>, QmpError> {
     Ok(found)
 }
 
-/// Returns bits that are set in `then` but not in `now`, as text.
+/// Returns as text the bits that are set in `then` but not in `now`.
 fn lacking_bits(then: &[(String, u64)], now: &[(String, u64)]) -> Vec<String> {
     let bits = |word: &str| {
         now.iter()

@@ -1,4 +1,4 @@
-//! Reads the chain of a disk's overlays, as QEMU has it open and as the qcow2 headers record it.
+//! Reads the chain of a disk's overlays as QEMU has it open, and as the qcow2 headers name it.
 
 use std::fs;
 use std::io;
@@ -13,25 +13,25 @@ use serde_json::{Value, json};
 
 use super::error::{SnapshotError, failed};
 
-/// Longest time that `qemu-img` may take to read headers.
+/// Time limit for `qemu-img` to read headers.
 const LOOK_LIMIT: Duration = Duration::from_secs(60);
 
-/// The top layer of a disk, which its device writes to.
+/// Top layer of a disk, to which the disk's device writes.
 pub(super) struct Active {
     pub(super) node: String,
     pub(super) file: PathBuf,
     pub(super) virtual_bytes: u64,
-    /// Overlay below it as QEMU has it open, independent of the header.
+    /// Overlay below the top layer, as QEMU has it open, whatever the header names.
     pub(super) below: Option<Below>,
 }
 
-/// An overlay below another one.
+/// Overlay that is below another overlay.
 pub(super) struct Below {
     pub(super) node: String,
     pub(super) file: PathBuf,
 }
 
-/// Returns the entry of a disk's device in `query-block`.
+/// Returns the entry for a disk's device in the answer to `query-block`.
 pub(super) fn device<'a>(devices: &'a Value, spec: &VmSpec, disk: usize) -> Option<&'a Value> {
     devices.as_array()?.iter().find(|device| {
         let place = device["qdev"].as_str().unwrap_or_default();
@@ -66,8 +66,8 @@ impl Chains {
         })
     }
 
-    /// Returns the overlay right below `node`, as QEMU opened it: the newest of the older overlays,
-    /// all of which are in the chain.
+    /// Returns the overlay directly below `node`, as QEMU opened it: the newest of the older
+    /// overlays, all of which are in the chain.
     pub(super) fn below(&self, spec: &VmSpec, disk: usize, node: &str) -> Option<Below> {
         let own = age(spec, disk, node)?;
         let names = self.nodes.as_array()?.iter();
@@ -81,12 +81,12 @@ impl Chains {
     }
 }
 
-/// Reads all block nodes of a VM, including those below other nodes.
+/// Reads all block nodes of a VM, including nodes below other nodes.
 pub(super) fn nodes(qmp: &mut Qmp) -> Result<Value, QmpError> {
     qmp.execute("query-named-block-nodes", json!({ "flat": true }))
 }
 
-/// Makes QEMU close a node, if one of this name exists.
+/// Makes QEMU close the node with this name, if it exists.
 pub(super) fn delete_node(qmp: &mut Qmp, node: &str) -> Result<(), QmpError> {
     match qmp.execute_on_disks("blockdev-del", json!({ "node-name": node })) {
         Err(QmpError::Refused { description, .. }) if description.contains("find") => Ok(()),
@@ -98,11 +98,11 @@ pub(super) fn file_node(node: &str) -> String {
     format!("{node}-file")
 }
 
-/// Returns the file of a node of a disk's chain. The file has its own node, named by a fixed
-/// scheme.
+/// Returns the file of a node in a disk's chain. The file has a node of its own, whose name follows
+/// from the node's name.
 pub(super) fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<PathBuf> {
     let name = if node == spec.disk_node(disk) {
-        // As `vm run` names that of the first overlay.
+        // `vm run` gives this name to the file node of the first overlay.
         format!("overlay-file{disk}")
     } else {
         file_node(node)
@@ -111,8 +111,8 @@ pub(super) fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> 
     Some(file["file"].as_str()?.into())
 }
 
-/// Returns the age key of a disk's node, from its name: the time when it was added; 0 for the
-/// first.
+/// Returns when a disk's node was added, from the node's name; 0 for the first node. `None` if the
+/// node does not belong to the disk.
 pub(super) fn age(spec: &VmSpec, disk: usize, name: &str) -> Option<u64> {
     if name == spec.disk_node(disk) {
         return Some(0);
@@ -126,7 +126,7 @@ pub(super) fn identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::metadata(path).map(|facts| (facts.dev(), facts.ino()))
 }
 
-/// Runs `qemu-img info` on a qcow2. `-U`: a running VM may have it open.
+/// Runs `qemu-img info` on a qcow2 file. (`-U` is needed because a running VM may have it open.)
 fn info(disk: &Path, more: &[&str]) -> io::Result<Output> {
     let mut command = Command::new("qemu-img");
     command.args(["info", "-U", "--output=json", "-f", "qcow2"]);
@@ -134,13 +134,13 @@ fn info(disk: &Path, more: &[&str]) -> io::Result<Output> {
     helper::output(&mut command, LOOK_LIMIT)
 }
 
-/// Reads the header of an overlay. Without `--backing-chain`, no other file is opened.
+/// Reads the header of an overlay. Without `--backing-chain`, `qemu-img` opens no other file.
 pub(super) fn header(overlay: &Path) -> io::Result<Value> {
     let output = info(overlay, &[])?;
     Ok(serde_json::from_slice(&output.stdout).unwrap_or_default())
 }
 
-/// Returns the files of a qcow2's chain, the file itself first.
+/// Returns the files of a qcow2 file's chain, beginning with the file itself.
 pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
     let output = info(disk, &["--backing-chain"]).map_err(failed(disk))?;
     let refused = |why: &str| SnapshotError::Qemu(format!("qemu-img: {why}"));

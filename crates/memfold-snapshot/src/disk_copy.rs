@@ -1,17 +1,17 @@
-//! Copies disks that a VM writes in place (without an overlay) into the snapshot, as they were at
-//! the snapshot's instant, while the VM continues to write.
+//! Copies disks that a VM writes in place (without an overlay) into the snapshot. The copies show
+//! the snapshot's instant, although the VM continues to write.
 //!
 //! ```text
 //!                            device
-//!                              |            before: a filter (copy-before-write); what the VM writes over is put aside first
-//!                            before ---> old (in the draft; gone with it)
+//!                              |            before: a filter (copy-before-write), which saves old data before the VM overwrites them
+//!                            before ---> old (in the draft; removed after the copy)
 //!                              |  ^
 //!   VM's own file <--------- disk |
 //!                               access -- backup job --> new (in the draft: the snapshot's disk)
 //! ```
-//! The VM's disk remains its own file throughout. A failure here or in the daemon loses the
-//! snapshot but no write of the VM. If the filter cannot save old data, the snapshot breaks
-//! (`on-cbw-error`), not the VM.
+//! The VM always writes to its own file. A failure here or in the daemon loses the snapshot, but no
+//! write of the VM. If the filter cannot save old data, the snapshot fails (`on-cbw-error`), and
+//! not the VM.
 
 use std::fs::File;
 use std::ops::DerefMut;
@@ -34,23 +34,24 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
 
-/// Longest time that a guest's write waits until the old data is saved; then the snapshot fails.
+/// Longest time in seconds that a guest's write waits until the old data are saved. After that
+/// time, the snapshot fails.
 const ASIDE_TIMEOUT_S: u32 = 30;
 
-/// Longest time that `qemu-img` may take to check a copy.
+/// Time limit for `qemu-img` to check a copy.
 const CHECK_LIMIT: Duration = Duration::from_secs(3600);
 
-/// Longest time that a disk may take to be copied.
+/// Time limit for the copy of one disk.
 const COPY_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
-/// Free space that copies leave on the snapshots' file system, in bytes; on a small file system, a
-/// twentieth of it.
+/// Free space in bytes that copies must leave on the file system of the snapshots; on a small file
+/// system, a twentieth of its size.
 const MOST_RESERVE: u64 = 1 << 30;
 
-/// Longest time that a cancelled job may take to end.
+/// Time limit for a cancelled job to end.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A disk to be copied.
+/// A disk that will be copied.
 #[derive(Debug)]
 pub(super) struct Copied {
     /// Number of the disk in the description.
@@ -60,8 +61,8 @@ pub(super) struct Copied {
     old: PathBuf,
 }
 
-/// Names of the nodes and the job of a disk's copy. They are the same in every save: only one save
-/// runs at a time, and the next removes the remains of an interrupted one.
+/// Names of the nodes and the job for the copy of a disk. They are the same for every save, because
+/// only one save runs at a time, and the next save removes remains of an interrupted one.
 struct Names {
     disk: String,
     before: String,
@@ -84,8 +85,8 @@ impl Names {
     }
 }
 
-/// Returns the disks that the VM writes in place; for a VM that memfold did not start, also those
-/// that it only reads.
+/// Returns the disks that the VM writes in place. For a VM that memfold did not start, returns the
+/// disks that the VM only reads, too.
 fn in_place(spec: &VmSpec) -> impl Iterator<Item = usize> + '_ {
     let disks = spec.disks.iter().enumerate();
     disks
@@ -93,8 +94,8 @@ fn in_place(spec: &VmSpec) -> impl Iterator<Item = usize> + '_ {
         .map(|(number, _)| number)
 }
 
-/// Creates files in the draft for every disk that the VM writes in place. The VM is not affected
-/// yet.
+/// Creates the files of the copies in the draft, and QEMU's nodes for them. The VM's disks do not
+/// change yet.
 pub(super) fn prepare(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -103,7 +104,7 @@ pub(super) fn prepare(
     let devices = qmp.query("query-block")?;
     let held = |disk| {
         let device = device(&devices, spec, disk)?;
-        // What it is built on is copied with it.
+        // The copy also contains the data of the disk's backing files.
         let image = &device["inserted"]["image"];
         let chain = std::iter::successors(Some(image), |image| image.get("backing-image"));
         Some(
@@ -138,27 +139,30 @@ pub(super) fn prepare(
         for (node, file) in [(&names.old, &copy.old), (&names.new, &new)] {
             let failed = failed(file);
             overlay::create_empty(file, copy.bytes).map_err(failed)?;
-            // Nothing waits for these on a disk: QEMU would stand still for it, and guests' writes.
-            // The snapshot's files are synced at its end.
+            // The copies use the page cache without flushes: otherwise QEMU would wait for the
+            // disk, and so would guests' writes. All files of a snapshot are synced at its end.
             let cache = json!({ "direct": false, "no-flush": true });
-            // By descriptor: a QEMU that has given its rights up can't reach the draft.
+            // QEMU gets a descriptor, because a QEMU that has dropped its privileges cannot open
+            // the draft.
             let open = File::options().read(true).write(true).open(file);
             let place = qmp.lend(open.map_err(failed)?.as_fd())?;
             let added = qmp.execute_on_disks(
                 "blockdev-add",
                 json!({
                     "driver": "qcow2", "node-name": node, "discard": "unmap", "cache": cache,
-                    // The filter doesn't tell where a disk over another file is empty.
+                    // The filter does not report which parts of a disk over a backing file are
+                    // empty.
                     "detect-zeroes": "unmap",
                     "file": { "driver": "file", "filename": place.path(), "discard": "unmap", "cache": cache },
                 }),
             );
-            // It has a copy of its own for as long as the node is there.
+            // QEMU keeps a descriptor of its own as long as the node exists.
             qmp.take_back(&place)?;
             added?;
         }
-        // What the host has not written yet, QEMU would wait for in the pause.
-        // Its name may be another's word: nobody waits for what is no file.
+        // Data that the host has not written to the disk yet are written now, because QEMU would
+        // wait for them during the pause. The path may lead to another kind of file, which must not
+        // block the opening.
         let nonblock = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
         let path = &spec.disks[disk].path;
         if let Ok(file) = File::options().read(true).custom_flags(nonblock).open(path) {
@@ -175,7 +179,7 @@ fn written<'a>(spec: &'a VmSpec, copies: &'a [Copied]) -> impl Iterator<Item = &
         .filter(|copy| !spec.disks[copy.disk].read_only)
 }
 
-/// Inserts the filters, which save old data before the VM overwrites it. The VM must be stopped.
+/// Inserts the filters, which save old data before the VM overwrites them. The VM must be stopped.
 pub(super) fn begin(qmp: &mut Qmp, spec: &VmSpec, copies: &[Copied]) -> Result<(), SnapshotError> {
     for copy in written(spec, copies) {
         let names = Names::of(spec, copy.disk);
@@ -192,7 +196,7 @@ pub(super) fn begin(qmp: &mut Qmp, spec: &VmSpec, copies: &[Copied]) -> Result<(
 }
 
 /// Copies the disks as of the snapshot's instant while the VM runs, and removes the filters.
-/// Returns how long that took.
+/// Returns how long the copying took.
 pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     copies: &[Copied],
@@ -205,7 +209,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     progress.begin("disks copied", bytes);
     for copy in copies {
         let names = Names::of(spec, copy.disk);
-        // What nobody writes is copied as it is.
+        // A disk that nobody writes is copied directly.
         let mut job = json!({
             "job-id": names.job, "device": names.disk, "target": names.new, "sync": "full", "auto-dismiss": false,
         });
@@ -215,12 +219,13 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
                 json!({ "driver": "snapshot-access", "node-name": names.access, "file": names.before, "discard": "unmap" }),
             )?;
             job["device"] = names.access.into();
-            // What is copied needs not be put aside any more.
+            // Saved old data that were copied are no longer needed.
             job["discard-source"] = true.into();
         }
         monitor().execute_on_disks("blockdev-backup", job)?;
     }
-    // All of them go on side by side: what is put aside for a disk grows until it is copied.
+    // All copy jobs run in parallel, because the saved old data of a disk grow until the disk is
+    // copied.
     for copy in copies {
         let names = Names::of(spec, copy.disk);
         let enough = || enough_room(draft.path(), 0);
@@ -238,7 +243,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
 /// Returns the error message of a disk that was not copied.
 fn words(disk: usize, why: &str) -> String {
     let cause = if why.contains("Permission denied") {
-        // What QEMU says of a filter that has given up.
+        // QEMU reports this error if a filter could not save old data.
         "copy-before-write of the VM's disk failed or took longer than 30 s; check free space and speed of the disk of snapshots"
     } else if why.contains("No space left") {
         "no space left in the directory of snapshots"
@@ -248,8 +253,8 @@ fn words(disk: usize, why: &str) -> String {
     format!("cannot copy disk {disk} ({why}): {cause}")
 }
 
-/// Checks that the file system of `place` has space for `bytes` bytes and a reserve. A disk of the
-/// VM may be on the same file system, and QEMU stops a VM whose disk is full.
+/// Checks that the file system of `place` has space for `bytes` bytes and for a reserve. A disk of
+/// the VM may be on the same file system, and QEMU stops a VM whose disk is full.
 fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     let room = rustix::fs::statvfs(place).map_err(|error| error.to_string())?;
     let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
@@ -265,7 +270,7 @@ fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that a copy is complete, because QEMU does not report errors of closing it.
+/// Checks that a copy is complete, because QEMU does not report errors from closing the file.
 fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
     let mut command = Command::new("qemu-img");
     command.args(["check", "-q", "-f", "qcow2"]).arg(copy);
@@ -277,12 +282,13 @@ fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
     Err(SnapshotError::Impossible(words(disk, said.trim())))
 }
 
-/// Removes filters and jobs from the VM's disks, whether this daemon or a killed one added them.
+/// Removes filters and copy jobs from the VM's disks, whether this daemon or a killed one added
+/// them.
 pub(super) fn remove<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     spec: &VmSpec,
 ) -> Result<(), SnapshotError> {
-    // One that can't be let go of is no reason to keep the others.
+    // The other disks' filters are removed, too, if one cannot be removed.
     let all = in_place(spec).map(|disk| remove_one(monitor, spec, disk));
     all.fold(Ok(()), Result::and)
 }
@@ -314,10 +320,10 @@ fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M, id: &str) -> Resu
         return Ok(());
     };
     if job["status"] != "concluded" {
-        // Refused if it has ended meanwhile.
+        // QEMU refuses the command if the job has ended meanwhile.
         let _ = monitor().execute("job-cancel", json!({ "id": id }));
     }
-    // That it was cancelled is no failure.
+    // The job's result is an error because it was cancelled.
     let _ = block_job::finish(monitor, id, CANCEL_TIMEOUT, None, || Ok(()));
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! A snapshot that is being made: a locked directory, which is either renamed to the snapshot's
-//! name or removed.
+//! Draft: a snapshot that is being saved. The draft is a locked directory, which is either renamed
+//! to the snapshot's name or removed.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::error::{SnapshotError, failed};
 use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex, read_manifest};
 
-/// A snapshot that is being made. Dropping an uncommitted draft removes it.
+/// A snapshot that is being saved. Dropping a draft that was not committed removes it.
 #[derive(Debug)]
 pub struct Draft {
     path: PathBuf,
@@ -67,7 +67,7 @@ impl Draft {
             .map_err(failed(&path))
     }
 
-    /// Returns the draft's current path.
+    /// Returns the draft's present path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -79,12 +79,12 @@ impl Draft {
         &self.place
     }
 
-    /// Reads the manifest of another snapshot in the same directory.
+    /// Reads the manifest of another snapshot in the same snapshot directory.
     pub fn beside(&self, name: &str) -> Result<Manifest, SnapshotError> {
         read_manifest(&self.place.with_file_name(name), name)
     }
 
-    /// Turns the draft into a snapshot: syncs all files to disk, writes the manifest last, then
+    /// Turns the draft into a snapshot: syncs all files to disk, writes the manifest last, and then
     /// renames the directory.
     pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let place = self.place.clone();
@@ -104,8 +104,8 @@ impl Draft {
             .map_err(failed)?;
         fs::rename(&self.path, &self.place).map_err(failed)?;
         self.done = true;
-        // The name itself; a crash before it leaves a draft or the snapshot, both of which are
-        // right.
+        // The directory entry is synced, too. A crash before this leaves a draft or a snapshot, and
+        // both are valid.
         if let Some(parent) = self.place.parent() {
             let _ = File::open(parent).and_then(|dir| dir.sync_all());
         }

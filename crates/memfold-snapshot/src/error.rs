@@ -8,7 +8,7 @@ use memfold_vm::{QmpError, RamError};
 
 /// Error of an operation on a snapshot. After an error, no partial result remains.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // the messages say what is the case
+#[allow(missing_docs)] // the messages explain the variants
 pub enum SnapshotError {
     #[error("no snapshot named '{0}'; 'memfold snapshot list' shows all")]
     Unknown(String),
@@ -48,7 +48,7 @@ pub enum SnapshotError {
     Broken { name: String, why: String },
 }
 
-/// Returns a function that adds the path to an I/O error.
+/// Returns a function that adds a path to an I/O error.
 pub(super) fn failed<P: AsRef<Path> + Copy>(path: P) -> impl Fn(io::Error) -> SnapshotError + Copy {
     move |source| SnapshotError::Files {
         path: path.as_ref().into(),

@@ -1,4 +1,4 @@
-//! Reads facts about files: length, checksum, modification time, and block-device identity.
+//! Reads facts about files: length, checksum, modification time, identity of a block device.
 
 use std::fs::{self, File};
 use std::io;
@@ -12,14 +12,14 @@ use super::error::{SnapshotError, failed};
 use super::manifest::{BackingFile, FileFacts, hex};
 use super::pipeline;
 
-/// File attributes that change as soon as the file is written.
+/// Attributes of a file that change as soon as somebody writes to the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
     device: u64,
     inode: u64,
     bytes: u64,
     modified_ns: i128,
-    /// Nobody can set this one, but by setting the clock.
+    /// Time of the last change of the inode, which nobody can set without setting the host's clock.
     changed_ns: i128,
 }
 
@@ -36,8 +36,8 @@ impl Stamp {
     }
 }
 
-/// Reads a file, and returns its length and checksum.
-#[allow(clippy::needless_pass_by_value)] // whoever has its facts is done with it
+/// Reads a whole file, and returns its length and checksum.
+#[allow(clippy::needless_pass_by_value)] // callers do not need the file afterwards
 pub fn facts(file: File) -> io::Result<FileFacts> {
     let mut hasher = Xxh3::new();
     let bytes = pipeline::read_ahead(&file, |piece| hasher.update(piece))?;
@@ -47,12 +47,12 @@ pub fn facts(file: File) -> io::Result<FileFacts> {
     })
 }
 
-/// Reads the file at `path`, and returns its length and checksum.
+/// Reads the whole file at `path`, and returns its length and checksum.
 pub(super) fn facts_at(path: &Path) -> Result<FileFacts, SnapshotError> {
     File::open(path).and_then(facts).map_err(failed(path))
 }
 
-/// Returns the block device at `path`; `None`: it is something else.
+/// Returns the block device at `path`; `None` if the path leads to another kind of file.
 pub(super) fn device(path: &Path) -> Result<Option<BlockDevice>, SnapshotError> {
     BlockDevice::of(path).map_err(failed(path))
 }
@@ -62,7 +62,7 @@ pub(super) fn modified_ns(facts: &fs::Metadata) -> i128 {
     i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
 }
 
-/// Returns the current facts of files and block devices. Paths that lead to no file are left out.
+/// Returns the present facts of files and block devices. Leaves out paths that lead to no file.
 pub(super) fn backing_files(
     paths: impl Iterator<Item = PathBuf>,
 ) -> Result<Vec<BackingFile>, SnapshotError> {

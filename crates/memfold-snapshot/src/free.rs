@@ -1,12 +1,14 @@
-//! Finds pages that are free in the guest and unwritten since; a RAM image leaves them out.
+//! Finds pages that are free in the guest and that nobody has written since; a RAM image omits
+//! them.
 //!
 //! ```text
-//!   writes tracked ----[ the agent lists free pages ]---- VM stands still ---- list less what was written
+//!   write tracking begins -- the agent lists free pages -- VM is stopped -- result: the list minus written pages
 //! ```
-//! Write tracking begins before the agent lists free pages. A page that is on the list, and was not
-//! written to until the VM was stopped, holds nothing of value, because a kernel writes to a newly
-//! allocated page before anything reads it. QEMU's device emulation writes through the process's
-//! page tables, so its writes are tracked too. VMs with pinned memory are not asked for a list.
+//! Write tracking begins before the agent lists the free pages. A page on the list that was not
+//! written to until the VM was stopped contains nothing of value, because a kernel writes to a
+//! newly allocated page before anything reads it. QEMU's device emulation writes through the
+//! process's page tables, so its writes are tracked, too. VMs with pinned memory are not asked for
+//! a list.
 
 use std::io;
 use std::ops::Range;
@@ -17,19 +19,19 @@ use rustix::process::Pid;
 
 use memfold_vm::RamLayout;
 
-/// Script that runs the agent's own program in the guest; the script's shell is a child of the
-/// agent.
+/// Script that runs the agent's own program in the guest. The script's shell is a child of the
+/// agent, so the agent's program is that of the shell's parent.
 pub const LIST: &str = "exec /proc/$PPID/exe --free-pages";
 
-/// A range of page frames of a guest.
+/// Range of page frame numbers of a guest.
 pub type Frames = Range<u64>;
 
-/// At most one run per this many frames: the agent reports groups of 16 frames, and runs do not
-/// touch.
+/// Number of frames per run at least, on average: the agent reports groups of 16 frames, and runs
+/// do not touch.
 const FRAMES_A_RUN: u64 = 32;
 
-/// Parses the list from the agent of a VM with `pages` pages of RAM: first frame and number of
-/// frames, one run per line.
+/// Parses the list from the agent of a VM with `pages` pages of RAM. Each line has the first frame
+/// and the number of frames of one run.
 pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the list is not text".to_owned())?;
     let run = |line: &str| -> Option<Frames> {
@@ -42,7 +44,7 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
         let shown: String = line.chars().take(40).collect();
         format!("not a line of the list: '{shown}'")
     };
-    // A hostile guest may write what it likes.
+    // A hostile guest may send a list of any length.
     let most = usize::try_from(pages / FRAMES_A_RUN + 64).unwrap_or(usize::MAX);
     if text.lines().nth(most).is_some() {
         return Err(format!("the list has more than {most} lines"));
@@ -52,8 +54,8 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
         let run = run(line)
             .filter(|run| !run.is_empty())
             .ok_or_else(|| wrong(line))?;
-        // Ascending, as the agent writes them: overlapping ones would make us go through its memory
-        // once for each.
+        // The agent writes runs in ascending order. Overlapping runs would make later steps process
+        // the same memory several times.
         if runs.last().is_some_and(|last| last.end > run.start) {
             return Err(wrong(line));
         }
@@ -62,8 +64,8 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     Ok(runs)
 }
 
-/// Returns the addresses in process `pid` of frames in `free` that were not written since tracking
-/// began, ascending. The VM must be stopped.
+/// Returns the addresses in process `pid` of the frames in `free` that were not written since
+/// tracking began, in ascending order. The VM must be stopped.
 pub fn unwritten(pid: Pid, layout: &RamLayout, free: &[Frames]) -> io::Result<Vec<Range<Hva>>> {
     let pagemap = Pagemap::open(pid)?;
     let filter = Filter {
@@ -85,7 +87,7 @@ pub fn unwritten(pid: Pid, layout: &RamLayout, free: &[Frames]) -> io::Result<Ve
     Ok(intersection(&unwritten, &free))
 }
 
-/// Returns the addresses of frames in QEMU's process. Frames outside RAM are left out.
+/// Returns the addresses of frames in QEMU's process. Leaves out frames outside RAM.
 fn addresses(layout: &RamLayout, frames: &Frames) -> Vec<Range<Hva>> {
     let inside = |slot: &memfold_vm::RamSlot| {
         let first = frames.start.max(slot.pfn.0);
@@ -96,8 +98,8 @@ fn addresses(layout: &RamLayout, frames: &Frames) -> Vec<Range<Hva>> {
     layout.slots.iter().filter_map(inside).collect()
 }
 
-/// Returns the intersection of two lists of ranges, each sorted by start. Ranges of `b` may overlap
-/// each other.
+/// Returns the intersection of two lists of ranges, each sorted by start. Ranges in `b` may
+/// overlap.
 fn intersection(a: &[Range<Hva>], b: &[Range<Hva>]) -> Vec<Range<Hva>> {
     let mut both: Vec<Range<Hva>> = Vec::new();
     let mut done = Hva(0);
@@ -166,7 +168,7 @@ mod tests {
         assert!(parse(list(96).as_bytes(), 1024).is_ok());
         let error = parse(list(97).as_bytes(), 1024).unwrap_err();
         assert_eq!(error, "the list has more than 96 lines");
-        // The list, and the line of it that is wrong.
+        // Each case has a list, and the line of it that is wrong.
         for (nonsense, line) in [
             ("16\n", "16"),
             ("16 x\n", "16 x"),

@@ -1,5 +1,5 @@
-//! Freezes all disks with temporary overlays at one instant: a new overlay is put over each, and
-//! the VM no longer writes to the old one.
+//! Freezes all disks with temporary overlays at one instant: each disk gets a new overlay on top,
+//! and the VM no longer writes to the old overlay.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,33 +15,33 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
 
-/// A disk whose overlay is frozen, or will be.
+/// A disk whose present overlay is frozen, or will be.
 #[derive(Debug)]
 pub(super) struct Frozen {
     /// Number of the disk in the description.
     pub(super) disk: usize,
     /// File of the frozen overlay.
     pub(super) path: PathBuf,
-    /// File of the new overlay, which the VM writes afterwards.
+    /// File of the new overlay, to which the VM writes afterwards.
     overlay: PathBuf,
     /// Block node of the new overlay.
     pub(super) node: String,
-    /// Block node that the VM writes before the switch.
+    /// Block node that the VM writes to before the switch.
     active: String,
 }
 
 impl Frozen {
-    /// Returns whether the overlay itself is a file of the snapshot in this directory. The snapshot
-    /// may hold a copy instead.
+    /// Returns whether the frozen overlay's file is itself in the snapshot at this directory. The
+    /// snapshot may contain a copy instead.
     pub(super) fn is_in(&self, snapshot: &Path) -> bool {
         let kept = identity(&snapshot.join(disk_name(self.disk)));
         kept.is_ok_and(|kept| identity(&self.path).is_ok_and(|own| own == kept))
     }
 }
 
-/// Adds a new overlay for each temporary one. The VM uses them only after [`switch`]. Call
-/// [`drop_unused`] first. `note` records the new overlays before they are created, because this
-/// daemon may die at any moment.
+/// Adds a new overlay for each disk with a temporary overlay. The VM uses the new overlays only
+/// after [`switch`]. Callers call [`drop_unused`] before. `note` records the new overlays before
+/// they are created, because the daemon may die at any moment.
 pub(super) fn prepare(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -56,8 +56,8 @@ pub(super) fn prepare(
         let active = chains
             .active(spec, disk)
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU does not report disk {disk}")))?;
-        // It may be in its guest's hands: what it names is no reason for root to touch a file that
-        // isn't the VM's.
+        // The guest may control this QEMU, so root must not touch a file that QEMU names and that
+        // is not the VM's.
         if spec.user.is_some() && !overlays.contains(&active.file) {
             return Err(SnapshotError::Impossible(format!(
                 "disk {disk} writes to {}, which is not an overlay of this VM",
@@ -68,7 +68,7 @@ pub(super) fn prepare(
             check_header(&active.file, spec, disk, draft)?;
         }
         check_chain(disk, &active)?;
-        // Node names have at most 31 bytes; the time makes them differ from save to save.
+        // Node names have at most 31 bytes. The time in the name makes it unique for each save.
         let node = format!("disk{disk}-{:x}", overlay::unique());
         let place = active.file.parent().unwrap_or(Path::new("/var/tmp"));
         sizes.push(active.virtual_bytes);
@@ -96,8 +96,8 @@ pub(super) fn prepare(
     Ok(frozen)
 }
 
-/// Creates an overlay and makes QEMU open it. Its header names the path that the frozen overlay
-/// will have in the finished snapshot.
+/// Creates an overlay and makes QEMU open it. The overlay's header names the path that the frozen
+/// overlay will have in the finished snapshot.
 fn add(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -139,8 +139,8 @@ pub(super) fn switch(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotErr
 }
 
 /// Checks that QEMU no longer has a frozen overlay open for writing. QEMU reports no error if it
-/// cannot reopen one read-only, for example in a directory that its user cannot access. It would
-/// then write to the snapshot's disk when it closes the overlay.
+/// cannot reopen an overlay read-only, for example in a directory that its user cannot access. QEMU
+/// would then write to the snapshot's disk when it closes the overlay.
 pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), SnapshotError> {
     let nodes = nodes(qmp)?;
     let is_read_only = |name: &str| {
@@ -156,41 +156,40 @@ pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), Snaps
     }
 }
 
-/// Makes QEMU close overlays that are not in use, and removes them.
+/// Makes QEMU close new overlays that are not in use, and removes their files.
 pub(super) fn undo(
     qmp: &mut Qmp,
     frozen: &[Frozen],
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
 ) {
-    // What QEMU doesn't let go of, it may be writing to: an answer that comes too late is no
-    // refusal.
+    // If QEMU does not close an overlay, it may be writing to it: a late answer is not a refusal.
     let mut in_use = |f: &&Frozen| delete_node(qmp, &f.node).is_err();
     let (used, unused): (Vec<&Frozen>, Vec<&Frozen>) = frozen.iter().partition(|f| in_use(f));
     for frozen in unused {
         let _ = fs::remove_file(&frozen.overlay);
     }
     for frozen in &used {
-        // If it was put over the old one all the same, its header names a snapshot that will never
-        // be.
+        // If the VM uses the new overlay anyway, its header names a file of a snapshot that will
+        // never exist.
         let _ = name_backing(qmp, &frozen.node, &frozen.path);
     }
     let used: Vec<PathBuf> = used.iter().map(|f| f.overlay.clone()).collect();
-    // If it can't be written now, it names files that are gone, which does no harm.
+    // If the record cannot be written now, it names files that no longer exist, which is harmless.
     let _ = note(&used);
 }
 
-/// An overlay of a VM that a snapshot holds.
+/// A VM's overlay that is in a snapshot now.
 #[derive(Debug)]
 pub(super) struct Lain {
-    /// Block node right above it.
+    /// Block node directly above the overlay.
     above: String,
-    /// Path in the snapshot.
+    /// Path of the overlay in the snapshot.
     kept: PathBuf,
-    /// Path before the snapshot, which QEMU still uses.
+    /// Path of the overlay before the snapshot, which QEMU still uses.
     pub(super) path: PathBuf,
 }
 
-/// Returns the overlays of a VM that the snapshot in directory `snapshot` holds.
+/// Returns the overlays of a VM that are in the snapshot at directory `snapshot`.
 pub(super) fn lain(
     pid: Pid,
     qmp: &mut Qmp,
@@ -207,7 +206,8 @@ pub(super) fn lain(
             continue;
         };
         let (mut above, mut file) = (top.node, top.file);
-        // What lies in other snapshots is built on by none that can be removed.
+        // The search ends at overlays in other snapshots, because a snapshot on which others build
+        // cannot be removed.
         while file.exists() {
             let Some(next) = chains.below(spec, disk, &above) else {
                 break;
@@ -227,12 +227,12 @@ pub(super) fn lain(
     Ok(found)
 }
 
-/// Gives overlays their former names again, in addition to those in the snapshot, and writes these
-/// names into the headers of the overlays above them.
+/// Gives overlays their former paths again, in addition to the paths in the snapshot, and writes
+/// the former paths into the headers of the overlays above them.
 pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotError> {
     for overlay in lain {
         let is_there = identity(&overlay.kept).ok() == identity(&overlay.path).ok();
-        // A daemon that was killed here has left it.
+        // The path may exist already, if a daemon was killed at this step.
         if !is_there {
             fs::hard_link(&overlay.kept, &overlay.path).map_err(failed(&overlay.path))?;
         }
@@ -241,8 +241,8 @@ pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotErro
     Ok(())
 }
 
-/// Makes QEMU close overlays that a daemon, killed since, had added before they became part of a
-/// disk's chain. QEMU refuses to close overlays that are part of one.
+/// Makes QEMU close overlays that a killed daemon had added, and that never became part of a disk's
+/// chain. QEMU refuses to close overlays that are part of a chain.
 pub(super) fn drop_unused(
     qmp: &mut Qmp,
     spec: &VmSpec,
@@ -273,7 +273,7 @@ pub(super) fn drop_unused(
     Ok(())
 }
 
-/// Writes the path of the backing file into the header of a node's file.
+/// Writes the path of the backing file into the header of the node's file.
 pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
     qmp.execute_on_disks(
         "change-backing-file",

@@ -1,63 +1,64 @@
-//! Asks a guest's agent where on the guest's disks files lie (`memfold-agent --extents`).
+//! Asks a guest's agent at which places on the guest's disks files are (`memfold-agent --extents`).
 //!
-//! The script that starts the agent contains the paths, one per line, with bytes other than plain
-//! characters as `\ooo`. The answer has one line per extent and refers to paths by number. The
-//! guest may lie, so the answer's length is bounded, and later the bytes are compared.
+//! The script that starts the agent contains the paths, one per line, with all bytes other than
+//! plain characters as `\ooo`. The answer has one line for each extent and names paths by number.
+//! The guest may lie, so the length of the answer is limited, and the bytes are compared later.
 
 use std::fmt::Write;
 
-/// Longest script in bytes; an agent accepts no longer text ([`memfold_wire::agent::MAX_TEXT`]).
+/// Maximum length of the script in bytes; an agent accepts no longer text
+/// ([`memfold_wire::agent::MAX_TEXT`]).
 const MAX_SCRIPT: usize = memfold_wire::agent::MAX_TEXT;
 
-/// Most lines of an answer, which is also the agent's limit.
+/// Maximum number of lines in an answer, which is also the agent's limit.
 const MAX_LINES: usize = 1 << 15;
 
-/// Longest answer, in bytes.
+/// Maximum length of an answer in bytes.
 pub const MAX_ANSWER: usize = MAX_LINES * 64;
 
-/// Highest page number of a disk, so that byte offsets do not overflow.
+/// Maximum page number on a disk, so that byte offsets do not overflow.
 const MAX_BLOCKS: u64 = 1 << 50;
 
-/// Shell commands around the list of paths: they run the agent's own program in the guest, because
-/// the script's shell is a child of the agent.
+/// Shell commands before and after the list of paths. They run the agent's own program in the
+/// guest; the script's shell is a child of the agent.
 const BEGIN: &str = "exec /proc/$PPID/exe --extents <<'END'\n";
-/// Last line of the list of paths.
+/// Last line of the script, after the list of paths.
 pub const END: &str = "END\n";
 
 /// Device number of a disk in the guest: major, minor.
 pub type GuestDisk = (u32, u32);
 
-/// Pages of a file that are consecutive on a disk.
+/// Pages of a file that are consecutive on a disk of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileExtent {
-    /// Index of the path in the request.
+    /// Index in the request of the file's path.
     pub file: usize,
-    /// First page within the file.
+    /// Index in the file of the extent's first page.
     pub page: u32,
-    /// Number of pages.
+    /// Number of pages in the extent.
     pub pages: u32,
-    /// The guest's disk.
+    /// Device number of the guest's disk.
     pub disk: GuestDisk,
-    /// First page on the disk.
+    /// Index on the disk of the extent's first page.
     pub block: u64,
 }
 
 impl FileExtent {
-    /// Returns the number of the file's page after this extent.
+    /// Returns the index in the file of the page after this extent.
     #[must_use]
     pub const fn end(&self) -> u64 {
         self.page as u64 + self.pages as u64
     }
 }
 
-/// Returns a script that asks about as many of these paths as fit, and their number.
+/// Returns a script that asks about as many of these paths as fit, and the number of these paths.
 #[must_use]
 pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) {
     with_paths(BEGIN, paths, END)
 }
 
-/// Returns a script of `begin`, as many of these paths as fit, and `end`; and the number of paths.
-/// An invalid path becomes a line that matches no file.
+/// Returns a script of `begin`, as many of these paths as fit, and `end`; and the number of these
+/// paths. An invalid path becomes a line that matches no file.
 #[must_use]
 pub fn with_paths<'a>(
     begin: &str,
@@ -68,12 +69,12 @@ pub fn with_paths<'a>(
     let mut asked = 0;
     for path in paths {
         let before = script.len();
-        // What is no path might end the list.
+        // A text that is not an absolute path might end the list.
         for &byte in path.iter().filter(|_| path.first() == Some(&b'/')) {
             if matches!(byte, b' '..=b'~') && byte != b'\\' {
                 script.push(char::from(byte));
             } else {
-                // Writing to a string does not fail.
+                // Writing to a String cannot fail.
                 let _ = write!(script, "\\{byte:03o}");
             }
         }
@@ -88,7 +89,7 @@ pub fn with_paths<'a>(
     (script, asked)
 }
 
-/// Parses the agent's answer about `files` paths. The result is sorted by file, then by page.
+/// Parses the agent's answer about `files` paths. The result is sorted by file and then by page.
 pub fn parse(text: &[u8], files: usize) -> Result<Vec<FileExtent>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the answer is no text".to_owned())?;
     let wrong = |line: &str| {
@@ -179,7 +180,7 @@ mod tests {
         };
         assert_eq!(extents[1], extent);
         assert_eq!(parse(b"", 0).unwrap(), []);
-        // The answer, and the line of it that is wrong.
+        // Each case has an answer, and the line of it that is wrong.
         for (nonsense, line) in [
             ("8 0 1 254:0 1", "8 0 1 254:0 1"),
             ("0 0 0 254:0 1", "0 0 0 254:0 1"),

@@ -1,16 +1,16 @@
-//! Checks that a VM can be saved: QEMU's current hardware is the hardware that the VM's description
-//! starts, and QEMU can save its state.
+//! Checks that a VM can be saved: QEMU's present hardware is the hardware in the VM's description,
+//! and QEMU can save the state of this hardware.
 //!
 //! Unlike QEMU's own migration, `xen-save-devices-state` ignores migration blockers, so they are
-//! checked here. Devices that were hot-plugged are in no description, and an unknown writable disk
-//! would continue to change after the snapshot.
+//! checked here. Devices that were hot-plugged are not in the description, and an unknown writable
+//! disk would continue to change after the snapshot.
 
 use memfold_vm::{Qmp, VmSpec};
 use serde_json::{Value, json};
 
 use super::error::SnapshotError;
 
-/// Checks that the VM can be saved; the error says why not.
+/// Checks that the VM can be saved. The error says why it cannot be.
 pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     let status = qmp.query("query-status")?;
     if let Some(why) = not_running(&status) {
@@ -54,14 +54,14 @@ fn blocked(migration: &Value) -> Option<String> {
     })
 }
 
-/// Returns whether a device of `query-block` is one of the description's disks.
+/// Returns whether a device in the answer to `query-block` is one of the description's disks.
 pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
     let path = device["qdev"].as_str().unwrap_or_default();
     (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
 }
 
-/// Returns whether a device is firmware flash. Its contents are also in RAM, and its file is copied
-/// (`written_files`). In the copy of a VM that memfold did not start, flash has no file.
+/// Returns whether a device is firmware flash. The contents of flash are also in RAM, and its file
+/// is copied (`written_files`). In a copy of a VM that memfold did not start, flash has no file.
 pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
     let text = |key: &str| device[key].as_str().unwrap_or_default();
     let is_file = device["inserted"]["file"]
@@ -71,7 +71,7 @@ pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
         && (is_file || spec.foreign.is_some())
 }
 
-/// Finds a writable disk that is not in the description.
+/// Describes a writable disk that is not in the description, if there is one.
 fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
     let name = |device: &Value| {
         let named = ["device", "qdev"]
@@ -93,7 +93,8 @@ fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
     ))
 }
 
-/// Finds a TPM. Its state is in another process or in hardware, which a second VM cannot have.
+/// Describes the VM's TPM, if there is one. The TPM's state is in another process or in hardware,
+/// which a second VM cannot have.
 fn tpm(tpms: &Value) -> Option<String> {
     let id = tpms.as_array()?.first()?["id"]
         .as_str()
@@ -103,8 +104,8 @@ fn tpm(tpms: &Value) -> Option<String> {
     ))
 }
 
-/// Finds hot-plugged RAM. Segments are excluded: they are separate files, which a restored VM maps
-/// again.
+/// Describes hot-plugged RAM, if there is any. Segments do not count: they are separate files,
+/// which a restored VM maps again.
 fn plugged_memory(devices: &Value) -> Option<String> {
     let devices = devices.as_array()?.iter();
     let plugged = devices
@@ -137,7 +138,7 @@ fn plugged_device(qmp: &mut Qmp) -> Result<(), SnapshotError> {
                 "qom-get",
                 json!({ "path": format!("{path}/{name}"), "property": "hotplugged" }),
             );
-            // What has no such property is no device.
+            // An object without this property is not a device.
             if asked.is_ok_and(|is_plugged| is_plugged == true) {
                 return Err(SnapshotError::Impossible(format!(
                     "device '{name}' was plugged into the running VM, and a VM of the snapshot would lack it; unplug it (QMP: device_del)"

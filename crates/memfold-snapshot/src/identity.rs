@@ -1,11 +1,12 @@
-//! Renews the identity of a restored VM, so that it differs from other VMs that run from the same
-//! memory.
+//! Gives a restored VM new identities (random numbers, MAC addresses, host name, ...), so that it
+//! differs from other VMs that run from the same memory.
 //!
 //! ```text
-//!   QEMU    a new VM generation ID: a kernel with that driver begins its random numbers anew before user code runs
-//!   agent   the same again, for kernels without; on request MAC addresses, host name, machine ID, SSH host keys
+//!   QEMU    a new VM generation ID: a kernel with a driver for it reseeds its random numbers before user code runs
+//!   agent   reseeds random numbers, too, for kernels without the driver; on request, new MAC addresses, host name,
+//!           machine ID, SSH host keys
 //! ```
-//! The script runs when the agent answers. If a daemon died meanwhile, the script may run a second
+//! The script runs when the agent answers. If a daemon dies meanwhile, the script may run a second
 //! time, with the same result.
 
 use std::fs::File;
@@ -16,14 +17,14 @@ use utoipa::ToSchema;
 
 use memfold_vm::{VmDirectory, VmSpec};
 
-/// File in a VM's directory with the [`Plan`] that is not carried out yet.
+/// File in a VM's directory that contains a [`Plan`] until the plan is executed.
 const FILE: &str = "renewal.json";
 
-/// Longest host name (`HOST_NAME_MAX`, `gethostname(2)`).
+/// Maximum length of a host name (`HOST_NAME_MAX`, `gethostname(2)`).
 const HOST_NAME_MAX: usize = 63;
 
-/// Script that tests whether the guest's kernel has found its VM generation ID: an ACPI driver
-/// until Linux 6.9, a platform driver since.
+/// Script that tests whether the guest's kernel has found its VM generation ID. The kernel's driver
+/// is an ACPI driver until Linux 6.9, and a platform driver since then.
 pub const HAS_GENERATION_ID: &str = "for device in /sys/bus/acpi/drivers/vmgenid/*:* /sys/bus/platform/drivers/vmgenid/*:*; do [ -e \"$device\" ] && exit 0; done; exit 1";
 
 /// Identities that a restored VM renews.
@@ -52,17 +53,17 @@ pub struct Renewal {
     pub left: Vec<String>,
 }
 
-/// New identities for one VM.
+/// New identities for one restored VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     renew: Renew,
     host_name: String,
-    /// 64 hexadecimal digits, mixed into the guest's random numbers.
+    /// Seed that is mixed into the guest's random numbers: 64 hexadecimal digits.
     seed: String,
-    /// 32 hexadecimal digits, a random UUID.
+    /// Machine ID: 32 hexadecimal digits, a random UUID.
     machine_id: String,
-    /// Last three bytes of the first MAC address; further cards count up. The first three bytes are
-    /// QEMU's prefix.
+    /// Last three bytes of the first network card's MAC address; the addresses of further cards
+    /// count up. The first three bytes are QEMU's prefix.
     mac: u32,
     /// Number of the VM's network cards.
     cards: usize,
@@ -72,7 +73,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns a plan with random identities for a VM.
+    /// Returns a plan with random new identities for a VM.
     pub fn new(renew: Renew, keep_clock: bool, spec: &VmSpec) -> io::Result<Self> {
         let mut random = File::open("/dev/urandom")?;
         let mut word = || {
@@ -80,10 +81,10 @@ impl Plan {
             random.read_exact(&mut bytes)?;
             io::Result::Ok(u64::from_ne_bytes(bytes))
         };
-        // As machine-id(5) asks: version and variant of a random UUID (RFC 9562).
+        // machine-id(5) requires version and variant of a random UUID (RFC 9562).
         let high = word()? & !0xf000 | 0x4000;
         let low = word()? & !(0b11 << 62) | 0b10 << 62;
-        #[allow(clippy::cast_possible_truncation)] // 24 bits
+        #[allow(clippy::cast_possible_truncation)] // only 24 bits are used
         let mac = (word()? & 0xff_ffff) as u32;
         Ok(Self {
             renew,
@@ -108,12 +109,13 @@ impl Plan {
         self.keep_clock
     }
 
-    /// Writes the plan to the VM's directory, for the daemon that runs when the agent answers.
+    /// Writes the plan to the VM's directory. The daemon that runs when the agent answers reads it
+    /// there.
     pub fn write(&self, directory: &VmDirectory) -> io::Result<()> {
         directory.write_json(&directory.path().join(FILE), self)
     }
 
-    /// Reads the plan that is not carried out yet.
+    /// Reads the plan that was not executed yet, if there is one.
     pub fn read(directory: &VmDirectory) -> io::Result<Option<Self>> {
         match VmDirectory::read_json(&directory.path().join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -121,7 +123,7 @@ impl Plan {
         }
     }
 
-    /// Removes the plan after it was carried out.
+    /// Removes the plan after it was executed.
     pub fn remove(directory: &VmDirectory) -> io::Result<()> {
         match std::fs::remove_file(directory.path().join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -129,8 +131,8 @@ impl Plan {
         }
     }
 
-    /// Returns the shell script for the guest; the shell must be a child of the agent.
-    /// [`Renewal::read`] parses its output.
+    /// Returns the shell script for the guest. The shell must be a child of the agent.
+    /// [`Renewal::read`] parses the script's output.
     pub fn script(&self) -> String {
         let mut parts = vec![
             REPORT.to_owned(),
@@ -151,11 +153,11 @@ impl Plan {
     }
 }
 
-/// The script's last line.
+/// Last line of the script's output.
 const END: &str = "end";
 
-/// `report WHAT COMMAND...`: runs it, and says what became of it.
-/// Only one at a time, if a former daemon's is still at work.
+/// Shell function `report WHAT COMMAND...`: runs the command, and reports its result. The lock lets
+/// only one script run at a time, because a script of a former daemon may still run.
 const REPORT: &str = r#"exec 9> /run/memfold-renewal.lock && flock 9 2> /dev/null
 report() {
     what=$1; shift
@@ -163,21 +165,22 @@ report() {
 }
 "#;
 
-/// The agent's own program, whose child the shell is. Others in this guest may see the seed; it
-/// needs only to be another in each VM.
+/// Reseeds the guest's random numbers by the agent's own program, whose child the shell is. Other
+/// programs in the guest may see the seed; it only has to differ between VMs.
 const RANDOM: &str = r#"agent=/proc/$PPID/exe
 reseed() { echo "$seed" | "$agent" --reseed; }
 report "random numbers" reseed
 "#;
 
-/// What a clone frees comes back in pieces of 64 KiB instead of whole huge pages, which it seldom
-/// has (`mm/page_reporting.c`; 98 % instead of 64 % of what a dropped cache held). Its memory maps
-/// a file, so no huge page of the host is split.
+/// Makes the guest report free memory in pieces of 64 KiB instead of whole huge pages, which a
+/// clone seldom has (`mm/page_reporting.c`). The host then gets back 98 % instead of 64 % of the
+/// memory of a dropped cache. The clone's memory maps a file, so no huge page of the host is split.
 const SMALL_REPORTS: &str = "order=/sys/module/page_reporting/parameters/page_reporting_order
 [ ! -w $order ] || echo 4 > $order
 ";
 
-/// A guest that was saved while it booted finds its network cards later.
+/// Sets new MAC addresses. Waits for the network cards first, because a guest that was saved during
+/// its boot finds them later.
 const ADDRESSES: &str = r#"ethernet() {
     for nic in /sys/class/net/*; do
         [ -e "$nic/device" ] && [ "$(cat "$nic/type")" = 1 ] && echo "${nic##*/}"
@@ -187,7 +190,7 @@ for second in 1 2 3 4 5 6 7 8 9 10; do
     [ "$(ethernet | wc -l)" -ge "$cards" ] && break
     sleep 1
 done
-# They get their names.
+# udev gives the cards their names.
 udevadm settle --timeout=10 2> /dev/null
 for nic in $(ethernet); do
     address=$(printf '52:54:00:%02x:%02x:%02x' $((mac >> 16 & 255)) $((mac >> 8 & 255)) $((mac & 255)))
@@ -214,7 +217,7 @@ next_seed() { head -c 512 /dev/urandom > /var/lib/systemd/random-seed; }
 keys() {
     new=/etc/ssh/memfold-new
     rm -rf $new && mkdir -m 700 $new || return
-    # Of the kinds that there are. The old ones stay until the new ones are there: none is ever without.
+    # New keys of the same kinds. The old keys stay until all new ones exist, so there are always keys.
     for key in /etc/ssh/ssh_host_*_key; do
         kind=${key#/etc/ssh/ssh_host_}
         ssh-keygen -q -t "${kind%_key}" -N '' -C "root@$name" -f "$new/${key##*/}" || { rm -rf $new; return 1; }
@@ -240,7 +243,7 @@ impl Renewal {
         }
     }
 
-    /// Parses the script's output; an error if the script did not reach its end.
+    /// Parses the script's output. Returns an error if the script did not reach its end.
     pub fn read(said: &str) -> Result<Self, String> {
         let told = |prefix: &str| {
             let lines = said.lines();
@@ -258,7 +261,7 @@ impl Renewal {
         })
     }
 
-    /// Returns the result if the script could not be run.
+    /// Returns the result for a script that could not be run.
     #[must_use]
     pub fn failed(why: &str) -> Self {
         Self {
@@ -276,7 +279,7 @@ fn host_name(name: &str) -> String {
     name.trim_matches('-').to_owned()
 }
 
-/// Whether the shell understands a script.
+/// Returns whether the shell can parse a script.
 #[cfg(test)]
 fn is_shell(script: &str) -> bool {
     let shell = std::process::Command::new("/bin/sh")

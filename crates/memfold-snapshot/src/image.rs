@@ -1,4 +1,4 @@
-//! The RAM image: a sparse file that QEMU's process can map directly.
+//! RAM image: a sparse file that QEMU's process can map directly.
 //!
 //! ```text
 //!   ram        | block 0: page 0, 1, 2 ...  | block 1 ...     each block at its offset, a whole number of chunks
@@ -6,10 +6,10 @@
 //!   ram.sums   | chunk 0 | chunk 1 | ...                      XXH3-128 of each 2 MiB of `ram`, holes as zeroes
 //! ```
 //!
-//! The kernel's page tables of the QEMU process decide which pages are saved: pages in memory,
-//! pages *in swap*, and mappings of files (the page store, a template), even if this process never
-//! touched them. Pages that were never touched or were discarded, the kernel's zero page, and pages
-//! that hold only zeroes become holes.
+//! The kernel's page tables of the QEMU process decide which pages are saved. Saved are pages in
+//! memory, pages *in swap*, and pages of mapped files (the page store, a template), the latter even
+//! if this process never touched them. Holes are anonymous pages that were never touched or were
+//! discarded, the kernel's zero page, and pages that hold only zeroes.
 
 use std::fs::File;
 use std::io;
@@ -22,53 +22,53 @@ use serde::{Deserialize, Serialize};
 
 use super::pipeline;
 
-/// Pages that one checksum covers: one huge page.
+/// Number of pages that one checksum covers: one huge page.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
 
-/// Bytes of a chunk.
+/// Length of a chunk in bytes.
 pub const CHUNK_BYTES: usize = 2 << 20;
 const _: () = assert!(CHUNK_BYTES as u64 == CHUNK_PAGES * PAGE_SIZE);
 
-/// Bytes of one checksum in `ram.sums`, little endian.
+/// Length in bytes of a checksum in `ram.sums`, little endian.
 pub const SUM_BYTES: usize = 16;
 
 /// One RAM block in an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageBlock {
-    /// QEMU's name of it.
+    /// Name of the block in QEMU.
     pub name: String,
-    /// Where it begins in `ram`, in pages; a multiple of [`CHUNK_PAGES`].
+    /// Page in `ram` at which the block begins; a multiple of [`CHUNK_PAGES`].
     pub first_page: u64,
-    /// Its length in pages.
+    /// Length of the block in pages.
     pub pages: u64,
 }
 
-/// A block of a running VM that is to be saved.
+/// A RAM block of a running VM that will be saved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// QEMU's name of it.
+    /// Name of the block in QEMU.
     pub name: String,
-    /// Address in the process.
+    /// Address of the block in QEMU's process.
     pub hva: Hva,
-    /// Its length in pages.
+    /// Length of the block in pages.
     pub pages: u64,
 }
 
-/// What became of the pages of an image.
+/// Numbers of pages of an image, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageCounts {
-    /// Pages of all blocks.
+    /// Number of pages in all blocks.
     pub pages: u64,
-    /// Pages that are in the file.
+    /// Number of pages that are in the image or kept by reference.
     pub saved_pages: u64,
-    /// Pages that were there and held only zeroes.
+    /// Number of pages that were in memory and held only zeroes.
     pub zero_pages: u64,
-    /// Pages that were there, and that the guest had free: they read as zeroes.
+    /// Number of pages that were in memory and free in the guest; they read as zeroes.
     #[serde(default)]
     pub free_pages: u64,
 }
 
-/// Where blocks of these lengths lie in an image.
+/// Returns the places in an image of blocks with these lengths.
 #[must_use]
 pub fn place(blocks: &[Source]) -> Vec<ImageBlock> {
     let mut first_page = 0;
@@ -84,7 +84,8 @@ pub fn place(blocks: &[Source]) -> Vec<ImageBlock> {
     placed
 }
 
-/// Where a process maps files: their pages need not be in its page tables.
+/// Returns the ranges where a process maps files. The pages there need not be in the process's page
+/// tables.
 fn mapped_files(pid: Pid) -> io::Result<Vec<Range<Hva>>> {
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
     let file = |line: &str| {
@@ -97,7 +98,8 @@ fn mapped_files(pid: Pid) -> io::Result<Vec<Range<Hva>>> {
     Ok(maps.lines().filter_map(file).collect())
 }
 
-/// Pages of `block` that have to be saved, as ranges of page numbers in it, ascending.
+/// Returns the pages of `block` that must be saved, as ascending ranges of page numbers in the
+/// block.
 fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Result<Vec<(u64, u64)>> {
     let end = block.hva.add_pages(block.pages);
     let filter = Filter {
@@ -132,8 +134,8 @@ fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Resul
     Ok(joined)
 }
 
-/// Parts of `ranges`, which are page numbers in `block`, that are not in `out`, which are
-/// addresses. Both ascend.
+/// Returns the parts of `ranges` (page numbers in `block`) that are not in `out` (addresses). Both
+/// lists and the result are ascending.
 fn without(block: &Source, ranges: &[(u64, u64)], out: &[Range<Hva>]) -> Vec<(u64, u64)> {
     let page = |hva: Hva| hva.max(block.hva).pages_since(block.hva);
     let mut left = Vec::new();
@@ -158,18 +160,18 @@ fn without(block: &Source, ranges: &[(u64, u64)], out: &[Range<Hva>]) -> Vec<(u6
     left
 }
 
-/// What of a process's memory is to be saved, as its page tables say at one instant.
+/// The memory of a process that must be saved, according to its page tables at one instant.
 #[derive(Debug)]
 pub struct Plan {
     pub(super) pid: Pid,
     pub(super) blocks: Vec<Source>,
-    /// Of each block, page numbers in it, ascending.
+    /// For each block, ascending ranges of page numbers in the block.
     pub(super) ranges: Vec<Vec<(u64, u64)>>,
     pub(super) counts: ImageCounts,
 }
 
 impl Plan {
-    /// Looks at a process that stands still. What is in `free` (ascending) becomes holes.
+    /// Reads the page tables of a stopped process. The ranges in `free` (ascending) become holes.
     pub fn new(pid: Pid, blocks: Vec<Source>, free: &[Range<Hva>]) -> io::Result<Self> {
         let mut plan = Self {
             pid,
@@ -189,13 +191,13 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The blocks, numbered from 0.
+    /// Returns the blocks, whose numbers begin at 0.
     #[must_use]
     pub fn blocks(&self) -> &[Source] {
         &self.blocks
     }
 
-    /// What is to be saved of block `number`.
+    /// Returns the address ranges of block `number` that must be saved.
     pub fn wanted(&self, number: usize) -> impl Iterator<Item = Range<Hva>> + '_ {
         let block = self.blocks.get(number).zip(self.ranges.get(number));
         block.into_iter().flat_map(|(block, ranges)| {
@@ -205,19 +207,19 @@ impl Plan {
     }
 }
 
-/// A chunk of a block in which something is to be saved.
+/// A chunk of a block that contains pages to save.
 #[derive(Debug)]
 pub(super) struct Chunk {
     /// Number of the block.
     pub(super) block: usize,
-    /// Its first page, counted from the block's.
+    /// Page in the block at which the chunk begins.
     pub(super) first: u64,
-    /// Which of the block's ranges begin before its end, and end behind its first page.
+    /// Indexes of the block's ranges that overlap the chunk.
     pub(super) ranges: Range<usize>,
 }
 
 impl Plan {
-    /// Chunks of block `number` in which something is to be saved, ascending.
+    /// Returns the chunks of block `number` that contain pages to save, in ascending order.
     pub(super) fn chunks(&self, number: usize) -> Vec<Chunk> {
         let (pages, ranges) = (self.blocks[number].pages, &self.ranges[number]);
         let mut chunks = Vec::new();
@@ -240,8 +242,8 @@ impl Plan {
     }
 }
 
-/// Writes the pages of `buffer` that aren't zero to their places behind byte `at` of a file; how
-/// many.
+/// Writes the pages of `buffer` that are not zero to a file, at their places after byte `at`.
+/// Returns the number of written pages.
 pub(super) fn write_nonzero(buffer: &[u8], file: &File, at: u64) -> io::Result<u64> {
     let mut written = 0;
     let mut start = None;
@@ -263,7 +265,7 @@ pub(super) fn write_nonzero(buffer: &[u8], file: &File, at: u64) -> io::Result<u
     Ok(written)
 }
 
-/// Parts of a file that are no holes, ascending.
+/// Iterator over the parts of a file that are not holes, in ascending order.
 pub(super) struct Data<'a> {
     file: &'a File,
     next: u64,
@@ -301,14 +303,14 @@ impl Iterator for Data<'_> {
     }
 }
 
-/// Numbers of the chunks of a file that aren't holes whole, ascending.
+/// Returns the numbers of the chunks of a file that contain data, in ascending order.
 pub(super) fn chunks_with_data(file: &File) -> io::Result<Vec<u64>> {
     let chunk = CHUNK_BYTES as u64;
     let parts = Data::of(file)?;
     let mut chunks: Vec<u64> = parts
         .flat_map(|part| part.start / chunk..part.end.div_ceil(chunk))
         .collect();
-    // Several parts may lie in one.
+    // Several parts may be in the same chunk.
     chunks.dedup();
     Ok(chunks)
 }

@@ -1,10 +1,11 @@
-//! Snapshots: a VM's memory, devices and disks at one instant, to be restored once or cloned often.
+//! Snapshots: a VM's memory, devices and disks at one instant, which can be restored once or cloned
+//! often.
 //!
 //! ```text
-//!   save     guest drops caches, lists free pages -> stop -> device state, RAM image, disks frozen -> go on -> manifest     (save)
-//!            --keep hot: what the disks hold is kept by reference (candidates, refer); --compress: the rest is packed (pack)
-//!   restore  QEMU -incoming, library maps the RAM image and what disks hold of it privately, device state -> cont (restore)
-//!   clone    the same, n times; what a clone writes is its own, and the agent sets it apart from the others (identity)
+//!   save     guest drops caches, lists free pages -> stop -> device state, RAM image, disks frozen -> resume -> manifest (save)
+//!            --keep hot: pages that the disks contain are kept by reference (candidates, refer); --compress: (pack)
+//!   restore  QEMU -incoming; library maps the RAM image, and pages from the disks over it; device state -> cont     (restore)
+//!   clone    a restore under another name; pages that a clone writes are private, and it gets new identities      (identity)
 //! ```
 
 mod beside;

@@ -1,4 +1,4 @@
-//! The manifest of a snapshot, `manifest.json`: what was saved, how, and from which VM.
+//! The manifest of a snapshot (`manifest.json`): what was saved, how, and from which VM.
 
 use std::fs;
 use std::io;
@@ -15,13 +15,14 @@ use super::cpu::Cpu;
 use super::error::{SnapshotError, failed};
 use super::image::{ImageBlock, ImageCounts};
 
-/// Version of the format of an image that lies in `ram` alone; see `docs/snapshot-format.md`.
+/// Format version of a snapshot whose whole image is in `ram`; see `docs/snapshot-format.md`.
 pub const FORMAT: u32 = 1;
 
-/// Version of the format of one that is compressed or refers to disks. Newer ones are refused.
+/// Format version of a snapshot whose image is compressed or refers to disks. Newer versions are
+/// refused.
 pub const FORMAT_IN_PARTS: u32 = 2;
 
-/// File name of the manifest, which is written last.
+/// File name of the manifest, which is written as the last file.
 pub const MANIFEST: &str = "manifest.json";
 /// File name of the manifest's checksum.
 pub(super) const MANIFEST_SUM: &str = "manifest.sum";
@@ -50,31 +51,31 @@ pub enum Keep {
     All,
 }
 
-/// A file of the snapshot.
+/// Length and checksum of a file of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileFacts {
     /// Length in bytes.
     pub bytes: u64,
-    /// XXH3-128 of its bytes, as 32 hexadecimal digits.
+    /// XXH3-128 of the file's bytes, as 32 hexadecimal digits.
     pub xxh3_128: String,
 }
 
-/// A compressed image: `ram.zst` and `ram.index` instead of `ram`.
+/// Compressed image: the files `ram.zst` and `ram.index` instead of `ram`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Packed {
     /// Length of `ram.zst`, in bytes. `ram.sums` has the checksums of the uncompressed image.
     pub bytes: u64,
-    /// `ram.index`.
+    /// Length and checksum of `ram.index`.
     pub index: FileFacts,
 }
 
 /// Pages that are kept by reference.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct References {
-    /// `ram.refs`.
+    /// Length and checksum of `ram.refs`.
     pub table: FileFacts,
-    /// Files that it refers to, in the order of their numbers. A path without a slash lies in the
-    /// snapshot's directory.
+    /// Files that the references name, in the order of their numbers. A path without a slash is in
+    /// the snapshot's directory.
     pub sources: Vec<PathBuf>,
     /// Number of pages kept by reference.
     pub pages: u64,
@@ -91,32 +92,32 @@ pub(super) const MOST_MAPPINGS: usize = 40_960;
 /// A disk at the instant of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedDisk {
-    /// File that holds the saved contents: frozen, or always read-only. A path without a slash is
-    /// in the snapshot's directory.
+    /// File with the saved contents, which is frozen or was always read-only. A path without a
+    /// slash is in the snapshot's directory.
     pub path: PathBuf,
-    /// QEMU's name of the format.
+    /// Name of the disk's format in QEMU.
     pub format: String,
-    /// Whether the VM cannot write it; then clones need no overlay.
+    /// Whether the VM cannot write to the disk, so that clones need no overlay.
     pub read_only: bool,
-    /// Length in bytes when the disk was frozen. With `modified_ns`, it reveals a later change; a
-    /// changed disk no longer matches the saved RAM.
+    /// Length in bytes when the disk was frozen. Together with `modified_ns`, it reveals a later
+    /// change; a changed disk no longer matches the saved RAM.
     pub bytes: u64,
     /// Modification time when the disk was frozen, in nanoseconds since 1970.
     pub modified_ns: i128,
-    /// Identity of a block device, whose device node has no length, and whose time changes with
-    /// each boot.
+    /// Identity of a block device, because a device node has no length, and its modification time
+    /// changes at each boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<BlockDevice>,
-    /// XXH3 (128 bits, hexadecimal) of a disk in the snapshot's directory, for `snapshot verify`.
+    /// XXH3-128 (hexadecimal) of a disk file in the snapshot's directory, for `snapshot verify`.
     /// Unset for other disks, and in older snapshots.
     #[serde(default)]
     pub xxh3_128: Option<String>,
-    /// Backing files, nearest first.
+    /// Backing files of the disk, the nearest first.
     #[serde(default)]
     pub backing: Vec<BackingFile>,
 }
 
-/// A backing file of a disk, as it was when the disk was frozen.
+/// State of a disk's backing file when the disk was frozen.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BackingFile {
     /// Path of the file.
@@ -125,7 +126,7 @@ pub struct BackingFile {
     pub bytes: u64,
     /// Modification time, in nanoseconds since 1970.
     pub modified_ns: i128,
-    /// Identity, if it is a block device.
+    /// Identity of the file if it is a block device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<BlockDevice>,
 }
@@ -133,51 +134,52 @@ pub struct BackingFile {
 /// The manifest of a snapshot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// [`FORMAT`] or [`FORMAT_IN_PARTS`].
+    /// Format version: [`FORMAT`] or [`FORMAT_IN_PARTS`].
     pub format: u32,
-    /// Its name.
+    /// Name of the snapshot.
     pub name: String,
     /// Trust domain of the VM, and so of the snapshot.
     pub domain: Option<String>,
-    /// The VM that was saved.
+    /// Name of the VM that was saved.
     pub vm: String,
-    /// When, in seconds since 1970.
+    /// Time of the save, in seconds since 1970.
     pub created_s: u64,
-    /// The memfold that saved it.
+    /// Version of the memfold that saved the snapshot.
     pub memfold: String,
     /// Which of the guest's caches were kept.
     pub keep: Keep,
-    /// Why memfold chose to keep these; unset: that was asked for.
+    /// Reason why memfold chose `keep`; unset if the user chose it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_reason: Option<String>,
-    /// The VM's description.
+    /// Description of the VM.
     pub spec: VmSpec,
-    /// QEMU's version: major, minor, micro.
+    /// Version of the VM's QEMU: major, minor, micro.
     pub qemu: (u64, u64, u64),
-    /// QEMU's machine type, with its version.
+    /// Machine type of the VM in QEMU, with its version.
     pub machine: String,
-    /// Accelerator: `kvm` or `tcg`.
+    /// Accelerator of the VM: `kvm` or `tcg`.
     pub accel: String,
     /// CPU that the guest saw; unset in older snapshots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<Cpu>,
-    /// RAM blocks in `ram`.
+    /// RAM blocks in the image.
     pub blocks: Vec<ImageBlock>,
-    /// Numbers of pages in the file, by kind.
+    /// Numbers of pages in the image, by kind.
     pub counts: ImageCounts,
-    /// Set for a boot snapshot (`vm reboot`): the process of the VM (`daemon::reboot`).
+    /// For a boot snapshot (`vm reboot`), the process of the VM (`daemon::reboot`).
     #[serde(default)]
     pub of_boot: Option<String>,
     /// Whether the VM ran while its RAM was copied.
     #[serde(default)]
     pub live: bool,
-    /// Pages that the VM wrote before they were copied, so that their old contents were kept.
+    /// Number of pages whose old contents were copied because the VM wrote to them before they were
+    /// saved.
     #[serde(default)]
     pub kept_pages: u64,
-    /// Why free pages of the guest were saved; unset: they were left out.
+    /// Reason why free pages of the guest were saved; unset if they were left out.
     #[serde(default)]
     pub free_kept: Option<String>,
-    /// Why caches that should have been dropped were saved; unset: they were dropped.
+    /// Reason why caches that should have been dropped were saved; unset if they were dropped.
     #[serde(default)]
     pub cache_kept: Option<String>,
     /// Whether memfold's agent ran in the guest.
@@ -188,23 +190,23 @@ pub struct Manifest {
     pub generation_id: bool,
     /// Length of the uncompressed image, in bytes.
     pub ram_bytes: u64,
-    /// Set if the image is compressed.
+    /// The compressed image; unset if the image is not compressed.
     #[serde(default)]
     pub packed: Option<Packed>,
-    /// Set if pages of the image are kept by reference.
+    /// The references; unset if no page of the image is kept by reference.
     #[serde(default)]
     pub references: Option<References>,
-    /// `ram.sums`.
+    /// Length and checksum of `ram.sums`.
     pub sums: FileFacts,
-    /// `devices`: QEMU's device state.
+    /// Length and checksum of `devices`, QEMU's device state.
     pub devices: FileFacts,
-    /// Disks, in the order of the description.
+    /// Disks of the VM, in the order of the description.
     pub disks: Vec<SavedDisk>,
     /// Read-only media other than disks, such as CDs, of a VM that memfold started.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub media: Vec<BackingFile>,
-    /// Copied files `file0`, `file1`, ...: of a VM that memfold did not start, the files that its
-    /// command line names; of others, the files that QEMU writes.
+    /// Copied files `file0`, `file1`, ...: for a VM that memfold did not start, the files that its
+    /// command line names; for other VMs, the files that QEMU writes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<FileFacts>,
     /// Host resources of the VM that only one VM can have: forwarded ports, sockets, displays.
@@ -214,34 +216,35 @@ pub struct Manifest {
     pub pause_ms: f64,
     /// Duration of the whole save, in milliseconds.
     pub save_ms: f64,
-    /// Durations of the save's steps.
+    /// Durations of the steps of the save.
     #[serde(default)]
     pub steps: Steps,
 }
 
-/// Durations of a save's steps, in milliseconds.
+/// Durations of the steps of a save, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Steps {
-    /// The guest drops its caches.
+    /// Time in which the guest dropped its caches.
     pub drop_ms: f64,
-    /// The guest lists what is free.
+    /// Time in which the guest listed its free pages.
     pub list_ms: f64,
-    /// QEMU's device state.
+    /// Time in which QEMU wrote its device state.
     pub devices_ms: f64,
-    /// The RAM image; in a live save, only examining and protecting it while the VM was stopped.
+    /// Time to write the RAM image. In a live save, only the time in which RAM was examined and
+    /// protected while the VM was stopped.
     pub ram_ms: f64,
-    /// Writing the RAM image of a live save, while the VM runs.
+    /// Time to write the RAM image of a live save, while the VM ran.
     #[serde(default)]
     pub copy_ms: f64,
-    /// Writing the references to disks, while the VM runs.
+    /// Time to find the places on disks of the guest's cached pages.
     #[serde(default)]
     pub refer_ms: f64,
-    /// Compressing the image, while the VM runs.
+    /// Time to compress the image, while the VM ran.
     #[serde(default)]
     pub pack_ms: f64,
-    /// Disks frozen.
+    /// Time to freeze the disks.
     pub disks_ms: f64,
-    /// Disks that the VM writes in place are copied, while it runs.
+    /// Time to copy disks that the VM writes in place, while the VM ran.
     #[serde(default)]
     pub disks_copy_ms: f64,
 }
@@ -274,7 +277,7 @@ impl Manifest {
         self.spec.memory
     }
 
-    /// Returns whether the RAM image can be mapped directly, with mappings of the disks' files over
+    /// Returns whether a VM can map the RAM image directly, with mappings of the disks' files over
     /// it.
     #[must_use]
     pub fn is_mappable(&self) -> bool {
@@ -286,7 +289,7 @@ impl Manifest {
     }
 
     /// Returns the snapshot's files other than manifest and disks: names, lengths in bytes, and
-    /// checksums where they exist.
+    /// checksums if there are any.
     #[must_use]
     pub fn parts(&self) -> Vec<(&'static str, u64, Option<&FileFacts>)> {
         fn whole<'a>(
@@ -310,14 +313,14 @@ impl Manifest {
         parts
     }
 
-    /// Returns whether VMs that run from the snapshot can be given different identities.
+    /// Returns whether VMs that run from the snapshot can get different identities.
     #[must_use]
     pub const fn tells_twins_apart(&self) -> bool {
         self.agent || self.generation_id
     }
 }
 
-/// Reads and checks the manifest of snapshot `name` in its directory.
+/// Reads the manifest of snapshot `name` in its directory, and checks it.
 pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, SnapshotError> {
     let file = |part: &str| {
         fs::read(path.join(part)).map_err(|source| {
@@ -360,17 +363,17 @@ pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, Snapsho
     Ok(manifest)
 }
 
-/// A checksum as 32 hexadecimal digits.
+/// Returns a checksum as 32 hexadecimal digits.
 pub(super) fn hex(sum: u128) -> String {
     format!("{sum:032x}")
 }
 
-/// Name of a frozen disk in a snapshot.
+/// Returns the file name of a frozen disk in a snapshot.
 pub(super) fn disk_name(disk: usize) -> String {
     format!("disk{disk}.qcow2")
 }
 
-/// Name of a file of [`memfold_vm::foreign`], or of `written_files`, in a snapshot.
+/// Returns the file name in a snapshot of a file from [`memfold_vm::foreign`] or `written_files`.
 pub(super) fn file_name(number: usize) -> String {
     format!("file{number}")
 }
@@ -379,7 +382,7 @@ pub(super) fn file_name(number: usize) -> String {
 pub(super) mod tests {
     use super::*;
 
-    /// A manifest of nothing.
+    /// Returns the manifest of an empty snapshot.
     pub fn manifest(name: &str, memory: ByteSize) -> Manifest {
         let none = FileFacts {
             bytes: 0,

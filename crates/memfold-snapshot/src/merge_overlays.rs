@@ -1,13 +1,13 @@
 //! Merges surplus overlays of a VM. If a save fails after it has switched the disks to new
-//! overlays, or its daemon is killed then, the VM writes to an overlay that it no longer needs. The
-//! VM is switched back to the older one:
+//! overlays, or the daemon is killed then, the VM writes to an overlay that it no longer needs. The
+//! VM is switched back to the older overlay:
 //!
 //! ```text
 //!   base <-- older (frozen) <-- newer (the VM writes)
 //!   base <-- older (the VM writes)                      newer's contents were written to older (block-commit)
 //! ```
-//! An older overlay that a snapshot holds has a second name (hard link) and is left unchanged.
-//! Files that a VM maps as its memory are not written either, because pages that the VM has not yet
+//! An older overlay that is part of a snapshot has a second name (hard link) and is not changed.
+//! Files that a VM maps as its memory are not written either, because pages that this VM has not
 //! written itself would change.
 
 use std::fs;
@@ -24,11 +24,11 @@ use super::disk_chain::{Below, Chains};
 use super::error::SnapshotError;
 use super::users::mappers;
 
-/// How long QEMU may write what the newer overlay holds.
+/// Time limit for QEMU to write the newer overlay's contents into the older one.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Has QEMU write to the older of `overlays` again, which are all temporary ones of the VM, and
-/// removes the newer.
+/// Makes QEMU write to the older of `overlays` again (all temporary overlays of the VM), and
+/// removes the newer ones.
 pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     spec: &VmSpec,
@@ -53,14 +53,14 @@ pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
             })?;
             monitor().execute_on_disks("blockdev-del", json!({ "node-name": top }))?;
             tracing::info!(overlay = %file.display(), "extra overlay merged with the older one");
-            // It goes with the VM otherwise.
+            // If the file cannot be removed now, it is removed with the VM.
             let _ = fs::remove_file(&file);
         }
     }
     Ok(())
 }
 
-/// Refuses to write to a file that is a VM's memory.
+/// Refuses to write to a file that is mapped as a VM's memory.
 fn refuse_mapped(disk: usize, file: &Path) -> Result<(), SnapshotError> {
     let pids = mappers(file)?;
     let Some(pid) = pids.first() else {
@@ -73,12 +73,12 @@ fn refuse_mapped(disk: usize, file: &Path) -> Result<(), SnapshotError> {
     )))
 }
 
-/// Whether a file is nobody else's.
+/// Returns whether a file has only one name, so that no snapshot contains it.
 fn has_one_name(file: &Path) -> bool {
     fs::metadata(file).is_ok_and(|facts| facts.nlink() == 1)
 }
 
-/// Writes what `top` holds to the overlay below it, and has the VM write there.
+/// Writes the contents of `top` into the overlay below it, and makes the VM write to that overlay.
 fn commit<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     disk: usize,
@@ -91,11 +91,11 @@ fn commit<M: DerefMut<Target = Qmp>>(
         .as_ref()
         .is_some_and(|job| job["status"] == "concluded")
     {
-        // Nobody has looked at it, and it says nothing of now.
+        // The old job's result was never read, and says nothing about the present state.
         block_job::dismiss(monitor, &id)?;
         begun = None;
     }
-    // One that an earlier daemon began goes on.
+    // A job that an earlier daemon has started continues.
     if begun.is_none() {
         let commit =
             json!({ "job-id": id, "device": top, "base-node": below.node, "auto-dismiss": false });
@@ -117,7 +117,7 @@ mod tests {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&[7; 8192]).unwrap();
         assert!(refuse_mapped(0, file.path()).is_ok());
-        // Python maps its standard input, as QEMU does its RAM.
+        // The Python process maps its standard input, as QEMU maps a file as RAM.
         let script = "import mmap, time; view = mmap.mmap(0, 4096, mmap.MAP_PRIVATE); print('mapped', flush=True); time.sleep(60)";
         let input = file.reopen().unwrap();
         let child = Command::new("python3")

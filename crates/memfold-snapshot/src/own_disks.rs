@@ -1,4 +1,4 @@
-//! Copies disks and other files from a snapshot for one VM. The copies remain when the VM ends.
+//! Copies disks and other files of a snapshot for one VM. The copies remain when the VM ends.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};
@@ -12,16 +12,17 @@ use rustix::io::Errno;
 
 use super::error::{SnapshotError, failed};
 
-/// Bytes of a disk that are copied at once.
+/// Number of bytes of a disk that one call copies.
 const COPY_BYTES: u64 = 64 << 20;
 
-/// Disks copied for one VM. They are removed on drop unless they are kept.
+/// Disks that were copied for one VM. Dropping this value removes them, unless [`OwnDisks::keep`]
+/// was called.
 #[derive(Debug, Default)]
 pub struct OwnDisks(Vec<PathBuf>);
 
 impl OwnDisks {
-    /// Gives a VM that is to run from a snapshot disks of its own in `place`, instead of temporary
-    /// overlays. Files that are there stay as they are.
+    /// Gives a VM that will run from a snapshot its own disks in `place`, instead of temporary
+    /// overlays. Existing files are not replaced.
     pub fn make(
         spec: &mut VmSpec,
         place: &Path,
@@ -55,7 +56,7 @@ impl OwnDisks {
             }
             made.0.push(file);
         }
-        // It would go back in time without them.
+        // A reboot from a boot snapshot would take the VM back in time without its own disks.
         spec.boot_snapshot &= made.0.is_empty();
         Ok(made)
     }
@@ -74,9 +75,9 @@ impl Drop for OwnDisks {
     }
 }
 
-/// Copies a file to a new one, by sharing its blocks where the file system can (`copy_file_range`).
-/// It gets its name when it is whole: what a daemon that was killed has left ends in `.part`, and
-/// is no disk.
+/// Copies a file to a new one, and shares blocks if the file system can (`copy_file_range`). The
+/// copy gets its name when it is complete. A killed daemon leaves a file that ends in `.part`,
+/// which is not used as a disk.
 fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> io::Result<()> {
     if to.exists() {
         return Err(ErrorKind::AlreadyExists.into());
@@ -94,7 +95,7 @@ fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> io::Result<()> {
             progress.add(copied);
         }
     };
-    // Without writing over what came there meanwhile.
+    // A hard link does not replace a file that was created meanwhile.
     let named = copy().and_then(|()| fs::hard_link(&part, to));
     let _ = fs::remove_file(&part);
     named?;
@@ -102,8 +103,8 @@ fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> io::Result<()> {
     File::open(place)?.sync_all()
 }
 
-/// A file for its owner alone; what a daemon that was killed has left of it is written over, what
-/// somebody writes at this moment isn't.
+/// Opens a file that only its owner can read. A file that a killed daemon left is overwritten, but
+/// a file that somebody writes now is refused.
 fn write_alone(path: &Path) -> io::Result<File> {
     let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
     let file = File::options()

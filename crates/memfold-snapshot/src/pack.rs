@@ -16,17 +16,17 @@ use memfold_host::progress::Progress;
 use super::image::{CHUNK_BYTES, chunks_with_data};
 use super::pipeline::{self, Writeback};
 
-/// Zstandard's fastest of the usual levels: higher ones take twice the time for a tenth of the
-/// bytes.
+/// Compression level: Zstandard's fastest usual level. Higher levels take twice the time to save a
+/// tenth of the bytes.
 const LEVEL: i32 = 1;
 
-/// Where a chunk's frame lies in `ram.zst`: first byte and length.
+/// Place in `ram.zst` of a chunk's frame: first byte and length.
 pub type Frame = (u64, u64);
 
-/// Bytes of a frame's place in `ram.index`.
+/// Length in bytes of an entry of `ram.index`.
 pub const FRAME_BYTES: usize = 16;
 
-/// Compresses an image to `packed`; the index.
+/// Compresses an image into `packed`. Returns the index.
 pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8>> {
     let chunks = ram.metadata()?.len().div_ceil(CHUNK_BYTES as u64);
     let holds = chunks_with_data(ram)?;
@@ -54,7 +54,7 @@ pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8
     Ok(numbers.flat_map(u64::to_le_bytes).collect())
 }
 
-/// Reads an index of so many chunks.
+/// Parses the index of an image with `chunks` chunks.
 pub fn frames(index: &[u8], chunks: u64) -> Result<Vec<Frame>, String> {
     if index.len() as u64 != chunks * FRAME_BYTES as u64 {
         return Err(format!("the table does not have {chunks} chunks"));
@@ -68,10 +68,11 @@ pub fn frames(index: &[u8], chunks: u64) -> Result<Vec<Frame>, String> {
     }
 }
 
-/// Zstandard makes what it can't compress a little longer (`ZSTD_COMPRESSBOUND`).
+/// Maximum length of a frame: Zstandard makes incompressible data a little longer
+/// (`ZSTD_COMPRESSBOUND`).
 const LARGEST_FRAME: u64 = CHUNK_BYTES as u64 + (64 << 10);
 
-/// Unpacks the frame of a chunk to `buffer`.
+/// Decompresses the frame of a chunk into `buffer`.
 pub fn unpack(packed: &File, (at, length): Frame, buffer: &mut [u8]) -> io::Result<()> {
     let mut frame = vec![0; usize::try_from(length).map_err(io::Error::other)?];
     packed.read_exact_at(&mut frame, at)?;

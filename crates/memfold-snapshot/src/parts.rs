@@ -1,5 +1,5 @@
 //! Writes the parts of an image other than `ram`, after the disks are frozen and the VM has
-//! resumed: the table of references to disks, and the compressed image.
+//! resumed: the table of references to disks, or the compressed image.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -17,7 +17,7 @@ use super::manifest::{INDEX, PACKED, Packed, RAM, REFERENCES, References, SavedD
 use super::pack;
 use super::refer::{self, Reference};
 
-/// Writes down what of the image the disks of this snapshot hold.
+/// Writes the table of the image's pages that this snapshot's disks contain.
 pub(super) fn write_references(
     draft: &Draft,
     (mut references, candidates): (Vec<Reference>, Candidates),
@@ -51,8 +51,8 @@ pub(super) fn write_references(
     }))
 }
 
-/// How the snapshot names a file of its disks. What was an overlay lies in the snapshot by now,
-/// itself or as a copy with the same offsets.
+/// Returns the path by which the snapshot names a file of its disks. A former overlay is now in the
+/// snapshot, itself or as a copy with the same offsets.
 fn name_in_snapshot(source: &SourceFile, disks: &[SavedDisk]) -> Result<PathBuf, SnapshotError> {
     if let Some(disk) = source.overlay_of {
         return Ok(disk_name(disk).into());
@@ -76,7 +76,7 @@ fn name_in_snapshot(source: &SourceFile, disks: &[SavedDisk]) -> Result<PathBuf,
     })
 }
 
-/// Puts a compressed image in the place of `ram`.
+/// Replaces `ram` by a compressed image.
 pub(super) fn compress(
     draft: &Draft,
     ram: &File,

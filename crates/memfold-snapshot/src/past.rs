@@ -1,4 +1,4 @@
-//! Reads a VM's memory as it was at the instant of the snapshot, while the VM runs on.
+//! Reads a VM's memory as it was at the instant of the snapshot, while the VM runs.
 //!
 //! ```text
 //!   VM is stopped     the wanted pages are listed, and the library write-protects them (KeepPast)
@@ -7,9 +7,9 @@
 //!                       the entry names a slot: the library kept the old bytes there
 //!                       neither: the age of the bytes read is unknown, and the snapshot fails
 //! ```
-//! The third case does happen: KSM replaces a protected page by a merged page that is not protected
-//! (`replace_page` in `mm/ksm.c` makes the new page table entry without the userfaultfd mark). So
-//! KSM is stopped meanwhile, and pages that have lost their protection are not accepted.
+//! The third case happens: KSM replaces a protected page by a merged page that is not protected
+//! (`replace_page` in `mm/ksm.c` creates the new page table entry without the userfaultfd mark). So
+//! KSM is stopped during the save, and pages that have lost their protection are not accepted.
 
 use std::fs::File;
 use std::io;
@@ -30,21 +30,22 @@ use rustix::process::Pid;
 const UNPROTECTED: &str = "a page of the VM lost its write protection without a reported write: the kernel has put another page in its \
                            place (KSM does, if something starts it meanwhile); save the VM again, or without --live";
 
-/// Pages of a running VM that are to be read as of one instant.
+/// Pages of a running VM that will be read as of one instant.
 #[derive(Debug)]
 pub struct Past {
     pagemap: Pagemap,
     file: File,
     words: SharedWords,
     layout: Layout,
-    /// Ascending, each with the index of its first page.
+    /// Ranges of pages by ascending address, each with the index of its first page.
     ranges: Vec<(Range, u64)>,
 }
 
 impl Past {
     /// Creates the file in which the library keeps old contents of the pages in `wanted`: ascending
-    /// address ranges, each within one of `blocks`. `None`: no page is wanted. `room`: most pages
-    /// that are kept; if the VM writes more before they are read, the snapshot fails.
+    /// address ranges, each within one of `blocks`. Returns `None` if `wanted` has no pages. `room`
+    /// is the maximum number of pages whose old contents are kept; if the VM writes to more pages
+    /// before they are read, the snapshot fails.
     pub fn new(
         pid: Pid,
         blocks: &[std::ops::Range<Hva>],
@@ -65,7 +66,8 @@ impl Past {
         let file = File::from(rustix::fs::memfd_create("memfold-past", flags)?);
         let length = layout.file_pages().min(layout.front_pages() + room);
         file.set_len(length * PAGE_SIZE)?;
-        // Neither process may find the host out of memory when it touches the table.
+        // The table is allocated now, so that neither process runs out of memory when it touches
+        // the table.
         let front = layout.front_pages() * PAGE_SIZE;
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, front)?;
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
@@ -99,7 +101,7 @@ impl Past {
         self.file.as_fd().try_clone_to_owned()
     }
 
-    /// Returns the number of pages so far that the VM wrote before they were read.
+    /// Returns how many pages the VM has written before they were read.
     #[must_use]
     pub fn kept_pages(&self) -> u64 {
         self.word(USED_WORD)
@@ -125,8 +127,8 @@ impl Past {
         Ok(first + page.pages_since(Hva(range.hva)))
     }
 
-    /// Replaces the contents of changed pages in `bytes`, just read from wanted pages at `start`,
-    /// by their contents at the instant.
+    /// Replaces the contents of changed pages in `bytes` by their contents at the instant. `bytes`
+    /// were just read from wanted pages at `start`.
     pub fn settle(&self, start: Hva, bytes: &mut [u8]) -> io::Result<()> {
         let pages = (bytes.len() / PAGE_BYTES) as u64;
         let end = start.add_pages(pages);
@@ -153,7 +155,7 @@ impl Past {
         self.check()
     }
 
-    /// Checks that all old contents have been kept so far.
+    /// Fails if any old contents could not be kept so far.
     fn check(&self) -> io::Result<()> {
         match i32::try_from(self.word(ERRNO_WORD)?.load(Ordering::Acquire)) {
             Ok(0) => Ok(()),
@@ -161,7 +163,7 @@ impl Past {
             Ok(errno) if errno == Errno::CANCELED.raw_os_error() => Err(other(
                 "the library in QEMU stopped copying before writes: the connection to it has ended",
             )),
-            // Beyond the file's end.
+            // This error means that the file has no free slot.
             Ok(errno) if errno == Errno::PERM.raw_os_error() => Err(other(
                 "the VM writes to more pages than half of the host's available memory can hold; save the VM without --live",
             )),
@@ -187,7 +189,7 @@ fn other(why: &str) -> io::Error {
 }
 
 /// Returns the huge pages that contain wanted pages, as at most `most` ranges. If there would be
-/// more, the nearest ranges are joined.
+/// more ranges, the nearest ones are joined.
 fn chunks(
     blocks: &[std::ops::Range<Hva>],
     wanted: &[std::ops::Range<Hva>],
@@ -305,18 +307,18 @@ mod tests {
             .unwrap()
             .unwrap();
         assert_eq!(past.kept_pages(), 0);
-        // Nobody has protected anything here, so that a page that was only read is not believed.
+        // No page is protected here, so even a page that was only read must not be accepted.
         let mut bytes = vec![1; PAGE_BYTES];
         let error = past.settle(area.start(), &mut bytes).unwrap_err();
         assert!(error.to_string().contains("KSM"), "{error}");
-        // One that was kept is taken from its slot.
+        // The old contents of a kept page come from its slot.
         let place = past.layout.slot_page(0) * PAGE_SIZE;
         past.file.write_all_at(&[9; PAGE_BYTES], place).unwrap();
         let second = area.start().add_pages(1);
         past.entry(1).unwrap().store(1, Ordering::Release);
         past.settle(second, &mut bytes).unwrap();
         assert!(bytes.iter().all(|&byte| byte == 9));
-        // What could not be kept fails all.
+        // If one page could not be kept, all reads fail.
         past.word(ERRNO_WORD).unwrap().store(28, Ordering::Release);
         let error = past.settle(second, &mut bytes).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::StorageFull, "{error}");

@@ -1,5 +1,5 @@
-//! Processes the bytes of snapshots on all cores in parallel: saving, verifying, compressing,
-//! searching, and computing checksums of disks.
+//! Processes the bytes of snapshots on all cores in parallel: to save, verify, compress and search
+//! images, and to compute checksums of disks.
 //!
 //! ```text
 //!            +- worker 1: read a piece, hash it, find its zeroes, write it -+
@@ -13,8 +13,8 @@
 //! 3. A separate thread starts writeback from the page cache to the disk. Workers never wait for
 //!    the disk, so a stopped VM does not wait for it either.
 //!
-//! Invariants: after the first error or panic, each worker ends with its current chunk. Each worker
-//! has one buffer of at most two chunks (4 MiB). There are at most [`MAX_WORKERS`] workers.
+//! Invariants: after the first error or panic, each worker ends after its present chunk. Each
+//! worker has one buffer of at most two chunks (4 MiB). There are at most [`MAX_WORKERS`] workers.
 
 use std::fs::File;
 use std::io;
@@ -27,19 +27,20 @@ use std::thread::JoinHandle;
 
 use memfold_sys::writeback;
 
-/// Bytes that are written to a file at once. Linux 6.18 gives a write of 2 MiB to ext4 one folio of
-/// 2 MiB, and the copy into that takes ten times the CPU of pieces of this size on a host that is
-/// itself a VM (decision 37).
+/// Number of bytes that one call writes to a file. Linux 6.18 gives a write of 2 MiB to ext4 one
+/// folio of 2 MiB; on a host that is itself a VM, the copy into such a folio takes ten times the
+/// CPU time of pieces of this size (decision 37).
 pub const PIECE_BYTES: usize = 256 << 10;
 
-/// More workers than this only compete for the host's memory.
+/// Maximum number of workers. More workers would only compete for the host's memory.
 const MAX_WORKERS: usize = 8;
 
-/// Bytes that [`read_ahead`] reads at once, and how many such pieces it is ahead at most.
+/// Number of bytes that [`read_ahead`] reads at once, and maximum number of such pieces that it is
+/// ahead.
 const AHEAD_BYTES: usize = 1 << 20;
 const AHEAD_PIECES: usize = 3;
 
-/// How many workers there are for work without end: one for each core that this process may use
+/// Returns the number of workers for unlimited work: one for each core that this process may use
 /// (`sched_setaffinity(2)`, cgroup quota).
 #[must_use]
 pub fn workers() -> usize {
@@ -47,7 +48,7 @@ pub fn workers() -> usize {
     cores.min(MAX_WORKERS)
 }
 
-/// Has nobody take another task, if its thread panics.
+/// Guard that keeps all workers from taking another task if its thread panics.
 struct EndOnPanic<'a> {
     next: &'a AtomicU64,
     tasks: u64,
@@ -61,7 +62,7 @@ impl Drop for EndOnPanic<'_> {
     }
 }
 
-/// Does tasks `0..tasks`, each with the buffer of its worker, of so many bytes.
+/// Runs tasks `0..tasks` on all workers. Each worker has a buffer of `buffer_bytes` bytes.
 pub fn run(
     tasks: u64,
     buffer_bytes: usize,
@@ -94,7 +95,7 @@ pub fn run(
     })
 }
 
-/// Writes to a file, [`PIECE_BYTES`] at once.
+/// Writes `bytes` to a file, in pieces of [`PIECE_BYTES`].
 pub fn write_all_at(file: &File, bytes: &[u8], mut at: u64) -> io::Result<()> {
     for piece in bytes.chunks(PIECE_BYTES) {
         file.write_all_at(piece, at)?;
@@ -103,9 +104,9 @@ pub fn write_all_at(file: &File, bytes: &[u8], mut at: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// A thread that has the kernel write a file to its disk, while others write to the file. Dropping
-/// it ends it: what is still in the page cache then goes to the disk with the next `fsync(2)`,
-/// which also tells what failed.
+/// Thread that makes the kernel write a file's pages to the disk while other threads write to the
+/// file. Dropping this value ends the thread. Bytes that are still in the page cache then go to the
+/// disk with the next `fsync(2)`, which also reports errors.
 #[derive(Debug)]
 pub struct Writeback {
     written: Option<Sender<Range<u64>>>,
@@ -114,7 +115,7 @@ pub struct Writeback {
 }
 
 impl Writeback {
-    /// Begins with a file of which nothing is written yet.
+    /// Starts the thread for a file that is still empty.
     pub fn start(file: &File) -> io::Result<Self> {
         let file = file.try_clone()?;
         let (written, ranges) = channel();
@@ -130,10 +131,10 @@ impl Writeback {
         })
     }
 
-    /// These bytes of the file are written to its page cache.
+    /// Tells the thread that these bytes of the file are in the page cache.
     pub fn add(&self, bytes: Range<u64>) {
         if let Some(written) = &self.written {
-            // It has ended if the file system knows nothing of this.
+            // The thread has ended if the file system does not support writeback of ranges.
             let _ = written.send(bytes);
         }
     }
@@ -162,7 +163,7 @@ fn write_back(file: &File, written: &Receiver<Range<u64>>, is_over: &AtomicBool)
     }
 }
 
-/// Ranges, which ascend, with those that touch made one.
+/// Returns ascending ranges with adjacent and overlapping ones joined.
 fn joined(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     let mut joined: Vec<Range<u64>> = Vec::new();
     for range in ranges {
@@ -174,13 +175,13 @@ fn joined(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     joined
 }
 
-/// Reads a file whole, and hands it to `each` piece by piece, in order. Another thread reads the
-/// next pieces meanwhile. Its length.
+/// Reads a whole file, and passes it to `each` piece by piece, in order. Another thread reads the
+/// next pieces meanwhile. Returns the length of the file.
 pub fn read_ahead(file: &File, mut each: impl FnMut(&[u8])) -> io::Result<u64> {
     let mut first = vec![0; AHEAD_BYTES];
     let length = fill(file, &mut first, 0)?;
     each(&first[..length]);
-    // Most files are small: no thread for those.
+    // Most files are small and need no thread.
     if length < AHEAD_BYTES {
         return Ok(length as u64);
     }
@@ -205,14 +206,14 @@ pub fn read_ahead(file: &File, mut each: impl FnMut(&[u8])) -> io::Result<u64> {
             let (buffer, length) = piece?;
             each(&buffer[..length]);
             bytes += length as u64;
-            // Nobody reads on behind the last piece.
+            // After the last piece, nobody receives the buffer.
             let _ = emptied.send(buffer);
         }
         Ok(bytes)
     })
 }
 
-/// Reads a buffer full from `at` on, or to the file's end.
+/// Reads from `at` on until the buffer is full or the file ends. Returns the number of bytes.
 fn fill(file: &File, buffer: &mut [u8], at: u64) -> io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {
@@ -269,7 +270,7 @@ mod tests {
                 Ok(())
             })
         });
-        // The first worker is the caller itself, whose panic goes on.
+        // The first worker is the caller's own thread, whose panic goes on to the caller.
         assert!(!matches!(caught, Ok(Ok(()))));
     }
 
@@ -306,8 +307,8 @@ mod tests {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let writeback = Writeback::start(&file).unwrap();
         write_all_at(&file, &vec![7; 2 << 20], 0).unwrap();
-        // Delayed allocation gives a file its blocks when it is written back, which the kernel
-        // begins after 30 s.
+        // With delayed allocation, a file gets its blocks at writeback, which the kernel begins
+        // after 30 s.
         if !has_delayed_blocks(&file) {
             memfold_testkit::skip!("the file system of /var/tmp allocates blocks at once");
         }
@@ -316,12 +317,12 @@ mod tests {
         wait_until("the file has its blocks", Duration::from_secs(10), || {
             !has_delayed_blocks(&file)
         });
-        // What comes later is begun, too, until it is dropped.
+        // The thread waits for further bytes until the value is dropped.
         assert!(!writeback.thread.as_ref().unwrap().is_finished());
         drop(writeback);
     }
 
-    /// Whether blocks of a file have no place on the disk yet (`FIEMAP_EXTENT_DELALLOC`, as
+    /// Returns whether blocks of a file have no place on the disk yet (`FIEMAP_EXTENT_DELALLOC`, as
     /// `filefrag` shows it).
     fn has_delayed_blocks(file: &File) -> bool {
         use std::os::fd::AsRawFd;

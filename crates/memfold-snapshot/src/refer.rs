@@ -1,11 +1,11 @@
-//! References: pages of an image that a disk holds too, saved as the file and offset where they
-//! lie.
+//! References: pages of an image that a disk contains, too. A reference saves the place of the
+//! pages, a file and an offset, instead of their bytes.
 //!
 //! ```text
-//!   ram        ####....##..     what no disk holds
+//!   ram        ####....##..     pages that no disk contains
 //!   ram.refs   pages 4 to 7 = file 0, blocks 900 to 903
 //! ```
-//! A guest's file systems align file contents to 4 KiB, and disk images preserve that alignment.
+//! A guest's file systems align file contents to 4 KiB, and disk images preserve this alignment.
 //! The guest names candidate pages ([`super::candidates`]); their bytes are compared when memory is
 //! read ([`super::writer`]).
 
@@ -13,21 +13,21 @@ use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 
 use super::image::CHUNK_PAGES;
 
-/// Consecutive pages of an image, within one chunk, that a disk's file holds.
+/// Consecutive pages of an image, within one chunk, that a disk's file contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
-    /// First page, counted from the beginning of the image.
+    /// Index in the image of the first page.
     pub page: u64,
     /// Number of pages.
     pub pages: u32,
     /// Index of the file in the image's sources.
     pub file: u32,
-    /// Offset in the file, in pages.
+    /// Offset in the file of the first page, in pages.
     pub block: u64,
 }
 
 impl Reference {
-    /// Bytes of one in `ram.refs`: page, pages, file, block; little endian.
+    /// Length in bytes of a reference in `ram.refs`: page, pages, file, block; little endian.
     pub const BYTES: usize = 24;
 
     fn encode(&self) -> impl Iterator<Item = u8> {
@@ -39,7 +39,7 @@ impl Reference {
         parts.into_iter().flat_map(u64::to_le_bytes)
     }
 
-    /// From [`Self::BYTES`] bytes.
+    /// Decodes a reference from [`Self::BYTES`] bytes.
     fn decode(bytes: &[u8]) -> Self {
         let long = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| bytes[at + byte]));
         let short = |at: usize| u32::from_le_bytes(std::array::from_fn(|byte| bytes[at + byte]));
@@ -51,14 +51,14 @@ impl Reference {
         }
     }
 
-    /// Returns whether `next` continues this reference, in the image and in the file.
+    /// Returns whether `next` continues this reference, both in the image and in the file.
     #[must_use]
     pub fn goes_on_with(&self, next: &Self) -> bool {
         let pages = u64::from(self.pages);
         self.page + pages == next.page && self.file == next.file && self.block + pages == next.block
     }
 
-    /// Returns the length of these pages, in bytes.
+    /// Returns the length of the reference's pages in bytes.
     #[must_use]
     pub fn length(&self) -> usize {
         usize::try_from(self.pages).unwrap_or(0) * PAGE_BYTES
@@ -79,7 +79,7 @@ pub fn mappings(references: &[Reference]) -> u64 {
     runs.map(of_run).sum()
 }
 
-/// Encodes references as in `ram.refs`.
+/// Returns the bytes of `ram.refs` for these references.
 #[must_use]
 pub fn encode(references: &[Reference]) -> Vec<u8> {
     references.iter().flat_map(Reference::encode).collect()

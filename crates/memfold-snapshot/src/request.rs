@@ -1,4 +1,4 @@
-//! The input of a save: the snapshot's name, options, and results of the steps before it.
+//! Input of a save: the snapshot's name, options, and results of the steps before the save.
 
 use std::time::{Duration, Instant};
 
@@ -6,34 +6,35 @@ use super::candidates::Candidate;
 use super::free::Frames;
 use super::manifest::{Keep, Steps};
 
-/// The input of a save: the snapshot's name, options, and results of the steps before it.
-#[allow(clippy::struct_excessive_bools)] // what was asked for, and what the guest has
+/// Input of a save: the snapshot's name, options, and results of the steps before the save.
+#[allow(clippy::struct_excessive_bools)] // independent options and facts
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Name of the snapshot.
     pub name: String,
-    /// What the guest was told to keep, for the manifest.
+    /// Caches that the guest was told to keep, for the manifest.
     pub keep: Keep,
-    /// Why memfold chose that, for the manifest.
+    /// Reason why memfold chose `keep`, for the manifest.
     pub keep_reason: Option<String>,
-    /// Trust domain.
+    /// Trust domain of the snapshot.
     pub domain: Option<String>,
-    /// For the manifest.
+    /// For a boot snapshot, the process of the VM, for the manifest.
     pub of_boot: Option<String>,
-    /// Whether the VM goes on while its RAM is copied.
+    /// Whether the VM runs while its RAM is copied.
     pub live: bool,
-    /// Pages that the VM's disks may hold too: those that do are kept by reference. Ascending by
-    /// `hva`; none overlaps.
+    /// Pages that the VM's disks may contain, too, by ascending `hva` and without overlaps. Pages
+    /// that a disk contains are kept by reference.
     pub candidates: Vec<Candidate>,
-    /// Whether the image is compressed.
+    /// Whether the image will be compressed.
     pub compress: bool,
-    /// When the save began.
+    /// Time at which the save began.
     pub began: Instant,
-    /// Frames that the guest had free while its writes were tracked; or why that isn't known.
+    /// Frames that were free in the guest while its writes were tracked, or the reason why this is
+    /// unknown.
     pub free: Result<Vec<Frames>, String>,
-    /// Why the guest has caches that it was to drop.
+    /// Reason why the guest still has caches that it should have dropped.
     pub cache_kept: Option<String>,
-    /// The steps that were before.
+    /// Durations of the steps before the save.
     pub steps: Steps,
     /// Whether memfold's agent runs in the guest.
     pub agent: bool,
@@ -41,7 +42,7 @@ pub struct Request {
     pub generation_id: bool,
 }
 
-/// A time in milliseconds.
+/// Returns a duration in milliseconds.
 pub fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1000.0
 }

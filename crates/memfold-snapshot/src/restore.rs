@@ -1,10 +1,11 @@
 //! Restores a VM from a snapshot.
 //!
 //! QEMU starts with `-incoming defer` and plain anonymous RAM. The library maps the RAM image
-//! privately over it: QEMU still treats the RAM as anonymous, so balloon and free page reporting
-//! work, and all clones share untouched pages in the page cache. Over the image, the library maps
-//! pages kept by reference from the disks' files, which are never written again. Other RAM blocks
-//! (firmware, tables) are small and are copied. Then QEMU reads the device state.
+//! privately over this RAM. QEMU still treats the RAM as anonymous, so balloon and free page
+//! reporting work, and all clones share untouched pages in the page cache. Over the image, the
+//! library maps pages that are kept by reference from the disks' files, which nobody writes any
+//! more. Other RAM blocks (firmware, tables) are small and are copied. Then QEMU reads the device
+//! state.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -29,18 +30,18 @@ use super::shelf::{CheckedImage, Shelf};
 pub use super::own_disks::OwnDisks;
 pub use super::users::{below, built_on, holders, in_maps, users, users_of_each};
 
-/// Views of an image in one block of RAM. Each is two mappings with the gap behind it, of which a
-/// process may have 65,530 for everything.
+/// Maximum number of views of an image in one RAM block. Each view takes two mappings (with the gap
+/// after it), and a process may have 65,530 mappings in all.
 const MOST_VIEWS: usize = 4096;
 
-/// How long QEMU may take to read the device state.
+/// Time limit for QEMU to read the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Returns the description of a VM that will run from a snapshot.
 pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut spec = manifest.spec.clone();
-    // Clones go back to nothing: it is the saved one that was booted.
+    // A clone has no boot snapshot, because only the saved VM was booted.
     spec.boot_snapshot &= name == manifest.vm;
     name.clone_into(&mut spec.name);
     if let Some(foreign) = &mut spec.foreign {
@@ -68,7 +69,8 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
             disk.format = Some(DiskFormat::Qcow2);
             (disk.cache, disk.aio, disk.snapshot) = (cache, aio, true);
         } else if saved.format == DiskFormat::Raw.driver() {
-            // What it was started as, whatever a guest has written to it since.
+            // The disk keeps the format with which the VM was started, whatever a guest has written
+            // to the disk.
             disk.format = Some(DiskFormat::Raw);
         }
     }
@@ -78,8 +80,9 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
     Ok(spec)
 }
 
-/// Chooses the host ports of a VM that will run from a snapshot: `asked`, or the saved VM's ports
-/// that are free. Records the host resources that it lacks in the description.
+/// Chooses the host ports of a VM that will run from a snapshot: the ports in `asked`, or those of
+/// the saved VM's ports that are free. Records in the description which host resources the VM does
+/// not get.
 pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), SnapshotError> {
     spec.left_out = match &spec.foreign {
         Some(foreign) => foreign.left_out.clone(),
@@ -105,12 +108,12 @@ pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), Snap
     Ok(())
 }
 
-/// Whether a disk lies in the snapshot.
+/// Returns whether a disk's file is in the snapshot.
 fn is_copied(saved: &SavedDisk) -> bool {
     saved.xxh3_128.is_some() && saved.path.is_relative()
 }
 
-/// Whether the files that a command line names are as they were.
+/// Checks that the copied files in the snapshot are unchanged.
 fn check_files(manifest: &Manifest, place: &Path) -> Result<(), SnapshotError> {
     for (number, saved) in manifest.files.iter().enumerate() {
         let path = place.join(file_name(number));
@@ -135,7 +138,7 @@ fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), Snapsho
     files.try_for_each(|file| check_file(name, place, "disk", file))
 }
 
-/// Whether a file, or a block device, is as it was.
+/// Checks that a file or a block device is unchanged since the save.
 fn check_file(
     name: &str,
     place: &Path,
@@ -166,7 +169,7 @@ fn check_file(
     }
 }
 
-/// Checks that a VM started for a snapshot has the saved CPU and memory.
+/// Checks that a VM that was started for a snapshot has the saved CPU and memory.
 pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     if let Some(cpu) = &manifest.cpu {
         cpu.check(&manifest.name, qmp)?;
@@ -186,8 +189,8 @@ pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// Fills a VM started with `-incoming defer` from its image ([`Shelf::checked_image`]), and starts
-/// it.
+/// Fills the RAM of a VM that was started with `-incoming defer` from an image
+/// ([`Shelf::checked_image`]), loads its device state, and starts the VM.
 pub fn fill(
     vm: &Vm,
     qmp: &mut Qmp,
@@ -207,7 +210,7 @@ pub fn fill(
         done.map_err(|error| SnapshotError::Library(error.to_string()))
     };
     for block in memfold_vm::ram::read_blocks(qmp)? {
-        // Segments: files that it maps already.
+        // A block without a name is a segment, whose file QEMU maps already.
         if block.name.is_empty() {
             continue;
         }
@@ -265,10 +268,11 @@ pub fn fill(
     load(qmp, shelf, manifest)
 }
 
-/// Which parts of a block are to be views of the image: first page and number of pages. Of an
-/// ordinary file, all of it. Of one that is laid out in memory, what it holds: touching a hole of
-/// it would give it a page, which nobody could reclaim. Small holes, of less than a chunk or more,
-/// stay for the number of mappings' sake.
+/// Returns the parts of a block that are mapped from the image: first page and number of pages. An
+/// ordinary file is mapped as a whole. Of an image assembled in memory, only parts with data are
+/// mapped, because touching a hole would allocate a page in the image that could not be reclaimed.
+/// Holes smaller than a chunk (or larger, if needed) are mapped, too, to limit the number of
+/// mappings.
 fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result<Vec<(u64, u64)>> {
     if manifest.is_mappable() {
         return Ok(vec![(0, block.pages)]);
@@ -294,7 +298,7 @@ fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result
     }
 }
 
-/// References to pages of a block.
+/// Returns the references to pages of a block.
 fn of_block<'a>(references: &'a [Reference], block: &ImageBlock) -> &'a [Reference] {
     let (first, end) = (block.first_page, block.first_page + block.pages);
     let from = references.partition_point(|r| r.page < first);
@@ -306,7 +310,8 @@ fn refers(references: &[Reference], block: &ImageBlock) -> bool {
     !of_block(references, block).is_empty()
 }
 
-/// What of a block file `number` holds, as few mappings as show it. The block is at `hva`.
+/// Returns the pages of a block that file `number` contains, as few mappings as possible. The block
+/// is at `hva`.
 fn runs_of(references: &[Reference], number: u32, block: &ImageBlock, hva: Hva) -> Vec<MapRun> {
     let joined = of_block(references, block).chunk_by(Reference::goes_on_with);
     let of_file = joined.filter(|run| run[0].file == number);
@@ -318,7 +323,7 @@ fn runs_of(references: &[Reference], number: u32, block: &ImageBlock, hva: Hva) 
     of_file.map(run).collect()
 }
 
-/// Copies a small block into a process.
+/// Copies a small RAM block into a process.
 fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<()> {
     let mut buffer = vec![0; CHUNK_BYTES];
     let mut done = 0;
@@ -328,7 +333,8 @@ fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<(
         let part = &mut buffer[..length];
         ram.read_exact_at(part, (block.first_page + done) * PAGE_SIZE)?;
         let mut now = vec![0; length];
-        // ROM that QEMU has loaded from the same files needs no copy of its own.
+        // ROM that QEMU has loaded from the same files has the right bytes already, and is not
+        // written.
         let same = memory::read(pid, hva.add_pages(done), &mut now)? == length && now == part;
         if !same && memory::write(pid, hva.add_pages(done), part)? != length {
             return Err(std::io::Error::other(format!(
@@ -373,7 +379,7 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
     Ok(())
 }
 
-/// Reads the disks in a snapshot's directory, and returns the names of those that have changed.
+/// Reads the disks in a snapshot's directory, and returns the names of the disks that have changed.
 pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut changed = Vec::new();
@@ -414,7 +420,8 @@ mod tests {
             ram.write_all_at(&[1], page * PAGE_SIZE).unwrap();
             data.push(page);
         };
-        // Of blocks before and behind, at both ends, near to each other, and far.
+        // The references are in the block before and after, at both ends, near each other, and far
+        // apart.
         let last = 1024 + pages - 1;
         for page in [0, 1023, 1024, last, last + 1, 2000, 2400, 4000] {
             put(page);
@@ -426,7 +433,7 @@ mod tests {
         });
         let found = views(&of, &block, &ram).unwrap();
         assert_eq!(found, [(0, 1), (976, 401), (2976, 1), (pages - 1, 1)]);
-        // More parts than there may be views.
+        // The image has more parts than the maximum number of views.
         for number in 8..pages / 600 {
             put(number * 600);
         }

@@ -1,18 +1,18 @@
 //! Saves a VM's memory, devices and disks as of one instant.
 //!
 //! ```text
-//!   1. overlays        a new one for each temporary overlay, added to QEMU, not used yet; files for copies of other disks
-//!                      --keep hot: what the guest has cached of its disks is looked for in their files (candidates)
-//!   -- the VM stands still --
-//!   2. device state    QEMU writes it to a descriptor of ours (xen-save-devices-state: any machine, no RAM)
-//!   3. RAM image       from the page tables of QEMU's process; live: RAM is looked at and protected, small blocks are copied;
-//!                      what a disk's file holds is not written (refer): QEMU has written to it what there was, and stands still
-//!   4. disks           what is written in place is put aside from now on before it is written over (disk_copy);
+//!   1. overlays        QEMU opens a new overlay for each temporary overlay, unused yet; files for copies of other disks
+//!                      --keep hot: pages that the guest has cached are searched in the disks' files (candidates)
+//!   -- the VM is stopped --
+//!   2. device state    QEMU writes it to a descriptor from memfold (xen-save-devices-state: any machine, no RAM)
+//!   3. RAM image       from the page tables of QEMU's process; live: RAM is examined and protected, small blocks are copied;
+//!                      pages that a disk's file contains are not written (refer): the file cannot change while the VM is stopped
+//!   4. disks           disks written in place: from now on, old data are saved before they are overwritten (disk_copy);
 //!                      the temporary overlays are frozen under the new ones, all in one transaction
-//!   -- the VM goes on --
-//!   5. live: the RAM image, of what the library keeps too (past); disks that are written in place are copied
-//!   6. --keep hot: where the disks hold pages is written down (parts); --compress: the rest is compressed (pack)
-//!   7. frozen overlays get a name in the snapshot; manifest; the VM lets go of them
+//!   -- the VM resumes --
+//!   5. live: the RAM image, with old contents from the library (past); disks written in place are copied
+//!   6. --keep hot: the table of references to disks is written (parts); --compress: the image is compressed (pack)
+//!   7. frozen overlays get a name in the snapshot; manifest; the VM's names of these overlays are removed
 //! ```
 //! Before step 4 the VM is not changed. If a later step fails, the VM is switched back to its older
 //! overlays (`merge_overlays`), or keeps the longer chain until the next save. No write of the VM
@@ -52,8 +52,8 @@ pub use super::request::{Request, milliseconds};
 pub use super::still::Hold;
 pub use super::subject::Subject;
 
-/// Refuses a VM that cannot be saved now, and cleans up after an interrupted save. The VM runs
-/// meanwhile.
+/// Refuses a VM that cannot be saved now, and cleans up after an interrupted save, while the VM
+/// runs.
 pub fn mend<M: DerefMut<Target = Qmp>>(
     subject: &Subject,
     monitor: impl Fn() -> M,
@@ -64,7 +64,7 @@ pub fn mend<M: DerefMut<Target = Qmp>>(
     merge_overlays(&monitor, spec, &subject.record_now().overlays)
 }
 
-/// Saves a VM. `monitor` returns its monitor, which other tasks may use while RAM is copied.
+/// Saves a VM. `monitor` returns the VM's monitor, which other tasks may use while RAM is copied.
 pub fn save<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: impl Fn() -> M,
@@ -89,15 +89,15 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     made
 }
 
-/// The description of what is saved, and what a snapshot needs besides memory and disks. Others may
-/// use the monitor before the VM stands still.
+/// Returns the description of the VM that is saved, and the parts of the snapshot other than memory
+/// and disks. Other tasks may use the monitor before the VM is stopped.
 fn take_beside<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: &impl Fn() -> M,
     draft: &Draft,
 ) -> Result<(VmSpec, Beside), SnapshotError> {
     let mut qmp = monitor();
-    // What a killed save left is open for writing, and is no file of the VM's.
+    // An overlay that a killed save left is open for writing, but is not one of the VM's files.
     freeze::drop_unused(&mut qmp, &subject.spec, &subject.overlays_now())?;
     let mut now = spec_now(vm, &subject.spec, &mut qmp)?;
     let beside = Beside::take(vm, subject, &mut qmp, &mut now, draft)?;
@@ -106,7 +106,7 @@ fn take_beside<M: DerefMut<Target = Qmp>>(
     Ok((now, beside))
 }
 
-/// A save that is under way: of whom, and how.
+/// A running save: the VM, and the options of the save.
 struct Attempt<'a, F, H> {
     vm: &'a Vm,
     subject: &'a Subject,
@@ -124,13 +124,14 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         let before = self.subject.overlays_now();
         let described = take_beside(who, self.monitor, &draft)?;
         let (frozen, copies, still) = self.stand_still(&before, &draft, &ram)?;
-        // From here on the VM's chain of overlays is longer by one.
+        // From here on, the VM's chain of overlays is longer by one.
         let place = draft.place().to_owned();
         let mut compared = Vec::new();
         let disks = (frozen.as_slice(), copies.as_slice());
         let made = match self.finish((&draft, &ram, sums), described, disks, still, &mut compared) {
             Ok(manifest) => draft.commit(&manifest).map(|()| manifest),
-            // Its names of the frozen overlays go: they are the VM's alone again.
+            // Dropping the draft removes its names of the frozen overlays, so they belong only to
+            // the VM again.
             Err(error) => {
                 drop(draft);
                 Err(error)
@@ -146,7 +147,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         made
     }
 
-    /// Performs the steps that must be of one instant. After an error, the VM runs as before.
+    /// Does the steps that must happen at one instant. After an error, the VM runs as before.
     fn stand_still<'r>(
         &self,
         before: &[PathBuf],
@@ -173,7 +174,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         match stood {
             Ok((copies, still)) => Ok((frozen, copies, still)),
             Err(error) => {
-                // First of all: what follows may wait for QEMU.
+                // The VM resumes first, because the following steps may wait for QEMU.
                 go_on(vm, hold, &mut qmp);
                 hold.let_go();
                 freeze::undo(&mut qmp, &frozen, note);
@@ -182,8 +183,8 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         }
     }
 
-    /// Performs the steps after the VM has resumed. `compared` gets the stamps of the files that
-    /// memory was compared with.
+    /// Does the steps after the VM has resumed. `compared` receives the stamps of the files with
+    /// which memory was compared.
     fn finish(
         &self,
         (draft, ram, sums): (&Draft, &File, File),
@@ -200,7 +201,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         let copied = still
             .past
             .map_or(Ok(0), |past| copy_ram(past, writer, plan, progress));
-        // First of all: what follows a failure may wait for QEMU.
+        // The VM is released first, because the steps after a failure may wait for QEMU.
         self.hold.let_go();
         freeze::check_frozen(&mut (self.monitor)(), frozen)?;
         let kept_pages = copied.map_err(draft.failed(RAM))?;
@@ -261,9 +262,9 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
     }
 }
 
-/// Whose the frozen overlays are: the snapshot's whose files they are; else the VM's, which could
-/// not be saved again without them. There is a copy instead on another file system, and of a VM's
-/// user.
+/// Decides who owns the frozen overlays: the snapshot, if their files are in it; otherwise the VM,
+/// which could not be saved again without them. The snapshot has copies instead if it is on another
+/// file system, or if the VM's QEMU runs as a user.
 fn share_out<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: &impl Fn() -> M,
@@ -280,9 +281,9 @@ fn share_out<M: DerefMut<Target = Qmp>>(
     }
 }
 
-/// Lets a VM go on that stands still because a write to its disk has failed during a save: it ran
-/// before, and what had used up the room of its disk, on the same file system, is gone. The write
-/// is tried again.
+/// Resumes a VM that was stopped because a write to its disk failed during a save. The VM ran
+/// before the save, and the files that used up the space on its disk's file system are gone, so
+/// QEMU tries the write again.
 fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M) {
     let status = monitor().query("query-status");
     if status.is_ok_and(|now| now["status"] == "io-error") {
@@ -290,13 +291,13 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
         tracing::warn!(
             vm = vm.name(),
             went_on = on.is_ok(),
-            "disk write of the VM failed during its save; free space, then 'memfold vm resume' if it stands still"
+            "disk write of the VM failed during its save; free space, then 'memfold vm resume' if the VM stands still"
         );
     }
 }
 
 /// Removes the filters of a failed or interrupted save from the disks that a VM writes in place.
-/// Returns whether all are removed.
+/// Returns whether all filters are removed.
 pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) -> bool {
     let gone = disk_copy::remove(monitor, spec);
     if let Err(error) = &gone {
@@ -305,8 +306,8 @@ pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl 
     gone.is_ok()
 }
 
-/// Copies what was kept for a VM that has gone on; how many pages it wrote to before. What that
-/// takes is freed.
+/// Copies the RAM of a VM that has resumed after its old contents were protected. Returns how many
+/// pages the VM wrote to before they were copied. Frees the memory for their old contents.
 fn copy_ram(
     (past, blocks): (Past, Vec<usize>),
     writer: &mut Writer<'_>,
@@ -319,8 +320,8 @@ fn copy_ram(
     Ok(past.kept_pages())
 }
 
-/// Has the VM write to the overlays again that were frozen for a snapshot which will never be, or
-/// has copies of them.
+/// Makes the VM write to its older overlays again, which were frozen for a snapshot that failed, or
+/// that has copies of them.
 fn go_back<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     subject: &Subject,
@@ -328,7 +329,8 @@ fn go_back<M: DerefMut<Target = Qmp>>(
 ) {
     let back = || -> Result<(), SnapshotError> {
         for frozen in frozen {
-            // The newer one's header names the snapshot's file, until it goes too.
+            // The newer overlay's header names the snapshot's file, so it is corrected before the
+            // merge.
             freeze::name_backing(&mut monitor(), &frozen.node, &frozen.path)?;
         }
         merge_overlays(monitor, &subject.spec, &subject.record_now().overlays)?;
@@ -339,8 +341,7 @@ fn go_back<M: DerefMut<Target = Qmp>>(
     }
 }
 
-/// The snapshot is made, also if the VM has died meanwhile: the frozen overlays are the snapshot's
-/// now.
+/// Hands the frozen overlays over to the finished snapshot, even if the VM has died meanwhile.
 fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
     let mut overlays = subject.record_now().overlays;
     overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
@@ -348,13 +349,13 @@ fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
         tracing::warn!(vm = vm.name(), %error, "cannot remove the snapshot's overlays from process.json; nothing is needed");
     }
     for frozen in frozen {
-        // A name that stays costs nothing: the file is the snapshot's.
+        // If the name remains, it takes no space, because the file belongs to the snapshot.
         let _ = fs::remove_file(&frozen.path);
     }
 }
 
-/// Returns frozen overlays to a VM whose snapshot is about to be removed. Its next save merges them
-/// with newer overlays. Nothing is done if the VM's disks are not in the snapshot.
+/// Returns frozen overlays to a VM whose snapshot is about to be removed. The VM's next save merges
+/// them with newer overlays. Does nothing if the VM's disks are not in the snapshot.
 pub fn take_back<M: DerefMut<Target = Qmp>>(
     (vm, subject): (&Vm, &Subject),
     monitor: impl Fn() -> M,
@@ -365,7 +366,7 @@ pub fn take_back<M: DerefMut<Target = Qmp>>(
     if lain.is_empty() {
         return Ok(());
     }
-    // Noted first: what is noted and isn't there does no harm.
+    // The overlays are recorded first, because a record of a file that does not exist is harmless.
     let mut overlays = subject.overlays_now();
     overlays.extend(lain.iter().map(|overlay| overlay.path.clone()));
     subject.write_overlays(&overlays)?;
@@ -377,7 +378,8 @@ fn seconds_now() -> u64 {
     now.map_or(0, |time| time.as_secs())
 }
 
-/// The VM's description with the segments that it maps now, and where it sees them.
+/// Returns the VM's description with the segments that the VM maps now, and their addresses in the
+/// guest.
 fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotError> {
     hardware::check(qmp, spec)?;
     let mut now = spec.clone();
@@ -400,7 +402,7 @@ fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotErr
     Ok(now)
 }
 
-/// What a VM has of its host that one VM alone can have.
+/// Returns the host resources of the VM that only one VM can have.
 fn of_one_vm(spec: &VmSpec) -> Vec<String> {
     let forwards = spec.forwards.iter();
     let forwards = forwards.map(|forward| format!("forwarded port {forward}"));
@@ -408,12 +410,12 @@ fn of_one_vm(spec: &VmSpec) -> Vec<String> {
     let mut all: Vec<String> = forwards
         .chain(foreign::of_arguments(&spec.qemu_args))
         .collect();
-    // A VM of a snapshot has none of those.
+    // A VM that runs from a snapshot has none of these resources.
     all.extend(of_others.filter(|_| spec.left_out.is_empty()));
     all
 }
 
-/// Starts a VM of what is saved, if memfold has never started one.
+/// Does a trial start of the saved description, if memfold has never started the VM.
 fn start_once<M: DerefMut<Target = Qmp>>(
     subject: &Subject,
     spec: &VmSpec,
@@ -430,7 +432,7 @@ fn start_once<M: DerefMut<Target = Qmp>>(
     }
     trial::start_once(&spec, &parts).map_err(|why| {
         SnapshotError::Impossible(format!(
-            "a snapshot of this VM could not be restored, as a test start shows: {why}"
+            "a snapshot of this VM could not be restored: its trial start failed: {why}"
         ))
     })
 }

@@ -1,4 +1,4 @@
-//! Records where the disks of a saved VM lie, and gives frozen overlays a name in the snapshot.
+//! Records the files of a saved VM's disks, and gives frozen overlays a name in the snapshot.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,7 +17,7 @@ use super::file_facts::{backing_files, device, facts_at, modified_ns};
 use super::freeze::Frozen;
 use super::manifest::{SavedDisk, disk_name};
 
-/// Gives frozen overlays a name in the draft, and says where every disk lies.
+/// Gives frozen overlays a name in the draft, and returns the file of every disk.
 pub(super) fn take_over(
     spec: &VmSpec,
     frozen: &[Frozen],
@@ -47,10 +47,10 @@ pub(super) fn take_over(
         };
         let facts = fs::metadata(&at).map_err(failed(&at))?;
         let is_qcow2 = is_ours || disk.format() == DiskFormat::Qcow2;
-        // What a raw disk holds is the guest's: it may look like a header that names files of the
-        // host.
+        // The guest writes the contents of a raw disk, which may look like a header that names
+        // files of the host.
         let files = if is_qcow2 { chain(&at)? } else { Vec::new() };
-        // The first is the disk itself.
+        // The first file of the chain is the disk itself.
         let backing = backing_files(files.into_iter().skip(1))?;
         disks.push(SavedDisk {
             path,
@@ -72,7 +72,7 @@ pub(super) fn take_over(
     Ok(disks)
 }
 
-/// Gives a file that is never written again a second name; on another file system, a copy.
+/// Gives a file that nobody writes any more a second name, or copies it to another file system.
 fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
         Err(error) if error.kind() == io::ErrorKind::CrossesDevices => fs::copy(from, to).map(drop),
@@ -80,8 +80,8 @@ fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Copies a file that belongs to a VM's user: that user has it open, and could go on writing to it,
-/// or put another in its place.
+/// Copies a file that belongs to a VM's user. This user has the file open, and could write to it
+/// later or replace it.
 fn copy_own(from: &Path, to: &Path) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let mut from = File::from(rustix::fs::open(from, flags, Mode::empty())?);
@@ -93,7 +93,7 @@ fn copy_own(from: &Path, to: &Path) -> io::Result<()> {
         .create_new(true)
         .mode(0o600)
         .open(to)?;
-    // Shares blocks where the file system can.
+    // The copy shares blocks with the original if the file system can.
     io::copy(&mut from, &mut to)?;
     to.sync_all()
 }

@@ -1,17 +1,17 @@
-//! The directory of all snapshots (called shelf). Each snapshot is a subdirectory, which exists
-//! only when it is complete.
+//! The snapshot directory (called shelf), which contains all snapshots. Each snapshot is a
+//! subdirectory, which exists only when it is complete.
 //!
 //! ```text
 //!   SHELF/NAME/            0700
-//!     manifest.json        what it is; written last
+//!     manifest.json        describes the snapshot; written last
 //!     manifest.sum         XXH3-128 of manifest.json, 32 hexadecimal digits and a line feed
 //!     ram, ram.sums        RAM image and its checksums
 //!     ram.zst, ram.index   a compressed image, instead of ram
-//!     ram.refs             pages of it that disks hold
+//!     ram.refs             references to pages that disks contain
 //!     working-set          pages that a restored VM touched first (a hint for --prefetch)
 //!     devices              QEMU's device state
 //!     disk0.qcow2 ...      frozen disks
-//!   SHELF/.NAME.draft/     a save that is under way (locked), or was cut off (removed by the next daemon)
+//!   SHELF/.NAME.draft/     a running save (locked), or an interrupted one (removed by the next daemon)
 //! ```
 
 use std::collections::HashMap;
@@ -38,45 +38,47 @@ use super::{pack, refer};
 
 pub use super::manifest::{DEVICES, RAM};
 
-/// Default directory of snapshots.
+/// Default path of the snapshot directory.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
 
-/// The snapshot directory of a host, with the images that this process has verified or laid out.
+/// The snapshot directory of a host, and the images that this process has verified or assembled in
+/// memory (*laid out*).
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
-    /// RAM images whose bytes were right when `ram`, and the files that it refers to, had these
-    /// stamps: this process has saved or verified them.
+    /// For each snapshot, the stamps of `ram` and of the files that it refers to, at the time when
+    /// this process saved or verified them.
     right: Arc<Mutex<HashMap<String, Vec<Stamp>>>>,
-    /// Images laid out in memory. While an image is being laid out, its entry is locked.
+    /// Images that are assembled in memory, by snapshot. The entry of an image is locked while the
+    /// image is being assembled.
     laid_out: Arc<Mutex<HashMap<String, LaidOut>>>,
-    /// Held while somebody looks which of these are still wanted.
+    /// Lock that lets only one thread at a time free unused images.
     letting_go: Arc<Mutex<()>>,
 }
 
 /// A verified image, ready to be mapped.
 #[derive(Clone, Debug)]
 pub struct CheckedImage {
-    /// The file `ram`, or the image laid out in memory.
+    /// The file `ram`, or the image assembled in memory.
     pub ram: Arc<File>,
-    /// References to pages mapped over it from other files, ascending.
+    /// References to pages that are mapped over `ram` from other files, ascending.
     pub references: Vec<Reference>,
-    /// Files that `references` refer to.
+    /// Files that the references name by index.
     pub sources: Vec<Arc<File>>,
 }
 
-/// The checksum of an image's checksums, and its memory.
+/// Checksum of an image's checksums, and the memory that contains the image.
 type LaidOut = Arc<Mutex<Option<(String, Arc<File>)>>>;
 
-/// Part of the host's available memory in which images may be laid out, in percent.
+/// Percentage of the host's available memory that an assembled image may use.
 const LAID_OUT_PERCENT: u64 = 90;
 
 impl Shelf {
-    /// Opens the snapshot directory `root`, which need not exist yet. Drafts of daemons that died
-    /// are removed.
+    /// Opens the snapshot directory `root`, which need not exist yet. Removes drafts of daemons
+    /// that have died.
     pub fn open(root: &Path) -> Self {
         let shelf = Self {
-            // It gets into headers of disks, and into what QEMU is told.
+            // The path is used in headers of disks and in QEMU's options, so it must be absolute.
             root: std::path::absolute(root).unwrap_or_else(|_| root.into()),
             right: Arc::default(),
             laid_out: Arc::default(),
@@ -89,7 +91,7 @@ impl Shelf {
             if !is_draft {
                 continue;
             }
-            // A draft that another daemon works on is locked.
+            // A draft on which another daemon works is locked.
             let unlocked = File::open(entry.path())
                 .is_ok_and(|dir| flock(&dir, FlockOperation::NonBlockingLockExclusive).is_ok());
             if unlocked {
@@ -101,7 +103,7 @@ impl Shelf {
         shelf
     }
 
-    /// Returns the directory of a snapshot, which need not exist.
+    /// Returns the directory of a snapshot. The snapshot need not exist.
     pub fn path(&self, name: &str) -> Result<PathBuf, SnapshotError> {
         memfold_vm::check_name("snapshot", name)
             .map_err(|error| SnapshotError::Name(error.to_string()))?;
@@ -128,15 +130,15 @@ impl Shelf {
         Draft::begin(&self.root, self.path(name)?, name)
     }
 
-    /// Reads a snapshot's manifest, and checks its checksum and the lengths of the snapshot's
-    /// files.
+    /// Reads a snapshot's manifest, and checks the manifest's checksum and the lengths of the
+    /// snapshot's files.
     pub fn manifest(&self, name: &str) -> Result<Manifest, SnapshotError> {
         read_manifest(&self.path(name)?, name)
     }
 
-    /// Returns the RAM image of a snapshot, to be mapped: its bytes and those of all other files are
-    /// what was saved. The whole image is read unless this process has saved or verified it, and
-    /// when an inode of its files says that it was touched since.
+    /// Returns the RAM image of a snapshot, ready to be mapped, after it has verified the bytes of
+    /// the image and of all other files. The whole image is read, unless this process has saved or
+    /// verified it and no stamp of its files has changed since.
     pub fn checked_image(
         &self,
         manifest: &Manifest,
@@ -159,7 +161,7 @@ impl Shelf {
         let ram = self.file(name, RAM)?;
         let (references, sources) = self.references(manifest)?;
         let stamps = || stamps(&ram, &sources);
-        // Before it is read: what is written meanwhile makes it another.
+        // The stamps are taken before the files are read, so that a later write changes them.
         let before = stamps().map_err(self.failed(name, RAM))?;
         if self.right().get(name) != Some(&before) {
             let stored = self.stored(manifest)?;
@@ -168,7 +170,7 @@ impl Shelf {
             if !wrong.is_empty() {
                 return Err(Self::wrong(manifest, &wrong));
             }
-            // What was written meanwhile may have been read before.
+            // If a stamp has changed, a part that was written meanwhile may have been read before.
             if stamps().map_err(self.failed(name, RAM))? != before {
                 return Err(SnapshotError::Broken {
                     name: name.clone(),
@@ -187,10 +189,10 @@ impl Shelf {
         })
     }
 
-    /// Records that the image of a snapshot is right, which this process has just saved: no restore
-    /// by this process need read it all. `compared` holds the stamps of files outside the snapshot
-    /// that memory was compared with, from before the comparison. Nothing is recorded if such a
-    /// file was touched since.
+    /// Records that the image of a snapshot is right, because this process has just saved it, so
+    /// that a restore by this process need not read the whole image. `compared` contains the stamps
+    /// of files outside the snapshot with which memory was compared, from before the comparison.
+    /// Records nothing if such a file was changed since.
     pub(super) fn trust(&self, manifest: &Manifest, compared: &[Stamp]) {
         let outside = |path: &PathBuf| path.is_absolute();
         let stamps = || -> Result<Vec<Stamp>, SnapshotError> {
@@ -206,7 +208,7 @@ impl Shelf {
         }
     }
 
-    /// Files with a checksum of their own that aren't what was saved.
+    /// Returns the names of the files with a checksum of their own whose contents have changed.
     pub fn changed_parts(&self, manifest: &Manifest) -> Result<Vec<&'static str>, SnapshotError> {
         let mut changed = Vec::new();
         for (part, _, saved) in manifest.parts() {
@@ -244,7 +246,8 @@ impl Shelf {
         })
     }
 
-    /// What of a snapshot's image disks hold, and their files.
+    /// Returns the references to pages of a snapshot's image that disks contain, and the disks'
+    /// files.
     fn references(
         &self,
         manifest: &Manifest,
@@ -268,7 +271,7 @@ impl Shelf {
         Ok((references, sources))
     }
 
-    /// Reads a whole small file of a snapshot.
+    /// Reads a whole file of a snapshot. The file must be small.
     fn read(&self, name: &str, part: &str) -> Result<Vec<u8>, SnapshotError> {
         let mut bytes = Vec::new();
         let mut file = self.file(name, part)?;
@@ -277,7 +280,7 @@ impl Shelf {
         Ok(bytes)
     }
 
-    /// Lays the image of a snapshot out in memory, once for all VMs that run from it.
+    /// Assembles the image of a snapshot in memory, once for all VMs that run from it.
     fn lay_out(
         &self,
         manifest: &Manifest,
@@ -285,7 +288,8 @@ impl Shelf {
     ) -> Result<Arc<File>, SnapshotError> {
         let name = &manifest.name;
         let place = self.places().entry(name.clone()).or_default().clone();
-        // Locked meanwhile: another that wants the same one waits for it.
+        // The lock is held meanwhile, so that another thread that wants the same image waits for
+        // it.
         let mut laid_out = place.lock().unwrap_or_else(PoisonError::into_inner);
         let sum = &manifest.sums.xxh3_128;
         if let Some((_, ram)) = laid_out.as_ref().filter(|(of, _)| of == sum) {
@@ -316,15 +320,15 @@ impl Shelf {
         self.laid_out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the name of a laid-out image's memory in `/proc/PID/maps`, which remains valid after
-    /// the daemon has ended.
+    /// Returns the name of an assembled image's memory in `/proc/PID/maps`. The name remains valid
+    /// after the daemon has ended.
     pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
         let file = self.file(name, SUMS)?;
         let facts = file.metadata().map_err(self.failed(name, SUMS))?;
         Ok(format!("memfold-image:{:x}:{}", facts.dev(), facts.ino()))
     }
 
-    /// Returns the memory of laid-out images, without those that are being laid out now.
+    /// Returns the memory of assembled images, without images that are being assembled now.
     #[must_use]
     pub fn laid_out_bytes(&self) -> ByteSize {
         let bytes = |place: &LaidOut| {
@@ -335,16 +339,16 @@ impl Shelf {
         ByteSize(self.places().values().filter_map(bytes).sum())
     }
 
-    /// Frees laid-out images from which no VM runs or is being started.
+    /// Frees assembled images from which no VM runs or is being started.
     pub fn let_go(&self) {
-        // One after the other: who comes later knows of more VMs that have ended.
+        // Only one thread at a time does this; a later one sees more VMs that have ended.
         let _turn = self
             .letting_go
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let places: Vec<LaidOut> = self.places().values().cloned().collect();
         for place in places {
-            // One that is locked is being laid out, for somebody who wants it.
+            // A locked image is being assembled, so somebody needs it.
             let Ok(mut laid_out) = place.try_lock() else {
                 continue;
             };
@@ -354,13 +358,13 @@ impl Shelf {
                 *laid_out = None;
             }
         }
-        // Places of the map alone that hold nothing.
+        // Entries that only this map holds, and that contain no image, are removed.
         self.places().retain(|_, place| {
             Arc::strong_count(place) > 1 || place.try_lock().map_or(true, |l| l.is_some())
         });
     }
 
-    /// Returns the name of the file that holds the image's bytes.
+    /// Returns the name of the file that contains the image's bytes, for error messages.
     #[must_use]
     pub const fn image_of(manifest: &Manifest) -> &'static str {
         match manifest {
@@ -401,7 +405,7 @@ impl Shelf {
         File::open(&path).map_err(failed(&path))
     }
 
-    /// Returns the bytes that a snapshot's files take on disk.
+    /// Returns the number of bytes that a snapshot's files use on disk.
     pub fn disk_bytes(&self, name: &str) -> io::Result<u64> {
         let mut bytes = 0;
         for entry in fs::read_dir(self.root.join(name))?.flatten() {
@@ -410,7 +414,7 @@ impl Shelf {
         Ok(bytes)
     }
 
-    /// Removes a snapshot: first from the list, then its files.
+    /// Removes a snapshot: first its name from the list, then its files.
     pub fn remove(&self, name: &str) -> Result<(), SnapshotError> {
         let path = self.path(name)?;
         if !path.exists() {
@@ -425,18 +429,18 @@ impl Shelf {
     }
 }
 
-/// Returns whether another process maps a file.
+/// Returns whether any process maps a file.
 fn is_mapped(file: &File) -> bool {
     let identity = file.metadata().map(|facts| StoreIdentity {
         dev: facts.dev(),
         ino: facts.ino(),
     });
     let pids = identity.and_then(memfold_store::mapped::processes);
-    // Not known: it stays.
+    // If this cannot be found out, the image stays.
     pids.map_or(true, |pids| !pids.is_empty())
 }
 
-/// Stamps of a RAM image and of the files that it refers to.
+/// Returns the stamps of a RAM image and of the files that it refers to.
 fn stamps(ram: &File, sources: &[File]) -> io::Result<Vec<Stamp>> {
     std::iter::once(ram).chain(sources).map(Stamp::of).collect()
 }

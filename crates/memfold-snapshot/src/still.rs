@@ -1,5 +1,5 @@
-//! Saves what must be of one instant while the VM is stopped: device state, RAM (unless it is
-//! copied later, in a live save), and the switch of the disks.
+//! Saves the parts of a snapshot that must be from one instant, while the VM is stopped: device
+//! state, RAM (unless a live save copies it later), and the switch of the disks.
 
 use std::fs::File;
 use std::io;
@@ -27,38 +27,40 @@ use super::past::Past;
 use super::request::{Request, milliseconds};
 use super::writer::Writer;
 
-/// Stops and resumes a VM for its snapshot. Dropping the value resumes the VM and its folding.
+/// Stops and resumes a VM for its snapshot. Dropping the value resumes the VM and the folding of
+/// its memory.
 pub trait Hold {
-    /// Stops the VM, whose monitor this is.
+    /// Stops the VM. `qmp` is the VM's monitor.
     fn stop(&self, qmp: &mut Qmp) -> Result<(), String>;
 
-    /// Makes the library keep the contents of these ranges in this file before they are
-    /// overwritten.
+    /// Makes the library copy old contents of these ranges into the file before the VM overwrites
+    /// them.
     fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String>;
 
     /// Ends tracking of the VM's writes.
     fn untrack(&self) -> Result<(), String>;
 
-    /// Resumes the VM, if it was stopped.
+    /// Resumes the VM, if this value has stopped it.
     fn go_on(&self, qmp: &mut Qmp) -> Result<(), String>;
 
-    /// Releases the VM: the snapshot needs nothing more from it.
+    /// Releases the VM, because the snapshot needs nothing more from it.
     fn let_go(&self);
 }
 
-/// What was saved while the VM stood still.
+/// Parts of a snapshot that were saved while the VM was stopped.
 pub(super) struct Still<'a> {
     pub(super) steps: Steps,
     pub(super) devices: FileFacts,
     pub(super) free_kept: Option<String>,
     pub(super) plan: Plan,
-    /// Blocks that are to be copied yet, and what they held.
+    /// For a live save, the protected memory, and the numbers of the blocks that must still be
+    /// copied.
     pub(super) past: Option<(Past, Vec<usize>)>,
     pub(super) writer: Writer<'a>,
     pub(super) pause: Duration,
 }
 
-/// Lets a VM go on. Its library does so in any case, at the latest when its connection ends.
+/// Resumes the VM. If this fails, the library resumes the VM when its connection ends.
 pub(super) fn go_on(vm: &Vm, hold: &impl Hold, qmp: &mut Qmp) {
     if let Err(error) = hold.go_on(qmp) {
         tracing::warn!(
@@ -69,8 +71,8 @@ pub(super) fn go_on(vm: &Vm, hold: &impl Hold, qmp: &mut Qmp) {
     }
 }
 
-/// Stops the VM, does what has to be of one instant, and lets it go on.
-#[allow(clippy::too_many_arguments)] // parts of one save
+/// Stops the VM, saves the parts that must be from one instant, and resumes the VM.
+#[allow(clippy::too_many_arguments)] // these are the parts of one save
 pub(super) fn stand_still<'a>(
     (vm, spec): (&Vm, &VmSpec),
     qmp: &mut Qmp,
@@ -96,7 +98,7 @@ pub(super) fn stand_still<'a>(
         free::unwritten(vm.pid(), &layout, &frames)
             .map_err(|error| format!("cannot read which pages were written: {error}"))
     });
-    // Of a page that was never touched, tracking leaves a mark that looks like a page in swap.
+    // Write tracking leaves a mark on untouched pages that looks like a page in swap.
     hold.untrack().map_err(SnapshotError::Impossible)?;
     let given = free.as_deref().unwrap_or_default();
     let plan = Plan::new(vm.pid(), sources(qmp)?, given).map_err(&failed)?;
@@ -107,7 +109,7 @@ pub(super) fn stand_still<'a>(
     };
     let mut writer = Writer::new(&plan, ram).map_err(&failed)?;
     writer.compare_with(candidates);
-    // An image that is taken apart again would go to the disk in vain.
+    // An image that will be compressed should not be written to the disk before.
     if !request.compress {
         writer.write_back().map_err(&failed)?;
     }
@@ -137,7 +139,8 @@ pub(super) fn stand_still<'a>(
     })
 }
 
-/// Has the library keep what the VM's RAM holds, and says which blocks that are.
+/// Makes the library keep old contents of the VM's RAM. Returns the protected memory, and the
+/// numbers of its blocks.
 fn keep_past(
     vm: &Vm,
     layout: &RamLayout,
@@ -165,7 +168,7 @@ fn keep_past(
         .iter()
         .flat_map(|&number| plan.wanted(number))
         .collect();
-    // The rest is for the guests.
+    // The other half of the available memory is for the guests.
     let room = host_available_pages().map_err(failed)? / 2;
     let Some(past) = Past::new(vm.pid(), &blocks, &wanted, room).map_err(failed)? else {
         return Ok(None);
@@ -176,7 +179,7 @@ fn keep_past(
     Ok(Some((past, live)))
 }
 
-/// Has QEMU write its device state into the draft.
+/// Makes QEMU write its device state into the draft.
 fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError> {
     let file = draft.file(DEVICES)?;
     let path = draft.path().join(DEVICES);
@@ -188,7 +191,7 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
         json!({ "filename": place.path(), "live": false }),
     );
     qmp.take_back(&place)?;
-    // QEMU does not say what was in its way.
+    // QEMU does not report the reason of a failed write.
     let is_full = || rustix::fs::fstatvfs(&writable).is_ok_and(|disk| disk.f_bavail == 0);
     if done.is_err() && is_full() {
         return Err(failed(Errno::NOSPC.into()));
@@ -201,8 +204,8 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
     Ok(facts)
 }
 
-/// Every RAM block of QEMU that goes with the VM: those without a name are files that it maps
-/// (segments), which no migration would take either.
+/// Returns all RAM blocks of QEMU that belong to the VM. Blocks without a name are files that QEMU
+/// maps (segments), which QEMU's migration would not include either.
 fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
     let blocks = memfold_vm::ram::read_blocks(qmp)?;
     let sources = blocks.into_iter().map(|block| Source {

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   ram, or ram.zst + ram.index  --+
-//!   disks, by ram.refs           --+-->  chunk  -- ram.sums: right? -->  mapped, or laid out in memory
+//!   disks, by ram.refs           --+-->  chunk  -- checksum in ram.sums? -->  mapped, or assembled in memory
 //! ```
 //! An image in `ram` whose references cover long runs is mapped directly. An image that is
-//! compressed, or refers to single pages, is first *laid out*: assembled in sealed memory, once for
-//! all VMs that run from it. After that, the files are no longer needed.
+//! compressed, or that refers to single pages, is first assembled in sealed memory (*laid out*),
+//! once for all VMs that run from it. After that, its files are no longer needed.
 
 use std::fs::File;
 use std::io;
@@ -27,35 +27,35 @@ use super::refer::Reference;
 /// A stored RAM image, opened for reading.
 #[derive(Debug)]
 pub struct Stored {
-    /// Length of the complete image, in bytes.
+    /// Length in bytes of the complete image.
     pub bytes: u64,
     /// Contents of `ram.sums`.
     pub sums: Vec<u8>,
-    /// Pages in the image's own files.
+    /// Pages that are in the image's own files.
     pub pages: Pages,
-    /// References to pages that disks hold, ascending.
+    /// References to pages that disks contain, ascending.
     pub references: Vec<Reference>,
-    /// Files that `references` refer to.
+    /// Files that the references name by index.
     pub sources: Vec<File>,
 }
 
-/// Pages in an image's own files.
+/// Pages that are in an image's own files.
 #[derive(Debug)]
 pub enum Pages {
-    /// A sparse file, and what of it is no hole.
+    /// Sparse file `ram`, and its byte ranges that are not holes.
     Plain(File, Vec<Range<u64>>),
-    /// Frames of chunks.
+    /// File `ram.zst`, and the place of each chunk's frame in the file.
     Packed(File, Vec<Frame>),
 }
 
 impl Pages {
-    /// A sparse file.
+    /// Returns the pages of a sparse file `ram`.
     pub fn plain(ram: File) -> io::Result<Self> {
         let data = Data::of(&ram)?.collect();
         Ok(Self::Plain(ram, data))
     }
 
-    /// Reads a chunk; whether there is anything in it.
+    /// Reads a chunk from these files. Returns whether they contain data of the chunk.
     fn read(&self, chunk: u64, buffer: &mut [u8]) -> io::Result<bool> {
         let start = chunk * CHUNK_BYTES as u64;
         match self {
@@ -86,7 +86,7 @@ impl Stored {
         self.bytes.div_ceil(CHUNK_BYTES as u64)
     }
 
-    /// Reads a chunk from all places that it lies in; whether there is anything in it.
+    /// Reads a chunk from all files that contain parts of it. Returns whether any file does.
     fn read(&self, chunk: u64, buffer: &mut [u8]) -> io::Result<bool> {
         let holds = self.pages.read(chunk, buffer)?;
         let first = chunk * CHUNK_PAGES;
@@ -116,8 +116,9 @@ impl Stored {
         Ok(u128::from_le_bytes(std::array::from_fn(|byte| sum[byte])))
     }
 
-    /// Reads the whole image and compares its checksums; numbers of the chunks that differ, or
-    /// whose frames can't be read. What is right goes to `right`, unless it is all zeroes.
+    /// Reads the whole image and compares its checksums. Returns the numbers of the chunks that
+    /// differ, or whose frames cannot be read. Passes each correct chunk to `right`, unless it is
+    /// all zeroes.
     fn check(
         &self,
         progress: &Progress,
@@ -129,7 +130,7 @@ impl Stored {
             let sum = match self.read(chunk, buffer) {
                 Ok(true) => Some(xxh3_128(buffer)),
                 Ok(false) => Some(empty),
-                // Cut off, or no frame any more.
+                // The file is too short, or the bytes are not a valid frame.
                 Err(error)
                     if matches!(
                         error.kind(),
@@ -159,13 +160,13 @@ impl Stored {
         Ok(wrong)
     }
 
-    /// Reads the whole image and returns the numbers of chunks with wrong checksums.
+    /// Reads the whole image. Returns the numbers of chunks with wrong checksums.
     pub fn verify(&self, progress: &Progress) -> io::Result<Vec<u64>> {
         self.check(progress, |_, _| Ok(()))
     }
 
-    /// Lays the image out in sealed memory named `name`. The inner error: the numbers of chunks
-    /// with wrong checksums.
+    /// Assembles the image in sealed memory that is named `name`. If chunks have wrong checksums,
+    /// returns their numbers as the inner error.
     pub fn lay_out(&self, name: &str, progress: &Progress) -> io::Result<Result<File, Vec<u64>>> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let laid = File::from(memfd_create(name, flags)?);
@@ -198,8 +199,9 @@ mod tests {
         }
     }
 
-    /// An image with all kinds of chunks: pages of a disk and others, only such of a disk, nothing,
-    /// full, one page at its end.
+    /// Returns an image, and a disk that contains some of its pages. The image has all kinds of
+    /// chunks: with pages from the disk and others, with only pages from the disk, empty, full, and
+    /// with a page at its end.
     fn image() -> (Vec<u8>, File) {
         let mut state = 7;
         let mut disk = vec![0; 256 << 10];
@@ -298,7 +300,7 @@ mod tests {
             for at in [at, at + 5, at + bytes / 2, at + bytes - 1] {
                 packed.read_exact_at(&mut byte, at).unwrap();
                 packed.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
-                // Some bits of a frame's header say nothing of its bytes.
+                // Some bits in a frame's header do not affect its contents.
                 match laid_out(&stored) {
                     Err(wrong) => assert_eq!(wrong, [chunk as u64], "byte {at}"),
                     Ok(laid) => {
@@ -312,7 +314,7 @@ mod tests {
             }
         }
         assert!(unharmed < 4, "{unharmed}");
-        // Frames that lead anywhere.
+        // These places of frames are invalid.
         if let Pages::Packed(_, frames) = &mut stored.pages {
             frames[0].0 = u64::MAX - 3;
             frames[3] = (0, 0);

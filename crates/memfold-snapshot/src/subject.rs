@@ -1,4 +1,4 @@
-//! The VM that is saved: its description, and the temporary files that belong to it.
+//! The VM that is saved: its description, its record, and its temporary files.
 
 use std::path::PathBuf;
 
@@ -6,18 +6,18 @@ use memfold_vm::{Qmp, Record, Vm, VmDirectory, VmSpec, foreign};
 
 use super::error::{SnapshotError, failed};
 
-/// The VM that is saved: its description and record.
+/// The VM that is saved: its description and its record.
 #[derive(Clone, Debug)]
 pub struct Subject {
     pub(super) spec: VmSpec,
     pub(super) record: Record,
-    /// Directory of the VM; `None` for a VM that memfold did not start.
+    /// The VM's directory; `None` for a VM that memfold did not start.
     pub(super) directory: Option<VmDirectory>,
 }
 
 impl Subject {
-    /// A VM, of which the daemon knows name and trust domain; or why it can't be saved, by what it
-    /// is.
+    /// Returns the VM to save. `name` and `domain` are its name and trust domain. Returns an error
+    /// if a VM of this kind cannot be saved.
     pub fn of(
         vm: &Vm,
         (name, domain): (&str, Option<&str>),
@@ -63,19 +63,19 @@ impl Subject {
             .unwrap_or_else(|| self.record.clone())
     }
 
-    /// Returns the VM's existing temporary overlays.
+    /// Returns the temporary overlays of the VM that exist.
     pub(super) fn overlays_now(&self) -> Vec<PathBuf> {
         let mut overlays = self.record_now().overlays;
         overlays.retain(|overlay| overlay.exists());
         overlays
     }
 
-    /// Records the temporary files that belong to the VM.
+    /// Records which temporary files belong to the VM.
     pub(super) fn write_overlays(&self, overlays: &[PathBuf]) -> Result<(), SnapshotError> {
         let Some(directory) = &self.directory else {
             return Ok(());
         };
-        // The VM may have ended meanwhile, and another may have got its name.
+        // The VM may have ended meanwhile, and another VM may have its name.
         let is_other = |now: Record| now.process != self.record.process;
         if VmDirectory::read_json(&directory.record()).is_ok_and(is_other) {
             return Ok(());

@@ -1,5 +1,5 @@
-//! Finds the users of a snapshot: VMs that run from its memory, and disks whose backing files are
-//! its disks.
+//! Finds the users of a snapshot: VMs that run from its memory, and disks that have its disks as
+//! backing files.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -15,7 +15,7 @@ use super::error::{SnapshotError, failed};
 use super::manifest::{RAM, SavedDisk};
 use super::shelf::Shelf;
 
-/// Returns the snapshots that a VM's disks are built on.
+/// Returns the names of the snapshots on which a VM's disks are built.
 #[must_use]
 pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     let files: Vec<PathBuf> = spec
@@ -33,12 +33,12 @@ pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     names
 }
 
-/// Returns other snapshots whose disks are built on this one's.
+/// Returns the names of other snapshots whose disks are built on this snapshot's disks.
 pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
     let place = shelf.path(name)?;
     let mut found = Vec::new();
     for other in shelf.names().unwrap_or_default() {
-        // One that is broken builds on nothing that could be used.
+        // A broken snapshot is skipped, because its disks cannot be used.
         let Ok(manifest) = shelf.manifest(&other) else {
             continue;
         };
@@ -55,18 +55,19 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
     Ok(found)
 }
 
-/// Returns the processes that map the RAM image of a snapshot, in its file or laid out.
+/// Returns the processes that map the RAM image of a snapshot, from its file or assembled in
+/// memory.
 pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let found = users_of_each(&[in_maps(shelf, name)?])?;
     Ok(found.into_iter().flatten().collect())
 }
 
-/// Processes that hold a snapshot: its [`users`], and those whose memory is a view of one of its
-/// disks, as that of VMs of snapshots that are built on it. What is written to a file would be seen
-/// in such memory.
+/// Returns the processes that map files of a snapshot: its [`users`], and processes whose memory
+/// maps one of its disks (VMs that run from snapshots that are built on it). A write to such a file
+/// would change this memory.
 pub fn holders(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let mut texts = in_maps(shelf, name)?;
-    // One that is broken may lack any of its files.
+    // A broken snapshot may lack any of its files.
     let disks = shelf.manifest(name).map_or(Vec::new(), |saved| saved.disks);
     for disk in disks.iter().filter(|disk| disk.path.is_relative()) {
         let path = shelf.path(name)?.join(&disk.path);
@@ -76,14 +77,15 @@ pub fn holders(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     Ok(found.into_iter().flatten().collect())
 }
 
-/// Processes whose memory is a view of a file.
+/// Returns the processes whose memory maps a file.
 pub(super) fn mappers(file: &Path) -> Result<Vec<Pid>, SnapshotError> {
     let text = text_of(file).map_err(failed(file))?;
     let found = users_of_each(&[text.into_iter().collect()])?;
     Ok(found.into_iter().flatten().collect())
 }
 
-/// How lines of `/proc/PID/maps` name a file, if there is one.
+/// Returns the text that identifies a file in lines of `/proc/PID/maps`; `None` if the file does
+/// not exist.
 fn text_of(path: &Path) -> io::Result<Option<String>> {
     match fs::metadata(path) {
         Ok(facts) => Ok(Some(mapped::identity_text(StoreIdentity {
@@ -95,19 +97,20 @@ fn text_of(path: &Path) -> io::Result<Option<String>> {
     }
 }
 
-/// [`users`] of each of several snapshots, given as [`in_maps`] names them.
+/// Returns the [`users`] of each of several snapshots. Each is given by the texts from [`in_maps`].
 pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
     mapped::processes_with(snapshots).map_err(failed("/proc"))
 }
 
-/// How lines of `/proc/PID/maps` name the RAM image of a snapshot and what was laid out of it.
+/// Returns the texts that identify a snapshot's RAM image, and its image assembled in memory, in
+/// lines of `/proc/PID/maps`.
 pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
     let path = shelf.path(name)?.join(RAM);
     let mut texts = Vec::from_iter(text_of(&path).map_err(failed(&path))?);
     match shelf.laid_out_name(name) {
         Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),
-        // Without its checksums nothing can be laid out of it. Who runs from what was laid out
-        // before needs none of its files but its disks.
+        // Without the checksums no image can be assembled. VMs that run from an image that was
+        // assembled before need only the snapshot's disks.
         Err(SnapshotError::Files { source, .. }) if source.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error),
     }

@@ -1,9 +1,9 @@
-//! The working set of a snapshot: the pages that a VM touches first after a restore. It is recorded
-//! at the first restore and prefetched by later ones on request.
+//! The working set of a snapshot: the pages that a VM touches first after a restore. The first
+//! restore records the working set; later restores prefetch it on request.
 //!
 //! ```text
-//!   first restore       VM runs 10 s ---- its page tables say what it touched ---- working-set
-//!   restore --prefetch  VM runs ---- meanwhile these pages are read for it: from disk, and into its page tables
+//!   first restore       VM runs for 10 s -- its page tables show the touched pages -- file working-set
+//!   restore --prefetch  VM runs -- meanwhile, the pages in working-set are read from disk into its page tables
 //! ```
 
 use std::fs::{self, File};
@@ -21,29 +21,29 @@ use serde::{Deserialize, Serialize};
 use super::image::ImageBlock;
 use super::manifest::Manifest;
 
-/// Its file in a snapshot. It is no part of what was saved: without it, or with a wrong one,
+/// File of the working set in a snapshot. The file is only a hint: without it, or with a wrong one,
 /// nothing is lost.
 pub const FILE: &str = "working-set";
 
-/// Run time of a restored VM before its page tables are read.
+/// Run time of a restored VM after which its page tables are read.
 pub const TIME: Duration = Duration::from_secs(10);
 
-/// Parts that are as near to each other, in pages, become one.
+/// Maximum distance in pages of two runs that are recorded as one.
 const GAP: u64 = 16;
 
-/// Pages that are read with one call (`IOV_MAX`).
+/// Number of pages that are read with one call (`IOV_MAX`).
 const BATCH: usize = 1024;
 
-/// The pages of an image that a VM touched first.
+/// The pages of an image that a restored VM touched first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkingSet {
-    /// The image: checksum of its checksums.
+    /// Identity of the image: the checksum of its checksums.
     image: String,
-    /// First page, counted from the image's beginning, and number of pages; ascending.
+    /// Runs of touched pages, ascending: first page in the image, and number of pages.
     runs: Vec<(u64, u64)>,
 }
 
-/// Where a VM has a block of an image.
+/// Place in a VM's memory of a block of an image.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     first_page: u64,
@@ -51,7 +51,7 @@ pub struct Place {
     pages: u64,
 }
 
-/// Where a VM has the blocks of an image.
+/// Returns the places in a VM's memory of an image's blocks.
 #[must_use]
 pub fn places(manifest: &Manifest, layout: &RamLayout) -> Vec<Place> {
     let place = |saved: &ImageBlock| {
@@ -66,8 +66,8 @@ pub fn places(manifest: &Manifest, layout: &RamLayout) -> Vec<Place> {
 }
 
 impl WorkingSet {
-    /// Reads the pages that a restored VM has touched since. `image`: checksum of the image's
-    /// checksums.
+    /// Reads which pages a restored VM has touched since its restore. `image` is the checksum of
+    /// the image's checksums.
     pub fn of(pid: Pid, image: &str, places: &[Place]) -> io::Result<Self> {
         let pagemap = Pagemap::open(pid)?;
         let filter = Filter {
@@ -93,13 +93,13 @@ impl WorkingSet {
         })
     }
 
-    /// Bytes of it.
+    /// Returns the size of the working set in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.runs.iter().map(|run| run.1).sum::<u64>() * PAGE_SIZE
     }
 
-    /// That of a snapshot in this directory, if there is one of this image.
+    /// Returns the working set in the snapshot directory `place`, if there is one for this image.
     #[must_use]
     pub fn read(place: &Path, image: &str) -> Option<Self> {
         let text = fs::read(place.join(FILE)).ok()?;
@@ -107,7 +107,7 @@ impl WorkingSet {
         (set.image == image).then_some(set)
     }
 
-    /// Keeps it in a snapshot's directory.
+    /// Writes the working set to the snapshot directory `place`.
     pub fn write(&self, place: &Path) -> io::Result<()> {
         let new = place.join(format!("{FILE}.new"));
         let written = File::create(&new).and_then(|mut file| {
@@ -116,20 +116,20 @@ impl WorkingSet {
             fs::rename(&new, place.join(FILE))
         });
         if written.is_err() {
-            // Half of it is of no use.
+            // An incomplete file is of no use.
             let _ = fs::remove_file(&new);
         }
         written
     }
 
-    /// Loads these pages into the page tables of a VM restored from the image. Returns how many are
-    /// present.
+    /// Loads the pages of the working set into the page tables of a VM that was restored from the
+    /// image. Returns the number of pages that were loaded.
     pub fn prefetch(&self, pid: Pid, places: &[Place]) -> io::Result<u64> {
         let mut done = 0;
         let mut bytes = [0; BATCH];
         let mut batch: Vec<(Hva, usize)> = Vec::with_capacity(BATCH);
         let mut fetch = |batch: &mut Vec<(Hva, usize)>| {
-            // Reading a byte of another process's memory is a fault of that process.
+            // Reading a byte of another process's memory causes a page fault of that process.
             let read = memory::read_many(pid, batch, &mut bytes);
             batch.clear();
             read.map(|read| done += read as u64)
@@ -164,8 +164,8 @@ mod tests {
 
     const PAGES: u64 = 2048;
 
-    /// An image that is mapped privately, as a restored VM has it. The second half lies elsewhere
-    /// in the image.
+    /// Returns memory that maps an image privately, as in a restored VM. The second half of the
+    /// memory is at another place in the image.
     fn vm(image: &File) -> (Mapping, [Place; 2]) {
         let memory = Mapping::anonymous(PAGES, true).unwrap();
         memory.area().map_file(image.as_fd(), 0).unwrap();
@@ -223,7 +223,7 @@ mod tests {
                 assert!(there, "page {page}");
             }
         }
-        // One that speaks of what isn't there does no harm.
+        // A working set that names pages that do not exist is harmless.
         let wild = WorkingSet {
             image: String::new(),
             runs: vec![(PAGES / 2 - 1, u64::MAX), (u64::MAX, 1), (30 * PAGES, 5)],

@@ -1,5 +1,5 @@
-//! Writes a RAM image. All cores in parallel ([`pipeline`]) read memory, hash it, compare it with
-//! the disks, and write the rest.
+//! Writes a RAM image. All cores work in parallel ([`pipeline`]): they read memory, hash it,
+//! compare it with the disks, and write the rest.
 
 use std::fs::File;
 use std::io;
@@ -39,7 +39,7 @@ pub struct Stages {
     pub write: Duration,
 }
 
-/// [`Stages`] that several workers add to, in nanoseconds.
+/// Times of the [`Stages`] in nanoseconds, which several workers update.
 #[derive(Debug, Default)]
 struct Clocks {
     read: AtomicU64,
@@ -58,7 +58,7 @@ impl Clocks {
     }
 }
 
-/// An image that is being written, block by block.
+/// Writer of an image, which writes block by block.
 #[derive(Debug)]
 pub struct Writer<'a> {
     ram: &'a File,
@@ -71,7 +71,7 @@ pub struct Writer<'a> {
     references: Vec<Reference>,
 }
 
-/// What became of a chunk.
+/// Result of writing a chunk.
 #[derive(Debug)]
 struct Written {
     sum: u128,
@@ -80,7 +80,7 @@ struct Written {
 }
 
 impl<'a> Writer<'a> {
-    /// Starts an image in `ram`, an empty file.
+    /// Starts to write an image into `ram`, an empty file.
     pub fn new(plan: &Plan, ram: &'a File) -> io::Result<Self> {
         let chunks = plan.blocks.iter().map(|b| b.pages.div_ceil(CHUNK_PAGES));
         let chunks: u64 = chunks.sum();
@@ -98,19 +98,19 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Starts writeback to the disk while the image is written. Only for images that are not
+    /// Starts writeback to the disk while the image is written. Not useful for images that are
     /// compressed afterwards.
     pub fn write_back(&mut self) -> io::Result<()> {
         self.writeback = Some(Writeback::start(self.ram)?);
         Ok(())
     }
 
-    /// Sets the candidates: pages that files hold are then kept by reference.
+    /// Sets the candidates. Pages that files contain are then kept by reference.
     pub(super) fn compare_with(&mut self, candidates: Candidates) {
         self.comparison = Comparison::new(candidates);
     }
 
-    /// Returns the references, sorted by page, and the files that they refer to.
+    /// Returns the references, sorted by page, and the files that the references name.
     pub(super) fn take_references(&mut self) -> (Vec<Reference>, Candidates) {
         self.references
             .sort_unstable_by_key(|reference| reference.page);
@@ -118,8 +118,8 @@ impl<'a> Writer<'a> {
         (std::mem::take(&mut self.references), candidates)
     }
 
-    /// Copies the blocks with these numbers of the plan. The process must be stopped, or `past`
-    /// must keep its old contents.
+    /// Writes the blocks of the plan with these numbers. The process must be stopped, or `past`
+    /// must keep old contents of its memory.
     pub fn blocks(
         &mut self,
         plan: &Plan,
@@ -131,7 +131,7 @@ impl<'a> Writer<'a> {
         let chunks: Vec<Chunk> = numbers.iter().flat_map(|&n| plan.chunks(n)).collect();
         let chunk_pages =
             |chunk: &Chunk| CHUNK_PAGES.min(plan.blocks[chunk.block].pages - chunk.first);
-        // Nothing is to be done for the rest.
+        // The other pages need no work.
         let wanted: u64 = chunks.iter().map(chunk_pages).sum();
         progress.add((pages - wanted) * PAGE_SIZE);
         let references = std::mem::take(&mut self.references);
@@ -158,7 +158,7 @@ impl<'a> Writer<'a> {
         done
     }
 
-    /// Copies what is wanted of a chunk, with buffers for two pieces.
+    /// Writes the pages of a chunk that must be saved. `buffers` has space for two pieces.
     fn chunk(
         &self,
         plan: &Plan,
@@ -214,7 +214,7 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Returns the times of the stages so far.
+    /// Returns the time of each stage so far.
     #[must_use]
     pub fn stages(&self) -> Stages {
         let time = |clock: &AtomicU64| Duration::from_nanos(clock.load(Ordering::Relaxed));
@@ -246,8 +246,8 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Reads ranges of a piece that begins at page `first` to their places in `buffer`, and fills the
-/// rest with zeroes.
+/// Reads ranges of a piece that begins at page `first` to their places in `buffer`. Fills the rest
+/// of the buffer with zeroes.
 fn read(
     pid: Pid,
     block: &Source,
@@ -275,7 +275,7 @@ fn read(
     Ok(())
 }
 
-/// Writes what isn't zero of the ranges of a piece whose first byte belongs at `at`.
+/// Writes the pages in ranges of a piece that are not zero. The piece's first byte belongs at `at`.
 fn save(
     buffer: &[u8],
     at: u64,
@@ -307,7 +307,7 @@ mod tests {
     use memfold_sys::pagemap::{Filter, category};
     use memfold_sys::region::Mapping;
 
-    /// All blocks of a process that stands still.
+    /// Writes an image of all blocks of a stopped process.
     fn write(
         pid: Pid,
         blocks: &[Source],
@@ -324,7 +324,7 @@ mod tests {
         writer.finish(sums)
     }
 
-    /// Chunks that differ.
+    /// Returns the numbers of the chunks whose checksums differ.
     fn verify(ram: &File, sums: &File) -> Vec<u64> {
         let bytes = ram.metadata().unwrap().len();
         let mut all = vec![0; usize::try_from(sums.metadata().unwrap().len()).unwrap()];
@@ -347,7 +347,8 @@ mod tests {
         tempfile::tempfile().unwrap()
     }
 
-    /// A block of this process with some pages of words, some of zeroes, and holes.
+    /// Returns a block of memory of this process: some pages with data, some with zeroes, and
+    /// holes.
     fn block(pages: u64) -> (Mapping, Source) {
         let memory = Mapping::anonymous(pages, true).unwrap();
         for page in (0..pages).filter(|page| page % 7 < 3) {
@@ -385,7 +386,7 @@ mod tests {
             counts.zero_pages,
             (0..700).chain(0..10).filter(|page| page % 7 == 3).count() as u64
         );
-        // Not what the file takes: a file system counts its own tables as well.
+        // The size on disk is not compared, because a file system counts its own tables, too.
         let data = Data::of(&ram).unwrap().map(|part| part.end - part.start);
         assert_eq!(data.sum::<u64>(), saved as u64 * PAGE_SIZE);
         let mut page = [0; PAGE_BYTES];
@@ -401,7 +402,7 @@ mod tests {
         assert!(verify(&ram, &sums).is_empty());
     }
 
-    /// Pages of this process's blocks as they are in memory, one block after the other.
+    /// Returns the memory of these blocks as it is now, one block after the other.
     fn memory_of(sources: &[Source]) -> Vec<u8> {
         let mut all = Vec::new();
         for source in sources {
@@ -414,7 +415,8 @@ mod tests {
 
     #[test]
     fn parallel_workers_save_each_page_at_its_correct_image_offset() {
-        // Whole chunks and parts of some, full pieces and pieces of single pages.
+        // The blocks consist of whole chunks and parts of chunks, full pieces and pieces of single
+        // pages.
         let made: Vec<(Mapping, Source)> = [5 * CHUNK_PAGES + 77, 3, 2 * CHUNK_PAGES]
             .into_iter()
             .map(block)
@@ -443,7 +445,7 @@ mod tests {
         }
     }
 
-    /// A process that holds memory until it is dropped: `tail` keeps what may be the end of its
+    /// A process that holds memory until this value is dropped: `tail` keeps the last bytes of its
     /// input.
     struct Holder(std::process::Child);
 
@@ -522,7 +524,7 @@ mod tests {
     fn free_pages_become_holes_of_the_image_and_other_pages_are_saved() {
         let (_memory, source) = block(700);
         let at = |from, to| source.hva.add_pages(from)..source.hva.add_pages(to);
-        // Within a chunk, across two, before the block and behind it.
+        // The ranges are within a chunk, across two chunks, before the block, and beyond its end.
         let free = [
             Hva(0)..source.hva.add_pages(2),
             at(7, 9),
@@ -558,7 +560,7 @@ mod tests {
         let (ram, sums) = (file(), file());
         write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
         let mut byte = [0];
-        // In a page, in a hole, in the last page.
+        // The bytes are in a page, in a hole, and in the last page.
         for at in [5, 100 * PAGE_SIZE + 7 * PAGE_SIZE / 2, 2000 * PAGE_SIZE - 1] {
             ram.read_exact_at(&mut byte, at).unwrap();
             ram.write_all_at(&[byte[0] ^ 1], at).unwrap();
@@ -569,7 +571,8 @@ mod tests {
         assert!(verify(&ram, &sums).is_empty());
     }
 
-    /// A file that holds pages `from` to `to` of a block, from its page `block` on.
+    /// Writes pages `from` to `to` of a block to a file, from the file's page `block` on. Returns
+    /// the run.
     fn holds(file: &File, source: &Source, (from, to): (u64, u64), block: u64) -> Run {
         let mut part = vec![0; bytes(to - from)];
         memory::read(me(), source.hva.add_pages(from), &mut part).unwrap();
@@ -592,16 +595,16 @@ mod tests {
         let (disk, ram, sums) = (file(), file(), file());
         let runs = vec![
             holds(&disk, &source, (98, 300), 58),
-            // What isn't there any more.
+            // These pages are not in the file.
             Run {
                 pages: 30,
                 block: 1 << 40,
                 ..holds(&disk, &source, (310, 312), 900)
             },
-            // Over two ends of chunks.
+            // This run crosses two ends of chunks.
             holds(&disk, &source, (500, 1100), 1000),
         ];
-        // Pages 150, 200 and 203 have changed on the disk, and the first of a chunk.
+        // On the disk, pages 150, 200 and 203 have changed, and the first page of a chunk.
         for page in [150, 200, 203] {
             disk.write_all_at(b"!", (page - 90 + 50) * PAGE_SIZE + 9)
                 .unwrap();
@@ -626,7 +629,8 @@ mod tests {
             .iter()
             .map(|r| (r.page, r.pages, r.block))
             .collect();
-        // Holes and short runs are none. What a chunk's end has cut is one mapping.
+        // Holes and short runs have no reference. References that only a chunk's end separates need
+        // one mapping.
         assert_eq!(
             told,
             [
@@ -666,17 +670,17 @@ mod tests {
         let mut whole = vec![0; bytes(2000)];
         laid.read_exact_at(&mut whole, 0).unwrap();
         assert!(whole == memory_of(std::slice::from_ref(&source)));
-        // Whatever becomes of the disk is found.
+        // A change of the disk is detected.
         disk.write_all_at(b"!", 1100 * PAGE_SIZE).unwrap();
         assert_eq!(stored.verify(&progress).unwrap(), [1]);
     }
 
-    /// Swap of this host's, as long as it lives.
+    /// Swap space of this host for the lifetime of the value.
     struct Swap(tempfile::NamedTempFile);
 
     impl Swap {
         fn on() -> Result<Self, String> {
-            // Not on tmpfs, and without holes.
+            // A swap file must not be on tmpfs, and must not have holes.
             let file = tempfile::NamedTempFile::new_in("/var/tmp").map_err(|e| e.to_string())?;
             let bytes = vec![0; 16 << 20];
             file.as_file().write_all_at(&bytes, 0).unwrap();

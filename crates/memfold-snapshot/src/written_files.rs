@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use super::error::{SnapshotError, failed};
 
-/// Largest file that is copied, in bytes: variables of firmware have less than one MiB.
+/// Maximum size in bytes of a file that is copied. (Firmware variables have less than one MiB.)
 const MOST_BYTES: u64 = 64 << 20;
 
 /// Device and inode number.
@@ -26,9 +26,9 @@ fn id(facts: &Metadata) -> Id {
     (facts.dev(), facts.ino())
 }
 
-/// Files and block devices that a process has open for writing, without its standard input and
-/// outputs: what lies where it was started is not named by its words. Those whose name is gone
-/// can't be named: a temporary overlay that an earlier snapshot has taken over stays open.
+/// Returns the files and block devices that a process has open for writing. Leaves out the
+/// process's standard input and outputs, which its arguments do not name, and files that no longer
+/// have a name, such as a temporary overlay that became part of an earlier snapshot.
 pub(super) fn of(pid: Pid) -> io::Result<Vec<PathBuf>> {
     let place = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
     let mut seen: HashSet<Id> = (0..3)
@@ -38,7 +38,7 @@ pub(super) fn of(pid: Pid) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(place.join("fd"))?.flatten() {
         let at = entry.path();
-        // It may have been closed meanwhile.
+        // The process may have closed the file meanwhile.
         let (Ok(facts), Ok(path)) = (fs::metadata(&at), fs::read_link(&at)) else {
             continue;
         };
@@ -57,7 +57,7 @@ pub(super) fn of(pid: Pid) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// `flags` of `/proc/PID/fdinfo/N` (`proc_pid_fdinfo(5)`).
+/// Returns whether `flags` in `/proc/PID/fdinfo/N` (`proc_pid_fdinfo(5)`) allow writing.
 fn is_writable(info: &Path) -> bool {
     let text = fs::read_to_string(info).unwrap_or_default();
     let flags = text.lines().find_map(|line| line.strip_prefix("flags:"));
@@ -65,7 +65,7 @@ fn is_writable(info: &Path) -> bool {
     flags.is_some_and(|flags| flags & (OFlags::WRONLY | OFlags::RDWR).bits() != 0)
 }
 
-/// What of these is none of the VM's disks, and not in its directory.
+/// Returns the files in `written` that are neither disks of the VM nor in its directory.
 pub(super) fn foreign(written: Vec<PathBuf>, disks: &[PathBuf], directory: &Path) -> Vec<PathBuf> {
     let known = disks.iter().filter_map(|path| fs::metadata(path).ok());
     let known: HashSet<Id> = known.map(|facts| id(&facts)).collect();
@@ -80,7 +80,7 @@ pub(super) fn foreign(written: Vec<PathBuf>, disks: &[PathBuf], directory: &Path
     left
 }
 
-/// Files of a device's image and of those below it (`query-block`).
+/// Returns the files of a device's image and of its backing images (from `query-block`).
 pub(super) fn chain(device: &Value) -> Vec<&str> {
     let mut files = Vec::new();
     let mut image = &device["inserted"]["image"];
@@ -91,8 +91,8 @@ pub(super) fn chain(device: &Value) -> Vec<&str> {
     files
 }
 
-/// Whether a process has mapped a file so that others see what it writes (`/proc/PID/maps`).
-/// Overlay file systems tell another device there than `stat` does, so names are compared.
+/// Returns whether a process has a shared mapping of a file (`/proc/PID/maps`). Overlay file
+/// systems report another device there than `stat`, so paths are compared.
 fn is_shared(pid: Pid, path: &Path) -> io::Result<bool> {
     let maps = fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
     let path = path.to_string_lossy();
@@ -102,8 +102,8 @@ fn is_shared(pid: Pid, path: &Path) -> io::Result<bool> {
     }))
 }
 
-/// Has the token of `number` stand for a file in a VM's arguments, and gives the file; or refuses
-/// it by its name.
+/// Replaces a file's path in a VM's arguments by the token for file `number`, and opens the file.
+/// Returns an error that names the file if it cannot be copied.
 pub(super) fn take(
     pid: Pid,
     path: &Path,

@@ -1,5 +1,5 @@
-//! Tests that memory is read as it was at the snapshot's instant while threads write to it. They
-//! use the memory of the test process and the library's own code.
+//! Tests that a live save reads memory as it was at the snapshot's instant, while threads write to
+//! it. The tests use the memory of the test process and the library's own code.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _};
@@ -22,9 +22,9 @@ use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Reply, VERS
 use rustix::process::Pid;
 
 const PAGES: u64 = 8192;
-/// Folded onto a page store.
+/// Pages that are folded onto a page store.
 const FOLDED: std::ops::Range<u64> = 1000..1400;
-/// Never touched.
+/// Pages that are never touched.
 const HOLE: std::ops::Range<u64> = 5000..5600;
 const WRITERS: usize = 3;
 
@@ -32,7 +32,7 @@ fn me() -> Pid {
     rustix::process::getpid()
 }
 
-/// Memory that plays a VM's RAM.
+/// Memory that serves as a VM's RAM.
 struct Ram {
     memory: Mapping,
     folder: Folder,
@@ -122,7 +122,7 @@ impl Ram {
         Plan::new(me(), vec![source], &[]).unwrap()
     }
 
-    /// Keeps what is there now, and up to `room` pages of it that are written to.
+    /// Protects the present contents, and keeps old contents of up to `room` pages.
     fn keep_some(&self, plan: &Plan, room: u64) -> Past {
         let whole = self.area().start()..self.area().end();
         let wanted: Vec<_> = plan.wanted(0).collect();
@@ -137,7 +137,7 @@ impl Ram {
         self.keep_some(plan, PAGES)
     }
 
-    /// Changes something, as a vCPU, the kernel or a balloon would.
+    /// Changes or discards pages, as a vCPU, the kernel or a balloon would.
     fn disturb(&self, random: u64) {
         let page = random % PAGES;
         match random >> 32 & 7 {
@@ -150,7 +150,8 @@ impl Ram {
                 let gone = self.area().part(page, pages);
                 let address = usize::try_from(gone.start().0).unwrap();
                 let length = usize::try_from(gone.bytes()).unwrap();
-                // `None`: nothing that the library keeps; the caller makes the plain call.
+                // `None` means that the library handles nothing there, and the caller makes the
+                // plain system call.
                 if let Some(done) = self.folder.discard(address, length) {
                     done.unwrap();
                 }
@@ -171,14 +172,14 @@ fn bytes(number: u64) -> Vec<u8> {
         .collect()
 }
 
-/// A page's place in the first difference.
+/// Returns the indexes of the pages that differ.
 fn differing(a: &[u8], b: &[u8]) -> Vec<usize> {
     let pages = a.chunks_exact(PAGE_BYTES).zip(b.chunks_exact(PAGE_BYTES));
     let wrong = pages.enumerate().filter(|(_, (a, b))| a != b);
     wrong.map(|(page, _)| page).collect()
 }
 
-/// Numbers that never end (xorshift).
+/// Generator of pseudorandom numbers (xorshift).
 struct Random(u64);
 
 impl Random {
@@ -190,7 +191,7 @@ impl Random {
     }
 }
 
-/// How often each of the writers has written.
+/// Number of writes by each writer.
 #[derive(Default)]
 struct Writes {
     by: [AtomicU64; WRITERS],
@@ -202,7 +203,7 @@ impl Writes {
         self.by.each_ref().map(|n| n.load(Ordering::Relaxed))
     }
 
-    /// Waits until each of them has written a hundred times more.
+    /// Waits until each writer has written a hundred times more.
     fn wait_for_more(&self, what: &str) {
         let before = self.counts();
         wait_until(what, Duration::from_secs(20), || {
@@ -214,7 +215,7 @@ impl Writes {
     }
 }
 
-/// Ends the writers, also when a test fails meanwhile.
+/// Guard that ends the writers, even if a test fails meanwhile.
 struct End<'a>(&'a Writes);
 
 impl Drop for End<'_> {
@@ -223,7 +224,7 @@ impl Drop for End<'_> {
     }
 }
 
-/// Runs `work` while threads write to the memory all the time; how often they did.
+/// Runs `work` while threads write to the memory all the time. Returns the number of writes, too.
 fn while_written<T>(ram: &Ram, seed: u64, work: impl FnOnce(&Writes) -> T) -> (T, u64) {
     let writes = Writes::default();
     let done = std::thread::scope(|scope| {
@@ -313,7 +314,7 @@ fn folding_is_refused_during_a_live_save_and_works_again_afterwards() {
         Some(past.descriptor().unwrap()),
     );
     assert!(matches!(again, Reply::Error { .. }), "{again:?}");
-    // A daemon that dies while writers wait keeps nobody waiting.
+    // The death of the daemon must not leave waiting writers.
     while_written(&ram, 1, |writes| {
         writes.wait_for_more("each writer writes");
         ram.folder.disconnected();
@@ -331,7 +332,7 @@ fn a_live_save_fails_if_its_copy_file_is_unwritable_and_the_vm_continues_to_writ
     let whole = ram.area().start()..ram.area().end();
     let wanted: Vec<_> = plan.wanted(0).collect();
     let past = Past::new(me(), &[whole], &wanted, PAGES).unwrap().unwrap();
-    // As if the host had no memory left: what is opened so can't be written.
+    // The library cannot write to this descriptor, as if the host had no memory left.
     let path = {
         use std::os::fd::AsRawFd;
         format!("/proc/self/fd/{}", past.as_fd().as_raw_fd())
@@ -345,7 +346,7 @@ fn a_live_save_fails_if_its_copy_file_is_unwritable_and_the_vm_continues_to_writ
         matches!(&refused, Reply::Error { reason } if reason.contains("file for the saved pages")),
         "{refused:?}"
     );
-    // And in the middle of it.
+    // The same failure happens in the middle of the copy.
     drop(past);
     let past = ram.keep(&plan);
     rustix::fs::fcntl_add_seals(past.as_fd(), rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
@@ -414,7 +415,7 @@ fn copy_before_write_ranges_outside_ram_are_refused() {
     let ranges = past.ranges();
     let reply = ram.folder.execute(&Order::KeepPast { ranges }, None);
     assert!(matches!(reply, Reply::Error { .. }), "{reply:?}");
-    // Nothing is kept then.
+    // After the refusals no copy is running, so tracking is allowed.
     ram.ok(&Order::TrackWrites, None);
     ram.ok(&Order::UntrackWrites, None);
 }
