@@ -420,10 +420,10 @@ fn no_export_outlives_its_deadline_while_etcd_is_stopped() {
     wait("its export ends", || !is_served());
     let after = taken.elapsed();
     println!("ended {after:?} after it was taken for {ttl:?}");
-    // Its thread may be waiting for etcd just then, 3 s at most; and this machine may be busy. Etcd
-    // stands still all the while.
+    // The lender's thread may wait for etcd for up to 3 s, and this machine may be busy. Etcd stays
+    // stopped all the time.
     assert!(after >= ttl && after < ttl + patience(Duration::from_secs(30)));
-    // Nobody is given these bytes before etcd has heard that they are free.
+    // No borrower gets these bytes before etcd has learned that they are free.
     cluster.servers[0].signal(Signal::CONT);
     wait("etcd knows", || {
         registry.picture().is_ok_and(|p| p.leases.is_empty())
