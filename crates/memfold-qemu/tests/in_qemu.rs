@@ -1,5 +1,5 @@
-//! The preloaded library in a real QEMU: a boot-sector guest counts in 64 pages while they are
-//! folded.
+//! Tests of the preloaded library in a real QEMU: a boot-sector guest counts in 64 pages while the
+//! pages are folded.
 
 mod support;
 
@@ -37,7 +37,7 @@ impl Drop for Vm {
     }
 }
 
-/// Returns the path of the cdylib of this build, next to the directory of test programs.
+/// Returns the path of this build's cdylib, which is beside the directory of test programs.
 fn library() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let release = program.parent().and_then(Path::parent).unwrap();
@@ -86,7 +86,7 @@ fn boot_sector(folder: &Path) -> PathBuf {
 }
 
 impl Vm {
-    /// Starts a guest. `None`, with the reason printed, if such a QEMU cannot run here.
+    /// Starts a guest. Returns `None`, and reports the reason, if such a QEMU cannot run here.
     fn start(accel: &str, extra: &[&str]) -> Option<Self> {
         if let Err(error) = Command::new("qemu-system-x86_64").arg("-version").output() {
             return memfold_testkit::reports_skip(&format!("no qemu-system-x86_64: {error}"));
@@ -96,7 +96,8 @@ impl Vm {
             return memfold_testkit::reports_skip(&format!("/dev/kvm does not open: {error}"));
         }
         let vm = Self::boot(accel, extra, true);
-        // Whose fault is it? A /dev/kvm may open and yet run no guest at all.
+        // A second start without the library shows whether the library is at fault, because some
+        // /dev/kvm run no guest at all.
         if vm.is_none() {
             let Some(alone) = Self::boot(accel, extra, false) else {
                 assert_eq!(accel, "kvm", "the emulator runs no guest here");
@@ -106,7 +107,7 @@ impl Vm {
                 return None;
             };
             drop(alone);
-            // Not every start of a guest succeeds on a /dev/kvm that is itself emulated.
+            // On a /dev/kvm that is itself emulated, some starts of a guest fail.
             let again = Self::boot(accel, extra, true);
             assert!(again.is_some(), "the guest counts without the library only");
             return again;
@@ -114,7 +115,8 @@ impl Vm {
         vm
     }
 
-    /// Boots the guest. `None` if QEMU ends, or if the guest does not count within a minute.
+    /// Boots the guest. Returns `None` if QEMU ends, or if the guest does not count within a
+    /// minute.
     fn boot(accel: &str, extra: &[&str], preloaded: bool) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let image = boot_sector(folder.path());
@@ -350,7 +352,7 @@ fn a_vm_stopped_for_folding_resumes_after_the_daemon_dies() {
         drop(client);
         while qmp.event() != "STOP" {}
         while qmp.event() != "RESUME" {}
-        // The library serves the next daemon when the order has ended.
+        // The library serves the next daemon after the order has ended.
         vm.connect().greet(&vm, &store);
         assert_eq!(qmp.ask("query-status")["status"], "running");
         wait_until("the guest counts on", Duration::from_secs(60), || {
@@ -367,7 +369,7 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
     let store =
         File::from(rustix::fs::memfd_create("store", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     let mut client = vm.connect();
-    // Orders before Hello are answered with an error.
+    // The library answers orders before Hello with an error.
     assert!(matches!(
         client.order(&Order::Stats, None),
         Reply::Error { .. }
@@ -404,7 +406,8 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
             }
         };
         if random.below(50) == 0 {
-            // The daemon dies in the middle of an order, or talks nonsense; another takes over.
+            // The daemon dies in the middle of an order, or sends garbage; another daemon takes
+            // over.
             let frame = encode(&order).unwrap();
             let cut = usize::try_from(random.below(frame.len() as u64 + 1)).unwrap();
             (&client.stream).write_all(&frame[..cut]).unwrap();
@@ -445,7 +448,7 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
     wait_until("the guest counts on", Duration::from_secs(60), || {
         vm.words(TABLE, 64) != running
     });
-    // QEMU answers when its vCPUs stand still.
+    // QEMU answers when its vCPUs are stopped.
     vm.stop();
     let table = vm.words(TABLE, 64);
     let wrong: Vec<_> = (0..64u64)
@@ -462,7 +465,7 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
         "-accel {accel} {extra:?}: {tally:?}; {zero:?}; {:?}",
         client.order(&Order::Stats, None)
     );
-    // The guest may have been stopped between its two increments.
+    // The guest may have been stopped between its two increments of a page.
     assert!(
         wrong.len() <= 1
             && wrong

@@ -1,5 +1,5 @@
-//! Folding with too many mappings (`vm.max_map_count`). In a program of its own, because it uses up
-//! all mappings of the process.
+//! Test of folding when the process has no mappings left (`vm.max_map_count`). The test has a
+//! program of its own, because it uses up all mappings of the process.
 
 mod support;
 
@@ -24,7 +24,8 @@ fn a_run_stays_unfolded_and_unfrozen_if_max_map_count_is_reached() {
     };
     bench.fill(1);
     bench.publish(0, limit + 64);
-    // Every other page: a mapping for each, and one for each page between.
+    // Every other page is folded, which needs one mapping for each page, and one for each page
+    // between.
     let mut failed = None;
     for page in (1..limit).step_by(2) {
         match bench.fold(Freeze::Move, bench.run(page, 1, page)) {
@@ -39,11 +40,11 @@ fn a_run_stays_unfolded_and_unfrozen_if_max_map_count_is_reached() {
     let (page, errno) = failed.expect("more mappings than vm.max_map_count");
     assert_eq!(errno, libc::ENOMEM);
     assert!(page > limit / 2);
-    // Nothing is left frozen.
+    // No page remains frozen.
     bench.assert_holds(1, 0, limit + 64);
     bench.area(page, 1).write(&[3]);
     assert_eq!(bench.wrong(1, 0, limit + 64), [page]);
-    // Releasing needs a mapping for a moment, so it fails too, and leaves the page as it was.
+    // A release needs a mapping for a moment, so it fails, too, and leaves the page unchanged.
     assert_eq!(
         bench.release(Freeze::WriteProtect, 1, 1),
         Outcome::Failed {

@@ -1,4 +1,4 @@
-//! Effects and refusals of each order.
+//! Tests of the effects and refusals of each order.
 
 #[path = "../src/preload.rs"]
 mod preload;
@@ -46,7 +46,7 @@ fn a_fold_stops_before_a_page_that_differs_and_the_page_keeps_its_bytes() {
         Outcome::Differs { folded: 20 }
     );
     assert_eq!(bench.wrong(1, 0, 64), [20]);
-    // Behind it, another run goes on.
+    // After this page, another run can be folded.
     assert_eq!(
         bench.fold(Freeze::Move, bench.run(21, 43, at + 21)),
         Outcome::Done
@@ -84,7 +84,8 @@ fn folded_pages_are_refolded_and_released_with_unchanged_bytes() {
         bench.fold(Freeze::Move, bench.run(0, 64, at)),
         Outcome::Done
     );
-    // No longer anonymous: only write protection or a stopped VM fit.
+    // The pages are no longer anonymous, so only write protection or a stop of the VM can freeze
+    // them.
     assert_eq!(
         bench.fold(Freeze::Move, bench.run(0, 64, at)),
         Outcome::Refused
@@ -103,7 +104,7 @@ fn folded_pages_are_refolded_and_released_with_unchanged_bytes() {
     assert_eq!(bench.release(Freeze::Move, 0, 64), Outcome::Refused);
     assert_eq!(bench.release(Freeze::WriteProtect, 0, 64), Outcome::Done);
     bench.assert_holds(2, 0, 64);
-    // Anonymous again: can be moved again.
+    // The pages are anonymous again, so they can be moved again.
     assert_eq!(
         bench.fold(Freeze::Move, bench.run(0, 64, again)),
         Outcome::Done
@@ -150,8 +151,8 @@ fn a_run_across_several_mappings_is_folded() {
         return;
     };
     bench.fill(1);
-    // Memory that was touched elsewhere keeps its own anon_vma, so the kernel can't merge its
-    // mapping with the neighbours'.
+    // Memory that was touched elsewhere keeps its own anon_vma, so the kernel cannot merge its
+    // mapping with the neighbouring mappings.
     for (page, count) in [(13, 1), (64, 29), (93, 7)] {
         let other = Mapping::anonymous(count, true).unwrap();
         for i in 0..count {
@@ -188,8 +189,8 @@ fn pages_folded_before_their_ram_block_was_added_count_as_folded() {
     );
     bench.ok(&Order::RemoveRam { hva: bench.hva(0) }, None);
     bench.add_ram(64);
-    // A run of both kinds: moved up to the folded part, which only another way of freezing can
-    // change.
+    // The run has pages of both kinds. It is moved up to the folded part, which only another way of
+    // freezing can change.
     assert_eq!(
         bench.fold(Freeze::Move, bench.run(0, 64, at)),
         Outcome::Hole { folded: 8 }
@@ -225,8 +226,8 @@ fn discarded_folded_and_unfolded_pages_read_as_zeroes() {
         bench.fold(Freeze::Move, bench.run(8, 48, at + 8)),
         Outcome::Done
     );
-    // The C library's name for it, which this test's program interposes as QEMU's does.
-    // SAFETY: memory of this test.
+    // The test's program interposes the C library's `madvise`, as in QEMU.
+    // SAFETY: the range is memory of this test.
     let result = unsafe {
         libc::madvise(
             bench.words().add(4 * 512).cast(),
@@ -239,14 +240,15 @@ fn discarded_folded_and_unfolded_pages_read_as_zeroes() {
     bench.assert_holds(1, 0, 4);
     bench.assert_holds(1, 20, 44);
     assert_eq!(bench.stats().discarded_pages, 12);
-    // SAFETY: as above; the address is no start of a page, which the kernel refuses.
+    // SAFETY: the range is memory of this test. The kernel refuses it, because its address is
+    // within a page.
     let result = unsafe { libc::madvise(bench.words().add(1).cast(), 4096, libc::MADV_DONTNEED) };
     assert_eq!(result, -1);
     assert_eq!(
         std::io::Error::last_os_error().raw_os_error(),
         Some(libc::EINVAL)
     );
-    // Anonymous again.
+    // These pages are anonymous again.
     bench.area(4, 16).write(&vec![5; 16 * 512]);
     let at = bench.publish(4, 16);
     assert_eq!(
@@ -264,7 +266,7 @@ fn written_pages_are_reported_and_no_page_is_folded_during_write_tracking() {
     let at = bench.publish(0, 64);
     let run = |bench: &Bench| bench.run(0, 32, at);
     assert_eq!(bench.fold(Freeze::Move, run(&bench)), Outcome::Done);
-    // Never touched, of the part that is.
+    // These pages have never been touched since.
     let hole = bench.area(900, 10);
     hole.advise(rustix::mm::Advice::LinuxDontNeed).unwrap();
     let unwritten = |bench: &Bench| -> Vec<u64> {
@@ -285,7 +287,8 @@ fn written_pages_are_reported_and_no_page_is_folded_during_write_tracking() {
     assert!(unwritten(&bench).is_empty(), "nothing is told before");
     assert_eq!(bench.folder.execute(&Order::TrackWrites, None), Reply::Ok);
     assert_eq!(unwritten(&bench).len(), 1024);
-    // A folded page, one of its own, one that was never touched; and one through the kernel.
+    // Write to a folded page, an anonymous page, and an untouched page; and to one page through the
+    // kernel.
     for page in [5, 600, 905] {
         bench.area(page, 1).write(&[9]);
     }
@@ -304,7 +307,7 @@ fn written_pages_are_reported_and_no_page_is_folded_during_write_tracking() {
         bench.fold(Freeze::Move, bench.run(32, 32, at + 32)),
         Outcome::Done
     );
-    // A daemon that dies leaves nothing tracked.
+    // After a daemon's death, nothing is tracked.
     assert_eq!(bench.folder.execute(&Order::TrackWrites, None), Reply::Ok);
     bench.folder.disconnected();
     assert!(unwritten(&bench).is_empty());
@@ -319,7 +322,7 @@ fn zero_pages_are_freed_and_other_pages_are_kept() {
     for page in (0..1024).filter(|page| page % 7 != 0) {
         bench.area(page, 1).write(&[0; 512]);
     }
-    // One that only looks like zeroes at first.
+    // This page is zero except for its last word.
     bench.area(1, 1).write(&[&[0; 511][..], &[1]].concat());
     let (scanned, dropped) = bench.drop_zero(0, 1024);
     let kept = 147 + 1;
@@ -328,7 +331,7 @@ fn zero_pages_are_freed_and_other_pages_are_kept() {
         let zero = page % 7 != 0 && page != 1;
         assert_eq!(bench.area(page, 1).is_zero(), zero, "page {page}");
     }
-    // What has been looked at since shows the kernel's zero page, which is not looked at again.
+    // The examined pages now map the kernel's zero page, and are not examined again.
     assert_eq!(bench.drop_zero(0, 1024), (kept, 0));
 }
 
@@ -359,7 +362,8 @@ fn pages_of_a_mapped_file_are_folded_back_to_the_file() {
     };
     let mappings = maps();
     assert_eq!(mappings, 1);
-    // Written and changed back: the private copies go, the mapping stays whole.
+    // The guest writes the pages and restores their bytes: the private copies are dropped, and the
+    // mapping stays whole.
     bench.area(3, 2).write(&[1; 600]);
     bench
         .area(3, 2)
@@ -458,7 +462,7 @@ fn shared_and_unmapped_memory_is_refused_as_guest_ram() {
             other => panic!("{other:?}"),
         }
     };
-    // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
+    // SAFETY: a new mapping at a place that the kernel chooses replaces no other mapping.
     let shared = unsafe {
         rustix::mm::mmap(
             std::ptr::null_mut(),
@@ -471,7 +475,7 @@ fn shared_and_unmapped_memory_is_refused_as_guest_ram() {
     }
     .unwrap();
     assert!(add(shared.expose_provenance() as u64, 2).contains("share=off"));
-    // SAFETY: the mapping made above; nothing refers to it.
+    // SAFETY: this is the mapping made above, and nothing refers to it.
     unsafe { rustix::mm::munmap(shared, 8192) }.unwrap();
     assert!(add(1 << 40, 1 << 10).contains("no private writable memory"));
     assert!(add(bench.hva(1), 2).contains("overlaps"));
@@ -486,14 +490,15 @@ fn freezes() -> impl Strategy<Value = Freeze> {
     ]
 }
 
-/// Sends random orders, near the RAM's edges and far from them: no crash, and never a wrong byte.
+/// Sends random orders for addresses near the edges of RAM and far from them. The library must not
+/// crash, and no byte may change.
 #[test]
 fn no_valid_or_invalid_order_changes_a_byte_of_guest_ram() {
     let bench = |qemu: &FakeQemu| {
         let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
         Bench::with(Box::leak(Box::new(folder)), 32, 1)
     };
-    // Told as skipped once, where userfaultfd is out of reach, and not for each case.
+    // If userfaultfd is not available, report the skip once, and not for each case.
     if bench(&FakeQemu::start()).is_none() {
         return;
     }

@@ -1,4 +1,4 @@
-//! Orders that stop the VM. It must resume in every case.
+//! Tests of orders that stop the VM. The VM must resume in every case.
 
 mod support;
 
@@ -12,7 +12,8 @@ const STOPPED: Freeze = Freeze::Stopped {
     limit_us: 1_000_000,
 };
 
-/// Creates RAM with 64 folded pages, then written again with the bytes of the page given.
+/// Creates 64 folded pages that were then written. Returns the RAM, and the store page at which a
+/// run has the pages' new bytes.
 fn bench(monitor: Option<Monitor>) -> Option<(Bench, u64)> {
     let mut bench = Bench::with(Box::leak(Box::new(Folder::new(None, monitor))), 64, 1)?;
     bench.fill(1);
@@ -97,7 +98,7 @@ fn the_cont_command_is_repeated_if_the_monitor_closes_the_connection() {
     qemu.hang_ups.store(3, Ordering::SeqCst);
     assert_eq!(bench.fold(STOPPED, bench.run(0, 64, again)), Outcome::Done);
     assert!(qemu.running.load(Ordering::SeqCst));
-    // And the next pause works.
+    // The next pause works, too.
     assert_eq!(bench.fold(STOPPED, bench.run(0, 64, again)), Outcome::Done);
 }
 
@@ -136,7 +137,7 @@ fn a_held_vm_resumes_on_request_or_at_the_end_of_the_connection() {
     assert_eq!(folder.execute(&Order::Stop, None), Reply::Ok);
     folder.disconnected();
     assert!(runs());
-    // One that somebody else stopped is not ours to let go on.
+    // The library must not resume a VM that somebody else has stopped.
     qemu.running.store(false, Ordering::SeqCst);
     folder.disconnected();
     assert!(!runs());

@@ -1,5 +1,5 @@
-//! Folds, folds again, releases, drops zeroes and discards, while other threads use the memory as
-//! guests do. Lasts 15 s (the other test 10 s), or `MEMFOLD_STRESS_SECONDS`.
+//! Folds, refolds, releases and discards pages and drops zero pages, while other threads use the
+//! memory as guests do. The tests take 15 s and 10 s, or `MEMFOLD_STRESS_SECONDS`.
 
 #[path = "../src/preload.rs"]
 mod preload;
@@ -17,22 +17,22 @@ use support::{Bench, Random, stress_time};
 const COUNTERS: u64 = 256;
 const DISCARDED: u64 = 64;
 
-/// The bench's memory, shared by threads.
+/// Memory of the bench, which several threads share.
 #[derive(Clone, Copy)]
 struct Guest(*mut u64);
-// SAFETY: every word is used by one thread, volatile; the folder exchanges pages under all of them,
-// which is the test.
+// SAFETY: only one thread uses each word, with volatile accesses. The folder replaces pages under
+// all threads, which is the subject of the test.
 unsafe impl Send for Guest {}
-// SAFETY: as above.
+// SAFETY: the same as for `Send`.
 unsafe impl Sync for Guest {}
 
 impl Guest {
     fn read(self, page: u64, word: u64) -> u64 {
-        // SAFETY: inside the bench's memory.
+        // SAFETY: the word is inside the bench's memory.
         unsafe { self.at(page, word).read_volatile() }
     }
     fn write(self, page: u64, word: u64, value: u64) {
-        // SAFETY: inside the bench's memory.
+        // SAFETY: the word is inside the bench's memory.
         unsafe { self.at(page, word).write_volatile(value) }
     }
     fn at(self, page: u64, word: u64) -> *mut u64 {
@@ -58,7 +58,8 @@ fn count(guest: Guest, thread: u64, stop: &AtomicBool) -> Vec<u64> {
     shadow
 }
 
-/// Counts like [`count`], but by system calls: the kernel writes to the pages and reads them.
+/// Counts like [`count`], but by system calls, so that the kernel writes to the pages and reads
+/// them.
 fn count_in_kernel_mode(guest: Guest, stop: &AtomicBool) -> Vec<u64> {
     const WORD: u64 = 100;
     let mut shadow = vec![0; usize::try_from(COUNTERS).unwrap()];
@@ -69,20 +70,20 @@ fn count_in_kernel_mode(guest: Guest, stop: &AtomicBool) -> Vec<u64> {
         let page = random.below(COUNTERS);
         let place = guest.at(page, WORD).cast();
         let mut bytes = [0; 8];
-        // SAFETY: eight bytes inside the bench's memory, used by no other thread.
+        // SAFETY: these eight bytes are inside the bench's memory, and no other thread uses them.
         assert_eq!(unsafe { libc::pwrite(file.as_raw_fd(), place, 8, 0) }, 8);
         file.read_exact_at(&mut bytes, 0).unwrap();
         file.write_all_at(&(u64::from_ne_bytes(bytes) + 1).to_ne_bytes(), 0)
             .unwrap();
-        // SAFETY: as above.
+        // SAFETY: these are the same eight bytes.
         assert_eq!(unsafe { libc::pread(file.as_raw_fd(), place, 8, 0) }, 8);
         shadow[usize::try_from(page).unwrap()] += 1;
     }
     shadow
 }
 
-/// Discards pages and uses them again, like a balloon: they must be zero then, and keep later
-/// writes.
+/// Discards pages and uses them again, like a balloon. A discarded page must be zero, and must keep
+/// later writes.
 fn discard(guest: Guest, stop: &AtomicBool) -> u64 {
     let mut random = Random(99);
     let mut rounds = 0;
@@ -90,7 +91,7 @@ fn discard(guest: Guest, stop: &AtomicBool) -> u64 {
         let page = COUNTERS + random.below(DISCARDED);
         let pages = 1 + random.below((COUNTERS + DISCARDED - page).min(8));
         let length = usize::try_from(pages * 4096).unwrap();
-        // SAFETY: pages that this thread alone uses.
+        // SAFETY: only this thread uses these pages.
         let result =
             unsafe { libc::madvise(guest.at(page, 0).cast(), length, libc::MADV_DONTNEED) };
         assert_eq!(result, 0);
@@ -119,7 +120,7 @@ fn discard(guest: Guest, stop: &AtomicBool) -> u64 {
 /// Makes the kernel move page frames (compaction), as it does when memory is scarce.
 fn compact(stop: &AtomicBool) {
     while !stop.load(Ordering::Relaxed) {
-        // Only root may.
+        // Only root may start a compaction.
         if std::fs::write("/proc/sys/vm/compact_memory", "1").is_err() {
             memfold_testkit::skip!("in part: nothing compacts memory meanwhile");
         }
@@ -252,17 +253,17 @@ fn direct_io_reads_into_pages_being_folded_lose_no_byte() {
             while !stop.load(Ordering::Relaxed) {
                 let first = random.below(PAGES - 256);
                 let pages = 1 + random.below(256);
-                // Given back now and then, as by a balloon: that makes folded pages anonymous
+                // Some pages are discarded, as by a balloon, so that folded pages become anonymous
                 // again.
                 if random.below(2) == 0 {
                     let length = usize::try_from(pages * 4096).unwrap();
                     let _ = folder.discard(guest.at(first, 0).expose_provenance(), length);
                 }
-                // Its old bytes must not survive, whatever is folded meanwhile.
+                // The old bytes of these pages must not survive, whatever is folded meanwhile.
                 for page in first..first + pages {
                     guest.write(page, 1, 0);
                 }
-                // SAFETY: pages inside the bench's memory.
+                // SAFETY: the pages are inside the bench's memory.
                 let got = unsafe {
                     libc::pread(
                         file.as_raw_fd(),

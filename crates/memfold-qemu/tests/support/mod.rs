@@ -1,4 +1,4 @@
-//! Memory and page store of a test, and a fake QEMU monitor.
+//! Memory and page store of a test, and a fake of QEMU's monitor.
 #![allow(dead_code)]
 
 use std::fs::File;
@@ -20,7 +20,7 @@ use memfold_wire::library::{
 
 pub const PAGE: usize = 4096;
 
-/// Anonymous memory in the role of guest RAM, and a memfd in the role of a page store.
+/// Anonymous memory that serves as guest RAM, and a memfd that serves as a page store.
 pub struct Bench {
     pub folder: &'static Folder,
     pub ram: Mapping,
@@ -30,8 +30,8 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Creates `pages` pages of RAM known to `folder`, and an empty store with `number`. `None`,
-    /// with the reason printed, if this machine cannot fold.
+    /// Creates `pages` pages of RAM that `folder` knows, and an empty store with `number`. Returns
+    /// `None`, and reports the reason, if this machine cannot fold.
     pub fn with(folder: &'static Folder, pages: u64, number: u32) -> Option<Self> {
         match folder.execute(&Order::Hello { version: VERSION }, None) {
             Reply::Hello { problem: None, .. } => {}
@@ -78,7 +78,8 @@ impl Bench {
         self.ok(&order, Some(File::open(path).unwrap().into()));
     }
 
-    /// Replaces the store by an empty one; the old one lives only while some of it is mapped.
+    /// Replaces the store by an empty one. The old store lives only as long as some of it is
+    /// mapped.
     pub fn renew_store(&mut self) {
         self.ok(&Order::RemoveStore { store: self.number }, None);
         self.store = new_store();
@@ -108,7 +109,7 @@ impl Bench {
         );
     }
 
-    /// Copies pages of RAM, as they are now, to a new place in the store. Returns the place.
+    /// Copies the present bytes of pages of RAM to a new place in the store. Returns the place.
     pub fn publish(&mut self, page: u64, count: u64) -> u64 {
         let mut bytes = vec![0; usize::try_from(count).unwrap() * PAGE];
         memfold_sys::memory::read(
@@ -180,7 +181,7 @@ impl Bench {
         }
     }
 
-    /// Fills pages with words that differ from page to page.
+    /// Fills all pages with words that differ from page to page.
     pub fn fill(&self, seed: u64) {
         let area = self.ram.area();
         for page in 0..area.pages() {
@@ -216,7 +217,8 @@ fn new_store() -> File {
     store
 }
 
-/// A QMP server in the role of a VM. It records commands, and whether the VM runs.
+/// A QMP server that behaves like a VM's QEMU. The server records commands, and whether the VM
+/// runs.
 pub struct FakeQemu {
     pub path: PathBuf,
     pub commands: Arc<Mutex<Vec<String>>>,
