@@ -1,4 +1,4 @@
-//! How long a guest has waited for its swap disk, from QEMU's latency histograms:
+//! Counts how long a guest has waited for its swap disk, with QEMU's latency histograms:
 //! `block-latency-histogram-set` and `query-blockstats` (`qapi/block-core.json`).
 
 use memfold_vm::{Qmp, QmpError};
@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 
 use super::graph::is_swap_device;
 
-/// Bounds of the latency histogram, in nanoseconds. They match the fields of [`Waits`].
+/// Bounds of the latency histogram in nanoseconds. They match the fields of [`Waits`].
 const BOUNDS: [u64; 3] = [100_000_000, 1_000_000_000, 5_000_000_000];
 
 /// How long a guest has waited for answers of its swap disk since its first borrowing. Pending
@@ -25,7 +25,7 @@ pub struct Waits {
     pub over_5_s: u64,
 }
 
-/// Reads the counts. If QEMU is not counting yet, counting is started, and the result is `None`.
+/// Reads the counts from QEMU. If QEMU does not count yet, starts the counting and returns `None`.
 pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
     let all = qmp.query("query-blockstats")?;
     let Some(device) = all
@@ -36,7 +36,7 @@ pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
     };
     let counted = read(&device["stats"]);
     if counted.is_none() {
-        // Writes count like reads: the guest waits for memory to become free.
+        // Writes count like reads, because a guest that swaps out waits for memory to become free.
         qmp.execute(
             "block-latency-histogram-set",
             json!({ "id": device["qdev"], "boundaries": BOUNDS }),
@@ -45,7 +45,8 @@ pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
     Ok(counted)
 }
 
-/// Sums the histograms in a device's `stats`.
+/// Returns the sums of the histograms in a device's `stats`; `None` if QEMU does not count with
+/// [`BOUNDS`].
 fn read(stats: &Value) -> Option<Waits> {
     let mut waits = Waits::default();
     for kind in ["rd_latency_histogram", "wr_latency_histogram"] {
@@ -85,7 +86,7 @@ mod tests {
             over_5_s: 4,
         };
         assert_eq!(read(&stats), Some(waits));
-        // Not begun, or by somebody else's bounds.
+        // The counting has not begun, or somebody else has set other bounds.
         assert_eq!(read(&json!({})), None);
         let other = json!({ "boundaries": [1, 2], "bins": [1, 2, 3] });
         assert_eq!(
