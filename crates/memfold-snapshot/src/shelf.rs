@@ -517,7 +517,7 @@ mod tests {
     #[test]
     fn an_image_is_verified_unless_this_process_saved_the_image_and_its_files_are_unchanged() {
         let (_directory, shelf) = shelf();
-        // Reading it would find that its checksums are wrong.
+        // Reading the image would show that its checksums are wrong.
         let saved = save(&shelf, "a");
         let check = |shelf: &Shelf| shelf.checked_image(&saved, &Progress::default());
         assert!(check(&shelf).is_err());
