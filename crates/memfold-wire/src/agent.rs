@@ -50,7 +50,7 @@ pub struct HintRun {
     pub page: u64,
     /// Guest page frame number of the run's first page.
     pub pfn: u64,
-    /// Length in pages, 1 to [`MAX_RUN_PAGES`].
+    /// Number of pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
 }
 
@@ -59,7 +59,7 @@ pub struct HintRun {
 pub struct PfnRun {
     /// Number of the first page frame.
     pub pfn: u64,
-    /// Length in pages, 1 to [`MAX_RUN_PAGES`].
+    /// Number of pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
 }
 
@@ -70,7 +70,7 @@ pub struct FileRange {
     pub file: FileNumber,
     /// Index in the file of the range's first page, in pages.
     pub page: u64,
-    /// Length in pages, 1 to [`MAX_RUN_PAGES`].
+    /// Number of pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
 }
 
@@ -110,9 +110,9 @@ pub struct AgentCounters {
 /// Stream of a command's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OutputStream {
-    /// Standard output.
+    /// Standard output of the command.
     Stdout,
-    /// Standard error.
+    /// Standard error of the command.
     Stderr,
 }
 

@@ -25,7 +25,7 @@ pub enum FrameError {
 
 /// A message whose lists and ranges have limits.
 pub trait Validate {
-    /// Checks the message against every limit of its protocol.
+    /// Checks the message against every limit of the message's protocol.
     fn validate(&self) -> Result<(), FrameError>;
 }
 

@@ -75,9 +75,9 @@ pub enum Freeze {
     /// `UFFDIO_WRITEPROTECT`, for ranges that were folded before. Allowed only if no block node of
     /// the VM uses direct I/O.
     WriteProtect,
-    /// Pause of the VM: the library stops the VM by QMP for this order, so that vCPUs and I/O are at
-    /// rest, and resumes the VM even if the daemon dies. If the VM does not run, the library does
-    /// nothing: each outcome is [`Outcome::Late`].
+    /// Pause of the VM: the library stops the VM by QMP for this order, so that vCPUs and I/O are
+    /// at rest, and resumes the VM even if the daemon dies. If the VM does not run, the library
+    /// does nothing: each outcome is [`Outcome::Late`].
     Stopped {
         /// Time in microseconds after the stop at which the library starts no further run, at most
         /// [`MAX_STOP_US`]. The VM is stopped for longer, because QEMU also needs time to stop (it
@@ -97,7 +97,7 @@ impl Freeze {
 pub struct FoldRun {
     /// Host virtual address of the run in QEMU; page-aligned, inside one RAM block.
     pub hva: u64,
-    /// Length in pages, 1 to [`MAX_RUN_PAGES`].
+    /// Length of the run in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
     /// Number of the page store, from [`Order::AddStore`].
     pub store: u32,
@@ -110,7 +110,7 @@ pub struct FoldRun {
 pub struct Range {
     /// Host virtual address of the range; page-aligned, inside one RAM block.
     pub hva: u64,
-    /// Length in pages.
+    /// Length of the range in pages.
     pub pages: u64,
 }
 
@@ -119,7 +119,7 @@ pub struct Range {
 pub struct MapRun {
     /// Host virtual address of the range in QEMU; page-aligned, inside one RAM block.
     pub hva: u64,
-    /// Length in pages.
+    /// Length of the range in pages.
     pub pages: u64,
     /// Index in the file of the first page to map.
     pub file_page: u64,
@@ -137,7 +137,7 @@ pub enum Order {
     AddRam {
         /// Host virtual address of the block in QEMU.
         hva: u64,
-        /// Length in pages.
+        /// Length of the block in pages.
         pages: u64,
         /// Advice to repeat on mappings that replace parts of the block.
         advice: Advice,
@@ -311,7 +311,7 @@ pub struct Stats {
 /// Replies from the library to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// Reply to `Hello`.
+    /// Reply to [`Order::Hello`].
     Hello {
         /// [`VERSION`] of the library.
         version: u16,
@@ -342,7 +342,7 @@ pub enum Reply {
         /// stopped.
         stopped_ns: u64,
     },
-    /// Reply to `DropZero`.
+    /// Reply to [`Order::DropZero`].
     Zero {
         /// Anonymous pages that the library examined.
         scanned: u64,
@@ -351,7 +351,7 @@ pub enum Reply {
         /// CPU time of the library's thread for this order, in nanoseconds.
         cpu_ns: u64,
     },
-    /// Reply to `Stats`.
+    /// Reply to [`Order::Stats`].
     Stats(Box<Stats>),
     /// The library refused the whole order.
     Error {
