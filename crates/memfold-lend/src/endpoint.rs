@@ -22,10 +22,10 @@ use super::registry_error::{RegistryError, check_name, value};
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Transport {
-    /// NBD: encrypted over TCP.
+    /// NBD, which is encrypted over TCP.
     #[default]
     Nbd,
-    /// iSCSI: not encrypted.
+    /// iSCSI, which is not encrypted.
     Iscsi,
 }
 
@@ -66,7 +66,7 @@ pub enum Address {
     Tcp {
         /// IP address of the lender, or of a forwarder in front of it.
         ip: std::net::IpAddr,
-        /// TCP port; not 0.
+        /// TCP port of the export; never 0.
         port: u16,
     },
 }

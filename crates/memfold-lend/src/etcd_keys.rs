@@ -26,7 +26,7 @@ pub(super) struct Account {
     pub(super) incarnation: u64,
     /// Bytes that the lender offers, lent bytes included.
     pub(super) bytes: u64,
-    /// How long an offer holds after it was published, in milliseconds.
+    /// How long an offer is valid after it was published, in milliseconds.
     pub(super) ttl_ms: u64,
     /// Bytes of each lease that has not ended, by lease number.
     pub(super) leases: BTreeMap<u64, u64>,

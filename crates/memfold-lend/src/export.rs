@@ -74,7 +74,7 @@ LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit "$@" 4<&-"#;
 /// error.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    /// nbdkit is not installed.
+    /// The program nbdkit is not installed.
     #[error("cannot start nbdkit: {0}; install it (apt install nbdkit, or make setup)")]
     Missing(#[source] io::Error),
     /// A file or a socket cannot be created.

@@ -470,7 +470,7 @@ fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphE
 /// Child of a quorum that failed a request, as QEMU reports it (`QUORUM_REPORT_BAD`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failed {
-    /// The lent part with this number. It must not be read again.
+    /// The lent part with this number, which must not be read again.
     Lent(usize),
     /// The copy on disk. The failed request may have been a write, even if the report names a read:
     /// of several reports within a second, QEMU may send only the last.

@@ -16,7 +16,7 @@ pub struct Blast {
 /// Effect of a lender's death on one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HurtVm {
-    /// Host of the VM.
+    /// Name of the VM's host.
     pub host: String,
     /// Name of the VM.
     pub vm: String,

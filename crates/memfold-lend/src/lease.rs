@@ -37,7 +37,7 @@ pub struct Incarnation(pub u64);
 pub struct LenderId {
     /// Name of the lender's host.
     pub host: String,
-    /// Number of the run.
+    /// Number of this run of the daemon.
     pub incarnation: Incarnation,
 }
 
@@ -61,7 +61,7 @@ pub enum Durability {
     Disk,
     /// A copy in the RAM of another lender.
     Replica,
-    /// Nothing: what lies there is lost, and with it programs of the guest.
+    /// No place: the bytes are lost, and with them programs of the guest.
     None,
 }
 

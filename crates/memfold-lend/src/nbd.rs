@@ -150,7 +150,7 @@ fn bytes<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
 }
 
 impl Request {
-    /// Encodes the header. All request flags are 0, because memfold needs none.
+    /// Encodes the request's header. All request flags are 0, because memfold needs none.
     #[must_use]
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut wire = [0; REQUEST_BYTES];
@@ -209,7 +209,7 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// Encodes the header.
+    /// Encodes the reply's header.
     #[must_use]
     pub fn encode(&self) -> [u8; REPLY_BYTES] {
         let mut wire = [0; REPLY_BYTES];

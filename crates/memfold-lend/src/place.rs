@@ -42,7 +42,7 @@ pub enum PlaceError {
     Missing {
         /// Address of the registry.
         place: String,
-        /// Name of the option.
+        /// Name of the missing option.
         option: &'static str,
         /// Purpose of the missing option.
         why: &'static str,
@@ -52,7 +52,7 @@ pub enum PlaceError {
     Unused {
         /// Address of the registry.
         place: String,
-        /// Name of the option.
+        /// Name of the option that does not apply.
         option: &'static str,
     },
     /// A file for the authentication cannot be used.
@@ -70,7 +70,7 @@ pub enum PlaceError {
 pub struct Member {
     /// Host name or IP address, without brackets.
     pub host: String,
-    /// TCP port.
+    /// TCP port of the server.
     pub port: u16,
 }
 
@@ -85,7 +85,7 @@ impl fmt::Display for Member {
 }
 
 impl Member {
-    /// Parses `HOST:PORT` or `[IPV6]:PORT`.
+    /// Parses an address of the form `HOST:PORT` or `[IPV6]:PORT`.
     fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
         let port = port.parse().ok().filter(|&port| port != 0)?;

@@ -99,7 +99,7 @@ pub struct Verdict {
     pub offer_bytes: u64,
     /// Number of bytes that borrowers must give back.
     pub recall_bytes: u64,
-    /// How urgently the host needs these bytes.
+    /// How urgently the host needs the bytes in `recall_bytes`.
     pub hurry: Hurry,
     /// Reason why the offer is not larger.
     pub why: String,

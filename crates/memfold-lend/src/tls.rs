@@ -9,9 +9,9 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 /// Files of this host's certificate and its private key.
 #[derive(Clone, Debug)]
 pub struct OwnCertificate {
-    /// Certificate and its chain, PEM.
+    /// File of the certificate and its chain, PEM.
     pub certificate: PathBuf,
-    /// Private key of the certificate, PEM.
+    /// File of the certificate's private key, PEM.
     pub key: PathBuf,
 }
 

@@ -41,11 +41,11 @@ pub enum LvmError {
     /// The volume cannot be put on lent RAM.
     #[error("{volume} {why}")]
     Unfit {
-        /// The volume.
+        /// Name of the volume.
         volume: Volume,
-        /// Property of the volume that prevents it.
+        /// Property of the volume for which it cannot be put on lent RAM.
         why: String,
-        /// Command or action of the operator that fixes it.
+        /// Command or action of the operator that makes it possible.
         fix: String,
     },
     /// A file of the initiator or of the kernel cannot be used.

@@ -9,7 +9,7 @@ use crate::lease::{Durability, LeaseId};
 /// Record of a logical volume that is on lent RAM, or is being moved there or back.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loan {
-    /// The volume.
+    /// Name of the volume.
     pub volume: Volume,
     /// Size of the volume, in bytes.
     pub bytes: u64,

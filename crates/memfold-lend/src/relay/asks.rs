@@ -44,7 +44,7 @@ pub enum Answer {
     Differs(u64),
     /// The relay has changed the setting.
     Done,
-    /// The relay could not answer the question, for this reason.
+    /// The relay could not answer the question. The text is the reason.
     Failed(String),
 }
 

@@ -23,7 +23,7 @@ pub enum Why {
 pub struct Ended {
     /// Number of the lender at fault; `None` if no single lender is.
     pub lender: Option<usize>,
-    /// Kind of the failure.
+    /// Kind of the lender's failure.
     pub why: Why,
     /// Description of the failure for the log.
     pub what: String,

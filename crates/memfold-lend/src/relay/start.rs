@@ -36,7 +36,7 @@ const ASK: Duration = Duration::from_millis(500);
 /// the relay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
-    /// The relay's process.
+    /// Process of the relay.
     pub process: Identity,
     /// Path of the socket for the client. The file is removed after the client has connected.
     pub socket: PathBuf,
@@ -49,7 +49,7 @@ pub enum RelayError {
     /// The program cannot be started.
     #[error("cannot start {program} as the relay")]
     Start {
-        /// Path of the program.
+        /// Path of the program that should run as the relay.
         program: PathBuf,
         /// The kernel's error.
         #[source]

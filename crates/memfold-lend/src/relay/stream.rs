@@ -25,9 +25,9 @@ const SUITES: &str = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 
 /// A connection to a lender.
 pub enum Stream {
-    /// Connection to a lender on this host.
+    /// Unix socket of a lender on this host.
     Unix(UnixStream),
-    /// Connection to a lender on another host.
+    /// TLS connection to a lender on another host.
     Tls(SslStream<TcpStream>),
 }
 

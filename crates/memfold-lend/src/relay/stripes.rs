@@ -25,7 +25,7 @@ pub const MOST: u64 = 8;
 /// Layout of a striped disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stripes {
-    /// Number of lenders.
+    /// Number of lenders over which the disk is striped.
     pub count: u64,
     /// Size of the disk, in bytes.
     pub bytes: u64,
@@ -34,7 +34,7 @@ pub struct Stripes {
 /// Part of a request that is contiguous both on the disk and at a lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Number of the lender.
+    /// Number of the lender that has the chunk.
     pub lender: usize,
     /// Offset at the lender of the first byte.
     pub at: u64,
