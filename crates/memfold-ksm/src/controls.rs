@@ -128,7 +128,7 @@ impl Controls {
         })
     }
 
-    /// Reads all settings.
+    /// Reads all settings from the directory.
     pub fn settings(&self) -> Result<Settings, KsmError> {
         Ok(Settings {
             run: self.number("run")?,

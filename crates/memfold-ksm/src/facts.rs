@@ -25,9 +25,9 @@ pub struct Known {
 /// KSM's settings and counters of the host, and related figures.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostSide {
-    /// KSM's settings.
+    /// KSM's settings on the host.
     pub settings: Settings,
-    /// KSM's counters.
+    /// KSM's counters of the host.
     pub status: Status,
     /// CPU time of ksmd since boot, in seconds.
     pub ksmd_cpu_s: Option<f64>,

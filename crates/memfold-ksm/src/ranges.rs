@@ -19,7 +19,8 @@ pub struct Mapping {
     pub start: u64,
     /// Address after the last byte.
     pub end: u64,
-    /// Permissions: `rwxp` or `rwxs`.
+    /// Permissions in the form `rwxp` (private) or `rwxs` (shared), with `-` for those that are
+    /// missing.
     pub permissions: String,
     /// Path of the mapped file; empty for anonymous memory.
     pub path: String,

@@ -30,7 +30,7 @@ pub struct Status {
 }
 
 impl Status {
-    /// Reads all counters.
+    /// Reads all counters in the directory of `controls`.
     pub fn read(controls: &Controls) -> Result<Self, KsmError> {
         Ok(Self {
             pages_shared: controls.number("pages_shared")?,

@@ -67,7 +67,7 @@ pub enum Mode {
 /// Settings of ksmd until the next step, and the reason for them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
-    /// Scan mode.
+    /// Scan mode of ksmd, from which the settings follow.
     pub mode: Mode,
     /// Fraction of the speed that the pressure on the host allows, 0.1 to 1.
     pub pressure_factor: f64,
