@@ -32,7 +32,7 @@ const NAMED: usize = 12;
 /// Model and features of a guest's CPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cpu {
-    /// QEMU's model, such as `max-x86_64-cpu`.
+    /// Model of the CPU in QEMU, such as `max-x86_64-cpu`.
     pub model: String,
     /// CPUID registers with features: leaf, sub-leaf and register in QEMU's notation, and the set
     /// bits.

@@ -25,7 +25,7 @@ pub(super) struct Active {
     pub(super) below: Option<Below>,
 }
 
-/// Overlay that is below another overlay.
+/// Overlay directly below another layer of the same disk.
 pub(super) struct Below {
     pub(super) node: String,
     pub(super) file: PathBuf,

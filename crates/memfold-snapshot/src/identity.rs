@@ -33,12 +33,12 @@ pub const HAS_GENERATION_ID: &str = "for device in /sys/bus/acpi/drivers/vmgenid
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Renew {
-    /// Random numbers only: the VM continues as the saved one.
+    /// Only random numbers: the VM continues as the saved VM.
     #[default]
     Random,
-    /// Also MAC addresses: for another VM, perhaps on the same network.
+    /// Random numbers and MAC addresses: for a second VM, perhaps on the same network.
     Network,
-    /// Also host name, machine ID and SSH host keys.
+    /// Random numbers, MAC addresses, host name, machine ID and SSH host keys.
     Identity,
 }
 

@@ -210,7 +210,7 @@ impl Plan {
 /// A chunk of a block that contains pages to save.
 #[derive(Debug)]
 pub(super) struct Chunk {
-    /// Number of the block.
+    /// Number of the chunk's block in the plan.
     pub(super) block: usize,
     /// Page in the block at which the chunk begins.
     pub(super) first: u64,

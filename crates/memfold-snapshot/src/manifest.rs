@@ -43,11 +43,11 @@ pub const DEVICES: &str = "devices";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Keep {
-    /// Nothing: the guest drops its page cache and its caches of names and inodes first.
+    /// No cache: the guest drops its page cache and its caches of names and inodes before the save.
     None,
-    /// The page cache, by reference: what the disks hold is not saved a second time.
+    /// The page cache, by reference: pages that the disks contain are not saved a second time.
     Hot,
-    /// All, as it is.
+    /// All caches, which are saved as a part of RAM.
     All,
 }
 

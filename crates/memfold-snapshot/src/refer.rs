@@ -18,7 +18,7 @@ use super::image::CHUNK_PAGES;
 pub struct Reference {
     /// Index in the image of the first page.
     pub page: u64,
-    /// Number of pages.
+    /// Number of pages in the reference.
     pub pages: u32,
     /// Index of the file in the image's sources.
     pub file: u32,

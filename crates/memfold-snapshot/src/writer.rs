@@ -29,13 +29,13 @@ static ZEROES: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
 /// Time of each stage of writing an image, summed over all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stages {
-    /// Reading memory.
+    /// Time for reading memory.
     pub read: Duration,
-    /// Computing checksums.
+    /// Time for computing checksums.
     pub hash: Duration,
-    /// Reading candidate pages from disks, and comparing them.
+    /// Time for reading candidate pages from disks, and comparing them.
     pub compare: Duration,
-    /// Finding zero pages, and writing the rest to the page cache.
+    /// Time for finding zero pages, and writing the other pages to the page cache.
     pub write: Duration,
 }
 
