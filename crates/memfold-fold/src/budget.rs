@@ -14,7 +14,7 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// Creates a full bucket.
+    /// Creates a bucket with `burst` tokens.
     #[must_use]
     pub fn new(rate: f64, burst: f64, now: Instant) -> Self {
         Self {

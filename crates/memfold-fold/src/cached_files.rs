@@ -23,7 +23,7 @@ pub struct FileUse {
 pub struct CachedRun {
     /// Host virtual address of the run in QEMU.
     pub hva: Hva,
-    /// Number of pages.
+    /// Number of pages in the run.
     pub pages: u32,
     /// Index of the file in [`CachedFiles::files`].
     pub file: u32,

@@ -21,7 +21,7 @@ pub(super) struct Cached {
 pub struct PageRun {
     /// Host virtual address of the run in QEMU.
     pub hva: Hva,
-    /// Number of pages.
+    /// Number of pages in the run.
     pub pages: u32,
     /// Number of the file, from the VM's agent.
     pub file: FileNumber,

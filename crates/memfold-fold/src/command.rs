@@ -15,7 +15,7 @@ use super::stats::EngineStats;
 
 /// Command to the engine. The engine answers a command that contains a sender through this sender.
 pub enum Command {
-    /// Adds a VM.
+    /// Adds a VM, whose memory may be folded from now on.
     Add {
         /// Number of the VM in hints and commands, valid for as long as this engine runs.
         id: VmId,
@@ -94,7 +94,7 @@ pub enum Command {
         /// Sender for the answer.
         answer: SyncSender<Owed>,
     },
-    /// Sets the budgets.
+    /// Sets the budgets of folding.
     SetBudget {
         /// Share of one core that folding may use, 0 to 1.
         cpu_share: f64,

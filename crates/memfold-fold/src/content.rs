@@ -43,7 +43,7 @@ pub struct Member {
 pub struct Content {
     /// Path of the first member.
     pub path: Box<[u8]>,
-    /// Files with these bytes.
+    /// Files that probably have these bytes.
     pub members: Vec<Member>,
     /// Whether the members have different paths.
     pub aliased: bool,

@@ -20,7 +20,7 @@ pub struct Hint {
     pub file: FileNumber,
     /// Index in the file of the run's first page, in pages.
     pub page: u32,
-    /// Length in pages.
+    /// Length of the run in pages.
     pub pages: u32,
     /// Time at which the daemon received the hint.
     pub at: Instant,

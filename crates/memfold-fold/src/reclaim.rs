@@ -79,7 +79,7 @@ impl Engine {
         true
     }
 
-    /// Syncs every VM.
+    /// Syncs the tables of every VM.
     pub(super) fn sync_all(&mut self) {
         for id in self.vms.keys().copied().collect::<Vec<_>>() {
             self.sync(id);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use memfold_units::ByteSize;
 use memfold_wire::library::{Freeze, MAX_STOP_US};
 
-/// Settings of the engine.
+/// Settings of the fold engine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineSettings {
     /// Share of one core that folding may use on average, 0 to 1.

@@ -442,7 +442,7 @@ impl VmTable {
         self.seen = Some(Bits::new(self.pages()));
     }
 
-    /// Ends an inventory.
+    /// Ends an inventory: removes the cached pages that it did not repeat.
     pub fn inventory_end(&mut self) {
         let Some(seen) = self.seen.take() else { return };
         for at in 0..self.pages() {
