@@ -14,7 +14,7 @@ use crate::bitmap::Bitmap;
 /// Kind of a page's mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Anonymous memory, as QEMU made it.
+    /// Anonymous memory, as QEMU has mapped it.
     Anonymous,
     /// A private mapping of a page store.
     Folded,
@@ -36,7 +36,7 @@ pub struct TemplateMap {
 /// Maximum number of pages between two areas that share one call of `madvise`.
 const ADVISE_GAP_PAGES: u64 = 128;
 
-/// One RAM block.
+/// One RAM block of the VM, and which of its pages are folded.
 #[derive(Debug)]
 pub struct Block {
     area: Area,
