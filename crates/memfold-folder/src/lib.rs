@@ -19,7 +19,7 @@
 //!
 //! Invariants, each kept by the module named:
 //! 1. A guest never reads zeroes or outdated bytes during a fold: pages are frozen while their
-//! mapping is replaced (`freeze`).
+//!    mapping is replaced (`freeze`).
 //! 2. Frozen pages always go back, even after an error, a panic or the daemon's death: a guard's
 //!    `drop` does it (`freeze`).
 //! 3. Between freeze and thaw there is no allocation, no lock, no socket access and no possible
