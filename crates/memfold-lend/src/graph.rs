@@ -25,7 +25,7 @@
 //! the guest may rely on is in every child that has failed no request. A child that has failed a
 //! write must never be read again:
 //! - the connection of a lent child has ended (an export serves one connection only, see `export`),
-//! or is ended as soon as QEMU reports the failure;
+//!   or is ended as soon as QEMU reports the failure;
 //! - the copy on disk is removed from the quorum as soon as QEMU reports the failure.
 //!
 //! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)). The relay

@@ -10,11 +10,11 @@
 //! ```
 //! Both helper processes run this program (`memfold iscsi-process`). Their purposes:
 //! - tgtd serves files. `target` creates an unnamed file whose pages are allocated and locked, and
-//! ends tgtd when tgtd's first session ends.
+//!   ends tgtd when tgtd's first session ends.
 //! - libiscsi reconnects forever, and QEMU's monitor has no command that makes libiscsi give up
-//! pending requests. A VM would wait for as long as its lender is dead. Therefore QEMU's `iscsi`
-//! driver runs in a process of its own (qemu-nbd), which `bridge` kills when its first session
-//! ends. The relay's NBD client then gets an error at once, as with a lender that exports by NBD.
+//!   pending requests. A VM would wait for as long as its lender is dead. Therefore QEMU's `iscsi`
+//!   driver runs in a process of its own (qemu-nbd), which `bridge` kills when its first session
+//!   ends. The relay's NBD client then gets an error at once, as with a lender that exports by NBD.
 //!
 //! iSCSI authenticates by CHAP and encrypts nothing. Anyone on the network path can read what a
 //! guest has swapped out; the relay detects changes.

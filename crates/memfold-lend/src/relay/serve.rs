@@ -5,13 +5,13 @@
 //! ```
 //! Invariants:
 //! - A request that writes is never in progress together with another request for the same blocks.
-//! A read is therefore compared with the last write, in whatever order a lender works. NBD promises
-//! the client no stricter order.
+//!   A read is therefore compared with the last write, in whatever order a lender works. NBD
+//!   promises the client no stricter order.
 //! - At most [`UNDER_WAY`] bytes of requests are in progress. This limits memory, and the time that
-//! an answer may take.
+//!   an answer may take.
 //! - The first wrong block, refusal, timeout or disconnect of any lender ends the relay: pending
-//! requests are answered with an error, and the client is disconnected. The VM continues on its
-//! other copy.
+//!   requests are answered with an error, and the client is disconnected. The VM continues on its
+//!   other copy.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
