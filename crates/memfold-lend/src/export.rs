@@ -89,7 +89,7 @@ pub enum ExportError {
     /// nbdkit ended before it was ready, or took too long to become ready.
     #[error("nbdkit did not export {bytes} bytes ({what}); it said: {output}")]
     Start {
-        /// Bytes that nbdkit was to export.
+        /// Number of bytes that nbdkit had to export.
         bytes: u64,
         /// Exit status of nbdkit, or how many bytes were locked at the time limit.
         what: String,

@@ -42,7 +42,7 @@ pub enum HttpError {
     /// The request was not sent to any server.
     #[error("cannot reach {member}: {why}")]
     Unreached {
-        /// Address of the server.
+        /// Address of the server that was asked.
         member: Member,
         /// Failed step, with the error of the kernel or of TLS.
         why: String,
@@ -50,7 +50,7 @@ pub enum HttpError {
     /// The request was sent. The server may or may not have executed it.
     #[error("{member} did not answer: {why}")]
     Unanswered {
-        /// Address of the server.
+        /// Address of the server that was asked.
         member: Member,
         /// Error of the connection, a fault in the answer, or the timeout.
         why: String,

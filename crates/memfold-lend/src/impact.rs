@@ -16,9 +16,9 @@ pub struct Blast {
 /// Effect of a lender's death on one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HurtVm {
-    /// Name of the VM's host.
+    /// Name of the host on which the VM runs.
     pub host: String,
-    /// Name of the VM.
+    /// Name of the VM that the death affects.
     pub vm: String,
     /// Size of the VM's data in this lender's RAM, in bytes.
     pub bytes: u64,

@@ -21,7 +21,8 @@ pub enum Listen {
 pub struct TcpListen {
     /// Address that exports listen on.
     pub ip: IpAddr,
-    /// Address of a forwarder in between, if there is one. Borrowers are told this address instead.
+    /// Address of a forwarder between borrowers and this host, if there is one. Borrowers are told
+    /// this address instead.
     pub announce: Option<IpAddr>,
     /// First and last TCP port of exports; `None` allows any free port.
     pub ports: Option<(u16, u16)>,

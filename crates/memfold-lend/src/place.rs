@@ -58,7 +58,7 @@ pub enum PlaceError {
     /// A file for the authentication cannot be used.
     #[error("cannot use {path} for the registry: {why}")]
     File {
-        /// Path of the file.
+        /// Path of the key, certificate or token file.
         path: PathBuf,
         /// Error of the kernel or of OpenSSL, or a file mode that lets other users read the file.
         why: String,
@@ -134,9 +134,9 @@ pub enum RegistryAt {
         /// File of the token that authenticates this host.
         token: PathBuf,
     },
-    /// An etcd cluster.
+    /// An etcd cluster, without a daemon that keeps the registry.
     Etcd {
-        /// Members of the cluster.
+        /// Addresses of the cluster's members.
         members: Vec<Member>,
         /// Files for TLS in both directions; `None` if the etcd is on this host and uses no TLS.
         tls: Option<TlsFiles>,

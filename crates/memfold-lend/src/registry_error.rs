@@ -47,7 +47,7 @@ pub enum RegistryError {
     NoLease {
         /// Number of the lease.
         id: LeaseId,
-        /// Name of the caller.
+        /// Name of the host that asked.
         who: String,
     },
     /// A later daemon lends under the same host name.

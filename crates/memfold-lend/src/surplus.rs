@@ -31,7 +31,7 @@ use super::pressure::Sample;
 /// How long a surplus must have existed before it is offered.
 const CALM: Duration = Duration::from_secs(10);
 
-/// Minimum reserve in bytes.
+/// Minimum of a host's reserve, in bytes.
 const LEAST_RESERVE: u64 = 256 << 20;
 
 /// Divisor of the host's RAM that gives the reserve (1/16 of the RAM).

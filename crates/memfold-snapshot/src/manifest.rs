@@ -54,7 +54,7 @@ pub enum Keep {
 /// Length and checksum of a file of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileFacts {
-    /// Length in bytes.
+    /// Length of the file in bytes.
     pub bytes: u64,
     /// XXH3-128 of the file's bytes, as 32 hexadecimal digits.
     pub xxh3_128: String,
@@ -122,7 +122,7 @@ pub struct SavedDisk {
 pub struct BackingFile {
     /// Path of the file.
     pub path: PathBuf,
-    /// Length in bytes.
+    /// Length of the file in bytes.
     pub bytes: u64,
     /// Modification time, in nanoseconds since 1970.
     pub modified_ns: i128,

@@ -19,7 +19,7 @@ use super::error::{SnapshotError, failed};
 /// Maximum size in bytes of a file that is copied. (Firmware variables have less than one MiB.)
 const MOST_BYTES: u64 = 64 << 20;
 
-/// Device and inode number.
+/// Identity of a file: its device and inode number.
 type Id = (u64, u64);
 
 fn id(facts: &Metadata) -> Id {

@@ -54,7 +54,7 @@ pub struct HintRun {
     pub pages: u32,
 }
 
-/// Consecutive guest page frames.
+/// A run of consecutive guest page frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PfnRun {
     /// Number of the first page frame.

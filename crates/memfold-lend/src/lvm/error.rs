@@ -43,7 +43,7 @@ pub enum LvmError {
     Unfit {
         /// Name of the volume.
         volume: Volume,
-        /// Property of the volume for which it cannot be put on lent RAM.
+        /// Property of the volume that does not allow lent RAM.
         why: String,
         /// Command or action of the operator that makes it possible.
         fix: String,

@@ -9,9 +9,9 @@ use crate::lease::{Durability, LeaseId};
 /// Record of a logical volume that is on lent RAM, or is being moved there or back.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loan {
-    /// Name of the volume.
+    /// Name of the logical volume that is on loan.
     pub volume: Volume,
-    /// Size of the volume, in bytes.
+    /// Size of the logical volume, in bytes.
     pub bytes: u64,
     /// Place where the bytes survive if the lender dies.
     pub durability: Durability,

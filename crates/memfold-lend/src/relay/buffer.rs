@@ -9,7 +9,7 @@ pub(super) const READ: usize = 256 << 10;
 /// requests in progress.
 pub(super) const MOST: usize = 8 << 20;
 
-/// A queue of bytes.
+/// A queue of bytes of one connection.
 #[derive(Debug, Default)]
 pub(super) struct Buffer {
     pub(super) bytes: Vec<u8>,

@@ -40,18 +40,18 @@ pub struct Chunk {
     pub at: u64,
     /// Offset of the first byte from the start of the request.
     pub from: u64,
-    /// Length in bytes.
+    /// Length of the chunk in bytes.
     pub length: u64,
 }
 
 /// One lender's part of a request, which is contiguous at the lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Number of the lender.
+    /// Number of the lender that has the run.
     pub lender: usize,
     /// Offset at the lender of the first byte.
     pub at: u64,
-    /// Length in bytes.
+    /// Length of the run in bytes.
     pub length: u64,
 }
 
