@@ -9,7 +9,7 @@
 //!                                                  pages merged or unmerged, a VM started
 //!
 //!    boost:  the whole CPU budget           steady: a full scan per target time, within the budget       idle: a tenth of that
-//!    each of these drops to a tenth at most while tasks wait for CPU or memory (PSI)
+//!    While tasks wait for CPU or memory (PSI), each of these speeds is reduced, to no less than a tenth.
 //! ```
 //! [`Steer`] only computes; it reads no clock and no file. Each [`Sample`] holds the kernel's
 //! figures at one moment.
