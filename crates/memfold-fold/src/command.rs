@@ -65,7 +65,7 @@ pub enum Command {
     /// VM until [`Command::Release`].
     Track(VmId, SyncSender<Result<(), String>>),
     /// Saves the present bytes of ranges of a stopped VM's memory in this file, before the VM
-    /// overwrites them ([`Order::KeepPast`]).
+    /// overwrites them (`Order::KeepPast`).
     KeepPast(VmId, Vec<Range>, OwnedFd, SyncSender<Result<(), String>>),
     /// Ends the tracking of a VM's writes. The engine still does not fold the VM.
     Untrack(VmId, SyncSender<Result<(), String>>),

@@ -182,7 +182,7 @@ impl Engine {
         }
     }
 
-    /// Handles a library that no longer answers: the VM is not folded until [`Command::Reached`].
+    /// Handles a library that no longer answers: the VM is not folded until `Command::Reached`.
     /// Usually the VM is ending; the daemon's watcher of the VM's process reports that.
     pub(super) fn lost(&mut self, id: VmId, error: &GuestError) {
         if let Some(vm) = self.vms.get_mut(&id) {
