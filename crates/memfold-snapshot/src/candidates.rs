@@ -30,8 +30,8 @@ use super::file_facts::Stamp;
 use super::freeze::Frozen;
 use super::image::is_zero;
 
-/// Most mappings that the runs to compare may need in a restored VM. Runs that a changed page splits
-/// need more ([`MOST_MAPPINGS`]).
+/// Maximum number of mappings that the runs to compare may need in a restored VM. A run that a
+/// changed page splits needs more mappings ([`MOST_MAPPINGS`] is their limit).
 ///
 /// [`MOST_MAPPINGS`]: super::manifest::MOST_MAPPINGS
 const MOST_COMPARED: usize = 24_576;
@@ -438,8 +438,8 @@ fn mappings(runs: &[Run], shortest: u64) -> usize {
     wanted.map(of_run).sum()
 }
 
-/// Joins adjacent runs and drops the shortest, so that the rest need at most [`MOST_COMPARED`]
-/// mappings.
+/// Joins adjacent runs and drops the shortest ones, so that the remaining runs need at most
+/// [`MOST_COMPARED`] mappings.
 fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for run in placed {
@@ -456,7 +456,8 @@ fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
     lengths.dedup();
     let is_too_many = |&length: &u64| mappings(&runs, length) > MOST_COMPARED;
     let shortest = lengths.partition_point(is_too_many);
-    // Of the next shorter ones, as many as there is room for, each with a gap.
+    // The runs of the next shorter length are kept while there are mappings left for each of them
+    // and its gap.
     let mut room = (MOST_COMPARED - mappings(&runs, lengths[shortest])) / 2;
     let next = shortest.checked_sub(1).map(|next| lengths[next]);
     runs.retain(|run| {
@@ -543,16 +544,16 @@ mod tests {
             choose(touching.into_iter()),
             [run(10, 5, 0, 7), run(15, 4, 0, 13), run(19, 4, 1, 17)]
         );
-        // Each run is followed by a gap.
+        // A gap follows each run.
         let many = (0..MOST_COMPARED as u64).map(|n| run(n * 100, 4 + n % 40, 0, n * 200));
         let chosen = choose(many);
         assert_eq!(chosen.len(), MOST_COMPARED / 2);
         assert_eq!(mappings(&chosen, 1), MOST_COMPARED);
         assert!(chosen.iter().all(|run| run.pages >= 23));
-        // No gap: twice as many runs.
+        // Runs without gaps: twice as many are chosen.
         let adjacent = (1..MOST_COMPARED as u64).map(|n| run(n * 4, 4, 0, n * 200));
         assert_eq!(choose(adjacent).len(), MOST_COMPARED - 1);
-        // All of one length.
+        // All runs have the same length.
         let many = (0..MOST_COMPARED as u64).map(|n| run(n * 100, 63, 0, n * 200));
         assert_eq!(choose(many).len(), MOST_COMPARED / 2);
     }

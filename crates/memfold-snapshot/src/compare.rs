@@ -39,7 +39,8 @@ pub(super) struct Comparison {
 }
 
 impl Comparison {
-    /// A run splits where a page differs, which needs two more mappings.
+    /// Creates a comparison with `candidates`. A run splits where a page differs, and each split
+    /// needs two more mappings, so the free mappings limit the number of splits.
     pub(super) fn new(candidates: Candidates) -> Self {
         let (runs, used) = candidates.counts();
         Self {

@@ -79,14 +79,15 @@ pub struct References {
     pub sources: Vec<PathBuf>,
     /// Number of pages kept by reference.
     pub pages: u64,
-    /// Number of mappings that they need: one for consecutive references, and one for each gap
-    /// between them. Unset in snapshots from before 2026-11-26, which refer to single pages.
+    /// Number of mappings that the references need: one for consecutive references, and one for
+    /// each gap between references. Unset in snapshots from before 2026-11-26, which refer to
+    /// single pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mappings: Option<u64>,
 }
 
-/// Most mappings of disks' files, and of the gaps between them, for one image. A process may have
-/// 65,530 mappings (`vm.max_map_count`); folding needs the rest.
+/// Maximum number of mappings for one image: of disks' files, and of the gaps between them. A
+/// process may have 65,530 mappings (`vm.max_map_count`); folding needs the rest.
 pub(super) const MOST_MAPPINGS: usize = 40_960;
 
 /// A disk at the instant of the snapshot.

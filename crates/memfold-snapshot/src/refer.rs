@@ -65,8 +65,8 @@ impl Reference {
     }
 }
 
-/// Returns the number of mappings that sorted references need: one for consecutive references, and
-/// one for each gap between them.
+/// Returns the number of mappings that `references` (sorted) need: one for consecutive references,
+/// and one for each gap between references.
 #[must_use]
 pub fn mappings(references: &[Reference]) -> u64 {
     let mut end = None;

@@ -642,7 +642,7 @@ mod tests {
                 (1025, 75, 1525)
             ]
         );
-        // Five runs, each behind a gap.
+        // There are five runs, and a gap precedes each.
         assert_eq!(crate::refer::mappings(&references), 10);
         let full = (0..2000)
             .filter(|&p| is_saved(p) || (100..1500).contains(&p))
