@@ -62,7 +62,7 @@ pub struct VmStats {
     pub hint_runs: u64,
     /// Pages in the agent's hints.
     pub hint_pages: u64,
-    /// Hinted pages that are outside the VM's RAM, or of files that were never introduced: the
+    /// Hinted pages that are outside the VM's RAM, or of files that the agent never introduced: the
     /// agent is wrong or lies.
     pub bogus_pages: u64,
     /// Reported pages that were dropped because of the limits for this VM.
@@ -75,7 +75,7 @@ pub struct VmStats {
     pub agent_cpu_us: u64,
     /// Resident set of the guest's agent in bytes, as the agent reports it.
     pub agent_rss_bytes: u64,
-    /// Pages known to cache a file page now.
+    /// Guest pages that cache a page of a file now, as the agent reports them.
     pub cached_pages: u64,
     /// Runs of cached pages that are consecutive in guest memory and in their file. Folding all of
     /// them takes about as many mappings.
@@ -126,15 +126,15 @@ pub struct VmStats {
 /// Statistics of one trust domain.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DomainStats {
-    /// Name of the domain.
+    /// Name of the trust domain.
     pub domain: String,
-    /// Device of the store's file.
+    /// Device number of the page store's file.
     pub store_dev: u64,
-    /// Inode of the store's file.
+    /// Inode number of the page store's file.
     pub store_ino: u64,
     /// Bytes in the page store, in memory or swap.
     pub store_bytes: u64,
-    /// Most bytes that the page store may hold.
+    /// Maximum number of bytes that the page store may hold.
     pub store_cap_bytes: u64,
     /// Whether the store accepts no new content, because of its cap or an error.
     pub store_full: bool,
@@ -158,9 +158,9 @@ impl DomainStats {
 /// Statistics of the whole engine. `case_*` count compared pages by path and content.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EngineStats {
-    /// Whether folding is paused by the operator.
+    /// Whether the operator has paused folding.
     pub paused: bool,
-    /// Reason why the daemon keeps the engine from sharing more, while it does.
+    /// Reason why the daemon keeps the engine from sharing more; null if the engine may share.
     #[serde(default)]
     pub braked: Option<String>,
     /// CPU time of the engine's thread in seconds, without the time for reports.
@@ -186,13 +186,13 @@ pub struct EngineStats {
     pub case_different_path_same_content: u64,
     /// Pages with another path (same name and size) and other bytes.
     pub case_different_path_different_content: u64,
-    /// Times that a file was given up for a while because its bytes kept differing.
+    /// Number of times that the engine gave up a file for a while because its bytes kept differing.
     pub files_given_up: u64,
     /// Pages not folded, because too few pages of their huge page cache files.
     pub huge_kept_pages: u64,
     /// Runs not folded, because the VM has nearly as many mappings as the kernel allows.
     pub mapping_budget_runs: u64,
-    /// Hints that wait to be processed, of all VMs.
+    /// Hints of all VMs that wait to be processed.
     pub hints_waiting: u64,
     /// Memory of the engine's tables, in bytes.
     pub own_bytes: u64,

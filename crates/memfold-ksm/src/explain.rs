@@ -19,21 +19,21 @@ pub use super::facts::Steered;
 /// A cause, and the pages of a VM that it affects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Finding {
-    /// Why KSM does not merge these pages.
+    /// Reason why KSM does not merge these pages.
     pub cause: Cause,
     /// Whether these pages cannot merge at all until somebody changes something.
     pub blocks: bool,
     /// Number of affected pages.
     pub pages: u64,
-    /// Affected bytes.
+    /// Size of the affected pages, in bytes.
     pub bytes: u64,
-    /// Description of the cause.
+    /// Description of the cause for the operator.
     pub words: String,
-    /// Remedy.
+    /// Change that would let these pages merge.
     pub fix: String,
 }
 
-/// Explanation of a VM's merging.
+/// Explanation of how much of a VM's memory is merged, and why no more.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Explanation {
     /// Name of the VM.
@@ -42,14 +42,15 @@ pub struct Explanation {
     pub pid: i32,
     /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Bytes of guest memory: mappings of RAM, and other large ones that the guest sees.
+    /// Size of guest memory, in bytes: mappings of RAM and other large mappings that the guest
+    /// sees.
     pub guest_bytes: u64,
-    /// Part of the guest memory that is advised mergeable.
+    /// Part of the guest memory that is advised mergeable, in bytes.
     pub mergeable_bytes: u64,
-    /// Part of the mergeable memory that is in memory.
+    /// Part of the mergeable memory that is in the host's RAM, in bytes.
     pub present_bytes: u64,
-    /// Part of the present memory that is merged (mapped to a page that others map too), zero pages
-    /// on the kernel's zero page included.
+    /// Part of `present_bytes` that is merged (mapped to a page that others map too), zero pages on
+    /// the kernel's zero page included.
     pub merged_bytes: u64,
     /// Bytes that merging saves in this process, less its metadata (`ksm_process_profit`).
     pub profit_bytes: Option<i64>,
@@ -63,9 +64,10 @@ pub struct Explanation {
     /// Longest time until the first pages merge, in seconds, if equal pages exist; null: some are
     /// merged, or nothing can merge.
     pub first_merge_s: Option<f64>,
-    /// Summary in one line.
+    /// Summary of the VM's merging in one line.
     pub verdict: String,
-    /// The causes. Those that block come first, then the largest numbers of pages.
+    /// Causes why pages are not merged. Causes that block come first, then causes with the most
+    /// pages.
     pub causes: Vec<Finding>,
 }
 

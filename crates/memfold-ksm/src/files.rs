@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 use super::controls::Controls;
 use super::error::KsmError;
 
-/// Role of a file: setting or counter.
+/// Role of a file in `/sys/kernel/mm/ksm`: setting or counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -18,13 +18,14 @@ pub enum Role {
     Counter,
 }
 
-/// Contents of a file. Most are numbers; a profit may be negative. `advisor_mode` is a word.
+/// Contents of a file in `/sys/kernel/mm/ksm`. Most are numbers; a profit may be negative.
+/// `advisor_mode` is a word.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum Value {
-    /// A number.
+    /// The file holds one number.
     Number(i64),
-    /// Anything else, as the kernel writes it.
+    /// The file holds anything else, as the kernel writes it.
     Text(String),
 }
 
@@ -37,14 +38,14 @@ impl std::fmt::Display for Value {
     }
 }
 
-/// One file and its present contents.
+/// One file in `/sys/kernel/mm/ksm` and its present contents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Entry {
     /// The kernel's name of the file.
     pub name: String,
     /// Whether the file is a setting or a counter.
     pub role: Role,
-    /// Contents; null: this kernel lacks the file.
+    /// Contents of the file; null if this kernel lacks the file.
     pub value: Option<Value>,
     /// Unit of the value.
     pub unit: String,

@@ -24,9 +24,9 @@ pub struct Part {
     pub name: String,
     /// Trust domain, if a daemon knows the VM.
     pub domain: Option<String>,
-    /// Process number.
+    /// Number of the process.
     pub pid: i32,
-    /// Whether KSM may merge some of its memory.
+    /// Whether KSM may merge some of the process's memory.
     pub mergeable: bool,
     /// Number of merged pages (mapped to a page that others map too), without pages on the kernel's
     /// zero page.
@@ -35,7 +35,8 @@ pub struct Part {
     pub ksm_zero_pages: Option<u64>,
     /// Number of ksmd's metadata items, one for each page that it tracks.
     pub ksm_rmap_items: Option<u64>,
-    /// Bytes that KSM saves according to the kernel; negative: its metadata take more.
+    /// Bytes that KSM saves in this process according to the kernel; negative if KSM's metadata
+    /// take more.
     pub ksm_process_profit: Option<i64>,
     /// Whether the process has offered all of its memory (`PR_SET_MEMORY_MERGE`).
     pub ksm_merge_any: Option<bool>,
@@ -74,9 +75,10 @@ pub struct Totals {
     pub ksm_zero_pages: u64,
     /// Number of ksmd's metadata items, one for each page that it tracks.
     pub ksm_rmap_items: u64,
-    /// Bytes that KSM saves according to the kernel; negative: its metadata take more.
+    /// Bytes that KSM saves in these processes according to the kernel; negative if KSM's metadata
+    /// take more.
     pub ksm_process_profit: i64,
-    /// Bytes of ksmd's metadata.
+    /// Bytes of ksmd's metadata about these processes.
     pub rmap_overhead_bytes: u64,
 }
 
@@ -95,7 +97,7 @@ pub struct Steering {
     pub mode: Option<Mode>,
     /// Description of the reason for the mode.
     pub why: String,
-    /// Reason why KSM is paused; null: it runs.
+    /// Reason why KSM is paused; null while KSM runs.
     pub held: Option<String>,
     /// Present value of `pages_to_scan`.
     pub pages_to_scan: u64,
@@ -122,10 +124,10 @@ pub struct Overview {
     pub available: bool,
     /// All files of `/sys/kernel/mm/ksm`.
     pub files: Vec<Entry>,
-    /// CPU time of ksmd since boot, in seconds; null if it cannot be seen.
+    /// CPU time of ksmd since the host's boot, in seconds; null if it cannot be read.
     pub ksmd_cpu_s: Option<f64>,
-    /// Anonymous memory of the processes with mergeable memory: the memory that a full scan
-    /// examines, and a little of QEMU's own.
+    /// Anonymous memory of the processes with mergeable memory, in bytes: the memory that a full
+    /// scan examines, and a little of QEMU's own.
     pub mergeable_bytes: u64,
     /// Duration of a full scan at the present settings, in seconds.
     pub pass_s: Option<f64>,
@@ -133,7 +135,7 @@ pub struct Overview {
     pub pressure: Pressure,
     /// Whether a daemon was asked. Only then VMs have names and trust domains.
     pub daemon: bool,
-    /// State of the daemon's steering; null: it does not steer KSM.
+    /// State of the daemon's steering; null if the daemon does not steer KSM.
     pub steering: Option<Steering>,
     /// VMs: those of the daemon, and all QEMUs with mergeable memory.
     pub vms: Vec<Part>,

@@ -9,13 +9,13 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Percent of the last ten seconds in which at least one task waited (`some avg10`). `None`: the
-/// kernel does not tell (no `CONFIG_PSI`, or `psi=0`).
+/// Percentage of the last ten seconds in which at least one task waited (`some avg10`). A value is
+/// null if the kernel does not measure it (no `CONFIG_PSI`, or `psi=0`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Pressure {
-    /// Waiting for a CPU.
+    /// Percentage of time in which a task waited for a CPU.
     pub cpu_some_avg10: Option<f64>,
-    /// Waiting for memory.
+    /// Percentage of time in which a task waited for memory.
     pub memory_some_avg10: Option<f64>,
 }
 

@@ -56,11 +56,12 @@ pub struct Sample {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// The whole CPU budget: a VM started or memory grew, and two full scans have not passed since.
+    /// ksmd uses the whole CPU budget: a VM started or memory grew, and two full scans have not
+    /// passed since.
     Boost,
-    /// One full scan per target time.
+    /// ksmd completes one full scan per target time.
     Steady,
-    /// A tenth of the steady speed: two passes in a row merged nothing.
+    /// ksmd scans at a tenth of the steady speed: two full scans in a row merged nothing.
     Idle,
 }
 

@@ -40,13 +40,13 @@ hwclock --systohc";
 pub struct ClockStep {
     /// Whether the guest's agent has not answered yet.
     pub pending: bool,
-    /// Milliseconds that the guest's clock was behind the host's; negative: ahead.
+    /// Milliseconds that the guest's clock was behind the host's clock; negative if it was ahead.
     pub behind_ms: Option<f64>,
     /// Milliseconds that the clock was still behind after it was set, as measured.
     pub left_ms: Option<f64>,
     /// Uncertainty of `left_ms`, in milliseconds.
     pub uncertainty_ms: Option<f64>,
-    /// Why the clock or the RTC is not correct.
+    /// Reason why the clock or the RTC is not correct, if there is one.
     pub problem: Option<String>,
 }
 

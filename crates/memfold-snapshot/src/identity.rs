@@ -42,12 +42,12 @@ pub enum Renew {
     Identity,
 }
 
-/// Result of renewing identities.
+/// Result of renewing the identities of a restored VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Renewal {
     /// Whether the guest has not answered yet.
     pub pending: bool,
-    /// Renewed identities, as text.
+    /// Identities that the guest has renewed, as text.
     pub done: Vec<String>,
     /// Identities that are unchanged from the snapshot, with reasons.
     pub left: Vec<String>,

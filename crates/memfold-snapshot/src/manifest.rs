@@ -253,21 +253,21 @@ pub struct Steps {
 /// Summary of a snapshot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SnapshotInfo {
-    /// Its name.
+    /// Name of the snapshot.
     pub name: String,
-    /// Its trust domain.
+    /// Trust domain of the snapshot.
     pub domain: Option<String>,
-    /// The VM that was saved.
+    /// Name of the VM that was saved.
     pub vm: String,
-    /// When, in seconds since 1970.
+    /// Time of the save, in seconds since 1970.
     pub created_s: u64,
-    /// RAM of the VM, in bytes.
+    /// Size of the VM's RAM, in bytes.
     pub memory_bytes: u64,
     /// Bytes that the snapshot takes on disk now.
     pub disk_bytes: u64,
-    /// VMs that run from the snapshot.
+    /// Names of the VMs that run from the snapshot.
     pub users: Vec<String>,
-    /// Why the snapshot cannot be used; unset: it can.
+    /// Reason why the snapshot cannot be used; unset if it can be used.
     pub problem: Option<String>,
 }
 
