@@ -60,11 +60,17 @@ const WRITE: &str = "systemd-run -q --unit=write sh -c 'while :; do dd if=/dev/u
 const LIVE: &str = "live";
 const LIVE_SAVES: u32 = 5;
 
+/// The disk with files that fill the guest's page cache.
+const DATA: &str = "data.img";
+
 /// Bytes of each file that fills the guest's page cache.
 const FILE: ByteSize = ByteSize::mib(128);
 
 /// Throughput of the disk of the study that memfold's snapshots come from: 70 MB/s.
-pub const STUDY_DISK_BYTES_PER_S: u64 = 70_000_000;
+const STUDY_DISK_BYTES_PER_S: u64 = 70_000_000;
+
+/// No limit of a disk's throughput.
+const NO_LIMIT: u64 = 0;
 
 /// A way to save and restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -181,7 +187,7 @@ impl Bench {
     fn start(case: &Case) -> anyhow::Result<(Self, u64)> {
         let lab = Lab::new(EngineSettings::default())?;
         // It goes with the laboratory, also when that is interrupted.
-        let data = lab.directory().join("data.img");
+        let data = lab.directory().join(DATA);
         make_data(&data, case.memory).with_context(|| format!("cannot make {}", data.display()))?;
         let mut spec = Lab::spec(VM, "trixie-a", case.memory, DiskMode::Buffered)?;
         let mut disk = DiskSpec::new(&data);
@@ -193,6 +199,15 @@ impl Bench {
         let cached = lab.exec(VM, FILL, LIMIT)?;
         let cached_kib = cached.trim().parse().context("the guest's cache")?;
         Ok((Self { lab, spec, held }, cached_kib))
+    }
+
+    /// Reads the disk whose files the guest has cached into the host's page cache, where it was when
+    /// the guest had read it: QEMU drops it there after a migration (option `drop-cache` of its
+    /// driver `file`).
+    fn cache_on_host(&self) -> anyhow::Result<()> {
+        let mut data = File::open(self.lab.directory().join(DATA))?;
+        std::io::copy(&mut data, &mut std::io::sink())?;
+        Ok(())
     }
 
     fn file(&self, arm: Arm, end: &str) -> PathBuf {
@@ -288,12 +303,16 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
         checks: 0,
         wrong: 0,
     };
-    if case.is_study_disk {
-        loop_disk::limit(lab.directory(), STUDY_DISK_BYTES_PER_S)?;
-    }
     for round in 0..case.rounds {
         for &arm in case.arms() {
+            bench.cache_on_host()?;
+            if case.is_study_disk {
+                loop_disk::limit(lab.directory(), STUDY_DISK_BYTES_PER_S)?;
+            }
             let (way, manifest) = bench.save(arm, round)?;
+            if case.is_study_disk {
+                loop_disk::limit(lab.directory(), NO_LIMIT)?;
+            }
             measured.ways.entry(arm).or_default().push(way);
             if let Some(manifest) = manifest {
                 if manifest.keep == Keep::None {
@@ -319,6 +338,9 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
         lab.daemon().snapshots().restore(LIVE, &live)?;
         let is_right = bench.check("live")?;
         measured.check(is_right);
+    }
+    if case.is_study_disk {
+        loop_disk::limit(lab.directory(), STUDY_DISK_BYTES_PER_S)?;
     }
     restore_all(&bench, &mut measured)?;
     for (&arm, manifest) in &measured.saved {
