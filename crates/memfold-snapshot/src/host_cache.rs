@@ -7,9 +7,9 @@ use memfold_vm::{DiskFormat, VmSpec};
 
 use super::disk_chain::chain;
 
-/// Returns the part, from 0 to 1, of so many pages of a VM's disks that the host's page cache holds.
-/// It assumes that the host has cached what the guest has cached. Before Linux 6.5, which does not
-/// report it, the disks' cache modes decide: all or nothing.
+/// Returns the part, from 0 to 1, of so many pages of a VM's disks that the host's page cache
+/// holds. It assumes that the host has cached what the guest has cached. Before Linux 6.5, which
+/// does not report it, the disks' cache modes decide: all or nothing.
 pub fn cached_part(spec: &VmSpec, pages: u64) -> f64 {
     cached_pages(spec).map_or_else(
         || f64::from(u8::from(spec.disks.iter().any(|disk| !disk.cache.direct()))),

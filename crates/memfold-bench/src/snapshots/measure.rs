@@ -201,9 +201,9 @@ impl Bench {
         Ok((Self { lab, spec, held }, cached_kib))
     }
 
-    /// Reads the disk whose files the guest has cached into the host's page cache, where it was when
-    /// the guest had read it: QEMU drops it there after a migration (option `drop-cache` of its
-    /// driver `file`).
+    /// Reads the disk whose files the guest has cached into the host's page cache, where it was
+    /// when the guest had read it: QEMU drops it there after a migration (option `drop-cache` of
+    /// its driver `file`).
     fn cache_on_host(&self) -> anyhow::Result<()> {
         let mut data = File::open(self.lab.directory().join(DATA))?;
         std::io::copy(&mut data, &mut std::io::sink())?;
