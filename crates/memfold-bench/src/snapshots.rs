@@ -61,7 +61,6 @@ struct Scale {
 
 /// Parts that can be measured alone.
 const PIPELINE: &str = "pipeline";
-const STUDY_DISK: &str = "study-disk";
 const VMS: &str = "vms";
 const WARMTH: &str = "warmth";
 
@@ -118,7 +117,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     if let Some(memory) = options.memory {
         (scale.sizes_mib, scale.used_mib) = (vec![memory.0 >> 20], Vec::new());
     }
-    let parts = [PIPELINE, VMS, STUDY_DISK, WARMTH];
+    let parts = [PIPELINE, VMS, study_disk::ARM, WARMTH];
     for name in &options.arms {
         ensure!(
             parts.contains(&name.as_str()),
@@ -151,7 +150,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         results.extend(found);
         samples.extend(all.iter().map(sample));
     }
-    if is_wanted(STUDY_DISK) {
+    if is_wanted(study_disk::ARM) {
         let mut found = study_disk::measure(&scale.on_study_disk(), options)?;
         if let Value::Object(found) = found["results"].take() {
             results.extend(found);

@@ -11,6 +11,9 @@ use super::measure::Case;
 use crate::loop_disk::LoopDisk;
 use crate::study::Options;
 
+/// Name of this part of the study.
+pub const ARM: &str = "study-disk";
+
 /// The variable that tells the process that its disk is the slow one.
 const INSIDE: &str = "MEMFOLD_BENCH_STUDY_DISK";
 
@@ -32,7 +35,7 @@ pub fn measure(case: &Case, options: &Options) -> anyhow::Result<Value> {
         &place.path().join("mounted"),
     )?;
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["snapshots", "--json", "--arm", super::STUDY_DISK]);
+    command.args(["snapshots", "--json", "--arm", ARM]);
     command.args(options.quick.then_some("--quick"));
     command.args(["--memory", &format!("{}M", case.memory.0 >> 20)]);
     command.env("TMPDIR", disk.place()).env(INSIDE, "1");
