@@ -39,6 +39,8 @@ struct Prepared {
     candidates: Vec<Candidate>,
     /// Why memfold chose what is kept; `None`: that was asked for.
     keep_reason: Option<String>,
+    /// Whether the guest's kernel knows its VM generation ID.
+    generation_id: bool,
 }
 
 impl Snapshots {
@@ -90,7 +92,17 @@ impl Snapshots {
             let of = (&machine, &subject, &right);
             self.save_prepared(of, request, of_boot, began, (keep, prepared), &progress)
         };
-        let (keep, prepared) = self.prepare(&machine, &subject, request.keep, &progress)?;
+        // Two questions to the guest at once, because each takes an emulated guest a while.
+        let (generation_id, prepared) = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| has_generation_id(&machine));
+            let prepared = self.prepare(&machine, &subject, request.keep, &progress);
+            (asked.join().unwrap_or(false), prepared)
+        });
+        let (keep, prepared) = prepared?;
+        let prepared = Prepared {
+            generation_id,
+            ..prepared
+        };
         if keep != Keep::None {
             return save(keep, prepared);
         }
@@ -205,11 +217,6 @@ impl Snapshots {
             drop_ms: save::milliseconds(began.elapsed()),
             ..Steps::default()
         };
-        // Asked twice, because the result is recorded for good, and a guest that has just dropped
-        // its caches may be slow.
-        let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
-        let asked = ask().or_else(|_| ask());
-        let generation_id = asked.is_ok_and(|answer| answer.code == 0);
         progress.begin("guest lists its free pages", 0);
         let listing = Instant::now();
         let merging = request.live.then(|| self.ksm.stop_merging()).transpose()?;
@@ -235,7 +242,7 @@ impl Snapshots {
         steps.list_ms = save::milliseconds(listing.elapsed());
         let saving = save::Request {
             agent: agent.as_ref().is_some_and(|a| a.session().is_some()),
-            generation_id,
+            generation_id: prepared.generation_id,
             name: request.name.clone(),
             keep,
             keep_reason: prepared.keep_reason,
@@ -277,6 +284,14 @@ impl Snapshots {
         );
         Ok(manifest)
     }
+}
+
+/// Asks the guest whether its kernel knows its VM generation ID; twice, because the result is
+/// recorded for good, and the guest may be slow.
+fn has_generation_id(machine: &Machine) -> bool {
+    let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
+    let asked = ask().or_else(|_| ask());
+    asked.is_ok_and(|answer| answer.code == 0)
 }
 
 pub(super) fn subject(machine: &Machine) -> Result<Subject, SnapshotError> {
