@@ -227,7 +227,7 @@ pub struct Manifest {
 pub struct Steps {
     /// Time in which the guest dropped its caches.
     pub drop_ms: f64,
-    /// Time in which the guest listed its free pages.
+    /// Wait for the list of free pages, which the guest makes while the save is prepared.
     pub list_ms: f64,
     /// Time in which QEMU wrote its device state.
     pub devices_ms: f64,

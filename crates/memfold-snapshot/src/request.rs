@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use super::candidates::Candidate;
-use super::free::Frames;
 use super::manifest::{Keep, Steps};
 
 /// Input of a save: the snapshot's name, options, and results of the steps before the save.
@@ -29,9 +28,6 @@ pub struct Request {
     pub compress: bool,
     /// Time at which the save began.
     pub began: Instant,
-    /// Frames that were free in the guest while its writes were tracked, or the reason why this is
-    /// unknown.
-    pub free: Result<Vec<Frames>, String>,
     /// Reason why the guest still has caches that it should have dropped.
     pub cache_kept: Option<String>,
     /// Durations of the steps before the save.

@@ -18,7 +18,7 @@ use super::disk_copy::{self, Copied};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::file_facts::facts;
-use super::free;
+use super::free::{self, Frames};
 use super::freeze::{self, Frozen};
 use super::host_memory::host_available_pages;
 use super::image::{Plan, Source};
@@ -30,6 +30,10 @@ use super::writer::Writer;
 /// Stops and resumes a VM for its snapshot. Dropping the value resumes the VM and the folding of
 /// its memory.
 pub trait Hold {
+    /// Returns the page frames that the guest had free while its writes were tracked; or why they
+    /// are not known. Called once, before the VM is stopped.
+    fn free_pages(&self) -> Result<Vec<Frames>, String>;
+
     /// Stops the VM. `qmp` is the VM's monitor.
     fn stop(&self, qmp: &mut Qmp) -> Result<(), String>;
 
@@ -88,13 +92,16 @@ pub(super) fn stand_still<'a>(
     let layout = vm.layout(qmp)?;
     let candidates = Candidates::find(vm.pid(), &layout, spec, frozen, &request.candidates);
     steps.refer_ms = milliseconds(began.elapsed());
+    let waiting = Instant::now();
+    let free = hold.free_pages();
+    steps.list_ms = milliseconds(waiting.elapsed());
     hold.stop(qmp).map_err(SnapshotError::Impossible)?;
     let stopped = Instant::now();
     let devices = device_state(qmp, draft)?;
     steps.devices_ms = milliseconds(stopped.elapsed());
     let began = Instant::now();
     let layout = vm.layout(qmp)?;
-    let free = request.free.clone().and_then(|frames| {
+    let free = free.and_then(|frames| {
         free::unwritten(vm.pid(), &layout, &frames)
             .map_err(|error| format!("cannot read which pages were written: {error}"))
     });

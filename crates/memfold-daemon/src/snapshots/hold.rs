@@ -2,7 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,9 @@ use crate::machine::Machine;
 /// Time limit for a guest to list its free pages.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Page frames that the guest has free; or why they are not known.
+type FreePages = Result<Vec<Frames>, String>;
+
 /// A VM whose writes are tracked, or that is stopped, for its save. Dropping it resumes the VM and
 /// ends tracking.
 pub(super) struct HeldVm<'a> {
@@ -33,6 +36,8 @@ pub(super) struct HeldVm<'a> {
     stopped: Cell<Option<Instant>>,
     /// Total time for which the save has stopped the VM.
     stood: Cell<Duration>,
+    /// The answer about the guest's free pages that is on its way, or why there will be none.
+    listing: RefCell<Result<Receiver<FreePages>, String>>,
     /// The note about this save; only for a VM that memfold did not start.
     noted: Option<NotedSave<'a>>,
 }
@@ -54,6 +59,7 @@ impl<'a> HeldVm<'a> {
             merging: RefCell::new(merging),
             stopped: Cell::new(None),
             stood: Cell::new(Duration::ZERO),
+            listing: RefCell::new(Err("the guest was not asked".into())),
             noted,
         }
     }
@@ -68,12 +74,16 @@ impl HeldVm<'_> {
                 .map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Begins to track the VM's writes, and then asks the guest for its free pages.
-    ///
+    /// Begins to track the VM's writes, and then asks the guest for its free pages. The guest
+    /// answers while the save is prepared further.
+    pub fn ask_free_pages(&self) {
+        *self.listing.borrow_mut() = self.begin_listing();
+    }
+
     /// # Errors
     ///
     /// A text that says why free pages cannot be left out of the snapshot.
-    pub fn free_pages(&self) -> Result<Vec<Frames>, String> {
+    fn begin_listing(&self) -> Result<Receiver<FreePages>, String> {
         // Conditions may have changed. For example, a device that writes to pinned memory bypasses
         // the page tables.
         self.machine.look_again();
@@ -84,13 +94,14 @@ impl HeldVm<'_> {
             return Err("the guest has no memfold-agent".to_owned());
         }
         self.tell("tracked", Command::Track)?;
-        let listed = self.machine.run(free::LIST, LIST_TIMEOUT);
-        let listed = listed.map_err(|error| error.to_string())?;
-        if listed.code != 0 {
-            let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
-            return Err(format!("the guest cannot list its free pages: {words}"));
-        }
-        free::parse(&listed.stdout, self.machine.ram_pages())
+        let (answer, answered) = sync_channel(1);
+        let machine = self.machine.clone();
+        std::thread::Builder::new()
+            .name("free pages".into())
+            // The save may have failed meanwhile.
+            .spawn(move || drop(answer.send(list_free_pages(&machine))))
+            .map_err(|error| format!("cannot start a thread: {error}"))?;
+        Ok(answered)
     }
 
     /// Sends the fold engine a command for this VM that [`Command::Release`] undoes. `what`
@@ -112,7 +123,26 @@ impl HeldVm<'_> {
     }
 }
 
+fn list_free_pages(machine: &Machine) -> FreePages {
+    let listed = machine.run(free::LIST, LIST_TIMEOUT);
+    let listed = listed.map_err(|error| error.to_string())?;
+    if listed.code != 0 {
+        let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
+        return Err(format!("the guest cannot list its free pages: {words}"));
+    }
+    free::parse(&listed.stdout, machine.ram_pages())
+}
+
 impl save::Hold for HeldVm<'_> {
+    fn free_pages(&self) -> FreePages {
+        let listing = self
+            .listing
+            .replace(Err("the guest was asked before".into()))?;
+        listing
+            .recv()
+            .unwrap_or_else(|_| Err("the thread that asked the guest has ended".into()))
+    }
+
     fn stop(&self, qmp: &mut Qmp) -> Result<(), String> {
         self.quiet.replace(self.agent.map(AgentLink::quiet));
         if self.machine.can_stop() {

@@ -213,12 +213,11 @@ impl Snapshots {
         (keep, prepared): (Keep, Prepared),
         progress: &Progress,
     ) -> Result<Manifest, DaemonError> {
-        let mut steps = Steps {
+        let steps = Steps {
             drop_ms: save::milliseconds(began.elapsed()),
             ..Steps::default()
         };
         progress.begin("guest lists its free pages", 0);
-        let listing = Instant::now();
         let merging = request.live.then(|| self.ksm.stop_merging()).transpose()?;
         let agent = machine.agent();
         let noted = (machine.vm().spec().is_none())
@@ -229,17 +228,13 @@ impl Snapshots {
                 source,
             })?;
         let held = HeldVm::new(&self.folding, machine, agent.as_deref(), merging, noted);
-        let free = held.free_pages();
+        held.ask_free_pages();
         // Devices that write past the page tables: such writes cannot be tracked.
         if let Some(problem) = machine.problem().filter(|_| request.live) {
             return Err(
                 SnapshotError::Impossible(format!("cannot save the VM live: {problem}")).into(),
             );
         }
-        if let Err(why) = &free {
-            info!(vm = request.vm, why, "free pages are saved too");
-        }
-        steps.list_ms = save::milliseconds(listing.elapsed());
         let saving = save::Request {
             agent: agent.as_ref().is_some_and(|a| a.session().is_some()),
             generation_id: prepared.generation_id,
@@ -251,7 +246,6 @@ impl Snapshots {
             compress: request.compress,
             domain: machine.domain().map(str::to_owned),
             began,
-            free,
             cache_kept: prepared.cache_kept,
             candidates: prepared.candidates,
             steps,
@@ -275,6 +269,9 @@ impl Snapshots {
             machine.set_clock_soon();
         }
         let manifest = manifest?;
+        if let Some(why) = &manifest.free_kept {
+            info!(vm = request.vm, why, "free pages are saved too");
+        }
         info!(
             vm = request.vm,
             snapshot = request.name,
