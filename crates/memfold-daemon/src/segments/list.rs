@@ -1,5 +1,7 @@
 //! Lists, verifies and removes segments.
 
+use std::collections::BTreeSet;
+
 use memfold_segment::{Manifest, Reference, SegmentError, SegmentInfo};
 use rustix::process::Pid;
 
@@ -25,7 +27,8 @@ impl Segments {
             .zip(users)
             .map(|(segment, users)| SegmentInfo {
                 writer: self.writer(&segment.name),
-                users: users.into_iter().map(named).collect(),
+                // Sorted by name: the kernel uses process numbers again.
+                users: Vec::from_iter(users.into_iter().map(named).collect::<BTreeSet<_>>()),
                 resident_bytes: self.shelf.resident_bytes(&segment),
                 struct_page_bytes: segment.struct_page_bytes().0,
                 protection: self.shelf.protection(&segment).to_owned(),
