@@ -113,6 +113,11 @@ impl Snapshots {
             None => drop_limit(cached, self.disk_speed()),
         };
         let dropped = drop_caches(&machine, &files, limit);
+        // A user who did not ask for this way gets a snapshot all the same.
+        let dropped = match dropped {
+            Err(error) if prepared.keep_reason.is_some() => Ok(Some(error.to_string())),
+            dropped => dropped,
+        };
         let events = match &dropped {
             Ok(None) => Ok(()),
             _ => trace_again(&machine),
