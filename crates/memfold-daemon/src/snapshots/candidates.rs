@@ -75,7 +75,7 @@ struct Places {
 /// What is known of a guest's page cache.
 #[derive(Debug, Default)]
 pub(super) struct Found {
-    /// Its pages.
+    /// Number of pages of files that the guest has cached, as its agent reported.
     pub(super) cached: u64,
     /// Memory that the VM's disks may also hold, in ascending order.
     pub(super) candidates: Vec<Candidate>,

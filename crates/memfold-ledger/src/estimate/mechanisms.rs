@@ -57,7 +57,7 @@ pub enum Way {
 /// Expected result of one mechanism.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Mechanism {
-    /// The mechanism.
+    /// Mechanism whose savings are estimated.
     pub way: Way,
     /// Expected saving; null if it cannot be known from outside (`words` says why).
     pub saved: Option<Estimate>,
