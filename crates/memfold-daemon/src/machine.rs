@@ -346,6 +346,11 @@ impl Machine {
         self.vm.pid()
     }
 
+    /// Returns whether QEMU's process has ended. The registry still lists the VM for a moment then.
+    pub fn has_exited(&self) -> bool {
+        self.vm.process().has_exited().unwrap_or(false)
+    }
+
     /// Returns the VM's domain name in libvirt; `None` if libvirt did not start it.
     pub fn libvirt(&self) -> Option<&str> {
         match &self.origin {

@@ -35,9 +35,10 @@ impl Snapshots {
         };
         let restored = pids.first().map(named);
         Ok(restored.or_else(|| {
-            self.registry
-                .contains(&manifest.vm)
-                .then(|| manifest.vm.clone())
+            let saved = machines.iter().find(|m| m.name() == manifest.vm);
+            saved
+                .filter(|m| !m.has_exited())
+                .map(|m| m.name().to_owned())
         }))
     }
 
