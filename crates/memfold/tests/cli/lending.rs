@@ -113,8 +113,20 @@ impl<'a> Swapping<'a> {
         all
     }
 
+    /// Borrows; waits while the lender's host is short of memory, which other tests may cause.
+    #[track_caller]
     pub fn borrow(&self, more: &[&str]) -> Value {
-        self.daemon.json(&[&["borrow", self.name], more].concat())
+        let arguments = [&["borrow", self.name], more, &["--json"]].concat();
+        let mut output = self.daemon.run(&arguments);
+        wait("a lender has memory to spare", || {
+            let is_refused = err(&output).contains("no lender has");
+            if is_refused {
+                output = self.daemon.run(&arguments);
+            }
+            !is_refused
+        });
+        assert_eq!(code(&output), 0, "{arguments:?}: {}", err(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
     }
 
     pub fn give_back(&self) -> Value {
