@@ -43,7 +43,7 @@ pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
         .name("reap-helper".into())
         .spawn(move || child.wait());
     if let Err(error) = reaped {
-        tracing::warn!(%error, "cannot start the thread that waits for a helper program's end; nothing is needed");
+        tracing::warn!(%error, "cannot start the thread that waits for a helper program's end; no action is needed");
     }
     collected?;
     Err(io::Error::new(

@@ -102,7 +102,7 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
     let cached = Cached { key, verdict };
     for place in &places {
         if let Err(error) = remember(place, &cached) {
-            tracing::debug!(path = %place.display(), %error, "cannot cache the verdict on KVM");
+            tracing::debug!(path = %place.display(), %error, "cannot save the result of the KVM check for later starts");
         }
     }
     cached.verdict

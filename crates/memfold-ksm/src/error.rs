@@ -24,11 +24,11 @@ pub enum KsmError {
         source: io::Error,
     },
     #[error(
-        "another memfold uses KSM (it holds {0}); wait until it ends, or run 'memfold ksm stop' if a daemon steers KSM"
+        "another memfold process uses KSM (it holds {0}); wait until that process ends, or run 'memfold ksm stop' if a daemon steers KSM"
     )]
     Busy(PathBuf),
     #[error("cannot record KSM's previous settings in {path}")]
     Note { path: PathBuf, source: io::Error },
-    #[error("{path}: unexpected text '{text}'")]
+    #[error("cannot parse {path}: unexpected text '{text}'")]
     Format { path: PathBuf, text: String },
 }

@@ -30,16 +30,16 @@ use super::debt::DebtReport;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     /// No VM runs, so no memory was measured.
-    #[error("no VM runs, and a plan is computed from running VMs; start one of each kind first")]
+    #[error("no VM runs, and a plan is computed from running VMs; start one VM of each kind first")]
     NoVms,
     /// No VM has this name.
     #[error("no VM named '{0}' runs; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
     /// A VM is named in two kinds.
-    #[error("VM '{0}' is named in two kinds; leave it out of one")]
+    #[error("VM '{0}' is listed under two kinds; remove the VM from one of them")]
     Twice(String),
     /// No kind has this name.
-    #[error("no kind '{0}'; the kinds are {1}")]
+    #[error("no kind of VMs is named '{0}'; the kinds are {1}")]
     NoSuchKind(String, String),
     /// The daemon has another version than this program.
     #[error(

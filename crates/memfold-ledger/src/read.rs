@@ -25,7 +25,7 @@ pub enum ReadError {
         source: std::io::Error,
     },
     /// The file does not have the format of `proc(5)`.
-    #[error("{path}: unexpected text '{text}'")]
+    #[error("cannot parse {path}: unexpected text '{text}'")]
     Format {
         /// Path of the file.
         path: PathBuf,

@@ -7,7 +7,7 @@ use std::io;
 pub enum EstimateError {
     /// No QEMU runs on this host.
     #[error(
-        "no QEMU process with memory of its own runs on this host; start VMs ('memfold vm run')"
+        "no QEMU process with memory to examine runs on this host; start VMs ('memfold vm run')"
     )]
     NoVms,
     /// The caller is not root and cannot see any QEMU.
@@ -15,11 +15,13 @@ pub enum EstimateError {
     NotRoot,
     /// A requested VM does not run.
     #[error(
-        "no running QEMU has the name or process number '{0}'; 'memfold ksm status' and 'memfold vm list' list them"
+        "no running QEMU has the name or process number '{0}'; 'memfold ksm status' and 'memfold vm list' list running VMs"
     )]
     NoSuchVm(String),
     /// Several VMs have the requested name.
-    #[error("several QEMUs are named '{name}'; give one of their process numbers: {pids:?}")]
+    #[error(
+        "several QEMU processes are named '{name}'; give one of their process numbers: {pids:?}"
+    )]
     Ambiguous {
         /// Name of the VMs.
         name: String,

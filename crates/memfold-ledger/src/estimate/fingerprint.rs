@@ -42,7 +42,7 @@ const MOST_LEVEL: u32 = 63;
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     /// The key file cannot be read or created.
-    #[error("cannot read or create the key {path}")]
+    #[error("cannot read or create the key file {path}")]
     File {
         /// Path of the key file.
         path: PathBuf,
@@ -51,7 +51,7 @@ pub enum KeyError {
         source: io::Error,
     },
     /// The file does not contain a key.
-    #[error("{0} is not a key file, which contains one line of 64 hexadecimal digits")]
+    #[error("{0} is not a key file; a key file contains one line of 64 hexadecimal digits")]
     Format(PathBuf),
     /// Users other than the owner may read the file.
     #[error("other users may read the key {0}; run 'chmod 600 {0}'")]

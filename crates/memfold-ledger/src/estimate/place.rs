@@ -32,7 +32,7 @@ const MOST_CONTENTS: usize = 1 << 18;
 pub enum PlaceError {
     /// Only one host was given, so no VM can move.
     #[error(
-        "give the fingerprints of at least two hosts ('memfold estimate --fingerprint FILE --key KEY' on each)"
+        "give the fingerprints of at least two hosts (run 'memfold estimate --fingerprint FILE --key KEY' on each host)"
     )]
     OneHost,
     /// A fingerprint has the format of another memfold version.
@@ -47,7 +47,7 @@ pub enum PlaceError {
     },
     /// Two fingerprints were made with different keys and cannot be compared.
     #[error(
-        "the fingerprints of '{0}' and '{1}' were made with different keys; copy the key of one host to the other and make both again"
+        "the fingerprints of '{0}' and '{1}' were made with different keys; copy the key file of one host to the other, and make both fingerprints again"
     )]
     Keys(String, String),
     /// Two fingerprints are of the same host.

@@ -33,7 +33,7 @@ const UPGRADES: [&str; 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
 #[derive(Debug, thiserror::Error)]
 pub enum HistoryError {
     /// The file cannot be created.
-    #[error("cannot use {path}")]
+    #[error("cannot open or create the history {path}")]
     File {
         /// Path of the database file.
         path: PathBuf,
@@ -198,7 +198,7 @@ impl History {
 
     /// Deletes the oldest quarter of the data when the file has reached its size limit.
     fn make_room(&mut self) -> rusqlite::Result<()> {
-        tracing::warn!(path = %self.path.display(), "history full, oldest quarter deleted; nothing is needed");
+        tracing::warn!(path = %self.path.display(), "history of memory use is full, so its oldest quarter was deleted; no action is needed");
         let transaction = self.connection.transaction()?;
         for table in ["vms", "host", "events"] {
             transaction.execute(

@@ -173,7 +173,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             };
             // Generations are sorted, so the last match is the newest generation.
             let info = list.iter().rfind(is_it).with_context(|| {
-                format!("no segment '{segment}'; 'memfold segment list' shows all")
+                format!("no segment named '{segment}'; 'memfold segment list' shows all segments")
             })?;
             context.print(info, |info| {
                 serde_json::to_string_pretty(info).unwrap_or_default()
