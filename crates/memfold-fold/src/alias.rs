@@ -22,7 +22,10 @@ impl Engine {
             };
             match sample(&self.vms, domain, candidate.content, candidate.other) {
                 Some(true) => {
-                    debug!(domain = name, "two paths hold the same file");
+                    debug!(
+                        domain = name,
+                        "samples show that files with two different paths have the same content"
+                    );
                     let members = domain
                         .contents
                         .get(candidate.content)

@@ -473,7 +473,10 @@ impl Engine {
         let reply = vm.guest.order(&Order::Fold { freeze, runs }, None)?;
         if let Reply::Error { reason } = reply {
             // The order failed only for now, for example because QEMU did not stop the VM in time.
-            debug!(vm = vm.stats.name, reason, "a fold order was refused");
+            debug!(
+                vm = vm.stats.name,
+                reason, "memfold's library in QEMU refused an order to fold pages"
+            );
             if let Freeze::Stopped { .. } = freeze {
                 queue.extend(groups);
             } else {

@@ -39,7 +39,7 @@ impl Domain {
 /// Logs a failure of a store once when the store becomes full, and not once for each page.
 pub(super) fn note_store_error(domain_name: &str, domain: &mut Domain, error: &StoreError) {
     if !domain.full {
-        warn!(domain = domain_name, error = %error, "page store takes no new content; raise --store-cap or free memory");
+        warn!(domain = domain_name, error = %error, "page store accepts no new pages; raise --store-cap or free memory");
         domain.full = true;
     }
 }

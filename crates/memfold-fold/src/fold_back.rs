@@ -65,7 +65,7 @@ pub(super) fn note_views(vm: &mut VmState, mappings: &[FileMapping]) {
         vm.back.forget();
         let opened = first.map(|mapping| Image::open(vm.guest.pid(), mapping));
         vm.back.image = opened.transpose().unwrap_or_else(|error| {
-            debug!(vm = vm.stats.name, %error, "cannot read the snapshot's image that the VM runs from");
+            debug!(vm = vm.stats.name, %error, "cannot read the snapshot image that the VM's RAM is mapped from");
             None
         });
         // If one of the files cannot be write-protected, no page of this VM is.
@@ -94,7 +94,7 @@ fn note_image_data(vm: &mut VmState, in_ram: &[(&FileMapping, Vec<(Index, Part)>
     let end = image.pages;
     let data = image.data().unwrap_or_else(|error| {
         // Without the holes, too many pages count as shared, and not too few.
-        debug!(vm = vm.stats.name, %error, "cannot find holes of the snapshot's image");
+        debug!(vm = vm.stats.name, %error, "cannot find the holes of the snapshot image that the VM's RAM is mapped from");
         std::iter::once(0..end).collect()
     });
     let mut filled = Vec::new();
@@ -222,7 +222,8 @@ impl Engine {
             if let Reply::Error { reason } = known {
                 debug!(
                     vm = vm.stats.name,
-                    reason, "no page of the VM is folded back"
+                    reason,
+                    "memfold's library in QEMU refused the snapshot image, so no page of the VM is folded back"
                 );
                 return Ok(());
             }

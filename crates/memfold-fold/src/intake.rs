@@ -112,7 +112,10 @@ impl Engine {
             FromAgent::InventoryEnd { files, pages } => {
                 vm.table.inventory_end();
                 vm.stats.agent_ready = true;
-                debug!(vm = vm.stats.name, files, pages, "inventory complete");
+                debug!(
+                    vm = vm.stats.name,
+                    files, pages, "inventory of the guest's page cache complete"
+                );
             }
             FromAgent::Counters(counters) => take_counters(&mut vm.stats, &counters),
             // The connection to the agent handles sessions and commands.

@@ -88,7 +88,7 @@ impl Engine {
             Outcome::Refused => {
                 debug!(
                     ?run,
-                    "order refused: our view of this VM's mappings is out of date"
+                    "memfold's library in QEMU refused an order: the daemon's record of the VM's mappings is out of date"
                 );
                 if let Some(vm) = self.vms.get_mut(&id) {
                     vm.active = true;
@@ -103,7 +103,7 @@ impl Engine {
                         vm = vm.stats.name,
                         errno,
                         pages = run.pages,
-                        "fold failed, run left unchanged; for errno 12 raise vm.max_map_count"
+                        "cannot map shared pages into the VM, this page range stays unshared; if errno is 12 (ENOMEM), raise vm.max_map_count"
                     );
                     if errno == rustix::io::Errno::NOMEM.raw_os_error() {
                         vm.mappings = self.settings.max_mappings;

@@ -210,7 +210,8 @@ impl Engine {
             let pid = pid.as_raw_nonzero();
             debug!(
                 domain = name,
-                pid, "no store page is reclaimed: a process unknown to this daemon maps the store"
+                pid,
+                "no page of the page store is freed: a process unknown to this daemon maps the store"
             );
         }
         !domain.guardians.is_empty()
@@ -282,7 +283,7 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
             Err(error) => warn!(
                 domain = name,
                 error = &error as &dyn std::error::Error,
-                "cannot punch pages out of the page store; they stay until the domain's last VM ends"
+                "cannot free unused pages of the page store; the pages stay until the trust domain's last VM ends"
             ),
         }
     }
@@ -291,7 +292,7 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
         debug!(
             domain = name,
             pages = garbage.len(),
-            "gave back store pages that no VM needs"
+            "freed pages of the page store that no VM needs"
         );
     }
 }

@@ -42,12 +42,12 @@ impl Engine {
                     info!(
                         domain = name,
                         gaps = gaps.len(),
-                        "page store full to its last page number; holes are reused"
+                        "page store has used all its page numbers; the numbers of freed pages are reused"
                     );
                     domain.store.reuse(gaps);
                 }
                 Err(error) => {
-                    warn!(domain = name, %error, "cannot search the page store for holes; retrying in 60 s");
+                    warn!(domain = name, %error, "cannot search the page store for freed pages to reuse; retrying in 60 s");
                 }
             }
             if !domain.store.next_gap() {

@@ -49,7 +49,10 @@ impl Engine {
                 .err()
         });
         if let Some(problem) = &problem {
-            warn!(vm = name, problem, "VM not folded; see 'problem'");
+            warn!(
+                vm = name,
+                problem, "VM's memory is not shared (folded); see 'problem'"
+            );
         }
         let now = Instant::now();
         let allowance =
@@ -105,7 +108,7 @@ impl Engine {
         let cap = self.settings.store_cap;
         if !self.domains.contains_key(domain) {
             let adopted = Store::adopt(guest.pid(), domain, cap).unwrap_or_else(|error| {
-                warn!(domain, error = %error, "cannot reopen the page store of an earlier daemon, new store created; run the daemon as root");
+                warn!(domain, error = %error, "cannot reopen the page store of an earlier daemon, so a new store was created; run the daemon as root");
                 None
             });
             let guardians = match &adopted {
@@ -189,7 +192,7 @@ impl Engine {
             info!(
                 vm = vm.stats.name,
                 error = error as &dyn std::error::Error,
-                "folding of the VM ended"
+                "folding of the VM stopped; the daemon folds again when its library in QEMU answers"
             );
             vm.stats.problem = Some(error.to_string());
             vm.stack.clear();
@@ -274,7 +277,10 @@ impl Engine {
             return false;
         };
         match vm.guest.order(order, None) {
-            Ok(Reply::Error { reason }) => debug!(vm = vm.stats.name, reason, "nothing to undo"),
+            Ok(Reply::Error { reason }) => debug!(
+                vm = vm.stats.name,
+                reason, "memfold's library in QEMU had no earlier order to undo"
+            ),
             Ok(_) => {}
             Err(error) => {
                 self.lost(id, &error);
@@ -373,7 +379,7 @@ impl VmState {
         while let Some(hva) = self.gone_blocks.last() {
             let order = Order::RemoveRam { hva: hva.0 };
             if let Reply::Error { reason } = self.guest.order(&order, None)? {
-                debug!(vm = self.stats.name, %hva, reason, "a RAM block that is gone was not known");
+                debug!(vm = self.stats.name, %hva, reason, "memfold's library in QEMU did not know a RAM block that was removed");
             }
             self.gone_blocks.pop();
         }
@@ -395,7 +401,7 @@ impl VmState {
                     vm = self.stats.name,
                     block = block.name,
                     reason,
-                    "RAM block not folded; nothing is needed"
+                    "RAM block is not shared (folded); no action is needed"
                 );
             }
         }

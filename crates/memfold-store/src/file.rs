@@ -46,7 +46,7 @@ impl StoreIdentity {
 pub enum StoreError {
     /// The page store holds as many bytes as it may.
     #[error(
-        "page store is full: {held} held, {cap} allowed; raise --store-cap, or leave it: folded memory stays folded"
+        "page store is full: {held} of {cap} used; raise --store-cap to share more memory (shared memory stays shared)"
     )]
     Full {
         /// Bytes in the page store now.
@@ -56,11 +56,11 @@ pub enum StoreError {
     },
     /// No page numbers are left, and no hole is large enough.
     #[error(
-        "page store has used its {MAX_PAGES} page numbers, and no free range of some MiB is left among them"
+        "page store is full: all {MAX_PAGES} page numbers were used, and no range of freed pages is long enough"
     )]
     Exhausted,
     /// The file of the page store could not be created, enlarged, filled or punched.
-    #[error("page store: {what}")]
+    #[error("cannot use the page store: {what} failed")]
     Io {
         /// The operation that failed.
         what: &'static str,
@@ -122,7 +122,7 @@ impl Store {
             tracing::info!(
                 domain,
                 %error,
-                "the page store uses ordinary pages: no tmpfs with huge pages can be mounted"
+                "page store uses pages of the ordinary size: cannot mount a tmpfs with huge pages"
             );
             memfd(domain)
         })?;
