@@ -62,7 +62,7 @@ impl Distrust {
             .and_then(|text| std::fs::write(&part, text))
             .and_then(|()| std::fs::rename(&part, &self.file));
         if let Err(error) = written {
-            tracing::warn!(file = %self.file.display(), %error, "cannot record lenders that served wrong bytes; free space in the state directory");
+            tracing::warn!(file = %self.file.display(), %error, "cannot record which lenders served wrong bytes; free space in the state directory");
         }
     }
 

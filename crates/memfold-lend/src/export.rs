@@ -87,7 +87,7 @@ pub enum ExportError {
         source: io::Error,
     },
     /// nbdkit ended before it was ready, or took too long to become ready.
-    #[error("nbdkit did not export {bytes} bytes ({what}); it said: {output}")]
+    #[error("nbdkit did not start to export {bytes} bytes ({what}); nbdkit's output: {output}")]
     Start {
         /// Number of bytes that nbdkit had to export.
         bytes: u64,
@@ -312,7 +312,7 @@ fn remove(files: &[PathBuf]) {
     for file in files {
         if let Err(error) = std::fs::remove_file(file) {
             if error.kind() != io::ErrorKind::NotFound {
-                tracing::warn!(file = %file.display(), %error, "cannot remove an export's file; remove it by hand");
+                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended export; remove the file by hand");
             }
         }
     }

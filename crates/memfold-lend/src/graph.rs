@@ -71,7 +71,7 @@ pub enum GraphError {
     )]
     NoSwapDisk(String),
     /// The file for the copy on disk cannot be created.
-    #[error("cannot create {path} of {bytes} bytes")]
+    #[error("cannot create {path} with {bytes} bytes for the swap disk's data on this host")]
     Copy {
         /// Path of the file.
         path: PathBuf,
@@ -82,12 +82,14 @@ pub enum GraphError {
         source: std::io::Error,
     },
     /// The switch failed before its last step. The VM still uses the previous nodes.
-    #[error("cannot switch the swap disk ({0}); the VM continues on the previous one")]
+    #[error(
+        "cannot move the swap disk ({0}); the VM continues to use the disk at its previous location"
+    )]
     Switch(String),
     /// QEMU was told to switch, but does not say whether it has. Both the old and the new nodes
     /// must stay.
     #[error(
-        "QEMU did not say whether it switched the swap disk; memfold asks again, and removes nothing before QEMU answers"
+        "QEMU did not say whether it moved the swap disk; memfold asks again, and keeps both locations until QEMU answers"
     )]
     Unknown(#[source] QmpError),
 }

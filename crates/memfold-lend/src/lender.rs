@@ -78,7 +78,7 @@ impl Lender {
                 work.exports.clear();
                 work.dying.clear();
                 if let Err(error) = work.registry.withdraw(&work.lender) {
-                    warn!(%error, "cannot withdraw the offer; it expires in 10 s");
+                    warn!(%error, "cannot withdraw this host's offer of memory from the registry; the offer expires in 10 s");
                 }
             })?;
         Ok(Self {

@@ -95,7 +95,7 @@ impl Work {
             if problem.is_some() && status.problem != problem {
                 warn!(
                     problem,
-                    "lender cannot use the registry; retrying, leases hold until their deadlines"
+                    "lender cannot use the lease registry; retrying (leases stay valid until their deadlines)"
                 );
             }
             status.problem = problem;
@@ -131,7 +131,7 @@ impl Work {
                 warn!(
                     lease = id.0,
                     strangers,
-                    "connections to an export refused or broken off; restrict --ports to your borrowers"
+                    "connections to an export were refused or aborted; let only borrowers reach the ports of --ports"
                 );
             }
             let health = lent.export.health();
@@ -154,7 +154,7 @@ impl Work {
             warn!(
                 lease = id.0,
                 ?health,
-                "export failed or its borrower disconnected; lease ended"
+                "export failed or its borrower disconnected, lease ended; see the borrower's log"
             );
             self.end_export(id, true);
         }
@@ -251,7 +251,7 @@ impl Work {
                         lease = lease.id.0,
                         borrower = lease.borrower,
                         vm = lease.vm,
-                        "lease not returned in time, export ended; see the borrower's log"
+                        "borrower did not return the lease in time, export ended; see the borrower's log"
                     );
                 }
                 self.end_export(lease.id, false);
@@ -278,14 +278,14 @@ impl Work {
                 lent.orphaned = true;
                 warn!(
                     lease = id.0,
-                    "registry lost the lease; the export ends at its deadline"
+                    "registry no longer knows the lease; the export ends at the lease's deadline"
                 );
             }
         }
         for id in over {
             warn!(
                 lease = id.0,
-                "lease unknown to the registry, export ended; nothing is needed"
+                "lease unknown to the registry, export ended; no action is needed"
             );
             self.end_export(id, false);
         }
@@ -330,7 +330,7 @@ impl Work {
                     self.exports.insert(lease.id, lent);
                 }
                 Err(error) => {
-                    warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, the borrow fails; fix the cause on this host");
+                    warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, so the borrower gets no memory; fix the cause on this host");
                     self.end_export(lease.id, true);
                     return Ok(());
                 }
@@ -357,7 +357,7 @@ impl Work {
             }
             Ok(_) => {}
             Err(error) => {
-                warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, the borrow fails; fix the cause on this host");
+                warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, so the borrower gets no memory; fix the cause on this host");
                 self.end_export(lease.id, true);
             }
         }
@@ -471,7 +471,7 @@ impl Work {
             warn!(
                 lease = id.0,
                 bytes,
-                "host almost out of memory: ended the export of a lease whose borrower has a copy; lower 'memfold lend --max'"
+                "host almost out of memory: ended the export of a lease whose borrower has a copy; to prevent this, lower 'memfold lend --max'"
             );
             // The registry is told when the export's process has ended.
             export.kill(Duration::ZERO);
@@ -502,7 +502,7 @@ impl Work {
                 borrower = lease.borrower,
                 vm = lease.vm,
                 bytes = lease.bytes,
-                "lease recalled: this host needs its memory"
+                "lease recalled from its borrower: this host needs the memory"
             );
             coming = coming.saturating_add(lease.bytes);
         }

@@ -27,7 +27,7 @@ pub enum RegistryError {
     },
     /// No lender has as many free bytes as requested.
     #[error(
-        "no lender has {wanted} to spare; {} is the most that one of {lenders} offers to '{borrower}' now. Lend more on another host (memfold lend --max), or use a smaller swap disk",
+        "no lender has {wanted} to spare: the largest offer of {lenders} lenders to '{borrower}' is {}; lend more on another host (memfold lend --max), or use a smaller swap disk",
         ByteSize(*largest)
     )]
     NothingToSpare {
@@ -42,7 +42,7 @@ pub enum RegistryError {
     },
     /// The lease does not exist, or does not belong to the caller.
     #[error(
-        "'{who}' has no lease {id}: the lender has ended it, or it never existed; 'memfold leases' lists all leases"
+        "host '{who}' has no lease {id}: the lender has ended the lease, or it never existed; 'memfold leases' lists all leases"
     )]
     NoLease {
         /// Number of the lease.
@@ -52,7 +52,7 @@ pub enum RegistryError {
     },
     /// A later daemon lends under the same host name.
     #[error(
-        "another daemon has begun to lend as '{lender}'; give each host its own name (memfold serve --host)"
+        "another daemon has begun to lend under the host name '{lender}'; give each host its own name (memfold serve --host)"
     )]
     Superseded {
         /// Host name of the lender.

@@ -39,7 +39,7 @@ pub enum LvmError {
     #[error("no logical volume {0}; 'lvs' lists all volumes")]
     NoVolume(Volume),
     /// The volume cannot be put on lent RAM.
-    #[error("{volume} {why}")]
+    #[error("volume {volume} {why}")]
     Unfit {
         /// Name of the volume.
         volume: Volume,
@@ -58,7 +58,7 @@ pub enum LvmError {
         source: io::Error,
     },
     /// The initiator did not reach the lender, or the kernel found no disk.
-    #[error("no iSCSI disk from {portal}: {why}")]
+    #[error("cannot attach the iSCSI disk of {portal}: {why}")]
     Session {
         /// Address of the lender's export.
         portal: SocketAddr,

@@ -47,7 +47,7 @@ pub struct Running {
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
     /// The program cannot be started.
-    #[error("cannot start {program} as the relay")]
+    #[error("cannot start {program} as the relay process")]
     Start {
         /// Path of the program that should run as the relay.
         program: PathBuf,
@@ -168,7 +168,7 @@ fn reap(mut child: Child) {
         .name("reap-relay".into())
         .spawn(move || child.wait());
     if let Err(error) = thread {
-        tracing::warn!(%error, "cannot start a thread that waits for a relay's end; nothing is needed");
+        tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process; no action is needed");
     }
 }
 
@@ -203,7 +203,7 @@ impl Running {
         if let Ok(process) = Process::open(self.process) {
             if !process.wait_exit(END).unwrap_or(true) {
                 if let Err(error) = process.kill() {
-                    tracing::warn!(%error, "cannot kill an unused relay; end its process by hand");
+                    tracing::warn!(%error, "cannot kill an unused relay process; kill the process by hand");
                 }
             }
         }
@@ -212,7 +212,7 @@ impl Running {
         for file in [&file, &self.socket, &asks::place(&self.socket)] {
             match std::fs::remove_file(file) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    tracing::warn!(file = %file.display(), %error, "cannot remove a relay's file; remove it by hand");
+                    tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended relay process; remove the file by hand");
                 }
                 _ => {}
             }

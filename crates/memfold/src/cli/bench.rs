@@ -42,7 +42,7 @@ pub(super) fn become_bench(
 
 /// Finds the program `memfold-bench`: beside this program, else in `PATH`.
 fn find_bench() -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe().context("the path of this program is not known")?;
+    let own = std::env::current_exe().context("cannot find the path of the running program")?;
     let beside = own.with_file_name(NAME);
     if beside.is_file() {
         return Ok(beside);

@@ -274,7 +274,7 @@ fn with_file(
     let config = parse(&read(file)?).map_err(|problems| {
         let lines: Vec<String> = problems.iter().map(|p| format!("  {p}")).collect();
         anyhow::anyhow!(
-            "cannot use {} (line: field: problem)\n{}",
+            "cannot use configuration file {} (line: field: problem)\n{}",
             file.display(),
             lines.join("\n")
         )
@@ -282,9 +282,13 @@ fn with_file(
     let more = config.arguments(serve);
     let all = std::env::args_os().chain(more);
     // Each field is valid by itself, but may conflict with the command line.
-    program
-        .try_get_matches_from(all)
-        .map_err(|error| anyhow::anyhow!("with {}: {}", file.display(), in_a_line(&error)))
+    program.try_get_matches_from(all).map_err(|error| {
+        anyhow::anyhow!(
+            "the settings of {} do not fit the command line: {}",
+            file.display(),
+            in_a_line(&error)
+        )
+    })
 }
 
 #[derive(Serialize)]

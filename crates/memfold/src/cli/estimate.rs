@@ -191,8 +191,9 @@ fn write_fingerprint(
         total_bytes: field("MemTotal"),
         available_bytes: field("MemAvailable"),
     };
-    let print = fingerprint::of(looked, key, host, memory)
-        .context("cannot read the memory that QEMUs use beside guest RAM; run this as root")?;
+    let print = fingerprint::of(looked, key, host, memory).context(
+        "cannot read the memory that QEMU processes use in addition to guest RAM; run this as root",
+    )?;
     let text = serde_json::to_vec(&print)?;
     // The rename makes the file appear with its whole content.
     let part = file.with_extension("part");
@@ -243,7 +244,7 @@ fn of_program(context: &Context, program: &str) -> anyhow::Result<ExitCode> {
     let report = program::read(proc_root, program, &pids)
         .with_context(|| format!("cannot read the mappings of '{program}'; run this as root"))?;
     if report.pids.is_empty() {
-        bail!("'{program}' has ended");
+        bail!("all processes of '{program}' have ended");
     }
     context.print(&report, render_program)?;
     Ok(ExitCode::SUCCESS)

@@ -135,9 +135,11 @@ fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
             Ok(ksm::weigh(&facts))
         }
         [] => bail!(
-            "no QEMU process has the name or number '{vm}', and no memfold daemon answers; 'memfold ksm status' shows those with mergeable memory"
+            "no QEMU process has the name or number '{vm}', and no memfold daemon answers; 'memfold ksm status' lists QEMU processes with mergeable memory"
         ),
-        _ => bail!("several QEMUs are named '{vm}'; give one of their process numbers: {found:?}"),
+        _ => bail!(
+            "several QEMU processes are named '{vm}'; give one of their process numbers: {found:?}"
+        ),
     }
 }
 

@@ -190,8 +190,9 @@ fn of_volume(volume: &Volume) -> String {
 }
 
 fn size_alone(word: &str) -> anyhow::Result<ByteSize> {
-    word.parse()
-        .map_err(|error| anyhow!("'{word}': with --lvm, only a size may follow ({error})"))
+    word.parse().map_err(|error| {
+        anyhow!("cannot parse '{word}' as a size ({error}); with --lvm, give no VM, only a size")
+    })
 }
 
 pub(super) fn give_back(
@@ -252,7 +253,7 @@ pub(super) fn leases(context: &Context, arguments: &LeasesArguments) -> anyhow::
     let report: LeaseReport = context.client()?.get("/v1/leases")?;
     context.print(&report, render)?;
     if let Some(why) = &report.registry_away {
-        anyhow::bail!("{why}; only what this host knows itself is shown");
+        anyhow::bail!("{why}; the output shows only what this host itself knows");
     }
     Ok(ExitCode::SUCCESS)
 }

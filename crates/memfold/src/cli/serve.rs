@@ -441,7 +441,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     if done.is_err() {
         end_within(END_LIMIT, 1);
     }
-    info!("ending; VMs go on, and folded pages stay folded");
+    info!("daemon ends; VMs go on, and shared (folded) pages stay shared");
     daemon.shut_down();
     // Unfinished requests to other hosts are abandoned.
     runtime.shutdown_timeout(Duration::from_millis(200));
@@ -465,11 +465,11 @@ fn end_within(limit: Duration, code: i32) {
         .name("end".into())
         .spawn(move || {
             std::thread::sleep(limit);
-            warn!("shutdown timed out; the daemon exits, VMs go on");
+            warn!("daemon's shutdown timed out; the daemon exits now, and VMs go on");
             std::process::exit(code);
         });
     if let Err(error) = thread {
-        warn!(%error, "cannot start the thread that watches the daemon's end, which may take longer; nothing is needed");
+        warn!(%error, "cannot start the thread that limits the shutdown time, so shutdown may take longer; no action is needed");
     }
 }
 
@@ -495,7 +495,7 @@ fn end_with_threads() {
             place,
             what,
             ends = !is_caught,
-            "a thread of the daemon panicked; report this"
+            "a thread of the daemon panicked; report this bug"
         );
         if !is_caught {
             std::process::exit(BROKEN);

@@ -255,7 +255,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     if let Some(port) = arguments.forwards.iter().find(|port| !port.is_any()) {
         if arguments.number > 1 {
             bail!(
-                "only one VM can have port {port} of this host; --forward 0:GUEST-PORT gives each VM a free port"
+                "only one VM can use host port {port}; use --forward 0:GUEST-PORT to give each VM a free host port"
             );
         }
     }

@@ -13,7 +13,7 @@ fn tell(states: &[NotifyState<'_>]) {
     // The environment variables stay set, because unsetting them is not safe while threads run. The
     // daemon's child processes do not get them.
     if let Err(error) = sd_notify::notify(false, states) {
-        warn!(%error, "cannot notify systemd; check systemd");
+        warn!(%error, "cannot report the daemon's state to systemd; check systemd");
     }
 }
 

@@ -179,7 +179,7 @@ impl RunArguments {
         let mut spec = match (&self.file, &self.name, self.memory) {
             (Some(file), ..) => VmSpec::from_toml_file(file)?,
             (None, Some(name), Some(memory)) => VmSpec::new(name.clone(), memory),
-            (None, ..) => anyhow::bail!("give --file, or --name and --memory"),
+            (None, ..) => anyhow::bail!("no VM is described; give --file, or --name and --memory"),
         };
         if let Some(name) = self.name {
             spec.name = name;

@@ -406,7 +406,7 @@ fn no_byte_is_lost_or_lent_twice_when_daemons_and_etcd_are_killed() {
     refused(
         &output,
         1,
-        &["cannot use the registry", "this host knows itself"],
+        &["cannot use the registry", "this host itself knows"],
     );
     let text = out(&output);
     assert!(text.contains("swap of 'v' is on 64.0 MiB of a"), "{text}");

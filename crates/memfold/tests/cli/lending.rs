@@ -657,7 +657,7 @@ fn an_impossible_borrow_request_is_refused_and_changes_nothing() {
     refused(
         &borrower.run(&["borrow", "large"]),
         1,
-        &["no lender has 512", "is the most"],
+        &["no lender has 512", "the largest offer"],
     );
     refused(
         &borrower.run(&["snapshot", "save", "v", "s"]),
