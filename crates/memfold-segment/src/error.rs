@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum SegmentError {
-    #[error("no segment '{0}'; 'memfold segment list' shows all")]
+    #[error("no segment named '{0}'; 'memfold segment list' shows all segments")]
     Unknown(String),
     #[error("{0}")]
     Name(String),
     #[error("cannot build a segment from '{from}': {why}")]
     Source { from: String, why: String },
-    #[error("{program} is not installed, which {what}; install {package}")]
+    #[error("{program}, which {what}, is not installed; install {package}")]
     Missing {
         program: &'static str,
         what: &'static str,

@@ -85,7 +85,7 @@ impl Shelf {
                     .is_ok_and(|dir| flock(&dir, FlockOperation::NonBlockingLockExclusive).is_ok());
             if is_left {
                 if let Err(error) = fs::remove_dir_all(entry.path()) {
-                    tracing::warn!(path = %entry.path().display(), %error, "cannot remove the draft of an interrupted segment build; remove it by hand");
+                    tracing::warn!(path = %entry.path().display(), %error, "cannot remove the draft directory of an interrupted segment build; remove the directory by hand");
                 }
             }
         }
@@ -157,7 +157,7 @@ impl Shelf {
                     Ok(manifest) => all.push(manifest),
                     Err(error) => {
                         let error: &dyn std::error::Error = &error;
-                        tracing::warn!(segment = %reference, error, "cannot read the segment, it is left out; build it again");
+                        tracing::warn!(segment = %reference, error, "cannot read the segment, so it cannot be attached; build the segment again");
                     }
                 }
             }
@@ -510,7 +510,7 @@ impl Shelf {
             if users.is_empty() {
                 let copy = self.pinned_image(manifest);
                 if let Err(error) = unpin(&copy) {
-                    tracing::warn!(copy = %copy.display(), %error, "cannot remove the segment's unused pinned copy; remove it by hand");
+                    tracing::warn!(copy = %copy.display(), %error, "cannot remove the segment's unused --pinned copy; remove the copy by hand");
                 }
             }
         }
@@ -550,7 +550,7 @@ fn protect(image: &Path, on: bool) {
         Ok(ioctl_setflags(&file, flags)?)
     };
     if let Err(error) = set() {
-        tracing::debug!(image = %image.display(), %error, "segment's image not made immutable");
+        tracing::debug!(image = %image.display(), %error, "cannot set the immutable flag on the segment's image");
     }
 }
 
@@ -574,7 +574,7 @@ impl Drop for Draft {
         // A published draft was renamed.
         if self.path.exists() {
             if let Err(error) = fs::remove_dir_all(&self.path) {
-                tracing::warn!(path = %self.path.display(), %error, "cannot remove the draft of a failed segment build; remove it by hand");
+                tracing::warn!(path = %self.path.display(), %error, "cannot remove the draft directory of a failed segment build; remove the directory by hand");
             }
         }
     }

@@ -290,7 +290,7 @@ impl Candidates {
             placed_pages = pages(&placed),
             compared_pages = pages(&found.runs),
             runs_and_mappings = ?found.counts(),
-            "page cache to compare with disks"
+            "cached pages chosen for the comparison with disks"
         );
         found.fetch();
         found

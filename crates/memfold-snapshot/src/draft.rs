@@ -117,7 +117,7 @@ impl Drop for Draft {
     fn drop(&mut self) {
         if !self.done {
             if let Err(error) = fs::remove_dir_all(&self.path) {
-                tracing::warn!(path = %self.path.display(), %error, "cannot remove the draft of a failed snapshot; remove it by hand");
+                tracing::warn!(path = %self.path.display(), %error, "cannot remove the draft directory of a failed snapshot; remove the directory by hand");
             }
         }
     }

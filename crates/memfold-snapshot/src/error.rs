@@ -10,7 +10,7 @@ use memfold_vm::{QmpError, RamError};
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages explain the variants
 pub enum SnapshotError {
-    #[error("no snapshot named '{0}'; 'memfold snapshot list' shows all")]
+    #[error("no snapshot named '{0}'; 'memfold snapshot list' shows all snapshots")]
     Unknown(String),
     #[error(
         "a snapshot named '{0}' exists or is being saved; remove it first, or choose another name"
@@ -34,14 +34,14 @@ pub enum SnapshotError {
     Qmp(#[from] QmpError),
     #[error(transparent)]
     Ram(#[from] RamError),
-    #[error("memfold's library in QEMU: {0}")]
+    #[error("cannot map the snapshot into the VM's RAM: {0}")]
     Library(String),
-    #[error("snapshot '{name}' is mapped by running VMs (processes {pids}); end them first")]
+    #[error("snapshot '{name}' is mapped by running VMs (processes {pids}); stop these VMs first")]
     InUse { name: String, pids: String },
-    #[error("the disks of {others} are built on snapshot '{name}'; remove these first")]
+    #[error("the disks of {others} are built on snapshot '{name}'; remove {others} first")]
     BuiltOn { name: String, others: String },
     #[error(
-        "VM '{other}' runs from snapshot '{name}' or from one that it was saved from, and the guest has neither a driver for VM generation IDs nor memfold's agent: both VMs would generate the same random numbers and keys; pass --force to start it anyway"
+        "VM '{other}' already runs from snapshot '{name}' or from an ancestor of that snapshot. The guest has neither a driver for VM generation IDs nor memfold's agent, so both VMs would generate the same random numbers and keys. Pass --force to start the new VM anyway"
     )]
     Twin { name: String, other: String },
     #[error("cannot use snapshot '{name}': {why}")]

@@ -257,7 +257,7 @@ pub(super) fn drop_unused(
             }
             match qmp.execute_on_disks("blockdev-del", json!({ "node-name": name })) {
                 Ok(_) => {
-                    tracing::info!(node = name, "removed an overlay that a killed save left");
+                    tracing::info!(node = name, "overlay of an interrupted save removed");
                     let file = file_of(&nodes, spec, disk, name);
                     if let Some(file) =
                         file.filter(|file| spec.user.is_none() || overlays.contains(file))

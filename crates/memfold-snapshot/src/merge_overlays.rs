@@ -52,7 +52,7 @@ pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
                 ))
             })?;
             monitor().execute_on_disks("blockdev-del", json!({ "node-name": top }))?;
-            tracing::info!(overlay = %file.display(), "extra overlay merged with the older one");
+            tracing::info!(overlay = %file.display(), "extra overlay of a failed save merged with the older overlay");
             // If the file cannot be removed now, it is removed with the VM.
             let _ = fs::remove_file(&file);
         }

@@ -100,7 +100,7 @@ pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), Snap
     let claimed = asked.iter().map(|forward| {
         forward.claim().map_err(|error| {
             SnapshotError::Impossible(format!(
-                "cannot forward port {forward} ({error}); host port 0 takes a free one"
+                "cannot forward port {forward} ({error}); use host port 0 to get any free host port"
             ))
         })
     });

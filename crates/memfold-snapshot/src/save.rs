@@ -291,7 +291,7 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
         tracing::warn!(
             vm = vm.name(),
             went_on = on.is_ok(),
-            "disk write of the VM failed during its save; free space, then 'memfold vm resume' if the VM stands still"
+            "a disk write of the VM failed during its save; free space, then run 'memfold vm resume' if the VM is paused"
         );
     }
 }
@@ -301,7 +301,7 @@ fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M)
 pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) -> bool {
     let gone = disk_copy::remove(monitor, spec);
     if let Err(error) = &gone {
-        tracing::warn!(vm = spec.name, %error, "copy-before-write job of a disk not removed; the VM's next save or its end removes it");
+        tracing::warn!(vm = spec.name, %error, "cannot remove the copy-before-write job of a disk; the job ends with the VM's next save or with the VM");
     }
     gone.is_ok()
 }
@@ -337,7 +337,7 @@ fn go_back<M: DerefMut<Target = Qmp>>(
         subject.write_overlays(&subject.overlays_now())
     };
     if let Err(error) = back() {
-        tracing::warn!(vm = subject.spec.name, %error, "extra overlay of the VM's disks not merged; the VM's next save or its end removes it");
+        tracing::warn!(vm = subject.spec.name, %error, "cannot merge the extra overlay of a failed save; the overlay ends with the VM's next save or with the VM");
     }
 }
 
@@ -346,7 +346,7 @@ fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
     let mut overlays = subject.record_now().overlays;
     overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
     if let Err(error) = subject.write_overlays(&overlays) {
-        tracing::warn!(vm = vm.name(), %error, "cannot remove the snapshot's overlays from process.json; nothing is needed");
+        tracing::warn!(vm = vm.name(), %error, "cannot remove the names of the snapshot's overlays from process.json; no action is needed");
     }
     for frozen in frozen {
         // If the name remains, it takes no space, because the file belongs to the snapshot.

@@ -96,7 +96,7 @@ impl Shelf {
                 .is_ok_and(|dir| flock(&dir, FlockOperation::NonBlockingLockExclusive).is_ok());
             if unlocked {
                 if let Err(error) = fs::remove_dir_all(entry.path()) {
-                    tracing::warn!(path = %entry.path().display(), %error, "cannot remove the draft of an interrupted snapshot; remove it by hand");
+                    tracing::warn!(path = %entry.path().display(), %error, "cannot remove the draft directory of an interrupted snapshot; remove the directory by hand");
                 }
             }
         }

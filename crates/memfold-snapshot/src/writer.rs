@@ -239,7 +239,7 @@ impl<'a> Writer<'a> {
             ?hash,
             ?compare,
             ?write,
-            "RAM image written: time of all workers"
+            "RAM image written; the fields are the total times of all workers"
         );
         sums.write_all_at(&self.sums, 0)?;
         Ok((self.placed, self.counts))

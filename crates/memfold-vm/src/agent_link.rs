@@ -127,7 +127,7 @@ pub struct AgentStats {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum AgentError {
-    #[error("no agent in the guest is connected ({0})")]
+    #[error("the guest's agent is not connected ({0})")]
     NoSession(String),
     #[error("the agent in the guest disconnected while the command ran")]
     Lost,
@@ -135,9 +135,9 @@ pub enum AgentError {
     Timeout { seconds: f64 },
     #[error("the command in the guest printed more than {} MiB and was killed", MAX_OUTPUT >> 20)]
     TooMuchOutput,
-    #[error("the script cannot be sent to the guest")]
+    #[error("cannot send the script to the guest's agent")]
     Frame(#[from] memfold_wire::FrameError),
-    #[error("cannot write to the agent's port")]
+    #[error("cannot write to the port of the guest's agent")]
     Write(#[source] std::io::Error),
 }
 
@@ -391,7 +391,7 @@ impl Drop for AgentLink {
         self.shared.changed.notify_all();
         let ended = self.thread.take().map(JoinHandle::join);
         if matches!(ended, Some(Err(_))) {
-            tracing::error!(path = %self.shared.path.display(), "agent link's event thread panicked; report this");
+            tracing::error!(path = %self.shared.path.display(), "thread for the connection to the guest's agent panicked; report this bug");
         }
     }
 }
@@ -646,7 +646,7 @@ impl Shared {
     /// read reports the failure.
     fn answer(&self, message: &ToAgent) {
         if let Err(error) = self.send(message) {
-            tracing::debug!(path = %self.path.display(), %error, "cannot answer the agent");
+            tracing::debug!(path = %self.path.display(), %error, "cannot send an answer to the guest's agent");
         }
     }
 }

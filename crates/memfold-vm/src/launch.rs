@@ -63,14 +63,14 @@ pub enum LaunchError {
     #[error("cannot use accel = \"kvm\": {why}; use \"auto\" or \"tcg\"")]
     Kvm { why: String },
     #[error(
-        "memfold's library for QEMU is missing; build it ('make build'), name it in {}, or start the VM with fold = false",
+        "memfold's library for QEMU is missing; build it ('make build'), set the variable {} to its path, or start the VM with fold = false",
         files::LIBRARY_VARIABLE
     )]
     Library(#[source] io::Error),
     #[error("a VM named '{name}' is running")]
     NameTaken { name: String },
     #[error(
-        "state directory {path} is too long: a socket's path in it has {length} bytes, {MAX_SOCKET_PATH} are allowed; choose a shorter --state"
+        "path of state directory {path} is too long: a socket there has a path of {length} bytes, at most {MAX_SOCKET_PATH} are allowed; choose a shorter --state"
     )]
     PathTooLong { path: PathBuf, length: usize },
     #[error("cannot create the VM's files in {path}")]
@@ -81,14 +81,14 @@ pub enum LaunchError {
     },
     #[error("cannot create a temporary overlay for {disk}: {why}")]
     Overlay { disk: PathBuf, why: String },
-    #[error("cannot forward port {forward}; host port 0 takes a free one")]
+    #[error("cannot forward port {forward}; use host port 0 to get any free host port")]
     Forward {
         forward: Forward,
         #[source]
         source: io::Error,
     },
     #[error(
-        "cannot create a swap disk of {size} in {path}, whose space is allocated at once; free space there, or choose another TMPDIR or a smaller --swap"
+        "cannot allocate {size} for a swap disk in {path}; free space there, choose another TMPDIR, or use a smaller --swap"
     )]
     Swap {
         size: ByteSize,
@@ -97,7 +97,7 @@ pub enum LaunchError {
         source: io::Error,
     },
     #[error(
-        "the VM was saved with {what} {then}, and this host has {now}: the device state would not fit"
+        "cannot load the saved device state: the VM was saved with {what} {then}, and this host has {now}"
     )]
     Incoming {
         what: String,
@@ -106,7 +106,7 @@ pub enum LaunchError {
     },
     #[error("VM '{name}' was stopped while it started")]
     Cancelled { name: String },
-    #[error("QEMU did not start ({what}); it said:\n{output}")]
+    #[error("QEMU did not start ({what}); its output:\n{output}")]
     Start { what: String, output: String },
 }
 
@@ -496,7 +496,7 @@ pub(super) fn reap(mut child: Child) {
         .name("reap-qemu".into())
         .spawn(move || child.wait());
     if let Err(error) = thread {
-        tracing::warn!(%error, "cannot start the thread that waits for QEMU's end; nothing is needed");
+        tracing::warn!(%error, "cannot start the thread that waits for QEMU's end; no action is needed");
     }
 }
 

@@ -20,34 +20,34 @@ const DEVICE: &str = "/dev/userfaultfd";
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum LibraryError {
-    #[error("cannot connect to the library in QEMU at {path}")]
+    #[error("cannot connect to memfold's library in QEMU at {path}")]
     Connect {
         path: PathBuf,
         #[source]
         source: std::io::Error,
     },
-    #[error("connection to the library in QEMU lost")]
+    #[error("connection to memfold's library in QEMU lost")]
     Lost(#[source] std::io::Error),
     /// No reply came in time; the connection can no longer be used.
-    #[error("the library in QEMU did not reply within {seconds} s")]
+    #[error("memfold's library in QEMU did not reply within {seconds} s")]
     Timeout { seconds: f64 },
-    #[error("broken message between daemon and library")]
+    #[error("invalid message between the daemon and memfold's library in QEMU")]
     Frame(#[from] FrameError),
     #[error(
-        "the library in QEMU speaks protocol {library}, this memfold {VERSION}; restart the VM with this memfold's library"
+        "memfold's library in QEMU uses protocol version {library}, this daemon uses version {VERSION}; restart the VM with this daemon's library"
     )]
     Version { library: u16 },
-    #[error("the library in QEMU sent a reply that does not match the order: {0}")]
+    #[error("memfold's library in QEMU sent a reply that does not match the order: {0}")]
     Mismatch(String),
     #[error(
-        "a process other than this QEMU listens at {path}, the library's path in QEMU's environment"
+        "a process other than this QEMU listens on {path}, the socket of memfold's library in QEMU"
     )]
     Stranger { path: PathBuf },
     /// The library refused the order as a whole; nothing changed.
-    #[error("the library in QEMU refused: {0}")]
+    #[error("memfold's library in QEMU refused the order: {0}")]
     Refused(String),
     /// An earlier error has made the connection unusable.
-    #[error("connection to the library in QEMU is closed after an earlier error")]
+    #[error("connection to memfold's library in QEMU is closed after an earlier error")]
     Closed,
 }
 

@@ -46,7 +46,7 @@ pub enum MachineError {
     },
     #[error("VM '{name}' (process {pid}) did not end after SIGKILL")]
     Undying { name: String, pid: i32 },
-    #[error("VM '{name}' was not started by memfold; end it where it was started")]
+    #[error("VM '{name}' was not started by memfold; stop the VM with the program that started it")]
     NotOurs { name: String },
 }
 
@@ -118,7 +118,7 @@ impl Vm {
                     tracing::warn!(
                         vm = directory.name(),
                         error = &error as &dyn std::error::Error,
-                        "cannot open the process of an earlier daemon's trial QEMU; end the process by hand"
+                        "cannot inspect the QEMU process of an earlier daemon's trial start; kill the process by hand"
                     );
                 }
             }

@@ -37,7 +37,9 @@ pub enum QmpError {
         source: std::io::Error,
     },
     /// QEMU sent no greeting: another client holds the socket, or QEMU hangs.
-    #[error("no QMP greeting on {path} within {seconds} s; is another client connected to it?")]
+    #[error(
+        "no QMP greeting on {path} within {seconds} s; disconnect other QMP clients from this socket"
+    )]
     NoGreeting { path: PathBuf, seconds: f64 },
     #[error("QMP connection lost during {command}")]
     Lost {
@@ -56,7 +58,7 @@ pub enum QmpError {
         class: String,
         description: String,
     },
-    #[error("not a QMP answer to {command}: {text}")]
+    #[error("QEMU's answer to {command} is not valid QMP: {text}")]
     Unexpected { command: String, text: String },
 }
 

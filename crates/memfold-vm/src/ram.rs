@@ -24,7 +24,7 @@ pub enum RamError {
     #[error("cannot ask QEMU for its RAM layout")]
     Qmp(#[from] QmpError),
     /// QEMU's output has an unknown format; nothing is guessed from it.
-    #[error("QEMU's {what} is not as expected: {why}")]
+    #[error("cannot interpret QEMU's {what}: {why}")]
     Text { what: &'static str, why: String },
 }
 

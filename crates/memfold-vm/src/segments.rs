@@ -208,7 +208,7 @@ pub fn plug(
         tracing::warn!(
             error = &error as &dyn std::error::Error,
             backend,
-            "cannot close the segment's image in QEMU; nothing is needed"
+            "cannot close the segment's image in QEMU; no action is needed"
         );
     }
     let device = json!({
@@ -234,7 +234,7 @@ pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
     if qmp.execute("object-del", json!({ "id": backend })).is_ok() {
         tracing::info!(
             backend,
-            "memory backend of an interrupted attachment removed"
+            "memory backend of an interrupted segment attachment removed"
         );
     }
 }

@@ -192,19 +192,19 @@ impl Vm {
             tracing::warn!(
                 vm = self.name,
                 why,
-                "VM switched off, unwritten data of its guest is lost; use a longer --timeout or the guest agent"
+                "VM switched off, data that the guest had not written to disk is lost; use a longer --timeout or the guest agent"
             );
         }
         // QEMU may close the connection before it answers; the wait below shows whether it quits.
         if let Err(error) = monitor("quit") {
-            tracing::debug!(vm = self.name, %error, "QEMU did not answer the command quit");
+            tracing::debug!(vm = self.name, %error, "QEMU did not answer the QMP command 'quit'");
         }
         if self.process.wait_exit(QUIT_TIMEOUT)? {
             return Ok(stopped(StopKind::Quit, overdue, Some(why)));
         }
         tracing::warn!(
             vm = self.name,
-            "QEMU did not quit and was killed; nothing is needed unless it repeats"
+            "QEMU did not quit and was killed; no action is needed unless this repeats"
         );
         self.process.kill()?;
         let ended = self.process.wait_exit(QUIT_TIMEOUT)?;
@@ -231,7 +231,7 @@ impl Vm {
                     agent_took_it = agent_took_it || ask();
                     if !agent_took_it {
                         if let Err(error) = monitor("system_powerdown") {
-                            tracing::debug!(vm = self.name, %error, "the power button was not pressed");
+                            tracing::debug!(vm = self.name, %error, "cannot press the guest's virtual power button");
                         }
                     }
                     was_asked = true;

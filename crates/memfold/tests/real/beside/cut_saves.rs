@@ -397,7 +397,7 @@ fn saves_killed(story: &mut Story<'_>) {
     );
     assert!(late > 0);
     let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
-    let merged = log.matches("merged with the older one").count();
+    let merged = log.matches("merged with the older overlay").count();
     println!("{merged} overlays of cut saves were merged with the older ones");
     assert!(merged > 0);
     for overlay in overlays(temporary) {
