@@ -129,7 +129,7 @@ impl Boots {
                     warn!(
                         vm = machine.name(),
                         error = error as &dyn std::error::Error,
-                        "boot snapshot not saved; fix the cause and start the VM again"
+                        "cannot save the VM's boot snapshot; fix the cause and start the VM again"
                     );
                 }
                 machine.set_boot_snapshot(saved.map_or_else(

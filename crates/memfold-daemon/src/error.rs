@@ -33,7 +33,7 @@ pub enum DaemonError {
     #[error("{0}")]
     ImpossibleHere(String),
     /// The state directory cannot be used.
-    #[error("cannot use state directory {path}")]
+    #[error("cannot create or use the state directory {path}")]
     State {
         /// Path of the state directory.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum DaemonError {
     #[error(transparent)]
     Segment(#[from] SegmentError),
     /// The ledger's figures cannot be read from the kernel.
-    #[error("cannot read the ledger's figures from the kernel")]
+    #[error("cannot read memory figures from the kernel")]
     Ledger(#[from] ReadError),
     /// KSM's files cannot be read or written.
     #[error(transparent)]
@@ -80,7 +80,7 @@ pub enum DaemonError {
         fix: String,
     },
     /// The brake is on: guests can claim more memory than is available.
-    #[error("{what}: the brake is on: {why}")]
+    #[error("{what}, because the brake is on: {why}")]
     Braked {
         /// The action that was refused.
         what: String,
@@ -121,7 +121,7 @@ pub enum DaemonError {
         fix: String,
     },
     /// The daemon keeps no history.
-    #[error("this daemon keeps no history; its log says why")]
+    #[error("this daemon keeps no history of memory use; see the daemon's log for the reason")]
     NoHistory,
     /// The history cannot be read or written.
     #[error(transparent)]

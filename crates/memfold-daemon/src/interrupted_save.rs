@@ -144,7 +144,7 @@ pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
         .name("cut-off".into())
         .spawn(undo);
     if let Err(error) = spawned {
-        warn!(%error, "cannot start the thread that undoes an interrupted save; the next save undoes it");
+        warn!(%error, "cannot start the thread that undoes an interrupted save; the VM's next save undoes the interrupted one");
     }
 }
 
@@ -158,6 +158,6 @@ pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
     };
     let spawned = std::thread::Builder::new().name("disks".into()).spawn(work);
     if let Err(error) = spawned {
-        warn!(%error, "cannot start the thread that releases the disks of an interrupted save; the next save releases them");
+        warn!(%error, "cannot start the thread that removes an interrupted save's copy jobs; the VM's next save removes the jobs");
     }
 }

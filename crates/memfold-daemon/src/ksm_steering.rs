@@ -88,8 +88,12 @@ pub(crate) fn restore() {
         Ok(true) => info!(
             "KSM's settings restored after an earlier daemon died; 'memfold ksm start' steers KSM again"
         ),
-        Err(KsmError::Busy(_)) => info!("another memfold uses KSM"),
-        Err(error) => warn!(%error, "cannot restore KSM settings; the next daemon retries"),
+        Err(KsmError::Busy(_)) => {
+            info!("KSM settings not restored: another memfold process uses KSM");
+        }
+        Err(error) => {
+            warn!(%error, "cannot restore KSM settings; the daemon tries again at its next start");
+        }
     }
 }
 
@@ -210,7 +214,7 @@ impl KsmSteering {
         info!(
             domain,
             cpu_percent = request.cpu_percent,
-            "KSM steering started"
+            "memfold now steers KSM for a trust domain"
         );
         let mut new = SteeredKsm::start(domain, goal, request.advisor, ours)?;
         new.kept_out = kept_out;
@@ -302,7 +306,7 @@ impl KsmSteering {
             old.controls.unmerge(0)?;
         }
         old.guard.restore()?;
-        info!(domain = old.domain, "KSM steering stopped");
+        info!(domain = old.domain, "memfold no longer steers KSM");
         self.overview()
     }
 
@@ -312,9 +316,11 @@ impl KsmSteering {
             match old.guard.restore() {
                 Ok(()) => info!(
                     domain = old.domain,
-                    "KSM steering stopped; KSM's settings restored"
+                    "memfold no longer steers KSM; KSM's settings restored"
                 ),
-                Err(error) => warn!(%error, "cannot restore KSM settings; the next daemon retries"),
+                Err(error) => {
+                    warn!(%error, "cannot restore KSM settings; the daemon tries again at its next start");
+                }
             }
         }
     }
@@ -360,7 +366,7 @@ impl KsmSteering {
             info!(
                 vm = spec.name,
                 domain = steered.domain,
-                "VM started with mem-merge=off: KSM runs for another trust domain"
+                "VM started with mem-merge=off: KSM now merges only VMs of another trust domain"
             );
             spec.merge = MergeChoice::Never;
             steered.kept_out.insert(spec.name.clone());

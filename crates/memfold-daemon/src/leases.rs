@@ -303,7 +303,7 @@ impl Leases {
         }
         registry.sole_copy(id, host).or_else(|error| {
             // The next renewal repeats this.
-            warn!(lease = id.0, %error, "cannot tell the registry that the lender holds the only copy; retrying at the next renewal");
+            warn!(lease = id.0, %error, "cannot tell the registry that the lender has the only copy of the data; retrying at the lease's renewal");
             Ok(lease)
         })
     }
@@ -368,7 +368,7 @@ impl Leases {
     pub(crate) fn release(&self, leases: impl Iterator<Item = LeaseId>) {
         for id in leases {
             if let Err(error) = self.registry.release(id, &self.host) {
-                warn!(lease = id.0, %error, "cannot release the lease; the lender ends it at its deadline");
+                warn!(lease = id.0, %error, "cannot release the lease in the registry; the lender ends the lease at its deadline");
             }
         }
     }

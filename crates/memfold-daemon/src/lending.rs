@@ -171,7 +171,7 @@ impl Lending {
             lend: request.cloned(),
         };
         if let Err(error) = write_json(&self.note, &by_hand) {
-            warn!(%error, "cannot write lend.json; free space and repeat 'memfold lend'");
+            warn!(%error, "cannot write lend.json; free space in the state directory and repeat 'memfold lend'");
         }
     }
 
@@ -234,7 +234,7 @@ impl Lending {
         {
             warn!(
                 error = chain(&error),
-                "lending not started; fix the cause and run 'memfold lend'"
+                "cannot start lending on this host; fix the cause and run 'memfold lend'"
             );
             return;
         }

@@ -107,7 +107,7 @@ impl KnownQemu {
                     warn!(
                         libvirt = domain.domain,
                         error = &error as &dyn std::error::Error,
-                        "cannot adopt the libvirt domain; retrying up to 2 minutes apart"
+                        "cannot adopt the libvirt domain; the daemon keeps retrying, at intervals of at most 2 minutes"
                     );
                 }
                 self.again = Some(Instant::now() + self.pause);

@@ -213,7 +213,7 @@ impl Machine {
                     vm = self.name,
                     kernel = facts.kernel,
                     agent = facts.agent,
-                    "agent connected"
+                    "guest agent connected"
                 );
                 // The firmware has run by now, so RAM is where the guest's kernel expects it.
                 self.look_again();
@@ -221,7 +221,7 @@ impl Machine {
             }
             AgentEvent::Message(message) => self.tell(Command::Agent(self.id, message)),
             AgentEvent::Lost { reason } => {
-                info!(vm = self.name, reason, "agent disconnected");
+                info!(vm = self.name, reason, "guest agent disconnected");
                 self.tell(Command::AgentGone(self.id));
             }
         }
@@ -276,7 +276,7 @@ impl Machine {
     fn advice(&self, layout: &RamLayout) -> Vec<Advice> {
         let read = |block| {
             self.vm.advice(block).unwrap_or_else(|error| {
-                warn!(vm = self.name, %error, "cannot read madvise flags of a RAM block; folded memory may lose these flags until the daemon restarts");
+                warn!(vm = self.name, %error, "cannot read madvise flags of a RAM block; shared (folded) memory may lack these flags until the daemon restarts");
                 Advice::default()
             })
         };
@@ -310,7 +310,7 @@ impl Machine {
         drop(link);
         if let Some(directory) = self.vm.directory() {
             if let Err(error) = Vm::clear_if_stale(directory) {
-                warn!(vm = self.name, %error, "cannot remove the files of the ended VM; the next daemon retries");
+                warn!(vm = self.name, %error, "cannot remove the files of the ended VM; the daemon tries again at its next start");
             }
         }
     }
@@ -392,7 +392,7 @@ impl Machine {
         let segments: Vec<StoreIdentity> = segments.map(|(_, identity)| identity).collect();
         let domain = self.domain.as_deref();
         memfold_ledger::take::vm(pid, &self.name, domain, &layout, stores, &segments)
-            .inspect_err(|error| warn!(vm = self.name, %error, "cannot read the VM's page tables, VM left out of the ledger; nothing is needed if the VM is ending"))
+            .inspect_err(|error| warn!(vm = self.name, %error, "cannot read the VM's page tables, so the memory report omits the VM; no action is needed if the VM is ending"))
             .ok()
     }
 

@@ -33,6 +33,6 @@ pub(crate) fn on_agent_ready(
     };
     let thread = std::thread::Builder::new().name(name.into());
     if let Err(error) = thread.spawn(wait) {
-        warn!(vm, %error, "no thread for the tasks of a booted guest ({name}); restart the daemon");
+        warn!(vm, %error, "cannot start the thread that sets up a booted guest ({name}); restart the daemon");
     }
 }

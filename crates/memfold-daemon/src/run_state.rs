@@ -148,11 +148,11 @@ impl RunState {
             ),
             "inmigrate" => (
                 "the VM's memory is still being received".into(),
-                "nothing is needed".into(),
+                "no action is needed".into(),
             ),
             "save-vm" | "restore-vm" | "finish-migrate" => (
                 "the VM's state is being saved or loaded".into(),
-                "nothing is needed".into(),
+                "no action is needed".into(),
             ),
             _ => ("QEMU gives no reason".into(), again),
         };

@@ -80,7 +80,7 @@ impl Samples {
                 .inspect_err(|error| {
                     warn!(
                         error = chain(error),
-                        "cannot open the history; none is kept until the daemon restarts"
+                        "cannot open the history of memory use; no history is kept until the daemon restarts"
                     );
                 })
                 .ok()
@@ -290,7 +290,7 @@ impl Sampling {
             if let Err(error) = history.add(now_unix_s(), &host, &of_vms, &events) {
                 warn!(
                     error = chain(&error),
-                    "cannot write a sample to the history; free space in --records"
+                    "cannot write a sample to the history; free space in the --records directory"
                 );
             }
         }
@@ -304,7 +304,7 @@ impl Sampling {
         // This sample is also kept without watchers: the next watcher gets it at once.
         match serde_json::to_string(&live) {
             Ok(text) => drop(self.samples.latest.send_replace(text.into())),
-            Err(error) => warn!(%error, "cannot encode a sample as JSON; report this"),
+            Err(error) => warn!(%error, "cannot encode a sample as JSON; report this bug"),
         }
         Ok(thread_cpu().saturating_sub(before))
     }
@@ -320,7 +320,7 @@ fn sample_on(sampling: &Weak<Sampling>, samples: &Samples) {
         cost = sampling.sample(&mut last).unwrap_or_else(|error| {
             warn!(
                 error = chain(&error),
-                "cannot take a sample; retrying at the next sample"
+                "cannot take a sample of memory use; retrying at the next interval"
             );
             Duration::ZERO
         });

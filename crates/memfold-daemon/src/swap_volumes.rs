@@ -158,9 +158,9 @@ impl SwapVolumes {
             .keep(&keeper)
             .and_then(|()| self.put_on(&keeper, &fit, &endpoint));
         if let Err(error) = done {
-            warn!(%volume, error = chain(&error), "volume not moved to a lender");
+            warn!(%volume, error = chain(&error), "volume not moved to a lender; fix the cause and repeat 'memfold borrow --lvm'");
             if let Err(left) = self.take_off(&keeper, &turn) {
-                warn!(%volume, error = chain(&left), "cannot undo the failed loan for the volume; run 'memfold return --lvm'");
+                warn!(%volume, error = chain(&left), "cannot undo the volume's failed move to a lender; run 'memfold return --lvm'");
             }
             return Err(error);
         }
@@ -332,7 +332,7 @@ impl SwapVolumes {
         // All loans are inserted before the first one is written to the file.
         self.keepers().clone_from(&all);
         for (volume, keeper) in all {
-            info!(%volume, "loan of an earlier daemon is watched again");
+            info!(%volume, "volume's borrowed memory is watched again after the daemon's restart");
             if let Err(error) = self.keep(&keeper) {
                 warn!(%volume, error = chain(&error), "cannot watch the volume's loan; run 'memfold return --lvm' or restart the daemon");
             }
@@ -362,7 +362,7 @@ impl SwapVolumes {
             Ok(lease) => {
                 *keeper.holds() = Instant::now() + Duration::from_millis(lease.left_ms);
                 if lease.recall_ms.is_some() && !keeper.is_wanted.swap(true, Ordering::AcqRel) {
-                    info!(volume = %keeper.loan().volume, "lender needs its memory back");
+                    info!(volume = %keeper.loan().volume, "lender needs its memory back; moving the volume to this host's disk");
                 }
             }
             Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
@@ -393,7 +393,7 @@ impl SwapVolumes {
         }
         if let Err(error) = self.take_off(keeper, &turn) {
             let volume = keeper.loan().volume;
-            warn!(%volume, error = chain(&error), "cannot take the volume off lent RAM; retrying in 15 s");
+            warn!(%volume, error = chain(&error), "cannot move the volume from lent RAM to this host's disk; retrying in 15 s");
         }
         true
     }

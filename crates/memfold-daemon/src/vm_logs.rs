@@ -97,7 +97,7 @@ fn tell_full(state: &Path, is_told: bool) -> bool {
             true
         }
         true if percent < FULL.1 => {
-            info!(path = %state.display(), percent, "state directory has room again");
+            info!(path = %state.display(), percent, "state directory's file system has free space again");
             false
         }
         told => told,

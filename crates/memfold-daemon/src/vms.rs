@@ -92,7 +92,10 @@ impl Vms {
         let said = machine.vm().directory().and_then(memfold_vm::last_words);
         if let Some(said) = said {
             let vm = machine.name();
-            warn!(vm, said, "QEMU ended by itself; 'said' is its last message");
+            warn!(
+                vm,
+                said, "QEMU ended unexpectedly; 'said' is QEMU's last message"
+            );
         } else {
             info!(vm = machine.name(), "VM ended");
         }
@@ -140,7 +143,7 @@ impl Vms {
         match self.kernels.share(vm) {
             Ok(bytes) => debug!(
                 vm = vm.name(),
-                bytes, "VM shares these bytes of its kernel image with other VMs"
+                bytes, "VM shares part of its kernel image with other VMs"
             ),
             Err(error) => {
                 debug!(vm = vm.name(), %error, "VM keeps its own copy of its kernel image");

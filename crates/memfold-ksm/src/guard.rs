@@ -146,7 +146,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         if let Err(error) = self.put_back() {
-            tracing::error!(%error, note = %self.note_path.display(), "cannot restore KSM settings; the next daemon retries");
+            tracing::error!(%error, note = %self.note_path.display(), "cannot restore KSM settings; the daemon tries again at its next start");
         }
     }
 }

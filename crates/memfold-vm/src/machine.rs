@@ -111,7 +111,7 @@ impl Vm {
                 Ok(vm) => found.push(vm),
                 Err(MachineError::NotFound { .. }) => {
                     if let Err(error) = Self::clear_if_stale(&directory) {
-                        tracing::warn!(vm = directory.name(), %error, "cannot remove the files of a VM that ended; the next daemon retries");
+                        tracing::warn!(vm = directory.name(), %error, "cannot remove the files of a VM that ended; the daemon tries again at its next start");
                     }
                 }
                 Err(error) => {

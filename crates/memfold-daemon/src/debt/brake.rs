@@ -118,7 +118,7 @@ impl DebtBrake {
             let policy = &mut state.policy;
             policy.reserve = reserve.unwrap_or(policy.reserve);
             policy.cover_percent = request.cover_percent.unwrap_or(policy.cover_percent);
-            info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the brake changed");
+            info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the memory brake changed");
         }
         self.debt()
     }
@@ -232,9 +232,9 @@ impl DebtBrake {
         };
         let what = format!("{before} -> {level}: {}{follows}", report.why);
         if level == Level::Ok {
-            info!("debt: {what}");
+            info!("memory debt: {what}");
         } else {
-            warn!("debt: {what}");
+            warn!("memory debt: {what}");
         }
         state.note(&report, what);
         let report = state.report(memory);
@@ -314,7 +314,7 @@ impl DebtBrake {
                 (i128::from(after.available) - i128::from(memory.available)) / (1 << 20),
                 now.elapsed().as_secs_f64(),
             );
-            warn!("debt: {what}");
+            warn!("memory debt: {what}");
             let mut state = self.debt.lock();
             state.asked.retain(|_, at| at.elapsed() < ASK_AGAIN);
             let report = state.report(after);

@@ -303,7 +303,7 @@ impl SteeredKsm {
     fn contest(&mut self, name: &'static str, found: impl std::fmt::Display) {
         if self.contested.insert(name) {
             warn!(
-                "another program wrote {found} to /sys/kernel/mm/ksm/{name}, memfold resets it each time; stop that program, often ksmtuned"
+                "another program wrote {found} to /sys/kernel/mm/ksm/{name}, and memfold restored its own value; stop that program (often ksmtuned)"
             );
         }
     }

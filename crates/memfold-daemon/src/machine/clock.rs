@@ -80,7 +80,8 @@ impl Machine {
             if let Some(why) = &problem {
                 warn!(
                     vm = self.name(),
-                    why, "guest's clock or RTC is wrong; set it in the guest"
+                    why,
+                    "guest's system clock or hardware clock (RTC) is wrong; set the clock in the guest"
                 );
             }
             self.set_clock_state(ClockStep { problem, ..step });
@@ -108,7 +109,7 @@ impl Machine {
     fn clock_failed(&self, why: String) {
         warn!(
             vm = self.name(),
-            why, "guest's clock not set; set it in the guest"
+            why, "cannot set the guest's clock; set the clock in the guest"
         );
         self.set_clock_state(ClockStep {
             problem: Some(why),
@@ -154,7 +155,10 @@ impl Machine {
         };
         let is_long = length.is_some_and(|length| length >= LONG);
         if is_long && self.had_agent.load(Ordering::Relaxed) && !self.keeps_clock() {
-            info!(vm = self.name, "VM runs again; its guest's clock is set");
+            info!(
+                vm = self.name,
+                "VM runs again after a pause; the daemon now sets the guest's clock"
+            );
             self.set_clock_soon();
         }
     }
@@ -175,7 +179,7 @@ impl Machine {
             warn!(
                 vm = self.name,
                 %error,
-                "cannot record that this guest keeps its clock, so the next pause sets it; free space in the state directory"
+                "cannot record --keep-clock for this guest, so its clock is set after the next pause; free space in the state directory"
             );
         }
     }

@@ -82,7 +82,7 @@ impl Machine {
         };
         match renewal {
             Ok(renewal) => {
-                info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "guest's identity renewed");
+                info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "guest's identity renewed (random numbers, MAC addresses, ...)");
                 if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
                     warn!(vm = self.name, %error, "cannot remove renewal.json; remove it before the daemon restarts");
                 }
@@ -93,7 +93,7 @@ impl Machine {
                 warn!(
                     vm = self.name,
                     why,
-                    "guest's identity not renewed; fix the cause and restart the daemon to retry"
+                    "cannot renew the guest's identity (random numbers, MAC addresses, ...); fix the cause and restart the daemon to retry"
                 );
                 self.set_renewal(Renewal::failed(&why));
             }

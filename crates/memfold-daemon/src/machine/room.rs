@@ -43,14 +43,14 @@ impl RoomWatch {
             Ok(state) if state.is_running() => info!(
                 vm = machine.name(),
                 files = ?now.full,
-                "VM resumed: its disk has room again"
+                "VM resumed: its disk has free space again"
             ),
             // `note_state` logs the new state.
             Ok(_) => {}
             Err(error) => warn!(
                 vm = machine.name(),
                 error = &error as &dyn std::error::Error,
-                "cannot resume the VM though its disk has room again; retrying"
+                "cannot resume the VM although its disk has free space again; retrying"
             ),
         }
     }

@@ -184,7 +184,7 @@ impl Machine {
             // The connection was lost because the guest shut down before the agent could answer.
             Err(AgentError::Lost) => true,
             Err(error) => {
-                debug!(vm = self.name, %error, "the agent does not shut the guest down");
+                debug!(vm = self.name, %error, "the guest's agent did not shut the guest down");
                 false
             }
         }

@@ -68,7 +68,7 @@ impl Machine {
             Some(Ok(link)) => link,
             // The next check tries again. Most VMs whose library does not answer are ending.
             Some(Err(error)) => {
-                return debug!(vm = self.name, %error, "cannot reach the library in this VM's QEMU; tried again");
+                return debug!(vm = self.name, %error, "cannot connect to memfold's library in this VM's QEMU; retrying");
             }
             None => return,
         };

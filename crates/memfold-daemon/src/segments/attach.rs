@@ -86,7 +86,7 @@ impl Segments {
             info!(
                 vm,
                 segment = manifest.name,
-                "VM writes the segment's next generation"
+                "VM is now the writer of the segment's next generation"
             );
         }
         drop(kept);

@@ -240,7 +240,7 @@ pub(crate) fn unplug(machine: &Machine) {
         if Instant::now() > end {
             tracing::warn!(
                 vm = machine.name(),
-                "guest did not release the build disk; the next build from this guest retries"
+                "guest did not release the disk of a segment build; the next build from this guest removes the disk"
             );
             return;
         }

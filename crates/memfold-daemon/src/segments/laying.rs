@@ -31,7 +31,7 @@ pub(crate) fn recall_segments(machine: &Arc<Machine>) {
             warn!(
                 vm = machine.name(),
                 error = &error as &dyn std::error::Error,
-                "cannot ask the guest which segments it uses; nothing is needed"
+                "cannot ask the guest which segments it uses; no action is needed"
             );
         }
     });

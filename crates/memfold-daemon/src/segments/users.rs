@@ -121,12 +121,12 @@ impl Segments {
                 match self.shelf.remove(&old) {
                     Ok(()) => info!(
                         segment = old.reference(),
-                        "segment generation removed: a newer one exists, and nothing uses this one"
+                        "old segment generation removed: a newer generation exists, and no VM uses the old one"
                     ),
                     Err(error) => warn!(
                         segment = old.reference(),
                         error = &error as &dyn std::error::Error,
-                        "cannot remove the old segment generation; the next daemon retries"
+                        "cannot remove the old segment generation; the daemon tries again at its next start"
                     ),
                 }
             }
@@ -155,7 +155,7 @@ impl Segments {
             warn!(
                 segment = name,
                 error = &error as &dyn std::error::Error,
-                "cannot remove the writer file of the segment; the next daemon retries"
+                "cannot remove the file that records the segment's writer; the daemon tries again at its next start"
             );
         }
     }

@@ -87,7 +87,10 @@ pub(super) fn find(folding: &Folding, machine: &Machine) -> Found {
     let began = Instant::now();
     let cached = folding.ask(|answer| Command::CachedPages(machine.id(), answer));
     let (Ok(Some(cached)), Some(agent)) = (cached, machine.agent()) else {
-        info!(vm = machine.name(), "guest has not said what it has cached");
+        info!(
+            vm = machine.name(),
+            "guest has not reported its page cache, so the save does not compare memory with disks"
+        );
         return Found::default();
     };
     let mut places = Places::default();
@@ -100,7 +103,7 @@ pub(super) fn find(folding: &Folding, machine: &Machine) -> Found {
     if let Err(why) = asked {
         info!(
             vm = machine.name(),
-            why, "guest does not say where all its files lie"
+            why, "guest did not report where on its disks all cached files are"
         );
     }
     let candidates = join(cached.runs(), &places);

@@ -113,7 +113,7 @@ pub(super) fn disk_speed(directory: &Path) -> f64 {
     let existing = directory.ancestors().find(|place| place.is_dir());
     let measured = measure_disk(existing.unwrap_or(directory));
     measured.unwrap_or_else(|error| {
-        debug!(directory = %directory.display(), %error, "throughput of the disk not measured");
+        debug!(directory = %directory.display(), %error, "cannot measure the throughput of the disk for snapshots");
         WRITTEN_PER_S
     })
 }

@@ -67,7 +67,7 @@ impl Snapshots {
         let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
         if let Err(error) = taken {
             // The VM continues with the files that its QEMU has open.
-            warn!(vm, snapshot = name, %error, "cannot take the VM's disks back from the removed snapshot; restart the VM before its next save");
+            warn!(vm, snapshot = name, %error, "cannot take the VM's disk overlays over from the removed snapshot; restart the VM before its next save");
         }
         Ok(())
     }

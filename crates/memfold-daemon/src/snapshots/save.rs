@@ -131,7 +131,7 @@ impl Snapshots {
         });
         // The inventory reports pages that were dropped while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
-            info!(vm = request.vm, %error, "no inventory of the guest's page cache after the save");
+            info!(vm = request.vm, %error, "cannot get an inventory of the guest's page cache after the save");
         }
         saved
     }
@@ -275,7 +275,11 @@ impl Snapshots {
         }
         let manifest = manifest?;
         if let Some(why) = &manifest.free_kept {
-            info!(vm = request.vm, why, "free pages are saved too");
+            info!(
+                vm = request.vm,
+                why,
+                "cannot tell which of the guest's pages were free, so the snapshot contains free pages too"
+            );
         }
         info!(
             vm = request.vm,

@@ -29,7 +29,7 @@ fn end(vm: &Vm) {
         warn!(
             vm = vm.name(),
             error = &error as &dyn std::error::Error,
-            "cannot end the QEMU process of a trial start; end the process by hand"
+            "cannot stop the QEMU process of a trial start of the VM; kill the process by hand"
         );
     }
 }

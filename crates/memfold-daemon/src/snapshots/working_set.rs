@@ -30,9 +30,12 @@ impl Snapshots {
             if let Some(set) = known {
                 let places = working_set::places(&manifest, &machine.layout());
                 match set.prefetch(machine.pid(), &places) {
-                    Ok(pages) => info!(vm = machine.name(), pages, "working set fetched"),
+                    Ok(pages) => info!(
+                        vm = machine.name(),
+                        pages, "working set of the restored VM loaded in advance"
+                    ),
                     Err(error) => {
-                        debug!(vm = machine.name(), %error, "cannot fetch the whole working set");
+                        debug!(vm = machine.name(), %error, "cannot load the whole working set of the restored VM in advance");
                     }
                 }
                 return;
@@ -60,16 +63,18 @@ impl Snapshots {
                     vm = name,
                     snapshot = manifest.name,
                     bytes = set.bytes(),
-                    "working set recorded"
+                    "working set of the restored VM recorded"
                 ),
-                Err(error) => debug!(vm = name, %error, "cannot record the working set"),
+                Err(error) => {
+                    debug!(vm = name, %error, "cannot record the working set of the restored VM");
+                }
             }
         };
         if let Err(error) = std::thread::Builder::new()
             .name("working-set".into())
             .spawn(work)
         {
-            debug!(%error, "cannot start the thread for the working set");
+            debug!(%error, "cannot start the thread that loads or records the restored VM's working set");
         }
     }
 }

@@ -110,7 +110,7 @@ impl SwapDisks {
                 info!(
                     vm,
                     seconds = rest.as_secs(),
-                    "VM borrows again after the pause, if a lender has room"
+                    "VM will borrow memory again after a pause, if a lender then has free memory"
                 );
                 let mut tries = Backoff::default();
                 tries.rest(now + rest);
@@ -131,11 +131,15 @@ impl SwapDisks {
     fn try_again(self: &Arc<Self>, vm: &str, request: &BorrowRequest) -> Option<()> {
         match self.borrow_as(vm, request, Asker::SavedRequest) {
             Ok(done) => {
-                info!(vm, lenders = ?done.lenders, "VM has borrowed again");
+                info!(vm, lenders = ?done.lenders, "VM has borrowed memory again");
                 Some(())
             }
             Err(error) => {
-                info!(vm, error = chain(&error), "VM cannot borrow again yet");
+                info!(
+                    vm,
+                    error = chain(&error),
+                    "VM cannot borrow memory again yet; retrying later"
+                );
                 None
             }
         }

@@ -208,14 +208,17 @@ impl SwapDisks {
     fn give_back_by_itself(self: &Arc<Self>, vm: &str) -> Option<Done> {
         match self.return_as(vm, false) {
             Ok(_) => {
-                info!(vm, "VM no longer swaps; automatic loan returned");
+                info!(
+                    vm,
+                    "VM no longer swaps; automatically borrowed memory returned"
+                );
                 Some(Done::GivenBack)
             }
             Err(error) => {
                 warn!(
                     vm,
                     error = chain(&error),
-                    "cannot return an automatic loan; retrying later"
+                    "cannot return the VM's automatically borrowed memory; retrying later"
                 );
                 None
             }
@@ -229,14 +232,14 @@ impl SwapDisks {
         };
         match self.borrow_as(vm, &request, Asker::Itself) {
             Ok(done) => {
-                info!(vm, lenders = ?done.lenders, "VM keeps swapping; automatic loan taken");
+                info!(vm, lenders = ?done.lenders, "VM keeps swapping; memory borrowed automatically");
                 Some(Done::Borrowed)
             }
             Err(error) => {
                 info!(
                     vm,
                     error = chain(&error),
-                    "VM keeps swapping, but cannot borrow"
+                    "VM keeps swapping, but cannot borrow memory; retrying later"
                 );
                 None
             }

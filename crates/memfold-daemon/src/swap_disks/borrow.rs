@@ -51,7 +51,7 @@ impl SwapDisks {
         if asker == Asker::SavedRequest && saved_request(&machine).as_ref() != Some(request) {
             return Err(lending(
                 format!("the request that VM '{vm}' borrow was withdrawn"),
-                "nothing is needed",
+                "no action is needed",
             ));
         }
         let done = self.borrow_alone(&machine, directory, request, asker, &right)?;
@@ -125,7 +125,7 @@ impl SwapDisks {
                 warn!(
                     vm,
                     error = chain(&error),
-                    "state of the swap disk unknown: QEMU did not answer; retrying every second"
+                    "location of the swap disk (this host or a lender) unknown: QEMU did not answer; asking again every second"
                 );
                 if let Some(borrowing) = begun.borrowing {
                     // The loan is kept and renewed, because QEMU may use it.
@@ -218,7 +218,7 @@ impl SwapDisks {
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
             // The next daemon sees from QEMU's device itself that the disk was moved.
-            warn!(vm = machine.name(), %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
+            warn!(vm = machine.name(), %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
         }
         Ok(borrowing)
     }
@@ -290,7 +290,7 @@ impl SwapDisks {
         let wires = borrowing.parts.iter().map(find).collect();
         info!(
             vm = machine.name(),
-            "loan of an earlier daemon is watched again"
+            "VM's borrowed memory is watched again after the daemon's restart"
         );
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let guard = Guard::new(machine.name(), borrowing, wires);

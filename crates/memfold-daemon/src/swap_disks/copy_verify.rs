@@ -58,7 +58,7 @@ impl Comparison {
                     Ok(asked) => self.asked = Some(asked),
                     Err(error) => {
                         self.is_old = error.kind() == ErrorKind::NotFound;
-                        warn!(vm = guard.vm, %error, "cannot ask the relay to verify the swap disk's copy; run 'memfold return', then 'memfold borrow'");
+                        warn!(vm = guard.vm, %error, "cannot have the relay process verify the swap disk's copy; run 'memfold return', then 'memfold borrow'");
                     }
                 }
             }
@@ -69,7 +69,7 @@ impl Comparison {
             Ok(Some(Answer::Same)) => {
                 info!(
                     vm = guard.vm,
-                    "swap disk's copy verified: it contains every write"
+                    "swap disk's copy on this host verified: the copy contains every write"
                 );
                 false
             }
@@ -77,17 +77,17 @@ impl Comparison {
                 error!(
                     vm = guard.vm,
                     block,
-                    "swap disk's copy lacks writes made while the daemon was away; free space for a new copy"
+                    "swap disk's copy on this host lacks writes made while the daemon was away; free space for a new copy"
                 );
                 true
             }
             Ok(Some(other)) => {
-                warn!(vm = guard.vm, answer = ?other, "relay cannot verify the swap disk's copy; retrying in 60 s");
+                warn!(vm = guard.vm, answer = ?other, "relay process cannot verify the swap disk's copy on this host; retrying in 60 s");
                 self.asked = None;
                 return;
             }
             Err(error) => {
-                warn!(vm = guard.vm, %error, "relay did not answer whether the swap disk's copy is complete; retrying in 60 s");
+                warn!(vm = guard.vm, %error, "relay process did not say whether the swap disk's copy on this host is complete; retrying in 60 s");
                 self.asked = None;
                 return;
             }
@@ -108,7 +108,7 @@ impl Comparison {
         }
         let directory = machine.vm().directory();
         if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
-            warn!(vm = guard.vm, %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
+            warn!(vm = guard.vm, %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
         }
     }
 }

@@ -46,7 +46,7 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     }
     let directory = machine.vm().directory();
     if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
-        warn!(vm = guard.vm, %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
+        warn!(vm = guard.vm, %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
     }
 }
 
@@ -55,7 +55,7 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
 pub(crate) fn copy_has_failed(guard: &Guard) {
     error!(
         vm = guard.vm,
-        "swap disk's copy on this host failed; free space for a new one, keep the lender running until then"
+        "swap disk's copy on this host failed; free space for a new copy, and keep the lender running meanwhile"
     );
     wait_longer(guard);
 }

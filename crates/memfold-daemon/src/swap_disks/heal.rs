@@ -48,7 +48,7 @@ impl SwapDisks {
                 lenders,
                 durability = ?borrowing.durability,
                 copy_failed = borrowing.copy_failed,
-                "swap disk lost: its lender is lost, and there is no other copy; stop and start the VM"
+                "swap disk lost: its lender failed, and no other copy exists; stop the VM and start it again"
             );
         } else {
             graph::take_out(&mut machine.monitor(), &borrowing, part)?;
@@ -60,7 +60,7 @@ impl SwapDisks {
             state.borrowing.clone()
         };
         if let Err(error) = write_note(directory, &now) {
-            warn!(vm = machine.name(), %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
+            warn!(vm = machine.name(), %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
         }
         if now.hangs_on_one() {
             wait_longer(guard);
@@ -70,7 +70,7 @@ impl SwapDisks {
         if now.has_copy() && now.copy_unwatched {
             error!(
                 vm = machine.name(),
-                "swap disk's copy may be stale, as it was not verified after the daemon was away; reboot the guest if the host's kernel log has errors of the copy's disk"
+                "swap disk now uses a copy that was not verified after a daemon restart; reboot the guest if the host's kernel log shows errors of the copy's disk"
             );
         }
         if !borrowing.is_alone(part) {
@@ -79,7 +79,7 @@ impl SwapDisks {
                 lenders,
                 why,
                 healed_ms = ms(began),
-                "lender no longer used; swap disk continues on the other copy"
+                "lender no longer used; swap disk continues on its other copy"
             );
         }
         Ok(())
@@ -107,7 +107,7 @@ impl SwapDisks {
                     Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
                         if borrowing.has_copy() =>
                     {
-                        warn!(vm = machine.name(), %error, "lease lost, lender no longer used; swap disk continues on the other copy");
+                        warn!(vm = machine.name(), %error, "lease ended or unknown to the registry, lender no longer used; swap disk continues on its other copy");
                         guard.cut(number);
                     }
                     // The lease still holds for a while, and its end is also known to the lender.
@@ -128,7 +128,10 @@ impl SwapDisks {
             guard.cut(part);
         }
         if wanted && !guard.is_stopped() {
-            info!(vm = machine.name(), "lender needs its memory back");
+            info!(
+                vm = machine.name(),
+                "lender needs its memory back; moving the swap disk to this host's disk"
+            );
             machine.comes_home(false);
             self.return_as(machine.name(), false)?;
         }

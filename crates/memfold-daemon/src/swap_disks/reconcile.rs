@@ -39,7 +39,7 @@ impl SwapDisks {
         let is_lent = top.node == borrowing.top();
         info!(
             vm = machine.name(),
-            is_lent, "state of the swap disk known again"
+            is_lent, "location of the swap disk known again: QEMU has answered"
         );
         Self::clean_up(machine);
         if !is_lent {
@@ -49,7 +49,7 @@ impl SwapDisks {
         guard.state().borrowing.phase = Phase::Lent;
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
-            warn!(vm = machine.name(), %error, "cannot record the loan in the VM's directory; free space before the daemon restarts");
+            warn!(vm = machine.name(), %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
         }
         Ok(())
     }
@@ -146,7 +146,7 @@ impl SwapDisks {
             warn!(
                 vm = machine.name(),
                 error = chain(&error),
-                "unused block nodes or files of the swap disk not removed; the next move of the disk retries"
+                "cannot remove unused block nodes or files of the swap disk; the disk's next move tries again"
             );
         }
     }

@@ -114,7 +114,7 @@ pub(crate) fn wait_longer(guard: &Guard) {
     {
         // The relay's answer to this request is not needed.
         if let Err(error) = relay.ask(&patience) {
-            warn!(vm = guard.vm, %error, "cannot extend the relay's timeout for the lender of the only copy; run 'memfold return'");
+            warn!(vm = guard.vm, %error, "cannot make the relay process wait longer for the lender of the only copy; run 'memfold return'");
         }
     }
 }
@@ -139,7 +139,7 @@ pub(crate) fn hear_end(
         warn!(
             vm,
             what = ended.what,
-            "relay ended; see relay.log in the VM's directory"
+            "relay process between QEMU and the lender ended; see relay.log in the VM's directory"
         );
         return Some(ended.what);
     };
@@ -148,7 +148,7 @@ pub(crate) fn hear_end(
             vm,
             lender,
             what = ended.what,
-            "lender served wrong bytes; the VM never saw them, and the lender is not used for a while"
+            "lender served wrong bytes; the VM did not get these bytes, and the lender is not used for an hour"
         );
         leases.distrust().lied(lender, vm, &ended.what);
     }

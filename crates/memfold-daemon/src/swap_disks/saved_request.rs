@@ -17,7 +17,7 @@ pub(super) fn saved_request(machine: &Machine) -> Option<BorrowRequest> {
 /// lender.
 pub(super) fn save_request(directory: &VmDirectory, vm: &str, request: &BorrowRequest) {
     if let Err(error) = directory.write_json(&directory.wish(), request) {
-        warn!(vm, %error, "cannot record the borrow request; free space and repeat 'memfold borrow'");
+        warn!(vm, %error, "cannot record the operator's borrow request; free space in the state directory and repeat 'memfold borrow'");
     }
 }
 

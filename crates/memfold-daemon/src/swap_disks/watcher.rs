@@ -64,7 +64,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         if stands_still(guard) {
             warn!(
                 vm = guard.vm,
-                "relay process is stopped, so its lender is no longer used; do not stop relays"
+                "relay process was stopped (SIGSTOP), so its lender is no longer used; do not stop relay processes"
             );
             for (part, _) in guard.borrowing().reached() {
                 guard.cut(part);
@@ -78,7 +78,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
                 warn!(
                     vm = guard.vm,
                     error = chain(&error),
-                    "state of the swap disk still unknown: QEMU did not answer; retrying every second"
+                    "location of the swap disk (this host or a lender) still unknown: QEMU did not answer; asking again every second"
                 );
             }
             // If the figures cannot be read now, they are read a second later.
@@ -98,7 +98,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
             moved = Some(Instant::now());
             warn!(
                 vm = guard.vm,
-                why, "moving the swap disk to this host's disk; nothing is needed"
+                why, "moving the swap disk to this host's disk; no action is needed"
             );
             machine.comes_home(guard.borrowing().hangs_on_one());
             if let Err(error) = disks.return_as(machine.name(), false) {

@@ -79,7 +79,7 @@ impl Keeper {
             error!(
                 volume = %loan.volume,
                 lender = loan.lender,
-                "mirror image of the volume on this host failed, the lender holds the only copy; run 'lvconvert --repair' now"
+                "volume's mirror image on this host failed, and the lender has the only copy; run 'lvconvert --repair' now"
             );
         } else if !failed {
             self.is_alone.store(false, Ordering::Release);
@@ -120,7 +120,7 @@ impl Keeper {
                 volume,
                 lender = loan.lender,
                 why,
-                "volume lost: its lender is lost, and there is no other copy; end its users, then run 'memfold return --lvm'"
+                "volume lost: its lender failed, and no other copy exists; stop what uses the volume, then run 'memfold return --lvm'"
             );
         } else {
             warn!(

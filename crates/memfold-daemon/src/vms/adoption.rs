@@ -59,7 +59,7 @@ impl Vms {
             Err(error) => {
                 return warn!(
                     error = chain(&error),
-                    "VM not adopted: its name is taken; attach it under another name"
+                    "VM not adopted: another VM has the same name; attach this VM under another name"
                 );
             }
         };
@@ -93,7 +93,7 @@ impl Vms {
             Err(error) => {
                 if has_ended(directory) {
                     if let Err(error) = Vm::clear_if_stale(directory) {
-                        warn!(vm = name, %error, "cannot remove the files of a VM that ended; the next daemon retries");
+                        warn!(vm = name, %error, "cannot remove the files of a VM that ended; the daemon tries again at its next start");
                     }
                     return true;
                 }
@@ -102,7 +102,7 @@ impl Vms {
                     warn!(
                         vm = name,
                         error = why,
-                        "cannot adopt the VM; retrying until QEMU answers or ends ('memfold vm stop' ends it)"
+                        "cannot adopt the VM; retrying until QEMU answers or ends ('memfold vm stop' ends QEMU)"
                     );
                 }
                 false
@@ -116,7 +116,7 @@ impl Vms {
         if vm.is_half_restored() {
             warn!(
                 vm = name,
-                "half-restored VM ended: the daemon died during the restore; restore it again"
+                "partly restored VM killed: the daemon had died during the restore; restore the VM again"
             );
             vm.kill()?;
             return Ok(());

@@ -36,7 +36,7 @@ impl Vms {
             }
         }
         if let Err(error) = write_json(&self.attached_file(), &list) {
-            warn!(%error, "cannot record attached VMs; free space, and attach them again after the daemon's next start");
+            warn!(%error, "cannot record which VMs are attached; free space, and attach these VMs again after the daemon's next start");
         }
     }
 }

@@ -95,7 +95,7 @@ impl Vms {
         } else {
             warn!(
                 vm = name,
-                "VM stopped while starting, QEMU killed; nothing is needed"
+                "VM was stopped while it started, so QEMU was killed; no action is needed"
             );
             arrival
                 .cancel

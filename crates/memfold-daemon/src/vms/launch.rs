@@ -57,7 +57,7 @@ fn end_unknown(state: &Path, name: &str) {
         warn!(
             vm = name,
             error = &error as &dyn std::error::Error,
-            "can neither adopt nor end a VM that was started; restart the daemon to adopt the VM"
+            "cannot adopt the started VM, and cannot end it; restart the daemon to adopt the VM"
         );
     }
 }
