@@ -17,7 +17,7 @@ use crate::error::ErrorBody;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum ClientError {
-    #[error("no memfold daemon serves {path}; start one with 'memfold serve'")]
+    #[error("no memfold daemon serves {path}; start the daemon with 'memfold serve'")]
     NoDaemon {
         path: PathBuf,
         #[source]

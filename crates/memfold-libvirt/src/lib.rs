@@ -43,7 +43,7 @@ pub enum LibvirtError {
     Wrapper(#[from] WrapperError),
     /// The domain exists only while it runs, so its XML cannot be changed.
     #[error(
-        "domain '{0}' is transient, so libvirt keeps no XML of it to change; define the domain first (virsh define)"
+        "domain '{0}' is transient, so libvirt stores no XML that memfold could change; define the domain first (virsh define)"
     )]
     Transient(String),
     /// The name of the trust domain is invalid.

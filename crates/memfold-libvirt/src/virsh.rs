@@ -29,7 +29,7 @@ pub enum VirshError {
         command: String,
     },
     /// `virsh` reported an error.
-    #[error("virsh {command}: {words}")]
+    #[error("'virsh {command}' failed: {words}")]
     Refused {
         /// The command that was run.
         command: String,
@@ -37,11 +37,11 @@ pub enum VirshError {
         words: String,
     },
     /// libvirt reported that the domain does not run.
-    #[error("domain '{0}' does not run any more")]
+    #[error("libvirt domain '{0}' no longer runs")]
     NotRunning(String),
     /// virsh took the name for the number or UUID of another domain.
     #[error(
-        "virsh answered for domain '{got}' instead of '{asked}'; rename the domain whose name is a number"
+        "virsh answered for domain '{got}' instead of '{asked}'; rename '{asked}', which virsh takes for a domain's number or UUID"
     )]
     Another {
         /// The requested name.
@@ -50,7 +50,7 @@ pub enum VirshError {
         got: String,
     },
     /// virsh's answer lacks an expected field.
-    #[error("the answer of 'virsh {command}' lacks '{field}'")]
+    #[error("the output of 'virsh {command}' lacks the field '{field}'")]
     Unknown {
         /// The command that was run.
         command: String,

@@ -22,7 +22,7 @@ pub enum WrapperError {
     Emulator(PathBuf),
     /// Another file has the wrapper's name.
     #[error(
-        "{0} exists and is not memfold's; remove the file, or give the domain another <emulator>"
+        "{0} exists and was not created by memfold; remove the file, or give the domain another <emulator>"
     )]
     Taken(PathBuf),
     /// The wrapper cannot be written.

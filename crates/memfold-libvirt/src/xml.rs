@@ -29,7 +29,7 @@ pub enum XmlError {
     #[error("cannot parse libvirt's XML of the domain: {0}")]
     Syntax(#[from] roxmltree::Error),
     /// An element is missing.
-    #[error("the XML has no <{0}>")]
+    #[error("the domain's XML has no element <{0}>")]
     Lacks(&'static str),
     /// The domain is not run by QEMU.
     #[error("the domain's type is '{0}'; memfold supports QEMU's types 'kvm' and 'qemu'")]

@@ -31,7 +31,7 @@ pub enum ServeError {
     Taken(PathBuf),
     /// The socket's path is longer than the kernel allows.
     #[error(
-        "cannot listen on {}: the path has {} bytes, and {MAX_SOCKET_PATH} at most are allowed; choose a shorter --socket",
+        "cannot listen on {}: the path has {} bytes, at most {MAX_SOCKET_PATH} are allowed; choose a shorter --socket",
         .0.display(), .0.as_os_str().len()
     )]
     TooLong(PathBuf),
@@ -55,11 +55,11 @@ pub enum ServeError {
     },
     /// A thread that accepts connections has ended.
     #[error(
-        "the server stopped accepting connections; the daemon exits, to be restarted by systemd"
+        "the HTTP server stopped accepting connections; the daemon exits, and systemd restarts it"
     )]
     Ended,
     /// The token files cannot be read or created.
-    #[error("cannot read the tokens")]
+    #[error("cannot read or create the files of the access tokens")]
     Tokens(#[source] io::Error),
 }
 
@@ -84,7 +84,7 @@ pub async fn serve(
         keys = Keys::with_tokens(&doors.tokens).map_err(ServeError::Tokens)?;
         let listened = door.listen().await;
         let listened = listened.map_err(|source| ServeError::ListenTcp { address, source })?;
-        info!(address = %door.address(), tls = door.has_tls(), "serving browsers");
+        info!(address = %door.address(), tls = door.has_tls(), "dashboard and HTTP API available on the TCP address");
         tcp_listener = Some(listened);
     }
     let hosts = Hosts::open(doors.records.join("hosts.json")).map_err(ServeError::Tokens)?;

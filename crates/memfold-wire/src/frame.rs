@@ -13,13 +13,13 @@ pub const HEADER: usize = 4;
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// The body is longer than [`MAX_BODY`].
-    #[error("frame of {0} bytes; at most {MAX_BODY} are allowed")]
+    #[error("message of {0} bytes; at most {MAX_BODY} bytes are allowed")]
     TooLong(usize),
     /// The body is not a message of the expected kind.
-    #[error("frame body is not a valid message")]
+    #[error("received bytes are not a valid message")]
     Malformed(#[source] postcard::Error),
     /// The message was decoded, but exceeds a limit of its protocol.
-    #[error("message breaks a limit: {0}")]
+    #[error("message exceeds a limit of the protocol: {0}")]
     Limit(&'static str),
 }
 

@@ -87,7 +87,9 @@ pub(crate) async fn accept_unix(
                 });
             }
             // The kernel does not name the peer, so the connection is closed.
-            Err(error) => debug!(%error, "the kernel does not name the connection's peer"),
+            Err(error) => {
+                debug!(%error, "cannot identify the peer of a connection, so the connection was closed");
+            }
         }
     }
 }
@@ -212,7 +214,7 @@ where
         .max_buf_size(HEAD_BYTES)
         .serve_connection(TokioIo::new(Unread::new(stream, UNREAD_TIME)), service);
     if let Err(error) = watcher.watch(connection).await {
-        debug!(%error, "connection broke off");
+        debug!(%error, "HTTP connection ended with an error");
     }
 }
 

@@ -200,7 +200,7 @@ impl Audit {
     /// Writes a failed TLS handshake to the daemon's log, unless there are too many refusals.
     pub(super) fn failed_hello(&self, from: std::net::IpAddr, why: &str) {
         if let Some(not_noted) = self.may_note() {
-            warn!(%from, why, not_noted, "TLS connection refused; check the peer's scheme and certificate");
+            warn!(%from, why, not_noted, "TLS connection refused; check that the client uses https:// and trusts the right certificate");
         }
     }
 
@@ -246,7 +246,7 @@ impl Audit {
             self.append(entry)
         });
         if let Err(error) = appended {
-            warn!(path = %self.file().display(), %error, "cannot write the audit log; free space in --records");
+            warn!(path = %self.file().display(), %error, "cannot write the audit log; free space in the --records directory");
         }
     }
 

@@ -45,7 +45,9 @@ pub struct PublicUrl {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PublicUrlError {
     /// The text is no HTTP or HTTPS URL.
-    #[error("give the address that browsers show: https://NAME or https://NAME:PORT")]
+    #[error(
+        "not an address of the dashboard; give the address that browsers show: https://NAME or https://NAME:PORT"
+    )]
     NoUrl,
     /// The URL has a path or a query.
     #[error("the dashboard cannot be served below a path; give https://NAME without a path")]

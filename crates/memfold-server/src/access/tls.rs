@@ -78,7 +78,7 @@ impl Tls {
                     Err(error) => warn!(
                         %file,
                         error = &error as &dyn std::error::Error,
-                        "cannot use the changed certificate or key, serving the previous one; put matching files there"
+                        "cannot use the changed TLS certificate or key, so the previous pair stays in use; put a matching pair there"
                     ),
                 }
             }
