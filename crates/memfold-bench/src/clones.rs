@@ -95,7 +95,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let held = lab.exec(TEMPLATE, HOLD, LIMIT)?;
     let held = held.lines().last().unwrap_or_default().to_owned();
     let template = lab.exec(TEMPLATE, CHECK, LIMIT)?;
-    let booted = sizes(&lab)?.remove(TEMPLATE).context("no template")?;
+    let booted = sizes(&lab)?
+        .remove(TEMPLATE)
+        .context("the daemon's memory report lacks the template VM")?;
     let saved = lab
         .daemon()
         .snapshots()
@@ -196,7 +198,7 @@ fn wait_written(log: &Path) -> anyhow::Result<()> {
     let end = Instant::now() + LIMIT;
     while std::fs::metadata(log).map_or(0, |facts| facts.len()) == 0 {
         if Instant::now() > end {
-            bail!("nothing on the serial console");
+            bail!("the guest wrote nothing to its serial console within the time limit");
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -212,7 +214,10 @@ fn wait_renewed(lab: &Lab) -> anyhow::Result<()> {
             .iter()
             .find_map(|vm| Some((vm, renewal(vm).left.pop()?)))
         {
-            bail!("'{}' is still as in the snapshot: {left}", vm.name);
+            bail!(
+                "the guest of VM '{}' still has identities of the snapshot: {left}",
+                vm.name
+            );
         }
         if !vms.iter().any(|vm| renewal(vm).pending) {
             let random = |vm: &VmInfo| renewal(vm).done.iter().any(|done| done == "random numbers");
@@ -223,7 +228,7 @@ fn wait_renewed(lab: &Lab) -> anyhow::Result<()> {
             return Ok(());
         }
         if Instant::now() > end {
-            bail!("agents did not answer");
+            bail!("the agents in the clones did not answer within the time limit");
         }
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -156,7 +156,8 @@ fn self_test(output: &Output) -> anyhow::Result<bool> {
     let mut report: Map<String, Value> = if stdin().is_terminal() {
         Map::new()
     } else {
-        serde_json::from_reader(stdin()).context("standard input has no report of the host")?
+        serde_json::from_reader(stdin())
+            .context("cannot parse standard input as the output of 'memfold doctor --json'")?
     };
     let began = Instant::now();
     let test = selftest::run(&|step| {

@@ -53,7 +53,7 @@ fn measure_all(repeats: usize, pages: u64, ksm_pages: u64) -> anyhow::Result<Val
             problem: Some(problem),
             ..
         } => bail!(problem),
-        other => bail!("unexpected answer {other:?}"),
+        other => bail!("the fold library sent an unexpected reply: {other:?}"),
     }
     let mut samples = Vec::new();
     let mut by_length = serde_json::Map::new();
@@ -283,11 +283,11 @@ fn fold_all(
                 outcomes, cpu_ns, ..
             } => {
                 if let Some(other) = outcomes.iter().find(|o| **o != Outcome::Done) {
-                    bail!("a run was not folded: {other:?}");
+                    bail!("the fold library did not fold a range of pages: {other:?}");
                 }
                 fold_ns += cpu_ns;
             }
-            other => bail!("unexpected answer {other:?}"),
+            other => bail!("the fold library sent an unexpected reply: {other:?}"),
         }
     }
     Ok((fold_ns, wall.elapsed()))
@@ -297,7 +297,7 @@ fn expect_ok(reply: Reply) -> anyhow::Result<()> {
     match reply {
         Reply::Ok => Ok(()),
         Reply::Error { reason } => bail!(reason),
-        other => bail!("unexpected answer {other:?}"),
+        other => bail!("the fold library sent an unexpected reply: {other:?}"),
     }
 }
 
@@ -330,7 +330,7 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
         controls.settings()?.run != Some(1),
         "KSM runs on this host, and its work on other memory would be counted; stop KSM to measure (memfold ksm status)"
     );
-    let ksmd = Ksmd::find().context("no ksmd: the kernel has no KSM")?;
+    let ksmd = Ksmd::find().context("no ksmd thread runs: this kernel has no KSM")?;
     let regions = [
         Mapping::anonymous(pages, true)?,
         Mapping::anonymous(pages, true)?,
@@ -344,7 +344,7 @@ fn ksm_us_per_page(pages: u64, stop: &AtomicBool) -> anyhow::Result<f64> {
         region
             .area()
             .advise(Madvise::LinuxMergeable)
-            .context("the kernel has no KSM")?;
+            .context("cannot mark memory as mergeable: this kernel has no KSM")?;
     }
     let sharing = || anyhow::Ok(Status::read(&controls)?.pages_sharing.unwrap_or(0));
     let (merged_before, cpu_before) = (sharing()?, ksmd.cpu_time()?);
@@ -400,9 +400,9 @@ fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
             flag.store(true, Ordering::Relaxed);
         });
     });
-    is_ready
-        .recv()
-        .context("cannot listen for Ctrl-C, which is needed to put KSM's settings back")?;
+    is_ready.recv().context(
+        "cannot handle Ctrl-C, so an interrupted study could not restore KSM's settings",
+    )?;
     Ok(stop)
 }
 

@@ -111,7 +111,10 @@ impl Plan {
     fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
         let known: Vec<String> = self.arms().iter().map(Mechanism::name).collect();
         if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
-            bail!("no arm '{unknown}': there are {}", known.join(", "));
+            bail!(
+                "no arm named '{unknown}'; this study has the arms {}",
+                known.join(", ")
+            );
         }
         let mut only = names.to_vec();
         let held = names

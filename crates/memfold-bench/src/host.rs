@@ -19,6 +19,6 @@ pub fn check_host(output: &Output) -> anyhow::Result<()> {
     doctor.args(["doctor", "--state", DEFAULT_STATE]);
     doctor.args(output.json.iter().map(|file| format!("--json={file}")));
     Err(doctor.exec()).context(
-        "VMs cannot run on this host, and 'memfold doctor', which says why, cannot be started",
+        "VMs cannot run on this host; cannot start 'memfold doctor', which would print the reason",
     )
 }

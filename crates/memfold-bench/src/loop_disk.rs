@@ -57,14 +57,18 @@ impl LoopDisk {
     pub fn make(file: &Path, size: ByteSize, place: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(place)?;
         std::fs::File::create(file)?.set_len(size.0)?;
-        let file = file.to_str().context("a path that is no UTF-8")?;
+        let file = file
+            .to_str()
+            .context("the path of the loop disk's file is not valid UTF-8")?;
         run("mkfs.ext4", &["-q", "-m", "0", file])?;
         let disk = Self {
             device: run("losetup", &["--find", "--show", file])?,
             place: place.to_owned(),
         };
         // Deleted files give their room back to the host.
-        let place = place.to_str().context("a path that is no UTF-8")?;
+        let place = place
+            .to_str()
+            .context("the path of the loop disk's mount point is not valid UTF-8")?;
         run("mount", &["-o", "discard", &disk.device, place])?;
         Ok(disk)
     }

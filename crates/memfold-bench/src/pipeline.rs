@@ -57,8 +57,12 @@ impl Holder {
         let mut command = Command::new("tail");
         command.args(["-c", &size.0.to_string()]);
         command.stdin(Stdio::piped()).stdout(Stdio::null());
-        let mut holder = Self(command.spawn().context("cannot start 'tail'")?);
-        let input = holder.0.stdin.as_mut().context("'tail' has no input")?;
+        let mut holder = Self(command.spawn().context("cannot start the program 'tail'")?);
+        let input = holder
+            .0
+            .stdin
+            .as_mut()
+            .context("cannot write to 'tail': its standard input is not a pipe")?;
         let mut input = std::io::BufWriter::with_capacity(DD_BYTES, input);
         random(size.0 / 8, |word| input.write_all(&word.to_ne_bytes()))?;
         input.flush()?;

@@ -99,8 +99,10 @@ fn wait_migrated(qmp: &mut Qmp, query: &str, wanted: &[&str]) -> anyhow::Result<
         let answer = qmp.query(query)?;
         match answer["status"].as_str() {
             Some(status) if wanted.contains(&status) => return Ok(()),
-            Some("failed" | "cancelled") => bail!("QEMU: {answer}"),
-            _ if Instant::now() > end => bail!("QEMU: {answer}"),
+            Some("failed" | "cancelled") => bail!("QEMU's migration failed: {answer}"),
+            _ if Instant::now() > end => {
+                bail!("QEMU's migration did not finish within the time limit: {answer}")
+            }
             _ => std::thread::sleep(Duration::from_millis(2)),
         }
     }
@@ -115,7 +117,7 @@ fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
         let is_overlay = inserted["drv"] == "qcow2";
         inserted["node-name"].as_str().filter(|_| is_overlay)
     });
-    let top = top.context("the VM has no overlay")?;
+    let top = top.context("no disk of the VM has a qcow2 overlay")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let file = nodes.as_array().into_iter().flatten().find(|node| {
         let name = node["node-name"].as_str().unwrap_or_default();
@@ -222,7 +224,10 @@ fn run(
         let vm = start(state, spec)?;
         let go_on = || {
             // QEMU does not answer while it reads RAM, so this connection has a long time limit.
-            let socket = vm.directory().context("no directory")?.daemon_qmp();
+            let socket = vm
+                .directory()
+                .context("the VM has no directory with a QMP socket")?
+                .daemon_qmp();
             let mut qmp = Qmp::connect(&socket, LIMIT)?;
             load(&mut qmp)?;
             qmp.query("cont")?;

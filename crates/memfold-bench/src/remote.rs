@@ -143,7 +143,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     // be written again, so reads would measure writes.
     let swap = scale.array(most) + scale.array(most) + ByteSize::mib(128);
     let (arms, left_out) = arms();
-    let link = Link::new().context("no link to a second host")?;
+    let link = Link::new().context("cannot create the simulated link to a second host")?;
     let round_trips = link.round_trips()?;
     let lender = Lender::start(&link, swap)?;
     let block_path = path::measure(&lender)?;

@@ -215,7 +215,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             lab.stop(name)?;
         }
     }
-    let [all, best] = built.context("no arm was measured")?;
+    let [all, best] = built.context("no arm of the study was measured")?;
     // The sources are left out, because they are paths of this machine.
     let facts = |m: &Manifest| {
         json!({
@@ -280,7 +280,7 @@ pub(super) fn build(
     (name, image): (&str, &str),
     change: impl FnOnce(&mut BuildRequest),
 ) -> anyhow::Result<Manifest> {
-    let images = guest_images().context("no guest images; run 'make setup'")?;
+    let images = guest_images().context("no guest images found; run 'make setup'")?;
     let image = images
         .get(image)
         .with_context(|| format!("no guest image '{image}'; see guest/README.md"))?;
@@ -386,7 +386,7 @@ pub(super) fn booted(lab: &Lab, name: &str) -> anyhow::Result<()> {
 
 fn measure(lab: &Lab, arm: Arm, names: &[String]) -> anyhow::Result<Measured> {
     let idle = memory(lab)?;
-    let first = names.first().context("no VM")?;
+    let first = names.first().context("the arm has no VM to measure")?;
     let guest = guest(lab, first)?;
     for name in names {
         lab.exec(name, APACHE, LIMIT)?;

@@ -107,7 +107,8 @@ pub struct GuestFigures {
 pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     let began = Instant::now();
     progress("folding memory of this process while threads write to it");
-    let library = library::stress(LIBRARY_TIME).context("the fold protocol does not work here")?;
+    let library = library::stress(LIBRARY_TIME)
+        .context("memfold cannot share (fold) memory of a process on this host")?;
 
     let lab = Lab::new(EngineSettings::default())?;
     let names: Vec<&str> = GUESTS.iter().map(|(name, _)| *name).collect();
@@ -220,8 +221,9 @@ fn fold_under_writes(lab: &Lab, names: &[&str]) -> anyhow::Result<(Vec<String>, 
         let churn = writers
             .into_iter()
             .map(|w| {
-                w.join()
-                    .unwrap_or_else(|_| anyhow::bail!("a thread ended unexpectedly"))
+                w.join().unwrap_or_else(|_| {
+                    anyhow::bail!("the thread that writes files in a guest panicked")
+                })
             })
             .collect::<anyhow::Result<Vec<_>>>()?;
         Ok((during, churn))

@@ -137,7 +137,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         let lab = Lab::new(EngineSettings::default())?;
         let size = ByteSize::mib(scale.pipeline_mib);
         let found = super::pipeline::run(size, PIPELINE_ROUNDS, lab.directory())
-            .context("the pipeline without a VM")?;
+            .context("cannot measure the pipeline of a save without a VM")?;
         results.insert(PIPELINE.into(), found);
     }
     if is_wanted(VMS) {

@@ -193,23 +193,32 @@ fn read_after_restore(lab: &Lab) -> anyhow::Result<(u64, u64)> {
     std::thread::sleep(left);
     let read = read_since(lab, AGAIN, since)?;
     let vms = lab.daemon().vms().list();
-    let vm = vms.iter().find(|vm| vm.name == AGAIN).context("the VM")?;
+    let vm = vms
+        .iter()
+        .find(|vm| vm.name == AGAIN)
+        .context("the daemon does not list the restored VM")?;
     let rollup = memfold_ledger::read::Proc::default().rollup(vm.pid)?;
-    let memory = rollup.context("the memory of QEMU")?.pss_bytes.0;
+    let memory = rollup
+        .context("cannot read the memory use of the restored VM's QEMU")?
+        .pss_bytes
+        .0;
     lab.stop(AGAIN)?;
     Ok((read, memory))
 }
 
 fn clock(lab: &Lab, vm: &str) -> anyhow::Result<f64> {
     let said = lab.exec(vm, CLOCK, LIMIT)?;
-    said.trim().parse().context("the guest's clock")
+    said.trim()
+        .parse()
+        .context("cannot parse the time of the guest's clock")
 }
 
 /// Returns the number of files that the program read in the 30 s since the guest's clock showed
 /// `since`.
 fn read_since(lab: &Lab, vm: &str, since: f64) -> anyhow::Result<u64> {
     let log = lab.exec(vm, "cat /dev/shm/log", LIMIT)?;
-    between(&log, since, since + SPAN_S).context("the program's log")
+    between(&log, since, since + SPAN_S)
+        .context("the log of the program in the guest does not cover the measured time")
 }
 
 fn between(log: &str, since: f64, until: f64) -> Option<u64> {

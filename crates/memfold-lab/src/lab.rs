@@ -94,7 +94,7 @@ impl Lab {
         let directory = tempfile::Builder::new()
             .prefix("memfold-lab.")
             .tempdir()
-            .context("no directory for the laboratory")?;
+            .context("cannot create a temporary directory for the private daemon")?;
         let options = DaemonOptions {
             state: directory.path().to_owned(),
             settings,
@@ -228,7 +228,7 @@ impl Lab {
             std::thread::sleep(Duration::from_millis(200));
         }
         bail!(
-            "the agent in '{name}' made no inventory in {} s",
+            "the agent in '{name}' reported no inventory of its page cache within {} s",
             timeout.as_secs()
         )
     }
@@ -242,7 +242,7 @@ impl Lab {
             .with_context(|| format!("in '{name}': {script}"))?;
         if result.code != 0 {
             bail!(
-                "in '{name}': exit code {}: {} {}; of: {script}",
+                "a script in VM '{name}' failed with exit code {}: {} {}; the script: {script}",
                 result.code,
                 String::from_utf8_lossy(&result.stderr).trim(),
                 String::from_utf8_lossy(&result.stdout).trim()
@@ -266,9 +266,9 @@ impl Lab {
             running
                 .into_iter()
                 .map(|thread| {
-                    thread
-                        .join()
-                        .unwrap_or_else(|_| bail!("a thread ended unexpectedly"))
+                    thread.join().unwrap_or_else(|_| {
+                        bail!("the thread that runs a script in a guest panicked")
+                    })
                 })
                 .collect()
         })
@@ -409,7 +409,7 @@ fn last_words(vm: &VmDirectory) -> String {
 }
 
 fn image_named(name: &str) -> anyhow::Result<GuestImage> {
-    let images = guest_images().context("no guest images; run 'make setup'")?;
+    let images = guest_images().context("no guest images found; run 'make setup'")?;
     images
         .get(name)
         .cloned()

@@ -142,7 +142,7 @@ fn directory() -> anyhow::Result<PathBuf> {
     let place = match std::env::var_os(WARM_VARIABLE) {
         Some(place) => place.into(),
         None => image_directory()
-            .context("no directory for guests")?
+            .context("cannot find a directory for saved guests")?
             .join("warm"),
     };
     std::fs::create_dir_all(&place).with_context(|| format!("cannot make {}", place.display()))?;
@@ -211,8 +211,10 @@ fn wait_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
         let now = qmp.query("query-migrate")?;
         match now["status"].as_str() {
             Some("completed") => return Ok(()),
-            Some("failed" | "cancelled") => bail!("QEMU says {now}"),
-            _ if Instant::now() >= end => bail!("not within {TRANSFER:?}: {now}"),
+            Some("failed" | "cancelled") => bail!("QEMU's migration failed: {now}"),
+            _ if Instant::now() >= end => {
+                bail!("QEMU's migration did not finish within {TRANSFER:?}: {now}")
+            }
             _ => std::thread::sleep(Duration::from_millis(10)),
         }
     }
@@ -282,7 +284,8 @@ fn qemu_img_create(
 /// Waits for the shell on a guest's console, and runs [`SETTLE`] in it.
 fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
     let end = Instant::now() + BOOT;
-    let mut console = UnixStream::connect(vm.console()).context("no console")?;
+    let mut console =
+        UnixStream::connect(vm.console()).context("cannot connect to the guest's console")?;
     console.set_read_timeout(Some(Duration::from_millis(200)))?;
     let mut said = Vec::new();
     let mut wait = |words: &[u8], console: &mut UnixStream| {
@@ -296,13 +299,13 @@ fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
             if Instant::now() >= end {
                 let tail = &logged[logged.len().saturating_sub(2000)..];
                 bail!(
-                    "the guest did not come up in {BOOT:?}: {}",
+                    "the guest did not boot within {BOOT:?}; the end of its console's log: {}",
                     String::from_utf8_lossy(tail)
                 );
             }
             let mut some = [0; 4096];
             match console.read(&mut some) {
-                Ok(0) => bail!("QEMU closed the guest's console"),
+                Ok(0) => bail!("QEMU closed the guest's console before the guest had booted"),
                 Ok(read) => said.extend_from_slice(&some[..read]),
                 // Nothing was said.
                 Err(_) => {}

@@ -234,9 +234,9 @@ fn share_and_work(
         let work = running
             .into_iter()
             .map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|_| anyhow::bail!("a thread ended unexpectedly"))
+                thread.join().unwrap_or_else(|_| {
+                    anyhow::bail!("the thread that runs the workload in a guest panicked")
+                })
             })
             .collect::<anyhow::Result<Vec<_>>>()?;
         scanner.stop()?;
@@ -257,7 +257,7 @@ fn work_in(lab: &Lab, name: &str, work: &Work) -> anyhow::Result<VmWork> {
     let after = vcpu_times(lab, name)?;
     let lines: Vec<&str> = text.lines().collect();
     let [first, second, output] = lines[..] else {
-        anyhow::bail!("unexpected words from '{name}': {text}");
+        anyhow::bail!("cannot parse the output of the workload in VM '{name}': {text}");
     };
     // The agent's times are in ticks of the guest, of which Linux shows 100 a second (USER_HZ).
     let agent_s = (second.parse::<f64>()? - first.parse::<f64>()?) / 100.0;
@@ -355,7 +355,8 @@ impl Scanner {
         )?;
         // This also removes pages of ended VMs from KSM's counters.
         run.controls().unmerge(1)?;
-        let ksmd = ksm::Ksmd::find().context("no ksmd to measure")?;
+        let ksmd =
+            ksm::Ksmd::find().context("cannot measure ksmd: no ksmd thread runs on this host")?;
         let budget = match allowed {
             Some(allowed) => Some(Budget {
                 hold: ksm::EqualCpu::new(&run)?,

@@ -90,7 +90,7 @@ pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<
 
 fn look(lab: &Lab, names: &[&str], held: Held, mib: u64) -> anyhow::Result<Focus> {
     let controls = Controls::default();
-    let ksmd = Ksmd::find().context("no ksmd to measure")?;
+    let ksmd = Ksmd::find().context("cannot measure ksmd: no ksmd thread runs on this host")?;
     guest::hold(lab, names, held, mib)?;
     let apart = guest::ram_bytes(lab)?;
     let before = access(lab, names, held)?;

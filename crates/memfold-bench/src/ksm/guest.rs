@@ -103,7 +103,7 @@ pub(super) fn ask(lab: &Lab, names: &[&str], what: &str, times: u32) -> anyhow::
     all.map(|((said, before), after)| {
         let words: Vec<&str> = said.split_ascii_whitespace().collect();
         let [seconds, minor, major] = words[..] else {
-            anyhow::bail!("unexpected words from a guest: {said}");
+            anyhow::bail!("cannot parse the output of the workload in a guest: {said}");
         };
         Ok(Took {
             seconds: seconds.parse()?,
@@ -142,7 +142,7 @@ pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
         let status = ProcessStatus::read(Path::new("/proc"), pid(lab, name)?)?;
         let merging = status.ksm_merging_pages;
         sum += merging.context(
-            "this kernel does not count merged pages by process; Linux 6.1 or newer is needed",
+            "this kernel does not count merged pages for each process; use Linux 6.1 or newer",
         )?;
         sum += status.ksm_zero_pages.unwrap_or(0);
     }

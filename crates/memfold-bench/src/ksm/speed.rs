@@ -144,7 +144,7 @@ impl Reached {
 }
 
 fn reach(lab: &Lab, arm: Arm, wanted: u64, controls: &Controls) -> anyhow::Result<Reached> {
-    let ksmd = Ksmd::find().context("no ksmd to measure")?;
+    let ksmd = Ksmd::find().context("cannot measure ksmd: no ksmd thread runs on this host")?;
     let scanned = || guest::counter(Status::read(controls)?.pages_scanned, "pages_scanned");
     let (cpu, before) = (ksmd.cpu_time()?, scanned()?);
     let began = Instant::now();

@@ -104,7 +104,7 @@ impl Done {
     fn read(line: &str) -> anyhow::Result<Self> {
         let numbers: Vec<u64> = line.split_whitespace().flat_map(str::parse).collect();
         let [accesses, bytes, us, wrong_words, p50_ns, p99_ns, longest_ns] = numbers[..] else {
-            anyhow::bail!("the guest's program said '{line}'");
+            anyhow::bail!("cannot parse the output of the program in the guest: '{line}'");
         };
         Ok(Self {
             accesses,

@@ -49,7 +49,7 @@ impl Lender {
             .stderr(Stdio::null())
             .stdin(Stdio::null())
             .spawn()
-            .context("nsenter is needed (apt install util-linux)")?;
+            .context("cannot start nsenter; install it (apt install util-linux)")?;
         let child = Arc::new(Mutex::new(child));
         let (process, place) = (child.clone(), directory.path().to_owned());
         undo_at_interrupt(move || {
@@ -127,7 +127,7 @@ impl Lender {
         let pid = found
             .and_then(|entry| entry.file_name().to_str()?.parse().ok())
             .and_then(Pid::from_raw)
-            .context("nothing is exported")?;
+            .context("cannot find the process that exports the lender's memory")?;
         Ok(kill_process(pid, Signal::KILL)?)
     }
 }

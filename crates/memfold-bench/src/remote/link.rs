@@ -103,7 +103,7 @@ impl Link {
         });
         let trips = told
             .recv()
-            .context("the other end of the link does not listen")
+            .context("the other end of the simulated link did not start to listen")
             .and_then(measure);
         let end = echo.join();
         ensure!(end.is_ok(), "the other end of the link has panicked");
@@ -149,7 +149,10 @@ fn shell(line: &str) -> anyhow::Result<()> {
         .output()
         .with_context(|| format!("{program} is needed (apt install iproute2)"))?;
     if !output.status.success() {
-        bail!("{line}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        bail!(
+            "'{line}' failed: {}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
     }
     Ok(())
 }

@@ -192,7 +192,7 @@ impl<'a> Taken<'a> {
             found = self.registry.endpoint(self.lease.id, HERE).ok().flatten();
             found.is_some()
         })?;
-        found.context("it is not exported")
+        found.context("the lender does not export the lease")
     }
 }
 
@@ -262,7 +262,9 @@ impl Bare {
         let mut done = 0;
         while done < bytes {
             match step(&mut self.0, done) {
-                Ok(0) => bail!("the lender has ended the connection"),
+                Ok(0) => {
+                    bail!("the lender closed the connection before all bytes were transferred")
+                }
                 Ok(count) => done += count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     poll(&mut [PollFd::new(&self.0, wants)], None)?;
@@ -307,7 +309,7 @@ impl Blocks {
     /// Starts QEMU's own NBD client, connected directly to the lender.
     fn direct(directory: &Path, endpoint: &Endpoint) -> anyhow::Result<Self> {
         let (Address::Tcp { ip, port }, Some(key)) = (&endpoint.address, &endpoint.key) else {
-            bail!("the lender exports without TLS");
+            bail!("cannot connect QEMU to the lender: the export does not use TCP with a TLS key");
         };
         // QEMU looks for the key in this file and in this form.
         let line = format!("{}:{}\n", key.identity, key.hex);
@@ -334,9 +336,10 @@ impl Blocks {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .context("qemu-io is needed (apt install qemu-utils)")?;
+            .context("cannot start qemu-io; install it (apt install qemu-utils)")?;
         let ends = child.stdin.take().zip(child.stdout.take());
-        let (orders, answers) = ends.context("no pipes")?;
+        let (orders, answers) =
+            ends.context("cannot talk to qemu-io: its standard input or output is not a pipe")?;
         let mut blocks = Self {
             child,
             orders,

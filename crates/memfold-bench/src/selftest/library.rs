@@ -60,7 +60,7 @@ pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
     match folder.execute(&Order::Hello { version: VERSION }, None) {
         Reply::Hello { problem: None, .. } => {}
         Reply::Hello { problem, .. } => bail!(problem.unwrap_or_default()),
-        other => bail!("unexpected answer {other:?}"),
+        other => bail!("the fold library sent an unexpected reply: {other:?}"),
     }
     let ram = Mapping::anonymous(PAGES, true)?;
     let area = ram.area();
@@ -99,7 +99,7 @@ pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
     let mut expected = vec![0; usize::try_from(PAGES)?];
     for counts in counts {
         let Ok(counts) = counts else {
-            bail!("a thread that writes ended unexpectedly");
+            bail!("a thread that writes to the folded memory panicked");
         };
         for (all, one) in expected.iter_mut().zip(counts) {
             *all += one;
@@ -115,7 +115,7 @@ pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
     }
     let stats = match folder.execute(&Order::Stats, None) {
         Reply::Stats(stats) => stats,
-        other => bail!("unexpected answer {other:?}"),
+        other => bail!("the fold library sent an unexpected reply: {other:?}"),
     };
     Ok(LibraryProof {
         seconds: began.elapsed().as_secs_f64(),
@@ -195,7 +195,9 @@ fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> 
             }
             match outcome {
                 Outcome::Differs { .. } => changed += 1,
-                Outcome::Failed { errno, .. } => bail!("the kernel refused to fold: errno {errno}"),
+                Outcome::Failed { errno, .. } => {
+                    bail!("the kernel refused to map shared pages: errno {errno}")
+                }
                 _ => {}
             }
         }
@@ -211,7 +213,7 @@ fn fold(folder: &Folder, freeze: Freeze, run: FoldRun) -> anyhow::Result<Outcome
     };
     match folder.execute(&order, None) {
         Reply::Outcomes { outcomes, .. } if outcomes.len() == 1 => Ok(outcomes[0]),
-        other => bail!("unexpected answer {other:?}"),
+        other => bail!("the fold library sent an unexpected reply: {other:?}"),
     }
 }
 
@@ -225,7 +227,7 @@ fn release(folder: &Folder, part: Area) -> anyhow::Result<()> {
     };
     match folder.execute(&order, None) {
         Reply::Outcomes { .. } => Ok(()),
-        other => bail!("unexpected answer {other:?}"),
+        other => bail!("the fold library sent an unexpected reply: {other:?}"),
     }
 }
 
@@ -246,6 +248,6 @@ fn expect_ok(folder: &Folder, order: &Order, descriptor: Option<OwnedFd>) -> any
     match folder.execute(order, descriptor) {
         Reply::Ok => Ok(()),
         Reply::Error { reason } => bail!(reason),
-        other => bail!("unexpected answer {other:?}"),
+        other => bail!("the fold library sent an unexpected reply: {other:?}"),
     }
 }

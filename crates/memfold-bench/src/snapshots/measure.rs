@@ -197,7 +197,10 @@ impl Bench {
         lab.wait_ready(VM, BOOT_TIMEOUT)?;
         let held = lab.exec(VM, &HOLD.replace("USED", &case.used_mib.to_string()), LIMIT)?;
         let cached = lab.exec(VM, FILL, LIMIT)?;
-        let cached_kib = cached.trim().parse().context("the guest's cache")?;
+        let cached_kib = cached
+            .trim()
+            .parse()
+            .context("cannot parse the size of the guest's page cache")?;
         Ok((Self { lab, spec, held }, cached_kib))
     }
 
@@ -295,7 +298,8 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
     let mut measured = Measured {
         case,
         cached_kib,
-        host_drop_us: drop_on_host(lab.directory()).context("the host's own page cache")?,
+        host_drop_us: drop_on_host(lab.directory())
+            .context("cannot measure how fast the host drops its page cache")?,
         ways: BTreeMap::new(),
         saved: BTreeMap::new(),
         check_s: BTreeMap::new(),
@@ -355,7 +359,7 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
 /// Restores from each way, as often as it was measured.
 fn restore_all(bench: &Bench, measured: &mut Measured) -> anyhow::Result<()> {
     let like = measured.saved.get(&Arm::Auto).cloned();
-    let like = like.context("nothing was saved")?;
+    let like = like.context("no snapshot was saved that could be restored")?;
     let (mut right, mut checks) = (0, 0);
     for round in 0..measured.case.rounds {
         for (&arm, ways) in &mut measured.ways {

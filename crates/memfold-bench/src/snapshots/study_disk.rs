@@ -40,7 +40,10 @@ pub fn measure(case: &Case, options: &Options) -> anyhow::Result<Value> {
     command.args(["--memory", &format!("{}M", case.memory.0 >> 20)]);
     command.env("TMPDIR", disk.place()).env(INSIDE, "1");
     let mut child = command.stdout(Stdio::piped()).spawn()?;
-    let output = child.stdout.take().context("no standard output")?;
+    let output = child
+        .stdout
+        .take()
+        .context("cannot read the results of the study's child process")?;
     let measured: Result<Value, _> = serde_json::from_reader(output);
     let status = child.wait()?;
     ensure!(status.success(), "the study on the slow disk: {status}");
