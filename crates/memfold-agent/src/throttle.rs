@@ -7,8 +7,8 @@ use rustix::time::{ClockId, clock_gettime};
 /// CPU time that the thread works between two pauses.
 const SLICE: Duration = Duration::from_millis(5);
 
-/// Makes the calling thread sleep after every 5 ms of work: for four times the time that it worked,
-/// or for half that time if the guest is mostly idle.
+/// Makes the calling thread sleep after every 5 ms of work. The sleep takes four times as long as
+/// the work, or half as long as the work if the guest is mostly idle.
 #[derive(Debug)]
 pub struct Throttle {
     slice_start: Duration,

@@ -1,21 +1,24 @@
 //! Study A: memory of VMs that execute files in place from one image, compared with VMs that read
 //! them from disks.
 //!
-//! | arm | the VMs | study A's row |
+//! | arm | the VMs | sharing in study A's plan |
 //! |---|---|---|
 //! | `none` | boot from disks of their own | no sharing |
 //! | `tree` | as `none`, with one segment of `/usr` and `/opt` mounted over the VM's own files | DCSS |
-//! | `segment` | as `tree`, but only with the files that save most, ranked by the page caches of the first arm's VMs (`--top-files`) | choice left open |
+//! | `segment` | as `tree`, but only with the files that save most, ranked by the page caches of the first arm's VMs (`--top-files`) | DCSS; the plan leaves the choice of files open |
 //! | `root` | boot from a segment of the whole system, and write to their disks | DCSS |
 //! | `clone` | run from one snapshot of a VM of `none` | NSS, and more: all of memory, not only the kernel |
 //! | `both` | run from one snapshot of a VM of `segment` | both |
+//!
+//! DCSS and NSS are shared segments and shared kernels of z/VM, which the arms imitate.
 //!
 //! In each arm, several VMs run at once, and nothing else. A VM's *attributable memory* is its RAM
 //! in memory (for shared pages, its share) and its share of segments' pages. Its RAM includes the
 //! descriptions of segments (`struct page`) and I/O buffers. The memory is measured when the VMs
 //! are idle, and then while apache2 serves pages in all of them. Then a program's cold start (its
-//! files not cached in the guest) is timed, side by side in VMs of both kinds. In every arm, guests
-//! report free memory in pieces of 64 KiB.
+//! files not cached in the guest) is timed, side by side in a VM that reads the files from its disk
+//! and in a VM that executes them from a segment. In every arm, guests report free memory in pieces
+//! of 64 KiB.
 //!
 //! Without `--quick`, the study also shares one directory at a time.
 

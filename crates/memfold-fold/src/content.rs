@@ -58,7 +58,8 @@ impl Content {
         self.key.size
     }
 
-    /// Returns the store page that holds page `page` of the content's files.
+    /// Returns the number of the store page that holds page `page` of the files with this content;
+    /// `None` if the page store does not hold that page.
     #[must_use]
     pub fn store_page(&self, page: u32) -> Option<u32> {
         self.store.get(&(page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
@@ -535,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_a_different_version_share_a_variant_of_the_content() {
+    fn files_that_differ_from_the_first_content_share_one_variant() {
         let mut contents = Contents::default();
         for m in [A, B, C] {
             contents.join(m, b"/usr/bin/perl", 100);

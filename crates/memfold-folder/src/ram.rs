@@ -94,8 +94,8 @@ impl Block {
             .fill(first, area.pages(), kind == Kind::Template);
     }
 
-    /// Records that a template's file is mapped over `map.area`. Files that were mapped there keep
-    /// their parts outside `map.area`.
+    /// Records that a template's memory file is now mapped at `map.area`. Earlier mappings that
+    /// overlap `map.area` stay recorded only outside it.
     pub fn add_template(&mut self, map: TemplateMap) {
         let (start, end) = (map.area.start(), map.area.end());
         let below = self.templates.range(..end).rev();

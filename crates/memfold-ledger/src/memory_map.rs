@@ -25,7 +25,7 @@ pub const MOST_CELLS: u64 = 8192;
 pub struct MappedSegment {
     /// Name of the segment, as `NAME@GENERATION`.
     pub segment: String,
-    /// Bytes of the segment that the VM maps.
+    /// Size, in bytes, of the part of the segment that the VM maps.
     pub bytes: u64,
     /// Part of `bytes` that is in the VM's page tables.
     pub resident_bytes: u64,

@@ -1,5 +1,5 @@
-//! Freezes all disks with temporary overlays at one instant: each disk gets a new overlay on top,
-//! and the VM no longer writes to the old overlay.
+//! Freezes, at one instant, every disk that has a temporary overlay: the disk gets a second overlay
+//! on top, and the VM no longer writes to the first one.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -6,8 +6,8 @@
 //!   agent   reseeds random numbers, too, for kernels without the driver; on request, new MAC addresses, host name,
 //!           machine ID, SSH host keys
 //! ```
-//! The script runs when the agent answers. If a daemon dies meanwhile, the script may run a second
-//! time, with the same result.
+//! The agent renews identities with a script, which the daemon sends as soon as the agent answers.
+//! If the daemon dies meanwhile, the script may run a second time, with the same result.
 
 use std::fs::File;
 use std::io::{self, Read};

@@ -1,5 +1,6 @@
-//! Writes the parts of an image other than `ram`, after the disks are frozen and the VM has
-//! resumed: the table of references to disks, or the compressed image.
+//! Completes a snapshot's image after the disks are frozen and the VM has resumed: writes the table
+//! of the pages that are stored only as references to the snapshot's disks, or compresses the
+//! image.
 
 use std::fs::{self, File};
 use std::io::Write as _;

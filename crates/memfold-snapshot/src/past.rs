@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copied_page_is_read_from_its_slot_and_an_unprotected_page_is_an_error() {
+    fn reading_a_page_returns_its_saved_copy_and_fails_if_an_unprotected_page_has_none() {
         let me = rustix::process::getpid();
         let memory = memfold_sys::region::Mapping::anonymous(UNIT, true).unwrap();
         memory.area().write(&vec![7; 512 * 8]);

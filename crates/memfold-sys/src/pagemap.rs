@@ -67,7 +67,8 @@ pub struct Region {
 const _: () = assert!(size_of::<Region>() == 24);
 
 impl Filter {
-    /// Condition for pages that a userfaultfd protects: in memory, in swap, or only marked.
+    /// Matches pages that a userfaultfd write-protects: pages in memory, pages in swap, and pages
+    /// that have only a marker in the page table.
     pub const PROTECTED: Self = Self {
         all_of: 0,
         any_of: category::PRESENT | category::SWAPPED,

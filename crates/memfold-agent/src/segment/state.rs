@@ -95,7 +95,8 @@ impl Places {
         self.segments().join(format!("{name}@{generation}"))
     }
 
-    /// Returns the directory with all layers of a segment.
+    /// Returns the directory that holds all layers of the segment `name`. A layer consists of the
+    /// overlay directories of one guest directory over which the segment is mounted.
     pub fn layers(&self, name: &str) -> PathBuf {
         self.state.join(name).join("layers")
     }

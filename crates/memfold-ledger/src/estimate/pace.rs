@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleep_for_the_cpu_share_ends_at_the_time_limit() {
+    fn a_sleep_that_keeps_the_cpu_share_ends_at_the_time_limit() {
         let stop = AtomicBool::new(false);
         let pace = Pace::new(1e-9, None, &stop);
         let end = Duration::from_millis(30);
