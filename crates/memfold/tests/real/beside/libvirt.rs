@@ -402,7 +402,7 @@ fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it(
 
     // The daemon and libvirtd die, and the next ones find the domain.
     daemon.kill();
-    host.restart_libvirtd();
+    host.restart_libvirtd(Duration::ZERO);
     daemon.start();
     daemon.answers();
     wait_agent(&client, VM);

@@ -8,7 +8,7 @@ use super::libvirt_host::{self as libvirt, Host};
 use crate::support;
 
 /// Returns the XML of a q35 domain with this many disks, and with more elements `inside`.
-fn domain(place: &Path, name: &str, disks: usize, inside: &str) -> String {
+pub fn domain(place: &Path, name: &str, disks: usize, inside: &str) -> String {
     let disk = |number: usize| {
         let letter = char::from(b'a' + u8::try_from(number).unwrap());
         format!(

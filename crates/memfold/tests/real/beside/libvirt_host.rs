@@ -5,6 +5,7 @@
 //! Debian suite, with its libvirt and its QEMU, made by `scripts/libvirt-root`. Files of this host
 //! that the test and memfold use have the same paths there.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use memfold_host::{files, guest_images};
 use memfold_testkit::{report_skip, wait_until};
+use rustix::process::Pid;
 
 /// Shell script that makes the namespace's directories and keeps the namespace until it is killed.
 /// Images are read-only, because libvirt changes the owner of files that a domain may open. A
@@ -179,6 +181,14 @@ pub fn domain_xml(place: &Path, name: &str, disk: &Path, image: &str) -> String 
     )
 }
 
+/// Returns a command for a program in the mount namespace of a process.
+pub fn command_in(pid: u32, program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new("nsenter");
+    command.arg(format!("--mount=/proc/{pid}/ns/mnt"));
+    command.arg("--").arg(program).stdin(Stdio::null());
+    command
+}
+
 /// A host with a libvirtd.
 pub struct Host {
     ended: Arc<AtomicBool>,
@@ -268,12 +278,17 @@ impl Host {
         });
     }
 
-    /// Kills libvirtd and starts another one; domains keep running.
-    pub fn restart_libvirtd(&mut self) {
+    /// Kills libvirtd and starts another one after `away`; domains keep running.
+    pub fn restart_libvirtd(&mut self, away: Duration) {
         self.libvirtd.kill().unwrap();
         self.libvirtd.wait().unwrap();
+        std::thread::sleep(away);
         self.libvirtd = spawn_libvirtd(&self.holder, &self.own);
         self.answers();
+    }
+
+    pub fn libvirtd(&self) -> Pid {
+        Pid::from_child(&self.libvirtd)
     }
 
     /// Returns the process whose mount namespace is the host's.
@@ -288,11 +303,8 @@ impl Host {
     }
 
     /// Returns a command for a program on this host.
-    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
-        let mut command = Command::new("nsenter");
-        command.arg(format!("--mount=/proc/{}/ns/mnt", self.pid()));
-        command.arg("--").arg(program).stdin(Stdio::null());
-        command
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        command_in(self.pid(), program)
     }
 
     pub fn virsh(&self, arguments: &[&str]) -> Result<String, String> {
@@ -400,7 +412,7 @@ fn reap(ended: Arc<AtomicBool>) {
                 // Processes that this process has started itself are left out.
                 if has("State:\tZ") && has(USER) && has(&format!("PPid:\t{}", std::process::id())) {
                     let pid = entry.file_name().to_string_lossy().parse().ok();
-                    let pid = pid.and_then(rustix::process::Pid::from_raw);
+                    let pid = pid.and_then(Pid::from_raw);
                     let _ = rustix::process::waitpid(pid, rustix::process::WaitOptions::NOHANG);
                 }
             }

@@ -18,7 +18,7 @@ pub mod lend;
 mod lend_short;
 mod liars;
 pub mod libvirt;
-mod libvirt_enable;
+pub mod libvirt_enable;
 pub mod libvirt_host;
 mod segments;
 mod segments_killed;

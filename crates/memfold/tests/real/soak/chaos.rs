@@ -3,21 +3,21 @@
 //! no guest byte is wrong, and nothing is left over.
 //!
 //! ```text
-//!   what is disturbed   disturb.rs     QEMUs, daemon, lender, nbdkit, relay, file systems; agents from within their guests (guest/pest.sh)
+//!   what is disturbed   disturb.rs     QEMUs, daemon, lender, nbdkit, relay, libvirtd, file systems; agents from within their guests (guest/pest.sh)
 //!   what is called      call.rs        every command of 'memfold --help', by its words and its deadline
 //!   what is checked     guests.rs      guests check their own data; here: deadlines, exit codes, logs, what is left over
 //!   where               testbed.rs     file systems of its own, two daemons, and who starts them again
+//!                       libvirt.rs     a libvirtd with two domains
 //! ```
 //!
 //! `MEMFOLD_CHAOS_SEED` repeats the same disturbances and calls in the same order, but not at the
 //! same instants. `MEMFOLD_CHAOS_WITHOUT` leaves some out (names of the tables at the end,
 //! separated by commas), which helps to find the cause of a failure.
-//!
-//! libvirtd is not disturbed here; [`crate::beside::libvirt`] kills it.
 
 mod call;
 mod disturb;
 mod guests;
+mod libvirt;
 mod testbed;
 
 use std::path::Path;
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::VmInfo;
 use memfold_snapshot::SnapshotInfo;
-use memfold_testkit::patience;
+use memfold_testkit::{patience, wait_until};
 
 use self::call::Calls;
 use self::disturb::{Deck, KEPT, names};
@@ -45,14 +45,6 @@ const LONG: Duration = Duration::from_secs(1500);
 /// Most snapshots whose VMs are started at the end for checks.
 const CHECKED: usize = 2;
 
-/// Commands that cannot succeed here, because there is no libvirt.
-const IN_VAIN: [&str; 4] = [
-    "libvirt attach",
-    "libvirt disable",
-    "libvirt enable",
-    "libvirt status",
-];
-
 fn seed() -> u64 {
     let given = std::env::var("MEMFOLD_CHAOS_SEED").ok();
     given.map_or_else(
@@ -66,6 +58,9 @@ fn every_request_ends_and_no_byte_is_wrong_under_random_kills_stops_and_full_dis
     let Some(_turn) = support::turn() else {
         return;
     };
+    if !libvirt::is_there() {
+        return;
+    }
     let time = support::seconds("MEMFOLD_CHAOS_SECONDS", 120);
     let seed = seed();
     let without = std::env::var("MEMFOLD_CHAOS_WITHOUT").unwrap_or_default();
@@ -127,9 +122,7 @@ fn every_request_ends_and_no_byte_is_wrong_under_random_kills_stops_and_full_dis
         ));
     }
     if time >= LONG {
-        let mut never = calls.never_done();
-        never.retain(|command| !IN_VAIN.contains(command));
-        for name in deck.missing().into_iter().chain(never) {
+        for name in deck.missing().into_iter().chain(calls.never_done()) {
             faults.add(format!("'{name}' never came, or never succeeded"));
         }
     }
@@ -202,11 +195,18 @@ fn settled(testbed: &Testbed, foreign: &mut Ended) {
             say(testbed, &["segment", "remove", &name], &[0]);
         }
     }
+    testbed.libvirt.destroy_domains();
+    for domain in libvirt::DOMAINS {
+        say(testbed, &["libvirt", "disable", domain], &[0]);
+    }
+    wait_until(
+        "the daemon forgets libvirt's domains",
+        libvirt::FORGOTTEN,
+        || list(testbed).iter().all(|vm| vm.libvirt.is_none()),
+    );
     // KSM may not be steered.
     say(testbed, &["ksm", "stop"], &[0, 1]);
-    let vms: Result<Vec<VmInfo>, _> = testbed.client().get("/v1/vms");
-    let left: Vec<String> = vms
-        .unwrap()
+    let left: Vec<String> = list(testbed)
         .into_iter()
         .map(|vm| format!("{} ({})", vm.name, vm.origin))
         .collect();
@@ -214,8 +214,13 @@ fn settled(testbed: &Testbed, foreign: &mut Ended) {
         faults.add(format!("VMs are left: {left:?}"));
     }
     testbed.daemon.end(END, faults);
+    testbed.libvirt.end(faults);
     testbed.lender.end(LENDER_END, faults);
     left_over(testbed);
+}
+
+fn list(testbed: &Testbed) -> Vec<VmInfo> {
+    testbed.client().get("/v1/vms").unwrap()
 }
 
 /// Checks that snapshots saved meanwhile are complete or reported as broken, and starts VMs from

@@ -11,6 +11,7 @@ use memfold_testkit::patience;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::disturb::{KEPT, names, one_of, vms};
+use super::libvirt::DOMAINS;
 use super::testbed::{Testbed, lock, threads};
 use crate::served::Random;
 
@@ -202,15 +203,18 @@ const CALLED: [Called; 49] = [
     ("host remove", 10, |c| {
         c.at_the_lender(&["host", "remove", "guest-host"])
     }),
-    ("libvirt enable", 60, |_| {
-        words(&["libvirt", "enable", "no-such-domain", "--domain", "lab"])
+    ("libvirt enable", 60, |c| {
+        let domain = c.one(&DOMAINS);
+        words(&["libvirt", "enable", domain, "--domain", "lab"])
     }),
-    ("libvirt disable", 60, |_| {
-        words(&["libvirt", "disable", "no-such-domain"])
+    ("libvirt disable", 60, |c| {
+        let domain = c.one(&DOMAINS);
+        words(&["libvirt", "disable", domain])
     }),
     ("libvirt status", 60, |_| words(&["libvirt", "status"])),
-    ("libvirt attach", 60, |_| {
-        words(&["libvirt", "attach", "no-such-domain"])
+    ("libvirt attach", 60, |c| {
+        let domain = c.one(&DOMAINS);
+        words(&["libvirt", "attach", domain])
     }),
     ("config check", 10, |_| {
         let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/memfold.toml");
@@ -222,7 +226,7 @@ const CALLED: [Called; 49] = [
 /// Returns how often a deck contains a command. Commands on which others depend are more frequent.
 fn times(command: &str) -> usize {
     match command {
-        "borrow" | "snapshot save" | "clone" | "vm resume" => 3,
+        "borrow" | "snapshot save" | "clone" | "vm resume" | "libvirt enable" => 3,
         _ => 1,
     }
 }

@@ -17,7 +17,7 @@ type Act = fn(&Testbed, &mut Random) -> Option<String>;
 
 /// All disturbances, each with its name. Agents are disturbed from within their guests
 /// ([`super::guests`]).
-const ALL: [(&str, Act); 22] = [
+const ALL: [(&str, Act); 26] = [
     ("QEMU stopped", |t, r| held(&any_vm(t, r)?, r)),
     ("QEMU slowed", |t, r| slowed(&any_vm(t, r)?, r)),
     ("QEMU killed", |t, r| killed(throwaway_vm(t, r)?)),
@@ -39,6 +39,12 @@ const ALL: [(&str, Act); 22] = [
     ("relay stopped", |t, r| held(&relay(t, r)?, r)),
     ("relay slowed", |t, r| slowed(&relay(t, r)?, r)),
     ("relay killed", |t, r| killed(relay(t, r)?)),
+    ("libvirtd stopped", |t, r| held(&libvirtd(t)?, r)),
+    ("libvirtd slowed", |t, r| slowed(&libvirtd(t)?, r)),
+    ("libvirtd killed", |t, r| libvirtd_killed(t, r)),
+    ("domain started or destroyed", |t, r| {
+        t.libvirt.start_or_destroy(r)
+    }),
     ("state directory full", |t, r| full(t, &t.state, r)),
     ("overlays' disk full", |t, r| full(t, &t.overlays, r)),
     ("snapshots' disk full", |t, r| full(t, &t.snapshots, r)),
@@ -208,6 +214,19 @@ fn relay(testbed: &Testbed, random: &mut Random) -> Option<Target> {
     with_log_in(&testbed.state.place.join("vms"), "memfold", random)
 }
 
+fn libvirtd(testbed: &Testbed) -> Option<Target> {
+    Some(Target {
+        pid: testbed.libvirt.libvirtd()?,
+        name: "libvirtd".into(),
+    })
+}
+
+fn libvirtd_killed(testbed: &Testbed, random: &mut Random) -> Option<String> {
+    let away = random.below_ms(3000);
+    testbed.libvirt.restart(away)?;
+    Some(format!("away for {away:?}"))
+}
+
 /// Time for which a disk counts as full after it was full.
 const FULL_IS_FELT: Duration = Duration::from_secs(3);
 
@@ -299,9 +318,9 @@ impl Deck {
         let done = lock(&self.done);
         let line = |(name, _): &(&str, Act)| {
             if self.without.iter().any(|one| one == name) {
-                format!("{name:24} left out")
+                format!("{name:27} left out")
             } else {
-                format!("{name:24} {:5}", done.get(name).unwrap_or(&0))
+                format!("{name:27} {:5}", done.get(name).unwrap_or(&0))
             }
         };
         ALL.iter().map(line).collect::<Vec<_>>().join("\n")

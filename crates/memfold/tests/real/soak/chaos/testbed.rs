@@ -5,13 +5,17 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_api::{Client, VersionInfo};
 use memfold_testkit::{patience, wait_until};
 use memfold_vm::Vm;
 use rustix::process::{Pid, Signal, kill_process};
+
+use super::libvirt::Libvirt;
+
+const MEMFOLD: &str = env!("CARGO_BIN_EXE_memfold");
 
 /// Time limit for a daemon to end, as promised to users.
 pub const END: Duration = Duration::from_secs(5);
@@ -138,9 +142,13 @@ fn ran(command: &mut Command) {
     assert!(done.status.success(), "{command:?}: {said}");
 }
 
+/// Returns a command that runs memfold, without arguments.
+type Program = Box<dyn Fn() -> Command + Send + Sync>;
+
 /// A `memfold serve` that is restarted whenever it has ended, as systemd does.
 pub struct Service {
     pub name: &'static str,
+    program: Program,
     root: PathBuf,
     arguments: Vec<String>,
     running: Mutex<Running>,
@@ -157,9 +165,11 @@ struct Running {
 }
 
 impl Service {
-    pub fn new(name: &'static str, root: &Path, arguments: &[&str]) -> Self {
+    /// Creates the service. `program` returns a command for a program.
+    pub fn new(name: &'static str, root: &Path, program: Program, arguments: &[&str]) -> Self {
         Self {
             name,
+            program,
             root: root.to_owned(),
             arguments: arguments.iter().map(|&word| word.to_owned()).collect(),
             running: Mutex::new(Running {
@@ -189,7 +199,7 @@ impl Service {
             .create(true)
             .append(true)
             .open(self.log_file());
-        let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
+        let child = (self.program)()
             .arg("--socket")
             .arg(self.socket())
             .args(["serve", "--config", "/dev/null"])
@@ -382,6 +392,7 @@ pub struct Testbed {
     pub lender: Service,
     /// Whether a file system is full, or was a moment ago.
     pub is_full: AtomicBool,
+    pub libvirt: Arc<Libvirt>,
     vms: Leftover,
     pub state: FileSystem,
     pub overlays: FileSystem,
@@ -420,9 +431,12 @@ impl Testbed {
         let path = |name: &str| root.join(name).display().to_string();
         let lent = format!("{LENT_MIB}M");
         let lender_state = path("lending");
+        // The namespace of libvirtd shows only file systems that are mounted by now.
+        let libvirt = Arc::new(Libvirt::start(root.join("libvirt")));
         let lender = Service::new(
             "lender",
             &root,
+            Box::new(|| Command::new(MEMFOLD)),
             &[
                 "--host",
                 "lender",
@@ -435,10 +449,14 @@ impl Testbed {
             ],
         );
         let registry = lender.socket().display().to_string();
+        let inside = libvirt.clone();
         let daemon = Service::new(
             "daemon",
             &root,
+            Box::new(move || inside.command(MEMFOLD)),
             &[
+                "--libvirt",
+                "/run/libvirt/qemu",
                 "--host",
                 "borrower",
                 "--cpu",
@@ -460,6 +478,7 @@ impl Testbed {
             daemon,
             lender,
             is_full: AtomicBool::new(false),
+            libvirt,
             vms: Leftover(state.place.clone()),
             state,
             overlays,
@@ -485,15 +504,14 @@ impl Testbed {
 
     /// Returns a command of the program, as a user types it.
     pub fn command(&self, arguments: &[String]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
+        let mut command = self.libvirt.command(MEMFOLD);
         for name in ["MEMFOLD_STATE", "MEMFOLD_LOG"] {
             command.env_remove(name);
         }
         command
             .env("MEMFOLD_CONFIG", "/dev/null")
             .env("MEMFOLD_SOCKET", self.daemon.socket())
-            .args(arguments)
-            .stdin(Stdio::null());
+            .args(arguments);
         command
     }
 
