@@ -216,7 +216,7 @@ fn a_swap_disk_moves_to_lent_memory_and_back_without_losing_a_byte() {
         let said: Value = serde_json::from_str(&said).unwrap();
         assert_eq!(said["used_bytes"], Value::Null);
         assert!(
-            said["why_not"].as_str().unwrap().contains("no agent"),
+            said["why_not"].as_str().unwrap().contains("not connected"),
             "{said}"
         );
         assert_eq!(
