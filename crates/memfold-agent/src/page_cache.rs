@@ -1,5 +1,6 @@
-//! Converts trace events and the worker's findings to messages. Keeps the table of files, their
-//! numbers, and the facts that were sent.
+//! Tells the host which files the guest's page cache holds: turns the kernel's trace events about
+//! cached pages, and the paths that the worker thread has found for them, into messages. Keeps the
+//! number of each file and what the host already knows about the file.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;

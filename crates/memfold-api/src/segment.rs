@@ -1,4 +1,5 @@
-//! Requests and reports of building, ranking and attaching segments.
+//! API types for segments (read-only images of files that several VMs share): build a segment, rank
+//! files by what a segment of them would save, attach a segment to a VM.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

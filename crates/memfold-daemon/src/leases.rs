@@ -1,6 +1,8 @@
-//! Leases: records of which host lends memory to which VM or volume, kept in a registry. For each
-//! disk, this host takes all leases that the disk needs or none, then renews and releases them. It
-//! does not ask lenders that have served wrong bytes.
+//! Leases: records of which host lends memory to which swap disk, kept in a registry.
+//!
+//! A swap disk needs a lease for each part of its memory. This host takes all leases of a disk or
+//! none, renews them while the disk is in use, and releases them in the end. It takes no lease from
+//! a lender that has returned wrong bytes before.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -118,7 +118,7 @@ pub struct StorePageFacts {
     pub punched: bool,
 }
 
-/// The contents of one trust domain.
+/// All distinct page contents that were found in the VMs of one trust domain.
 #[derive(Debug, Default)]
 pub struct Contents {
     all: HashMap<ContentId, Content>,

@@ -36,7 +36,7 @@ pub enum PlanError {
     #[error("no VM named '{0}' runs; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
     /// A VM is named in two kinds.
-    #[error("VM '{0}' is listed under two kinds; remove the VM from one of them")]
+    #[error("VM '{0}' belongs to two kinds of VMs in the plan file; delete one of the two entries")]
     Twice(String),
     /// No kind has this name.
     #[error("no kind of VMs is named '{0}'; the kinds are {1}")]

@@ -352,7 +352,7 @@ impl Work {
                     borrower = lease.borrower,
                     vm = lease.vm,
                     bytes = lease.bytes,
-                    "lease exported"
+                    "memory of the lease is exported to its borrower"
                 );
             }
             Ok(_) => {}

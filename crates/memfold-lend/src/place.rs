@@ -107,7 +107,7 @@ impl Member {
     }
 }
 
-/// Files for the authentication at a registry, as options name them.
+/// Paths from the command line: files with which this host authenticates to a registry.
 #[derive(Clone, Debug, Default)]
 pub struct RegistryFiles {
     /// CA certificates (PEM) that verify the registry's certificate.

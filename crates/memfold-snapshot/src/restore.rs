@@ -2,9 +2,13 @@
 //!
 //! QEMU starts with `-incoming defer` and plain anonymous RAM. The library maps the RAM image
 //! privately over this RAM. QEMU still treats the RAM as anonymous, so balloon and free page
-//! reporting work, and all clones share untouched pages in the page cache. Over the image, the
-//! library maps pages that are kept by reference from the disks' files, which nobody writes any
-//! more. Other RAM blocks (firmware, tables) are small and are copied. Then QEMU reads the device
+//! reporting work, and all clones share untouched pages in the page cache.
+//!
+//! The image lacks pages that a disk of the snapshot holds too; for these it has a reference. The
+//! library maps them from the disk's file, over the mapped image. Nobody writes to that file any
+//! more.
+//!
+//! Other RAM blocks (firmware, tables) are small and are copied. Then QEMU reads the device
 //! state.
 
 use std::fs::File;

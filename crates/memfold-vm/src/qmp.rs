@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn qmp_events_and_foreign_answers_before_the_answer_are_skipped() {
+    fn qmp_events_and_replies_to_other_commands_are_skipped() {
         let (_dir, path) = server(vec![vec![
             "{\"event\": \"STOP\"}\r\n{\"return\": 1, \"id\": 999}\r\n{\"return\": 7, \"id\": ID}",
         ]]);

@@ -233,7 +233,7 @@ pub struct Record {
     pub content: bool,
     /// Percent of the segment's files that may differ.
     pub max_differing: u8,
-    /// Directories over which the segment was mounted.
+    /// Paths of the guest's directories that the mounted segment hides (mount points).
     pub lay: Vec<Vec<u8>>,
 }
 

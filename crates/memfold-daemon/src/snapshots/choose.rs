@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_that_is_on_no_disk_is_saved_if_saving_is_faster_than_dropping() {
+    fn page_cache_without_a_copy_on_a_disk_is_saved_if_that_is_faster_than_dropping_it() {
         let fast = Facts {
             on_disks: 0,
             disk_per_s: 5e9,

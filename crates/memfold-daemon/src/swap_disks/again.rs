@@ -131,7 +131,7 @@ impl SwapDisks {
     fn try_again(self: &Arc<Self>, vm: &str, request: &BorrowRequest) -> Option<()> {
         match self.borrow_as(vm, request, Asker::SavedRequest) {
             Ok(done) => {
-                info!(vm, lenders = ?done.lenders, "VM has borrowed memory again");
+                info!(vm, lenders = ?done.lenders, "swap disk is on lent memory again");
                 Some(())
             }
             Err(error) => {

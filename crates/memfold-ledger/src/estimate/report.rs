@@ -60,7 +60,7 @@ pub struct VmEstimate {
     pub gone_bytes: u64,
 }
 
-/// Estimate for a trust domain, or for a VM without one.
+/// Estimated savings by sharing memory within one trust domain, or within one VM that has none.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DomainEstimate {
     /// Name of the trust domain; null for a VM without one.

@@ -32,7 +32,7 @@ const LEAVE: u64 = 64 << 20;
 /// Files of one lease's export.
 #[derive(Clone, Debug)]
 pub struct Files {
-    /// Path of the key file (`write_key`).
+    /// Path of the file with the lease's key, which the borrower sends to log in (CHAP).
     pub key: PathBuf,
     /// Prefix of the path of tgtd's socket (`TGT_IPC_SOCKET`).
     pub socket: PathBuf,

@@ -378,7 +378,7 @@ impl Chooser<'_> {
     fn lease(&self) -> String {
         let log = self.testbed.lender.log();
         let last = log
-            .rsplit("lease exported lease=")
+            .rsplit("exported to its borrower lease=")
             .next()
             .unwrap_or_default();
         let number: String = last.chars().take_while(char::is_ascii_digit).collect();
