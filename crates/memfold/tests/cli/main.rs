@@ -523,7 +523,7 @@ fn refused_commands_name_the_condition_and_the_fix() {
     refused(
         &daemon.run(&["vm", "exec", "twin", "--timeout", "1", "--", "true"]),
         1,
-        &["no agent", "memfold-agent"],
+        &["not connected", "memfold-agent"],
     );
     refused(
         &daemon.run(&["vm", "exec", "twin", "--timeout", "-1", "--", "true"]),

@@ -39,7 +39,7 @@ fn a_too_long_socket_path_is_refused_and_the_error_names_the_limit() {
     refused(
         &done,
         1,
-        &[socket.to_str().unwrap(), "107 at most", "--socket"],
+        &[socket.to_str().unwrap(), "at most 107", "--socket"],
     );
 }
 
