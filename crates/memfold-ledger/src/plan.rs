@@ -36,7 +36,7 @@ pub enum PlanError {
     #[error("no VM named '{0}' runs; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
     /// A VM is named in two kinds.
-    #[error("VM '{0}' belongs to two kinds of VMs in the plan file; delete one of the two entries")]
+    #[error("VM '{0}' is named in two kinds of VMs (--kind); remove it from one of them")]
     Twice(String),
     /// No kind has this name.
     #[error("no kind of VMs is named '{0}'; the kinds are {1}")]
@@ -639,7 +639,7 @@ mod tests {
         );
         let error = try_plan(&kind(&["a"]), &[("other".into(), 1)]).to_string();
         assert!(
-            error.contains("no kind 'other'; the kinds are 'k'"),
+            error.contains("named 'other'; the kinds are 'k'"),
             "{error}"
         );
         let empty = Report::default();

@@ -130,7 +130,10 @@ fn a_braked_host_refuses_new_vms_with_a_reason_until_enough_memory_is_available(
     refused(
         &plain,
         1,
-        &["'two' is not started: the brake is on", "--despite-brake"],
+        &[
+            "'two' is not started, because the brake is on",
+            "--despite-brake",
+        ],
     );
     let (status, _) = daemon.http(
         "POST",

@@ -372,7 +372,7 @@ fn a_plan_is_computed_from_running_vms_and_is_refused_without_running_vms() {
     assert_eq!(ahead["ahead_hours"], 24.0);
     assert_eq!(ahead["kinds"][1]["grows_bytes_per_hour"], Value::Null);
     for (query, word) in [
-        ("?vms=x=1", "no kind 'x'"),
+        ("?vms=x=1", "no kind of VMs is named 'x'"),
         ("?kind=d=ghost", "no VM named 'ghost'"),
         ("?vms=d=many", "'d=many'"),
         ("?memory=much", "memory"),
@@ -389,7 +389,7 @@ fn a_plan_is_computed_from_running_vms_and_is_refused_without_running_vms() {
     refused(
         &daemon.run(&["plan", "--vms", "x=1"]),
         1,
-        &["no kind 'x'", "'d'"],
+        &["no kind of VMs is named 'x'", "'d'"],
     );
     for wrong in [
         &["plan", "--kind", "k"][..],
