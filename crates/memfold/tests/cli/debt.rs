@@ -154,7 +154,7 @@ fn a_braked_host_refuses_new_vms_with_a_reason_until_enough_memory_is_available(
     );
     assert!(out(&daemon.run(&["fold", "status"])).contains("folding: braked"));
     let ksm = daemon.run(&["ksm", "start", "--domain", "d"]);
-    refused(&ksm, 1, &["KSM is not steered: the brake is on"]);
+    refused(&ksm, 1, &["KSM is not steered, because the brake is on"]);
 
     // Enough memory is available again: the brake stays on for a while, and then all VMs may start.
     let again = std::time::Instant::now();

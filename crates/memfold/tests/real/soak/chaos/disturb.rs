@@ -17,7 +17,7 @@ type Act = fn(&Testbed, &mut Random) -> Option<String>;
 
 /// All disturbances, each with its name. Agents are disturbed from within their guests
 /// ([`super::guests`]).
-const ALL: [(&str, Act); 26] = [
+const ALL: [(&str, Act); 27] = [
     ("QEMU stopped", |t, r| held(&any_vm(t, r)?, r)),
     ("QEMU slowed", |t, r| slowed(&any_vm(t, r)?, r)),
     ("QEMU killed", |t, r| killed(throwaway_vm(t, r)?)),
@@ -42,8 +42,11 @@ const ALL: [(&str, Act); 26] = [
     ("libvirtd stopped", |t, r| held(&libvirtd(t)?, r)),
     ("libvirtd slowed", |t, r| slowed(&libvirtd(t)?, r)),
     ("libvirtd killed", |t, r| libvirtd_killed(t, r)),
-    ("domain started or destroyed", |t, r| {
-        t.libvirt.start_or_destroy(r)
+    ("domain started", |t, r| {
+        t.libvirt.virsh("start", r, &t.faults)
+    }),
+    ("domain destroyed", |t, r| {
+        t.libvirt.virsh("destroy", r, &t.faults)
     }),
     ("state directory full", |t, r| full(t, &t.state, r)),
     ("overlays' disk full", |t, r| full(t, &t.overlays, r)),
@@ -318,9 +321,9 @@ impl Deck {
         let done = lock(&self.done);
         let line = |(name, _): &(&str, Act)| {
             if self.without.iter().any(|one| one == name) {
-                format!("{name:27} left out")
+                format!("{name:24} left out")
             } else {
-                format!("{name:27} {:5}", done.get(name).unwrap_or(&0))
+                format!("{name:24} {:5}", done.get(name).unwrap_or(&0))
             }
         };
         ALL.iter().map(line).collect::<Vec<_>>().join("\n")

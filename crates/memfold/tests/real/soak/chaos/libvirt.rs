@@ -23,6 +23,10 @@ pub const DOMAINS: [&str; 2] = ["domain-1", "domain-2"];
 /// Number of the host among the hosts of all libvirt tests, which use different ports.
 const NUMBER: u32 = 4;
 
+/// Without ACPI, libvirt 9 starts QEMU with an option that newer QEMUs do not have. Mergeable memory
+/// of a domain that is not enabled keeps the daemon from steering KSM.
+const FEATURES: &str = "<features><acpi/></features><memoryBacking><nosharepages/></memoryBacking>";
+
 pub struct Libvirt {
     host: Mutex<Option<Host>>,
     /// Process whose mount namespace libvirtd is in.
@@ -42,7 +46,7 @@ impl Libvirt {
         let host = Host::start(&place, "host", NUMBER);
         let define = |name| {
             let file = place.join("domain.xml");
-            std::fs::write(&file, domain(&place, name, 0, "")).unwrap();
+            std::fs::write(&file, domain(&place, name, 0, FEATURES)).unwrap();
             host.ask(&["define", file.to_str().unwrap()]);
             (name, host.xml(name))
         };
@@ -72,15 +76,17 @@ impl Libvirt {
         Some(())
     }
 
-    /// Starts or destroys a domain, and returns what was done. `None` if libvirt refused it.
-    pub fn start_or_destroy(&self, random: &mut Random) -> Option<String> {
+    /// Runs a command of virsh on a domain, and returns its name. `None` if libvirt refused it.
+    pub fn virsh(&self, command: &str, random: &mut Random, faults: &Faults) -> Option<String> {
         let name = *one_of(&DOMAINS, random)?;
-        let begin = *one_of(&["start", "destroy"], random)?;
-        let done = self.command("virsh").args(["-q", begin, name]).output();
-        done.unwrap()
-            .status
-            .success()
-            .then(|| format!("{begin} {name}"))
+        let done = self.command("virsh").args(["-q", command, name]).output();
+        let done = done.unwrap();
+        if done.status.success() {
+            return Some(name.to_owned());
+        }
+        let words = String::from_utf8_lossy(&done.stderr);
+        faults.note(&format!("virsh {command} {name}: {}", words.trim()));
+        None
     }
 
     /// Destroys the domains.
