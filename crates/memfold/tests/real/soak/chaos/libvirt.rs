@@ -23,8 +23,8 @@ pub const DOMAINS: [&str; 2] = ["domain-1", "domain-2"];
 /// Number of the host among the hosts of all libvirt tests, which use different ports.
 const NUMBER: u32 = 4;
 
-/// Without ACPI, libvirt 9 starts QEMU with an option that newer QEMUs do not have. Mergeable memory
-/// of a domain that is not enabled keeps the daemon from steering KSM.
+/// Without ACPI, libvirt 9 starts QEMU with an option that newer QEMUs do not have. Mergeable
+/// memory of a domain that is not enabled keeps the daemon from steering KSM.
 const FEATURES: &str = "<features><acpi/></features><memoryBacking><nosharepages/></memoryBacking>";
 
 pub struct Libvirt {
