@@ -85,6 +85,10 @@ fn boot_sector(folder: &Path) -> PathBuf {
     image
 }
 
+/// Number of starts of a guest until it counts as one that does not run, and the time limit of each.
+const STARTS: usize = 3;
+const START_TIMEOUT: Duration = Duration::from_secs(12);
+
 impl Vm {
     /// Starts a guest. Returns `None`, and reports the reason, if such a QEMU cannot run here.
     fn start(accel: &str, extra: &[&str]) -> Option<Self> {
@@ -95,28 +99,22 @@ impl Vm {
         if let (Err(error), "kvm") = (opened, accel) {
             return memfold_testkit::reports_skip(&format!("/dev/kvm does not open: {error}"));
         }
-        let vm = Self::boot(accel, extra, true);
-        // A second start without the library shows whether the library is at fault, because some
-        // /dev/kvm run no guest at all.
-        if vm.is_none() {
-            let Some(alone) = Self::boot(accel, extra, false) else {
-                assert_eq!(accel, "kvm", "the emulator runs no guest here");
-                memfold_testkit::report_skip(&format!(
-                    "-accel {accel} runs no guest here, with or without the library"
-                ));
-                return None;
-            };
-            drop(alone);
-            // On a /dev/kvm that is itself emulated, some starts of a guest fail.
-            let again = Self::boot(accel, extra, true);
-            assert!(again.is_some(), "the guest counts without the library only");
-            return again;
+        // On a /dev/kvm that is itself emulated, some starts of a guest fail.
+        let starts = |preloaded| (0..STARTS).find_map(|_| Self::boot(accel, extra, preloaded));
+        if let Some(vm) = starts(true) {
+            return Some(vm);
         }
-        vm
+        // Starts without the library show whether the library is at fault, because some /dev/kvm
+        // run no guest at all.
+        assert!(
+            starts(false).is_none(),
+            "the guest counts without the library only"
+        );
+        assert_eq!(accel, "kvm", "the emulator runs no guest here");
+        memfold_testkit::reports_skip("-accel kvm runs no guest here, with or without the library")
     }
 
-    /// Boots the guest. Returns `None` if QEMU ends, or if the guest does not count within a
-    /// minute.
+    /// Boots the guest. Returns `None` if QEMU ends, or if the guest does not count in time.
     fn boot(accel: &str, extra: &[&str], preloaded: bool) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let image = boot_sector(folder.path());
@@ -158,7 +156,7 @@ impl Vm {
             ram: 0,
             folder,
         };
-        let end = Instant::now() + patience(Duration::from_secs(60));
+        let end = Instant::now() + patience(START_TIMEOUT);
         while Instant::now() < end {
             if let Some(status) = vm.process.try_wait().unwrap() {
                 println!("QEMU with -accel {accel} ended by itself: {status}");
@@ -170,7 +168,7 @@ impl Vm {
             }
             std::thread::sleep(Duration::from_millis(50));
         }
-        println!("the guest did not start to count in 60 s with -accel {accel}");
+        println!("the guest did not start to count in time with -accel {accel}");
         None
     }
 
