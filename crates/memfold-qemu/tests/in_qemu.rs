@@ -85,7 +85,8 @@ fn boot_sector(folder: &Path) -> PathBuf {
     image
 }
 
-/// Number of starts of a guest until it counts as one that does not run, and the time limit of each.
+/// Number of starts of a guest until it counts as one that does not run, and the time limit of
+/// each.
 const STARTS: usize = 3;
 const START_TIMEOUT: Duration = Duration::from_secs(12);
 
