@@ -211,13 +211,15 @@ fn login_and_changes_and_live_figures_work_behind_nginx_and_caddy() {
         assert_eq!(status, "200", "{name}: {said}");
         let (status, said) = pause("https://attacker.example");
         assert_eq!(status, "403", "{name}: {said}");
-        // The stream never ends: the data that came in time is what the proxy passed on at once. On
-        // a busy host, a sample costs more CPU time, so the next one comes later.
-        let passes_on = |seconds: &str| {
+        // The stream never ends: the data that came in time is what the proxy passed on at once.
+        // On a busy host, a sample costs more CPU time, so the second one comes later.
+        let samples = |seconds: &str| {
             let (status, said) = proxy.browse("/v1/live", &["--no-buffer", "--max-time", seconds]);
             assert_eq!(status, "200", "{name}");
-            said.matches("\ndata:").count() >= 2
+            said.matches("\ndata:").count()
         };
-        assert!(passes_on("8") || passes_on("60"), "{name}");
+        let soon = samples("8");
+        assert!(soon >= 1, "{name}");
+        assert!(soon >= 2 || samples("60") >= 2, "{name}");
     }
 }
