@@ -27,7 +27,7 @@ impl Segments {
             .zip(users)
             .map(|(segment, users)| SegmentInfo {
                 writer: self.writer(&segment.name),
-                // Sorted by name: the kernel uses process numbers again.
+                // Sorted by name, because the kernel reuses process numbers.
                 users: Vec::from_iter(users.into_iter().map(named).collect::<BTreeSet<_>>()),
                 resident_bytes: self.shelf.resident_bytes(&segment),
                 struct_page_bytes: segment.struct_page_bytes().0,
