@@ -214,10 +214,9 @@ pub fn compare(page: &str, shown: &Figures, before: &Figures, after: &Figures) -
             };
             let slack = (a.abs().max(b.abs()) / 20).max(least);
             // The brake reads page tables every half minute, so its figure may lack the last folds.
-            let lowest = if name.ends_with(".owed") {
-                0
-            } else {
-                a.min(b) - slack
+            let lowest = match name.rsplit('.').next() {
+                Some("owed") => 0,
+                _ => a.min(b) - slack,
             };
             assert!(
                 value >= lowest && value <= a.max(b) + slack,
