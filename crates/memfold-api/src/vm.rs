@@ -148,6 +148,7 @@ pub struct StopReport {
 
 /// `POST /v1/vms`, beside the VM's description.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub struct RunOptions {
     /// Whether the VM is started although the brake is on.
