@@ -35,7 +35,6 @@ mod error;
 mod events;
 mod figures;
 mod folding;
-mod guest;
 mod guest_pressure;
 mod interrupted_save;
 mod json_file;

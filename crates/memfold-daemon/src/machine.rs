@@ -9,14 +9,14 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use memfold_api::{AttachRequest, BootSnapshot, SegmentState};
-use memfold_fold::{Command, Guest, VmId};
+use memfold_fold::{Command, Guest, QemuGuest, SharedLibraryState, VmId};
 use memfold_ledger::VmAccount;
 use memfold_snapshot::Renewal;
 use memfold_snapshot::clock::ClockStep;
 use memfold_store::StoreIdentity;
 use memfold_vm::{
-    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, RamLayout,
-    SegmentSpec, Vm, VmConditions,
+    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, QmpGuard,
+    RamLayout, SegmentSpec, SharedQmp, Vm, VmConditions,
 };
 use memfold_wire::library::Advice;
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -27,7 +27,6 @@ use self::library_watch::LibraryWatch;
 use self::pauses::Pauses;
 use self::unfolded::{NO_LIBRARY, Unfolded};
 use crate::error::DaemonError;
-use crate::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
 use crate::run_state::RunState;
 
 mod clock;
@@ -77,7 +76,7 @@ pub(crate) struct Machine {
     name: String,
     domain: Option<String>,
     origin: Origin,
-    monitor: Arc<Monitor>,
+    monitor: Arc<SharedQmp>,
     seen: Mutex<Seen>,
     /// The VM's run state, and the reason if it is not running.
     state: Mutex<RunState>,
@@ -128,7 +127,7 @@ impl Machine {
         let layout = vm.layout(&mut qmp)?;
         let conditions = vm.conditions(&mut qmp)?;
         let state = RunState::ask(&name, &mut qmp)?;
-        let monitor = Arc::new(Monitor::new(qmp));
+        let monitor = Arc::new(SharedQmp::new(qmp));
         let library = SharedLibraryState::default();
         let (guest, library_problem) = match vm.library_link() {
             None => (None, Some(NO_LIBRARY.to_owned())),
@@ -320,7 +319,7 @@ impl Machine {
     }
 
     /// Locks QEMU's monitor until the guard is dropped.
-    pub fn monitor(&self) -> MonitorGuard<'_> {
+    pub fn monitor(&self) -> QmpGuard<'_> {
         self.monitor.lock()
     }
 

@@ -36,6 +36,7 @@ mod quiet;
 pub mod ram;
 mod segment_spec;
 pub mod segments;
+mod shared_qmp;
 pub mod spec;
 mod spec_error;
 mod stop;
@@ -61,6 +62,7 @@ pub use process::{Identity, Process, boot_id};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;
 pub use segment_spec::SegmentSpec;
+pub use shared_qmp::{QmpGuard, SharedQmp};
 pub use spec::{
     AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, Network, VmSpec,
 };

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memfold_fold::Command;
+use memfold_fold::{Command, LibraryState, QemuGuest, SharedLibraryState};
 use memfold_vm::process::is_stopped;
 use tracing::{debug, warn};
 
-use crate::guest::{LibraryState, QemuGuest, SharedLibraryState};
 use crate::machine::Machine;
 use crate::machine::library_watch::INTERVAL;
 use crate::machine::room::RoomWatch;

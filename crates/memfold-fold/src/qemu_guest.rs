@@ -1,111 +1,25 @@
-//! The fold engine's access to a QEMU process: sends orders to the fold library in QEMU, and asks
-//! QEMU's monitor.
+//! A QEMU process as the target of the engine's orders: sends orders to the fold library in QEMU,
+//! and asks QEMU whether a page may be refolded while the VM runs.
 
 use std::io;
-use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use memfold_vm::{LibraryError, LibraryLink, SharedQmp, VmConditions};
 use memfold_wire::library::{Order, Reply};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use rustix::process::Pid;
 
-use memfold_fold::{Guest, GuestError, Refold};
-use memfold_vm::{LibraryError, LibraryLink, Qmp, VmConditions};
+use crate::guest::{Guest, GuestError, Refold};
 
 /// Time for which the monitor's answer about block nodes is cached. A guest needs longer before it
 /// uses a device that was plugged in.
 const CONDITIONS_HOLD: Duration = Duration::from_secs(1);
 
-/// Longest time to wait for the monitor while other threads use it. Each of their commands has its
-/// own deadline.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// A QMP connection, shared by several threads.
-#[derive(Debug)]
-pub(crate) struct Monitor {
-    /// `None` while a guard has the connection.
-    qmp: Mutex<Option<Qmp>>,
-    free: Condvar,
-    path: PathBuf,
-}
-
-/// The locked monitor of a VM. Dropping the guard unlocks the monitor.
-#[derive(Debug)]
-pub(crate) struct MonitorGuard<'a> {
-    /// `None` if the monitor was not free in time; all commands then fail.
-    monitor: Option<&'a Monitor>,
-    qmp: Qmp,
-}
-
-impl Monitor {
-    pub fn new(qmp: Qmp) -> Self {
-        let path = qmp.path().to_owned();
-        Self {
-            qmp: Mutex::new(Some(qmp)),
-            free: Condvar::new(),
-            path,
-        }
-    }
-
-    /// Locks the monitor. If others use the monitor for over 30 s, all commands of the guard fail
-    /// with [`QmpError::Busy`](memfold_vm::QmpError::Busy), so no thread waits forever for a QEMU
-    /// that hangs.
-    pub fn lock(&self) -> MonitorGuard<'_> {
-        self.lock_within(LOCK_TIMEOUT)
-    }
-
-    /// Locks the monitor as [`Monitor::lock`] does, with another time limit.
-    pub fn lock_within(&self, limit: Duration) -> MonitorGuard<'_> {
-        let mut qmp = self.qmp.lock();
-        self.free
-            .wait_while_for(&mut qmp, |qmp| qmp.is_none(), limit);
-        let taken = qmp.take();
-        drop(qmp);
-        let monitor = taken.is_some().then_some(self);
-        let qmp = taken.unwrap_or_else(|| Qmp::busy(&self.path, limit));
-        MonitorGuard { monitor, qmp }
-    }
-
-    /// Locks the monitor if it is free; returns `None` if not.
-    pub fn try_lock(&self) -> Option<MonitorGuard<'_>> {
-        let qmp = self.qmp.lock().take()?;
-        Some(MonitorGuard {
-            monitor: Some(self),
-            qmp,
-        })
-    }
-}
-
-impl Deref for MonitorGuard<'_> {
-    type Target = Qmp;
-
-    fn deref(&self) -> &Qmp {
-        &self.qmp
-    }
-}
-
-impl DerefMut for MonitorGuard<'_> {
-    fn deref_mut(&mut self) -> &mut Qmp {
-        &mut self.qmp
-    }
-}
-
-impl Drop for MonitorGuard<'_> {
-    fn drop(&mut self) {
-        if let Some(monitor) = self.monitor {
-            let qmp = std::mem::replace(&mut self.qmp, Qmp::busy(&monitor.path, Duration::ZERO));
-            *monitor.qmp.lock() = Some(qmp);
-            monitor.free.notify_one();
-        }
-    }
-}
-
 /// State of the fold library's connection in QEMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum LibraryState {
+pub enum LibraryState {
     /// The library waits for orders.
     #[default]
     Free,
@@ -117,13 +31,13 @@ pub(crate) enum LibraryState {
 }
 
 /// The library's state, shared by the engine and by threads that watch it.
-pub(crate) type SharedLibraryState = Arc<Mutex<LibraryState>>;
+pub type SharedLibraryState = Arc<Mutex<LibraryState>>;
 
 /// A VM as the target of the engine's orders.
-pub(crate) struct QemuGuest {
+pub struct QemuGuest {
     pid: Pid,
     library: LibraryLink,
-    monitor: Arc<Monitor>,
+    monitor: Arc<SharedQmp>,
     refold: (Instant, Refold),
     state: SharedLibraryState,
 }
@@ -133,7 +47,7 @@ impl QemuGuest {
     pub fn new(
         pid: Pid,
         library: LibraryLink,
-        monitor: Arc<Monitor>,
+        monitor: Arc<SharedQmp>,
         conditions: &VmConditions,
         state: SharedLibraryState,
     ) -> Self {
