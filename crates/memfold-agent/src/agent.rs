@@ -19,7 +19,7 @@ use memfold_sys::guest;
 use memfold_wire::agent::{AgentCounters, FromAgent};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use self::connection::RETRY;
+use self::connection::{PATIENCE, RETRY};
 pub use self::state::Agent;
 use self::state::{Sink, State};
 use crate::backoff::Backoff;
@@ -91,6 +91,7 @@ impl Agent {
             sink,
             state: State::Absent(Instant::now()),
             retry: RETRY.0,
+            patience: PATIENCE.0,
             heard: Instant::now(),
             tracer,
             problems,
@@ -134,6 +135,11 @@ impl Agent {
         if let State::Absent(when) = self.state {
             if when <= Instant::now() {
                 self.look_for_host();
+            }
+        }
+        if let State::Waiting(until) = self.state {
+            if until <= Instant::now() {
+                self.say_hello();
             }
         }
         if self.state == State::Working {
@@ -257,7 +263,7 @@ impl Agent {
 
     fn next_deadline(&self) -> Option<Instant> {
         let mut list = vec![self.gather];
-        if let State::Absent(when) = self.state {
+        if let State::Absent(when) | State::Waiting(when) = self.state {
             list.push(Some(when));
         }
         if self.state == State::Working {

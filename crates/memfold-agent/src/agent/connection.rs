@@ -14,6 +14,11 @@ use crate::trace::Round;
 /// Shortest and longest interval between two checks whether the host side is open.
 pub(super) const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
 
+/// Shortest and longest time to wait for the daemon's answer before Hello is sent again. QEMU drops
+/// what it has not delivered when a daemon's connection ends, so a Hello can be lost although the
+/// next daemon is there already.
+pub(super) const PATIENCE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(32));
+
 impl Agent {
     pub(super) fn look_for_host(&mut self) {
         let Sink::Port(port) = &mut self.sink else {
@@ -26,9 +31,15 @@ impl Agent {
         }
         self.retry = RETRY.0;
         port.begin();
-        self.state = State::Waiting;
         // The signal for the opening of the host side may still come.
         self.heard = Instant::now();
+        self.patience = PATIENCE.0;
+        self.say_hello();
+    }
+
+    pub(super) fn say_hello(&mut self) {
+        self.state = State::Waiting(Instant::now() + self.patience);
+        self.patience = (self.patience * 2).min(PATIENCE.1);
         let read = |path| {
             fs::read_to_string(path)
                 .unwrap_or_default()

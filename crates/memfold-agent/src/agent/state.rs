@@ -29,8 +29,8 @@ pub(super) enum Sink {
 pub(super) enum State {
     /// The host side of the port is closed. The next check is due at this time.
     Absent(Instant),
-    /// Hello was sent; the daemon's answer is awaited.
-    Waiting,
+    /// Hello was sent; the daemon's answer is awaited until this time, then Hello is sent again.
+    Waiting(Instant),
     /// The daemon refused this agent. The agent is silent until the daemon closes its side.
     Refused,
     /// Welcome was received; events are reported.
@@ -46,6 +46,8 @@ pub struct Agent {
     pub(super) sink: Sink,
     pub(super) state: State,
     pub(super) retry: Duration,
+    /// Time to wait for the answer to the next Hello.
+    pub(super) patience: Duration,
     /// Time of the last data from the host.
     pub(super) heard: Instant,
     pub(super) tracer: Option<Tracer>,

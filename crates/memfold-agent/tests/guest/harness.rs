@@ -54,6 +54,8 @@ pub struct Guest {
     pub repeated: u64,
     pub run_pages: u64,
     pub counters: AgentCounters,
+    /// Whether the daemon's part is played by one that answers no Hello.
+    pub is_mute: bool,
 }
 
 impl Drop for Guest {
@@ -156,6 +158,7 @@ impl Guest {
             repeated: 0,
             run_pages: 0,
             counters: AgentCounters::default(),
+            is_mute: false,
         };
         guest
             .stream
@@ -273,6 +276,9 @@ impl Guest {
             FromAgent::Hello { .. } => {
                 (self.files, self.frames) = (HashMap::new(), HashMap::new());
                 (self.runs, self.run_pages, self.repeated) = (0, 0, 0);
+                if self.is_mute {
+                    return;
+                }
                 self.say(&ToAgent::Welcome {
                     version: VERSION,
                     include: vec![],

@@ -110,7 +110,7 @@ fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
 
     // This simulates another daemon.
     let socket = guest.directory.path().join("agent.sock");
-    for quick in [false, true] {
+    for (quick, mute) in [(false, false), (true, false), (true, true)] {
         let _ = guest.stream.shutdown(std::net::Shutdown::Both);
         if !quick {
             std::thread::sleep(Duration::from_secs(2));
@@ -122,6 +122,14 @@ fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
             .unwrap();
         guest.decoder = Decoder::new();
         (guest.files, guest.frames) = (HashMap::new(), HashMap::new());
+        if mute {
+            // As if QEMU had dropped two Hellos together with a daemon's connection.
+            guest.is_mute = true;
+            let is_hello = |m: &FromAgent| matches!(m, FromAgent::Hello { .. });
+            guest.expect(10, "Hello", is_hello);
+            guest.expect(20, "second Hello", is_hello);
+            guest.is_mute = false;
+        }
         guest.hello();
         let (right, all) = guest.check(&image.disk);
         println!("new connection: {right} of {all} pages right");
