@@ -1,10 +1,14 @@
-//! Sends and receives bytes with file descriptors over a Unix stream socket (`SCM_RIGHTS`).
+//! Sends and receives bytes with file descriptors over a Unix stream socket (`SCM_RIGHTS`), and
+//! waits for descriptors.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -50,6 +54,20 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Opt
     Ok((got.bytes, descriptor))
 }
 
+/// Waits until a descriptor can be read, is at its end, or (a pidfd) its process has ended. Returns
+/// false after `timeout`.
+pub fn wait_readable(descriptor: impl AsFd, timeout: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&left)) {
+            Err(Errno::INTR) => {}
+            found => return Ok(found? > 0),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -65,6 +83,9 @@ mod tests {
         let mut buffer = [0; 16];
         let (n, got) = receive(&b, &mut buffer).unwrap();
         assert_eq!(&buffer[..n], b"hello");
+        assert!(!wait_readable(&b, Duration::from_millis(1)).unwrap());
+        drop(a);
+        assert!(wait_readable(&b, Duration::ZERO).unwrap());
         let mut got = std::fs::File::from(got.unwrap());
         got.rewind().unwrap();
         let mut text = String::new();
