@@ -3,7 +3,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -14,12 +14,16 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-/// Writes all of `bytes`, and sends `descriptor` together with the first byte.
-pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Result<()> {
-    let fds = [descriptor.as_fd()];
+/// Writes all of `bytes`, and sends `descriptor`, if there is one, together with the first byte.
+pub fn send(
+    socket: &UnixStream,
+    bytes: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !ancillary.push(SendAncillaryMessage::ScmRights(&fds)) {
+    let fds = descriptor.as_slice();
+    if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(io::Error::other(
             "the message has no room for the descriptor",
         ));
@@ -79,7 +83,8 @@ mod tests {
         let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let mut file = std::fs::File::from(fd);
         file.write_all(b"same file").unwrap();
-        send(&a, b"hello", &file).unwrap();
+        send(&a, b"hel", Some(file.as_fd())).unwrap();
+        send(&a, b"lo", None).unwrap();
         let mut buffer = [0; 16];
         let (n, got) = receive(&b, &mut buffer).unwrap();
         assert_eq!(&buffer[..n], b"hello");
