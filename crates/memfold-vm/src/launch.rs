@@ -544,18 +544,18 @@ pub fn last_words(directory: &VmDirectory) -> Option<String> {
     (is_of_the_end && !last.contains("terminating on signal")).then(|| last.to_owned())
 }
 
-/// Returns the path for a temporary overlay, in `TMPDIR` or `/var/tmp`. The state directory is
-/// unsuitable, because it is in RAM.
-fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, LaunchError> {
-    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
-    let place = place.canonicalize().map_err(|error| LaunchError::Overlay {
+fn overlay_error(disk: &DiskSpec, error: &dyn std::fmt::Display) -> LaunchError {
+    LaunchError::Overlay {
         disk: disk.path.clone(),
-        why: format!("{}: {error}", place.display()),
-    })?;
-    Ok(place.join(format!(
-        "memfold-{name}-{number}-{:x}.qcow2",
-        overlay::unique()
-    )))
+        why: error.to_string(),
+    }
+}
+
+/// Returns the path for a temporary overlay.
+fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, LaunchError> {
+    let place = overlay::directory().map_err(|error| overlay_error(disk, &error))?;
+    let unique = overlay::unique();
+    Ok(place.join(format!("memfold-{name}-{number}-{unique:x}.qcow2")))
 }
 
 /// Creates an overlay over a disk.
@@ -565,8 +565,7 @@ fn make_overlay(disk: &DiskSpec, overlay: &Path) -> Result<(), LaunchError> {
         format: disk.format().driver(),
         virtual_bytes: None,
     };
-    overlay::create(overlay, &backing).map_err(|error| LaunchError::Overlay {
-        disk: disk.path.clone(),
-        why: format!("{}: {error}", overlay.display()),
-    })
+    let path = overlay.display();
+    overlay::create(overlay, &backing)
+        .map_err(|error| overlay_error(disk, &format_args!("{path}: {error}")))
 }

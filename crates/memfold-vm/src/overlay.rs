@@ -1,9 +1,10 @@
 //! Creates temporary disk overlays: empty qcow2 files that receive a VM's writes.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
@@ -29,22 +30,26 @@ pub struct Backing<'a> {
 /// Creates an empty overlay that only its owner can read, since other users may be able to write to
 /// the directory. Fails with `AlreadyExists` if the file exists. After an error, no file remains.
 pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
-    let file = new_file(path)?;
-    format(file, backing).inspect_err(|_| {
-        let _ = std::fs::remove_file(path);
-    })
+    let mut options: Vec<&OsStr> = ["-F", backing.format, "-b"].map(OsStr::new).into();
+    options.push(backing.file.as_os_str());
+    if backing.virtual_bytes.is_some() {
+        options.push(OsStr::new("-u"));
+    }
+    make(path, &options, backing.virtual_bytes)
 }
 
 /// Creates an empty qcow2 disk that only its owner can read. After an error, no file remains.
 pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
-    let file = new_file(path)?;
-    let mut command = create_command();
-    command
-        .arg("/proc/self/fd/0")
-        .arg(virtual_bytes.to_string());
-    run(&mut command, file).inspect_err(|_| {
-        let _ = std::fs::remove_file(path);
-    })
+    make(path, &[], Some(virtual_bytes))
+}
+
+/// Returns the directory of temporary overlays: `TMPDIR` or `/var/tmp`. The state directory is
+/// unsuitable, because it is in RAM.
+pub(super) fn directory() -> io::Result<PathBuf> {
+    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+    let failed =
+        |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", place.display()));
+    place.canonicalize().map_err(failed)
 }
 
 /// Changes the owner of a temporary file to the user that a VM's QEMU switches to. QEMU reopens the
@@ -68,35 +73,26 @@ pub(super) fn new_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-fn create_command() -> Command {
-    let mut command = Command::new("qemu-img");
-    command.args(["create", "-q", "-f", "qcow2"]);
-    command
-}
-
-/// Formats an overlay. `qemu-img` gets the open file instead of its path: `qemu-img` may outlive
+/// Makes a qcow2 file. `qemu-img` gets the open file instead of its path: `qemu-img` may outlive
 /// this process, and would create the file again after it was removed.
-fn format(file: File, backing: &Backing) -> io::Result<()> {
-    let mut command = create_command();
-    command.args(["-F", backing.format, "-b"]);
-    command.arg(backing.file);
-    if backing.virtual_bytes.is_some() {
-        command.arg("-u");
-    }
+fn make(path: &Path, options: &[&OsStr], virtual_bytes: Option<u64>) -> io::Result<()> {
+    let file = new_file(path)?;
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", "qcow2"]).args(options);
     command.arg("/proc/self/fd/0");
-    command.args(backing.virtual_bytes.map(|bytes| bytes.to_string()));
-    run(&mut command, file)
-}
-
-/// Runs `qemu-img` with an open file as its standard input.
-fn run(command: &mut Command, file: File) -> io::Result<()> {
-    let output = helper::output(command.stdin(Stdio::from(file)), LIMIT)
-        .map_err(|error| io::Error::new(error.kind(), format!("qemu-img: {error}")))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let words = String::from_utf8_lossy(&output.stderr);
-    Err(io::Error::other(format!("qemu-img: {}", words.trim())))
+    command.args(virtual_bytes.map(|bytes| bytes.to_string()));
+    let output = helper::output(command.stdin(Stdio::from(file)), LIMIT);
+    let why =
+        match output.map_err(|error| io::Error::new(error.kind(), format!("qemu-img: {error}"))) {
+            Ok(output) if output.status.success() => return Ok(()),
+            Ok(output) => {
+                let words = String::from_utf8_lossy(&output.stderr);
+                io::Error::other(format!("qemu-img: {}", words.trim()))
+            }
+            Err(error) => error,
+        };
+    let _ = std::fs::remove_file(path);
+    Err(why)
 }
 
 /// Returns a number that makes the names of a VM's overlays unique: nanoseconds since 1970, short
