@@ -73,26 +73,26 @@ pub(super) fn new_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Makes a qcow2 file. `qemu-img` gets the open file instead of its path: `qemu-img` may outlive
-/// this process, and would create the file again after it was removed.
 fn make(path: &Path, options: &[&OsStr], virtual_bytes: Option<u64>) -> io::Result<()> {
-    let file = new_file(path)?;
+    format(new_file(path)?, options, virtual_bytes).inspect_err(|_| {
+        let _ = std::fs::remove_file(path);
+    })
+}
+
+/// Formats a qcow2 file. `qemu-img` gets the open file instead of its path: `qemu-img` may outlive
+/// this process, and would create the file again after it was removed.
+fn format(file: File, options: &[&OsStr], virtual_bytes: Option<u64>) -> io::Result<()> {
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", "qcow2"]).args(options);
     command.arg("/proc/self/fd/0");
     command.args(virtual_bytes.map(|bytes| bytes.to_string()));
-    let output = helper::output(command.stdin(Stdio::from(file)), LIMIT);
-    let why =
-        match output.map_err(|error| io::Error::new(error.kind(), format!("qemu-img: {error}"))) {
-            Ok(output) if output.status.success() => return Ok(()),
-            Ok(output) => {
-                let words = String::from_utf8_lossy(&output.stderr);
-                io::Error::other(format!("qemu-img: {}", words.trim()))
-            }
-            Err(error) => error,
-        };
-    let _ = std::fs::remove_file(path);
-    Err(why)
+    let output = helper::output(command.stdin(Stdio::from(file)), LIMIT)
+        .map_err(|error| io::Error::new(error.kind(), format!("qemu-img: {error}")))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let words = String::from_utf8_lossy(&output.stderr);
+    Err(io::Error::other(format!("qemu-img: {}", words.trim())))
 }
 
 /// Returns a number that makes the names of a VM's overlays unique: nanoseconds since 1970, short
@@ -159,7 +159,8 @@ mod tests {
         let overlay = place.path().join("overlay");
         let file = File::create_new(&overlay).unwrap();
         std::fs::remove_file(&overlay).unwrap();
-        format(file, &raw(&disk)).unwrap();
+        let options = ["-F", "raw", "-b", disk.to_str().unwrap()].map(OsStr::new);
+        format(file, &options, None).unwrap();
         assert!(!overlay.exists());
     }
 }
