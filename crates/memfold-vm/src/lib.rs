@@ -39,7 +39,6 @@ pub mod spec;
 mod spec_error;
 mod stop;
 pub mod swap;
-mod tokens;
 pub mod trial;
 mod validate;
 

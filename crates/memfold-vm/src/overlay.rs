@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use memfold_host::helper;
 
+use super::foreign;
 use super::spec::VmSpec;
 
 /// Longest time that `qemu-img` may take to create an overlay. The backing file may be on a remote
@@ -58,8 +59,7 @@ pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
     let Some(name) = &spec.user else {
         return Ok(());
     };
-    let (uid, gid) = memfold_sys::peer::user_ids(name)?
-        .ok_or_else(|| io::Error::other(format!("no user '{name}' on this host")))?;
+    let (uid, gid) = foreign::user_ids(name)?;
     std::os::unix::fs::chown(path, Some(uid), Some(gid))
 }
 

@@ -21,6 +21,9 @@ pub(super) enum Fate {
 const SHARED: &str = "cannot save a directory of this host that the guest shares; start the VM without that directory, or use a disk";
 const RAM_FILE: &str =
     "the VM's RAM is a file; start the VM without that option, or with -object memory-backend-ram";
+const PLUGIN: &str = "the option loads code of this host into QEMU; start the VM without it";
+const QTEST: &str = "the option is for tests of QEMU, and no guest runs";
+const TPM: &str = "another process holds a TPM's state; start the VM without a TPM";
 const XEN: &str = "the VM runs under Xen";
 
 /// All options of QEMU: name, whether a value follows, treatment in the copy.
@@ -106,19 +109,11 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     ("perfmap", false, Dropped),
     ("pflash", true, Made),
     ("pidfile", true, Dropped),
-    (
-        "plugin",
-        true,
-        Refused("the option loads code of this host into QEMU; start the VM without it"),
-    ),
+    ("plugin", true, Refused(PLUGIN)),
     ("preconfig", false, Dropped),
     ("qmp", true, Dropped),
     ("qmp-pretty", true, Dropped),
-    (
-        "qtest",
-        true,
-        Refused("the option is for tests of QEMU, and no guest runs"),
-    ),
+    ("qtest", true, Refused(QTEST)),
     ("qtest-log", true, Dropped),
     ("readconfig", true, Made),
     ("rtc", true, Kept),
@@ -135,11 +130,7 @@ const OPTIONS: &[(&str, bool, Fate)] = &[
     ("smp", true, Kept),
     ("snapshot", false, Dropped),
     ("spice", true, Dropped),
-    (
-        "tpmdev",
-        true,
-        Refused("another process holds a TPM's state; start the VM without a TPM"),
-    ),
+    ("tpmdev", true, Refused(TPM)),
     ("trace", true, Dropped),
     ("usb", false, Kept),
     ("usbdevice", true, Made),
@@ -181,12 +172,10 @@ pub(super) fn read(line: &[String]) -> Result<Vec<Named>, String> {
             )
         };
         let (has_value, _) = known(name).ok_or_else(unknown)?;
-        let value = if has_value {
-            let value = words.next().cloned();
-            Some(value.ok_or_else(|| format!("'{word}' on QEMU's command line lacks its value"))?)
-        } else {
-            None
-        };
+        let lacks = || format!("'{word}' on QEMU's command line lacks its value");
+        let value = has_value
+            .then(|| words.next().cloned().ok_or_else(lacks))
+            .transpose()?;
         options.push((name.to_owned(), value));
     }
     Ok(options)
