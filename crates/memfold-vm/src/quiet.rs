@@ -5,26 +5,6 @@ use super::foreign::null_chardev;
 use super::foreign::value::Value;
 use super::spec::VmSpec;
 
-/// Options whose value is a host resource that only one process can hold, or a file that QEMU
-/// writes.
-const DROPPED: [&str; 12] = [
-    "D",
-    "d",
-    "gdb",
-    "incoming",
-    "pidfile",
-    "qmp",
-    "qmp-pretty",
-    "spice",
-    "trace",
-    "vnc",
-    "serve-gdb",
-    "loadvm",
-];
-
-/// Options without a value that claim such a resource.
-const DROPPED_FLAGS: [&str; 2] = ["daemonize", "s"];
-
 impl VmSpec {
     /// Returns the description for a trial start beside the running VM: character devices and
     /// networks are not connected, and host ports and sockets are left out.
@@ -42,14 +22,17 @@ fn quiet(arguments: &[String]) -> Vec<String> {
     while let Some(word) = words.next() {
         let option = word.strip_prefix("--").or_else(|| word.strip_prefix('-'));
         let option = option.unwrap_or_default();
-        if DROPPED_FLAGS.contains(&option) {
-            continue;
+        match option {
+            "daemonize" | "s" => continue,
+            // The value is a host resource that only one process can hold, or a file that QEMU
+            // writes.
+            "D" | "d" | "gdb" | "incoming" | "loadvm" | "pidfile" | "qmp" | "qmp-pretty"
+            | "serve-gdb" | "spice" | "trace" | "vnc" => {
+                words.next();
+                continue;
+            }
+            _ => kept.push(word.clone()),
         }
-        if DROPPED.contains(&option) {
-            words.next();
-            continue;
-        }
-        kept.push(word.clone());
         let made = |value: &String| match option {
             "chardev" => Some(null_chardev(&Value::parse("backend", value)?)),
             "netdev" => Some(format!(
