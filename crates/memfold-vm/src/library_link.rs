@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use memfold_wire::library::{Order, Reply, VERSION};
 use memfold_wire::{Decoder, FrameError, encode};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::Pid;
 
 use super::process::peer_pid;
@@ -86,7 +85,8 @@ impl LibraryLink {
         timeout: Duration,
         only: Option<Pid>,
     ) -> Result<Self, LibraryError> {
-        let stream = connect_now(path)
+        // A library that hangs accepts no connection, and the socket's queue is short.
+        let stream = memfold_host::socket::connect(path, Duration::ZERO)
             .and_then(|s| s.set_write_timeout(Some(timeout)).map(|()| s))
             .map_err(|source| LibraryError::Connect {
                 path: path.into(),
@@ -207,21 +207,6 @@ impl LibraryLink {
             }
         }
     }
-}
-
-/// Connects without waiting: a library that hangs accepts no connection, and the socket's queue is
-/// short.
-fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    )?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-    let stream = UnixStream::from(socket);
-    stream.set_nonblocking(false)?;
-    Ok(stream)
 }
 
 /// Returns whether `reply` can be the answer to `order`.
