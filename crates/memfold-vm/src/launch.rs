@@ -506,8 +506,8 @@ pub(super) fn wait_for_monitor(
 }
 
 /// Makes QEMU load memfold's library, which listens on a socket in the VM's directory and gets its
-/// own QMP monitor over a socket pair: QEMU has one end, and the library in the same process has the
-/// other. A socket with a path would be out of reach for a QEMU without root's rights.
+/// own QMP monitor over a socket pair: QEMU has one end, and the library in the same process has
+/// the other. A socket with a path would be out of reach for a QEMU without root's rights.
 fn preload(command: &mut Command, library: &Path, directory: &VmDirectory) -> io::Result<()> {
     let (qemus, librarys) = UnixStream::pair()?;
     let qemus = session::pass(command, qemus.into());

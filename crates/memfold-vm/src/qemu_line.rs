@@ -20,16 +20,9 @@ impl Line {
         self
     }
 
-    pub(super) fn with_path(
-        &mut self,
-        option: &str,
-        before: &str,
-        path: &Path,
-        after: &str,
-    ) -> &mut Self {
+    pub(super) fn with_path(&mut self, option: &str, before: &str, path: &Path) -> &mut Self {
         let mut value = OsString::from(before);
         value.push(escape(path.as_os_str()));
-        value.push(after);
         self.add(option, value)
     }
 }

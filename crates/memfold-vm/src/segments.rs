@@ -97,7 +97,7 @@ pub(super) fn arguments(line: &mut Line, spec: &VmSpec) {
         );
         let address = segment.address.map(|address| format!(",memaddr={address}"));
         let address = address.unwrap_or_default();
-        line.with_path("-object", &backend, image, "").add(
+        line.with_path("-object", &backend, image).add(
             "-device",
             format!("virtio-pmem-pci,id=seg{slot},memdev=segment{slot},bus=segport{slot}{address}"),
         );

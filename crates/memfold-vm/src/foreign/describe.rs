@@ -8,7 +8,7 @@ use memfold_units::ByteSize;
 use serde_json::{Value as Json, json};
 
 use super::rewrite::{self, Copy, Facts, Medium};
-use super::spec::{Foreign, ForeignDisk};
+use super::spec::ForeignDisk;
 use super::view::{View, user};
 use super::{config, files, options};
 use crate::directory::Record;
@@ -67,7 +67,7 @@ pub fn describe(
     let read = |path: &Path| files::read_as(path, &facts.view, user.as_deref());
     let line = options::read(&line).and_then(|line| config::expand(line, read));
     let mut copy = rewrite::copy(&line.map_err(refused)?, &facts).map_err(refused)?;
-    let files = files::take_out(&mut copy.words, &facts.view).map_err(refused)?;
+    let files = files::take_out(&mut copy.foreign.words, &facts.view).map_err(refused)?;
     let memory = qmp.query("query-memory-size-summary")?;
     let cpus = qmp.query("query-cpus-fast")?.as_array().map_or(1, Vec::len);
     let mut spec = VmSpec::new(name, ByteSize(memory["base-memory"].as_u64().unwrap_or(0)));
@@ -91,16 +91,8 @@ pub fn describe(
         library: None,
         overlays: Vec::new(),
     };
-    spec.foreign = Some(Foreign {
-        words: copy.words,
-        disks,
-        agent: copy.agent,
-        console: copy.console,
-        console_shared: copy.is_console_shared,
-        left_out: copy.left_out,
-        cards: copy.cards,
-        files,
-    });
+    (copy.foreign.disks, copy.foreign.files) = (disks, files);
+    spec.foreign = Some(copy.foreign);
     Ok((spec, record))
 }
 
