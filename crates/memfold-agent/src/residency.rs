@@ -3,7 +3,8 @@
 use std::io;
 use std::os::fd::AsFd;
 
-use memfold_sys::guest::{self, FileView};
+use memfold_sys::guest::FileView;
+use memfold_sys::page_cache;
 use memfold_sys::pagemap::Pagemap;
 
 /// Number of pages examined in one step (4 MiB). This limits the agent's resident set, in which
@@ -39,8 +40,8 @@ impl Residency {
         if !self.has_cachestat {
             return None;
         }
-        match guest::cachestat(file) {
-            Ok(s) => Some(s.nr_cache),
+        match page_cache::cached_pages(file) {
+            Ok(pages) => Some(pages),
             Err(e) => {
                 self.has_cachestat =
                     e.raw_os_error() != Some(rustix::io::Errno::NOSYS.raw_os_error());

@@ -207,7 +207,8 @@ pub fn restore(
         machine: like.machine.clone(),
         accel: like.accel.clone(),
     };
-    let start = |state: &Path, spec| memfold_vm::start_incoming(state, spec, &incoming);
+    let never = memfold_vm::Cancel::default();
+    let start = |state: &Path, spec| memfold_vm::start_unless(&never, state, spec, Some(&incoming));
     run(lab, spec, start, |qmp| load(qmp, form, image))
 }
 

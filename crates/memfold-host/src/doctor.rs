@@ -71,12 +71,18 @@ fn ok(name: &'static str, meaning: impl Into<String>) -> Check {
     }
 }
 
-fn bad(name: &'static str, status: Status, meaning: impl Into<String>, fix: &str) -> Check {
+fn warn(name: &'static str, meaning: impl Into<String>, fix: &str) -> Check {
     Check {
-        name,
-        status,
-        meaning: meaning.into(),
+        status: Status::Warn,
         fix: Some(fix.into()),
+        ..ok(name, meaning)
+    }
+}
+
+fn fail(name: &'static str, meaning: impl Into<String>, fix: &str) -> Check {
+    Check {
+        status: Status::Fail,
+        ..warn(name, meaning, fix)
     }
 }
 
@@ -108,9 +114,8 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
     } else if host.root {
         let words = missing.iter().map(|(_, name, use_)| format!("{name} ({use_})"));
         let names: Vec<_> = missing.iter().map(|(_, name, _)| *name).collect();
-        bad(
+        fail(
             "rights",
-            Status::Fail,
             format!("root without {}", words.collect::<Vec<_>>().join(" and ")),
             &format!(
                 "grant the capability again: CapabilityBoundingSet= of a systemd unit, --cap-add of a container ({})",
@@ -118,9 +123,8 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
             ),
         )
     } else {
-        bad(
+        fail(
             "rights",
-            Status::Fail,
             format!(
                 "not root (capabilities {:#x}): no access to other processes' page maps and kernel-mode page faults",
                 host.capabilities
@@ -130,9 +134,8 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
     });
     let uffd = &host.userfault;
     checks.push(match (uffd.available, uffd.can_move, uffd.can_write_protect) {
-        (false, ..) => bad(
+        (false, ..) => fail(
             "userfaultfd",
-            Status::Fail,
             format!(
                 "no userfaultfd that takes kernel-mode faults ({}; vm.unprivileged_userfaultfd={}): VMs cannot be folded",
                 uffd.error.as_deref().unwrap_or("no reason given"),
@@ -144,15 +147,13 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
                 "run as root, or give yourself /dev/userfaultfd (setfacl -m u:$USER:rw /dev/userfaultfd)"
             },
         ),
-        (true, false, _) => bad(
+        (true, false, _) => fail(
             "userfaultfd",
-            Status::Fail,
             format!("Linux {} has no UFFDIO_MOVE: VMs cannot be folded", host.kernel),
             NEWER_KERNEL,
         ),
-        (true, true, false) => bad(
+        (true, true, false) => warn(
             "userfaultfd",
-            Status::Warn,
             "UFFDIO_MOVE without write protection: pages are folded again at pauses only",
             "use a kernel built with CONFIG_HAVE_ARCH_USERFAULTFD_WP",
         ),
@@ -163,17 +164,15 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
     });
     checks.push(match &host.pagemap_scan_error {
         None => ok("PAGEMAP_SCAN", "page maps can be scanned"),
-        Some(e) => bad(
+        Some(e) => fail(
             "PAGEMAP_SCAN",
-            Status::Fail,
             format!("cannot scan page maps ({e}): the ledger has no figures"),
             NEWER_KERNEL,
         ),
     });
     checks.push(match &host.ksm {
-        None => bad(
+        None => warn(
             "KSM",
-            Status::Warn,
             "this kernel has no KSM: folding works, the comparison with KSM does not",
             "use a kernel built with CONFIG_KSM=y (Debian's are)",
         ),
@@ -196,9 +195,8 @@ fn memory(host: &HostFacts, checks: &mut Vec<Check>) {
     checks.push(if count >= DEFAULT_MAP_COUNT {
         ok("vm.max_map_count", format!("{count} mappings a VM"))
     } else {
-        bad(
+        warn(
             "vm.max_map_count",
-            Status::Warn,
             format!("at most {count} mappings a process, which limits how many runs of a VM can be folded"),
             "sysctl -w vm.max_map_count=262144",
         )
@@ -219,9 +217,8 @@ fn memory(host: &HostFacts, checks: &mut Vec<Check>) {
     checks.push(if available >= DEMO_MEMORY {
         ok("memory", format!("{available} available"))
     } else {
-        bad(
+        warn(
             "memory",
-            Status::Warn,
             format!("{available} available; the demo's three VMs need {DEMO_MEMORY}"),
             "end other programs, or start fewer VMs",
         )
@@ -232,62 +229,40 @@ const INSTALL_QEMU: &str = "make setup (or: apt install qemu-system-x86 qemu-uti
 
 fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
     let qemu = &host.qemu;
-    checks.push(match &qemu.facts {
-        None => bad(
-            "QEMU",
-            Status::Fail,
-            qemu.error.clone().unwrap_or_else(|| "not found".into()),
-            INSTALL_QEMU,
-        ),
-        Some(facts) => {
-            let (major, minor, micro) = facts.version;
-            let text = format!("{major}.{minor}.{micro} at {}", facts.program.display());
-            if !facts.is_supported() {
-                bad(
-                    "QEMU",
-                    Status::Fail,
-                    format!("{text} is older than 10.0"),
-                    INSTALL_QEMU,
-                )
-            } else if !qemu.sandbox {
-                bad(
-                    "QEMU",
-                    Status::Fail,
-                    format!("{text} was built without -sandbox, which VMs are started with"),
-                    INSTALL_QEMU,
-                )
-            } else if !qemu.free_page_reporting {
-                bad(
-                    "QEMU",
-                    Status::Fail,
-                    format!(
-                        "{text} has no balloon with free page reporting, which VMs are started with"
-                    ),
-                    INSTALL_QEMU,
-                )
-            } else {
-                ok(
-                    "QEMU",
-                    format!(
-                        "{text}, {}, accelerators: {}",
-                        facts.machine,
-                        facts.accelerators.join(", ")
-                    ),
-                )
-            }
+    let fail = |meaning: String| fail("QEMU", meaning, INSTALL_QEMU);
+    checks.push(if let Some(facts) = &qemu.facts {
+        let (major, minor, micro) = facts.version;
+        let text = format!("{major}.{minor}.{micro} at {}", facts.program.display());
+        if !facts.is_supported() {
+            fail(format!("{text} is older than 10.0"))
+        } else if !qemu.sandbox {
+            fail(format!(
+                "{text} was built without -sandbox, which VMs are started with"
+            ))
+        } else if !qemu.free_page_reporting {
+            fail(format!(
+                "{text} has no balloon with free page reporting, which VMs are started with"
+            ))
+        } else {
+            let accelerators = facts.accelerators.join(", ");
+            let machine = &facts.machine;
+            ok(
+                "QEMU",
+                format!("{text}, {machine}, accelerators: {accelerators}"),
+            )
         }
+    } else {
+        fail(qemu.error.clone().unwrap_or_else(|| "not found".into()))
     });
     checks.push(match &host.kvm {
         KvmVerdict::Works => ok("KVM", "KVM works: the kernel of a probe guest ran"),
-        KvmVerdict::Untried { why } => bad(
+        KvmVerdict::Untried { why } => warn(
             "KVM",
-            Status::Warn,
             format!("KVM not tried: {why}; VMs run under TCG, slowly"),
             "make setup",
         ),
-        KvmVerdict::Unusable { why } => bad(
+        KvmVerdict::Unusable { why } => warn(
             "KVM",
-            Status::Warn,
             format!("{why}; VMs run under TCG, slowly"),
             "switch virtualization on in the firmware, or use a host that has it",
         ),
@@ -297,18 +272,16 @@ fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
 fn own_files(host: &HostFacts, checks: &mut Vec<Check>) {
     checks.push(match &host.library {
         Ok(path) => ok("library", path.display().to_string()),
-        Err(e) => bad(
+        Err(e) => fail(
             "library",
-            Status::Fail,
             format!("{e}: QEMU cannot fold without this library"),
             "make build",
         ),
     });
     checks.push(match &host.guest_images {
         Ok(names) if !names.is_empty() => ok("guest images", names.join(", ")),
-        other => bad(
+        other => fail(
             "guest images",
-            Status::Fail,
             format!(
                 "{}: the demo and the tests have no guest image to boot",
                 other.as_ref().err().map_or("none", String::as_str)
@@ -326,9 +299,8 @@ fn own_files(host: &HostFacts, checks: &mut Vec<Check>) {
             .map(|t| format!("{} ({})", t.name, t.used_for))
             .collect();
         let packages: Vec<_> = missing.iter().map(|t| t.package).collect();
-        bad(
+        warn(
             "tools",
-            Status::Warn,
             format!("missing: {}", words.join(", ")),
             &format!("apt install {}", packages.join(" ")),
         )

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_sys::userfaultfd::Userfaultfd;
 use memfold_units::{ByteSize, Hva, PAGE_SIZE};
+use rustix::system::uname;
 use serde::Serialize;
 
 use super::files;
 use super::kvm::{self, KvmVerdict};
-use super::qemu::QemuFacts;
+use super::qemu::{QemuError, QemuFacts};
 
 /// Support of the kernel for userfaultfd.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -114,12 +115,9 @@ impl HostFacts {
             },
         };
         Self {
-            kernel: rustix::system::uname()
-                .release()
-                .to_string_lossy()
-                .into_owned(),
+            kernel: uname().release().to_string_lossy().into_owned(),
             root: rustix::process::geteuid().is_root(),
-            capabilities: status_field("CapEff")
+            capabilities: field("/proc/self/status", "CapEff")
                 .and_then(|v| u64::from_str_radix(&v, 16).ok())
                 .unwrap_or(0),
             userfault: userfault(),
@@ -127,9 +125,7 @@ impl HostFacts {
             pagemap_scan_error: pagemap_scan().err().map(|e| e.to_string()),
             ksm: ksm(Path::new("/sys/kernel/mm/ksm")),
             max_map_count: number("/proc/sys/vm/max_map_count"),
-            transparent_hugepage: fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
-                .ok()
-                .and_then(|t| chosen(&t)),
+            transparent_hugepage: chosen(Path::new("/sys/kernel/mm/transparent_hugepage/enabled")),
             available_bytes: available().0,
             qemu,
             kvm,
@@ -143,19 +139,13 @@ impl HostFacts {
 }
 
 fn userfault() -> Userfault {
-    match Userfaultfd::open(None) {
-        Ok(fd) => Userfault {
-            available: true,
-            can_move: fd.can_move(),
-            can_write_protect: fd.can_write_protect(),
-            error: None,
-        },
-        Err(e) => Userfault {
-            available: false,
-            can_move: false,
-            can_write_protect: false,
-            error: Some(e.to_string()),
-        },
+    let opened = Userfaultfd::open(None);
+    let has = |feature: fn(&Userfaultfd) -> bool| opened.as_ref().is_ok_and(feature);
+    Userfault {
+        available: opened.is_ok(),
+        can_move: has(Userfaultfd::can_move),
+        can_write_protect: has(Userfaultfd::can_write_protect),
+        error: opened.as_ref().err().map(ToString::to_string),
     }
 }
 
@@ -180,63 +170,51 @@ fn pagemap_scan() -> std::io::Result<()> {
 }
 
 fn ksm(root: &Path) -> Option<Ksm> {
-    let read = |file: &str| fs::read_to_string(root.join(file)).ok();
-    let parse = |file: &str| read(file)?.trim().parse().ok();
+    let read = |file: &str| number(root.join(file));
     Some(Ksm {
-        run: u32::try_from(parse("run")?).ok()?,
-        pages_to_scan: parse("pages_to_scan")?,
-        sleep_millisecs: parse("sleep_millisecs")?,
-        advisor_mode: read("advisor_mode").and_then(|t| chosen(&t)),
+        run: u32::try_from(read("run")?).ok()?,
+        pages_to_scan: read("pages_to_scan")?,
+        sleep_millisecs: read("sleep_millisecs")?,
+        advisor_mode: chosen(&root.join("advisor_mode")),
     })
 }
 
 /// Returns the selected word of a kernel setting: `madvise` in `always [madvise] never`.
-fn chosen(text: &str) -> Option<String> {
+fn chosen(file: &Path) -> Option<String> {
+    let text = fs::read_to_string(file).ok()?;
     let (_, rest) = text.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())
 }
 
-fn number(path: &str) -> Option<u64> {
+fn number(path: impl AsRef<Path>) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-fn status_field(name: &str) -> Option<String> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|l| l.strip_prefix(name))?;
-    Some(line.strip_prefix(':')?.trim().to_owned())
+/// Returns the value of a line `NAME: VALUE` of a file in `/proc`.
+fn field(path: &str, name: &str) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    let mut lines = text.lines();
+    let value = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    Some(value.trim().to_owned())
 }
 
 fn available() -> ByteSize {
-    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kib = text.lines().find_map(|l| {
-        l.strip_prefix("MemAvailable:")?
-            .trim()
-            .strip_suffix(" kB")?
-            .parse()
-            .ok()
-    });
+    let value = field("/proc/meminfo", "MemAvailable");
+    let kib = value.and_then(|value| value.strip_suffix(" kB")?.parse().ok());
     ByteSize::kib(kib.unwrap_or(0))
 }
 
 fn qemu() -> Qemu {
-    match QemuFacts::probe() {
-        Ok(facts) => Qemu {
-            free_page_reporting: facts
-                .has_property("virtio-balloon-pci", "free-page-reporting")
-                .unwrap_or(false),
-            sandbox: facts.has_sandbox().unwrap_or(false),
-            facts: Some(facts),
-            error: None,
-        },
-        Err(error) => Qemu {
-            facts: None,
-            free_page_reporting: false,
-            sandbox: false,
-            error: Some(match std::error::Error::source(&error) {
-                Some(source) => format!("{error}: {source}"),
-                None => error.to_string(),
-            }),
-        },
+    let facts = QemuFacts::probe();
+    let has = |feature: fn(&QemuFacts) -> Result<bool, QemuError>| {
+        let facts = facts.as_ref().ok();
+        facts.is_some_and(|facts| feature(facts).unwrap_or(false))
+    };
+    Qemu {
+        free_page_reporting: has(QemuFacts::has_free_page_reporting),
+        sandbox: has(QemuFacts::has_sandbox),
+        error: facts.as_ref().err().map(|error| super::chain(error)),
+        facts: facts.ok(),
     }
 }
 
@@ -265,11 +243,14 @@ mod tests {
 
     #[test]
     fn the_selected_value_of_a_sysfs_file_is_parsed_from_its_brackets() {
-        assert_eq!(
-            chosen("always [madvise] never\n").as_deref(),
-            Some("madvise")
-        );
-        assert_eq!(chosen("none"), None);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for (text, word) in [
+            ("always [madvise] never\n", Some("madvise")),
+            ("none", None),
+        ] {
+            fs::write(&file, text).unwrap();
+            assert_eq!(chosen(file.path()).as_deref(), word);
+        }
     }
 
     #[test]

@@ -34,10 +34,8 @@ pub fn library() -> io::Result<PathBuf> {
         return path.canonicalize();
     }
     let places: Vec<_> = candidates.iter().map(|p| p.display().to_string()).collect();
-    Err(io::Error::new(
-        io::ErrorKind::NotFound,
-        format!("no {LIBRARY} at {}", places.join(", ")),
-    ))
+    let why = format!("no {LIBRARY} at {}", places.join(", "));
+    Err(io::Error::new(io::ErrorKind::NotFound, why))
 }
 
 /// A guest image. Its files must never be written; VMs use overlays.
@@ -57,9 +55,9 @@ pub struct GuestImage {
 /// `~/.cache`.
 pub fn image_directory() -> io::Result<PathBuf> {
     let set = |name| {
-        std::env::var_os(name)
-            .filter(|v| !v.is_empty())
-            .map(PathBuf::from)
+        Some(PathBuf::from(
+            std::env::var_os(name).filter(|v| !v.is_empty())?,
+        ))
     };
     set(CACHE_VARIABLE)
         .or_else(|| Some(set("XDG_CACHE_HOME")?.join("memfold")))
@@ -149,16 +147,11 @@ pub fn own_program() -> io::Result<PathBuf> {
         return Ok("/proc/self/exe".into());
     }
     // Tests run in target/release/deps, and `memfold` is in target/release.
-    let beside = own.ancestors().skip(1).take(2).map(|d| d.join(NAME));
-    beside
-        .into_iter()
-        .find(|path| path.is_file())
-        .ok_or_else(|| {
-            io::Error::new(
-                io::ErrorKind::NotFound,
-                format!("no program '{NAME}' beside {}", own.display()),
-            )
-        })
+    let mut beside = own.ancestors().skip(1).take(2).map(|d| d.join(NAME));
+    beside.find(|path| path.is_file()).ok_or_else(|| {
+        let why = format!("no program '{NAME}' beside {}", own.display());
+        io::Error::new(io::ErrorKind::NotFound, why)
+    })
 }
 
 #[cfg(test)]

@@ -97,12 +97,10 @@ impl Group {
             let is = |controllers: &&str| controllers.split(',').any(|one| one == wanted);
             lines.iter().find(|(controllers, _)| is(controllers))
         };
-        let (root, files, path) = if let Some((_, path)) = named("memory") {
-            (root.join("memory"), &V1, path)
-        } else if let Some((_, path)) = named("") {
-            (root.to_owned(), &V2, path)
-        } else {
-            return Vec::new();
+        let (root, files, (_, path)) = match (named("memory"), named("")) {
+            (Some(line), _) => (root.join("memory"), &V1, line),
+            (None, Some(line)) => (root.to_owned(), &V2, line),
+            (None, None) => return Vec::new(),
         };
         let path = Path::new(path.trim_start_matches('/'));
         path.ancestors()

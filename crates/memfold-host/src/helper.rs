@@ -6,6 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use memfold_sys::descriptor::wait_readable;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
@@ -13,25 +14,17 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 /// group are killed, and the error is `TimedOut`. Standard input is as set in `command`; otherwise,
 /// it is the caller's.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
-    output_of(
-        command
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .process_group(0)
-            .spawn()?,
-        limit,
-    )
+    let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    output_of(piped.process_group(0).spawn()?, limit)
 }
 
 /// Collects the output of a running child like [`output`]. The child must lead its process group.
 /// Only output to pipes is collected.
 pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
     let collected = collect(&mut child, Instant::now() + limit);
-    if matches!(collected, Ok(Some(_))) {
-        let status = child.wait()?;
-        let (stdout, stderr) = collected?.unwrap_or_default();
+    if let Ok(Some((stdout, stderr))) = collected {
         return Ok(Output {
-            status,
+            status: child.wait()?,
             stdout,
             stderr,
         });
@@ -65,11 +58,8 @@ fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, 
         if left.is_zero() {
             return Ok(None);
         }
-        let ended = wait(
-            end.as_fd(),
-            left,
-            &[out.as_ref().map(AsFd::as_fd), err.as_ref().map(AsFd::as_fd)],
-        )?;
+        let pipes = [out.as_ref().map(AsFd::as_fd), err.as_ref().map(AsFd::as_fd)];
+        let ended = wait(end.as_fd(), left, &pipes)?;
         // The child's own children may keep the pipes open, so after the child's end only the
         // present contents of the pipes are read.
         let more = read(&mut out, &mut stdout)? | read(&mut err, &mut stderr)?;
@@ -82,13 +72,10 @@ fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, 
 /// Waits until the process ends or a pipe has data. Returns whether the process has ended.
 fn wait(end: BorrowedFd<'_>, left: Duration, pipes: &[Option<BorrowedFd<'_>>]) -> io::Result<bool> {
     let left = Timespec::try_from(left).map_err(io::Error::other)?;
-    let mut fds = vec![PollFd::from_borrowed_fd(end, PollFlags::IN)];
-    fds.extend(
-        pipes
-            .iter()
-            .flatten()
-            .map(|pipe| PollFd::from_borrowed_fd(*pipe, PollFlags::IN)),
-    );
+    let all = [end].into_iter().chain(pipes.iter().flatten().copied());
+    let mut fds: Vec<_> = all
+        .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+        .collect();
     match poll(&mut fds, Some(&left)) {
         Ok(_) | Err(rustix::io::Errno::INTR) => {
             Ok(fds.first().is_some_and(|end| !end.revents().is_empty()))
@@ -100,16 +87,10 @@ fn wait(end: BorrowedFd<'_>, left: Duration, pipes: &[Option<BorrowedFd<'_>>]) -
 /// Reads the available data of a pipe. Returns whether there was some. A pipe at its end is
 /// dropped.
 fn read<R: Read + AsFd>(pipe: &mut Option<R>, into: &mut Vec<u8>) -> io::Result<bool> {
-    let Some(open) = pipe else {
+    let has_data = |open: &&mut R| wait_readable(&**open, Duration::ZERO).unwrap_or(false);
+    let Some(open) = pipe.as_mut().filter(has_data) else {
         return Ok(false);
     };
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    if poll(&mut [PollFd::new(open, PollFlags::IN)], Some(&now)).unwrap_or(0) == 0 {
-        return Ok(false);
-    }
     let mut chunk = [0; 16 << 10];
     let count = open.read(&mut chunk)?;
     into.extend_from_slice(&chunk[..count]);

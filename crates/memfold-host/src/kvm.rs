@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use memfold_sys::descriptor::wait_readable;
 use serde::{Deserialize, Serialize};
 
 use super::files::GuestImage;
@@ -60,45 +60,25 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
         .write(true)
         .open("/dev/kvm")
     {
-        return KvmVerdict::Unusable {
-            why: format!("/dev/kvm: {e}"),
-        };
+        return unusable(format!("/dev/kvm: {e}"));
     }
     if !qemu.accelerators.iter().any(|a| a == "kvm") {
-        return KvmVerdict::Unusable {
-            why: format!("{} was built without KVM", qemu.program.display()),
-        };
+        return unusable(format!("{} was built without KVM", qemu.program.display()));
     }
     let Some(image) = image else {
         return KvmVerdict::Untried {
             why: "no guest image to boot".into(),
         };
     };
-    let key = format!(
-        "{} {:?} {}",
-        rustix::system::uname().release().to_string_lossy(),
-        qemu.version,
-        image.kernel_version
-    );
+    let (kernel, guest) = (rustix::system::uname(), &image.kernel_version);
+    let kernel = kernel.release().to_string_lossy();
+    let key = format!("{kernel} {:?} {guest}", qemu.version);
     let places = places(image, state);
     if let Some(verdict) = places.iter().find_map(|place| kept(place, &key)) {
         return verdict;
     }
-    let verdict = match boots(qemu, image) {
-        Ok(Outcome::Spoke) => KvmVerdict::Works,
-        Ok(Outcome::Silent) => KvmVerdict::Unusable {
-            why: format!(
-                "/dev/kvm opens, but a Linux kernel under KVM printed nothing in {} s",
-                PATIENCE.as_secs()
-            ),
-        },
-        Ok(Outcome::Ended(words)) => KvmVerdict::Unusable {
-            why: format!("/dev/kvm opens, but QEMU with a Linux kernel under KVM ended: {words}"),
-        },
-        Err(e) => KvmVerdict::Unusable {
-            why: format!("cannot start the probe guest: {e}"),
-        },
-    };
+    let verdict = boots(qemu, image)
+        .unwrap_or_else(|e| unusable(format!("cannot start the probe guest: {e}")));
     let cached = Cached { key, verdict };
     for place in &places {
         if let Err(error) = remember(place, &cached) {
@@ -106,6 +86,10 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
         }
     }
     cached.verdict
+}
+
+fn unusable(why: String) -> KvmVerdict {
+    KvmVerdict::Unusable { why }
 }
 
 /// Returns the paths of the cache files.
@@ -131,19 +115,19 @@ fn remember(place: &Path, cached: &Cached) -> io::Result<()> {
     std::fs::rename(part, place)
 }
 
-/// Result of the probe guest.
-enum Outcome {
-    /// The probe guest's kernel ran.
-    Spoke,
-    /// The probe guest printed nothing in time.
-    Silent,
-    /// QEMU ended with this message.
-    Ended(String),
+/// Output of the probe guest.
+enum Output {
+    /// The first output of a kernel.
+    Kernel,
+    /// No such output in time.
+    Nothing,
+    /// The end of QEMU.
+    End,
 }
 
 /// Boots the image's kernel without a disk, and waits for the kernel's first output on the serial
 /// console.
-fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<Outcome> {
+fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<KvmVerdict> {
     let mut child = Command::new(&qemu.program)
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
         .args(["-display", "none", "-machine", &qemu.machine])
@@ -156,44 +140,47 @@ fn boots(qemu: &QemuFacts, image: &GuestImage) -> io::Result<Outcome> {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()?;
-    let heard = match child.stdout.take() {
-        Some(console) => listen(console),
-        None => Ok(Outcome::Silent),
-    };
+    let heard = child.stdout.take().map_or(Ok(Output::Nothing), listen);
     // The probe guest ends here in any case. Killing an ended process is no error.
     child.kill()?;
     let output = child.wait_with_output()?;
     Ok(match heard? {
-        Outcome::Ended(_) => {
+        Output::Kernel => KvmVerdict::Works,
+        Output::Nothing => unusable(format!(
+            "/dev/kvm opens, but a Linux kernel under KVM printed nothing in {} s",
+            PATIENCE.as_secs()
+        )),
+        Output::End => {
             let words = String::from_utf8_lossy(&output.stderr);
-            let first = words.lines().next().unwrap_or("without a word");
-            Outcome::Ended(first.chars().take(200).collect())
+            let first = words.lines().next().unwrap_or("without a word").chars();
+            unusable(format!(
+                "/dev/kvm opens, but QEMU with a Linux kernel under KVM ended: {}",
+                first.take(200).collect::<String>()
+            ))
         }
-        other => other,
     })
 }
 
-fn listen(mut console: std::process::ChildStdout) -> io::Result<Outcome> {
+fn listen(mut console: std::process::ChildStdout) -> io::Result<Output> {
     let deadline = Instant::now() + PATIENCE;
     let mut heard = Vec::new();
     let mut chunk = [0; 4096];
     // Output without these words is not that of a Linux kernel.
     while heard.len() < 1 << 20 {
         let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).map_err(io::Error::other)?;
-        if poll(&mut [PollFd::new(&console, PollFlags::IN)], Some(&left))? == 0 {
-            return Ok(Outcome::Silent);
+        if !wait_readable(&console, left)? {
+            return Ok(Output::Nothing);
         }
         let n = console.read(&mut chunk)?;
         if n == 0 {
-            return Ok(Outcome::Ended(String::new()));
+            return Ok(Output::End);
         }
         heard.extend_from_slice(&chunk[..n]);
         if heard.windows(FIRST_WORDS.len()).any(|w| w == FIRST_WORDS) {
-            return Ok(Outcome::Spoke);
+            return Ok(Output::Kernel);
         }
     }
-    Ok(Outcome::Silent)
+    Ok(Output::Nothing)
 }
 
 #[cfg(test)]

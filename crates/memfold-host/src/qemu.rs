@@ -60,41 +60,26 @@ pub struct QemuFacts {
     pub accelerators: Vec<String>,
 }
 
-/// Identity of a program file, which changes when another version is installed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Stamp {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
-    changed: (i64, i64),
-}
+/// Identity of a program file, which changes when another version is installed: path, device,
+/// inode, time of the last change.
+type Stamp = (PathBuf, u64, u64, (i64, i64));
 
-impl Stamp {
-    fn of(program: &Path) -> Option<Self> {
-        let facts = std::fs::metadata(program).ok()?;
-        Some(Self {
-            path: program.into(),
-            device: facts.dev(),
-            inode: facts.ino(),
-            changed: (facts.ctime(), facts.ctime_nsec()),
-        })
-    }
+fn stamp(program: &Path) -> Option<Stamp> {
+    let facts = std::fs::metadata(program).ok()?;
+    let changed = (facts.ctime(), facts.ctime_nsec());
+    Some((program.into(), facts.dev(), facts.ino(), changed))
 }
 
 impl QemuFacts {
-    /// Queries the QEMU at `MEMFOLD_QEMU`, or else the one in `PATH`.
+    /// Queries the QEMU at `MEMFOLD_QEMU`, or else the one in `PATH`, or returns the cached answer,
+    /// because the three starts of QEMU for a query take longer than the start of a clone.
     pub fn probe() -> Result<Self, QemuError> {
+        static KNOWN: Mutex<Option<(Stamp, QemuFacts)>> = Mutex::new(None);
         let named = std::env::var_os(PROGRAM_VARIABLE).map(PathBuf::from);
         let program = named.or_else(|| files::program(PROGRAM));
-        Self::of(&program.unwrap_or_else(|| PROGRAM.into()))
-    }
-
-    /// Queries `program`, or returns the cached answer, because the three starts of QEMU for a
-    /// query take longer than the start of a clone.
-    pub fn of(program: &Path) -> Result<Self, QemuError> {
-        static KNOWN: Mutex<Option<(Stamp, QemuFacts)>> = Mutex::new(None);
+        let program = &program.unwrap_or_else(|| PROGRAM.into());
         let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let stamp = Stamp::of(program);
+        let stamp = stamp(program);
         let earlier = known().clone();
         if let Some((_, facts)) = earlier.filter(|(then, _)| Some(then) == stamp.as_ref()) {
             return Ok(facts);
@@ -107,28 +92,20 @@ impl QemuFacts {
     }
 
     fn ask(program: &Path) -> Result<Self, QemuError> {
-        let ask = |argument: &'static str, more: &[&str]| {
-            let text = output(program, argument, more)?;
-            Ok::<_, QemuError>((argument, text))
-        };
-        let unclear = |(argument, text): (&'static str, String)| QemuError::Text {
+        let unclear = |argument, text: &str| QemuError::Text {
             program: program.into(),
             argument,
             text: text.chars().take(200).collect(),
         };
-        let version = ask("--version", &[])?;
-        let machines = ask("-machine", &["help"])?;
-        let accelerators = ask("-accel", &["help"])?;
+        let version = output(program, "--version", &[])?;
+        let machines = output(program, "-machine", &["help"])?;
+        let accelerators = output(program, "-accel", &["help"])?;
+        let accelerators = accelerators.lines().skip(1);
         Ok(Self {
             program: program.into(),
-            version: parse_version(&version.1).ok_or_else(|| unclear(version))?,
-            machine: newest_q35(&machines.1).ok_or_else(|| unclear(machines))?,
-            accelerators: accelerators
-                .1
-                .lines()
-                .skip(1)
-                .map(|l| l.trim().to_owned())
-                .collect(),
+            version: parse_version(&version).ok_or_else(|| unclear("--version", &version))?,
+            machine: newest_q35(&machines).ok_or_else(|| unclear("-machine", &machines))?,
+            accelerators: accelerators.map(|l| l.trim().to_owned()).collect(),
         })
     }
 
@@ -138,12 +115,10 @@ impl QemuFacts {
         self.version >= OLDEST
     }
 
-    /// Returns whether `-device kind` has the property `property`.
-    pub fn has_property(&self, kind: &str, property: &str) -> Result<bool, QemuError> {
-        let text = output(&self.program, "-device", &[&format!("{kind},help")])?;
-        Ok(text
-            .lines()
-            .any(|l| l.trim().starts_with(&format!("{property}="))))
+    /// Returns whether QEMU's balloon supports free page reporting.
+    pub fn has_free_page_reporting(&self) -> Result<bool, QemuError> {
+        let help = output(&self.program, "-device", &["virtio-balloon-pci,help"])?;
+        Ok(help.contains(" free-page-reporting="))
     }
 
     /// Returns whether QEMU has the seccomp sandbox.
@@ -165,10 +140,9 @@ fn output(program: &Path, argument: &str, more: &[&str]) -> Result<String, QemuE
 /// Parses the version in a line such as `QEMU emulator version 10.0.2 (Debian ...)`.
 fn parse_version(text: &str) -> Option<(u64, u64, u64)> {
     let (_, rest) = text.split_once("version ")?;
-    let number: String = rest
-        .chars()
-        .take_while(|c| c.is_ascii_digit() || *c == '.')
-        .collect();
+    let number = rest
+        .split(|c: char| !c.is_ascii_digit() && c != '.')
+        .next()?;
     let mut parts = number.split('.').map(|p| p.parse().ok());
     let mut next = || parts.next().flatten();
     Some((next()?, next()?, next().unwrap_or(0)))
@@ -179,11 +153,8 @@ fn newest_q35(help: &str) -> Option<String> {
         .filter_map(|l| l.split_whitespace().next())
         .filter_map(|name| {
             let numbers = name.strip_prefix("pc-q35-")?.split('.');
-            let version = numbers
-                .map(str::parse)
-                .collect::<Result<Vec<u64>, _>>()
-                .ok()?;
-            Some((version, name))
+            let version: Result<Vec<u64>, _> = numbers.map(str::parse).collect();
+            Some((version.ok()?, name))
         })
         .max()
         .map(|(_, name)| name.to_owned())

@@ -9,6 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -33,12 +34,9 @@ pub fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
             .max(Duration::from_millis(1));
         set_socket_timeout(&socket, Timeout::Send, Some(left))?;
         match rustix::net::connect(&socket, &address) {
-            Ok(()) => break,
-            Err(rustix::io::Errno::INTR) if Instant::now() < deadline => {}
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            Err(error) => return Err(error.into()),
+            Err(Errno::INTR) if Instant::now() < deadline => {}
+            Err(Errno::INTR | Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+            connected => break connected?,
         }
     }
     set_socket_timeout(&socket, Timeout::Send, None)?;

@@ -41,66 +41,42 @@ pub fn read(xml: &str) -> Result<Foretold, XmlError> {
     not_folded.dedup();
     let is_kvm = document.root_element().attribute("type") == Some("kvm");
     let keeps_cpus = is_kvm && conditions::says_cpu_pm(arguments.into_iter());
+    let costs = keeps_cpus.then(|| conditions::KEEPS_CPUS.to_owned());
     Ok(Foretold {
         not_folded,
-        costs: keeps_cpus
-            .then(|| conditions::KEEPS_CPUS.to_owned())
-            .into_iter()
-            .collect(),
+        costs: costs.into_iter().collect(),
     })
 }
 
 fn hindrance(node: Node<'_, '_>) -> Option<String> {
-    let kind = |name| node.attribute(name).unwrap_or_default();
-    let parent = node
-        .parent_element()
-        .map_or("", |parent| parent.tag_name().name());
-    let words = match (parent, node.tag_name().name()) {
-        ("memoryBacking", "hugepages") => "the VM's RAM is in huge pages (<hugepages>)".into(),
-        ("memoryBacking", "locked") => "the VM's RAM is locked (<locked>)".into(),
-        ("memoryBacking", "access") if kind("mode") == "shared" => {
-            "the VM's RAM is shared memory (<access mode='shared'>)".into()
+    let kind = |key: &str| node.attribute(key).unwrap_or_default();
+    let parent = node.parent_element();
+    let parent = parent.map_or("", |parent| parent.tag_name().name());
+    let name = node.tag_name().name();
+    let with = |what: &str, key: &str| format!("{what} (<{name} {key}='{}'>)", kind(key));
+    let (shared, pinned) = (
+        "the VM's RAM is shared memory",
+        "a device of the host pins the VM's RAM",
+    );
+    let accessed = "another process accesses the VM's RAM";
+    Some(match (parent, name, kind("type")) {
+        ("memoryBacking", "hugepages", _) => "the VM's RAM is in huge pages (<hugepages>)".into(),
+        ("memoryBacking", "locked", _) => "the VM's RAM is locked (<locked>)".into(),
+        ("memoryBacking", "access", _) if kind("mode") == "shared" => with(shared, "mode"),
+        ("memoryBacking", "source", "file" | "memfd") => with("the VM's RAM is a file", "type"),
+        ("numa", "cell", _) if kind("memAccess") == "shared" => with(shared, "memAccess"),
+        ("domain", "launchSecurity", _) => with("the VM's RAM is encrypted", "type"),
+        ("devices", "hostdev", "pci" | "mdev")
+        | ("devices", "interface" | "disk", "hostdev" | "vdpa" | "vhostvdpa" | "nvme") => {
+            with(pinned, "type")
         }
-        ("memoryBacking", "source") if matches!(kind("type"), "file" | "memfd") => {
-            format!("the VM's RAM is a file (<source type='{}'>)", kind("type"))
-        }
-        ("numa", "cell") if kind("memAccess") == "shared" => {
-            "the VM's RAM is shared memory (<cell memAccess='shared'>)".into()
-        }
-        ("domain", "launchSecurity") => {
-            format!(
-                "the VM's RAM is encrypted (<launchSecurity type='{}'>)",
-                kind("type")
-            )
-        }
-        ("devices", "hostdev") if matches!(kind("type"), "pci" | "mdev") => {
-            format!(
-                "a device of the host pins the VM's RAM (<hostdev type='{}'>)",
-                kind("type")
-            )
-        }
-        ("devices", "interface" | "disk")
-            if matches!(kind("type"), "hostdev" | "vdpa" | "vhostvdpa" | "nvme") =>
-        {
-            let name = node.tag_name().name();
-            format!(
-                "a device of the host pins the VM's RAM (<{name} type='{}'>)",
-                kind("type")
-            )
-        }
-        ("devices", _) if kind("type") == "vhostuser" => {
-            let name = node.tag_name().name();
-            format!("another process accesses the VM's RAM (<{name} type='vhostuser'>)")
-        }
-        ("filesystem", "driver") if kind("type") == "virtiofs" => {
-            "another process accesses the VM's RAM (<filesystem>, virtiofs)".into()
-        }
-        ("video", "driver") if kind("name") == "vhostuser" => {
-            "another process accesses the VM's RAM (<video>, vhostuser)".into()
+        ("devices", _, "vhostuser") => with(accessed, "type"),
+        ("filesystem", "driver", "virtiofs") => format!("{accessed} (<filesystem>, virtiofs)"),
+        ("video", "driver", _) if kind("name") == "vhostuser" => {
+            format!("{accessed} (<video>, vhostuser)")
         }
         _ => return None,
-    };
-    Some(words)
+    })
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ pub use virsh::{DomainFacts, VirshError};
 pub use wrapper::WrapperError;
 pub use xml::{Mark, XmlError};
 
+use hindrances::Foretold;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -51,6 +52,15 @@ pub enum LibvirtError {
     Name(#[from] memfold_vm::SpecError),
 }
 
+impl LibvirtError {
+    fn of_xml(domain: &str) -> impl Fn(XmlError) -> Self {
+        move |source| Self::Xml {
+            domain: domain.to_owned(),
+            source,
+        }
+    }
+}
+
 /// Result of [`enable`] or [`disable`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Change {
@@ -79,66 +89,57 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
         memfold_vm::check_name("domain", name)?;
     }
     let facts = persistent(domain)?;
-    let wrong = |source| LibvirtError::Xml {
-        domain: facts.name.clone(),
-        source,
-    };
+    let wrong = LibvirtError::of_xml(&facts.name);
     let before = virsh::inactive_xml(&facts.name)?;
-    let emulator = xml::own_emulator(&before).map_err(wrong)?;
+    let emulator = xml::own_emulator(&before).map_err(&wrong)?;
     let wrapped = wrapper::ensure(&emulator)?;
-    let enabled = xml::enable(&before, trust_domain, &wrapped).map_err(wrong)?;
+    let enabled = xml::enable(&before, trust_domain, &wrapped).map_err(&wrong)?;
     if enabled != before {
         virsh::define(&enabled)?;
         // libvirt adds controllers for the agent's port if no controller is free. The mark records
         // them, so that they can be removed, too.
         let after = virsh::inactive_xml(&facts.name)?;
-        let noted = xml::note_controllers(&after).map_err(wrong)?;
+        let noted = xml::note_controllers(&after).map_err(&wrong)?;
         if noted != after {
             virsh::define(&noted)?;
         }
     }
-    let found = hindrances::read(&enabled).map_err(wrong)?;
-    Ok(Change {
-        not_folded: found.not_folded,
-        costs: found.costs,
-        ..facts.change(enabled != before, trust_domain)
-    })
+    let found = hindrances::read(&enabled).map_err(&wrong)?;
+    Ok(change(&facts, enabled != before, trust_domain, found))
 }
 
 /// Undoes memfold's changes of a domain's XML. Safe to repeat.
 pub fn disable(domain: &str) -> Result<Change, LibvirtError> {
     let facts = persistent(domain)?;
     let before = virsh::inactive_xml(&facts.name)?;
-    let disabled = xml::disable(&before).map_err(|source| LibvirtError::Xml {
-        domain: facts.name.clone(),
-        source,
-    })?;
+    let disabled = xml::disable(&before).map_err(LibvirtError::of_xml(&facts.name))?;
     if disabled != before {
         virsh::define(&disabled)?;
     }
-    Ok(facts.change(disabled != before, None))
+    Ok(change(
+        &facts,
+        disabled != before,
+        None,
+        Foretold::default(),
+    ))
 }
 
 fn persistent(domain: &str) -> Result<DomainFacts, LibvirtError> {
-    let facts = virsh::facts(domain)?;
-    if facts.persistent {
-        Ok(facts)
-    } else {
-        Err(LibvirtError::Transient(facts.name))
+    match virsh::facts(domain)? {
+        facts if facts.persistent => Ok(facts),
+        facts => Err(LibvirtError::Transient(facts.name)),
     }
 }
 
-impl DomainFacts {
-    fn change(self, changed: bool, trust_domain: Option<&str>) -> Change {
-        Change {
-            domain: self.name,
-            trust_domain: trust_domain.map(str::to_owned),
-            changed,
-            running: self.running,
-            managed_save: self.managed_save,
-            not_folded: Vec::new(),
-            costs: Vec::new(),
-        }
+fn change(facts: &DomainFacts, changed: bool, trust: Option<&str>, found: Foretold) -> Change {
+    Change {
+        domain: facts.name.clone(),
+        trust_domain: trust.map(str::to_owned),
+        changed,
+        running: facts.running,
+        managed_save: facts.managed_save,
+        not_folded: found.not_folded,
+        costs: found.costs,
     }
 }
 

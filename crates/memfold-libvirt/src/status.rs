@@ -44,11 +44,8 @@ pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError
     let running = Running::all(Path::new(DEFAULT_RUN)).unwrap_or_default();
     let one = |domain: String| {
         let now = running.iter().find(|r| r.domain == domain);
-        let mark =
-            Mark::read(&virsh::inactive_xml(&domain)?).map_err(|source| LibvirtError::Xml {
-                domain: domain.clone(),
-                source,
-            })?;
+        let xml = virsh::inactive_xml(&domain)?;
+        let mark = Mark::read(&xml).map_err(LibvirtError::of_xml(&domain))?;
         let with = now.map(|running| running.qmp().is_some());
         let vm = vms.and_then(|vms| vm_of(&domain, vms));
         Ok(DomainStatus {

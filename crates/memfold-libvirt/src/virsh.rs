@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use memfold_host::helper;
 
+use super::xml;
+
 /// URI of the libvirt that virsh connects to: the host's own.
 const CONNECTION: &str = "qemu:///system";
 
@@ -22,20 +24,12 @@ pub enum VirshError {
     /// `virsh` could not be started.
     #[error("cannot run virsh")]
     Start(#[source] io::Error),
-    /// `virsh` did not finish in time.
-    #[error("libvirt did not answer 'virsh {command}' within {PATIENCE_S} s")]
-    Timeout {
-        /// The command that was run.
-        command: String,
-    },
-    /// `virsh` reported an error.
-    #[error("'virsh {command}' failed: {words}")]
-    Refused {
-        /// The command that was run.
-        command: String,
-        /// The error message of `virsh`.
-        words: String,
-    },
+    /// `virsh` with these arguments did not finish in time.
+    #[error("libvirt did not answer 'virsh {0}' within {PATIENCE_S} s")]
+    Timeout(String),
+    /// `virsh` with these arguments reported this error.
+    #[error("'virsh {0}' failed: {1}")]
+    Refused(String, String),
     /// libvirt reported that the domain does not run.
     #[error("libvirt domain '{0}' no longer runs")]
     NotRunning(String),
@@ -49,14 +43,9 @@ pub enum VirshError {
         /// Name of the domain whose XML virsh returned.
         got: String,
     },
-    /// virsh's answer lacks an expected field.
-    #[error("the output of 'virsh {command}' lacks the field '{field}'")]
-    Unknown {
-        /// The command that was run.
-        command: String,
-        /// Name of the missing field.
-        field: &'static str,
-    },
+    /// The answer of `virsh` with these arguments lacks this field.
+    #[error("the output of 'virsh {0}' lacks the field '{1}'")]
+    Unknown(String, &'static str),
 }
 
 /// Facts about a domain, from `virsh dominfo`.
@@ -88,10 +77,7 @@ pub fn facts(domain: &str) -> Result<DomainFacts, VirshError> {
     let field = |field: &'static str| {
         let line = text.lines().find_map(|line| line.strip_prefix(field));
         let value = line.map(|value| value.trim_start_matches(':').trim());
-        value.ok_or_else(|| VirshError::Unknown {
-            command: format!("{command} {option}"),
-            field,
-        })
+        value.ok_or_else(|| VirshError::Unknown(format!("{command} {option}"), field))
     };
     Ok(DomainFacts {
         name: field("Name")?.to_owned(),
@@ -125,9 +111,8 @@ pub fn xml(domain: &str) -> Result<String, VirshError> {
 fn of_name(domain: &str, xml: String) -> Result<String, VirshError> {
     let document = roxmltree::Document::parse(&xml);
     let name = document.ok().and_then(|document| {
-        let mut children = document.root_element().children();
-        let name = children.find(|node| node.has_tag_name("name"))?;
-        name.text().map(str::to_owned)
+        let name = xml::child(document.root_element(), "name")?.text()?;
+        Some(name.to_owned())
     });
     if name.as_deref() == Some(domain) {
         return Ok(xml);
@@ -154,9 +139,7 @@ fn option(domain: &str) -> String {
 
 fn run(arguments: &[&str]) -> Result<String, VirshError> {
     let command = || arguments.join(" ");
-    let Some(virsh) = memfold_host::files::program("virsh") else {
-        return Err(VirshError::Missing);
-    };
+    let virsh = memfold_host::files::program("virsh").ok_or(VirshError::Missing)?;
     let mut virsh = Command::new(virsh);
     virsh
         .args(["--quiet", "--connect", CONNECTION])
@@ -166,7 +149,7 @@ fn run(arguments: &[&str]) -> Result<String, VirshError> {
         .stdin(Stdio::null());
     let output = match helper::output(&mut virsh, Duration::from_secs(PATIENCE_S)) {
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-            return Err(VirshError::Timeout { command: command() });
+            return Err(VirshError::Timeout(command()));
         }
         other => other.map_err(VirshError::Start)?,
     };
@@ -174,14 +157,9 @@ fn run(arguments: &[&str]) -> Result<String, VirshError> {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     let words = String::from_utf8_lossy(&output.stderr);
-    let words: Vec<&str> = words
-        .lines()
-        .map(|l| l.trim_start_matches("error: "))
-        .collect();
-    Err(VirshError::Refused {
-        command: command(),
-        words: words.join("; "),
-    })
+    let words = words.lines().map(|l| l.trim_start_matches("error: "));
+    let words: Vec<&str> = words.collect();
+    Err(VirshError::Refused(command(), words.join("; ")))
 }
 
 #[cfg(test)]

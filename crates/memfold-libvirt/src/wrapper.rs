@@ -65,7 +65,7 @@ pub fn ensure(emulator: &Path) -> Result<PathBuf, WrapperError> {
     };
     match std::fs::read(&path) {
         Ok(there) => {
-            let there = String::from_utf8_lossy(&there).into_owned();
+            let there = String::from_utf8_lossy(&there);
             // A package that was removed leaves a link to QEMU in the wrapper's place.
             let link = path.canonicalize().ok() == emulator.canonicalize().ok();
             if !link && !there.contains(SIGN) {

@@ -86,38 +86,32 @@ impl Mark {
     /// before.
     fn noted(mut self, document: &Document<'_>) -> Self {
         if let Some(before) = self.before.take() {
-            let now = additions(document);
-            self.controllers
-                .extend(now.filter(|name| !before.contains(name)));
+            self.controllers.extend(&additions(document) - &before);
         }
         self
     }
 
     fn write(&self) -> String {
-        let mut text = format!("<memfold:vm xmlns:memfold=\"{NAMESPACE}\"");
-        let mut attribute = |name: &str, value: &str| {
-            let value = value.replace('&', "&amp;").replace('<', "&lt;");
-            let value = value.replace('"', "&quot;");
-            text.extend([" ", name, "=\"", &value, "\""]);
+        let joined = |list: &BTreeSet<String>| {
+            let list: Vec<&str> = list.iter().map(String::as_str).collect();
+            list.join(" ")
         };
-        if let Some(domain) = &self.domain {
-            attribute("domain", domain);
-        }
-        attribute("emulator", &self.emulator.to_string_lossy());
-        if self.channel {
-            attribute("channel", "added");
-        }
-        let lists = [
+        let controllers = Some(joined(&self.controllers));
+        let attributes = [
+            ("domain", self.domain.clone()),
             (
-                "controllers",
-                Some(&self.controllers).filter(|list| !list.is_empty()),
+                "emulator",
+                Some(self.emulator.to_string_lossy().into_owned()),
             ),
-            ("before", self.before.as_ref()),
+            ("channel", self.channel.then(|| "added".to_owned())),
+            ("controllers", controllers.filter(|list| !list.is_empty())),
+            ("before", self.before.as_ref().map(joined)),
         ];
-        for (name, list) in lists {
-            if let Some(list) = list {
-                let list: Vec<&str> = list.iter().map(String::as_str).collect();
-                attribute(name, &list.join(" "));
+        let mut text = format!("<memfold:vm xmlns:memfold=\"{NAMESPACE}\"");
+        for (name, value) in attributes {
+            if let Some(value) = value {
+                let value = escape(&value).replace('"', "&quot;");
+                text.extend([" ", name, "=\"", &value, "\""]);
             }
         }
         text + "/>"
@@ -127,8 +121,8 @@ impl Mark {
 /// Returns the domain's original QEMU, whether the domain is enabled or not.
 pub fn own_emulator(xml: &str) -> Result<PathBuf, XmlError> {
     let document = Document::parse(xml)?;
-    let path = PathBuf::from(emulator_node(&document)?.text().unwrap_or_default().trim());
-    Ok(wrapper::emulator(&path).unwrap_or(path))
+    let (_, path) = emulator(&document)?;
+    Ok(wrapper::emulator(path).unwrap_or_else(|| path.to_owned()))
 }
 
 /// Returns the domain's XML with `wrapper` as emulator, and with the trust domain in the mark.
@@ -145,27 +139,20 @@ pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<S
         other => return Err(XmlError::Architecture(other.unwrap_or("?").to_owned())),
     }
     let mut changes = Changes::default();
-    let devices = child(root, "devices").ok_or(XmlError::Lacks("devices"))?;
-    let emulator = emulator_node(&document)?;
-    let now = Path::new(emulator.text().unwrap_or_default().trim());
+    let devices = devices(&document).ok_or(XmlError::Lacks("devices"))?;
+    let (emulator, now) = emulator(&document)?;
     let mut mark = Mark::of(&document).map_or_else(Mark::default, |mark| mark.noted(&document));
     mark.domain = trust_domain.map(str::to_owned);
     mark.emulator = wrapper::emulator(now).unwrap_or_else(|| now.to_owned());
     if now != wrapper {
-        changes.replace(
-            emulator.range(),
-            element("emulator", &wrapper.to_string_lossy()),
-        );
+        changes.set_emulator(emulator, wrapper);
     }
-    match channel(devices) {
-        Some(channel) if channel.attribute("type") == Some("unix") => {}
-        Some(channel) => {
-            let kind = channel.attribute("type").unwrap_or_default();
-            return Err(XmlError::Channel(kind.to_owned()));
-        }
+    match channel(devices).map(|channel| channel.attribute("type").unwrap_or_default()) {
+        Some("unix") => {}
+        Some(kind) => return Err(XmlError::Channel(kind.to_owned())),
         None => {
             mark.channel = true;
-            mark.before = Some(additions(&document).collect());
+            mark.before = Some(additions(&document));
             let text = format!(
                 "\n    <channel type='unix'>\n      <target type='virtio' name='{PORT_NAME}'/>\n    </channel>"
             );
@@ -191,20 +178,15 @@ pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
 /// since remain.
 pub fn disable(xml: &str) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
-    let emulator = emulator_node(&document)?;
+    let (emulator, now) = emulator(&document)?;
     let mark = Mark::of(&document).map(|mark| mark.noted(&document));
     let mut changes = Changes::default();
-    let now = Path::new(emulator.text().unwrap_or_default().trim());
     if let Some(own) = wrapper::emulator(now) {
         let own = mark.as_ref().map_or(own, |mark| mark.emulator.clone());
-        changes.replace(
-            emulator.range(),
-            element("emulator", &own.to_string_lossy()),
-        );
+        changes.set_emulator(emulator, &own);
     }
     if let Some(mark) = mark {
-        let devices = child(document.root_element(), "devices");
-        let devices = devices.ok_or(XmlError::Lacks("devices"))?;
+        let devices = devices(&document).ok_or(XmlError::Lacks("devices"))?;
         let mut gone: Vec<Node<'_, '_>> = Vec::new();
         gone.extend(channel(devices).filter(|_| mark.channel));
         // A controller is removed when no device uses it any more. Then the controller to which it
@@ -215,19 +197,14 @@ pub fn disable(xml: &str) -> Result<String, XmlError> {
                     && !gone.contains(node)
                     && !is_used(devices, *node, &gone)
             });
-            match unused {
-                Some((_, node)) => gone.push(node),
-                None => break,
-            }
+            let Some((_, node)) = unused else { break };
+            gone.push(node);
         }
         for address in functions(&document) {
             let is_ours = mark.controllers.contains(&slot_name(address));
-            if is_ours && !shares_slot(devices, address, &gone) {
-                for attribute in address.attributes() {
-                    if attribute.name() == "multifunction" {
-                        changes.remove(xml, attribute.range());
-                    }
-                }
+            let attribute = address.attribute_node("multifunction").filter(|_| is_ours);
+            if let Some(attribute) = attribute.filter(|_| !shares_slot(devices, address, &gone)) {
+                changes.remove(xml, attribute.range());
             }
         }
         for node in gone {
@@ -242,29 +219,33 @@ pub fn disable(xml: &str) -> Result<String, XmlError> {
     Ok(changes.apply(xml))
 }
 
-fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
+pub(super) fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
     node.children().find(|n| n.has_tag_name(name))
 }
 
 fn mark_node<'a, 'i>(document: &'a Document<'i>) -> Option<Node<'a, 'i>> {
-    let metadata = child(document.root_element(), "metadata")?;
-    metadata
-        .children()
-        .find(|n| n.has_tag_name((NAMESPACE, "vm")))
+    let mut children = child(document.root_element(), "metadata")?.children();
+    children.find(|n| n.has_tag_name((NAMESPACE, "vm")))
 }
 
-fn emulator_node<'a, 'i>(document: &'a Document<'i>) -> Result<Node<'a, 'i>, XmlError> {
+fn devices<'a, 'i>(document: &'a Document<'i>) -> Option<Node<'a, 'i>> {
     child(document.root_element(), "devices")
-        .and_then(|devices| child(devices, "emulator"))
-        .ok_or(XmlError::Lacks("emulator"))
+}
+
+/// Returns the element with the emulator, and the path in it.
+fn emulator<'a>(document: &'a Document<'_>) -> Result<(Node<'a, 'a>, &'a Path), XmlError> {
+    let node = devices(document).and_then(|devices| child(devices, "emulator"));
+    let node = node.ok_or(XmlError::Lacks("emulator"))?;
+    Ok((node, Path::new(node.text().unwrap_or_default().trim())))
 }
 
 /// Returns the Unix socket that libvirt has created for the agent's channel, from a running
 /// domain's XML; `None` if the domain has no such channel.
 pub fn agent_socket(xml: &str) -> Result<Option<PathBuf>, XmlError> {
     let document = Document::parse(xml)?;
-    let devices = child(document.root_element(), "devices");
-    let source = devices.and_then(channel).and_then(|c| child(c, "source"));
+    let source = devices(&document)
+        .and_then(channel)
+        .and_then(|c| child(c, "source"));
     Ok(source.and_then(|s| s.attribute("path")).map(PathBuf::from))
 }
 
@@ -278,8 +259,7 @@ fn channel<'a, 'i>(devices: Node<'a, 'i>) -> Option<Node<'a, 'i>> {
 
 /// Returns all controllers with their names, `TYPE:INDEX`.
 fn controllers<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = (String, Node<'a, 'i>)> {
-    let devices = child(document.root_element(), "devices");
-    let nodes = devices.into_iter().flat_map(|d| d.children());
+    let nodes = devices(document).into_iter().flat_map(|d| d.children());
     nodes.filter_map(|node| {
         let (kind, index) = (node.attribute("type")?, node.attribute("index")?);
         node.has_tag_name("controller")
@@ -289,16 +269,16 @@ fn controllers<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = (Stri
 
 /// Returns the names of everything that libvirt may add for a new device: controllers, and
 /// multifunction slots.
-fn additions(document: &Document<'_>) -> impl Iterator<Item = String> {
-    let controllers: Vec<String> = controllers(document).map(|(name, _)| name).collect();
-    let slots: Vec<String> = functions(document).map(slot_name).collect();
-    controllers.into_iter().chain(slots)
+fn additions(document: &Document<'_>) -> BTreeSet<String> {
+    let controllers = controllers(document).map(|(name, _)| name);
+    controllers
+        .chain(functions(document).map(slot_name))
+        .collect()
 }
 
 /// Returns the addresses of devices in multifunction PCI slots.
 fn functions<'a, 'i>(document: &'a Document<'i>) -> impl Iterator<Item = Node<'a, 'i>> {
-    let devices = child(document.root_element(), "devices");
-    let nodes = devices.into_iter().flat_map(|d| d.descendants());
+    let nodes = devices(document).into_iter().flat_map(|d| d.descendants());
     nodes.filter(|node| is_pci_address(*node) && node.attribute("multifunction") == Some("on"))
 }
 
@@ -318,12 +298,18 @@ fn slot_name(address: Node<'_, '_>) -> String {
 /// Returns whether another device, which stays, is in the PCI slot of an address. `gone`: devices
 /// that are removed.
 fn shares_slot(devices: Node<'_, '_>, address: Node<'_, '_>, gone: &[Node<'_, '_>]) -> bool {
-    let stays = |n: &Node<'_, '_>| !gone.contains(n);
-    let mut others = devices
-        .children()
-        .filter(stays)
-        .flat_map(|d| d.descendants());
-    others.any(|other| other != address && is_pci_address(other) && slot(other) == slot(address))
+    addresses(devices, gone)
+        .any(|other| other != address && is_pci_address(other) && slot(other) == slot(address))
+}
+
+/// Returns the addresses of devices that stay. `gone`: devices that are removed.
+fn addresses<'a, 'i>(
+    devices: Node<'a, 'i>,
+    gone: &[Node<'a, 'i>],
+) -> impl Iterator<Item = Node<'a, 'i>> {
+    let stay = devices.children().filter(|n| !gone.contains(n));
+    let inside = stay.flat_map(|device| device.descendants());
+    inside.filter(|node| node.has_tag_name("address"))
 }
 
 /// Returns whether a device that stays is connected to a controller. `gone`: devices that are
@@ -334,16 +320,13 @@ fn is_used(devices: Node<'_, '_>, controller: Node<'_, '_>, gone: &[Node<'_, '_>
     // (libvirt's formatdomain, "Device Addresses").
     let field = if kind == "pci" { "bus" } else { "controller" };
     let index = controller.attribute("index").and_then(number);
-    let stays = |n: &Node<'_, '_>| *n != controller && !gone.contains(n);
-    devices.children().filter(stays).any(|device| {
-        let mut addresses = device.descendants().filter(|n| n.has_tag_name("address"));
-        addresses.any(|address| {
-            // Disks on a SCSI controller have addresses of type 'drive'. Other kinds of controllers
-            // are not added for a channel.
-            let on =
-                address.attribute("type") == Some(kind) || !matches!(kind, "pci" | "virtio-serial");
-            on && address.attribute(field).and_then(number) == index
-        })
+    addresses(devices, gone).any(|address| {
+        // Disks on a SCSI controller have addresses of type 'drive'. Other kinds of controllers
+        // are not added for a channel.
+        let on =
+            address.attribute("type") == Some(kind) || !matches!(kind, "pci" | "virtio-serial");
+        let is_own = address.parent_element() == Some(controller);
+        on && !is_own && address.attribute(field).and_then(number) == index
     })
 }
 
@@ -358,11 +341,8 @@ fn number(text: &str) -> Option<u32> {
 fn put_mark(xml: &str, document: &Document<'_>, mark: &Mark, changes: &mut Changes) {
     let root = document.root_element();
     match (mark_node(document), child(root, "metadata")) {
-        (Some(node), _) => {
-            if Mark::of(document).as_ref() != Some(mark) {
-                changes.replace(node.range(), mark.write());
-            }
-        }
+        (Some(_), _) if Mark::of(document).as_ref() == Some(mark) => {}
+        (Some(node), _) => changes.replace(node.range(), mark.write()),
         // The new element is placed right after the existing ones: text in between would remain
         // when this element is removed.
         (None, Some(metadata)) if metadata.first_element_child().is_some() => {
@@ -392,9 +372,8 @@ fn end_of_content(xml: &str, node: Node<'_, '_>) -> usize {
     }
 }
 
-fn element(name: &str, text: &str) -> String {
-    let text = text.replace('&', "&amp;").replace('<', "&lt;");
-    format!("<{name}>{text}</{name}>")
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;")
 }
 
 /// Ranges of the XML text that are replaced, each with its new text.
@@ -404,6 +383,11 @@ struct Changes(Vec<(Range<usize>, String)>);
 impl Changes {
     fn replace(&mut self, range: Range<usize>, text: String) {
         self.0.push((range, text));
+    }
+
+    fn set_emulator(&mut self, node: Node<'_, '_>, path: &Path) {
+        let path = escape(&path.to_string_lossy());
+        self.replace(node.range(), format!("<emulator>{path}</emulator>"));
     }
 
     fn insert(&mut self, at: usize, text: String) {

@@ -272,10 +272,7 @@ struct Client {
 impl Client {
     fn order(&mut self, order: &Order, file: Option<OwnedFd>) -> Reply {
         let frame = encode(order).unwrap();
-        match file {
-            Some(file) => descriptor::send(&self.stream, &frame, file).unwrap(),
-            None => (&self.stream).write_all(&frame).unwrap(),
-        }
+        descriptor::send(&self.stream, &frame, file.as_ref().map(AsFd::as_fd)).unwrap();
         let mut buffer = [0; 4096];
         loop {
             if let Some(reply) = self.decoder.next().unwrap() {

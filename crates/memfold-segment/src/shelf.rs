@@ -362,8 +362,8 @@ impl Shelf {
         };
         File::open(path)
             .ok()
-            .and_then(|file| memfold_sys::guest::cachestat(&file).ok())
-            .map_or(0, |stat| stat.nr_cache * memfold_units::PAGE_SIZE)
+            .and_then(|file| memfold_sys::page_cache::cached_pages(&file).ok())
+            .map_or(0, |pages| pages * memfold_units::PAGE_SIZE)
     }
 
     /// Returns the identities of the files that VMs may map.

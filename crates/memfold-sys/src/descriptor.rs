@@ -1,21 +1,29 @@
-//! Sends and receives bytes with file descriptors over a Unix stream socket (`SCM_RIGHTS`).
+//! Sends and receives bytes with file descriptors over a Unix stream socket (`SCM_RIGHTS`), and
+//! waits for descriptors.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
 };
 
-/// Writes all of `bytes`, and sends `descriptor` together with the first byte.
-pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: impl AsFd) -> io::Result<()> {
-    let fds = [descriptor.as_fd()];
+/// Writes all of `bytes`, and sends `descriptor`, if there is one, together with the first byte.
+pub fn send(
+    socket: &UnixStream,
+    bytes: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !ancillary.push(SendAncillaryMessage::ScmRights(&fds)) {
+    let fds = descriptor.as_slice();
+    if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(io::Error::other(
             "the message has no room for the descriptor",
         ));
@@ -50,6 +58,20 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Opt
     Ok((got.bytes, descriptor))
 }
 
+/// Waits until a descriptor can be read, is at its end, or (a pidfd) its process has ended. Returns
+/// false after `timeout`.
+pub fn wait_readable(descriptor: impl AsFd, timeout: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&left)) {
+            Err(Errno::INTR) => {}
+            found => return Ok(found? > 0),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -61,10 +83,14 @@ mod tests {
         let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let mut file = std::fs::File::from(fd);
         file.write_all(b"same file").unwrap();
-        send(&a, b"hello", &file).unwrap();
+        send(&a, b"hel", Some(file.as_fd())).unwrap();
+        send(&a, b"lo", None).unwrap();
         let mut buffer = [0; 16];
         let (n, got) = receive(&b, &mut buffer).unwrap();
         assert_eq!(&buffer[..n], b"hello");
+        assert!(!wait_readable(&b, Duration::from_millis(1)).unwrap());
+        drop(a);
+        assert!(wait_readable(&b, Duration::ZERO).unwrap());
         let mut got = std::fs::File::from(got.unwrap());
         got.rewind().unwrap();
         let mut text = String::new();

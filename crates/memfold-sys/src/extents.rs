@@ -5,6 +5,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
+use crate::result::check;
+
 /// Request number `_IOWR('f', 11, struct fiemap)`. The extents after the structure do not count in
 /// its size.
 const FS_IOC_FIEMAP: libc::c_ulong = 0xC020_660B;
@@ -88,10 +90,7 @@ pub fn extents(file: impl AsFd, start: u64) -> io::Result<Vec<Extent>> {
     };
     // SAFETY: the kernel reads the header, and writes to it and to at most `extent_count` extents
     // behind it, which are there.
-    let result = unsafe { libc::ioctl(file.as_fd().as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    check(unsafe { libc::ioctl(file.as_fd().as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) })?;
     let found = request.header.mapped_extents.min(AT_ONCE) as usize;
     Ok(request.extents[..found].to_vec())
 }

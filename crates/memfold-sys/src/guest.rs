@@ -1,13 +1,18 @@
 //! Kernel interfaces for the guest agent: file handles, page-cache residency, signals as a
 //! descriptor, new random numbers, read-only devices.
 //!
-//! Sources: `open_by_handle_at(2)`, `cachestat(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`,
-//! `fcntl(2)`, `random(4)`.
+//! Sources: `open_by_handle_at(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`, `fcntl(2)`,
+//! `random(4)`.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use memfold_units::{Hva, PAGE_SIZE};
+use memfold_units::Hva;
+use rustix::io::Errno;
+use rustix::mm::Advice;
+
+use crate::region::{Area, Mapping};
+use crate::result::{check, descriptor};
 
 /// Most bytes of a file handle (`MAX_HANDLE_SZ`).
 pub const MAX_HANDLE: usize = 128;
@@ -51,15 +56,7 @@ pub fn open_by_handle(mount: impl AsFd, handle_type: i32, bytes: &[u8]) -> io::R
             flags,
         )
     };
-    descriptor(fd)
-}
-
-fn descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
-    match i32::try_from(fd) {
-        // SAFETY: a descriptor that the system call just made for us.
-        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(descriptor(fd)?)
 }
 
 /// Reseeds the kernel's random number generator from its pool (`RNDRESEEDCRNG`, `random(4)`). Needs
@@ -68,11 +65,7 @@ pub fn reseed_random(urandom: impl AsFd) -> io::Result<()> {
     const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
     // SAFETY: this request has no argument.
     let result = unsafe { libc::ioctl(urandom.as_fd().as_raw_fd(), RNDRESEEDCRNG) };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    Ok(check(result)?)
 }
 
 /// Makes a block device read-only for all processes (`BLKROSET`, `include/uapi/linux/fs.h`), like
@@ -82,11 +75,7 @@ pub fn set_read_only(device: impl AsFd) -> io::Result<()> {
     let yes: libc::c_int = 1;
     // SAFETY: the kernel reads one integer, which lives through the call.
     let result = unsafe { libc::ioctl(device.as_fd().as_raw_fd(), BLKROSET, &raw const yes) };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    Ok(check(result)?)
 }
 
 /// Returns whether any process has this regular file open for writing, or mapped for writing: the
@@ -96,79 +85,12 @@ pub fn set_read_only(device: impl AsFd) -> io::Result<()> {
 /// that is open for reading only.
 pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
     // SAFETY: the argument of this request is a number.
-    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) };
-    let error = io::Error::last_os_error();
+    let lease = check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) });
     drop(file);
-    match error.raw_os_error() {
-        _ if result == 0 => Ok(false),
-        Some(libc::EAGAIN) => Ok(true),
-        _ => Err(error),
-    }
-}
-
-/// The structure `struct cachestat`: numbers of a file's pages in the page cache.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CacheStat {
-    /// Number of cached pages.
-    pub nr_cache: u64,
-    /// Number of dirty pages.
-    pub nr_dirty: u64,
-    /// Number of pages that are being written back.
-    pub nr_writeback: u64,
-    /// Number of evicted pages that the cache still remembers.
-    pub nr_evicted: u64,
-    /// Number of pages that were evicted recently. If they are read again, memory is short.
-    pub nr_recently_evicted: u64,
-}
-
-/// The structure `struct cachestat_range`. A length of zero means: to the end of the file.
-#[repr(C)]
-struct CacheStatRange {
-    offset: u64,
-    length: u64,
-}
-
-/// Returns how much of a file is cached (Linux >= 6.5, else `ENOSYS`); for a file that is read in
-/// place (DAX), no pages.
-///
-/// A DAX file is never passed to the kernel: `filemap_cachestat` would take its DAX entries for
-/// those of evicted pages and dereference a null pointer (seen in Linux 6.12.117).
-pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
-    /// Number of the system call, the same on every architecture (it was added after the tables
-    /// were unified). The libc crate does not define it everywhere.
-    const SYS_CACHESTAT: libc::c_long = 451;
-    let facts = rustix::fs::statx(
-        &file,
-        "",
-        rustix::fs::AtFlags::EMPTY_PATH,
-        rustix::fs::StatxFlags::empty(),
-    )?;
-    if facts
-        .stx_attributes
-        .contains(rustix::fs::StatxAttributes::DAX)
-    {
-        return Ok(CacheStat::default());
-    }
-    let range = CacheStatRange {
-        offset: 0,
-        length: 0,
-    };
-    let mut stat = CacheStat::default();
-    // SAFETY: both structures have the kernel's layout and live through the call.
-    let result = unsafe {
-        libc::syscall(
-            SYS_CACHESTAT,
-            file.as_fd().as_raw_fd(),
-            &raw const range,
-            &raw mut stat,
-            0,
-        )
-    };
-    if result == 0 {
-        Ok(stat)
-    } else {
-        Err(io::Error::last_os_error())
+    match lease {
+        Ok(()) => Ok(false),
+        Err(Errno::AGAIN) => Ok(true),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -178,97 +100,51 @@ pub fn cachestat(file: impl AsFd) -> io::Result<CacheStat> {
 /// With `MADV_RANDOM`, an access to a page starts no readahead and, since Linux 6.3, does not count
 /// as a use of the page.
 #[derive(Debug)]
-pub struct FileView {
-    address: *mut libc::c_void,
-    pages: u64,
-}
+pub struct FileView(Mapping);
 
 impl FileView {
     /// Maps the first `pages` pages (at least one) of a file that is open for reading.
     pub fn new(file: impl AsFd, pages: u64) -> io::Result<Self> {
-        let length = Self::length(pages)?;
-        // SAFETY: a new mapping at a place the kernel chooses; nobody reads through it.
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                length,
-                libc::PROT_READ,
-                libc::MAP_SHARED,
-                file.as_fd().as_raw_fd(),
-                0,
-            )
-        };
-        if address == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let view = Self { address, pages };
-        view.advise(0, pages, libc::MADV_RANDOM)?;
-        Ok(view)
+        let mapping = Mapping::window(file, pages)?;
+        mapping.area().advise(Advice::Random)?;
+        Ok(Self(mapping))
     }
 
-    fn length(pages: u64) -> io::Result<usize> {
-        pages
-            .checked_mul(PAGE_SIZE)
-            .and_then(|l| usize::try_from(l).ok())
-            .ok_or_else(|| io::ErrorKind::InvalidInput.into())
-    }
-
-    fn place(&self, first: u64, count: u64) -> io::Result<(*mut libc::c_void, usize)> {
-        if count == 0 || first.checked_add(count).is_none_or(|end| end > self.pages) {
+    fn part(&self, first: u64, count: u64) -> io::Result<Area> {
+        let whole = self.0.area();
+        if count == 0
+            || first
+                .checked_add(count)
+                .is_none_or(|end| end > whole.pages())
+        {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let offset = Self::length(first)?;
-        Ok((
-            self.address.cast::<u8>().wrapping_add(offset).cast(),
-            Self::length(count)?,
-        ))
-    }
-
-    fn advise(&self, first: u64, count: u64, advice: libc::c_int) -> io::Result<()> {
-        let (address, length) = self.place(first, count)?;
-        // SAFETY: inside our mapping, which nobody holds references into.
-        if unsafe { libc::madvise(address, length, advice) } == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        Ok(whole.part(first, count))
     }
 
     /// Sets bit 0 of one byte of `states` for each cached page, beginning with page `first`.
     pub fn resident(&self, first: u64, states: &mut [u8]) -> io::Result<()> {
-        let (address, length) = self.place(first, states.len() as u64)?;
+        let part = self.part(first, states.len() as u64)?;
         // SAFETY: the kernel writes one byte a page of the range into `states`.
-        if unsafe { libc::mincore(address, length, states.as_mut_ptr()) } == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        let result = unsafe { libc::mincore(part.pointer(), part.length(), states.as_mut_ptr()) };
+        Ok(check(result)?)
     }
 
     /// Maps pages into the page tables, so that `/proc/self/pagemap` shows their frames
     /// (`MADV_POPULATE_READ`, Linux >= 5.14). Pages that are not cached would be read from disk, so
     /// check [`Self::resident`] first.
     pub fn populate(&self, first: u64, count: u64) -> io::Result<()> {
-        self.advise(first, count, libc::MADV_POPULATE_READ)
+        Ok(self.part(first, count)?.advise(Advice::LinuxPopulateRead)?)
     }
 
     /// Removes pages from the page tables, and so from this process's resident set.
     pub fn release(&self, first: u64, count: u64) -> io::Result<()> {
-        self.advise(first, count, libc::MADV_DONTNEED)
+        Ok(self.part(first, count)?.advise(Advice::LinuxDontNeed)?)
     }
 
     /// Returns the address at which page `page` is mapped, for [`crate::pagemap::Pagemap`].
     pub fn hva(&self, page: u64) -> Hva {
-        Hva(self.address.expose_provenance() as u64).add_pages(page)
-    }
-}
-
-impl Drop for FileView {
-    fn drop(&mut self) {
-        if let Ok(length) = Self::length(self.pages) {
-            // SAFETY: our own mapping; nothing refers to it any more.
-            unsafe { libc::munmap(self.address, length) };
-        }
+        self.0.area().start().add_pages(page)
     }
 }
 
@@ -287,9 +163,8 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
         if error != 0 {
             return Err(io::Error::from_raw_os_error(error));
         }
-        descriptor(
-            libc::signalfd(-1, &raw const set, libc::SFD_NONBLOCK | libc::SFD_CLOEXEC).into(),
-        )
+        let flags = libc::SFD_NONBLOCK | libc::SFD_CLOEXEC;
+        Ok(descriptor(libc::signalfd(-1, &raw const set, flags))?)
     }
 }
 
@@ -300,11 +175,8 @@ pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
     const SIZE: usize = 128;
     let mut info = [0_u8; SIZE];
     match rustix::io::read(descriptor, &mut info) {
-        Ok(SIZE) => {
-            let number = [info[0], info[1], info[2], info[3]];
-            Ok(Some(i32::from_ne_bytes(number)))
-        }
-        Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(None),
+        Ok(SIZE) => Ok(info.first_chunk().map(|number| i32::from_ne_bytes(*number))),
+        Ok(_) | Err(Errno::AGAIN) => Ok(None),
         Err(e) => Err(e.into()),
     }
 }
@@ -331,11 +203,7 @@ pub fn signal_changes(file: impl AsFd) -> io::Result<()> {
             && flags >= 0
             && libc::fcntl(fd, libc::F_SETFL, flags | libc::O_ASYNC) == 0
     };
-    if ok {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    ok.then_some(()).ok_or_else(io::Error::last_os_error)
 }
 
 #[cfg(test)]
@@ -373,14 +241,6 @@ mod tests {
         view.release(0, 8).unwrap();
         assert_eq!(here(&map), 0);
         assert!(view.populate(60, 5).is_err());
-        // The call exists since Linux 6.5.
-        match cachestat(&file) {
-            Ok(stat) => assert_eq!(stat.nr_cache, 8),
-            Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
-                memfold_testkit::report_skip("in part: this kernel has no cachestat");
-            }
-            Err(error) => panic!("cachestat: {error}"),
-        }
     }
 
     #[test]

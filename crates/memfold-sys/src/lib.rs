@@ -29,6 +29,7 @@ pub mod page_cache;
 pub mod pagemap;
 pub mod peer;
 pub mod region;
+mod result;
 pub mod session;
 pub mod shared;
 pub mod signals;

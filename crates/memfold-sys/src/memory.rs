@@ -21,94 +21,73 @@ pub fn read(pid: Pid, from: Hva, buffer: &mut [u8]) -> io::Result<usize> {
 /// The copy stops in the first range that cannot be read completely. At most 1,024 ranges
 /// (`IOV_MAX`).
 pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Result<usize> {
-    let local = libc::iovec {
-        iov_base: buffer.as_mut_ptr().cast(),
-        iov_len: buffer.len(),
-    };
-    let remote = ranges.iter().map(|&(from, length)| {
-        Ok(libc::iovec {
-            iov_base: std::ptr::with_exposed_provenance_mut(
-                usize::try_from(from.0).map_err(io::Error::other)?,
-            ),
-            iov_len: length,
-        })
-    });
-    let remote = remote.collect::<io::Result<Vec<libc::iovec>>>()?;
-    let count = libc::c_ulong::try_from(remote.len()).map_err(io::Error::other)?;
-    // SAFETY: `local` is `buffer`, valid for writes of its own length; `remote` is never
-    // dereferenced in this process.
-    let copied = unsafe {
-        libc::process_vm_readv(
-            pid.as_raw_nonzero().get(),
-            &raw const local,
-            1,
-            remote.as_ptr(),
-            count,
-            0,
-        )
-    };
-    usize::try_from(copied).map_err(|_| io::Error::last_os_error())
+    let local = entry(buffer.as_mut_ptr(), buffer.len());
+    let remote = ranges.iter().map(|&(from, length)| remote(from, length));
+    let remote = remote.collect::<io::Result<Vec<_>>>()?;
+    // SAFETY: `local` is `buffer`, which is borrowed for writing.
+    unsafe { transfer(libc::process_vm_readv, pid, &[local], &remote) }
 }
 
 /// Copies several ranges of a process's memory, each to a buffer of its own, with one system call.
 /// Returns the number of bytes copied. The copy stops in the first range that cannot be read
 /// completely. At most 1,024 ranges (`IOV_MAX`).
 pub fn read_parts(pid: Pid, parts: &mut [(Hva, &mut [u8])]) -> io::Result<usize> {
-    let mut local = Vec::with_capacity(parts.len());
-    let mut remote = Vec::with_capacity(parts.len());
-    for (from, part) in parts {
-        let from = usize::try_from(from.0).map_err(io::Error::other)?;
-        local.push(libc::iovec {
-            iov_base: part.as_mut_ptr().cast(),
-            iov_len: part.len(),
-        });
-        remote.push(libc::iovec {
-            iov_base: std::ptr::with_exposed_provenance_mut(from),
-            iov_len: part.len(),
-        });
-    }
-    let count = libc::c_ulong::try_from(local.len()).map_err(io::Error::other)?;
-    // SAFETY: each entry of `local` is one of `parts`, which are borrowed for writing and valid for
-    // their own lengths; `remote` is never dereferenced in this process.
-    let copied = unsafe {
-        libc::process_vm_readv(
-            pid.as_raw_nonzero().get(),
-            local.as_ptr(),
-            count,
-            remote.as_ptr(),
-            count,
-            0,
-        )
-    };
-    usize::try_from(copied).map_err(|_| io::Error::last_os_error())
+    let remote = parts.iter().map(|(from, part)| remote(*from, part.len()));
+    let remote = remote.collect::<io::Result<Vec<_>>>()?;
+    let local = parts.iter_mut();
+    let local: Vec<_> = local
+        .map(|(_, part)| entry(part.as_mut_ptr(), part.len()))
+        .collect();
+    // SAFETY: each entry of `local` is one of `parts`, which are borrowed for writing.
+    unsafe { transfer(libc::process_vm_readv, pid, &local, &remote) }
 }
 
 /// Writes `bytes` at address `to` of process `pid`. Returns the number of bytes written, which is
 /// less if a later page is not mapped or not writable.
 pub fn write(pid: Pid, to: Hva, bytes: &[u8]) -> io::Result<usize> {
-    let local = libc::iovec {
-        iov_base: bytes.as_ptr().cast_mut().cast(),
-        iov_len: bytes.len(),
-    };
-    let remote = libc::iovec {
-        iov_base: std::ptr::with_exposed_provenance_mut(
-            usize::try_from(to.0).map_err(io::Error::other)?,
-        ),
-        iov_len: bytes.len(),
-    };
-    // SAFETY: the kernel only reads `local`, which is `bytes`; `remote` is never dereferenced in
-    // this process.
-    let written = unsafe {
-        libc::process_vm_writev(
-            pid.as_raw_nonzero().get(),
-            &raw const local,
-            1,
-            &raw const remote,
-            1,
-            0,
-        )
-    };
-    usize::try_from(written).map_err(|_| io::Error::last_os_error())
+    let local = entry(bytes.as_ptr().cast_mut(), bytes.len());
+    let remote = remote(to, bytes.len())?;
+    // SAFETY: the kernel only reads `local`, which is `bytes`.
+    unsafe { transfer(libc::process_vm_writev, pid, &[local], &[remote]) }
+}
+
+fn entry(start: *mut u8, length: usize) -> libc::iovec {
+    libc::iovec {
+        iov_base: start.cast(),
+        iov_len: length,
+    }
+}
+
+/// Returns a range of the other process, which is never dereferenced in this process.
+fn remote(start: Hva, length: usize) -> io::Result<libc::iovec> {
+    let start = usize::try_from(start.0).map_err(io::Error::other)?;
+    Ok(entry(std::ptr::with_exposed_provenance_mut(start), length))
+}
+
+type Transfer = unsafe extern "C" fn(
+    libc::pid_t,
+    *const libc::iovec,
+    libc::c_ulong,
+    *const libc::iovec,
+    libc::c_ulong,
+    libc::c_ulong,
+) -> isize;
+
+/// Calls `process_vm_readv(2)` or `process_vm_writev(2)`.
+///
+/// # Safety
+/// Each entry of `local` is valid for its own length: for writes if `call` reads the other process.
+unsafe fn transfer(
+    call: Transfer,
+    pid: Pid,
+    local: &[libc::iovec],
+    remote: &[libc::iovec],
+) -> io::Result<usize> {
+    let count = |entries: &[libc::iovec]| entries.len() as libc::c_ulong;
+    let (pid, to, from) = (pid.as_raw_nonzero().get(), count(local), count(remote));
+    // SAFETY: the caller's promise; both lists live through the call.
+    let copied = unsafe { call(pid, local.as_ptr(), to, remote.as_ptr(), from, 0) };
+    usize::try_from(copied).map_err(|_| io::Error::last_os_error())
 }
 
 #[cfg(test)]

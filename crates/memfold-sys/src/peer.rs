@@ -4,6 +4,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
+use std::ptr;
 
 /// Most groups that the kernel gives a process (`NGROUPS_MAX`, limits.h).
 const MOST_GROUPS: usize = 65_536;
@@ -54,82 +55,55 @@ fn socklen(bytes: usize) -> io::Result<libc::socklen_t> {
 /// `None` if there is no such group.
 pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     let name = CString::new(name)?;
-    look_up(|buffer| {
-        let mut entry = MaybeUninit::<libc::group>::uninit();
-        let mut found: *mut libc::group = std::ptr::null_mut();
-        // SAFETY: name is a C string; entry and buffer live until the call is over, and buffer's
-        // length is its own.
-        let error = unsafe {
-            libc::getgrnam_r(
-                name.as_ptr(),
-                entry.as_mut_ptr(),
-                buffer.as_mut_ptr().cast(),
-                buffer.len(),
-                &raw mut found,
-            )
-        };
-        // SAFETY: null, or it points to `entry`, which the call has filled.
-        (error, unsafe { found.as_ref() }.map(|group| group.gr_gid))
-    })
+    // SAFETY: name is a C string.
+    unsafe { look_up(libc::getgrnam_r, name.as_ptr(), |group| group.gr_gid) }
 }
 
 /// Returns the numbers of the user `name` and of its primary group, from the host's databases
 /// (`getpwnam_r(3)`); `None` if there is no such user.
 pub fn user_ids(name: &str) -> io::Result<Option<(u32, u32)>> {
     let name = CString::new(name)?;
-    look_up(|buffer| {
-        let mut entry = MaybeUninit::<libc::passwd>::uninit();
-        let mut found: *mut libc::passwd = std::ptr::null_mut();
-        // SAFETY: as above.
-        let error = unsafe {
-            libc::getpwnam_r(
-                name.as_ptr(),
-                entry.as_mut_ptr(),
-                buffer.as_mut_ptr().cast(),
-                buffer.len(),
-                &raw mut found,
-            )
-        };
-        // SAFETY: as above.
-        let user = unsafe { found.as_ref() };
-        (error, user.map(|user| (user.pw_uid, user.pw_gid)))
-    })
+    let ids = |user: &libc::passwd| (user.pw_uid, user.pw_gid);
+    // SAFETY: name is a C string.
+    unsafe { look_up(libc::getpwnam_r, name.as_ptr(), ids) }
 }
 
 /// Returns the name of the user with this number (`getpwuid_r(3)`); `None` if there is no such
 /// user.
 pub fn user_name(uid: u32) -> io::Result<Option<String>> {
-    look_up(|buffer| {
-        let mut entry = MaybeUninit::<libc::passwd>::uninit();
-        let mut found: *mut libc::passwd = std::ptr::null_mut();
-        // SAFETY: entry and buffer live until the call is over, and buffer's length is its own.
-        let error = unsafe {
-            libc::getpwuid_r(
-                uid,
-                entry.as_mut_ptr(),
-                buffer.as_mut_ptr().cast(),
-                buffer.len(),
-                &raw mut found,
-            )
-        };
-        // SAFETY: null, or it points to `entry`, which the call has filled; the name is a C string
-        // in the buffer.
-        let name = unsafe { found.as_ref().map(|user| CStr::from_ptr(user.pw_name)) };
-        (error, name.map(|name| name.to_string_lossy().into_owned()))
-    })
+    // SAFETY: the name of a user that was found is a C string.
+    let name = |user: &libc::passwd| unsafe { CStr::from_ptr(user.pw_name) };
+    let name = |user: &libc::passwd| name(user).to_string_lossy().into_owned();
+    // SAFETY: the key is a number.
+    unsafe { look_up(libc::getpwuid_r, uid, name) }
 }
 
-/// Repeats `ask` with a larger buffer until the answer fits. `ask` returns an error number (0 for
-/// none) and the entry found.
-fn look_up<T>(mut ask: impl FnMut(&mut [u8]) -> (i32, Option<T>)) -> io::Result<Option<T>> {
+/// A function of the C library that finds an entry of a database by its key.
+type Call<K, E> =
+    unsafe extern "C" fn(K, *mut E, *mut libc::c_char, libc::size_t, *mut *mut E) -> libc::c_int;
+
+/// Repeats `call` with a larger buffer until the answer fits, and passes the entry to `read`.
+///
+/// # Safety
+/// `call` is `getgrnam_r(3)` or one of its kind, and `key` is valid for it.
+unsafe fn look_up<K: Copy, E, T>(
+    call: Call<K, E>,
+    key: K,
+    read: impl Fn(&E) -> T,
+) -> io::Result<Option<T>> {
     let mut buffer = vec![0u8; 4096];
     loop {
-        match ask(&mut buffer) {
-            (0, found) => return Ok(found),
-            (libc::ERANGE, _) if buffer.len() < MOST_BYTES => buffer.resize(buffer.len() * 4, 0),
+        let (mut entry, mut found) = (MaybeUninit::<E>::uninit(), ptr::null_mut::<E>());
+        let (start, length) = (buffer.as_mut_ptr().cast(), buffer.len());
+        // SAFETY: the caller's promise; entry and buffer live until `read` is over, and buffer's
+        // length is its own.
+        match unsafe { call(key, entry.as_mut_ptr(), start, length, &raw mut found) } {
+            // SAFETY: null, or it points to `entry`, which the call has filled.
+            0 => return Ok(unsafe { found.as_ref() }.map(read)),
+            libc::ERANGE if length < MOST_BYTES => buffer.resize(length * 4, 0),
             // Some databases report a missing entry by these errors (getgrnam_r(3)).
-            (libc::ENOENT | libc::ESRCH, _) => return Ok(None),
-            (error, _) => return Err(io::Error::from_raw_os_error(error)),
+            libc::ENOENT | libc::ESRCH => return Ok(None),
+            error => return Err(io::Error::from_raw_os_error(error)),
         }
     }
 }

@@ -12,8 +12,12 @@ use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 
+use crate::result::{check, last_error};
+
 /// End of the user's half of an `x86_64` address space.
 const USER_END: u64 = 1 << 47;
+
+const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
 static ZERO_PAGE: [u64; PAGE_BYTES / 8] = [0; PAGE_BYTES / 8];
 
@@ -99,7 +103,7 @@ impl Area {
         ptr::with_exposed_provenance_mut(usize::try_from(self.start).unwrap_or(0))
     }
 
-    fn length(self) -> usize {
+    pub(crate) fn length(self) -> usize {
         usize::try_from(self.bytes()).unwrap_or(0)
     }
 
@@ -114,7 +118,7 @@ impl Area {
             rustix::mm::mmap(
                 self.pointer(),
                 self.length(),
-                ProtFlags::READ | ProtFlags::WRITE,
+                READ_WRITE,
                 MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE,
                 file,
                 first.checked_mul(PAGE_SIZE).ok_or(Errno::OVERFLOW)?,
@@ -128,20 +132,10 @@ impl Area {
         if self.is_empty() {
             return Ok(());
         }
-        let mut flags = MapFlags::PRIVATE | MapFlags::FIXED;
-        if noreserve {
-            flags |= MapFlags::NORESERVE;
-        }
+        let flags = private(noreserve) | MapFlags::FIXED;
         // SAFETY: the maker of the area agreed to its mappings being replaced.
-        unsafe {
-            rustix::mm::mmap_anonymous(
-                self.pointer(),
-                self.length(),
-                ProtFlags::READ | ProtFlags::WRITE,
-                flags,
-            )
-        }
-        .map(drop)
+        unsafe { rustix::mm::mmap_anonymous(self.pointer(), self.length(), READ_WRITE, flags) }
+            .map(drop)
     }
 
     /// Calls `madvise(2)` for the area.
@@ -229,9 +223,9 @@ impl Area {
             match usize::try_from(written) {
                 Ok(0) => return Err(Errno::NOSPC),
                 Ok(written) => done += written,
-                Err(_) => match Errno::from_io_error(&std::io::Error::last_os_error()) {
-                    Some(Errno::INTR) => {}
-                    errno => return Err(errno.unwrap_or(Errno::IO)),
+                Err(_) => match last_error() {
+                    Errno::INTR => {}
+                    errno => return Err(errno),
                 },
             }
         }
@@ -247,6 +241,12 @@ impl Area {
     }
 }
 
+fn private(noreserve: bool) -> MapFlags {
+    let mut flags = MapFlags::PRIVATE;
+    flags.set(MapFlags::NORESERVE, noreserve);
+    flags
+}
+
 fn equal(a: Area, b: Area) -> bool {
     // SAFETY: both areas are mapped and have the same length (callers cut them so).
     unsafe { libc::memcmp(a.pointer(), b.pointer(), a.length()) == 0 }
@@ -259,12 +259,7 @@ fn equal(a: Area, b: Area) -> bool {
 /// As for `madvise(2)`: the caller owns the range.
 pub unsafe fn madvise(address: usize, length: usize, advice: i32) -> Result<(), Errno> {
     // SAFETY: the caller's promise.
-    let result = unsafe { libc::syscall(libc::SYS_madvise, address, length, advice) };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL))
-    }
+    check(unsafe { libc::syscall(libc::SYS_madvise, address, length, advice) })
 }
 
 /// A mapping at an address that the kernel chose. Dropping it unmaps it.
@@ -283,18 +278,14 @@ impl Mapping {
         } else {
             0
         };
-        let mut flags = MapFlags::PRIVATE;
-        if noreserve {
-            flags |= MapFlags::NORESERVE;
-        }
         let total = pages.checked_add(slack).ok_or(Errno::OVERFLOW)?;
         // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
         let start = unsafe {
             rustix::mm::mmap_anonymous(
                 ptr::null_mut(),
                 bytes(total)?,
-                ProtFlags::READ | ProtFlags::WRITE,
-                flags,
+                READ_WRITE,
+                private(noreserve),
             )
         }?;
         let whole = new_area(start, total)?;
@@ -313,35 +304,24 @@ impl Mapping {
     /// Maps a read-only shared view of the first `pages` pages of `file`. The file may be shorter;
     /// pages beyond its end must not be accessed.
     pub fn window(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
-        // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
-        let start = unsafe {
-            rustix::mm::mmap(
-                ptr::null_mut(),
-                bytes(pages)?,
-                ProtFlags::READ,
-                MapFlags::SHARED | MapFlags::NORESERVE,
-                file,
-                0,
-            )
-        }?;
-        let area = new_area(start, pages)?;
-        Ok(Self { whole: area, area })
+        Self::of_file(file, pages, ProtFlags::READ, MapFlags::NORESERVE)
     }
 
     /// Maps a shared, writable view of the first `pages` pages of `file`, and allocates all of
     /// these pages.
     pub(crate) fn shared(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
+        Self::of_file(file, pages, READ_WRITE, MapFlags::POPULATE)
+    }
+
+    fn of_file(
+        file: impl AsFd,
+        pages: u64,
+        rights: ProtFlags,
+        flags: MapFlags,
+    ) -> Result<Self, Errno> {
+        let (length, flags) = (bytes(pages)?, flags | MapFlags::SHARED);
         // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
-        let start = unsafe {
-            rustix::mm::mmap(
-                ptr::null_mut(),
-                bytes(pages)?,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::POPULATE,
-                file,
-                0,
-            )
-        }?;
+        let start = unsafe { rustix::mm::mmap(ptr::null_mut(), length, rights, flags, file, 0) }?;
         let area = new_area(start, pages)?;
         Ok(Self { whole: area, area })
     }

@@ -7,13 +7,15 @@
 //! touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`], and then faults again.
 //! Only the thread of copy before write reads events ([`Userfaultfd::next_fault`]).
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use memfold_units::{Hva, PAGE_SIZE};
 use rustix::io::Errno;
 
 use crate::region::Area;
+use crate::result::{check, descriptor};
 
 #[repr(C)]
 struct Api {
@@ -45,24 +47,14 @@ struct Transfer {
     done: i64,
 }
 
-/// The structure `struct uffd_msg` of an event `UFFD_EVENT_PAGEFAULT`.
-#[repr(C)]
-#[derive(Default)]
-struct Message {
-    event: u8,
-    reserved: [u8; 7],
-    flags: u64,
-    address: u64,
-    thread: u64,
-}
-const EVENT_PAGEFAULT: u8 = 0x12;
-const _: () = assert!(size_of::<Message>() == 32);
-
 #[repr(C)]
 struct WriteProtect {
     range: Range,
     mode: u64,
 }
+
+/// The kind `UFFD_EVENT_PAGEFAULT` of an event.
+const EVENT_PAGEFAULT: u8 = 0x12;
 
 const fn request(direction: u64, number: u64, size: usize) -> libc::c_ulong {
     direction << 30 | (size as u64) << 16 | 0xAA << 8 | number
@@ -141,28 +133,24 @@ impl Userfaultfd {
     }
 
     fn open_with(device: Option<RawFd>, features: &[u64]) -> io::Result<Self> {
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         let from_device = |raw: RawFd| {
             // SAFETY: the request takes no pointer, and a wrong descriptor gives an error.
-            descriptor(i64::from(unsafe {
-                libc::ioctl(raw, USERFAULTFD_IOC_NEW, libc::O_CLOEXEC | libc::O_NONBLOCK)
-            }))
+            descriptor(unsafe { libc::ioctl(raw, USERFAULTFD_IOC_NEW, flags) }).ok()
         };
-        let passed_in = device.and_then(|raw| from_device(raw).ok());
-        let fd = match passed_in {
+        let own_device = || {
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .open("/dev/userfaultfd");
+            from_device(file.ok()?.as_raw_fd())
+        };
+        let fd = match device.and_then(from_device) {
             Some(fd) => fd,
             // Without UFFD_USER_MODE_ONLY, because with it faults from KVM and system calls fail.
             // SAFETY: the system call only takes flags.
-            None => match descriptor(unsafe {
-                libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK)
-            }) {
-                Ok(fd) => fd,
-                Err(error) => std::fs::File::options()
-                    .read(true)
-                    .write(true)
-                    .open("/dev/userfaultfd")
-                    .and_then(|file| from_device(file.as_raw_fd()))
-                    .map_err(|_| error)?,
-            },
+            None => descriptor(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) })
+                .or_else(|error| own_device().ok_or(error))?,
         };
         let mut last = Errno::INVAL;
         for &features in features {
@@ -250,73 +238,73 @@ impl Userfaultfd {
     pub fn move_pages(&self, from: Area, to: Area) -> (u64, Option<Errno>) {
         /// Flag `UFFDIO_MOVE_MODE_DONTWAKE`.
         const DONTWAKE: u64 = 1;
-        let pages = from.pages().min(to.pages());
-        let mut argument = Transfer {
-            dst: to.start().0,
-            src: from.start().0,
-            len: from.part(0, pages).bytes(),
-            mode: DONTWAKE,
-            done: 0,
-        };
-        match ioctl(self.fd.as_fd(), UFFDIO_MOVE, &mut argument) {
-            Ok(()) => (pages, None),
-            Err(errno) => (
-                u64::try_from(argument.done).unwrap_or(0) / PAGE_SIZE,
-                Some(errno),
-            ),
-        }
+        self.transfer(UFFDIO_MOVE, from, to, DONTWAKE)
     }
 
     /// Fills the missing pages of `to` (registered for [`Mode::Missing`]) with a copy of `from`,
     /// atomically page by page.
     pub fn copy(&self, from: Area, to: Area) -> Result<(), Errno> {
+        let (_, stopped) = self.transfer(UFFDIO_COPY, from, to, 0);
+        stopped.map_or(Ok(()), Err)
+    }
+
+    /// Returns the number of pages moved or copied, and why that stopped early.
+    fn transfer(
+        &self,
+        request: libc::c_ulong,
+        from: Area,
+        to: Area,
+        mode: u64,
+    ) -> (u64, Option<Errno>) {
+        let pages = from.pages().min(to.pages());
         let mut argument = Transfer {
             dst: to.start().0,
             src: from.start().0,
-            len: from.bytes().min(to.bytes()),
-            mode: 0,
+            len: pages * PAGE_SIZE,
+            mode,
             done: 0,
         };
-        ioctl(self.fd.as_fd(), UFFDIO_COPY, &mut argument)
+        match ioctl(self.fd.as_fd(), request, &mut argument) {
+            Ok(()) => (pages, None),
+            Err(errno) => {
+                let done = u64::try_from(argument.done).unwrap_or(0);
+                (done / PAGE_SIZE, Some(errno))
+            }
+        }
     }
 
     /// Lifts the write protection of `area` and wakes the threads that wait for it.
     pub fn lift(&self, area: Area) -> Result<(), Errno> {
-        let mut argument = WriteProtect {
-            range: range(area),
-            mode: 0,
-        };
-        ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut argument)
+        self.set_protection(area, 0)
     }
 
     /// Returns the address of the page of the next unread fault, for which a thread waits; `None`
     /// if there is none.
     pub fn next_fault(&self) -> Result<Option<Hva>, Errno> {
-        let mut message = Message::default();
-        // SAFETY: the kernel writes at most the message's own size to it.
-        let read = unsafe {
-            libc::read(
-                self.fd.as_raw_fd(),
-                (&raw mut message).cast(),
-                size_of::<Message>(),
-            )
-        };
-        if read < 0 {
-            return match Errno::from_io_error(&io::Error::last_os_error()) {
-                Some(Errno::AGAIN) => Ok(None),
-                errno => Err(errno.unwrap_or(Errno::IO)),
-            };
+        // The structure `struct uffd_msg`: the kind of event at 0, the address of a fault at 16.
+        let mut message = [0; 32];
+        match rustix::io::read(&self.fd, &mut message) {
+            Ok(_) => {}
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(errno) => return Err(errno),
         }
-        let page = message.address - message.address % PAGE_SIZE;
-        Ok((message.event == EVENT_PAGEFAULT).then_some(Hva(page)))
+        let address = message[16..]
+            .first_chunk()
+            .map_or(0, |bytes| u64::from_ne_bytes(*bytes));
+        let page = Hva(address - address % PAGE_SIZE);
+        Ok((message[0] == EVENT_PAGEFAULT).then_some(page))
     }
 
     /// Protects every page of `area` (registered for [`Mode::WriteProtect`]) against writes,
     /// missing pages included.
     pub fn write_protect(&self, area: Area) -> Result<(), Errno> {
+        self.set_protection(area, 1)
+    }
+
+    fn set_protection(&self, area: Area, mode: u64) -> Result<(), Errno> {
         let mut argument = WriteProtect {
             range: range(area),
-            mode: 1,
+            mode,
         };
         ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut argument)
     }
@@ -342,22 +330,9 @@ fn range(area: Area) -> Range {
     }
 }
 
-fn descriptor(raw: i64) -> io::Result<OwnedFd> {
-    match RawFd::try_from(raw) {
-        // SAFETY: the kernel has just made this descriptor and nobody else knows it.
-        Ok(raw) if raw >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(raw) }),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
 fn ioctl<T>(fd: BorrowedFd<'_>, request: libc::c_ulong, argument: &mut T) -> Result<(), Errno> {
     // SAFETY: every request above carries the size of `T` as the kernel knows it, and `argument`
     // lives through the call. What the requests do to memory, the makers of the `Area`s in them
     // have agreed to.
-    let result = unsafe { libc::ioctl(fd.as_raw_fd(), request, std::ptr::from_mut(argument)) };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO))
-    }
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), request, std::ptr::from_mut(argument)) })
 }

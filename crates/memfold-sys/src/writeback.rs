@@ -4,6 +4,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 
+use crate::result::check;
+
 /// Makes the kernel start writing dirty pages of a file to its disk, in the range `bytes`
 /// (`sync_file_range(2)`, `SYNC_FILE_RANGE_WRITE`). This function does not wait for the writes to
 /// end, but may wait for space in the disk's queue. A later `fsync(2)` reports failed writes.
@@ -18,11 +20,7 @@ pub fn begin(file: impl AsFd, bytes: Range<u64>) -> io::Result<()> {
     let file = file.as_fd().as_raw_fd();
     // SAFETY: the call touches no memory of this process.
     let done = unsafe { libc::sync_file_range(file, offset, length, libc::SYNC_FILE_RANGE_WRITE) };
-    if done == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    Ok(check(done)?)
 }
 
 #[cfg(test)]

@@ -14,7 +14,6 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -173,27 +172,17 @@ struct Shared {
     /// Serializes writes to the agent. This lock is separate from the state's lock, so that a slow
     /// guest does not block readers of the state.
     writer: Mutex<()>,
-    stats: [AtomicU64; 6],
 }
 
 #[derive(Debug, Default)]
 struct State {
     stop: bool,
+    stats: AgentStats,
     stream: Option<UnixStream>,
     session: Option<AgentFacts>,
     last_error: String,
     commands: HashMap<u32, SyncSender<CommandEvent>>,
     next_command: u32,
-}
-
-#[derive(Clone, Copy)]
-enum Counter {
-    Bytes,
-    Messages,
-    Sessions,
-    ProtocolErrors,
-    Dropped,
-    Throttled,
 }
 
 impl AgentLink {
@@ -211,7 +200,6 @@ impl AgentLink {
             state: Mutex::default(),
             changed: Condvar::new(),
             writer: Mutex::default(),
-            stats: Default::default(),
         });
         shared.lock().last_error = "not connected yet".into();
         let reader = Arc::clone(&shared);
@@ -234,44 +222,18 @@ impl AgentLink {
 
     /// Waits until a session with the agent exists, for `timeout` at most.
     pub fn wait_session(&self, timeout: Duration) -> Result<AgentFacts, AgentError> {
-        let deadline = Instant::now() + timeout;
-        let mut state = self.shared.lock();
-        loop {
-            if let Some(facts) = &state.session {
-                return Ok(facts.clone());
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(AgentError::NoSession(state.last_error.clone()));
-            }
-            state = self
-                .shared
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
+        let (state, _) = self
+            .shared
+            .changed
+            .wait_timeout_while(self.shared.lock(), timeout, |state| state.session.is_none())
+            .unwrap_or_else(PoisonError::into_inner);
+        state.facts().cloned()
     }
 
     /// Returns counters since the link was started.
     #[must_use]
     pub fn stats(&self) -> AgentStats {
-        let [
-            bytes,
-            messages,
-            sessions,
-            protocol_errors,
-            dropped,
-            throttled,
-        ] = std::array::from_fn(|i| self.shared.stats[i].load(Ordering::Relaxed));
-        AgentStats {
-            bytes,
-            messages,
-            sessions,
-            protocol_errors,
-            dropped,
-            throttled,
-        }
+        self.shared.lock().stats
     }
 
     /// Sends a message to the agent of the current session.
@@ -282,20 +244,13 @@ impl AgentLink {
     /// Blocks all sending to the agent until the guard is dropped. QEMU would write sent data into
     /// the guest's memory even while the VM is stopped.
     pub fn quiet(&self) -> MutexGuard<'_, ()> {
-        self.shared
-            .writer
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.shared.quiet()
     }
 
     /// Asks the agent for an inventory of the guest's page cache. Entries that the agent reported
     /// before, and does not repeat, become invalid.
     pub fn take_inventory(&self) -> Result<(), AgentError> {
-        let state = self.shared.lock();
-        if state.session.is_none() {
-            return Err(AgentError::NoSession(state.last_error.clone()));
-        }
-        drop(state);
+        self.shared.lock().facts()?;
         self.shared.send(&ToAgent::Inventory)
     }
 
@@ -328,9 +283,7 @@ impl AgentLink {
         let (sender, receiver) = sync_channel(OUTPUT_PIECES);
         let command = {
             let mut state = self.shared.lock();
-            if state.session.is_none() {
-                return Err(AgentError::NoSession(state.last_error.clone()));
-            }
+            state.facts()?;
             let command = state.next_command;
             state.next_command = command.wrapping_add(1);
             state.commands.insert(command, sender);
@@ -397,6 +350,14 @@ impl Drop for AgentLink {
 }
 
 impl State {
+    fn facts(&self) -> Result<&AgentFacts, AgentError> {
+        self.session.as_ref().ok_or_else(|| self.no_session())
+    }
+
+    fn no_session(&self) -> AgentError {
+        AgentError::NoSession(self.last_error.clone())
+    }
+
     /// Ends the session: drops the senders of its commands, which wakes the waiting callers.
     fn end_session(&mut self) {
         self.session = None;
@@ -409,8 +370,8 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn count(&self, counter: Counter, n: u64) {
-        self.stats[counter as usize].fetch_add(n, Ordering::Relaxed);
+    fn quiet(&self) -> MutexGuard<'_, ()> {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send(&self, message: &ToAgent) -> Result<(), AgentError> {
@@ -418,12 +379,10 @@ impl Shared {
         let bytes = encode(message)?;
         let stream = {
             let state = self.lock();
-            match &state.stream {
-                Some(stream) => stream.try_clone().map_err(AgentError::Write)?,
-                None => return Err(AgentError::NoSession(state.last_error.clone())),
-            }
+            let stream = state.stream.as_ref().ok_or_else(|| state.no_session())?;
+            stream.try_clone().map_err(AgentError::Write)?
         };
-        let _turn = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.quiet();
         (&stream).write_all(&bytes).map_err(|e| {
             // A part of the message may have been sent, so this connection cannot be used any more.
             let _ = stream.shutdown(Shutdown::Both);
@@ -436,17 +395,16 @@ impl Shared {
         let mut silence = SILENCE.0;
         loop {
             let began = Instant::now();
-            let mut connected = false;
-            let ended = match self.connect() {
+            let connected = self.connect();
+            let is_connected = connected.is_ok();
+            let ended = match connected {
                 Ok(stream) => {
-                    connected = true;
                     // A panic that a guest's message causes must end neither the daemon nor this
                     // link.
                     caught(|| self.converse(stream, silence, &mut sink)).unwrap_or_else(|_| {
-                        self.count(Counter::ProtocolErrors, 1);
-                        Some(
-                            "a message of the agent made this daemon panic; the daemon's log says where".into(),
-                        )
+                        Some(self.broken(
+                            "a message of the agent made this daemon panic; the daemon's log says where",
+                        ))
                     })
                 }
                 Err(e) => Some(format!("cannot connect to {}: {e}", self.path.display())),
@@ -469,7 +427,7 @@ impl Shared {
                 continue;
             };
             silence = SILENCE.0;
-            if connected {
+            if is_connected {
                 sink(AgentEvent::Lost { reason });
             }
             if began.elapsed() >= GOOD_CONNECTION {
@@ -505,10 +463,16 @@ impl Shared {
         state.stop
     }
 
+    /// Counts an error of the protocol, and returns its text.
+    fn broken(&self, reason: impl Into<String>) -> String {
+        self.lock().stats.protocol_errors += 1;
+        reason.into()
+    }
+
     /// Makes a guest that exceeds its limits wait. Returns whether the link was dropped meanwhile.
     fn throttle(&self, wait: Option<Duration>) -> bool {
         wait.is_some_and(|time| {
-            self.count(Counter::Throttled, 1);
+            self.lock().stats.throttled += 1;
             self.pause(time)
         })
     }
@@ -531,15 +495,14 @@ impl Shared {
         let mut greetings = VecDeque::new();
         loop {
             if let Some(until) = patience {
-                let left = until.saturating_duration_since(Instant::now());
-                let greeted = !greetings.is_empty();
-                if !greeted && left.is_zero() {
+                patience = patience.filter(|_| greetings.is_empty());
+                let left = patience.map(|_| until.saturating_duration_since(Instant::now()));
+                if left.is_some_and(|left| left.is_zero()) {
                     return None;
                 }
-                if let Err(e) = stream.set_read_timeout((!greeted).then_some(left)) {
+                if let Err(e) = stream.set_read_timeout(left) {
                     return Some(format!("cannot wait for the agent's port: {e}"));
                 }
-                patience = patience.filter(|_| !greeted);
             }
             let n = match stream.read(&mut chunk) {
                 Ok(0) => return Some("QEMU closed the agent's port".into()),
@@ -548,19 +511,18 @@ impl Shared {
                 Err(e) if patience.is_some() && e.kind() == ErrorKind::WouldBlock => return None,
                 Err(e) => return Some(format!("cannot read the agent's port: {e}")),
             };
-            self.count(Counter::Bytes, n as u64);
+            self.lock().stats.bytes += n as u64;
             decoder.push(&chunk[..n]);
             loop {
                 match decoder.next::<FromAgent>() {
                     Ok(Some(message)) => {
-                        self.count(Counter::Messages, 1);
+                        self.lock().stats.messages += 1;
                         if matches!(message, FromAgent::Hello { .. }) {
                             let now = Instant::now();
                             greetings.push_back(now);
                             greetings.retain(|&at| now.duration_since(at) < GREETINGS.1);
                             if greetings.len() > GREETINGS.0 {
-                                self.count(Counter::ProtocolErrors, 1);
-                                return Some("the agent keeps sending hello".into());
+                                return Some(self.broken("the agent keeps sending hello"));
                             }
                         }
                         let weight = weight(&message);
@@ -571,8 +533,7 @@ impl Shared {
                     }
                     Ok(None) => break,
                     Err(e) => {
-                        self.count(Counter::ProtocolErrors, 1);
-                        return Some(format!("the agent broke the protocol: {e}"));
+                        return Some(self.broken(format!("the agent broke the protocol: {e}")));
                     }
                 }
             }
@@ -608,7 +569,7 @@ impl Shared {
                     host_name,
                     problems,
                 };
-                self.count(Counter::Sessions, 1);
+                self.lock().stats.sessions += 1;
                 self.answer(&ToAgent::Welcome {
                     version: VERSION,
                     include: self.options.include.clone(),
@@ -631,14 +592,14 @@ impl Shared {
                 self.lock().commands.remove(&command);
             }
             other if self.lock().session.is_some() => sink(AgentEvent::Message(other)),
-            _ => self.count(Counter::Dropped, 1),
+            _ => self.lock().stats.dropped += 1,
         }
     }
 
     fn to_command(&self, command: u32, event: CommandEvent) {
         let sender = self.lock().commands.get(&command).cloned();
         if sender.is_none_or(|s| s.send(event).is_err()) {
-            self.count(Counter::Dropped, 1);
+            self.lock().stats.dropped += 1;
         }
     }
 

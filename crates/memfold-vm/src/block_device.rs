@@ -2,6 +2,7 @@
 //! and the times of a device node are valid for one boot only; the next boot may assign them to
 //! another disk.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
@@ -59,10 +60,9 @@ impl BlockDevice {
         let place = kernel_place(&facts)?;
         let stat = text(&place.join("stat"));
         // Sectors written: the seventh field of the file (Documentation/block/stat.rst).
-        let written = stat
-            .as_deref()
-            .and_then(|stat| stat.split_whitespace().nth(6)?.parse().ok());
-        let disk = if place.join("partition").exists() {
+        let written = stat.and_then(|stat| stat.split_whitespace().nth(6)?.parse().ok());
+        let is_part = place.join("partition").exists();
+        let disk = if is_part {
             place.join("..")
         } else {
             place.clone()
@@ -85,16 +85,13 @@ impl BlockDevice {
         let same_disk = self.boot == now.boot
             && self.disk_number == now.disk_number
             && self.disk_number.is_some();
-        match (&self.id, &now.id) {
-            (Some(then), Some(id)) if then != id => {
-                let here = find(then).map_or(String::new(), |path| {
-                    format!("; that is {} now", path.display())
-                });
-                return Some(format!(
-                    "leads to another device ({id}) than before ({then}{here})"
-                ));
-            }
-            _ => {}
+        let ids = self.id.as_ref().zip(now.id.as_ref());
+        if let Some((then, id)) = ids.filter(|(then, id)| then != id) {
+            let here = find(then).map(|path| format!("; that is {} now", path.display()));
+            let here = here.unwrap_or_default();
+            return Some(format!(
+                "leads to another device ({id}) than before ({then}{here})"
+            ));
         }
         if self.bytes != now.bytes {
             return Some(format!("has {} bytes instead of {}", now.bytes, self.bytes));
@@ -132,12 +129,10 @@ fn id(place: &Path) -> Option<String> {
         let offset = text(&place.join("loop/offset")).filter(|offset| offset != "0");
         return Some(offset.map_or(file.clone(), |offset| format!("{file} from byte {offset}")));
     }
+    let disk = ["wwid", "device/wwid", "serial", "device/serial"];
     named("dm/uuid", "device mapper's")
         .or_else(|| named("md/uuid", "RAID"))
-        .or_else(|| named("wwid", "disk"))
-        .or_else(|| named("device/wwid", "disk"))
-        .or_else(|| named("serial", "disk"))
-        .or_else(|| named("device/serial", "disk"))
+        .or_else(|| disk.into_iter().find_map(|file| named(file, "disk")))
 }
 
 /// Finds the device with the driver's identifier `wanted`.
@@ -149,14 +144,24 @@ fn find(wanted: &str) -> Option<PathBuf> {
 }
 
 fn samples(file: &File, bytes: u64) -> io::Result<String> {
-    let mut hash = Xxh3::new();
-    let mut buffer = vec![0; usize::try_from(SAMPLE).unwrap_or(0)];
     let last = bytes.saturating_sub(SAMPLE);
     let step = (last / SAMPLES).max(SAMPLE);
     let between = (0..last).step_by(usize::try_from(step).unwrap_or(usize::MAX));
-    for at in between.chain([last]) {
-        let length = usize::try_from(SAMPLE.min(bytes - at)).unwrap_or(0);
-        file.read_exact_at(&mut buffer[..length], at)?;
+    digest(file, bytes, between.chain([last]), SAMPLE)
+}
+
+/// Returns the XXH3 of the parts of this `length` at these offsets, cut at the end of the device.
+fn digest(
+    file: &File,
+    bytes: u64,
+    starts: impl Iterator<Item = u64>,
+    length: u64,
+) -> io::Result<String> {
+    let mut hash = Xxh3::new();
+    let mut buffer = vec![0; usize::try_from(length).unwrap_or(0)];
+    for start in starts {
+        let length = usize::try_from(length.min(bytes.saturating_sub(start))).unwrap_or(0);
+        file.read_exact_at(&mut buffer[..length], start)?;
         hash.update(&buffer[..length]);
     }
     Ok(format!("{:032x}", hash.digest128()))
@@ -170,18 +175,9 @@ const HEAD: u64 = 1 << 20;
 const MOST_PARTITIONS: usize = 32;
 
 fn heads(file: &File, bytes: u64) -> io::Result<String> {
-    let mut starts = vec![0];
+    let mut starts = BTreeSet::from([0]);
     starts.extend(partitions(file, bytes));
-    starts.sort_unstable();
-    starts.dedup();
-    let mut hash = Xxh3::new();
-    let mut buffer = vec![0; usize::try_from(HEAD).unwrap_or(0)];
-    for start in starts {
-        let length = usize::try_from(HEAD.min(bytes.saturating_sub(start))).unwrap_or(0);
-        file.read_exact_at(&mut buffer[..length], start)?;
-        hash.update(&buffer[..length]);
-    }
-    Ok(format!("{:032x}", hash.digest128()))
+    digest(file, bytes, starts.into_iter(), HEAD)
 }
 
 /// Returns the offsets in bytes of the partitions in a device's table (GPT, or primary partitions
@@ -193,11 +189,8 @@ fn partitions(file: &File, bytes: u64) -> Vec<u64> {
         Some(buffer)
     };
     let number = |bytes: &[u8], at: usize, length: usize| {
-        let bytes = bytes.get(at..at + length).unwrap_or_default();
-        bytes
-            .iter()
-            .rev()
-            .fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
+        let bytes = bytes.get(at..at + length).unwrap_or_default().iter().rev();
+        bytes.fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
     };
     let mut sectors = Vec::new();
     let mut sector_bytes = 512;
@@ -225,13 +218,10 @@ fn partitions(file: &File, bytes: u64) -> Vec<u64> {
             }
         }
     }
-    let starts = sectors
-        .into_iter()
-        .map(|sector| sector.saturating_mul(sector_bytes));
-    starts
-        .filter(|start| *start < bytes)
-        .take(MOST_PARTITIONS)
-        .collect()
+    let sectors = sectors.into_iter();
+    let starts = sectors.map(|sector| sector.saturating_mul(sector_bytes));
+    let inside = starts.filter(|start| *start < bytes);
+    inside.take(MOST_PARTITIONS).collect()
 }
 
 /// Returns a path that leads to the same block device after the next boot: `path` itself if it is a
@@ -248,24 +238,17 @@ pub fn lasting_path(path: &Path) -> io::Result<PathBuf> {
         return Ok(given);
     }
     let leads_here = |link: &PathBuf| {
-        let is_link = fs::symlink_metadata(link).is_ok_and(|facts| facts.is_symlink());
-        is_link
-            && fs::metadata(link).is_ok_and(|there| {
-                there.rdev() == facts.rdev() && there.file_type().is_block_device()
-            })
+        let there = fs::metadata(link).ok().filter(|_| link.is_symlink());
+        there.is_some_and(|there| {
+            there.rdev() == facts.rdev() && there.file_type().is_block_device()
+        })
     };
-    let mut links: Vec<PathBuf> = Vec::new();
-    for place in LINKS {
-        let entries = fs::read_dir(place)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .map(|entry| entry.path());
-        let mut found: Vec<PathBuf> = entries.filter(leads_here).collect();
-        found.sort();
-        links.extend(found);
-    }
-    Ok(links.into_iter().next().unwrap_or(real))
+    let first = |place| {
+        let entries = fs::read_dir(place).into_iter().flatten().flatten();
+        let links = entries.map(|entry| entry.path()).filter(leads_here);
+        links.min()
+    };
+    Ok(LINKS.into_iter().find_map(first).unwrap_or(real))
 }
 
 #[cfg(test)]

@@ -44,13 +44,12 @@ pub fn arguments(
     });
     let memory = format!("size={}b{plugs}", spec.memory.0);
     line.add("-m", memory).add("-smp", spec.vcpus.to_string());
-    if accel == "kvm" {
-        line.add("-accel", "kvm");
-    } else {
-        line.add("-accel", "tcg,thread=multi");
-    }
-    let whole = if accel == "kvm" { "host" } else { "max" };
-    line.add("-cpu", spec.cpu.as_deref().unwrap_or(whole));
+    let (accel, whole) = match accel {
+        "kvm" => ("kvm", "host"),
+        _ => ("tcg,thread=multi", "max"),
+    };
+    let cpu = spec.cpu.as_deref().unwrap_or(whole);
+    line.add("-accel", accel).add("-cpu", cpu);
     monitors(&mut line, directory);
     agent_chardev(&mut line, "agent", directory)
         .add("-device", "virtio-serial-pci,id=serial0")
@@ -61,10 +60,8 @@ pub fn arguments(
     console_chardev(&mut line, "console", directory, false).add("-serial", "chardev:console");
     line.add("-device", "vmgenid,guid=auto");
     if spec.balloon {
-        line.add(
-            "-device",
-            "virtio-balloon-pci,id=balloon0,free-page-reporting=on",
-        );
+        let balloon = "virtio-balloon-pci,id=balloon0,free-page-reporting=on";
+        line.add("-device", balloon);
     }
     network_arguments(&mut line, spec);
     disk_arguments(&mut line, spec, overlays);
@@ -82,36 +79,38 @@ fn network_arguments(line: &mut Line, spec: &VmSpec) {
     // Debian package.
     let forwards = spec.forwards.iter();
     let forwards = forwards.map(|forward| format!(",hostfwd={}", forward.rule()));
-    line.add(
-        "-netdev",
-        format!("user,id=net0{}", forwards.collect::<String>()),
-    )
-    .add("-device", "virtio-net-pci,netdev=net0,romfile=");
+    let backend = format!("user,id=net0{}", forwards.collect::<String>());
+    line.add("-netdev", backend)
+        .add("-device", "virtio-net-pci,netdev=net0,romfile=");
 }
 
+/// Adds the block nodes of the disks. Of a VM that memfold started originally, also the disks'
+/// devices and the swap disk.
 fn disk_arguments(line: &mut Line, spec: &VmSpec, overlays: &[PathBuf]) {
     let mut overlays = overlays.iter();
     for (number, disk) in spec.disks.iter().enumerate() {
         let overlay = if disk.snapshot { overlays.next() } else { None };
         let node = spec.disk_node(number);
-        let top = Node {
-            name: &node,
-            of_drive: None,
-        };
-        node_arguments(line, number, &top, disk, overlay);
-        let write_cache = on_or_off(disk.cache.write_cache());
-        line.add(
-            "-device",
-            format!("virtio-blk-pci,id=vd{number},drive={node},write-cache={write_cache}"),
-        );
+        let of_drive = spec
+            .foreign
+            .as_ref()
+            .and_then(|f| f.disks.get(number)?.option.as_deref());
+        node_arguments(line, number, &node, of_drive, disk, overlay);
+        if spec.foreign.is_none() {
+            let write_cache = on_or_off(disk.cache.write_cache());
+            line.add(
+                "-device",
+                format!("virtio-blk-pci,id=vd{number},drive={node},write-cache={write_cache}"),
+            );
+        }
     }
-    if spec.swap.is_some() {
-        swap_arguments(line, overlays.next());
+    if let (None, Some(_), Some(file)) = (&spec.foreign, spec.swap, overlays.next()) {
+        swap_arguments(line, file);
     }
 }
 
 /// Adds options that do not affect the guest: the process's name, sandbox and user.
-fn frame<'a>(line: &'a mut Line, spec: &VmSpec) -> &'a mut Line {
+fn frame(line: &mut Line, spec: &VmSpec) {
     line.add("-name", format!("guest={},debug-threads=on", spec.name))
         .add("-display", "none")
         .add("-msg", "timestamp=on,guest-name=on")
@@ -119,7 +118,6 @@ fn frame<'a>(line: &'a mut Line, spec: &VmSpec) -> &'a mut Line {
     if let Some(user) = &spec.user {
         line.add("-run-with", format!("user={user}"));
     }
-    line
 }
 
 /// Returns the command line of a VM that memfold did not start originally.
@@ -143,16 +141,7 @@ fn foreign_arguments(
     if let Some(id) = &foreign.console {
         console_chardev(&mut line, id, directory, foreign.console_shared);
     }
-    let mut overlays = overlays.iter();
-    for (number, disk) in spec.disks.iter().enumerate() {
-        let overlay = if disk.snapshot { overlays.next() } else { None };
-        let of_drive = foreign.disks.get(number).and_then(|d| d.option.as_deref());
-        let node = Node {
-            name: &spec.disk_node(number),
-            of_drive,
-        };
-        node_arguments(&mut line, number, &node, disk, overlay);
-    }
+    disk_arguments(&mut line, spec, overlays);
     line.0
 }
 
@@ -172,7 +161,7 @@ fn monitors(line: &mut Line, directory: &VmDirectory) {
 
 fn agent_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &'a mut Line {
     let socket = format!("socket,id={id},server=on,wait=off,path=");
-    line.with_path("-chardev", &socket, &directory.agent(), "")
+    line.with_path("-chardev", &socket, &directory.agent())
 }
 
 /// Adds the console's character device. `is_shared`: several devices use this character device.
@@ -192,13 +181,6 @@ fn console_chardev<'a>(
     line.add("-chardev", console)
 }
 
-/// The block node that a disk's device uses.
-struct Node<'a> {
-    name: &'a str,
-    /// Further options of `-drive`, if `-drive` creates the node; `None` if `-blockdev` does.
-    of_drive: Option<&'a str>,
-}
-
 /// One layer of a disk: a file, and the block node of its format.
 struct Layer<'a> {
     node: &'a str,
@@ -211,17 +193,19 @@ struct Layer<'a> {
 }
 
 /// Adds a disk's block nodes: file and format, and above them the nodes of the disk's overlay, if
-/// it has one.
+/// it has one. `top`: the node that the disk's device uses. `of_drive`: further options of
+/// `-drive`, if `-drive` creates that node; `None` if `-blockdev` does.
 fn node_arguments(
     line: &mut Line,
     number: usize,
-    top: &Node<'_>,
+    top: &str,
+    of_drive: Option<&str>,
     disk: &DiskSpec,
     overlay: Option<&PathBuf>,
 ) {
     let base = format!("base{number}");
     let lower = Layer {
-        node: if overlay.is_some() { &base } else { top.name },
+        node: if overlay.is_some() { &base } else { top },
         format: disk.format().driver(),
         file_node: format!("file{number}"),
         path: &disk.path,
@@ -230,7 +214,7 @@ fn node_arguments(
     };
     let backing = format!(",backing={base}");
     let upper = overlay.map(|path| Layer {
-        node: top.name,
+        node: top,
         format: "qcow2",
         file_node: format!("overlay-file{number}"),
         path,
@@ -238,7 +222,7 @@ fn node_arguments(
         backing: &backing,
     });
     for layer in [Some(lower), upper].into_iter().flatten() {
-        let of_drive = top.of_drive.filter(|_| layer.node == top.name);
+        let of_drive = of_drive.filter(|_| layer.node == top);
         layer_arguments(line, &layer, disk, of_drive);
     }
 }
@@ -252,29 +236,22 @@ fn layer_arguments(line: &mut Line, layer: &Layer<'_>, disk: &DiskSpec, of_drive
         on_or_off(disk.cache.no_flush()),
         on_or_off(layer.read_only)
     );
-    let driver = if is_block_device(layer.path) {
-        "host_device"
-    } else {
-        "file"
-    };
+    let is_device = is_block_device(layer.path);
+    let driver = if is_device { "host_device" } else { "file" };
     let (node, file_node, backing) = (layer.node, &layer.file_node, layer.backing);
-    let file = format!(
-        "driver={driver},node-name={file_node},aio={},{common}",
-        disk.aio.name()
-    );
+    let aio = disk.aio.name();
+    let file = format!("driver={driver},node-name={file_node},aio={aio},{common}");
     let format = format!("driver={},node-name={node}", layer.format);
     let Some(drive) = of_drive else {
-        line.with_path("-blockdev", &format!("{file},filename="), layer.path, "")
-            .add(
-                "-blockdev",
-                format!("{format},file={file_node}{backing},{common}"),
-            );
+        let format = format!("{format},file={file_node}{backing},{common}");
+        line.with_path("-blockdev", &format!("{file},filename="), layer.path)
+            .add("-blockdev", format);
         return;
     };
     // `-drive` takes the options of the file's node instead of the node itself.
     let file = file.replace(',', ",file.");
     let before = format!("{drive},{format}{backing},{common},file.{file},file.filename=");
-    line.with_path("-drive", &before, layer.path, "");
+    line.with_path("-drive", &before, layer.path);
 }
 
 fn is_block_device(path: &Path) -> bool {
@@ -284,20 +261,12 @@ fn is_block_device(path: &Path) -> bool {
 
 /// Adds the swap disk. QEMU writes the disk's file through the page cache and never flushes it: a
 /// crash of the host also ends the VM, and then the swapped data is worthless.
-fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
-    let Some(file) = file else { return };
+fn swap_arguments(line: &mut Line, file: &Path) {
     let cache = "cache.direct=off,cache.no-flush=on";
     let (node, file_node) = (swap::node(0), swap::file_node(0));
-    line.with_path(
-        "-blockdev",
-        &format!("driver=file,node-name={file_node},{cache},filename="),
-        file,
-        "",
-    )
-    .add(
-        "-blockdev",
-        format!("driver=raw,node-name={node},file={file_node},{cache}"),
-    )
+    let raw = format!("driver=raw,node-name={node},file={file_node},{cache}");
+    let below = format!("driver=file,node-name={file_node},{cache},filename=");
+    line.with_path("-blockdev", &below, file).add("-blockdev", raw)
     // Discarded blocks are not freed: they would have to be allocated again, here or at a lender,
     // perhaps when there is no room.
     .add(
@@ -312,12 +281,9 @@ fn swap_arguments(line: &mut Line, file: Option<&PathBuf>) {
 
 fn boot_arguments(line: &mut Line, spec: &VmSpec) {
     let boot = &spec.boot;
-    for (option, value) in [
-        ("-kernel", &boot.kernel),
-        ("-initrd", &boot.initrd),
-        ("-bios", &boot.firmware),
-    ] {
-        if let Some(path) = value {
+    let files = [&boot.kernel, &boot.initrd, &boot.firmware];
+    for (option, path) in ["-kernel", "-initrd", "-bios"].into_iter().zip(files) {
+        if let Some(path) = path {
             line.add(option, path);
         }
     }

@@ -74,12 +74,10 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
     process(pid, library, &mut found);
     // Under TCG, this option has no effect.
     if qmp.query("query-kvm")?["enabled"] == true {
-        found.costs.extend(keeps_cpus(pid).then(|| {
-            reason(
-                KEEPS_CPUS,
-                "start the VM without cpu-pm=on to run more VMs than the host has cores",
-            )
-        }));
+        let remedy = "start the VM without cpu-pm=on to run more VMs than the host has cores";
+        found
+            .costs
+            .extend(keeps_cpus(pid).then(|| reason(KEEPS_CPUS, remedy)));
     }
     Ok(found)
 }
@@ -130,11 +128,8 @@ fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     // SEV, SEV-SNP and TDX set this property to a link to their object; without them, the link is
     // empty (QEMU's hw/core/machine.c).
     let guest = json!({ "path": "/machine", "property": "confidential-guest-support" });
-    if qmp
-        .execute("qom-get", guest)?
-        .as_str()
-        .is_some_and(|object| !object.is_empty())
-    {
+    let object = qmp.execute("qom-get", guest)?;
+    if object.as_str().is_some_and(|object| !object.is_empty()) {
         found.fold.push(reason(
             "the VM's RAM is encrypted (confidential-guest-support)",
             "run the VM without SEV or TDX: equal pages differ once they are encrypted",
@@ -151,10 +146,8 @@ fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
                 "use memory-backend-ram, or share=off",
             ));
         }
-        let kind = qmp.execute(
-            "qom-get",
-            json!({ "path": format!("/objects/{id}"), "property": "type" }),
-        )?;
+        let path = format!("/objects/{id}");
+        let kind = qmp.execute("qom-get", json!({ "path": path, "property": "type" }))?;
         if kind != "memory-backend-ram" {
             found.fold.push(reason(
                 format!(
@@ -164,15 +157,11 @@ fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
                 "use memory-backend-ram",
             ));
         }
-        if let Some(facts) = blocks
-            .iter()
-            .find(|b| b.name == block.name && b.page_bytes != 4096)
-        {
+        let facts = blocks.iter().find(|b| b.name == block.name);
+        if let Some(facts) = facts.filter(|b| b.page_bytes != 4096) {
+            let kib = facts.page_bytes >> 10;
             found.fold.push(reason(
-                format!(
-                    "RAM block '{id}' has pages of {} KiB (hugetlbfs)",
-                    facts.page_bytes >> 10
-                ),
+                format!("RAM block '{id}' has pages of {kib} KiB (hugetlbfs)"),
                 "use memory-backend-ram; transparent huge pages may stay on",
             ));
         }
@@ -194,12 +183,8 @@ fn migration(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     }
     let capabilities = qmp.query("query-migrate-capabilities")?;
     for name in ["postcopy-ram", "background-snapshot"] {
-        let on = capabilities
-            .as_array()
-            .into_iter()
-            .flatten()
-            .any(|c| c["capability"] == name && c["state"] == true);
-        if on {
+        let mut all = capabilities.as_array().into_iter().flatten();
+        if all.any(|c| c["capability"] == name && c["state"] == true) {
             found.fold.push(reason(
                 format!(
                     "migration capability '{name}' is on, which registers its own userfaultfd on RAM"
@@ -255,86 +240,48 @@ fn device_kind(kind: &str, found: &mut VmConditions) {
     }
 }
 
-/// Block drivers that use the kernel's page cache, or copy by system calls, unless `cache.direct`
-/// is on.
-const BUFFERED_DRIVERS: [&str; 27] = [
-    "file",
-    "host_device",
-    "host_cdrom",
-    "raw",
-    "qcow2",
-    "qcow",
-    "qed",
-    "vmdk",
-    "vdi",
-    "vpc",
-    "vhdx",
-    "parallels",
-    "dmg",
-    "bochs",
-    "cloop",
-    "luks",
-    "throttle",
-    "copy-on-read",
-    "copy-before-write",
-    "snapshot-access",
-    "mirror_top",
-    "commit_top",
-    "blkdebug",
-    "quorum",
-    "null-co",
-    "null-aio",
-    "nbd",
-];
-
 fn block_nodes(nodes: &Value, found: &mut VmConditions) {
     for node in nodes.as_array().into_iter().flatten() {
         let name = node["node-name"].as_str().unwrap_or("?");
-        let driver = node["drv"].as_str().unwrap_or("?");
-        if driver == "nvme" || driver.starts_with("virtio-blk-v") {
-            found.fold.push(reason(
-                format!("block node '{name}' ({driver}) pins guest RAM for DMA"),
-                "use the kernel's block device",
-            ));
-        } else if node["cache"]["direct"] != false {
-            found.refold_live.push(reason(
+        let is_direct = node["cache"]["direct"] != false;
+        match node["drv"].as_str().unwrap_or("?") {
+            driver if driver == "nvme" || driver.starts_with("virtio-blk-v") => {
+                found.fold.push(reason(
+                    format!("block node '{name}' ({driver}) pins guest RAM for DMA"),
+                    "use the kernel's block device",
+                ));
+            }
+            _ if is_direct => found.refold_live.push(reason(
                 format!("block node '{name}' uses direct I/O (cache.direct=on)"),
                 "use cache=writeback; until then pages are folded again at pauses only",
-            ));
-        } else if !BUFFERED_DRIVERS.contains(&driver) {
-            found.refold_live.push(reason(
+            )),
+            // These use the kernel's page cache, or copy by system calls, unless `cache.direct` is
+            // on.
+            "file" | "host_device" | "host_cdrom" | "raw" | "qcow2" | "qcow" | "qed" | "vmdk" | "vdi" | "vpc" | "vhdx" | "parallels" | "dmg" | "bochs" | "cloop" | "luks" | "throttle" | "copy-on-read" | "copy-before-write" | "snapshot-access" | "mirror_top" | "commit_top" | "blkdebug" | "quorum" | "null-co" | "null-aio" | "nbd" => {}
+            driver => found.refold_live.push(reason(
                 format!(
                     "block node '{name}' has driver '{driver}', whose way of I/O memfold does not know"
                 ),
                 "use a file or block device; until then pages are folded again at pauses only",
-            ));
+            )),
         }
     }
 }
 
 fn process(pid: Pid, library: bool, found: &mut VmConditions) {
     let root = format!("/proc/{}", pid.as_raw_nonzero());
-    if let Ok(status) = fs::read_to_string(format!("{root}/status")) {
-        if locked_kib(&status) > 0 {
-            found.fold.push(reason(
-                format!(
-                    "QEMU has locked {} KiB of memory (mem-lock, or VFIO)",
-                    locked_kib(&status)
-                ),
-                "start QEMU without -overcommit mem-lock=on",
-            ));
-        }
+    let kib = locked_kib(&fs::read_to_string(format!("{root}/status")).unwrap_or_default());
+    if kib > 0 {
+        found.fold.push(reason(
+            format!("QEMU has locked {kib} KiB of memory (mem-lock, or VFIO)"),
+            "start QEMU without -overcommit mem-lock=on",
+        ));
     }
-    let links: Vec<String> = fs::read_dir(format!("{root}/fd"))
-        .into_iter()
-        .flatten()
-        .filter_map(|e| fs::read_link(e.ok()?.path()).ok())
-        .map(|p| p.to_string_lossy().into_owned())
-        .collect();
-    if links
-        .iter()
-        .any(|l| l.starts_with("/dev/vfio/") || l.contains("[vfio-device]"))
-    {
+    let descriptors = fs::read_dir(format!("{root}/fd")).into_iter().flatten();
+    let links = descriptors.filter_map(|e| fs::read_link(e.ok()?.path()).ok());
+    let links: Vec<String> = links.map(|p| p.to_string_lossy().into_owned()).collect();
+    let is_vfio = |l: &String| l.starts_with("/dev/vfio/") || l.contains("[vfio-device]");
+    if links.iter().any(is_vfio) {
         found.fold.push(reason(
             "QEMU holds a VFIO device, which pins guest RAM for DMA",
             "remove the device",
@@ -349,12 +296,9 @@ fn process(pid: Pid, library: bool, found: &mut VmConditions) {
 }
 
 fn locked_kib(status: &str) -> u64 {
-    status
-        .lines()
-        .find_map(|l| l.strip_prefix("VmLck:"))
-        .and_then(|l| l.trim().strip_suffix(" kB"))
-        .and_then(|n| n.trim().parse().ok())
-        .unwrap_or(0)
+    let line = status.lines().find_map(|l| l.strip_prefix("VmLck:"));
+    let kib = line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse().ok());
+    kib.unwrap_or(0)
 }
 
 #[cfg(test)]

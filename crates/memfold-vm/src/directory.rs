@@ -71,12 +71,11 @@ impl VmDirectory {
 
     /// Returns all VMs' directories, sorted; empty if the state directory does not exist.
     pub fn all(state: &Path) -> io::Result<Vec<Self>> {
-        let entries = match fs::read_dir(state.join("vms")) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            other => other?,
-        };
         let mut found = Vec::new();
-        for entry in entries {
+        for entry in missing_is_fine(fs::read_dir(state.join("vms")).map(Some))?
+            .into_iter()
+            .flatten()
+        {
             let entry = entry?;
             if entry.file_type()?.is_dir() {
                 found.push(Self(entry.path()));
@@ -194,21 +193,21 @@ impl VmDirectory {
         }
         // Another process that checks whether the VM has ended may create the lock file again,
         // after the directory was emptied and before it is removed.
+        let mut removed = fs::remove_dir_all(&self.0);
         for _ in 0..20 {
-            match fs::remove_dir_all(&self.0) {
-                Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {
-                    std::thread::sleep(std::time::Duration::from_millis(5));
-                }
-                other => return missing_is_fine(other),
+            if !matches!(&removed, Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty) {
+                break;
             }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            removed = fs::remove_dir_all(&self.0);
         }
-        missing_is_fine(fs::remove_dir_all(&self.0))
+        missing_is_fine(removed)
     }
 }
 
-fn missing_is_fine(result: io::Result<()>) -> io::Result<()> {
+pub(super) fn missing_is_fine<T: Default>(result: io::Result<T>) -> io::Result<T> {
     match result {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(T::default()),
         other => other,
     }
 }

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use memfold_host::files::LIBRARY;
-use memfold_units::{Hva, PAGE_SIZE};
+use memfold_units::Hva;
 use memfold_wire::agent::PORT_NAME;
 use memfold_wire::library::{Advice, SOCKET_VARIABLE};
 use rustix::process::Pid;
@@ -47,9 +47,8 @@ fn variable(environment: &[u8], name: &str) -> Option<PathBuf> {
 pub fn command_line(pid: Pid) -> io::Result<Vec<String>> {
     let bytes = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()))?;
     let words = bytes.split(|b| *b == 0).filter(|w| !w.is_empty());
-    Ok(words
-        .map(|w| String::from_utf8_lossy(w).into_owned())
-        .collect())
+    let words = words.map(|w| String::from_utf8_lossy(w).into_owned());
+    Ok(words.collect())
 }
 
 /// Returns the guest's name from `-name guest=NAME,...` or `-name NAME,...`.
@@ -72,11 +71,9 @@ pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError
         return Ok(None);
     };
     let chardevs = qmp.query("query-chardev")?;
-    Ok(chardevs
-        .as_array()
-        .into_iter()
-        .flatten()
-        .find(|c| c["label"] == chardev)
+    let mut chardevs = chardevs.as_array().into_iter().flatten();
+    let found = chardevs.find(|c| c["label"] == chardev);
+    Ok(found
         .and_then(|c| socket_path(c["filename"].as_str()?))
         // A QEMU that a user started by hand may have a path relative to its working directory.
         .and_then(|path| Some(seen_from_here(pid, working_directory(pid)?.join(path)))))
@@ -122,15 +119,10 @@ fn socket_path(filename: &str) -> Option<PathBuf> {
 /// part is used.
 pub fn advice(pid: Pid, block: &RamBlock) -> io::Result<Advice> {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", pid.as_raw_nonzero()))?;
-    let end = Hva(block
-        .hva
-        .0
-        .saturating_add(block.pages.saturating_mul(PAGE_SIZE)));
+    let end = block.hva.add_pages(block.pages);
     advice_in(&smaps, block.hva, end).ok_or_else(|| {
-        io::Error::new(
-            io::ErrorKind::NotFound,
-            format!("no mapping of RAM block '{}' at {}", block.name, block.hva),
-        )
+        let why = format!("no mapping of RAM block '{}' at {}", block.name, block.hva);
+        io::Error::new(io::ErrorKind::NotFound, why)
     })
 }
 
@@ -156,12 +148,8 @@ fn advice_in(smaps: &str, start: Hva, end: Hva) -> Option<Advice> {
 fn mapping(line: &str) -> Option<((u64, u64), bool)> {
     let mut fields = line.split_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
-    let range = (
-        u64::from_str_radix(start, 16).ok()?,
-        u64::from_str_radix(end, 16).ok()?,
-    );
-    let inode = fields.nth(3)?;
-    Some((range, inode == "0"))
+    let at = |text| u64::from_str_radix(text, 16).ok();
+    Some(((at(start)?, at(end)?), fields.nth(3)? == "0"))
 }
 
 fn advice_of(flags: &str) -> Advice {

@@ -45,17 +45,30 @@ impl Forward {
         })
     }
 
+    fn parse(text: &str) -> Option<Self> {
+        let (is_udp, rest) = match text.split_once(':')? {
+            ("udp", rest) => (true, rest),
+            ("tcp", rest) => (false, rest),
+            _ => (false, text),
+        };
+        let (rest, guest) = rest.rsplit_once(':')?;
+        let (address, host) = match rest.rsplit_once(':') {
+            Some((address, host)) => (address.parse().ok()?, host),
+            None => (Ipv4Addr::LOCALHOST, rest),
+        };
+        Some(Self {
+            is_udp,
+            address,
+            host: host.parse().ok()?,
+            guest: guest.parse().ok().filter(|guest| *guest != 0)?,
+        })
+    }
+
     /// Returns the rule in QEMU's `hostfwd` syntax.
     #[must_use]
     pub fn rule(&self) -> String {
         let protocol = if self.is_udp { "udp" } else { "tcp" };
-        let Self {
-            address,
-            host,
-            guest,
-            ..
-        } = self;
-        format!("{protocol}:{address}:{host}-:{guest}")
+        format!("{protocol}:{}:{}-:{}", self.address, self.host, self.guest)
     }
 
     /// Binds the host port briefly to check that it is free. Returns the rule; if its host port was
@@ -93,30 +106,10 @@ impl FromStr for Forward {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let bad = || {
+        Self::parse(text).ok_or_else(|| {
             format!(
                 "'{text}' is not a port to forward; write HOST-PORT:GUEST-PORT, such as 2222:22, 0:22 (any free one), 0.0.0.0:80:80 or udp:5353:53"
             )
-        };
-        let (is_udp, rest) = match text.split_once(':').ok_or_else(bad)? {
-            ("udp", rest) => (true, rest),
-            ("tcp", rest) => (false, rest),
-            _ => (false, text),
-        };
-        let (rest, guest) = rest.rsplit_once(':').ok_or_else(bad)?;
-        let (address, host) = match rest.rsplit_once(':') {
-            Some((address, host)) => (address.parse().map_err(|_| bad())?, host),
-            None => (Ipv4Addr::LOCALHOST, rest),
-        };
-        let guest: u16 = guest.parse().map_err(|_| bad())?;
-        if guest == 0 {
-            return Err(bad());
-        }
-        Ok(Self {
-            is_udp,
-            address,
-            host: host.parse().map_err(|_| bad())?,
-            guest,
         })
     }
 }

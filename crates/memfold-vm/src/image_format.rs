@@ -32,10 +32,9 @@ pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
     let Ok(Some(head)) = head(&disk.path) else {
         return Ok(());
     };
-    let mark = MARKS
-        .iter()
-        .find(|(_, at, mark)| head.get(*at..at + mark.len()) == Some(*mark));
-    let holds = mark.map(|(format, ..)| *format);
+    let mut marks = MARKS.into_iter();
+    let mark = marks.find(|(_, at, mark)| head.get(*at..at + mark.len()) == Some(*mark));
+    let holds = mark.map(|(format, ..)| format);
     let path = disk.path.display();
     let wrong = |why: String| Err(value("disks.format", why));
     match (disk.format.is_some(), disk.format(), holds) {
@@ -52,14 +51,16 @@ pub(super) fn settle(disk: &mut DiskSpec) -> Result<(), SpecError> {
         (false, DiskFormat::Raw, Some(other)) => wrong(format!(
             "{path} begins like a {other} image, a format that memfold does not support; convert it (qemu-img convert -O qcow2), or pass format=raw if a guest has written that header to a raw disk"
         )),
-        (_, DiskFormat::Qcow2, _) => wrong(format!(
-            "{path} is not a qcow2 image{}; pass format=raw if the file holds the disk's plain bytes",
-            if disk.format.is_some() {
+        (is_given, DiskFormat::Qcow2, _) => {
+            let name = if is_given {
                 ""
             } else {
                 ", though its name ends so"
-            }
-        )),
+            };
+            wrong(format!(
+                "{path} is not a qcow2 image{name}; pass format=raw if the file holds the disk's plain bytes"
+            ))
+        }
     }
 }
 

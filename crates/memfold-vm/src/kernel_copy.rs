@@ -47,13 +47,9 @@ const KEPT: usize = 4;
 /// Number of bytes by which the copy is located in memory, before all bytes are compared.
 const BEGINNING: usize = 256;
 
-/// Identity of a copy: trust domain and image file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Key {
-    domain: String,
-    file: (u64, u64, u64),
-    modified: (i64, i64),
-}
+/// Identity of a copy: trust domain; device, inode and length of the image file; time of its last
+/// change.
+type Key = (String, (u64, u64, u64), (i64, i64));
 
 /// One copy of the kernel, without boot sector and setup.
 #[derive(Debug)]
@@ -79,8 +75,7 @@ impl KernelCopies {
     /// An I/O error if the copy was not replaced; QEMU then keeps its own.
     pub fn share(&self, vm: &Vm) -> io::Result<u64> {
         let spec = vm.spec().filter(|spec| spec.foreign.is_none());
-        let wanted =
-            spec.and_then(|spec| Some((spec.boot.kernel.as_ref()?, spec.domain.as_ref()?)));
+        let wanted = spec.and_then(|spec| spec.boot.kernel.as_ref().zip(spec.domain.as_ref()));
         let Some((image, domain)) = wanted else {
             return Ok(0);
         };
@@ -90,18 +85,17 @@ impl KernelCopies {
         };
         let hva = start.0 - AHEAD + PAGE_SIZE;
         let pages = copy.pages.metadata()?.len() / PAGE_SIZE;
-        let mut link = vm
-            .library_link()
-            .ok_or(io::ErrorKind::Unsupported)?
-            .map_err(io::Error::other)?;
+        let link = vm.library_link().ok_or(io::ErrorKind::Unsupported)?;
+        let mut link = link.map_err(io::Error::other)?;
         let mut ask =
             |order: &Order, file| link.order(order, file).map(drop).map_err(io::Error::other);
         let advice = Advice::default();
         ask(&Order::AddRam { hva, pages, advice }, None)?;
+        let file_page = 0;
         let map = Order::Map {
             hva,
             pages,
-            file_page: 0,
+            file_page,
         };
         let mapped = ask(&map, Some(copy.pages.as_fd()));
         // This range is not RAM of the guest.
@@ -112,11 +106,8 @@ impl KernelCopies {
     fn copy(&self, image: &Path, domain: &str) -> io::Result<Arc<Copy>> {
         let file = File::open(image)?;
         let facts = file.metadata()?;
-        let key = Key {
-            domain: domain.to_owned(),
-            file: (facts.dev(), facts.ino(), facts.len()),
-            modified: (facts.mtime(), facts.mtime_nsec()),
-        };
+        let is = (facts.dev(), facts.ino(), facts.len());
+        let key: Key = (domain.to_owned(), is, (facts.mtime(), facts.mtime_nsec()));
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, copy)) = kept.iter().find(|(other, _)| *other == key) {
             return Ok(copy.clone());
@@ -131,12 +122,8 @@ impl KernelCopies {
 impl Copy {
     fn of(image: &File) -> io::Result<Self> {
         let length = image.metadata()?.len();
-        let nonsense = || {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                "the file is not a Linux kernel image",
-            )
-        };
+        let why = "the file is not a Linux kernel image";
+        let nonsense = || io::Error::new(io::ErrorKind::InvalidData, why);
         // The kernel's Documentation/arch/x86/boot.rst: setup_sects at 0x1f1, 0 stands for 4;
         // "HdrS" at 0x202.
         let mut head = [0; 0x206];

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +12,7 @@ use memfold_host::qemu::{QemuError, QemuFacts};
 use memfold_host::{files, kvm};
 use memfold_sys::session;
 use memfold_units::ByteSize;
+use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::process::Pid;
 
 use super::command_line::arguments;
@@ -19,7 +21,6 @@ use super::forward::Forward;
 use super::machine::Vm;
 use super::overlay::{self, Backing};
 use super::own_files;
-use super::preload;
 use super::process::Identity;
 use super::qmp::Qmp;
 use super::spec::{AccelChoice, DiskSpec, VmSpec};
@@ -100,7 +101,7 @@ pub enum LaunchError {
         "cannot load the saved device state: the VM was saved with {what} {then}, and this host has {now}"
     )]
     Incoming {
-        what: String,
+        what: &'static str,
         then: String,
         now: String,
     },
@@ -164,19 +165,13 @@ pub struct Incoming {
     pub accel: String,
 }
 
-/// Starts a VM that waits for a device state instead of booting.
-pub fn start_incoming(state: &Path, spec: VmSpec, incoming: &Incoming) -> Result<Vm, LaunchError> {
-    start_unless(&Cancel::default(), state, spec, Some(incoming))
-}
-
 /// Starts a VM unless `cancel` is set meanwhile. With `incoming`, the VM waits for a device state.
 pub fn start_unless(
     cancel: &Cancel,
     state: &Path,
-    spec: VmSpec,
+    mut spec: VmSpec,
     incoming: Option<&Incoming>,
 ) -> Result<Vm, LaunchError> {
-    let mut spec = spec;
     spec.validate()?;
     let qemu = QemuFacts::probe()?;
     if !qemu.is_supported() {
@@ -195,11 +190,8 @@ pub fn start_unless(
     if let Some(incoming) = incoming {
         fits(incoming, &qemu, accel)?;
     }
-    let library = if spec.fold {
-        Some(files::library().map_err(LaunchError::Library)?)
-    } else {
-        None
-    };
+    let library = spec.fold.then(files::library).transpose();
+    let library = library.map_err(LaunchError::Library)?;
     let directory = VmDirectory::of(state, &spec.name);
     let length = directory.console().as_os_str().len();
     if length > MAX_SOCKET_PATH {
@@ -237,27 +229,24 @@ fn unknown_machine(
         (Some(incoming), LaunchError::Start { output, .. })
             if output.contains("unsupported machine type") =>
         {
-            LaunchError::Incoming {
-                what: "machine type".into(),
-                then: incoming.machine.clone(),
-                now: format!(
-                    "QEMU {}.{}.{}, which lacks it",
-                    qemu.version.0, qemu.version.1, qemu.version.2
-                ),
-            }
+            let now = format!("QEMU {}, which lacks it", text(qemu.version));
+            other("machine type", incoming.machine.clone(), now)
         }
         _ => error,
     }
 }
 
+fn other(what: &'static str, then: String, now: String) -> LaunchError {
+    LaunchError::Incoming { what, then, now }
+}
+
+fn text(version: (u64, u64, u64)) -> String {
+    let (major, minor, micro) = version;
+    format!("{major}.{minor}.{micro}")
+}
+
 /// Checks that this QEMU can load the saved device state.
 fn fits(incoming: &Incoming, qemu: &QemuFacts, accel: &str) -> Result<(), LaunchError> {
-    let other = |what: &str, then: String, now: String| LaunchError::Incoming {
-        what: what.to_owned(),
-        then,
-        now,
-    };
-    let text = |v: (u64, u64, u64)| format!("{}.{}.{}", v.0, v.1, v.2);
     if qemu.version < incoming.qemu {
         return Err(other("QEMU", text(incoming.qemu), text(qemu.version)));
     }
@@ -279,12 +268,13 @@ fn choose_accel(
     match spec.accel {
         AccelChoice::Tcg => Ok("tcg"),
         // There is no probe here: a user who names KVM may boot something else than Linux.
-        AccelChoice::Kvm => match File::options().read(true).write(true).open("/dev/kvm") {
-            Ok(_) => Ok("kvm"),
-            Err(e) => Err(LaunchError::Kvm {
-                why: format!("/dev/kvm: {e}"),
-            }),
-        },
+        AccelChoice::Kvm => {
+            let opened = File::options().read(true).write(true).open("/dev/kvm");
+            let why = |e| format!("/dev/kvm: {e}");
+            opened
+                .map(|_| "kvm")
+                .map_err(|e| LaunchError::Kvm { why: why(e) })
+        }
         AccelChoice::Auto => {
             let images = files::guest_images().unwrap_or_default();
             let verdict = kvm::probe(qemu, images.values().next(), state);
@@ -307,9 +297,8 @@ fn claim(directory: &VmDirectory) -> Result<(), LaunchError> {
     match directory.create() {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
             if !Vm::clear_if_stale(directory).map_err(failed)? {
-                return Err(LaunchError::NameTaken {
-                    name: directory.name(),
-                });
+                let name = directory.name();
+                return Err(LaunchError::NameTaken { name });
             }
             directory.create().map_err(failed)
         }
@@ -345,10 +334,8 @@ impl Attempt<'_> {
             .enumerate()
             .map(|(number, disk)| overlay_place(disk, number, &spec.name))
             .collect::<Result<_, _>>()?;
-        let swap = match spec.swap {
-            Some(size) => Some((swap::place(&spec.name).map_err(failed)?, size)),
-            None => None,
-        };
+        let swap = spec.swap.map(|_| swap::place(&spec.name)).transpose();
+        let swap = swap.map_err(failed)?.zip(spec.swap);
         let all: Vec<&PathBuf> = places.iter().chain(swap.iter().map(|(p, _)| p)).collect();
         // This process may die at any moment, so the paths are recorded before the files are made.
         directory
@@ -385,25 +372,18 @@ impl Attempt<'_> {
             .create(true)
             .open(directory.qemu_log())?;
         let mut command = qemu_command(&self.qemu.program, log)?;
+        let arguments = arguments(spec, machine, self.accel, directory, &self.overlays);
+        // The command line of a VM that memfold did not start may name files without a directory.
+        let place = match &spec.foreign {
+            Some(_) => Some(directory.path()),
+            None => spec.qemu_directory.as_deref().filter(|p| p.is_dir()),
+        };
         command
             .args(self.incoming.into_iter().flat_map(|_| INCOMING))
-            .args(arguments(
-                spec,
-                machine,
-                self.accel,
-                directory,
-                &self.overlays,
-            ))
-            // The command line of a VM that memfold did not start may name files without a
-            // directory.
-            .current_dir(if spec.foreign.is_some() {
-                directory.path()
-            } else {
-                let place = spec.qemu_directory.as_deref();
-                place.filter(|p| p.is_dir()).unwrap_or(Path::new("/"))
-            });
+            .args(arguments)
+            .current_dir(place.unwrap_or(Path::new("/")));
         if let Some(library) = &self.library {
-            preload::add(&mut command, library, directory)?;
+            preload(&mut command, library, directory)?;
         }
         Ok(command)
     }
@@ -420,20 +400,16 @@ impl Attempt<'_> {
         let _lock = directory.lock().map_err(failed)?;
         self.make_files()?;
         let mut command = self.command(&machine).map_err(failed)?;
-        let child = session::detach(&mut command).spawn().map_err(|source| {
-            LaunchError::Qemu(QemuError::Run {
-                program: self.qemu.program.clone(),
-                source,
-            })
+        let program = || self.qemu.program.clone();
+        let spawned = session::detach(&mut command).spawn();
+        let spawned = spawned.map_err(|source| QemuError::Run {
+            program: program(),
+            source,
         })?;
-        let child = self.child.insert(child);
-        let pid = i32::try_from(child.id())
-            .ok()
-            .and_then(Pid::from_raw)
-            .ok_or_else(|| failed(io::Error::other("QEMU has no process number")))?;
+        let child = self.child.insert(spawned);
         let record = Record {
-            process: Identity::of(pid).map_err(failed)?,
-            qemu: self.qemu.program.clone(),
+            process: Identity::of(Pid::from_child(child)).map_err(failed)?,
+            qemu: program(),
             version: self.qemu.version,
             machine,
             accel: self.accel.to_owned(),
@@ -443,7 +419,7 @@ impl Attempt<'_> {
         directory
             .write_json(&directory.record(), &record)
             .map_err(failed)?;
-        let started = wait_for_monitor(child, directory, cancel);
+        let started = wait_for_monitor(child, directory, Duration::from_secs(2), cancel);
         // If the start was cancelled, QEMU's last output does not matter.
         cancel.check(&self.spec.name)?;
         started?;
@@ -500,11 +476,13 @@ pub(super) fn reap(mut child: Child) {
     }
 }
 
-fn wait_for_monitor(
+/// Waits for QEMU's monitor, whose answers may then take up to `timeout` each.
+pub(super) fn wait_for_monitor(
     child: &mut Child,
     directory: &VmDirectory,
+    timeout: Duration,
     cancel: &Cancel,
-) -> Result<(), LaunchError> {
+) -> Result<Qmp, LaunchError> {
     let deadline = Instant::now() + START_TIMEOUT;
     let failed = |what: String| LaunchError::Start {
         what,
@@ -519,12 +497,34 @@ fn wait_for_monitor(
         }
         // The socket exists before QEMU has created its devices. The greeting comes after that,
         // unless QEMU ends first.
-        match Qmp::connect(&directory.qmp(), Duration::from_secs(2)) {
-            Ok(_) => return Ok(()),
+        match Qmp::connect(&directory.qmp(), timeout) {
+            Ok(qmp) => return Ok(qmp),
             Err(e) if Instant::now() >= deadline => return Err(failed(e.to_string())),
             Err(_) => std::thread::sleep(Duration::from_millis(20)),
         }
     }
+}
+
+/// Makes QEMU load memfold's library, which listens on a socket in the VM's directory and gets its
+/// own QMP monitor over a socket pair: QEMU has one end, and the library in the same process has
+/// the other. A socket with a path would be out of reach for a QEMU without root's rights.
+fn preload(command: &mut Command, library: &Path, directory: &VmDirectory) -> io::Result<()> {
+    let (qemus, librarys) = UnixStream::pair()?;
+    let qemus = session::pass(command, qemus.into());
+    let librarys = session::pass(command, librarys.into());
+    // The entries of this process's own variable follow.
+    let mut preloaded = library.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {
+        preloaded.push(":");
+        preloaded.push(others);
+    }
+    command
+        .args(["-chardev", &format!("socket,id=library,fd={qemus}")])
+        .args(["-mon", "chardev=library,mode=control"])
+        .env("LD_PRELOAD", preloaded)
+        .env(SOCKET_VARIABLE, directory.library())
+        .env(MONITOR_VARIABLE, librarys.to_string());
+    Ok(())
 }
 
 /// Returns the last bytes of QEMU's log.
@@ -544,18 +544,18 @@ pub fn last_words(directory: &VmDirectory) -> Option<String> {
     (is_of_the_end && !last.contains("terminating on signal")).then(|| last.to_owned())
 }
 
-/// Returns the path for a temporary overlay, in `TMPDIR` or `/var/tmp`. The state directory is
-/// unsuitable, because it is in RAM.
-fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, LaunchError> {
-    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
-    let place = place.canonicalize().map_err(|error| LaunchError::Overlay {
+fn overlay_error(disk: &DiskSpec, error: &dyn std::fmt::Display) -> LaunchError {
+    LaunchError::Overlay {
         disk: disk.path.clone(),
-        why: format!("{}: {error}", place.display()),
-    })?;
-    Ok(place.join(format!(
-        "memfold-{name}-{number}-{:x}.qcow2",
-        overlay::unique()
-    )))
+        why: error.to_string(),
+    }
+}
+
+/// Returns the path for a temporary overlay.
+fn overlay_place(disk: &DiskSpec, number: usize, name: &str) -> Result<PathBuf, LaunchError> {
+    let place = overlay::directory().map_err(|error| overlay_error(disk, &error))?;
+    let unique = overlay::unique();
+    Ok(place.join(format!("memfold-{name}-{number}-{unique:x}.qcow2")))
 }
 
 /// Creates an overlay over a disk.
@@ -565,8 +565,7 @@ fn make_overlay(disk: &DiskSpec, overlay: &Path) -> Result<(), LaunchError> {
         format: disk.format().driver(),
         virtual_bytes: None,
     };
-    overlay::create(overlay, &backing).map_err(|error| LaunchError::Overlay {
-        disk: disk.path.clone(),
-        why: format!("{}: {error}", overlay.display()),
-    })
+    let path = overlay.display();
+    overlay::create(overlay, &backing)
+        .map_err(|error| overlay_error(disk, &format_args!("{path}: {error}")))
 }

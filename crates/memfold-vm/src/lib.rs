@@ -28,7 +28,6 @@ pub mod machine;
 mod name;
 pub mod overlay;
 pub mod own_files;
-mod preload;
 pub mod process;
 mod qemu_line;
 pub mod qmp;
@@ -41,7 +40,6 @@ pub mod spec;
 mod spec_error;
 mod stop;
 pub mod swap;
-mod tokens;
 pub mod trial;
 mod validate;
 
@@ -51,9 +49,7 @@ pub use agent_link::{
 pub use conditions::{Reason, VmConditions};
 pub use directory::{DEFAULT_STATE, Record, VmDirectory};
 pub use forward::Forward;
-pub use launch::{
-    Cancel, Incoming, LaunchError, last_words, log_tail, start, start_incoming, start_unless,
-};
+pub use launch::{Cancel, Incoming, LaunchError, last_words, log_tail, start, start_unless};
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
 pub use machine::{MachineError, Vm};

@@ -1,7 +1,7 @@
 //! The daemon's end of the connection to memfold's library in QEMU. Each order gets one reply.
 
 use std::fs::File;
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use memfold_wire::library::{Order, Reply, VERSION};
 use memfold_wire::{Decoder, FrameError, encode};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::Pid;
+
+use super::process::peer_pid;
 
 /// Device from which a process gets userfaultfds that also catch faults of the kernel.
 const DEVICE: &str = "/dev/userfaultfd";
@@ -84,7 +85,8 @@ impl LibraryLink {
         timeout: Duration,
         only: Option<Pid>,
     ) -> Result<Self, LibraryError> {
-        let stream = connect_now(path)
+        // A library that hangs accepts no connection, and the socket's queue is short.
+        let stream = memfold_host::socket::connect(path, Duration::ZERO)
             .and_then(|s| s.set_write_timeout(Some(timeout)).map(|()| s))
             .map_err(|source| LibraryError::Connect {
                 path: path.into(),
@@ -141,10 +143,7 @@ impl LibraryLink {
     /// Returns the process that listens on the socket (`SO_PEERCRED`).
     #[must_use]
     pub fn peer_pid(&self) -> Option<Pid> {
-        let stream = self.stream.as_ref()?;
-        rustix::net::sockopt::socket_peercred(stream)
-            .ok()
-            .map(|peer| peer.pid)
+        peer_pid(self.stream.as_ref()?)
     }
 
     /// Returns the facts from the library's greeting.
@@ -165,19 +164,14 @@ impl LibraryLink {
         let bytes = encode(order)?;
         let reply = self.exchange(&bytes, descriptor).and_then(|reply| {
             if fits(order, &reply) {
-                Ok(reply)
-            } else {
-                let text: String = format!("{reply:?}").chars().take(200).collect();
-                Err(LibraryError::Mismatch(text))
+                return Ok(reply);
             }
+            let text = format!("{reply:?}").chars().take(200).collect();
+            Err(LibraryError::Mismatch(text))
         });
-        match reply {
-            Ok(Reply::Error { reason }) => Err(LibraryError::Refused(reason)),
-            Ok(reply) => Ok(reply),
-            Err(e) => {
-                self.stream = None;
-                Err(e)
-            }
+        match reply.inspect_err(|_| self.stream = None)? {
+            Reply::Error { reason } => Err(LibraryError::Refused(reason)),
+            reply => Ok(reply),
         }
     }
 
@@ -187,11 +181,7 @@ impl LibraryLink {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, LibraryError> {
         let stream = self.stream.as_mut().ok_or(LibraryError::Closed)?;
-        match descriptor {
-            Some(fd) => memfold_sys::descriptor::send(stream, bytes, fd),
-            None => stream.write_all(bytes),
-        }
-        .map_err(LibraryError::Lost)?;
+        memfold_sys::descriptor::send(stream, bytes, descriptor).map_err(LibraryError::Lost)?;
         let deadline = Instant::now() + self.timeout;
         let mut chunk = vec![0; 64 << 10];
         loop {
@@ -219,41 +209,11 @@ impl LibraryLink {
     }
 }
 
-/// Connects without waiting: a library that hangs accepts no connection, and the socket's queue is
-/// short.
-fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    )?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-    let stream = UnixStream::from(socket);
-    stream.set_nonblocking(false)?;
-    Ok(stream)
-}
-
 /// Returns whether `reply` can be the answer to `order`.
 fn fits(order: &Order, reply: &Reply) -> bool {
     match (order, reply) {
         (_, Reply::Error { .. })
         | (Order::Hello { .. }, Reply::Hello { .. })
-        | (
-            Order::AddRam { .. }
-            | Order::RemoveRam { .. }
-            | Order::AddStore { .. }
-            | Order::RemoveStore { .. }
-            | Order::Map { .. }
-            | Order::MapRuns { .. }
-            | Order::Stop
-            | Order::Continue
-            | Order::TrackWrites
-            | Order::UntrackWrites
-            | Order::KeepPast { .. }
-            | Order::ForgetPast,
-            Reply::Ok,
-        )
         | (Order::DropZero { .. }, Reply::Zero { .. })
         | (Order::Stats, Reply::Stats(_)) => true,
         (Order::Fold { runs, .. }, Reply::Outcomes { outcomes, .. }) => {
@@ -262,7 +222,15 @@ fn fits(order: &Order, reply: &Reply) -> bool {
         (Order::Release { ranges, .. }, Reply::Outcomes { outcomes, .. }) => {
             ranges.len() == outcomes.len()
         }
-        _ => false,
+        (
+            Order::Hello { .. }
+            | Order::DropZero { .. }
+            | Order::Stats
+            | Order::Fold { .. }
+            | Order::Release { .. },
+            _,
+        ) => false,
+        (_, reply) => matches!(reply, Reply::Ok),
     }
 }
 
@@ -270,6 +238,7 @@ fn fits(order: &Order, reply: &Reply) -> bool {
 mod tests {
     use super::*;
     use memfold_wire::library::{FoldRun, Freeze, Outcome};
+    use std::io::Write;
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixListener;
 

@@ -11,7 +11,7 @@ use rustix::process::Pid;
 
 use super::agent_link::{AgentEvent, AgentLink, AgentOptions};
 use super::conditions::{self, VmConditions};
-use super::directory::{Record, VmDirectory};
+use super::directory::{Record, VmDirectory, missing_is_fine};
 use super::endpoints;
 use super::layout::{RamBlock, RamLayout};
 use super::library_link::{LibraryError, LibraryLink};
@@ -68,13 +68,11 @@ impl Vm {
     pub fn open(directory: &VmDirectory) -> Result<Self, MachineError> {
         let name = directory.name();
         let look = |source: io::Error| {
-            if source.kind() == io::ErrorKind::NotFound {
-                MachineError::NotFound { name: name.clone() }
+            let (name, is_gone) = (name.clone(), source.kind() == io::ErrorKind::NotFound);
+            if is_gone {
+                MachineError::NotFound { name }
             } else {
-                MachineError::Look {
-                    name: name.clone(),
-                    source,
-                }
+                MachineError::Look { name, source }
             }
         };
         let record: Record = VmDirectory::read_json(&directory.record()).map_err(look)?;
@@ -136,30 +134,24 @@ impl Vm {
         }) else {
             return Ok(false);
         };
-        let record = match VmDirectory::read_json::<Record>(&directory.record()) {
-            Ok(record) => {
-                match Process::open(record.process) {
-                    Ok(_) => return Ok(false),
-                    Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                    Err(e) => return Err(e),
-                }
-                Some(record)
+        // Whatever else is wrong with the record, the VM may be running.
+        let record = VmDirectory::read_json::<Record>(&directory.record()).map(Some);
+        let overlays = if let Some(record) = missing_is_fine(record)? {
+            if missing_is_fine(Process::open(record.process).map(Some))?.is_some() {
+                return Ok(false);
             }
+            record.overlays
+        } else {
             // The process that started QEMU died before it wrote the record.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                for process in unrecorded(directory)? {
-                    process.kill()?;
-                    if !process.wait_exit(QUIT_TIMEOUT)? {
-                        return Err(io::Error::other("QEMU did not end after SIGKILL"));
-                    }
+            for process in unrecorded(directory)? {
+                process.kill()?;
+                if !process.wait_exit(QUIT_TIMEOUT)? {
+                    return Err(io::Error::other("QEMU did not end after SIGKILL"));
                 }
-                None
             }
-            // Whatever is wrong with the record, the VM may be running.
-            Err(error) => return Err(error),
+            VmDirectory::read_json(&directory.overlays()).unwrap_or_default()
         };
-        let noted = || VmDirectory::read_json(&directory.overlays()).unwrap_or_default();
-        directory.remove(&record.map_or_else(noted, |record| record.overlays))?;
+        directory.remove(&overlays)?;
         Ok(true)
     }
 
@@ -172,14 +164,8 @@ impl Vm {
 
     /// Marks the VM's restore as complete.
     pub fn came_in(&self) -> io::Result<()> {
-        match self
-            .directory
-            .as_ref()
-            .map(|d| std::fs::remove_file(d.incoming()))
-        {
-            Some(Err(error)) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        let remove = |d: &VmDirectory| missing_is_fine(std::fs::remove_file(d.incoming()));
+        self.directory.as_ref().map_or(Ok(()), remove)
     }
 
     /// Changes the list of temporary files that belong to the VM in its record.
@@ -203,21 +189,20 @@ impl Vm {
             path: qmp_socket.into(),
             why,
         };
-        let pid = qmp
-            .peer_pid()
-            .ok_or_else(|| bad("the kernel does not report the socket's process".into()))?;
-        let look = |e: io::Error| bad(format!("process {}: {e}", pid.as_raw_nonzero()));
+        let pid = qmp.peer_pid();
+        let pid =
+            pid.ok_or_else(|| bad("the kernel does not report the socket's process".into()))?;
+        let number = pid.as_raw_nonzero();
+        let look = |e: io::Error| bad(format!("process {number}: {e}"));
         let identity = Identity::of(pid).map_err(look)?;
         let process = Process::open(identity).map_err(look)?;
         let words = endpoints::command_line(pid).map_err(look)?;
         let program = words.first().map_or("", String::as_str);
         // If the program's name is 'kvm', the name of its file still contains 'qemu'.
-        let file =
-            std::fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).map_err(look)?;
+        let file = std::fs::read_link(format!("/proc/{number}/exe")).map_err(look)?;
         if !program.contains("qemu") && !file.to_string_lossy().contains("qemu") {
             return Err(bad(format!(
-                "the socket was created by '{program}' (process {}), which is not QEMU; give QEMU its own -qmp unix:PATH,server=on",
-                pid.as_raw_nonzero()
+                "the socket was created by '{program}' (process {number}), which is not QEMU; give QEMU its own -qmp unix:PATH,server=on"
             )));
         }
         let library = endpoints::library(pid).map_err(look)?;
@@ -225,7 +210,7 @@ impl Vm {
         Ok(Self {
             name: endpoints::guest_name(&words)
                 .filter(|n| check_name("name", n).is_ok())
-                .unwrap_or_else(|| format!("qemu-{}", pid.as_raw_nonzero())),
+                .unwrap_or_else(|| format!("qemu-{number}")),
             process,
             spec: None,
             record: None,
@@ -372,20 +357,17 @@ fn unrecorded(directory: &VmDirectory) -> io::Result<Vec<Process>> {
     let socket = monitor_argument(&directory.qmp());
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")?.flatten() {
-        let Some(pid) = entry
+        let number = entry
             .file_name()
             .to_str()
-            .and_then(|name| name.parse().ok())
-            .and_then(Pid::from_raw)
-        else {
+            .and_then(|name| name.parse().ok());
+        let Some(pid) = number.and_then(Pid::from_raw) else {
             continue;
         };
         // A process that ends meanwhile does not count.
         let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        if line
-            .split(|byte| *byte == 0)
-            .any(|word| word == socket.as_bytes())
-        {
+        let mut words = line.split(|byte| *byte == 0);
+        if words.any(|word| word == socket.as_bytes()) {
             found.extend(Identity::of(pid).and_then(Process::open));
         }
     }

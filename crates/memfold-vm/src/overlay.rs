@@ -1,14 +1,16 @@
 //! Creates temporary disk overlays: empty qcow2 files that receive a VM's writes.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use memfold_host::helper;
 
+use super::foreign;
 use super::spec::VmSpec;
 
 /// Longest time that `qemu-img` may take to create an overlay. The backing file may be on a remote
@@ -29,22 +31,26 @@ pub struct Backing<'a> {
 /// Creates an empty overlay that only its owner can read, since other users may be able to write to
 /// the directory. Fails with `AlreadyExists` if the file exists. After an error, no file remains.
 pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
-    let file = new_file(path)?;
-    format(file, backing).inspect_err(|_| {
-        let _ = std::fs::remove_file(path);
-    })
+    let mut options: Vec<&OsStr> = ["-F", backing.format, "-b"].map(OsStr::new).into();
+    options.push(backing.file.as_os_str());
+    if backing.virtual_bytes.is_some() {
+        options.push(OsStr::new("-u"));
+    }
+    make(path, &options, backing.virtual_bytes)
 }
 
 /// Creates an empty qcow2 disk that only its owner can read. After an error, no file remains.
 pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
-    let file = new_file(path)?;
-    let mut command = create_command();
-    command
-        .arg("/proc/self/fd/0")
-        .arg(virtual_bytes.to_string());
-    run(&mut command, file).inspect_err(|_| {
-        let _ = std::fs::remove_file(path);
-    })
+    make(path, &[], Some(virtual_bytes))
+}
+
+/// Returns the directory of temporary overlays: `TMPDIR` or `/var/tmp`. The state directory is
+/// unsuitable, because it is in RAM.
+pub(super) fn directory() -> io::Result<PathBuf> {
+    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+    let failed =
+        |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", place.display()));
+    place.canonicalize().map_err(failed)
 }
 
 /// Changes the owner of a temporary file to the user that a VM's QEMU switches to. QEMU reopens the
@@ -53,8 +59,7 @@ pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
     let Some(name) = &spec.user else {
         return Ok(());
     };
-    let (uid, gid) = memfold_sys::peer::user_ids(name)?
-        .ok_or_else(|| io::Error::other(format!("no user '{name}' on this host")))?;
+    let (uid, gid) = foreign::user_ids(name)?;
     std::os::unix::fs::chown(path, Some(uid), Some(gid))
 }
 
@@ -68,28 +73,19 @@ pub(super) fn new_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-fn create_command() -> Command {
-    let mut command = Command::new("qemu-img");
-    command.args(["create", "-q", "-f", "qcow2"]);
-    command
+fn make(path: &Path, options: &[&OsStr], virtual_bytes: Option<u64>) -> io::Result<()> {
+    format(new_file(path)?, options, virtual_bytes).inspect_err(|_| {
+        let _ = std::fs::remove_file(path);
+    })
 }
 
-/// Formats an overlay. `qemu-img` gets the open file instead of its path: `qemu-img` may outlive
+/// Formats a qcow2 file. `qemu-img` gets the open file instead of its path: `qemu-img` may outlive
 /// this process, and would create the file again after it was removed.
-fn format(file: File, backing: &Backing) -> io::Result<()> {
-    let mut command = create_command();
-    command.args(["-F", backing.format, "-b"]);
-    command.arg(backing.file);
-    if backing.virtual_bytes.is_some() {
-        command.arg("-u");
-    }
+fn format(file: File, options: &[&OsStr], virtual_bytes: Option<u64>) -> io::Result<()> {
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", "qcow2"]).args(options);
     command.arg("/proc/self/fd/0");
-    command.args(backing.virtual_bytes.map(|bytes| bytes.to_string()));
-    run(&mut command, file)
-}
-
-/// Runs `qemu-img` with an open file as its standard input.
-fn run(command: &mut Command, file: File) -> io::Result<()> {
+    command.args(virtual_bytes.map(|bytes| bytes.to_string()));
     let output = helper::output(command.stdin(Stdio::from(file)), LIMIT)
         .map_err(|error| io::Error::new(error.kind(), format!("qemu-img: {error}")))?;
     if output.status.success() {
@@ -163,7 +159,8 @@ mod tests {
         let overlay = place.path().join("overlay");
         let file = File::create_new(&overlay).unwrap();
         std::fs::remove_file(&overlay).unwrap();
-        format(file, &raw(&disk)).unwrap();
+        let options = ["-F", "raw", "-b", disk.to_str().unwrap()].map(OsStr::new);
+        format(file, &options, None).unwrap();
         assert!(!overlay.exists());
     }
 }

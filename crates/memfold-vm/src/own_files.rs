@@ -7,12 +7,11 @@ use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
-
 use super::directory::VmDirectory;
+use super::foreign::value::Value;
 use super::overlay;
+use super::qemu_line::{self, put_in};
 use super::spec::VmSpec;
-use super::tokens::{self, put_in};
 
 /// Prefix of the tokens that stand for files; a file's number follows.
 const TOKEN: &str = "/memfold/own";
@@ -20,7 +19,7 @@ const TOKEN: &str = "/memfold/own";
 /// Returns the token that stands for file `number` in an argument.
 #[must_use]
 pub fn token(number: usize) -> String {
-    tokens::token(TOKEN, number)
+    qemu_line::token(TOKEN, number)
 }
 
 /// Replaces a path in an argument by `name`, if `is_it` returns true for the path; `None` if the
@@ -30,8 +29,10 @@ pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Opti
         return Some(name.to_owned());
     }
     if argument.starts_with('{') {
-        let mut value = serde_json::from_str(argument).ok()?;
-        return rename_in(&mut value, is_it, name).then(|| value.to_string());
+        let mut value = Value::parse("", argument)?;
+        let is_it = |word: &str| word.starts_with('/') && is_it(Path::new(word));
+        let rename = |_: &str, word: &str| Ok::<_, ()>(is_it(word).then(|| name.to_owned()));
+        return (value.change_strings(rename) == Ok(true)).then(|| value.render());
     }
     let mut found = false;
     // QEMU's options write a comma in a value twice.
@@ -50,22 +51,6 @@ pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Opti
     found.then_some(renamed)
 }
 
-fn rename_in(value: &mut Value, is_it: &dyn Fn(&Path) -> bool, name: &str) -> bool {
-    match value {
-        Value::String(text) if text.starts_with('/') && is_it(Path::new(text)) => {
-            name.clone_into(text);
-            true
-        }
-        Value::Array(all) => all
-            .iter_mut()
-            .fold(false, |found, one| rename_in(one, is_it, name) | found),
-        Value::Object(all) => all
-            .values_mut()
-            .fold(false, |found, one| rename_in(one, is_it, name) | found),
-        _ => false,
-    }
-}
-
 /// Copies the files for a VM that is about to start.
 pub(super) fn make(directory: &VmDirectory, spec: &VmSpec) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
@@ -82,11 +67,10 @@ impl VmSpec {
     /// Returns the VM's additional QEMU arguments, with file paths in place of tokens.
     #[must_use]
     pub fn more_arguments(&self, directory: &VmDirectory) -> Vec<OsString> {
-        let own: Vec<PathBuf> = (0..self.files.len())
-            .map(|number| directory.own_file(number))
-            .collect();
-        self.qemu_args
-            .iter()
+        let own = (0..self.files.len()).map(|number| directory.own_file(number));
+        let own: Vec<PathBuf> = own.collect();
+        let arguments = self.qemu_args.iter();
+        arguments
             .map(|argument| put_in(TOKEN, argument, &own))
             .collect()
     }

@@ -4,9 +4,9 @@
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::time::{Duration, Instant};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
@@ -14,9 +14,8 @@ use serde::{Deserialize, Serialize};
 /// if it cannot be read.
 #[must_use]
 pub fn boot_id() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .map(|id| id.trim().to_owned())
-        .unwrap_or_default()
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim().to_owned()
 }
 
 /// Returns whether a process is stopped by `SIGSTOP` or a debugger (`proc_pid_stat(5)`).
@@ -25,6 +24,12 @@ pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit_once(')').map(|(_, rest)| rest.trim_start());
     state.is_some_and(|state| state.starts_with(['T', 't']))
+}
+
+/// Returns the process at the other end of a Unix socket (`SO_PEERCRED`: the process that created
+/// the listening socket).
+pub(super) fn peer_pid(socket: &UnixStream) -> Option<Pid> {
+    Some(rustix::net::sockopt::socket_peercred(socket).ok()?.pid)
 }
 
 /// Identifies a process of this boot.
@@ -111,17 +116,7 @@ impl Process {
 
     /// Waits until the process has ended; returns false after `timeout`.
     pub fn wait_exit(&self, timeout: Duration) -> io::Result<bool> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left = Timespec::try_from(left).map_err(io::Error::other)?;
-            let mut fds = [PollFd::new(&self.handle, PollFlags::IN)];
-            match poll(&mut fds, Some(&left)) {
-                Ok(n) => return Ok(n > 0),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
+        memfold_sys::descriptor::wait_readable(&self.handle, timeout)
     }
 
     /// Kills the process. No error if it has already ended.

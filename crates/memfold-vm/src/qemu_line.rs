@@ -1,8 +1,9 @@
-//! Writes values in QEMU's command-line syntax.
+//! Writes values in QEMU's command-line syntax. Tokens stand for file paths there, so that a
+//! description does not depend on where the files are.
 
 use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
 
 #[derive(Default)]
 pub(super) struct Line(pub(super) Vec<OsString>);
@@ -19,30 +20,17 @@ impl Line {
         self
     }
 
-    pub(super) fn with_path(
-        &mut self,
-        option: &str,
-        before: &str,
-        path: &Path,
-        after: &str,
-    ) -> &mut Self {
+    pub(super) fn with_path(&mut self, option: &str, before: &str, path: &Path) -> &mut Self {
         let mut value = OsString::from(before);
         value.push(escape(path.as_os_str()));
-        value.push(after);
         self.add(option, value)
     }
 }
 
 /// Escapes a value for QEMU's option syntax: doubles each comma.
 pub(super) fn escape(value: &OsStr) -> OsString {
-    let mut bytes = Vec::with_capacity(value.len());
-    for byte in value.as_bytes() {
-        bytes.push(*byte);
-        if *byte == b',' {
-            bytes.push(b',');
-        }
-    }
-    OsStr::from_bytes(&bytes).to_owned()
+    let parts: Vec<&[u8]> = value.as_bytes().split(|byte| *byte == b',').collect();
+    OsString::from_vec(parts.join(&b",,"[..]))
 }
 
 /// Returns the value of `-qmp` for a Unix socket.
@@ -56,4 +44,30 @@ pub(super) fn monitor_argument(socket: &Path) -> OsString {
 /// Returns `on` or `off`.
 pub(super) const fn on_or_off(yes: bool) -> &'static str {
     if yes { "on" } else { "off" }
+}
+
+/// Returns the token for file `number`. Numbers have leading zeroes, so that no token is a prefix
+/// of another.
+pub(super) fn token(kind: &str, number: usize) -> String {
+    format!("{kind}{number:03}")
+}
+
+/// Replaces the tokens of one kind in a word by file paths.
+pub(super) fn put_in(kind: &str, word: &str, files: &[PathBuf]) -> OsString {
+    let mut words = word.to_owned();
+    for (number, file) in files.iter().enumerate() {
+        let token = token(kind, number);
+        if words == token {
+            return file.clone().into();
+        }
+        let file = file.to_string_lossy();
+        let is_json = words.starts_with('{');
+        let file = if is_json {
+            file.into_owned()
+        } else {
+            file.replace(',', ",,")
+        };
+        words = words.replace(&token, &file);
+    }
+    words.into()
 }

@@ -5,8 +5,8 @@
 //! greeting.
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind, Read, Write};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::io::{ErrorKind, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,6 +14,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use memfold_host::socket;
+use memfold_sys::descriptor;
+
+use super::process::peer_pid;
 
 /// Largest accepted answer of QEMU, in bytes.
 const MAX_MESSAGE: usize = 64 << 20;
@@ -168,60 +171,55 @@ impl Qmp {
             self.timeout
         };
         let deadline = Instant::now() + limit;
-        let no_greeting = QmpError::NoGreeting {
-            path: self.path.clone(),
-            seconds: limit.as_secs_f64(),
-        };
-        let stream = socket::connect(&self.path, limit)
+        let connected = socket::connect(&self.path, limit)
             .and_then(|s| s.set_write_timeout(Some(self.timeout)).map(|()| s));
-        self.stream = Some(match stream {
-            Ok(stream) => stream,
+        let greeting = match connected {
+            Ok(stream) => {
+                self.stream = Some(stream);
+                self.read_message("the greeting", deadline)?
+            }
             // QEMU has not accepted the connection, so the socket's queue is full.
-            Err(error) if error.kind() == ErrorKind::TimedOut => {
-                self.is_silent = true;
-                return Err(no_greeting);
-            }
+            Err(error) if error.kind() == ErrorKind::TimedOut => None,
             Err(source) => {
-                return Err(QmpError::Connect {
-                    path: self.path.clone(),
-                    source,
-                });
+                let path = self.path.clone();
+                return Err(QmpError::Connect { path, source });
             }
-        });
-        self.greeting = match self.read_message("the greeting", deadline) {
-            Err(QmpError::Timeout { .. }) => {
-                self.stream = None;
-                self.is_silent = true;
-                return Err(no_greeting);
-            }
-            other => other?,
         };
-        if self.greeting.get("QMP").is_none() {
-            let greeting = self.greeting.take();
-            return Err(self.unexpected("the greeting", &greeting));
+        let Some(greeting) = greeting else {
+            self.give_up();
+            return Err(QmpError::NoGreeting {
+                path: self.path.clone(),
+                seconds: limit.as_secs_f64(),
+            });
+        };
+        if greeting.get("QMP").is_none() {
+            return Err(unexpected("the greeting", &greeting));
         }
+        self.greeting = greeting;
         // QEMU sends its greeting from a separate thread, but executes commands on the one that may
         // hang.
-        self.once("qmp_capabilities", &Value::Null, limit)
-            .map(|_| ())
+        self.once("qmp_capabilities", &Value::Null, limit).map(drop)
+    }
+
+    /// Closes the connection after a missed deadline: a late answer would be taken for that of the
+    /// next command.
+    fn give_up(&mut self) {
+        self.stream = None;
+        self.is_silent = true;
     }
 
     /// Returns QEMU's version: major, minor, micro. Zeroes if the greeting does not contain it.
     #[must_use]
     pub fn version(&self) -> (u64, u64, u64) {
-        let part = |name: &str| {
-            self.greeting["QMP"]["version"]["qemu"][name]
-                .as_u64()
-                .unwrap_or(0)
-        };
+        let version = &self.greeting["QMP"]["version"]["qemu"];
+        let part = |name: &str| version[name].as_u64().unwrap_or(0);
         (part("major"), part("minor"), part("micro"))
     }
 
     /// Returns the process at the other end of the socket (`SO_PEERCRED`: the process that created
     /// the listening socket).
     pub fn peer_pid(&self) -> Option<rustix::process::Pid> {
-        let stream = self.stream.as_ref()?;
-        Some(rustix::net::sockopt::socket_peercred(stream).ok()?.pid)
+        peer_pid(self.stream.as_ref()?)
     }
 
     /// Executes `command` and returns its result. If the connection breaks, queries (`query-...`,
@@ -280,7 +278,7 @@ impl Qmp {
         let answer = answer?;
         match (answer["fdset-id"].as_u64(), answer["fd"].as_u64()) {
             (Some(set), Some(number)) => Ok(Lent { set, number }),
-            _ => Err(self.unexpected("add-fd", &answer)),
+            _ => Err(unexpected("add-fd", &answer)),
         }
     }
 
@@ -295,7 +293,7 @@ impl Qmp {
         let answer = self.execute("human-monitor-command", json!({ "command-line": line }))?;
         match answer {
             Value::String(text) => Ok(text),
-            other => Err(self.unexpected(line, &other)),
+            other => Err(unexpected(line, &other)),
         }
     }
 
@@ -314,33 +312,21 @@ impl Qmp {
         let mut line = request.to_string();
         line.push('\n');
         let deadline = Instant::now() + limit;
-        let sent = match self.stream.as_mut() {
-            Some(stream) => match self.pass.take() {
-                Some(descriptor) => {
-                    memfold_sys::descriptor::send(stream, line.as_bytes(), descriptor)
-                }
-                None => stream.write_all(line.as_bytes()),
-            },
+        let pass = self.pass.take();
+        let sent = match &self.stream {
+            Some(stream) => {
+                descriptor::send(stream, line.as_bytes(), pass.as_ref().map(AsFd::as_fd))
+            }
             None => Err(ErrorKind::NotConnected.into()),
         };
-        if let Err(source) = sent {
-            return Err(self.lost(command, source));
-        }
+        sent.map_err(|source| self.lost(command, source))?;
         loop {
-            let mut message = match self.read_message(command, deadline) {
-                // The late answer would be taken for that of the next command, so the connection is
-                // given up.
-                Err(QmpError::Timeout { command, .. }) => {
-                    self.stream = None;
-                    self.is_silent = true;
-                    // The error names the whole time limit, not the part that was left after the
-                    // last event.
-                    return Err(QmpError::Timeout {
-                        command,
-                        seconds: limit.as_secs_f64(),
-                    });
-                }
-                other => other?,
+            let Some(mut message) = self.read_message(command, deadline)? else {
+                self.give_up();
+                return Err(QmpError::Timeout {
+                    command: command.into(),
+                    seconds: limit.as_secs_f64(),
+                });
             };
             if message.get("event").is_some() {
                 self.keep(message);
@@ -357,10 +343,8 @@ impl Qmp {
                     description: text_of(&error["desc"]),
                 });
             }
-            return match message.get_mut("return") {
-                Some(value) => Ok(value.take()),
-                None => Err(self.unexpected(command, &message)),
-            };
+            let value = message.get_mut("return").map(Value::take);
+            return value.ok_or_else(|| unexpected(command, &message));
         }
     }
 
@@ -395,11 +379,10 @@ impl Qmp {
                     return Ok(Some(event));
                 }
             }
-            match self.read_message("an event", deadline) {
-                Ok(message) if message.get("event").is_some() => self.keep(message),
-                Ok(_) => {}
-                Err(QmpError::Timeout { .. }) => return Ok(None),
-                Err(e) => return Err(e),
+            match self.read_message("an event", deadline)? {
+                Some(message) if message.get("event").is_some() => self.keep(message),
+                Some(_) => {}
+                None => return Ok(None),
             }
         }
     }
@@ -411,15 +394,20 @@ impl Qmp {
         self.events.push_back(event);
     }
 
-    fn read_message(&mut self, command: &str, deadline: Instant) -> Result<Value, QmpError> {
-        let started = Instant::now();
+    /// Returns the next message; `None` at the deadline.
+    fn read_message(
+        &mut self,
+        command: &str,
+        deadline: Instant,
+    ) -> Result<Option<Value>, QmpError> {
         loop {
             if let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
                 if line.trim_ascii().is_empty() {
                     continue;
                 }
-                return serde_json::from_slice(&line).map_err(|_| QmpError::Unexpected {
+                let message = serde_json::from_slice(&line);
+                return message.map(Some).map_err(|_| QmpError::Unexpected {
                     command: command.into(),
                     text: String::from_utf8_lossy(&line).chars().take(200).collect(),
                 });
@@ -428,30 +416,21 @@ impl Qmp {
                 return Err(self.lost(command, ErrorKind::FileTooLarge.into()));
             }
             let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
             let mut chunk = [0; 16 << 10];
-            let got = if left.is_zero() {
-                Err(ErrorKind::TimedOut.into())
-            } else {
-                match self.stream.as_mut() {
-                    Some(stream) => stream
-                        .set_read_timeout(Some(left))
-                        .and_then(|()| stream.read(&mut chunk)),
-                    None => Err(ErrorKind::NotConnected.into()),
-                }
+            let got = match &mut self.stream {
+                Some(stream) => stream
+                    .set_read_timeout(Some(left))
+                    .and_then(|()| stream.read(&mut chunk)),
+                None => Err(ErrorKind::NotConnected.into()),
             };
-            match got {
+            match got.map_err(|error| (error.kind(), error)) {
                 Ok(0) => return Err(self.lost(command, ErrorKind::UnexpectedEof.into())),
                 Ok(n) => self.buffer.extend_from_slice(&chunk[..n]),
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                    if Instant::now() >= deadline {
-                        return Err(QmpError::Timeout {
-                            command: command.into(),
-                            seconds: (deadline.saturating_duration_since(started)).as_secs_f64(),
-                        });
-                    }
-                }
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) => return Err(self.lost(command, e)),
+                Err((ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted, _)) => {}
+                Err((_, error)) => return Err(self.lost(command, error)),
             }
         }
     }
@@ -464,13 +443,12 @@ impl Qmp {
             source,
         }
     }
+}
 
-    #[allow(clippy::unused_self)]
-    fn unexpected(&self, command: &str, value: &Value) -> QmpError {
-        QmpError::Unexpected {
-            command: command.into(),
-            text: value.to_string().chars().take(200).collect(),
-        }
+fn unexpected(command: &str, value: &Value) -> QmpError {
+    QmpError::Unexpected {
+        command: command.into(),
+        text: value.to_string().chars().take(200).collect(),
     }
 }
 
@@ -487,7 +465,7 @@ fn text_of(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{BufRead, BufReader};
+    use std::io::{BufRead, BufReader, Write};
     use std::os::unix::net::UnixListener;
 
     const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;

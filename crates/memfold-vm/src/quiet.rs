@@ -1,30 +1,9 @@
 //! Adapts a VM description for a trial start, which only tests whether QEMU accepts the command
 //! line. No guest instruction runs, and QEMU writes nothing outside the VM's own directory.
 
+use super::foreign::null_chardev;
+use super::foreign::value::Value;
 use super::spec::VmSpec;
-
-/// Options whose value is a host resource that only one process can hold, or a file that QEMU
-/// writes.
-const DROPPED: [&str; 12] = [
-    "D",
-    "d",
-    "gdb",
-    "incoming",
-    "pidfile",
-    "qmp",
-    "qmp-pretty",
-    "spice",
-    "trace",
-    "vnc",
-    "serve-gdb",
-    "loadvm",
-];
-
-/// Options without a value that claim such a resource.
-const DROPPED_FLAGS: [&str; 2] = ["daemonize", "s"];
-
-/// Options that name or create a character device.
-const CHARACTERS: [&str; 4] = ["debugcon", "monitor", "parallel", "serial"];
 
 impl VmSpec {
     /// Returns the description for a trial start beside the running VM: character devices and
@@ -41,36 +20,32 @@ fn quiet(arguments: &[String]) -> Vec<String> {
     let mut kept = Vec::new();
     let mut words = arguments.iter().peekable();
     while let Some(word) = words.next() {
-        let option = word
-            .strip_prefix("--")
-            .or_else(|| word.strip_prefix('-'))
-            .unwrap_or_default();
-        if DROPPED_FLAGS.contains(&option) {
-            continue;
+        let option = word.strip_prefix("--").or_else(|| word.strip_prefix('-'));
+        let option = option.unwrap_or_default();
+        match option {
+            "daemonize" | "s" => continue,
+            // The value is a host resource that only one process can hold, or a file that QEMU
+            // writes.
+            "D" | "d" | "gdb" | "incoming" | "loadvm" | "pidfile" | "qmp" | "qmp-pretty"
+            | "serve-gdb" | "spice" | "trace" | "vnc" => {
+                words.next();
+                continue;
+            }
+            _ => kept.push(word.clone()),
         }
-        if DROPPED.contains(&option) {
-            words.next();
-            continue;
-        }
-        kept.push(word.clone());
         let made = |value: &String| match option {
-            "chardev" => Some(format!(
-                "null,id={}{}",
-                id(value),
-                if value.contains("mux=on") {
-                    ",mux=on"
-                } else {
-                    ""
-                }
+            "chardev" => Some(null_chardev(&Value::parse("backend", value)?)),
+            "netdev" => Some(format!(
+                "user,id={}",
+                Value::parse("type", value)?.text("id")
             )),
-            "netdev" => Some(format!("user,id={}", id(value))),
             "nic" | "net" => {
-                let parts = value
-                    .split(',')
-                    .filter(|part| !part.starts_with("hostfwd=") && !part.starts_with("guestfwd="));
+                let leads_in =
+                    |part: &&str| part.starts_with("hostfwd=") || part.starts_with("guestfwd=");
+                let parts = value.split(',').filter(|part| !leads_in(part));
                 Some(parts.collect::<Vec<_>>().join(","))
             }
-            _ if CHARACTERS.contains(&option) => {
+            "debugcon" | "monitor" | "parallel" | "serial" => {
                 let leads_nowhere = value.starts_with("chardev:") || value == "none";
                 Some(if leads_nowhere {
                     value.clone()
@@ -86,15 +61,6 @@ fn quiet(arguments: &[String]) -> Vec<String> {
         }
     }
     kept
-}
-
-/// Returns the `id` in an option's value.
-fn id(value: &str) -> String {
-    if let Ok(json) = serde_json::from_str::<serde_json::Value>(value) {
-        return json["id"].as_str().unwrap_or_default().to_owned();
-    }
-    let id = value.split(',').find_map(|part| part.strip_prefix("id="));
-    id.unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@
 //! The flat view (`info mtree -f`) changes when the firmware maps its shadow areas below 1 MiB and
 //! when memory is hot-plugged. Read the layout again after boot and after each hot-plug.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use memfold_units::{Hva, PAGE_SIZE, Pfn};
 use serde_json::Value;
@@ -123,44 +123,31 @@ pub fn backend_id(block: &str) -> &str {
 /// Returns the ids of the backends that hold system RAM: all except those of NVDIMM and virtio-pmem
 /// devices.
 fn system_ram(backends: &[Backend], devices: &Value) -> BTreeSet<String> {
+    let devices = devices.as_array().into_iter().flatten();
     let others: BTreeSet<&str> = devices
-        .as_array()
-        .into_iter()
-        .flatten()
         .filter(|d| !matches!(d["type"].as_str(), Some("dimm" | "virtio-mem")))
         .filter_map(|d| d["data"]["memdev"].as_str())
-        .map(|path| path.rsplit('/').next().unwrap_or(path))
+        .map(backend_id)
         .collect();
-    backends
-        .iter()
-        .filter(|b| !others.contains(b.id.as_str()))
-        .map(|b| b.id.clone())
-        .collect()
+    let ids = backends.iter().map(|b| b.id.clone());
+    ids.filter(|id| !others.contains(id.as_str())).collect()
 }
 
 /// Parses the output of `info ramblock`.
 pub fn parse_blocks(answer: &str) -> Result<Vec<BlockFacts>, RamError> {
     let mut lines = answer.lines().filter(|l| !l.trim().is_empty());
     let header = lines.next().unwrap_or_default();
-    let columns: Vec<&str> = header.split_whitespace().collect();
-    // Older versions of QEMU have fewer columns after these. The column HVA is needed.
-    if columns.get(..6) != Some(&["Block", "Name", "PSize", "Offset", "Used", "Total"])
-        || columns.get(6) != Some(&"HVA")
-    {
-        return Err(text(
-            "info ramblock",
-            format!(
-                "columns are '{}'; QEMU 9 or newer has an HVA column",
-                header.trim()
-            ),
-        ));
+    let columns: Vec<&str> = header.split_whitespace().take(7).collect();
+    let wrong = |why: String| text("info ramblock", why);
+    // Older versions of QEMU have fewer columns. The column HVA is needed.
+    if columns != ["Block", "Name", "PSize", "Offset", "Used", "Total", "HVA"] {
+        let header = header.trim();
+        let why = format!("columns are '{header}'; QEMU 9 or newer has an HVA column");
+        return Err(wrong(why));
     }
-    lines
-        .map(|line| {
-            parse_block(line)
-                .ok_or_else(|| text("info ramblock", format!("line '{}'", line.trim())))
-        })
-        .collect()
+    let line =
+        |line: &str| parse_block(line).ok_or_else(|| wrong(format!("line '{}'", line.trim())));
+    lines.map(line).collect()
 }
 
 fn parse_block(line: &str) -> Option<BlockFacts> {
@@ -205,18 +192,14 @@ struct FlatRange<'a> {
 
 /// Parses the RAM ranges of the address space "memory" in `info mtree -f`.
 fn flat_ranges(tree: &str) -> Result<Vec<FlatRange<'_>>, RamError> {
-    let view = tree
-        .split("FlatView #")
-        .find(|v| {
-            v.lines()
-                .any(|l| l.trim_start().starts_with("AS \"memory\","))
-        })
-        .ok_or_else(|| text("info mtree -f", "no address space \"memory\""))?;
-    view.lines()
-        .filter(|l| l.contains(", ram): "))
-        .map(|line| {
-            flat_range(line).ok_or_else(|| text("info mtree -f", format!("line '{}'", line.trim())))
-        })
+    let is_memory = |line: &str| line.trim_start().starts_with("AS \"memory\",");
+    let mut views = tree.split("FlatView #");
+    let view = views.find(|view| view.lines().any(is_memory));
+    let view = view.ok_or_else(|| text("info mtree -f", "no address space \"memory\""))?;
+    let bad = |line: &str| text("info mtree -f", format!("line '{}'", line.trim()));
+    let ranges = view.lines().filter(|line| line.contains(", ram): "));
+    ranges
+        .map(|line| flat_range(line).ok_or_else(|| bad(line)))
         .collect()
 }
 
@@ -245,13 +228,12 @@ fn assemble(
     tree: &str,
 ) -> Result<RamLayout, RamError> {
     let is_system = |name: &str| system.contains(backend_id(name));
-    let known: BTreeMap<&str, &BlockFacts> = blocks.iter().map(|b| (b.name.as_str(), b)).collect();
     // The block of a device on a bus has the bus address before the region's name.
     let of_device = |region: &str| {
-        let mut found = blocks.iter().filter(|block| {
-            let place = block.name.strip_suffix(region);
-            place.is_some_and(|place| place.ends_with('/'))
-        });
+        let is_its = |place: &str| place.ends_with('/');
+        let mut found = blocks
+            .iter()
+            .filter(|b| b.name.strip_suffix(region).is_some_and(is_its));
         found.next().filter(|_| found.next().is_none())
     };
     let mut layout = RamLayout::default();
@@ -261,23 +243,20 @@ fn assemble(
     let mut end = 0;
     for range in &ranges {
         let wrong = |why: String| text("info mtree -f", why);
+        let known = blocks.iter().rfind(|b| b.name == range.block);
         let facts = known
-            .get(range.block)
-            .copied()
             .or_else(|| of_device(range.block))
             .ok_or_else(|| wrong(format!("block '{}' is not in info ramblock", range.block)))?;
         let bytes = range
             .last
             .checked_sub(range.first)
-            .and_then(|n| n.checked_add(1))
-            .ok_or_else(|| wrong(format!("range {:#x}-{:#x}", range.first, range.last)))?;
-        let aligned = [range.first, bytes, range.offset, facts.hva.0]
-            .iter()
-            .all(|n| n % PAGE_SIZE == 0);
-        let inside = range
-            .offset
-            .checked_add(bytes)
-            .is_some_and(|e| e <= facts.used_bytes);
+            .and_then(|n| n.checked_add(1));
+        let bytes =
+            bytes.ok_or_else(|| wrong(format!("range {:#x}-{:#x}", range.first, range.last)))?;
+        let mut numbers = [range.first, bytes, range.offset, facts.hva.0].into_iter();
+        let aligned = numbers.all(|n| n % PAGE_SIZE == 0);
+        let end_in_block = range.offset.checked_add(bytes);
+        let inside = end_in_block.is_some_and(|end| end <= facts.used_bytes);
         if !aligned || !inside || range.first < end {
             return Err(wrong(format!(
                 "range {:#x}-{:#x} of '{}' at {:#x} is unaligned, overlaps, or leaves its block of {:#x} bytes",

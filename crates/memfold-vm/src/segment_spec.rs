@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 /// A segment that a VM maps.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SegmentSpec {
     /// `NAME` (the newest generation when the VM starts) or `NAME@GENERATION`; for a running VM
@@ -37,11 +37,7 @@ impl SegmentSpec {
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
-            root: false,
-            image: None,
-            bytes: 0,
-            digest: None,
-            address: None,
+            ..Self::default()
         }
     }
 

@@ -7,17 +7,16 @@
 //! QEMU can plug such a device into a running VM but cannot unplug it. A slot keeps its segment
 //! until the VM ends.
 
-use std::ffi::OsString;
 use std::os::fd::BorrowedFd;
 
 use memfold_units::ByteSize;
 use serde_json::json;
 
-use super::qemu_line::{Line, escape};
+use super::qemu_line::Line;
 use super::qmp::{Qmp, QmpError};
 use super::segment_spec::SegmentSpec;
 use super::spec::VmSpec;
-use super::spec_error::{SpecError, value};
+use super::spec_error::{SpecError, require};
 
 /// Most segment slots of a VM. Each is a PCI Express port.
 pub const MAX_SLOTS: u32 = 16;
@@ -35,24 +34,25 @@ pub const SMALL_REPORTS: &str = "page_reporting.page_reporting_order=4";
 
 /// Validates the segments in a VM description.
 pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
-    let wrong = |why: String| Err(value("segments", why));
-    if spec.slots() > MAX_SLOTS {
-        return wrong(format!("{} slots are more than {MAX_SLOTS}", spec.slots()));
-    }
+    let why = format!("{} slots are more than {MAX_SLOTS}", spec.slots());
+    require(spec.slots() <= MAX_SLOTS, "segments", why)?;
     for (number, segment) in spec.segments.iter().enumerate() {
-        if segment.root && (number > 0 || spec.boot.kernel.is_none()) {
-            return wrong(format!(
-                "'{}' can be the root only as the first segment, and only in a VM with boot.kernel",
-                segment.name
-            ));
-        }
+        let may_be_root = number == 0 && spec.boot.kernel.is_some();
+        let why = format!(
+            "'{}' can be the root only as the first segment, and only in a VM with boot.kernel",
+            segment.name
+        );
+        require(!segment.root || may_be_root, "segments", why)?;
         check_one(segment)?;
         // Two generations of one segment are possible: a VM that moved to a newer one keeps both
         // devices.
-        let before = &spec.segments[..number];
-        if before.iter().any(|other| other.name == segment.name) {
-            return wrong(format!("'{}' is named twice", segment.name));
-        }
+        let mut before = spec.segments[..number].iter();
+        let is_new = before.all(|other| other.name != segment.name);
+        require(
+            is_new,
+            "segments",
+            format!("'{}' is named twice", segment.name),
+        )?;
     }
     Ok(())
 }
@@ -62,25 +62,19 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
 #[must_use]
 pub fn twice(spec: &VmSpec) -> Option<&str> {
     let names = || spec.segments.iter().map(SegmentSpec::base_name);
-    names().enumerate().find_map(|(number, name)| {
-        names()
-            .take(number)
-            .any(|other| other == name)
-            .then_some(name)
-    })
+    let is_twice =
+        |(number, name): &(usize, &str)| names().take(*number).any(|other| other == *name);
+    names().enumerate().find(is_twice).map(|(_, name)| name)
 }
 
 /// Checks that a segment's image fits into a slot.
 pub fn check_one(segment: &SegmentSpec) -> Result<(), SpecError> {
-    if segment.bytes <= SLOT_ROOM.0 {
-        return Ok(());
-    }
+    let size = ByteSize(segment.bytes);
     let why = format!(
-        "'{}' has {}, and a slot holds at most {SLOT_ROOM}",
-        segment.name,
-        ByteSize(segment.bytes)
+        "'{}' has {size}, and a slot holds at most {SLOT_ROOM}",
+        segment.name
     );
-    Err(value("segments", why))
+    require(size <= SLOT_ROOM, "segments", why)
 }
 
 /// Adds the slots' ports and devices to QEMU's command line.
@@ -97,15 +91,13 @@ pub(super) fn arguments(line: &mut Line, spec: &VmSpec) {
         let Some(image) = &segment.image else {
             continue;
         };
-        let mut backend = OsString::from(format!(
+        let backend = format!(
             "memory-backend-file,id=segment{slot},size={},share=on,readonly=on,merge=off,dump=off,mem-path=",
             segment.bytes
-        ));
-        backend.push(escape(image.as_os_str()));
-        let address = segment
-            .address
-            .map_or_else(String::new, |address| format!(",memaddr={address}"));
-        line.add("-object", backend).add(
+        );
+        let address = segment.address.map(|address| format!(",memaddr={address}"));
+        let address = address.unwrap_or_default();
+        line.with_path("-object", &backend, image).add(
             "-device",
             format!("virtio-pmem-pci,id=seg{slot},memdev=segment{slot},bus=segport{slot}{address}"),
         );
@@ -115,13 +107,9 @@ pub(super) fn arguments(line: &mut Line, spec: &VmSpec) {
 /// Returns the value of QEMU's `maxmem`: RAM reachable by hot-plug, plus address space for
 /// segments.
 pub(super) fn max_memory(spec: &VmSpec) -> Option<ByteSize> {
-    match (spec.memory_max, spec.slots()) {
-        (max, 0) => max,
-        (max, slots) => {
-            let room = u64::from(slots) * SLOT_ROOM.0;
-            Some(ByteSize(max.unwrap_or(spec.memory).0 + room))
-        }
-    }
+    let room = u64::from(spec.slots()) * SLOT_ROOM.0;
+    let max = spec.memory_max.or((room > 0).then_some(spec.memory));
+    max.map(|max| ByteSize(max.0 + room))
 }
 
 /// Returns the kernel command line with the parameters that segments need: the root segment; the
@@ -136,11 +124,12 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     }
     spec.boot.kernel.as_ref()?;
     let root = spec.segments.iter().find(|segment| segment.root);
-    let is_root = |word: &&str| {
-        ["root=", "rootfstype=", "rootflags="]
-            .iter()
-            .any(|key| word.starts_with(key))
+    let has = |words: &[String], key: &str| {
+        let mut keys = words.iter().filter_map(|word| word.split_once('='));
+        keys.any(|(before, _)| before == key)
     };
+    let keys = ["root=", "rootfstype=", "rootflags="];
+    let is_root = |word: &&str| keys.iter().any(|key| word.starts_with(key));
     let mut words: Vec<String> = given
         .unwrap_or_default()
         .split_ascii_whitespace()
@@ -149,7 +138,7 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
         .collect();
     if root.is_some() {
         words.push("root=/dev/pmem0 rootfstype=erofs rootflags=dax=always".into());
-        if !words.iter().any(|word| word.starts_with("memfold.upper=")) {
+        if !has(&words, "memfold.upper") {
             let disk = spec.disks.iter().position(|disk| !disk.read_only);
             // From the 27th disk on, names have two letters; no upper layer is placed there.
             let letter = disk.and_then(|n| (b'a'..=b'z').nth(n)).map(char::from);
@@ -170,16 +159,15 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     if !laid.is_empty() {
         words.push(format!("memfold.lay={}", laid.join(",")));
     }
-    if spec.memory_max.unwrap_or(spec.memory) <= LOW_MEMORY
-        && !words.iter().any(|word| word.starts_with("swiotlb="))
+    let is_low = spec.memory_max.unwrap_or(spec.memory) <= LOW_MEMORY;
+    for default in is_low
+        .then_some("swiotlb=noforce")
+        .into_iter()
+        .chain([SMALL_REPORTS])
     {
-        words.push("swiotlb=noforce".into());
-    }
-    if !words
-        .iter()
-        .any(|word| word.starts_with("page_reporting.page_reporting_order="))
-    {
-        words.push(SMALL_REPORTS.into());
+        if !has(&words, default.split('=').next().unwrap_or_default()) {
+            words.push(default.into());
+        }
     }
     Some(words.join(" "))
 }
@@ -243,11 +231,8 @@ pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
 pub fn address(qmp: &mut Qmp, slot: usize) -> Result<Option<u64>, QmpError> {
     let devices = qmp.query("query-memory-devices")?;
     let id = format!("seg{slot}");
-    let found = devices
-        .as_array()
-        .into_iter()
-        .flatten()
-        .find(|device| device["data"]["id"] == id.as_str());
+    let mut devices = devices.as_array().into_iter().flatten();
+    let found = devices.find(|device| device["data"]["id"] == id.as_str());
     Ok(found.and_then(|device| device["data"]["memaddr"].as_u64()))
 }
 

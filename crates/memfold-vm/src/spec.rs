@@ -106,7 +106,7 @@ impl Aio {
 }
 
 /// One virtio-blk disk. Disks appear in the guest as vda, vdb, ... in their order.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
     /// Path of the image file or block device.
@@ -138,11 +138,7 @@ impl DiskSpec {
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
-            format: None,
-            cache: CacheMode::default(),
-            aio: Aio::default(),
-            read_only: false,
-            snapshot: false,
+            ..Self::default()
         }
     }
 
@@ -200,16 +196,8 @@ pub enum MergeChoice {
     Never,
 }
 
-impl MergeChoice {
-    // Serde calls this with a reference.
-    #[allow(clippy::trivially_copy_pass_by_ref)]
-    const fn is_default(&self) -> bool {
-        matches!(self, Self::Domain)
-    }
-}
-
-/// The description of a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The description of a VM. The default has neither name nor memory; see [`VmSpec::new`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[allow(clippy::struct_excessive_bools)] // independent wishes
 pub struct VmSpec {
@@ -219,11 +207,7 @@ pub struct VmSpec {
     #[serde(with = "size_text")]
     pub memory: ByteSize,
     /// Largest RAM that the VM can reach by hot-plug; unset: no RAM can be added.
-    #[serde(
-        default,
-        with = "optional_size_text",
-        skip_serializing_if = "Option::is_none"
-    )]
+    #[serde(default, with = "size_text", skip_serializing_if = "Option::is_none")]
     pub memory_max: Option<ByteSize>,
     /// Number of memory slots for hot-plug, if `memory_max` is set.
     #[serde(default = "four")]
@@ -254,7 +238,7 @@ pub struct VmSpec {
     #[serde(default = "yes")]
     pub fold: bool,
     /// Whether KSM may merge the VM's memory.
-    #[serde(default, skip_serializing_if = "MergeChoice::is_default")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub merge: MergeChoice,
     /// User that QEMU switches to after it has opened all files (`-run-with user=`). Unset: the
     /// daemon's user, root.
@@ -266,11 +250,7 @@ pub struct VmSpec {
     pub boot_snapshot: bool,
     /// Size of a swap disk, which is created and removed with the VM and can be switched to lent
     /// RAM. Unset: the VM has no swap disk.
-    #[serde(
-        default,
-        with = "optional_size_text",
-        skip_serializing_if = "Option::is_none"
-    )]
+    #[serde(default, with = "size_text", skip_serializing_if = "Option::is_none")]
     pub swap: Option<ByteSize>,
     /// Host ports that are forwarded into the guest through its user-mode network.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -296,7 +276,7 @@ pub struct VmSpec {
     pub files: Vec<PathBuf>,
     /// Number of slots for segments: those in `segments`, and those attached while the VM runs.
     /// Unset: as many as `segments` has.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub segment_slots: u32,
     /// Segments that the VM maps, in the order of their slots.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -322,9 +302,8 @@ const fn four() -> u32 {
 const fn yes() -> bool {
     true
 }
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
-const fn is_zero(number: &u32) -> bool {
-    *number == 0
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 impl VmSpec {
@@ -334,30 +313,11 @@ impl VmSpec {
         Self {
             name: name.into(),
             memory,
-            memory_max: None,
             memory_slots: four(),
             vcpus: one(),
-            domain: None,
-            accel: AccelChoice::default(),
-            cpu: None,
             balloon: true,
-            network: Network::default(),
             fold: true,
-            merge: MergeChoice::Domain,
-            user: None,
-            boot_snapshot: false,
-            swap: None,
-            forwards: Vec::new(),
-            left_out: Vec::new(),
-            resume_when_room: false,
-            qemu_args: Vec::new(),
-            qemu_directory: None,
-            files: Vec::new(),
-            segment_slots: 0,
-            segments: Vec::new(),
-            boot: BootSpec::default(),
-            disks: Vec::new(),
-            foreign: None,
+            ..Self::default()
         }
     }
 
@@ -414,14 +374,13 @@ impl VmSpec {
             source: Box::new(source),
         })?;
         if spec.foreign.is_some() || !spec.files.is_empty() {
-            return Err(value(
-                if spec.files.is_empty() {
-                    "foreign"
-                } else {
-                    "files"
-                },
-                "belongs to snapshots only; give your own QEMU arguments as qemu_args".into(),
-            ));
+            let field = if spec.files.is_empty() {
+                "foreign"
+            } else {
+                "files"
+            };
+            let why = "belongs to snapshots only; give your own QEMU arguments as qemu_args";
+            return Err(value(field, why));
         }
         let base = path.parent().unwrap_or(Path::new(""));
         for (_, file) in spec.files_mut() {
@@ -443,7 +402,7 @@ impl VmSpec {
     }
 }
 
-/// Serializes a size as text such as `"512M"`. Also accepts a number of bytes.
+/// Serializes a size, which may be unset, as text such as `"512M"`. Also accepts a number of bytes.
 mod size_text {
     use super::ByteSize;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -455,36 +414,26 @@ mod size_text {
         Text(String),
     }
 
-    #[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
-    pub fn serialize<S: Serializer>(size: &ByteSize, to: S) -> Result<S::Ok, S::Error> {
-        match size.0 {
-            n if n % (1 << 20) == 0 => to.serialize_str(&format!("{}M", n >> 20)),
-            n => to.serialize_u64(n),
+    pub fn serialize<S: Serializer, T>(size: &T, to: S) -> Result<S::Ok, S::Error>
+    where
+        T: Copy + Into<Option<ByteSize>>,
+    {
+        match (*size).into() {
+            None => to.serialize_none(),
+            Some(ByteSize(n)) if n % (1 << 20) == 0 => to.serialize_str(&format!("{}M", n >> 20)),
+            Some(ByteSize(n)) => to.serialize_u64(n),
         }
     }
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ByteSize, D::Error> {
-        match Size::deserialize(from)? {
-            Size::Bytes(n) => Ok(ByteSize(n)),
-            Size::Text(text) => text.parse().map_err(D::Error::custom),
+    pub fn deserialize<'de, D: Deserializer<'de>, T>(from: D) -> Result<T, D::Error>
+    where
+        T: Default + From<ByteSize>,
+    {
+        match Option::deserialize(from)? {
+            None => Ok(T::default()),
+            Some(Size::Bytes(n)) => Ok(ByteSize(n).into()),
+            Some(Size::Text(text)) => text.parse().map(ByteSize::into).map_err(D::Error::custom),
         }
-    }
-}
-
-mod optional_size_text {
-    use super::{ByteSize, size_text};
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    #[derive(Serialize, Deserialize)]
-    struct Size(#[serde(with = "size_text")] ByteSize);
-
-    #[allow(clippy::ref_option)] // serde's signature
-    pub fn serialize<S: Serializer>(size: &Option<ByteSize>, to: S) -> Result<S::Ok, S::Error> {
-        size.map(Size).serialize(to)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<ByteSize>, D::Error> {
-        Ok(Option::<Size>::deserialize(from)?.map(|s| s.0))
     }
 }
 

@@ -33,6 +33,16 @@ pub enum SpecError {
     },
 }
 
-pub(crate) fn value(field: &'static str, why: String) -> SpecError {
+pub(crate) fn value(field: &'static str, why: impl Into<String>) -> SpecError {
+    let why = why.into();
     SpecError::Value { field, why }
+}
+
+/// Refuses a field's value unless the condition is met.
+pub(crate) fn require(
+    condition: bool,
+    field: &'static str,
+    why: impl Into<String>,
+) -> Result<(), SpecError> {
+    condition.then_some(()).ok_or_else(|| value(field, why))
 }

@@ -76,7 +76,7 @@ impl Vm {
         let (directory, record) = self.started()?;
         let look = |source| self.look(source);
         let own = RefCell::new(None);
-        let own_monitor = |command: &str| self.ask_alone(&mut own.borrow_mut(), command);
+        let own_monitor = |command: &str| ask_alone(directory, &mut own.borrow_mut(), command);
         let stopped = self
             .end_process(timeout, ask, monitor.unwrap_or(&own_monitor))
             .map_err(look)?
@@ -118,27 +118,6 @@ impl Vm {
         }
     }
 
-    /// Executes a command on a new connection to the daemon's monitor, or to the other monitor if
-    /// the first is in use.
-    fn ask_alone(&self, own: &mut Option<Qmp>, command: &str) -> Result<Value, QmpError> {
-        if own.is_none() {
-            let sockets = self.directory.as_ref().map(|d| [d.daemon_qmp(), d.qmp()]);
-            let mut tried = sockets
-                .iter()
-                .flatten()
-                .map(|socket| Qmp::connect(socket, STOP_TIMEOUT));
-            *own = match tried.next() {
-                Some(Err(first)) => tried.next().and_then(Result::ok).ok_or(first).map(Some)?,
-                Some(Ok(qmp)) => Some(qmp),
-                None => Some(self.qmp()?),
-            };
-        }
-        match own {
-            Some(qmp) => qmp.query(command),
-            None => self.qmp()?.query(command),
-        }
-    }
-
     fn end_process(
         &self,
         timeout: Duration,
@@ -146,16 +125,20 @@ impl Vm {
         monitor: &Ask<'_>,
     ) -> io::Result<Option<Stopped>> {
         let began = Instant::now();
-        let stopped = |kind, overdue, why: Option<String>| {
-            Some(Stopped {
-                kind,
-                overdue,
-                took: began.elapsed(),
-                why,
-            })
+        let stopped = |kind, overdue, why| Stopped {
+            kind,
+            overdue,
+            took: began.elapsed(),
+            why,
         };
+        let kill = |overdue, why| {
+            self.process.kill()?;
+            let ended = self.process.wait_exit(QUIT_TIMEOUT)?;
+            Ok(ended.then(|| stopped(StopKind::Killed, overdue, Some(why))))
+        };
+        let by_itself = |kind| Ok(Some(stopped(kind, false, None)));
         if self.process.has_exited()? {
-            return Ok(stopped(StopKind::Already, false, None));
+            return by_itself(StopKind::Already);
         }
         let asked = if timeout.is_zero() {
             Shutdown::NotAsked("switching off at once was asked for".into())
@@ -163,15 +146,12 @@ impl Vm {
             self.power_down(timeout, ask, monitor)?
         };
         let (overdue, why) = match asked {
-            Shutdown::Done => return Ok(stopped(StopKind::PoweredDown, false, None)),
-            Shutdown::Gone => return Ok(stopped(StopKind::Already, false, None)),
+            Shutdown::Ended(kind) => return by_itself(kind),
             Shutdown::NotAsked(why) => (false, why),
             Shutdown::Overdue => {
                 let seconds = timeout.as_secs_f64();
-                (
-                    true,
-                    format!("the guest was asked to shut down and did not within {seconds} s"),
-                )
+                let why = "the guest was asked to shut down and did not within";
+                (true, format!("{why} {seconds} s"))
             }
             Shutdown::Silent(error) => {
                 tracing::warn!(
@@ -179,13 +159,9 @@ impl Vm {
                     error,
                     "QEMU did not answer and was killed; find out what QEMU waited for"
                 );
-                self.process.kill()?;
                 let why =
                     format!("QEMU does not answer ({error}), so the guest could not be asked");
-                let ended = self.process.wait_exit(QUIT_TIMEOUT)?;
-                return Ok(ended
-                    .then(|| stopped(StopKind::Killed, true, Some(why)))
-                    .flatten());
+                return kill(true, why);
             }
         };
         if !timeout.is_zero() {
@@ -200,17 +176,13 @@ impl Vm {
             tracing::debug!(vm = self.name, %error, "QEMU did not answer the QMP command 'quit'");
         }
         if self.process.wait_exit(QUIT_TIMEOUT)? {
-            return Ok(stopped(StopKind::Quit, overdue, Some(why)));
+            return Ok(Some(stopped(StopKind::Quit, overdue, Some(why))));
         }
         tracing::warn!(
             vm = self.name,
             "QEMU did not quit and was killed; no action is needed unless this repeats"
         );
-        self.process.kill()?;
-        let ended = self.process.wait_exit(QUIT_TIMEOUT)?;
-        Ok(ended
-            .then(|| stopped(StopKind::Killed, overdue, Some(why)))
-            .flatten())
+        kill(overdue, why)
     }
 
     /// Asks the guest to shut down: through its agent, or else with the power button. This is
@@ -223,7 +195,7 @@ impl Vm {
         monitor: &Ask<'_>,
     ) -> io::Result<Shutdown> {
         let deadline = Instant::now() + timeout;
-        let (mut stood, mut agent_took_it, mut was_asked) = (0, false, false);
+        let (mut stood, mut agent_took_it, mut if_ended) = (0, false, StopKind::Already);
         loop {
             let pause = match monitor("query-status") {
                 Ok(status) if status["running"] == true => {
@@ -234,7 +206,7 @@ impl Vm {
                             tracing::debug!(vm = self.name, %error, "cannot press the guest's virtual power button");
                         }
                     }
-                    was_asked = true;
+                    if_ended = StopKind::PoweredDown;
                     PRESS_AGAIN
                 }
                 // The VM may be stopped only for a moment, while its pages are folded.
@@ -248,20 +220,33 @@ impl Vm {
                         "the VM is not running ({state}), so the guest could not be asked"
                     )));
                 }
-                Err(_) if self.process.wait_exit(ENDING)? => {
-                    return Ok(Shutdown::ended(was_asked));
-                }
+                Err(_) if self.process.wait_exit(ENDING)? => return Ok(Shutdown::Ended(if_ended)),
                 Err(error) => return Ok(Shutdown::Silent(error.to_string())),
             };
             let left = deadline.saturating_duration_since(Instant::now());
             if self.process.wait_exit(left.min(pause))? {
-                return Ok(Shutdown::ended(was_asked));
+                return Ok(Shutdown::Ended(if_ended));
             }
             if left <= pause {
                 return Ok(Shutdown::Overdue);
             }
         }
     }
+}
+
+/// Executes a command on a new connection to the daemon's monitor, or to the other monitor if the
+/// first is in use.
+fn ask_alone(
+    directory: &VmDirectory,
+    own: &mut Option<Qmp>,
+    command: &str,
+) -> Result<Value, QmpError> {
+    let qmp = match own.take() {
+        Some(qmp) => qmp,
+        None => Qmp::connect(&directory.daemon_qmp(), STOP_TIMEOUT)
+            .or_else(|first| Qmp::connect(&directory.qmp(), STOP_TIMEOUT).map_err(|_| first))?,
+    };
+    own.insert(qmp).query(command)
 }
 
 /// Removes the files of an ended VM, unless another VM has its name now.
@@ -271,26 +256,17 @@ fn remove_files(directory: &VmDirectory, record: &Record) -> io::Result<()> {
         return Ok(());
     }
     // A snapshot may have replaced the overlays since the start.
-    let overlays = now.map_or_else(|_| record.overlays.clone(), |record| record.overlays);
-    directory.remove(&overlays)
+    directory.remove(&now.as_ref().unwrap_or(record).overlays)
 }
 
 /// Result of asking a guest to shut down.
 enum Shutdown {
-    /// The guest shut down.
-    Done,
-    /// The VM ended before the guest was asked.
-    Gone,
+    /// The guest shut down, or the VM ended before the guest was asked.
+    Ended(StopKind),
     /// The guest was not asked; the text says why.
     NotAsked(String),
     /// The guest did not shut down in time.
     Overdue,
     /// QEMU does not answer.
     Silent(String),
-}
-
-impl Shutdown {
-    const fn ended(was_asked: bool) -> Self {
-        if was_asked { Self::Done } else { Self::Gone }
-    }
 }

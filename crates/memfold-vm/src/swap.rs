@@ -21,7 +21,7 @@ use rustix::fs::FallocateFlags;
 
 use super::overlay;
 use super::spec::VmSpec;
-use super::spec_error::{SpecError, value};
+use super::spec_error::{SpecError, require};
 
 /// Serial number of a swap disk, and label of the swap space on it.
 pub const SERIAL: &str = "memfold-swap";
@@ -52,19 +52,10 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     let Some(size) = spec.swap else {
         return Ok(());
     };
-    if size < LEAST || size.0 % LEAST.0 != 0 {
-        return Err(value(
-            "swap",
-            format!("{} bytes are not a whole number of MiB, at least 1", size.0),
-        ));
-    }
-    if spec.boot_snapshot {
-        return Err(value(
-            "swap",
-            "a VM with a swap disk cannot be saved, so boot_snapshot cannot be used; set only one of the two".into(),
-        ));
-    }
-    Ok(())
+    let why = format!("{} bytes are not a whole number of MiB, at least 1", size.0);
+    require(size >= LEAST && size.0 % LEAST.0 == 0, "swap", why)?;
+    let why = "a VM with a swap disk cannot be saved, so boot_snapshot cannot be used; set only one of the two";
+    require(!spec.boot_snapshot, "swap", why)
 }
 
 /// Creates a file of `bytes` bytes that only its owner can read. All blocks are allocated, because
@@ -110,11 +101,8 @@ fn header(bytes: u64) -> io::Result<Vec<u8>> {
 /// Returns a path for the swap disk of a VM, or for a copy of it: in the directory of temporary
 /// overlays, on a disk and not in RAM.
 pub fn place(name: &str) -> io::Result<PathBuf> {
-    let place = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
     let unique = overlay::unique();
-    Ok(place
-        .canonicalize()?
-        .join(format!("memfold-{name}-swap-{unique:x}.raw")))
+    Ok(overlay::directory()?.join(format!("memfold-{name}-swap-{unique:x}.raw")))
 }
 
 /// Returns the shell script with which a guest activates its swap disk. The script does nothing if

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 use std::process::Child;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use memfold_host::qemu::QemuFacts;
 use memfold_units::ByteSize;
@@ -20,29 +20,15 @@ use serde_json::{Value, json};
 
 use super::command_line::arguments;
 use super::directory::VmDirectory;
-use super::launch::{log_tail, qemu_command, reap};
+use super::launch::{Cancel, LaunchError, qemu_command, reap, wait_for_monitor};
 use super::qmp::Qmp;
 use super::ram::{self, RamError};
 use super::spec::{DiskFormat, DiskSpec, VmSpec};
 
-/// Timeout of QEMU's start, and of each answer of its monitor.
-const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// Timeout of each answer of QEMU's monitor.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 const NAME: &str = "try";
-
-/// A started QEMU, which is killed when this value is dropped.
-struct Started(Option<Child>);
-
-impl Drop for Started {
-    fn drop(&mut self) {
-        if let Some(mut child) = self.0.take() {
-            // This fails only if QEMU has ended.
-            let _ = child.kill();
-            reap(child);
-        }
-    }
-}
 
 /// Parts of a QEMU that a second QEMU must have, too: devices, RAM blocks, media.
 #[derive(Debug)]
@@ -93,20 +79,17 @@ impl MachineParts {
 /// Starts a QEMU with `spec` as a restore would, and kills it. The error says why QEMU does not
 /// start, or how the machine differs from `wanted`.
 pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
-    let place = tempfile::Builder::new()
-        .prefix("memfold-try.")
-        .tempdir()
-        .map_err(|error| format!("cannot create the directory for a trial start: {error}"))?;
-    let directory = VmDirectory::of(place.path(), NAME);
     let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
-    directory
-        .create()
-        .map_err(|error| failed("cannot create the directory for a trial start", &error))?;
+    let no_directory = |error| failed("cannot create the directory for a trial start", &error);
+    let place = tempfile::Builder::new().prefix("memfold-try.").tempdir();
+    let place = place.map_err(no_directory)?;
+    let directory = VmDirectory::of(place.path(), NAME);
+    directory.create().map_err(no_directory)?;
     let spec = with_empty_disks(spec, wanted, place.path())
         .map_err(|error| failed("cannot create the disks for a trial start", &error))?;
     let qemu = QemuFacts::probe().map_err(|error| failed("cannot use QEMU", &error))?;
     let log = File::create(directory.qemu_log());
-    let child = log
+    let mut child = log
         .and_then(|log| qemu_command(&qemu.program, log))
         .map_err(|error| error.to_string())?
         .arg("-S")
@@ -114,10 +97,28 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
         .current_dir(directory.path())
         .spawn()
         .map_err(|error| failed("cannot use QEMU", &error))?;
-    let mut started = Started(Some(child));
-    let mut tried = wait_for_monitor(&mut started, &directory)?;
+    let tried = compare_started(&mut child, &directory, &spec, wanted);
+    // This fails only if QEMU has ended.
+    let _ = child.kill();
+    reap(child);
+    tried
+}
+
+fn compare_started(
+    child: &mut Child,
+    directory: &VmDirectory,
+    spec: &VmSpec,
+    wanted: &MachineParts,
+) -> Result<(), String> {
+    let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
+    let started = wait_for_monitor(child, directory, ANSWER_TIMEOUT, &Cancel::default());
+    let mut tried = started.map_err(|error| match error {
+        LaunchError::Start { what, output } if output.is_empty() => what,
+        LaunchError::Start { what, output } => format!("{} ({what})", output.replace('\n', "; ")),
+        error => error.to_string(),
+    })?;
     let parts = MachineParts::of(&mut tried).map_err(|error| failed("QEMU's monitor", &error))?;
-    let differences = wanted.differences(&parts, &spec);
+    let differences = wanted.differences(&parts, spec);
     if !differences.is_empty() {
         return Err(format!(
             "the machine would differ: {}",
@@ -132,39 +133,6 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
         .map_err(|error| failed("QEMU cannot save the VM's devices", &error))
 }
 
-fn wait_for_monitor(started: &mut Started, directory: &VmDirectory) -> Result<Qmp, String> {
-    let end = Instant::now() + START_TIMEOUT;
-    let said = |what: String| match log_tail(directory) {
-        words if words.is_empty() => what,
-        words => format!("{} ({what})", words.replace('\n', "; ")),
-    };
-    loop {
-        let ended = started.0.as_mut().map(Child::try_wait).transpose();
-        match ended.map(Option::flatten) {
-            Ok(None) => {}
-            Ok(Some(status)) => return Err(said(status.to_string())),
-            Err(error) => return Err(said(error.to_string())),
-        }
-        // The socket exists once QEMU listens, and QEMU answers once it has created its devices.
-        if directory.qmp().exists() {
-            let left = end.saturating_duration_since(Instant::now());
-            match Qmp::connect(
-                &directory.qmp(),
-                left.max(Duration::from_millis(100)).min(ANSWER_TIMEOUT),
-            ) {
-                Ok(qmp) => return Ok(qmp),
-                Err(error) if Instant::now() >= end => return Err(said(error.to_string())),
-                Err(_) => {}
-            }
-        }
-        if Instant::now() >= end {
-            let limit = START_TIMEOUT.as_secs();
-            return Err(said(format!("QEMU did not answer within {limit} s")));
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
 /// Returns the description with empty files in place of its disks.
 fn with_empty_disks(spec: &VmSpec, wanted: &MachineParts, place: &Path) -> std::io::Result<VmSpec> {
     let mut spec = spec.clone();
@@ -174,10 +142,11 @@ fn with_empty_disks(spec: &VmSpec, wanted: &MachineParts, place: &Path) -> std::
         let medium = wanted.medium(&spec, number);
         let size = medium.and_then(|medium| medium["image"]["virtual-size"].as_u64());
         File::create(&path)?.set_len(size.unwrap_or(1 << 30))?;
-        let read_only = spec.disks[number].read_only;
-        spec.disks[number] = DiskSpec::new(path);
-        spec.disks[number].format = Some(DiskFormat::Raw);
-        spec.disks[number].read_only = read_only;
+        spec.disks[number] = DiskSpec {
+            format: Some(DiskFormat::Raw),
+            read_only: spec.disks[number].read_only,
+            ..DiskSpec::new(path)
+        };
     }
     if let Some(foreign) = &mut spec.foreign {
         for disk in &mut foreign.disks {
@@ -190,15 +159,11 @@ fn with_empty_disks(spec: &VmSpec, wanted: &MachineParts, place: &Path) -> std::
 type Counts = BTreeMap<String, usize>;
 
 fn compare(what: &str, before: &Counts, after: &Counts, found: &mut Vec<String>) {
-    for (name, number) in before {
-        if after.get(name).unwrap_or(&0) < number {
-            found.push(format!("{what} {name} would be missing"));
-        }
-    }
-    for (name, number) in after {
-        if before.get(name).unwrap_or(&0) < number {
-            found.push(format!("{what} {name} would be new"));
-        }
+    for (from, to, change) in [(before, after, "missing"), (after, before, "new")] {
+        let fewer = from
+            .iter()
+            .filter(|(name, number)| to.get(*name).unwrap_or(&0) < number);
+        found.extend(fewer.map(|(name, _)| format!("{what} {name} would be {change}")));
     }
 }
 

@@ -7,7 +7,7 @@ use super::image_format;
 use super::name::check_name;
 use super::segments;
 use super::spec::{Aio, Network, VmSpec};
-use super::spec_error::{SpecError, value};
+use super::spec_error::{SpecError, require, value};
 use super::swap;
 
 /// Least memory of a VM; with less, no Linux kernel boots.
@@ -33,38 +33,23 @@ impl VmSpec {
         if self.foreign.is_none() {
             self.check_memory()?;
         }
-        if !(1..=MAX_VCPUS).contains(&self.vcpus) {
-            return Err(value(
-                "vcpus",
-                format!("{} is not 1 to {MAX_VCPUS}", self.vcpus),
-            ));
-        }
+        let why = format!("{} is not 1 to {MAX_VCPUS}", self.vcpus);
+        require((1..=MAX_VCPUS).contains(&self.vcpus), "vcpus", why)?;
         self.check_boot()?;
         for disk in &self.disks {
-            if disk.aio == Aio::Native && !disk.cache.direct() {
-                return Err(value(
-                    "disks.aio",
-                    "'native' works only with cache = \"none\" or \"directsync\"; use \"threads\" or \"io_uring\"".into(),
-                ));
-            }
-            if disk.snapshot && disk.read_only {
-                return Err(value(
-                    "disks.snapshot",
-                    "a read-only disk takes no writes, so it needs no overlay; set one of the two"
-                        .into(),
-                ));
-            }
+            let why = "'native' works only with cache = \"none\" or \"directsync\"; use \"threads\" or \"io_uring\"";
+            let can_be_native = disk.cache.direct();
+            require(disk.aio != Aio::Native || can_be_native, "disks.aio", why)?;
+            let why =
+                "a read-only disk takes no writes, so it needs no overlay; set one of the two";
+            require(!(disk.snapshot && disk.read_only), "disks.snapshot", why)?;
         }
         let takes_forwards = match &self.foreign {
             Some(foreign) => foreign.takes_forwards(),
             None => self.network == Network::User,
         };
-        if !self.forwards.is_empty() && !takes_forwards {
-            return Err(value(
-                "forwards",
-                "forwarding a port needs a network in user mode (network = \"user\"), and the VM has none".into(),
-            ));
-        }
+        let why = "forwarding a port needs a network in user mode (network = \"user\"), and the VM has none";
+        require(self.forwards.is_empty() || takes_forwards, "forwards", why)?;
         if self.boot_snapshot {
             self.check_boot_snapshot()?;
         }
@@ -94,89 +79,65 @@ impl VmSpec {
     /// Refuses arguments that change which memory is offered to KSM. The trust domain decides that,
     /// but QEMU would obey a later option.
     fn check_arguments(&self) -> Result<(), SpecError> {
-        if let Some(place) = self.qemu_directory.as_ref().filter(|p| p.is_relative()) {
+        if let Some(place) = &self.qemu_directory {
             let why = format!("{} is not an absolute path", place.display());
-            return Err(value("qemu_directory", why));
+            require(place.is_absolute(), "qemu_directory", why)?;
         }
         let offers = |argument: &&String| {
             argument.contains("mem-merge")
                 || (argument.contains("memory-backend") && argument.contains("merge"))
         };
-        match self.qemu_args.iter().find(offers) {
-            None => Ok(()),
-            Some(argument) => Err(value(
-                "qemu_args",
-                format!(
-                    "'{argument}' would change what KSM may merge; that is merge = \"domain\" or \"never\" (--merge)"
-                ),
-            )),
-        }
+        self.qemu_args.iter().find(offers).map_or(Ok(()), |argument| {
+            let why = format!(
+                "'{argument}' would change what KSM may merge; that is merge = \"domain\" or \"never\" (--merge)"
+            );
+            Err(value("qemu_args", why))
+        })
     }
 
     /// Refuses a boot snapshot if it is known before the VM starts that the VM cannot be saved.
     fn check_boot_snapshot(&self) -> Result<(), SpecError> {
         check_name("boot_snapshot", &format!("{}-boot", self.name))?;
-        let why = if !self.fold {
-            "needs memfold's library (fold = true)"
-        } else if self.disks.iter().any(|d| !d.read_only && !d.snapshot) {
-            "returns to an earlier state, and so must its disks: set snapshot = true or read_only = true on each"
-        } else {
-            return Ok(());
-        };
-        Err(value(
-            "boot_snapshot",
-            format!("a VM with a boot snapshot {why}"),
-        ))
+        let why = "a VM with a boot snapshot needs memfold's library (fold = true)";
+        require(self.fold, "boot_snapshot", why)?;
+        let is_unchanged = self.disks.iter().all(|d| d.read_only || d.snapshot);
+        let why = "a VM with a boot snapshot returns to an earlier state, and so must its disks: set snapshot = true or read_only = true on each";
+        require(is_unchanged, "boot_snapshot", why)
     }
 
     fn check_memory(&self) -> Result<(), SpecError> {
         let whole = |field, size: ByteSize| {
-            if size.0 % (1 << 20) == 0 {
-                Ok(())
-            } else {
-                Err(value(
-                    field,
-                    format!("{} bytes are not a whole number of MiB", size.0),
-                ))
-            }
+            let why = format!("{} bytes are not a whole number of MiB", size.0);
+            require(size.0 % (1 << 20) == 0, field, why)
         };
-        if self.memory < MIN_MEMORY {
-            return Err(value(
-                "memory",
-                format!("{} is less than {MIN_MEMORY}", self.memory),
-            ));
-        }
+        let why = format!("{} is less than {MIN_MEMORY}", self.memory);
+        require(self.memory >= MIN_MEMORY, "memory", why)?;
         whole("memory", self.memory)?;
-        if let Some(max) = self.memory_max {
-            whole("memory_max", max)?;
-            if max <= self.memory {
-                return Err(value(
-                    "memory_max",
-                    format!("{max} is not more than memory, {}", self.memory),
-                ));
-            }
-            if !(1..=MAX_SLOTS).contains(&self.memory_slots) {
-                return Err(value(
-                    "memory_slots",
-                    format!("{} is not 1 to {MAX_SLOTS}", self.memory_slots),
-                ));
-            }
-        }
-        Ok(())
+        let Some(max) = self.memory_max else {
+            return Ok(());
+        };
+        whole("memory_max", max)?;
+        let why = format!("{max} is not more than memory, {}", self.memory);
+        require(max > self.memory, "memory_max", why)?;
+        let why = format!("{} is not 1 to {MAX_SLOTS}", self.memory_slots);
+        require(
+            (1..=MAX_SLOTS).contains(&self.memory_slots),
+            "memory_slots",
+            why,
+        )
     }
 
     fn check_boot(&self) -> Result<(), SpecError> {
         let boot = &self.boot;
-        if boot.kernel.is_none() && (boot.initrd.is_some() || boot.cmdline.is_some()) {
-            return Err(value(
-                "boot",
-                "initrd and cmdline belong to a kernel; set kernel too".into(),
-            ));
-        }
-        if boot.kernel.is_some() && boot.firmware.is_some() {
-            return Err(value("boot", "set either kernel or firmware".into()));
-        }
-        Ok(())
+        let needs_kernel = boot.initrd.is_some() || boot.cmdline.is_some();
+        let why = "initrd and cmdline belong to a kernel; set kernel too";
+        require(boot.kernel.is_some() || !needs_kernel, "boot", why)?;
+        let why = "set either kernel or firmware";
+        require(
+            boot.kernel.is_none() || boot.firmware.is_none(),
+            "boot",
+            why,
+        )
     }
 }
 

@@ -48,7 +48,8 @@ impl Snapshots {
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
         };
-        let vm = memfold_vm::start_incoming(&place(self.registry.state()), spec, &incoming)?;
+        let (never, state) = (memfold_vm::Cancel::default(), place(self.registry.state()));
+        let vm = memfold_vm::start_unless(&never, &state, spec, Some(&incoming))?;
         let fits = vm
             .daemon_qmp()
             .map_err(DaemonError::from)

@@ -8,6 +8,7 @@
 //! Source: `qemu_config_parse` in QEMU's `util/qemu-config.c`. Proxmox VE keeps the devices of its
 //! q35 machines in such a file.
 
+use std::fmt::Display;
 use std::io;
 use std::path::Path;
 
@@ -34,32 +35,26 @@ pub(super) fn expand(
 ) -> Result<Vec<Named>, String> {
     let mut expanded: Vec<Named> = Vec::new();
     for (name, value) in options {
-        let value = match (name.as_str(), value) {
+        match (name.as_str(), value) {
             ("readconfig", Some(path)) => {
-                let text = read(Path::new(&path));
-                let text = text.map_err(|error| format!("'-readconfig {path}': {error}"))?;
+                let wrong = |why: &dyn Display| format!("'-readconfig {path}': {why}");
+                let text = read(Path::new(&path)).map_err(|error| wrong(&error))?;
                 let found = groups(&text)
-                    .map_err(|line| format!("'-readconfig {path}': cannot parse line '{line}'"))?;
+                    .map_err(|line| wrong(&format_args!("cannot parse line '{line}'")))?;
                 for (group, value) in found {
                     let other = OTHER_NAMES.iter().find(|(name, _)| *name == group);
                     let name = other.map_or(group.as_str(), |(_, name)| name);
                     if !options::known(name).is_some_and(|(has_value, _)| has_value) {
-                        return Err(format!(
-                            "'-readconfig {path}': memfold does not know the group [{group}]"
-                        ));
+                        let why = format!("memfold does not know the group [{group}]");
+                        return Err(wrong(&why));
                     }
                     expanded.push((name.to_owned(), Some(value)));
                 }
-                continue;
             }
-            ("set", Some(value)) => {
-                set(&mut expanded, &value)
-                    .ok_or_else(|| format!("'-set {value}' refers to no option before it"))?;
-                continue;
-            }
-            (_, value) => value,
-        };
-        expanded.push((name, value));
+            ("set", Some(value)) => set(&mut expanded, &value)
+                .ok_or_else(|| format!("'-set {value}' refers to no option before it"))?,
+            (_, value) => expanded.push((name, value)),
+        }
     }
     Ok(expanded)
 }
@@ -89,12 +84,10 @@ fn groups(text: &str) -> Result<Vec<(String, String)>, String> {
         }
         if let Some(head) = line.strip_prefix('[') {
             let head = head.strip_suffix(']').ok_or_else(bad)?.trim();
-            let (name, id) = match head.split_once(char::is_whitespace) {
-                None => (head, None),
-                Some((name, id)) => (name, Some(quoted(id).ok_or_else(bad)?)),
-            };
-            let id = id.map(|id| pair("id", id));
-            options.push((name.to_owned(), id.into_iter().collect()));
+            let (name, id) = head.split_once(char::is_whitespace).unzip();
+            let id = id.map(|id| quoted(id).ok_or_else(bad)).transpose()?;
+            let pairs = id.map(|id| pair("id", id)).into_iter().collect();
+            options.push((name.unwrap_or(head).to_owned(), pairs));
             continue;
         }
         let (key, value) = line.split_once('=').ok_or_else(bad)?;
@@ -102,10 +95,10 @@ fn groups(text: &str) -> Result<Vec<(String, String)>, String> {
         let (_, pairs) = options.last_mut().ok_or_else(bad)?;
         pairs.push(pair(key.trim(), value));
     }
-    let joined = options.into_iter();
-    Ok(joined
-        .map(|(name, pairs)| (name, pairs.join(",")))
-        .collect())
+    let joined = options
+        .into_iter()
+        .map(|(name, pairs)| (name, pairs.join(",")));
+    Ok(joined.collect())
 }
 
 fn quoted(text: &str) -> Option<&str> {

@@ -8,9 +8,8 @@ use memfold_units::ByteSize;
 use serde_json::{Value as Json, json};
 
 use super::rewrite::{self, Copy, Facts, Medium};
-use super::spec::{Foreign, ForeignDisk};
-use super::user::user;
-use super::view::View;
+use super::spec::ForeignDisk;
+use super::view::{View, user};
 use super::{config, files, options};
 use crate::directory::Record;
 use crate::machine::Vm;
@@ -51,44 +50,38 @@ pub fn describe(
     };
     let place = format!("/proc/{}", pid.as_raw_nonzero());
     let line = fs::read(format!("{place}/cmdline")).map_err(look)?;
-    let line = words(&line).ok_or_else(|| {
-        ForeignError::Impossible("QEMU's command line is not UTF-8 text".to_owned())
-    })?;
-    let user = user(pid).map_err(look)?.map_err(ForeignError::Impossible)?;
+    let refused = ForeignError::Impossible;
+    let no_text = || refused("QEMU's command line is not UTF-8 text".to_owned());
+    let line = words(&line).ok_or_else(no_text)?;
+    let user = user(pid).map_err(look)?.map_err(refused)?;
+    let is_kvm = qmp.query("query-kvm")?["enabled"] == true;
     let block = qmp.query("query-block")?;
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let facts = Facts {
         machine: machine_type(qmp)?,
-        accel: if qmp.query("query-kvm")?["enabled"] == true {
-            "kvm".into()
-        } else {
-            "tcg".into()
-        },
+        accel: if is_kvm { "kvm" } else { "tcg" }.into(),
         media: media(&block),
         sizes: sizes(&nodes),
         view: View::of(pid).map_err(look)?,
     };
-    let refused = ForeignError::Impossible;
     let read = |path: &Path| files::read_as(path, &facts.view, user.as_deref());
     let line = options::read(&line).and_then(|line| config::expand(line, read));
     let mut copy = rewrite::copy(&line.map_err(refused)?, &facts).map_err(refused)?;
-    let files = files::take_out(&mut copy.words, &facts.view).map_err(refused)?;
+    let files = files::take_out(&mut copy.foreign.words, &facts.view).map_err(refused)?;
     let memory = qmp.query("query-memory-size-summary")?;
-    let cpus = qmp.query("query-cpus-fast")?;
+    let cpus = qmp.query("query-cpus-fast")?.as_array().map_or(1, Vec::len);
     let mut spec = VmSpec::new(name, ByteSize(memory["base-memory"].as_u64().unwrap_or(0)));
-    spec.vcpus = cpus
-        .as_array()
-        .map_or(1, |all| u32::try_from(all.len()).unwrap_or(1));
+    spec.vcpus = u32::try_from(cpus).unwrap_or(1);
     spec.domain = domain.map(str::to_owned);
-    spec.accel = if facts.accel == "kvm" {
+    spec.accel = if is_kvm {
         AccelChoice::Kvm
     } else {
         AccelChoice::Tcg
     };
     spec.balloon = copy.balloon;
     spec.user = user;
-    let (disks, described) = disks(&block, &copy).map_err(ForeignError::Impossible)?;
-    spec.disks = described;
+    let disks;
+    (disks, spec.disks) = self::disks(&block, &copy).map_err(refused)?;
     let record = Record {
         process: vm.process().identity(),
         qemu: fs::read_link(format!("{place}/exe")).map_err(look)?,
@@ -98,26 +91,16 @@ pub fn describe(
         library: None,
         overlays: Vec::new(),
     };
-    spec.foreign = Some(Foreign {
-        words: copy.words,
-        disks,
-        agent: copy.agent,
-        console: copy.console,
-        console_shared: copy.is_console_shared,
-        left_out: copy.left_out,
-        cards: copy.cards,
-        files,
-    });
+    (copy.foreign.disks, copy.foreign.files) = (disks, files);
+    spec.foreign = Some(copy.foreign);
     Ok((spec, record))
 }
 
 /// Splits `/proc/PID/cmdline` into arguments, including empty ones.
 fn words(line: &[u8]) -> Option<Vec<String>> {
     let line = line.strip_suffix(&[0]).unwrap_or(line);
-    let words = line.split(|byte| *byte == 0);
-    words
-        .map(|word| String::from_utf8(word.to_owned()).ok())
-        .collect()
+    let words = line.split(|byte| *byte == 0).map(ToOwned::to_owned);
+    words.map(|word| String::from_utf8(word).ok()).collect()
 }
 
 fn machine_type(qmp: &mut Qmp) -> Result<String, QmpError> {
@@ -126,8 +109,11 @@ fn machine_type(qmp: &mut Qmp) -> Result<String, QmpError> {
     Ok(kind.strip_suffix("-machine").unwrap_or(kind).to_owned())
 }
 
+fn text(value: &Json) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
 fn media(block: &Json) -> Vec<Medium> {
-    let text = |value: &Json| value.as_str().unwrap_or_default().to_owned();
     let devices = block.as_array().into_iter().flatten();
     let with_medium = devices.filter(|device| device["inserted"].is_object());
     with_medium
@@ -153,26 +139,24 @@ fn disks(block: &Json, copy: &Copy) -> Result<(Vec<ForeignDisk>, Vec<DiskSpec>),
     let (mut disks, mut described) = (Vec::new(), Vec::new());
     for device in block.as_array().into_iter().flatten() {
         let inserted = &device["inserted"];
-        let text = |value: &Json| value.as_str().unwrap_or_default().to_owned();
         let (at, node) = (text(&device["qdev"]), text(&inserted["node-name"]));
         let file = PathBuf::from(text(&inserted["image"]["filename"]));
-        let Some(rewrite::Node {
-            name: drive,
-            option,
-        }) = copy.nodes.get(&at).cloned()
-        else {
+        let Some(made) = copy.nodes.get(&at).cloned() else {
             continue;
         };
+        let (drive, option) = (made.name, made.option);
         if drive.len() > MAX_NODE_NAME {
             return Err(format!(
                 "the name of drive '{drive}' has more than {MAX_NODE_NAME} bytes, the limit of a block node's name"
             ));
         }
+        let is_qcow2 = inserted["drv"] == "qcow2";
         let mut disk = DiskSpec::new(file);
         disk.read_only = inserted["ro"] == true;
-        disk.format = Some(match inserted["drv"].as_str() {
-            Some("qcow2") => DiskFormat::Qcow2,
-            _ => DiskFormat::Raw,
+        disk.format = Some(if is_qcow2 {
+            DiskFormat::Qcow2
+        } else {
+            DiskFormat::Raw
         });
         disks.push(ForeignDisk {
             device: at,

@@ -26,18 +26,19 @@ pub(super) struct Drive {
 impl Drive {
     /// Returns the options of `-drive` except the file.
     pub(super) fn option(&self) -> String {
-        let mut option = format!("if={},id={}", self.interface, self.backend);
-        // A drive without an interface has neither bus nor unit.
-        if self.interface != "none" {
-            option.extend([",bus=", &self.bus.to_string()]);
-            option.extend([",unit=", &self.unit.to_string()]);
-        }
-        for key in OF_ITS_DEVICE {
-            if let Some(value) = self.options.get(key) {
-                option.extend([",", key, "=", value]);
-            }
-        }
-        option
+        let place = match self.interface.as_str() {
+            // A drive without an interface has neither bus nor unit.
+            "none" => String::new(),
+            _ => format!(",bus={},unit={}", self.bus, self.unit),
+        };
+        let of_device = OF_ITS_DEVICE.iter();
+        let of_device =
+            of_device.filter_map(|key| Some(format!(",{key}={}", self.options.get(key)?)));
+        let of_device: String = of_device.collect();
+        format!(
+            "if={},id={}{place}{of_device}",
+            self.interface, self.backend
+        )
     }
 
     /// Returns the value of `-drive` without a medium; `None` if this drive cannot be empty.
@@ -90,9 +91,8 @@ pub(super) fn drives(options: &[Named], machine: &str) -> Result<Vec<Drive>, Str
     let mut drives: Vec<Drive> = Vec::new();
     for (name, value) in options.iter().filter(|(name, _)| is_drive(name)) {
         let value = value.as_deref().unwrap_or_default();
-        let Some(options) = long_form(name, value) else {
-            return Err(format!("cannot parse '-{name} {value}'"));
-        };
+        let options = long_form(name, value);
+        let options = options.ok_or_else(|| format!("cannot parse '-{name} {value}'"))?;
         drives.push(drive(options, machine, &drives)?);
     }
     Ok(drives)
@@ -106,11 +106,8 @@ fn drive(options: Value, machine: &str, before: &[Drive]) -> Result<Drive, Strin
             _ => Err(format!("a drive's '{key}={text}' is not a number")),
         },
     };
-    let own = if machine.starts_with("microvm") {
-        "none"
-    } else {
-        "ide"
-    };
+    let is_small = machine.starts_with("microvm");
+    let own = if is_small { "none" } else { "ide" };
     let interface = options.get("if").filter(|name| *name != "default");
     let interface = interface.unwrap_or(own).to_owned();
     let units = match interface.as_str() {
@@ -125,9 +122,9 @@ fn drive(options: Value, machine: &str, before: &[Drive]) -> Result<Drive, Strin
         unit = Some(index.checked_rem(units).unwrap_or(index));
     }
     let is_taken = |bus: u64, unit: u64| {
-        let same = |drive: &&Drive| drive.interface == interface;
-        let mut before = before.iter().filter(same);
-        before.any(|drive| (drive.bus, drive.unit) == (bus, unit))
+        let place = (interface.as_str(), bus, unit);
+        let mut before = before.iter();
+        before.any(|drive| (drive.interface.as_str(), drive.bus, drive.unit) == place)
     };
     let unit = unit.unwrap_or_else(|| {
         let mut unit = 0;
@@ -144,11 +141,12 @@ fn drive(options: Value, machine: &str, before: &[Drive]) -> Result<Drive, Strin
         ("ide" | "scsi", _) => "-hd",
         _ => "",
     };
-    let own_name = if units > 0 {
-        format!("{interface}{bus}{medium}{unit}")
+    let of_bus = if units > 0 {
+        bus.to_string()
     } else {
-        format!("{interface}{medium}{unit}")
+        String::new()
     };
+    let own_name = format!("{interface}{of_bus}{medium}{unit}");
     Ok(Drive {
         backend: options.get("id").map_or(own_name, str::to_owned),
         interface,

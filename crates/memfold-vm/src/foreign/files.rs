@@ -2,6 +2,7 @@
 //! memfold reads these files with the rights of QEMU's user, so a manipulated command line cannot
 //! expose files that this user cannot read.
 
+use std::convert::Infallible;
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::os::unix::process::CommandExt;
@@ -12,10 +13,9 @@ use std::time::Duration;
 use memfold_host::helper;
 
 use super::options;
-use super::user::User;
 use super::value::Value;
-use super::view::View;
-use crate::tokens;
+use super::view::{self, View};
+use crate::qemu_line;
 
 /// Prefix of the tokens that stand for files in a command line; a file's number follows.
 const TOKEN: &str = "/memfold/file";
@@ -60,29 +60,15 @@ pub(super) fn name_whole(option: &str, value: &str, view: &View) -> String {
         return whole(value).unwrap_or_else(|| value.to_owned());
     }
     let is_first = option == "option-rom";
-    if !is_first && !KEYS.iter().any(|(of, _)| *of == option) {
-        return value.to_owned();
-    }
-    let Some(mut parsed) = Value::parse("", value) else {
-        return value.to_owned();
-    };
     let is_file =
         |key: &str| KEYS.contains(&(option, key)) || is_first && ["", "romfile"].contains(&key);
-    let words = parsed.strings();
-    let words = words.into_iter().filter(|(key, _)| is_file(key));
-    let changed: Vec<(String, String)> = words
-        .filter_map(|(_, word)| Some((word.to_owned(), whole(word)?)))
-        .collect();
-    parsed.change_strings(&|key, word| {
-        let found = changed
-            .iter()
-            .find(|(from, _)| is_file(key) && from == word);
-        found.map(|(_, to)| to.clone())
-    });
-    if changed.is_empty() {
-        return value.to_owned();
-    }
-    parsed.render()
+    let change = |key: &str, word: &str| {
+        Ok::<_, Infallible>(Some(word).filter(|_| is_file(key)).and_then(whole))
+    };
+    let mut parsed = Value::parse("", value);
+    let changed = parsed.as_mut().map(|parsed| parsed.change_strings(change));
+    let parsed = parsed.filter(|_| changed == Some(Ok(true)));
+    parsed.map_or_else(|| value.to_owned(), |parsed| parsed.render())
 }
 
 /// Replaces all file paths by tokens. Returns the paths, in the order of the tokens' numbers.
@@ -111,28 +97,19 @@ pub(super) fn take_out(words: &mut [String], view: &View) -> Result<Vec<PathBuf>
         let Some(mut parsed) = Value::parse("", value) else {
             continue;
         };
-        let strings = parsed.strings();
-        let goes_up = |word: &str| {
-            Path::new(word)
+        let is_changed = parsed.change_strings(|key, word| {
+            if Path::new(word)
                 .components()
                 .any(|part| part.as_os_str() == "..")
-        };
-        if let Some((key, word)) = strings.iter().find(|(_, word)| goes_up(word)) {
-            return Err(format!(
-                "'-{option} {key}={word}' names a file by a path with '..'"
-            ));
-        }
-        let mut files = Vec::new();
-        for (_, word) in strings {
-            if word.starts_with('/') && !DEVICES.contains(&word) {
-                files.push((word.to_owned(), token(word, view, &mut found)?));
+            {
+                return Err(format!(
+                    "'-{option} {key}={word}' names a file by a path with '..'"
+                ));
             }
-        }
-        if !files.is_empty() {
-            parsed.change_strings(&|_, word| {
-                let file = files.iter().find(|(path, _)| path == word);
-                file.map(|(_, token)| token.clone())
-            });
+            let is_file = word.starts_with('/') && !DEVICES.contains(&word);
+            is_file.then(|| token(word, view, &mut found)).transpose()
+        })?;
+        if is_changed {
             *value = parsed.render();
         }
     }
@@ -152,22 +129,26 @@ fn token(path: &str, view: &View, found: &mut Vec<PathBuf>) -> Result<String, St
         found.push(path.into());
         found.len() - 1
     });
-    Ok(tokens::token(TOKEN, number))
+    Ok(qemu_line::token(TOKEN, number))
 }
 
 /// Returns the words with file paths in place of tokens.
 pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
-    let replaced = |word: &String| tokens::put_in(TOKEN, word, files);
-    let words = words.iter().map(replaced);
+    let words = words
+        .iter()
+        .map(|word| qemu_line::put_in(TOKEN, word, files));
     words
         .map(|word| word.to_string_lossy().into_owned())
         .collect()
 }
 
-/// Copies a file with the rights of a user, given as `user`.
-fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
-    let file = view.open_as(from, user).map_err(|error| {
-        let why = format!("as user {}: {}: {error}", user.name, from.display());
+/// Copies a file that the command line of a QEMU names, with the rights of that QEMU's user;
+/// `None`: root.
+pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io::Result<()> {
+    let ids = user.map(view::user_ids).transpose()?;
+    let file = view.open_as(from, ids).map_err(|error| {
+        let name = user.unwrap_or("root");
+        let why = format!("as user {name}: {}: {error}", from.display());
         io::Error::new(error.kind(), why)
     })?;
     if !file.metadata()?.is_file() {
@@ -191,20 +172,6 @@ fn copy(from: &Path, view: &View, to: &File, user: &User) -> io::Result<()> {
     let words = String::from_utf8_lossy(&done.stderr);
     let why = format!("{}: {} ({})", from.display(), words.trim(), done.status);
     Err(io::Error::other(why))
-}
-
-/// Copies a file that the command line of a QEMU names, with the rights of that QEMU's user;
-/// `None`: root.
-pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io::Result<()> {
-    let (name, (uid, gid)) = match user {
-        None => ("root", (0, 0)),
-        Some(name) => {
-            let none = || io::Error::other(format!("no user '{name}' on this host"));
-            (name, memfold_sys::peer::user_ids(name)?.ok_or_else(none)?)
-        }
-    };
-    let name = name.to_owned();
-    copy(from, view, to, &User { name, uid, gid })
 }
 
 /// Reads a text file that the command line of a QEMU names, with the rights of that QEMU's user.
@@ -270,13 +237,8 @@ mod tests {
         fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let (from, to) = (place.path().join("from"), place.path().join("to"));
         fs::write(&from, "text").unwrap();
-        let (uid, gid) = memfold_sys::peer::user_ids("nobody").unwrap().unwrap();
-        let user = User {
-            name: "nobody".into(),
-            uid,
-            gid,
-        };
-        let copied = || copy(&from, &View::default(), &File::create(&to).unwrap(), &user);
+        let user = Some("nobody");
+        let copied = || copy_file(&from, &View::default(), &File::create(&to).unwrap(), user);
         copied().unwrap();
         assert_eq!(fs::read(&to).unwrap(), b"text");
         fs::set_permissions(&from, fs::Permissions::from_mode(0o600)).unwrap();

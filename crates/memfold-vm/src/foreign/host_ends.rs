@@ -21,28 +21,28 @@ const CHARACTER: [&str; 6] = [
     "serial",
 ];
 
+/// Kinds of character devices that lead to other processes or files (`KIND:...`).
+const KINDS: [&str; 8] = [
+    "tcp",
+    "udp",
+    "telnet",
+    "tn3270",
+    "websocket",
+    "unix",
+    "pipe",
+    "file",
+];
+
 /// Returns the host resources that an option claims, as text.
 pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
     let first = |text: &str| text.split(',').next().unwrap_or_default().to_owned();
     let leads_out = |text: &str| {
         let text = text.strip_prefix("mon:").unwrap_or(text);
-        let kinds = [
-            "tcp:",
-            "udp:",
-            "telnet:",
-            "tn3270:",
-            "websocket:",
-            "unix:",
-            "pipe:",
-            "file:",
-            "/dev/",
-            "pty",
-        ];
-        kinds.iter().any(|kind| text.starts_with(kind))
+        let kind = text.split_once(':').map_or("", |(kind, _)| kind);
+        ["/dev/", "pty"].iter().any(|start| text.starts_with(start)) || KINDS.contains(&kind)
     };
     let found = match name {
-        "vnc" => (!text.starts_with("none")).then(|| format!("-vnc {}", first(text))),
-        "gdb" => (!text.starts_with("none")).then(|| format!("-gdb {}", first(text))),
+        "vnc" | "gdb" => (!text.starts_with("none")).then(|| format!("-{name} {}", first(text))),
         "s" => Some("-gdb tcp::1234".to_owned()),
         "display" => {
             let kind = if text.starts_with('{') {
@@ -116,10 +116,8 @@ pub(super) fn of_ram(name: &str, text: &str) -> Result<Option<String>, String> {
 /// Returns the host resources that a user's additional QEMU arguments claim, as text.
 #[must_use]
 pub fn of_arguments(arguments: &[String]) -> Vec<String> {
-    let named = read(arguments).unwrap_or_default();
-    let told = named
-        .iter()
-        .map(|(name, value)| told(name, value.as_deref().unwrap_or_default()));
+    let named = read(arguments).unwrap_or_default().into_iter();
+    let told = named.map(|(name, value)| told(&name, &value.unwrap_or_default()));
     told.flat_map(Result::unwrap_or_default).collect()
 }
 
@@ -134,14 +132,8 @@ pub fn leave_out_taken(arguments: &mut Vec<String>) -> Vec<String> {
     let mut kept = Vec::new();
     for (name, value) in named {
         let text = value.as_deref().unwrap_or_default();
-        match without_taken(&name, text, &mut left) {
-            None => {
-                kept.push(format!("-{name}"));
-                kept.extend(value);
-            }
-            Some(Change::Gone) => {}
-            Some(Change::Value(other)) => kept.extend([format!("-{name}"), other]),
-        }
+        let other = without_taken(&name, text, &mut left);
+        kept.extend(other.unwrap_or_else(|| words(&name, value)));
     }
     if !left.is_empty() {
         *arguments = kept;
@@ -150,84 +142,70 @@ pub fn leave_out_taken(arguments: &mut Vec<String>) -> Vec<String> {
 }
 
 fn read(arguments: &[String]) -> Option<Vec<Named>> {
-    let line: Vec<String> = std::iter::once(String::new())
-        .chain(arguments.iter().cloned())
-        .collect();
-    options::read(&line).ok()
+    let line = std::iter::once(String::new()).chain(arguments.iter().cloned());
+    options::read(&line.collect::<Vec<_>>()).ok()
 }
 
-/// Change of an option that claims a host resource.
-enum Change {
-    /// The option is removed.
-    Gone,
-    /// The option gets this value.
-    Value(String),
+fn words(name: &str, value: Option<String>) -> Vec<String> {
+    std::iter::once(format!("-{name}")).chain(value).collect()
 }
 
-/// Returns the change of an option that claims a resource which another process holds; `None` if it
+/// Returns what replaces an option that claims a resource which another process holds; `None` if it
 /// claims no such resource.
-fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Change> {
-    let mut say = |words: Vec<String>| left.extend(words);
-    match name {
+fn without_taken(name: &str, text: &str, left: &mut Vec<String>) -> Option<Vec<String>> {
+    let is_taken = match name {
         "netdev" | "nic" | "net" => {
-            let mut net = Value::parse("type", text)?;
-            let rules = net.all("hostfwd");
-            let is_taken = |rule: &&String| {
-                Forward::of_rule(rule).is_some_and(|port| {
-                    port.claim()
-                        .is_err_and(|error| error.kind() == ErrorKind::AddrInUse)
-                })
-            };
-            let (taken, free): (Vec<&String>, Vec<&String>) = rules.iter().partition(is_taken);
-            let tap = net.get("ifname").filter(|_| net.kind() == "tap");
-            let tap = tap.filter(|tap| is_tap_taken(tap)).map(str::to_owned);
-            if taken.is_empty() && tap.is_none() {
-                return None;
-            }
-            say(taken.iter().map(|rule| format!("hostfwd={rule}")).collect());
-            if let Some(tap) = tap {
-                say(vec![format!(
-                    "tap ifname={tap} (the kernel has named the tap)"
-                )]);
-                net.drop_keys(|key| key == "ifname");
-            }
-            net.drop_keys(|key| key == "hostfwd");
-            for rule in free {
-                net.push("hostfwd", rule);
-            }
-            Some(Change::Value(net.render()))
+            let net = network_without_taken(text, left)?;
+            return Some(words(name, Some(net)));
         }
-        "s" if is_tcp_taken("", "1234") => {
-            say(told(name, text).ok()?);
-            Some(Change::Gone)
-        }
-        "vnc" | "gdb" | "monitor" | "qmp" | "qmp-pretty" if is_place_taken(name, text) => {
-            say(told(name, text).ok()?);
-            Some(Change::Gone)
-        }
-        "serial" | "parallel" | "debugcon" if is_place_taken(name, text) => {
-            say(told(name, text).ok()?);
-            Some(Change::Value("null".to_owned()))
-        }
-        "chardev" => {
-            let chardev = Value::parse("backend", text)?;
-            let is_server = chardev.is_on("server");
-            let path = chardev.get("path").filter(|_| chardev.kind() == "socket");
-            let taken = match path {
-                Some(path) => is_unix_taken(path),
-                None => {
-                    chardev.kind() == "socket"
-                        && is_tcp_taken(&chardev.text("host"), &chardev.text("port"))
-                }
-            };
-            if !(is_server && taken) {
-                return None;
-            }
-            say(told(name, text).ok()?);
-            Some(Change::Value(null_chardev(&chardev)))
-        }
-        _ => None,
+        "s" => is_tcp_taken("", "1234"),
+        "chardev" => is_chardev_taken(&Value::parse("backend", text)?),
+        "vnc" | "gdb" => is_place_taken(name, text),
+        name => CHARACTER.contains(&name) && is_place_taken(name, text),
+    };
+    if !is_taken {
+        return None;
     }
+    left.extend(told(name, text).ok()?);
+    Some(match name {
+        "serial" | "parallel" | "debugcon" => words(name, Some("null".to_owned())),
+        "chardev" => words(name, Some(null_chardev(&Value::parse("backend", text)?))),
+        _ => Vec::new(),
+    })
+}
+
+fn network_without_taken(text: &str, left: &mut Vec<String>) -> Option<String> {
+    let mut net = Value::parse("type", text)?;
+    let rules = net.all("hostfwd");
+    let is_in_use = |error: std::io::Error| error.kind() == ErrorKind::AddrInUse;
+    let is_taken = |rule: &&String| {
+        Forward::of_rule(rule).is_some_and(|port| port.claim().is_err_and(is_in_use))
+    };
+    let (taken, free): (Vec<&String>, Vec<&String>) = rules.iter().partition(is_taken);
+    let tap = net.get("ifname").filter(|_| net.kind() == "tap");
+    let tap = tap.filter(|tap| is_tap_taken(tap)).map(str::to_owned);
+    if taken.is_empty() && tap.is_none() {
+        return None;
+    }
+    left.extend(taken.iter().map(|rule| format!("hostfwd={rule}")));
+    if let Some(tap) = tap {
+        left.push(format!("tap ifname={tap} (the kernel has named the tap)"));
+        net.drop_keys(|key| key == "ifname");
+    }
+    net.drop_keys(|key| key == "hostfwd");
+    for rule in free {
+        net.push("hostfwd", rule);
+    }
+    Some(net.render())
+}
+
+fn is_chardev_taken(chardev: &Value) -> bool {
+    let is_server = chardev.kind() == "socket" && chardev.is_on("server");
+    is_server
+        && match chardev.get("path") {
+            Some(path) => is_unix_taken(path),
+            None => is_tcp_taken(&chardev.text("host"), &chardev.text("port")),
+        }
 }
 
 /// Returns whether another process holds the address that an option listens on: `:1` (VNC),
@@ -244,19 +222,18 @@ fn is_place_taken(name: &str, text: &str) -> bool {
     if let Some(path) = place.strip_prefix("unix:") {
         return is_unix_taken(path);
     }
-    if name == "vnc" {
-        let port = |display: &str| Some((5900 + display.parse::<u16>().ok()?).to_string());
-        let found = place
-            .rsplit_once(':')
-            .and_then(|(host, display)| Some((host, port(display)?)));
-        return found.is_some_and(|(host, port)| is_tcp_taken(host, &port));
-    }
-    let Some((_, place)) = place.split_once(':') else {
+    let place = if name == "vnc" {
+        Some(place)
+    } else {
+        place.split_once(':').map(|(_, place)| place)
+    };
+    let Some((host, port)) = place.and_then(|place| place.rsplit_once(':')) else {
         return false;
     };
-    place
-        .rsplit_once(':')
-        .is_some_and(|(host, port)| is_tcp_taken(host, port))
+    match (name, port.parse::<u16>()) {
+        ("vnc", Ok(display)) => is_tcp_taken(host, &(5900 + u32::from(display)).to_string()),
+        _ => is_tcp_taken(host, port),
+    }
 }
 
 fn is_tcp_taken(host: &str, port: &str) -> bool {
@@ -297,7 +274,7 @@ fn is_unix_taken(path: &str) -> bool {
 }
 
 /// Returns a null character device with the name of `chardev`.
-pub(super) fn null_chardev(chardev: &Value) -> String {
+pub(crate) fn null_chardev(chardev: &Value) -> String {
     let shared = if chardev.is_on("mux") { ",mux=on" } else { "" };
     format!("null,id={}{shared}", chardev.text("id"))
 }

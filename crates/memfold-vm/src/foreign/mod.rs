@@ -19,12 +19,13 @@ mod network;
 mod options;
 mod rewrite;
 mod spec;
-mod user;
-mod value;
+pub(crate) mod value;
 mod view;
 
 pub use describe::{ForeignError, describe};
 pub use files::copy_file;
+pub(crate) use host_ends::null_chardev;
 pub use host_ends::{leave_out_taken, of_arguments};
 pub use spec::{Foreign, ForeignDisk};
+pub(crate) use view::user_ids;
 pub use view::{View, root_of};

@@ -30,9 +30,7 @@ pub(super) fn copy(option: &str, value: &str) -> Result<(String, Vec<String>), S
         "nic" if option == "net" => {}
         "user" => {
             for key in OF_THE_HOST {
-                for rule in net.all(key) {
-                    left.push(format!("{key}={rule}"));
-                }
+                left.extend(net.all(key).iter().map(|rule| format!("{key}={rule}")));
             }
             net.drop_keys(|key| OF_THE_HOST.contains(&key));
         }
@@ -42,15 +40,15 @@ pub(super) fn copy(option: &str, value: &str) -> Result<(String, Vec<String>), S
             net.drop_keys(|key| !COMMON.contains(&key));
             // Packets of these backends have offload headers.
             if ["tap", "bridge", "vhost-user", "vhost-vdpa"].contains(&kind.as_str()) {
-                net.set("type", "tap");
-                net.set("script", "no");
-                net.set("downscript", "no");
+                for (key, value) in [("type", "tap"), ("script", "no"), ("downscript", "no")] {
+                    net.set(key, value);
+                }
                 if queues > 1 {
-                    net.set_number("queues", queues);
+                    net.set_typed("queues", queues, &queues.to_string());
                 }
             } else {
                 net.set("type", "user");
-                net.set_flag("restrict", true);
+                net.set_typed("restrict", true, "on");
             }
         }
     }
@@ -70,9 +68,10 @@ fn queues(net: &Value) -> u64 {
 /// Describes the host's side of a network backend, as text.
 fn host_end(kind: &str, net: &Value) -> String {
     let named = ["ifname", "br", "path", "connect", "listen", "mcast", "udp"];
-    let named = named
+    let mut named = named
         .iter()
-        .find_map(|key| Some(format!(" {key}={}", net.get(key)?)));
+        .filter_map(|key| Some(format!(" {key}={}", net.get(key)?)));
+    let named = named.next();
     format!("{kind}{}", named.unwrap_or_default())
 }
 

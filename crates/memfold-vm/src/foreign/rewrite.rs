@@ -25,6 +25,7 @@ use memfold_wire::agent::PORT_NAME;
 
 use super::drives::{self, Drive};
 use super::options::{self, Fate, Named};
+use super::spec::Foreign;
 use super::value::{Value, parse};
 use super::view::View;
 use super::{files, host_ends, network};
@@ -66,17 +67,10 @@ pub(super) struct Node {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Copy {
-    pub(super) words: Vec<String>,
+    /// The copied command line, without disks and files.
+    pub(super) foreign: Foreign,
     /// Block node for each of [`Facts::media`], by the device's path in QEMU's object tree.
     pub(super) nodes: BTreeMap<String, Node>,
-    /// Name of the character device of the agent's port. The next field: that of the console.
-    pub(super) agent: Option<String>,
-    pub(super) console: Option<String>,
-    /// Whether another device also uses the console's character device.
-    pub(super) is_console_shared: bool,
-    /// Host resources that are left out, as text, because no second VM can have them.
-    pub(super) left_out: Vec<String>,
-    pub(super) cards: usize,
     pub(super) balloon: bool,
 }
 
@@ -107,19 +101,6 @@ const DRAWN_BY_HOST: [&str; 4] = [
     "virtio-gpu-rutabaga",
     "virtio-vga-rutabaga",
 ];
-/// Kinds of objects that are copied.
-const OBJECTS: &[&str] = &[
-    "iothread",
-    "rng-random",
-    "rng-builtin",
-    "rng-egd",
-    "throttle-group",
-    "main-loop",
-    "cryptodev-backend",
-    "cryptodev-backend-builtin",
-    "acpi-generic-initiator",
-    "acpi-generic-port",
-];
 /// Kinds of objects that are left out: secrets and authorization of displays, monitors and disks,
 /// and network filters.
 const OWN_OBJECTS: &[&str] = &[
@@ -148,8 +129,8 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
         let Some((_, fate)) = options::known(name) else {
             return Err(format!("memfold does not know QEMU's option '-{name}'"));
         };
-        copy.left_out.extend(host_ends::told(name, text)?);
-        copy.left_out.extend(host_ends::of_ram(name, text)?);
+        copy.foreign.left_out.extend(host_ends::told(name, text)?);
+        copy.foreign.left_out.extend(host_ends::of_ram(name, text)?);
         let made = match (fate, name.as_str()) {
             (Fate::Refused(why), _) => return Err(format!("-{name} {text}: {why}")),
             (Fate::Dropped, _) | (_, "L" | "readconfig" | "set") => Vec::new(),
@@ -189,25 +170,28 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
             (_, "overcommit") if parse("", text)?.is_on("cpu-pm") => words("cpu-pm=on".into()),
             // With `-nographic`, the first serial port is the terminal where QEMU was started.
             (_, "nographic")
-                if copy.console.as_deref() == Some(CONSOLE) && has_own_serial(options)? =>
+                if copy.foreign.console.as_deref() == Some(CONSOLE) && has_own_serial(options)? =>
             {
                 vec!["-serial".into(), format!("chardev:{CONSOLE}")]
             }
             (_, "nographic" | "overcommit") => Vec::new(),
             (Fate::Made, other) => return Err(format!("memfold does not support '-{other}'")),
         };
-        copy.words.extend(made);
+        copy.foreign.words.extend(made);
     }
     if !has_machine {
-        copy.words
+        copy.foreign
+            .words
             .extend(["-machine".into(), facts.machine.clone()]);
     }
     if !has_accel {
-        copy.words.extend(["-accel".into(), facts.accel.clone()]);
+        copy.foreign
+            .words
+            .extend(["-accel".into(), facts.accel.clone()]);
     }
     if !has_audio {
         // Otherwise sound cards would open the host's sound devices.
-        copy.words.extend(["-audio".into(), "none".into()]);
+        copy.foreign.words.extend(["-audio".into(), "none".into()]);
     }
     copy.nodes = media.nodes;
     check_media(&copy, &media.drives)?;
@@ -256,23 +240,16 @@ fn found(options: &[Named], name: &str, value: &str, view: &View) -> String {
     }
     // Directories in which QEMU looks for its own data files.
     let places = options.iter().filter(|(name, _)| name == "L");
-    let places = places.filter_map(|(_, place)| Some(view.whole(place.as_ref()?).join(value)));
-    let mut there = places.filter(|path| view.is_file(path));
-    there
-        .next()
-        .map_or(named, |path| path.to_string_lossy().into_owned())
+    let mut places = places.filter_map(|(_, place)| Some(view.whole(place.as_ref()?).join(value)));
+    let there = places.find(|path| view.is_file(path));
+    there.map_or(named, |path| path.to_string_lossy().into_owned())
 }
 
 /// Returns whether QEMU creates a default serial port (`default_serial` in `system/vl.c`).
 fn has_own_serial(options: &[Named]) -> Result<bool, String> {
-    if options
-        .iter()
-        .any(|(name, _)| ["nodefaults", "serial"].contains(&name.as_str()))
-    {
-        return Ok(false);
-    }
-    let mut kinds = devices(options)?.into_iter();
-    Ok(!kinds.any(|device| device.kind() == "isa-serial"))
+    let has_none = values(options, &["nodefaults", "serial"]).next().is_some();
+    let mut devices = devices(options)?.into_iter();
+    Ok(!has_none && !devices.any(|device| device.kind() == "isa-serial"))
 }
 
 /// Checks that every medium has its device in the copy, and every device its medium. Otherwise QEMU
@@ -280,7 +257,7 @@ fn has_own_serial(options: &[Named]) -> Result<bool, String> {
 fn check_media(copy: &Copy, drives: &[Drive]) -> Result<(), String> {
     let mut wanted = BTreeSet::new();
     let mut there: BTreeSet<String> = BTreeSet::new();
-    for pair in copy.words.windows(2) {
+    for pair in copy.foreign.words.windows(2) {
         match pair[0].as_str() {
             "-device" => wanted.extend(drives::of_device(&pair[1])?),
             "-drive" => there.extend(parse("file", &pair[1])?.get("id").map(str::to_owned)),
@@ -301,10 +278,8 @@ fn check_media(copy: &Copy, drives: &[Drive]) -> Result<(), String> {
         }
         there.insert(name);
     }
-    match wanted.iter().find(|name| !there.contains(*name)) {
-        Some(name) => Err(gone(name)),
-        None => Ok(()),
-    }
+    let missing = wanted.difference(&there).next();
+    missing.map_or(Ok(()), |name| Err(gone(name)))
 }
 
 fn gone(name: &str) -> String {
@@ -322,9 +297,8 @@ fn values<'a>(options: &'a [Named], wanted: &'a [&str]) -> impl Iterator<Item = 
 }
 
 fn devices(options: &[Named]) -> Result<Vec<Value>, String> {
-    values(options, &["device"])
-        .map(|value| parse("driver", value))
-        .collect()
+    let values = values(options, &["device"]);
+    values.map(|value| parse("driver", value)).collect()
 }
 
 /// Collects facts about devices that other options depend on, and refuses devices that cannot be
@@ -349,21 +323,20 @@ fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
             ));
         }
         if kind == "virtserialport" && device.get("name") == Some(PORT_NAME) {
-            copy.agent = chardev;
-        } else if kind == "isa-serial" && copy.console.is_none() {
-            copy.console = chardev;
+            copy.foreign.agent = chardev;
+        } else if kind == "isa-serial" && copy.foreign.console.is_none() {
+            copy.foreign.console = chardev;
         }
         copy.balloon |= kind.starts_with("virtio-balloon");
-        copy.cards += usize::from(device.get("netdev").is_some());
+        copy.foreign.cards += usize::from(device.get("netdev").is_some());
     }
-    copy.cards += values(options, &["nic"])
-        .filter(|nic| *nic != "none")
-        .count();
+    let nics = values(options, &["nic"]).filter(|nic| *nic != "none");
+    copy.foreign.cards += nics.count();
     let nets = values(options, &["net"]).filter(|net| net.starts_with("nic"));
-    copy.cards += nets.count();
+    copy.foreign.cards += nets.count();
     let networks = ["netdev", "nic", "net", "nodefaults"];
     // Without any network option, QEMU creates a card by default.
-    copy.cards += usize::from(values(options, &networks).next().is_none());
+    copy.foreign.cards += usize::from(values(options, &networks).next().is_none());
     Ok(())
 }
 
@@ -371,22 +344,22 @@ fn look_at_devices(options: &[Named], copy: &mut Copy) -> Result<(), String> {
 /// that depend on the console may come before it.
 fn look_at_chardevs(options: &[Named], copy: &mut Copy) -> Result<(), String> {
     let mut ports = values(options, &["serial"]).filter(|port| !["none", "null"].contains(port));
-    if let Some(port) = ports.next().filter(|_| copy.console.is_none()) {
+    if let Some(port) = ports.next().filter(|_| copy.foreign.console.is_none()) {
         let id = port.strip_prefix("chardev:").unwrap_or(CONSOLE);
-        copy.console = Some(id.to_owned());
-    } else if copy.console.is_none()
+        copy.foreign.console = Some(id.to_owned());
+    } else if copy.foreign.console.is_none()
         && values(options, &["nographic"]).next().is_some()
         && has_own_serial(options)?
     {
-        copy.console = Some(CONSOLE.to_owned());
+        copy.foreign.console = Some(CONSOLE.to_owned());
     }
     let of_devices = devices(options)?;
     let of_devices = of_devices.iter().filter_map(|device| device.get("chardev"));
     let of_ports = values(options, &["serial", "debugcon"]);
     let of_ports = of_ports.filter_map(|port| port.strip_prefix("chardev:"));
     let users = of_devices.chain(of_ports);
-    let users = users.filter(|id| copy.console.as_deref() == Some(*id));
-    copy.is_console_shared = users.count() > 1;
+    let users = users.filter(|id| copy.foreign.console.as_deref() == Some(*id));
+    copy.foreign.console_shared = users.count() > 1;
     Ok(())
 }
 
@@ -395,7 +368,7 @@ fn look_at_chardevs(options: &[Named], copy: &mut Copy) -> Result<(), String> {
 fn chardev(value: &str, copy: &Copy) -> Result<Option<String>, String> {
     let chardev = parse("backend", value)?;
     let id = chardev.text("id");
-    if [&copy.agent, &copy.console].contains(&&Some(id.clone())) {
+    if [&copy.foreign.agent, &copy.foreign.console].contains(&&Some(id.clone())) {
         return Ok(None);
     }
     Ok(Some(host_ends::null_chardev(&chardev)))
@@ -430,24 +403,28 @@ fn object(value: &str) -> Result<Option<String>, String> {
         let naming = "x-use-canonical-path-for-ramblock-id";
         let naming = match object.text(naming) {
             text if text.is_empty() => text,
-            text => {
-                let is_on = matches!(text.as_str(), "on" | "yes" | "true" | "y");
-                format!(",{naming}={}", on_or_off(is_on))
-            }
+            _ => format!(",{naming}={}", on_or_off(object.is_on(naming))),
         };
         return Ok(Some(format!(
             "memory-backend-ram,id={id},size={size}{naming}"
         )));
     }
-    if OBJECTS.contains(&kind) {
-        return Ok(Some(value.to_owned()));
+    match kind {
+        "iothread"
+        | "rng-random"
+        | "rng-builtin"
+        | "rng-egd"
+        | "throttle-group"
+        | "main-loop"
+        | "cryptodev-backend"
+        | "cryptodev-backend-builtin"
+        | "acpi-generic-initiator"
+        | "acpi-generic-port" => Ok(Some(value.to_owned())),
+        kind if OWN_OBJECTS.iter().any(|own| kind.starts_with(own)) => Ok(None),
+        _ => Err(format!(
+            "cannot start another QEMU with an object '{kind}' (id '{id}')"
+        )),
     }
-    if OWN_OBJECTS.iter().any(|own| kind.starts_with(own)) {
-        return Ok(None);
-    }
-    Err(format!(
-        "cannot start another QEMU with an object '{kind}' (id '{id}')"
-    ))
 }
 
 fn serial(value: &str, copy: &Copy) -> String {
@@ -455,7 +432,8 @@ fn serial(value: &str, copy: &Copy) -> String {
         return value.to_owned();
     }
     let console = format!("chardev:{CONSOLE}");
-    let is_first = copy.console.as_deref() == Some(CONSOLE) && !copy.words.contains(&console);
+    let is_first =
+        copy.foreign.console.as_deref() == Some(CONSOLE) && !copy.foreign.words.contains(&console);
     if is_first { console } else { "null".to_owned() }
 }
 
@@ -476,9 +454,8 @@ impl Media {
         let mut flash = BTreeSet::new();
         for machine in values(options, &["machine", "M"]) {
             let machine = parse("type", machine)?;
-            let nodes = ["pflash0", "pflash1"];
-            let nodes = nodes.iter().filter_map(|key| machine.get(key));
-            flash.extend(nodes.map(str::to_owned));
+            let nodes = ["pflash0", "pflash1"].map(|key| machine.get(key).map(str::to_owned));
+            flash.extend(nodes.into_iter().flatten());
         }
         let mut nodes = BTreeMap::new();
         // A medium that no device uses is not visible to the guest.
@@ -487,10 +464,9 @@ impl Media {
             .iter()
             .filter(|medium| !medium.device.is_empty())
         {
-            let drive = drives
-                .iter()
-                .find(|drive| !medium.backend.is_empty() && drive.backend == medium.backend);
-            let node = match drive {
+            let is_its =
+                |drive: &&Drive| !medium.backend.is_empty() && drive.backend == medium.backend;
+            let node = match drives.iter().find(is_its) {
                 Some(drive) if drive.interface == "pflash" => continue,
                 Some(drive) => Node {
                     name: format!("memfold-drive{}", nodes.len()),
@@ -552,17 +528,12 @@ impl Medium {
     /// use other nodes above this node.
     fn called(&self, devices: &[Value]) -> String {
         let id = self.device.strip_prefix("/machine/peripheral/");
-        let id = id.map_or(self.device.as_str(), |rest| {
-            rest.split('/').next().unwrap_or_default()
-        });
-        let named = devices.iter().find(|device| device.get("id") == Some(id));
+        let id = id.map(|rest| rest.split('/').next().unwrap_or_default());
+        let id = Some(id.unwrap_or(&self.device));
+        let named = devices.iter().find(|device| device.get("id") == id);
         let drive = named.and_then(|device| device.get("drive"));
-        let own = if self.backend.is_empty() {
-            &self.node
-        } else {
-            &self.backend
-        };
-        drive.unwrap_or(own).to_owned()
+        let own = Some(&self.backend).filter(|name| !name.is_empty());
+        drive.unwrap_or(own.unwrap_or(&self.node)).to_owned()
     }
 }
 

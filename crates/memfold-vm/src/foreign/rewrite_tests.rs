@@ -110,7 +110,7 @@ fn libvirt_facts() -> Facts {
 #[test]
 fn a_copied_libvirt_domain_keeps_its_devices_and_no_resources_of_the_host() {
     let copy = copy(&line(LIBVIRT), &libvirt_facts()).unwrap();
-    let words = copy.words.join("\n");
+    let words = copy.foreign.words.join("\n");
     for word in [
         "-machine\npc-q35-10.0,",
         "memory-backend-ram,id=pc.ram,size=536870912",
@@ -141,9 +141,9 @@ fn a_copied_libvirt_domain_keeps_its_devices_and_no_resources_of_the_host() {
     ] {
         assert!(!words.contains(word), "'{word}' in: {words}");
     }
-    assert_eq!(copy.agent.as_deref(), Some("charchannel0"));
-    assert_eq!(copy.console.as_deref(), Some("charserial0"));
-    assert_eq!((copy.cards, copy.balloon), (1, true));
+    assert_eq!(copy.foreign.agent.as_deref(), Some("charchannel0"));
+    assert_eq!(copy.foreign.console.as_deref(), Some("charserial0"));
+    assert_eq!((copy.foreign.cards, copy.balloon), (1, true));
     assert_eq!(
         nodes(&copy),
         [
@@ -188,8 +188,8 @@ fn a_copied_handwritten_command_line_keeps_its_devices() {
         words.retain(|word| !word.is_empty());
         words
     };
-    assert_eq!(sorted(&copy.words.join(" ")), sorted(wanted));
-    assert_eq!(copy.console.as_deref(), Some("memfold-console"));
+    assert_eq!(sorted(&copy.foreign.words.join(" ")), sorted(wanted));
+    assert_eq!(copy.foreign.console.as_deref(), Some("memfold-console"));
     let virtio = "/machine/peripheral-anon/device[2]/virtio-backend";
     assert_eq!(
         nodes(&copy),
@@ -203,7 +203,7 @@ fn a_copied_handwritten_command_line_keeps_its_devices() {
         ]
     );
     assert_eq!(
-        copy.left_out,
+        copy.foreign.left_out,
         [
             "-nic: bridge br=br0",
             "network n0: hostfwd=tcp::2222-:22",
@@ -260,7 +260,7 @@ fn a_copied_proxmox_vm_keeps_its_devices_and_no_resources_of_the_host() {
         ..facts()
     };
     let copy = copy(&line(PROXMOX), &facts).unwrap();
-    let words = copy.words.join("\n");
+    let words = copy.foreign.words.join("\n");
     for word in [
         "-machine\npc-i440fx-10.0+pve0",
         "-drive\nif=none,id=drive-ide2,media=cdrom",
@@ -283,7 +283,7 @@ fn a_copied_proxmox_vm_keeps_its_devices_and_no_resources_of_the_host() {
         assert!(!words.contains(word), "'{word}' in: {words}");
     }
     assert_eq!(nodes(&copy), [("scsi0", "drive-scsi0", "")]);
-    assert_eq!((copy.cards, copy.balloon), (1, true));
+    assert_eq!((copy.foreign.cards, copy.balloon), (1, true));
 }
 
 #[test]
@@ -328,7 +328,7 @@ fn a_disk_without_an_identifiable_device_is_refused_and_an_ejected_drive_stays_e
             media: vec![medium("", device, "over")],
             ..facts()
         };
-        copy(&line(text), &facts).map(|copy| copy.words.join(" "))
+        copy(&line(text), &facts).map(|copy| copy.foreign.words.join(" "))
     };
     let text = "-blockdev driver=file,node-name=d,filename=/d\n-device virtio-blk-pci,drive=d,id=a";
     with("a", text).unwrap();
@@ -452,7 +452,7 @@ const KINDS: &[(&str, &str, &str)] = &[
 fn each_kind_of_qemu_option_is_rewritten_for_a_second_qemu() {
     for (text, wanted, gone) in KINDS {
         let copy = copy(&words(text), &facts()).unwrap_or_else(|why| panic!("{text}: {why}"));
-        let made = copy.words.join(" ");
+        let made = copy.foreign.words.join(" ");
         let made = made
             .replace("-machine pc-q35-10.0", "")
             .replace("-accel tcg", "")
@@ -474,12 +474,17 @@ fn a_console_used_by_several_devices_counts_as_shared() {
     let shared = "-chardev stdio,id=c,mux=on -serial chardev:c -device virtio-serial-pci -device virtconsole,chardev=c";
     let made = copy(&words(shared), &facts()).unwrap();
     assert_eq!(
-        (made.console.as_deref(), made.is_console_shared),
+        (made.foreign.console.as_deref(), made.foreign.console_shared),
         (Some("c"), true)
     );
     // Here the console's device is shared with a monitor only, which the copy leaves out.
     let alone = "-chardev stdio,id=c,mux=on -serial chardev:c -mon chardev=c";
-    assert!(!copy(&words(alone), &facts()).unwrap().is_console_shared);
+    assert!(
+        !copy(&words(alone), &facts())
+            .unwrap()
+            .foreign
+            .console_shared
+    );
 }
 
 #[test]
@@ -515,7 +520,7 @@ fn displays_and_ports_that_only_one_vm_can_use_are_named() {
         ("-overcommit mem-lock=off", ""),
     ] {
         let copy = copy(&words(text), &facts()).unwrap();
-        assert_eq!(copy.left_out.join("; "), wanted, "{text}");
+        assert_eq!(copy.foreign.left_out.join("; "), wanted, "{text}");
     }
 }
 
@@ -560,14 +565,14 @@ fn relative_file_names_are_resolved_in_the_working_directory_of_qemu() {
         ("-acpitable file=f", format!("file={inner}/f")),
     ] {
         let made = copy(&words(text), &facts).unwrap();
-        assert_eq!(made.words[1], wanted, "{text}");
+        assert_eq!(made.foreign.words[1], wanted, "{text}");
     }
     let made = copy(
         &words(&format!("-bios up -L {}", place.path().display())),
         &facts,
     )
     .unwrap();
-    assert_eq!(made.words[1], up.display().to_string());
+    assert_eq!(made.foreign.words[1], up.display().to_string());
 }
 
 #[test]
@@ -610,7 +615,7 @@ fn drives_keep_bus_and_unit_in_any_order_of_options() {
     );
     let names: std::collections::BTreeSet<&str> = found.iter().map(|(_, name, _)| *name).collect();
     assert_eq!(names.len(), found.len(), "{found:?}");
-    let made = copy.words.join(" ");
+    let made = copy.foreign.words.join(" ");
     for flash in [
         "if=pflash,unit=0,id=pflash0,format=raw,readonly=on,file.driver=null-co,file.size=4096",
         "if=pflash,unit=1,id=drive-efi,format=raw,readonly=off,file.driver=null-co,file.size=8192",
@@ -646,7 +651,7 @@ fn damaged_command_lines_never_cause_a_panic() {
         match copy(&line(&text), &facts) {
             Ok(mut copy) => {
                 made += 1;
-                let _ = super::super::files::take_out(&mut copy.words, &View::default());
+                let _ = super::super::files::take_out(&mut copy.foreign.words, &View::default());
             }
             Err(why) => {
                 refused += 1;

@@ -3,10 +3,8 @@
 
 use serde_json::{Map, Value as Json};
 
-use crate::qemu_line::on_or_off;
-
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Value {
+pub(crate) struct Value {
     /// Key of the first word, which is written without a key.
     implied: &'static str,
     is_json: bool,
@@ -15,15 +13,12 @@ pub(super) struct Value {
 
 impl Value {
     /// Parses a value; `None` if the text is in neither syntax.
-    pub(super) fn parse(implied: &'static str, text: &str) -> Option<Self> {
+    pub(crate) fn parse(implied: &'static str, text: &str) -> Option<Self> {
         if text.starts_with('{') {
-            let Json::Object(pairs) = serde_json::from_str(text).ok()? else {
-                return None;
-            };
             return Some(Self {
                 implied,
                 is_json: true,
-                pairs,
+                pairs: serde_json::from_str(text).ok()?,
             });
         }
         let mut pairs = Map::new();
@@ -45,7 +40,7 @@ impl Value {
 
     /// Returns a key's value if it is a string. If the key occurs several times, returns the last
     /// value.
-    pub(super) fn get(&self, key: &str) -> Option<&str> {
+    pub(crate) fn get(&self, key: &str) -> Option<&str> {
         match self.pairs.get(key)? {
             Json::Array(words) if !self.is_json => words.last()?.as_str(),
             other => other.as_str(),
@@ -54,7 +49,7 @@ impl Value {
 
     /// Returns all values of a key that may occur several times. In JSON, they are a list of
     /// strings or of `{"str": STRING}`.
-    pub(super) fn all(&self, key: &str) -> Vec<String> {
+    pub(crate) fn all(&self, key: &str) -> Vec<String> {
         let word = |value: &Json| Some(value.as_str().or(value["str"].as_str())?.to_owned());
         match self.pairs.get(key) {
             Some(Json::Array(words)) => words.iter().filter_map(word).collect(),
@@ -64,12 +59,12 @@ impl Value {
     }
 
     /// Returns the value of the implied key.
-    pub(super) fn kind(&self) -> &str {
+    pub(crate) fn kind(&self) -> &str {
         self.get(self.implied).unwrap_or_default()
     }
 
     /// Returns a key's value as text, whether it is a string or a number.
-    pub(super) fn text(&self, key: &str) -> String {
+    pub(crate) fn text(&self, key: &str) -> String {
         match (self.get(key), self.pairs.get(key)) {
             (Some(word), _) => word.to_owned(),
             (None, Some(other)) => other.to_string(),
@@ -77,76 +72,61 @@ impl Value {
         }
     }
 
-    pub(super) fn set(&mut self, key: &str, value: &str) {
+    pub(crate) fn set(&mut self, key: &str, value: &str) {
         self.pairs.insert(key.to_owned(), value.into());
     }
 
-    /// Sets a flag. In JSON, QEMU does not accept strings for flags and numbers.
-    pub(super) fn set_flag(&mut self, key: &str, is_on: bool) {
+    /// Sets a flag or number, which JSON has as such; otherwise it is written as `text`.
+    pub(crate) fn set_typed(&mut self, key: &str, value: impl Into<Json>, text: &str) {
         let value = if self.is_json {
-            is_on.into()
+            value.into()
         } else {
-            on_or_off(is_on).into()
-        };
-        self.pairs.insert(key.to_owned(), value);
-    }
-
-    /// Sets a number; see [`set_flag`](Self::set_flag).
-    pub(super) fn set_number(&mut self, key: &str, number: u64) {
-        let value = if self.is_json {
-            number.into()
-        } else {
-            number.to_string().into()
+            text.into()
         };
         self.pairs.insert(key.to_owned(), value);
     }
 
     /// Adds a value to a key that may occur several times.
-    pub(super) fn push(&mut self, key: &str, value: &str) {
+    pub(crate) fn push(&mut self, key: &str, value: &str) {
         if !self.is_json {
             add(&mut self.pairs, key.to_owned(), value.to_owned());
             return;
         }
-        let words = self
-            .pairs
-            .entry(key)
-            .or_insert_with(|| Json::Array(Vec::new()));
-        if let Json::Array(words) = words {
+        let empty = || Json::Array(Vec::new());
+        if let Json::Array(words) = self.pairs.entry(key).or_insert_with(empty) {
             words.push(serde_json::json!({ "str": value }));
         }
     }
 
     /// Removes the keys for which `unwanted` returns true.
-    pub(super) fn drop_keys(&mut self, unwanted: impl Fn(&str) -> bool) {
+    pub(crate) fn drop_keys(&mut self, unwanted: impl Fn(&str) -> bool) {
         self.pairs.retain(|key, _| !unwanted(key));
     }
 
     /// Returns whether a key's value is true (`on`, `yes`, `true` or `y`).
-    pub(super) fn is_on(&self, key: &str) -> bool {
+    pub(crate) fn is_on(&self, key: &str) -> bool {
         match self.pairs.get(key) {
             Some(Json::Bool(is_on)) => *is_on,
             _ => matches!(self.get(key), Some("on" | "yes" | "true" | "y")),
         }
     }
 
-    /// Returns every string in the value with its key; for nested values, with the innermost key.
-    pub(super) fn strings(&self) -> Vec<(&str, &str)> {
-        let mut found = Vec::new();
-        for (key, value) in &self.pairs {
-            collect(key, value, &mut found);
-        }
-        found
-    }
-
-    /// Replaces every string for which `change` (of key and string) returns a new one.
-    pub(super) fn change_strings(&mut self, change: &impl Fn(&str, &str) -> Option<String>) {
+    /// Calls `change` with every string in the value and its key (for nested values, the innermost
+    /// key), and replaces each string for which `change` returns another one. Returns whether there
+    /// was one.
+    pub(crate) fn change_strings<E>(
+        &mut self,
+        mut change: impl FnMut(&str, &str) -> Result<Option<String>, E>,
+    ) -> Result<bool, E> {
+        let mut is_changed = false;
         for (key, value) in &mut self.pairs {
-            change_one(key, value, change);
+            is_changed |= change_one(key, value, &mut change)?;
         }
+        Ok(is_changed)
     }
 
     /// Writes the value in QEMU's syntax.
-    pub(super) fn render(&self) -> String {
+    pub(crate) fn render(&self) -> String {
         if self.is_json {
             return Json::Object(self.pairs.clone()).to_string();
         }
@@ -191,39 +171,34 @@ fn parts(text: &str) -> Vec<String> {
     all
 }
 
-fn collect<'a>(key: &'a str, value: &'a Json, found: &mut Vec<(&'a str, &'a str)>) {
-    match value {
-        Json::String(word) => found.push((key.rsplit('.').next().unwrap_or(key), word)),
-        Json::Object(pairs) => pairs
-            .iter()
-            .for_each(|(key, value)| collect(key, value, found)),
-        Json::Array(list) => list.iter().for_each(|value| collect(key, value, found)),
-        _ => {}
-    }
-}
-
-fn change_one(key: &str, value: &mut Json, change: &impl Fn(&str, &str) -> Option<String>) {
+fn change_one<E>(
+    key: &str,
+    value: &mut Json,
+    change: &mut impl FnMut(&str, &str) -> Result<Option<String>, E>,
+) -> Result<bool, E> {
+    let mut is_changed = false;
     match value {
         Json::String(word) => {
-            if let Some(other) = change(key.rsplit('.').next().unwrap_or(key), word) {
-                *word = other;
+            if let Some(other) = change(key.rsplit('.').next().unwrap_or(key), word)? {
+                (*word, is_changed) = (other, true);
             }
         }
         Json::Object(pairs) => {
             for (key, value) in pairs {
-                change_one(key, value, change);
+                is_changed |= change_one(key, value, change)?;
             }
         }
         Json::Array(list) => {
             for value in list {
-                change_one(key, value, change);
+                is_changed |= change_one(key, value, change)?;
             }
         }
         _ => {}
     }
+    Ok(is_changed)
 }
 
-pub(super) fn parse(implied: &'static str, text: &str) -> Result<Value, String> {
+pub(crate) fn parse(implied: &'static str, text: &str) -> Result<Value, String> {
     Value::parse(implied, text)
         .ok_or_else(|| format!("cannot parse '{text}' on QEMU's command line"))
 }
@@ -231,6 +206,16 @@ pub(super) fn parse(implied: &'static str, text: &str) -> Result<Value, String> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn strings(value: &Value) -> Vec<(String, String)> {
+        let mut found = Vec::new();
+        let changed = value.clone().change_strings(|key, word| {
+            found.push((key.to_owned(), word.to_owned()));
+            Ok::<_, ()>(None)
+        });
+        assert_eq!(changed, Ok(false));
+        found
+    }
 
     #[test]
     fn option_values_are_parsed_and_printed_like_qemu_does() {
@@ -245,8 +230,9 @@ mod tests {
         let json = read(r#"{"type":"user","id":"n","file":{"filename":"/a","n":[{"file":"b"}]}}"#);
         assert_eq!(json.kind(), "user");
         assert_eq!(read(&json.render()), json);
-        let words = json.strings();
-        assert!(words.contains(&("filename", "/a")) && words.contains(&("file", "b")));
+        let words = strings(&json);
+        let has = |key: &str, word: &str| words.contains(&(key.into(), word.into()));
+        assert!(has("filename", "/a") && has("file", "b"));
         assert_eq!(Value::parse("type", "{no"), None);
         let twice = read("user,id=a,hostfwd=x,hostfwd=y,id=b");
         assert_eq!((twice.get("id"), twice.text("id")), (Some("b"), "b".into()));
@@ -267,8 +253,8 @@ mod tests {
             ),
         ] {
             let mut value = Value::parse("type", text).unwrap();
-            value.set_flag("restrict", true);
-            value.set_number("queues", 2);
+            value.set_typed("restrict", true, "on");
+            value.set_typed("queues", 2, "2");
             value.push("hostfwd", "x");
             value.push("hostfwd", "y");
             assert_eq!(value.render(), wanted);
@@ -278,7 +264,11 @@ mod tests {
     #[test]
     fn strings_are_replaced_at_any_depth_of_a_json_option_value() {
         let mut value = Value::parse("driver", r#"{"file":{"filename":"x"}}"#).unwrap();
-        value.change_strings(&|key, word| (key == "filename").then(|| format!("/at/{word}")));
-        assert_eq!(value.strings(), [("filename", "/at/x")]);
+        let change = |key: &str, word: &str| (key == "filename").then(|| format!("/at/{word}"));
+        assert_eq!(
+            value.change_strings(|key, word| Ok::<_, ()>(change(key, word))),
+            Ok(true)
+        );
+        assert_eq!(strings(&value), [("filename".into(), "/at/x".into())]);
     }
 }

@@ -8,13 +8,12 @@
 use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, open, openat2};
+use rustix::fs::{Mode, OFlags, ResolveFlags, open, openat2};
 use rustix::process::{Gid, Pid, Uid, getuid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
-
-use super::user::User;
 
 /// A process's view of the file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,18 +67,18 @@ impl View {
         File::from(file).metadata()
     }
 
-    /// Opens a file for reading, with the rights of `user` only.
-    pub(super) fn open_as(&self, path: &Path, user: &User) -> io::Result<File> {
+    /// Opens a file for reading, with the rights of this user and group only; `None`: root.
+    pub(super) fn open_as(&self, path: &Path, ids: Option<(u32, u32)>) -> io::Result<File> {
         let root = self.open_root()?;
         // The file may have been replaced by a FIFO whose other end nobody opens, so opening must
         // not wait.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY;
         let as_user = || -> io::Result<File> {
-            if user.uid != 0 && getuid().is_root() {
+            if let Some((uid, gid)) = ids.filter(|(uid, _)| *uid != 0 && getuid().is_root()) {
                 // These identities change for this thread only, which ends after the open.
                 set_thread_groups(&[])?;
-                set_thread_gid(Gid::from_raw(user.gid))?;
-                set_thread_uid(Uid::from_raw(user.uid))?;
+                set_thread_gid(Gid::from_raw(gid))?;
+                set_thread_uid(Uid::from_raw(uid))?;
             }
             Ok(self.resolve(&root, path, flags)?.into())
         };
@@ -95,13 +94,8 @@ impl View {
     fn resolve(&self, root: &OwnedFd, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
         let flags = flags | OFlags::CLOEXEC;
         let path = self.whole(path);
-        Ok(openat2(
-            root,
-            path,
-            flags,
-            Mode::empty(),
-            ResolveFlags::IN_ROOT,
-        )?)
+        let (mode, how) = (Mode::empty(), ResolveFlags::IN_ROOT);
+        Ok(openat2(root, path, flags, mode, how)?)
     }
 }
 
@@ -110,15 +104,38 @@ impl View {
 pub fn root_of(pid: Pid) -> io::Result<PathBuf> {
     let of = format!("/proc/{}", pid.as_raw_nonzero());
     let same = |name: &str| -> io::Result<bool> {
-        let facts = |place: &str| {
-            rustix::fs::statat(CWD, format!("{place}/{name}"), rustix::fs::AtFlags::empty())
-        };
+        let facts = |place: &str| fs::metadata(format!("{place}/{name}"));
         let (its, ours) = (facts(&of)?, facts("/proc/self")?);
-        Ok((its.st_dev, its.st_ino) == (ours.st_dev, ours.st_ino))
+        Ok((its.dev(), its.ino()) == (ours.dev(), ours.ino()))
     };
     Ok(if same("ns/mnt")? && same("root")? {
         "/".into()
     } else {
         format!("{of}/root").into()
     })
+}
+
+/// Returns the numbers of a user and of its primary group.
+pub(crate) fn user_ids(name: &str) -> io::Result<(u32, u32)> {
+    let none = || io::Error::other(format!("no user '{name}' on this host"));
+    memfold_sys::peer::user_ids(name)?.ok_or_else(none)
+}
+
+/// Returns the name of the user that a process runs as; `None`: root.
+pub(super) fn user(pid: Pid) -> io::Result<Result<Option<String>, String>> {
+    let facts = fs::metadata(format!("/proc/{}", pid.as_raw_nonzero()))?;
+    let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero()))?;
+    // The directory of a process that cannot be dumped belongs to root, so `status` is read first.
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    let effective = line.and_then(|rest| rest.split_whitespace().nth(1)?.parse().ok());
+    let uid = effective.unwrap_or_else(|| facts.uid());
+    if uid == 0 {
+        return Ok(Ok(None));
+    }
+    let name = memfold_sys::peer::user_name(uid)?;
+    Ok(name.map(Some).ok_or_else(|| {
+        format!(
+            "QEMU's user {uid} has no name on this host, so another QEMU cannot switch to that user"
+        )
+    }))
 }
