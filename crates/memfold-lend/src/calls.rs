@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::endpoint::Endpoint;
-use super::lease::{Lease, LeaseId, LenderId, MAX_TTL, Picture};
+use super::lease::{Lease, LeaseId, LenderId, MAX_TTL, Picture, ms};
 use super::offer::{Offer, Want};
 use super::registry::Registry;
 use super::registry_error::RegistryError;
@@ -178,10 +178,6 @@ impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
     fn foreign(&self) -> RegistryError {
         self.unusable("its answer does not match the request; use daemons of the same version")
     }
-}
-
-fn ms(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegistry<T> {

@@ -1,24 +1,18 @@
 //! Address, protocol and key with which a borrower reaches a lease's bytes.
 
-use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
+use super::files;
 use super::registry_error::{RegistryError, check_name, value};
 
 /// Protocol of an export.
 #[derive(
-    Clone,
-    Copy,
-    Debug,
-    Default,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    clap::ValueEnum,
-    utoipa::ToSchema,
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum, ToSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Transport {
@@ -86,7 +80,34 @@ impl fmt::Debug for Key {
     }
 }
 
+impl Key {
+    /// Writes a key file in the format of `GnuTLS`, readable by its owner only.
+    pub(super) fn write(&self, path: &Path) -> io::Result<()> {
+        files::write_private(path, &format!("{}:{}\n", self.identity, self.hex))
+    }
+
+    /// Reads a key file.
+    pub(super) fn read(path: &Path) -> io::Result<Self> {
+        let text = std::fs::read_to_string(path)?;
+        let words = text.trim().split_once(':');
+        let (identity, hex) = words.ok_or_else(|| io::Error::other("the file contains no key"))?;
+        Ok(Self {
+            identity: identity.to_owned(),
+            hex: hex.to_owned(),
+        })
+    }
+}
+
 impl Endpoint {
+    /// Returns the endpoint of an NBD export on this host.
+    pub(super) const fn unix(socket: PathBuf) -> Self {
+        Self {
+            address: Address::Unix(socket),
+            key: None,
+            transport: Transport::Nbd,
+        }
+    }
+
     /// Checks an endpoint that a lender of another host has written. Unix sockets are refused,
     /// because their paths would name sockets of this host.
     pub fn check_of_another_host(&self) -> Result<(), RegistryError> {
@@ -103,37 +124,28 @@ impl Endpoint {
     /// Checks the values of an endpoint. QEMU's options and a key file will contain them, and they
     /// may come from another host.
     pub fn check(&self) -> Result<(), RegistryError> {
-        match (&self.address, &self.key) {
+        let is_usable = |path: &Path| {
+            let text = path.to_str();
+            path.is_absolute()
+                && text.is_some_and(|text| text.len() <= memfold_vm::directory::MAX_SOCKET_PATH)
+        };
+        let is_valid =
+            |key: &Key| key.hex.len() == 64 && key.hex.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let (field, why) = match (&self.address, &self.key) {
             (Address::Unix(_), _) if self.transport == Transport::Iscsi => {
-                return Err(value("address", "iSCSI needs an IP address"));
+                ("address", "iSCSI needs an IP address")
             }
-            (Address::Unix(path), _) => {
-                let length = path.as_os_str().len();
-                if !path.is_absolute()
-                    || path.to_str().is_none()
-                    || length > memfold_vm::directory::MAX_SOCKET_PATH
-                {
-                    return Err(value(
-                        "address",
-                        "a Unix socket needs an absolute path in UTF-8, within the kernel's limit of length",
-                    ));
-                }
-            }
-            (Address::Tcp { port: 0, .. }, _) => {
-                return Err(value("address", "port 0 is not valid"));
-            }
-            (Address::Tcp { .. }, None) => {
-                return Err(value("key", "an export over TCP needs a key"));
-            }
-            (Address::Tcp { .. }, Some(_)) => {}
-        }
-        if let Some(key) = &self.key {
-            check_name("key", &key.identity)?;
-            if key.hex.len() != 64 || !key.hex.bytes().all(|b| b.is_ascii_hexdigit()) {
-                return Err(value("key", "a key is 32 bytes in hexadecimal digits"));
-            }
-        }
-        Ok(())
+            (Address::Unix(path), _) if !is_usable(path) => (
+                "address",
+                "a Unix socket needs an absolute path in UTF-8, within the kernel's limit of length",
+            ),
+            (Address::Tcp { port: 0, .. }, _) => ("address", "port 0 is not valid"),
+            (Address::Tcp { .. }, None) => ("key", "an export over TCP needs a key"),
+            (_, Some(key)) if !is_valid(key) => ("key", "a key is 32 bytes in hexadecimal digits"),
+            (_, Some(key)) => return check_name("key", &key.identity),
+            (Address::Unix(_), None) => return Ok(()),
+        };
+        Err(value(field, why))
     }
 }
 

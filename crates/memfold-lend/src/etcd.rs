@@ -28,17 +28,15 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use memfold_units::ByteSize;
-
 use super::endpoint::Endpoint;
 use super::etcd_api::{Grant, Kv, Txn};
-use super::etcd_keys::{Account, At, EtcdRegistry, Holds, KnownLender, What, ms};
+use super::etcd_keys::{Account, At, EtcdRegistry, Holds, What};
 use super::lease::{
-    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
+    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture, ms,
 };
 use super::offer::{Offer, Want};
 use super::registry::Registry;
-use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
+use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl, wrong_state};
 
 /// Time after which an unchanged offer is written again. An offer is not written at each round,
 /// because each write costs an etcd revision.
@@ -71,19 +69,13 @@ impl EtcdRegistry {
         };
         leases.retain(|id, _| !old.contains(id));
         let is_whole = known == incarnation || leases.is_empty();
-        let after = if is_whole {
-            Account {
-                incarnation,
-                bytes: offer.bytes,
-                ttl_ms,
-                leases,
-            }
-        } else {
-            Account {
-                leases,
-                ..before.clone().unwrap_or_default()
-            }
-        };
+        let mut after = before.clone().unwrap_or_default();
+        after.leases = leases;
+        if is_whole {
+            after.incarnation = incarnation;
+            after.bytes = offer.bytes;
+            after.ttl_ms = ttl_ms;
+        }
         let account_key = self.account_key(&lender.host);
         let heard_key = self.heard_key(&lender.host);
         let mut txn = Txn::default().when_at(&account_key, revision);
@@ -95,10 +87,9 @@ impl EtcdRegistry {
         } else {
             txn = txn.put(&account_key, &after);
         }
-        for id in &old {
-            txn = txn
-                .delete_all(&self.lease_keys(*id))
-                .delete(&self.endpoint_key(*id));
+        for id in old {
+            let keys = self.lease_keys(LeaseId(id));
+            txn = txn.delete(&keys.all).delete(&keys.endpoint);
         }
         let grant = self.grant(ttl_ms)?;
         let holds = Holds { ms: ttl_ms };
@@ -117,33 +108,17 @@ impl EtcdRegistry {
         ttl_ms: u64,
         grant: Grant,
     ) -> Result<Option<Lease>, RegistryError> {
-        let read = Txn::default()
-            .get_all(&self.all_lenders())
-            .get(&self.last_key());
+        let last_key = self.key("last");
+        let read = Txn::default().get(&self.key("lender/")).get(&last_key);
         let [lenders, last] = self.ranges(&read)?;
         let mut lenders = self.lenders(&lenders)?;
-        lenders.retain(|lender| {
-            !lender.left.is_zero()
-                && lender.host != want.borrower
-                && !want.apart_from.contains(&lender.host)
-        });
-        let looked = lenders.len();
-        // A lender that now offers less than it has lent has no free bytes.
-        let free = |lender: &KnownLender| {
+        lenders.retain(|lender| !lender.left.is_zero());
+        let mut best = want.choose(lenders, |lender| {
             let account = &lender.account.value;
-            account.bytes.saturating_sub(account.lent())
-        };
-        // If several lenders have the most free bytes, take the first by name.
-        let best = lenders.into_iter().rev().max_by_key(free);
-        let largest = best.as_ref().map_or(0, free);
-        let Some(mut best) = best.filter(|_| largest >= want.bytes) else {
-            return Err(RegistryError::NothingToSpare {
-                wanted: ByteSize(want.bytes),
-                borrower: want.borrower.clone(),
-                largest,
-                lenders: looked,
-            });
-        };
+            // A lender that now offers less than it has lent has no free bytes.
+            let free = account.bytes.saturating_sub(account.lent());
+            (&lender.host, free)
+        })?;
         let last: Option<At<u64>> = last.first().map(|kv| self.at(kv)).transpose()?;
         let (last, last_revision) = last.map_or((0, 0), |last| (last.value, last.revision));
         let id = last + 1;
@@ -160,18 +135,18 @@ impl EtcdRegistry {
             durability: want.durability,
             state: LeaseState::Taken,
         };
-        let account_key = self.account_key(&best.host);
+        let (account_key, keys) = (self.account_key(&best.host), self.lease_keys(LeaseId(id)));
         let txn = Txn::default()
             .when_at(&account_key, best.account.revision)
-            .when_at(&self.last_key(), last_revision)
+            .when_at(&last_key, last_revision)
             .put(&account_key, account)
-            .put(&self.last_key(), &id)
-            .put(&self.what_key(id), &what)
-            .put_for(&self.renewed_key(id), &Holds { ms: ttl_ms }, grant);
+            .put(&last_key, &id)
+            .put(&keys.what, &what)
+            .put_for(&keys.renewed, &Holds { ms: ttl_ms }, grant);
         let Some(revision) = self.commit(&txn)? else {
             return Ok(None);
         };
-        self.since(&self.renewed_key(id), revision);
+        self.since(&keys.renewed, revision);
         let mut lease = self.lease(LeaseId(id), what, None, None)?;
         lease.left_ms = ttl_ms;
         Ok(Some(lease))
@@ -184,12 +159,11 @@ impl EtcdRegistry {
         borrower: &str,
         ttl_ms: u64,
     ) -> Result<Option<Lease>, RegistryError> {
-        let (what_key, renewed_key) = (self.what_key(id.0), self.renewed_key(id.0));
-        let [what, renewed, recall] =
-            self.get([&what_key, &renewed_key, &self.recall_key(id.0)])?;
+        let keys = self.lease_keys(id);
+        let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
         let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
         if what.value.state == LeaseState::Released {
-            return Err(state(id, what.value.state, "renewed"));
+            return Err(wrong_state(id, what.value.state, "renewed"));
         }
         let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
         // A lease that has enough time left is not written, because each write costs an etcd
@@ -197,14 +171,11 @@ impl EtcdRegistry {
         if lease.left_ms >= ttl_ms / 4 * 3 && lease.left_ms > 0 {
             return Ok(Some(lease));
         }
-        let txn = Txn::default().when_at(&what_key, what.revision).put_for(
-            &renewed_key,
-            &Holds { ms: ttl_ms },
-            self.grant(ttl_ms)?,
-        );
-        let done = self.commit(&txn)?;
+        let (holds, grant) = (Holds { ms: ttl_ms }, self.grant(ttl_ms)?);
+        let txn = Txn::default().when_at(&keys.what, what.revision);
+        let done = self.commit(&txn.put_for(&keys.renewed, &holds, grant))?;
         Ok(done.map(|revision| {
-            self.since(&renewed_key, revision);
+            self.since(&keys.renewed, revision);
             lease.left_ms = ttl_ms;
             lease
         }))
@@ -213,9 +184,8 @@ impl EtcdRegistry {
     /// Tries once to record that the lent bytes are the only copy. Returns `None` if another client
     /// changed the keys meanwhile.
     fn try_sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Option<Lease>, RegistryError> {
-        let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
-        let [what, renewed, recall] =
-            self.get([&what_key, &self.renewed_key(id.0), &recall_key])?;
+        let keys = self.lease_keys(id);
+        let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
         let At {
             value: mut what,
             revision,
@@ -229,18 +199,18 @@ impl EtcdRegistry {
             return Ok(Some(lease));
         }
         let mut txn = Txn::default()
-            .when_at(&what_key, revision)
-            .put(&what_key, &what);
+            .when_at(&keys.what, revision)
+            .put(&keys.what, &what);
         let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
         let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
         if is_asked_for_sooner {
-            txn = txn.put(&recall_key, &Holds { ms: time });
+            txn = txn.put(&keys.recall, &Holds { ms: time });
             lease.recall_ms = Some(time);
         }
         let done = self.commit(&txn)?;
         Ok(done.map(|revision| {
             if is_asked_for_sooner {
-                self.since(&recall_key, revision);
+                self.since(&keys.recall, revision);
             }
             lease
         }))
@@ -248,8 +218,8 @@ impl EtcdRegistry {
 
     /// Tries once to end a lease. Returns `None` if another client changed the keys meanwhile.
     fn try_end(&self, id: LeaseId, lender: &LenderId) -> Result<Option<()>, RegistryError> {
-        let (what_key, account_key) = (self.what_key(id.0), self.account_key(&lender.host));
-        let [Some(what), Some(account)] = self.get([&what_key, &account_key])? else {
+        let (keys, account_key) = (self.lease_keys(id), self.account_key(&lender.host));
+        let [Some(what), Some(account)] = self.get([&keys.what, &account_key])? else {
             return Ok(Some(()));
         };
         let what: At<What> = self.at(&what)?;
@@ -259,20 +229,12 @@ impl EtcdRegistry {
         let mut account: At<Account> = self.at(&account)?;
         account.value.leases.remove(&id.0);
         let txn = Txn::default()
-            .when_at(&what_key, what.revision)
+            .when_at(&keys.what, what.revision)
             .when_at(&account_key, account.revision)
             .put(&account_key, &account.value)
-            .delete_all(&self.lease_keys(id.0))
-            .delete(&self.endpoint_key(id.0));
+            .delete(&keys.all)
+            .delete(&keys.endpoint);
         Ok(self.commit(&txn)?.map(drop))
-    }
-}
-
-fn state(id: LeaseId, state: LeaseState, wanted: &str) -> RegistryError {
-    RegistryError::State {
-        id,
-        state,
-        wanted: wanted.to_owned(),
     }
 }
 
@@ -317,24 +279,25 @@ impl Registry for EtcdRegistry {
         endpoint: &Endpoint,
     ) -> Result<(), RegistryError> {
         endpoint.check()?;
-        let key = self.what_key(id.0);
+        let keys = self.lease_keys(id);
         self.repeat(|| {
-            let [found] = self.get([&key])?;
+            let [found] = self.get([&keys.what])?;
             let mut what = self.what(id, &lender.host, found.as_ref(), |w| w.lender == *lender)?;
             if what.value.state != LeaseState::Taken {
-                return Err(state(id, what.value.state, "exported"));
+                return Err(wrong_state(id, what.value.state, "exported"));
             }
             what.value.state = LeaseState::Exported;
             let txn = Txn::default()
-                .when_at(&key, what.revision)
-                .put(&key, &what.value)
-                .put(&self.endpoint_key(id.0), endpoint);
+                .when_at(&keys.what, what.revision)
+                .put(&keys.what, &what.value)
+                .put(&keys.endpoint, endpoint);
             Ok(self.commit(&txn)?.map(drop))
         })
     }
 
     fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
-        let [what, endpoint] = self.get([&self.what_key(id.0), &self.endpoint_key(id.0)])?;
+        let keys = self.lease_keys(id);
+        let [what, endpoint] = self.get([&keys.what, &keys.endpoint])?;
         let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
         if what.value.state != LeaseState::Exported {
             return Ok(None);
@@ -362,9 +325,9 @@ impl Registry for EtcdRegistry {
         within: Duration,
     ) -> Result<(), RegistryError> {
         check_ttl(within)?;
-        let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
+        let keys = self.lease_keys(id);
         self.repeat(|| {
-            let [what, recall] = self.get([&what_key, &recall_key])?;
+            let [what, recall] = self.get([&keys.what, &keys.recall])?;
             let At { value, revision } =
                 self.what(id, &lender.host, what.as_ref(), |w| w.lender == *lender)?;
             let lease = self.lease(id, value, None, recall.as_ref())?;
@@ -373,17 +336,17 @@ impl Registry for EtcdRegistry {
                 return Ok(Some(()));
             }
             let txn = Txn::default()
-                .when_at(&what_key, revision)
-                .put(&recall_key, &Holds { ms: within });
+                .when_at(&keys.what, revision)
+                .put(&keys.recall, &Holds { ms: within });
             let done = self.commit(&txn)?;
-            Ok(done.map(|revision| _ = self.since(&recall_key, revision)))
+            Ok(done.map(|revision| _ = self.since(&keys.recall, revision)))
         })
     }
 
     fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
-        let key = self.what_key(id.0);
+        let keys = self.lease_keys(id);
         self.repeat(|| {
-            let [Some(what)] = self.get([&key])? else {
+            let [Some(what)] = self.get([&keys.what])? else {
                 return Ok(Some(()));
             };
             let mut what: At<What> = self.at(&what)?;
@@ -392,9 +355,9 @@ impl Registry for EtcdRegistry {
             }
             what.value.state = LeaseState::Released;
             let txn = Txn::default()
-                .when_at(&key, what.revision)
-                .put(&key, &what.value)
-                .delete(&self.endpoint_key(id.0));
+                .when_at(&keys.what, what.revision)
+                .put(&keys.what, &what.value)
+                .delete(&keys.endpoint);
             Ok(self.commit(&txn)?.map(drop))
         })
     }
@@ -404,23 +367,22 @@ impl Registry for EtcdRegistry {
     }
 
     fn picture(&self) -> Result<Picture, RegistryError> {
-        let read = Txn::default()
-            .get_all(&self.all_lenders())
-            .get_all(&self.all_leases());
-        let [lenders, keys] = self.ranges(&read)?;
-        self.forget(&keys);
-        let by_name: HashMap<&str, &Kv> = keys.iter().map(|kv| (kv.key.as_str(), kv)).collect();
-        let prefix = self.all_leases();
+        let prefix = self.key("lease/");
+        let read = Txn::default().get(&self.key("lender/")).get(&prefix);
+        let [lenders, all] = self.ranges(&read)?;
+        self.forget(&all);
+        let by_name: HashMap<&str, &Kv> = all.iter().map(|kv| (kv.key.as_str(), kv)).collect();
         let mut leases = Vec::new();
-        for kv in &keys {
+        for kv in &all {
             let name = kv.key.strip_prefix(&prefix);
             let id = name.and_then(|name| name.strip_suffix("/what"));
-            let Some(id) = id.and_then(|id| id.parse().ok()) else {
+            let Some(id) = id.and_then(|id| id.parse().ok()).map(LeaseId) else {
                 continue;
             };
-            let other = |key: String| by_name.get(key.as_str()).copied();
-            let (renewed, recall) = (self.renewed_key(id), self.recall_key(id));
-            leases.push(self.lease(LeaseId(id), self.read(kv)?, other(renewed), other(recall))?);
+            let keys = self.lease_keys(id);
+            let other = |key: &str| by_name.get(key).copied();
+            let (renewed, recall) = (other(&keys.renewed), other(&keys.recall));
+            leases.push(self.lease(id, self.read(kv)?, renewed, recall)?);
         }
         leases.sort_by_key(|lease| lease.id);
         let lenders = self

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::etcd_api::{Api, ApiError, Grant, Kv, Txn};
-use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
+use super::etcd_api::{Api, Grant, Kv, Txn};
+use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId, ms};
 use super::place::Member;
-use super::registry_error::RegistryError;
+use super::registry_error::{RegistryError, no_lease};
 use super::tls::TlsFiles;
 
 /// Prefix of all keys of memfold in etcd. The number is the version of the key layout.
@@ -63,6 +63,7 @@ pub(super) struct At<T> {
 }
 
 /// A registry in an etcd. The module `etcd` describes its keys and transactions.
+#[derive(Debug)]
 pub struct EtcdRegistry {
     pub(super) api: Api,
     pub(super) place: String,
@@ -72,10 +73,14 @@ pub struct EtcdRegistry {
     pub(super) seen: Mutex<HashMap<String, (u64, Instant)>>,
 }
 
-impl fmt::Debug for EtcdRegistry {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("EtcdRegistry").field(&self.place).finish()
-    }
+/// Keys of one lease.
+pub(super) struct LeaseKeys {
+    /// Prefix of the following three keys.
+    pub(super) all: String,
+    pub(super) what: String,
+    pub(super) renewed: String,
+    pub(super) recall: String,
+    pub(super) endpoint: String,
 }
 
 /// A lender as read from etcd.
@@ -119,40 +124,27 @@ impl EtcdRegistry {
         }
     }
 
-    pub(super) fn failed(&self, error: &ApiError) -> RegistryError {
-        self.unusable(error.to_string())
+    pub(super) fn key(&self, name: impl fmt::Display) -> String {
+        format!("{}{name}", self.prefix)
     }
 
     pub(super) fn account_key(&self, host: &str) -> String {
-        format!("{}lender/{host}/account", self.prefix)
+        self.key(format_args!("lender/{host}/account"))
     }
 
     pub(super) fn heard_key(&self, host: &str) -> String {
-        format!("{}lender/{host}/heard", self.prefix)
+        self.key(format_args!("lender/{host}/heard"))
     }
 
-    pub(super) fn lease_keys(&self, id: u64) -> String {
-        format!("{}lease/{id}/", self.prefix)
-    }
-
-    pub(super) fn what_key(&self, id: u64) -> String {
-        format!("{}what", self.lease_keys(id))
-    }
-
-    pub(super) fn renewed_key(&self, id: u64) -> String {
-        format!("{}renewed", self.lease_keys(id))
-    }
-
-    pub(super) fn recall_key(&self, id: u64) -> String {
-        format!("{}recall", self.lease_keys(id))
-    }
-
-    pub(super) fn endpoint_key(&self, id: u64) -> String {
-        format!("{}endpoint/{id}", self.prefix)
-    }
-
-    pub(super) fn last_key(&self) -> String {
-        format!("{}last", self.prefix)
+    pub(super) fn lease_keys(&self, id: LeaseId) -> LeaseKeys {
+        let key = |name: &str| self.key(format_args!("lease/{id}/{name}"));
+        LeaseKeys {
+            all: key(""),
+            what: key("what"),
+            renewed: key("renewed"),
+            recall: key("recall"),
+            endpoint: self.key(format_args!("endpoint/{id}")),
+        }
     }
 
     pub(super) fn seen(&self) -> MutexGuard<'_, HashMap<String, (u64, Instant)>> {
@@ -195,9 +187,9 @@ impl EtcdRegistry {
 
     /// Runs a transaction of `N` range requests and returns their results.
     pub(super) fn ranges<const N: usize>(&self, txn: &Txn) -> Result<[Vec<Kv>; N], RegistryError> {
-        let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
+        let done = self.api.txn(txn).map_err(|why| self.unusable(why))?;
         let other = |_| self.unusable("its answer does not match the request");
-        done.ranges.try_into().map_err(other)
+        done.ranges().try_into().map_err(other)
     }
 
     /// Reads the values of `keys` at one revision of etcd.
@@ -212,8 +204,8 @@ impl EtcdRegistry {
     /// Runs a transaction that depends on values read before. Returns the new revision, or `None`
     /// if those values have changed since.
     pub(super) fn commit(&self, txn: &Txn) -> Result<Option<u64>, RegistryError> {
-        let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
-        Ok(done.held.then_some(done.revision))
+        let done = self.api.txn(txn).map_err(|why| self.unusable(why))?;
+        Ok(done.succeeded.then_some(done.revision()))
     }
 
     /// Repeats `attempt` until no other client has changed the same keys, for at most
@@ -255,13 +247,8 @@ impl EtcdRegistry {
         is_theirs: impl FnOnce(&What) -> bool,
     ) -> Result<At<What>, RegistryError> {
         let what: Option<At<What>> = kv.map(|kv| self.at(kv)).transpose()?;
-        // The error for a lease of another owner is the same as for no lease, so that callers do
-        // not learn of it.
         let theirs = what.filter(|what| is_theirs(&what.value));
-        theirs.ok_or_else(|| RegistryError::NoLease {
-            id,
-            who: who.to_owned(),
-        })
+        theirs.ok_or_else(|| no_lease(id, who))
     }
 
     pub(super) fn lease(
@@ -288,7 +275,7 @@ impl EtcdRegistry {
 
     /// Returns the lenders in `kvs`, which holds all keys of all lenders.
     pub(super) fn lenders(&self, kvs: &[Kv]) -> Result<Vec<KnownLender>, RegistryError> {
-        let prefix = format!("{}lender/", self.prefix);
+        let prefix = self.key("lender/");
         let mut all = Vec::new();
         for kv in kvs {
             let name = kv.key.strip_prefix(&prefix);
@@ -317,29 +304,17 @@ impl EtcdRegistry {
         Ok(all)
     }
 
-    pub(super) fn all_lenders(&self) -> String {
-        format!("{}lender/", self.prefix)
-    }
-
-    pub(super) fn all_leases(&self) -> String {
-        format!("{}lease/", self.prefix)
-    }
-
     pub(super) fn grant(&self, ttl_ms: u64) -> Result<Grant, RegistryError> {
         let granted = self.api.grant(Duration::from_millis(ttl_ms));
-        granted.map_err(|error| self.failed(&error))
+        granted.map_err(|why| self.unusable(why))
     }
 
     /// Removes from `seen` the keys of leases that no longer exist. Keys of lenders stay, because
     /// they tell how long a lender has been silent.
     pub(super) fn forget(&self, leases: &[Kv]) {
-        let prefix = self.all_leases();
+        let prefix = self.key("lease/");
         let is_there = |key: &str| leases.iter().any(|kv| kv.key == key);
         self.seen()
             .retain(|key, _| !key.starts_with(&prefix) || is_there(key));
     }
-}
-
-pub(super) fn ms(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,9 +1,11 @@
 use std::io::Write;
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::process::Command;
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::super::endpoint::Address;
 use super::connection::PATIENCE;
 use super::*;
 

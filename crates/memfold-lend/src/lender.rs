@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tracing::warn;
 
-use super::lease::{Incarnation, LenderId};
+use super::lease::{Incarnation, LenderId, ms};
 use super::lender_thread::Work;
 use super::registry::Registry;
 use super::surplus::Judge;
@@ -159,9 +159,7 @@ impl Drop for Lender {
 
 fn now_ms() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    now.map_or(0, |time| {
-        u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
-    })
+    now.map_or(0, ms)
 }
 
 /// Creates the directory. If it exists, removes the files that a killed lender left in it.

@@ -18,6 +18,7 @@
 
 mod borrowing;
 pub mod calls;
+mod child;
 pub mod connection;
 pub mod distrust;
 mod endpoint;
@@ -25,6 +26,7 @@ mod etcd;
 mod etcd_api;
 mod etcd_keys;
 pub mod export;
+mod files;
 pub mod graph;
 pub mod https;
 pub mod impact;

@@ -1,5 +1,6 @@
 //! Offers of lenders and requests of borrowers.
 
+use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use super::lease::{Durability, LenderId};
@@ -40,5 +41,29 @@ impl Want {
         check_name("borrower", &self.borrower)?;
         check_name("vm", &self.vm)?;
         check_bytes(self.bytes, 1)
+    }
+
+    /// Chooses the lender with the most free bytes, and of several the first. `lenders` are sorted
+    /// by name. `facts` returns a lender's host name and free bytes.
+    pub(super) fn choose<T>(
+        &self,
+        mut lenders: Vec<T>,
+        facts: impl Fn(&T) -> (&str, u64),
+    ) -> Result<T, RegistryError> {
+        lenders.retain(|lender| {
+            let (host, _) = facts(lender);
+            host != self.borrower && !self.apart_from.iter().any(|other| other == host)
+        });
+        let count = lenders.len();
+        let free = |lender: &T| facts(lender).1;
+        let best = lenders.into_iter().rev().max_by_key(free);
+        let largest = best.as_ref().map_or(0, free);
+        let best = best.filter(|_| largest >= self.bytes);
+        best.ok_or_else(|| RegistryError::NothingToSpare {
+            wanted: ByteSize(self.bytes),
+            borrower: self.borrower.clone(),
+            largest,
+            lenders: count,
+        })
     }
 }

@@ -6,24 +6,26 @@
 
 use std::fmt;
 use std::fs::Permissions;
-use std::io::Read;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use memfold_units::ByteSize;
 use memfold_vm::boot_id;
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
 use rustix::time::{ClockId, clock_gettime};
+use serde::de::DeserializeOwned;
 
 use super::endpoint::Endpoint;
+use super::files;
 use super::lease::{
     Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
 };
 use super::offer::{Offer, Want};
 use super::registry::Registry;
-use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
+use super::registry_error::{
+    RegistryError, check_bytes, check_name, check_ttl, no_lease, value, wrong_state,
+};
 
 /// How long to wait for the transaction of another client.
 const BUSY: Duration = Duration::from_secs(5);
@@ -95,11 +97,14 @@ impl SqliteRegistry {
     /// Opens the database with another clock, which returns milliseconds since the boot with ID
     /// `boot`.
     pub fn open_at(path: &Path, clock: Clock, boot: &str) -> Result<Self, RegistryError> {
-        let unusable = |why: String| RegistryError::Unusable {
-            place: path.display().to_string(),
-            why,
-        };
-        let open = || -> rusqlite::Result<Connection> {
+        let open = || -> Result<Connection, Failure> {
+            // The file is created before `SQLite` opens it, so that no other user can ever read it.
+            let file = std::fs::File::options()
+                .create(true)
+                .append(true)
+                .mode(0o600)
+                .open(path)?;
+            file.set_permissions(Permissions::from_mode(0o600))?;
             let mut connection = Connection::open(path)?;
             connection.busy_timeout(BUSY)?;
             connection.pragma_update(None, "journal_mode", "WAL")?;
@@ -109,41 +114,28 @@ impl SqliteRegistry {
             let transaction =
                 connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let version: i64 = transaction.query_row("PRAGMA user_version", [], |r| r.get(0))?;
+            if version > VERSION {
+                return Err(Failure::Other(format!(
+                    "the database has version {version}, this memfold reads {VERSION}; use the memfold that created it, or another --state"
+                )));
+            }
             if version == 0 {
                 transaction.execute_batch(SCHEMA)?;
                 // A lender may still export leases of a database that was lost. Their numbers must
                 // not be used again, so the first number is random.
                 transaction.execute(
                     "INSERT INTO sqlite_sequence (name, seq) VALUES ('leases', ?1)",
-                    [chance(path)?],
+                    [u32::from_le_bytes(files::random()?) >> 1],
                 )?;
             }
             if version < 2 {
                 transaction.execute_batch(SCHEMA_2)?;
             }
-            if version <= VERSION {
-                set_clock(&transaction, boot, clock())?;
-            }
+            set_clock(&transaction, boot, clock())?;
             transaction.commit()?;
             Ok(connection)
         };
-        // The file is created before `SQLite` opens it, so that no other user can ever read it.
-        let made = std::fs::File::options()
-            .create(true)
-            .append(true)
-            .mode(0o600)
-            .open(path)
-            .and_then(|file| file.set_permissions(Permissions::from_mode(0o600)));
-        made.map_err(|error| unusable(error.to_string()))?;
-        let connection = open().map_err(|error| unusable(error.to_string()))?;
-        let version: i64 = connection
-            .query_row("PRAGMA user_version", [], |r| r.get(0))
-            .map_err(|error| unusable(error.to_string()))?;
-        if version != VERSION {
-            return Err(unusable(format!(
-                "the database has version {version}, this memfold reads {VERSION}; use the memfold that created it, or another --state"
-            )));
-        }
+        let connection = open().map_err(|failure| failure.at(path))?;
         Ok(Self {
             path: path.to_owned(),
             connection: Mutex::new(connection),
@@ -167,13 +159,7 @@ impl SqliteRegistry {
             transaction.commit()?;
             Ok(done)
         };
-        run().map_err(|failure| match failure {
-            Failure::Refused(error) => error,
-            Failure::Sqlite(error) => RegistryError::Unusable {
-                place: self.path.display().to_string(),
-                why: error.to_string(),
-            },
-        })
+        run().map_err(|failure: Failure| failure.at(&self.path))
     }
 }
 
@@ -182,14 +168,6 @@ fn now_ms() -> i64 {
     now.tv_sec
         .saturating_mul(1000)
         .saturating_add(now.tv_nsec / 1_000_000)
-}
-
-/// Returns a random number below 2^31.
-fn chance(path: &Path) -> rusqlite::Result<i64> {
-    let mut bytes = [0; 4];
-    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.map_err(|_| rusqlite::Error::InvalidPath(path.to_owned()))?;
-    Ok(i64::from(u32::from_le_bytes(bytes) >> 1))
 }
 
 /// Makes all times relative to the present boot. Times of another boot are meaningless, so every
@@ -212,20 +190,27 @@ fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::R
     Ok(())
 }
 
+#[derive(Debug, thiserror::Error)]
 enum Failure {
-    Refused(RegistryError),
-    Sqlite(rusqlite::Error),
+    #[error(transparent)]
+    Refused(#[from] RegistryError),
+    #[error(transparent)]
+    Sqlite(#[from] rusqlite::Error),
+    #[error(transparent)]
+    File(#[from] std::io::Error),
+    #[error("{0}")]
+    Other(String),
 }
 
-impl From<rusqlite::Error> for Failure {
-    fn from(error: rusqlite::Error) -> Self {
-        Self::Sqlite(error)
-    }
-}
-
-impl From<RegistryError> for Failure {
-    fn from(error: RegistryError) -> Self {
-        Self::Refused(error)
+impl Failure {
+    fn at(self, database: &Path) -> RegistryError {
+        match self {
+            Self::Refused(error) => error,
+            other => RegistryError::Unusable {
+                place: database.display().to_string(),
+                why: other.to_string(),
+            },
+        }
     }
 }
 
@@ -243,22 +228,29 @@ fn left(until: i64, now: i64) -> u64 {
     u64::try_from(until.saturating_sub(now)).unwrap_or(0)
 }
 
+/// Reads the name of a durability or a state.
+fn named<T: DeserializeOwned>(row: &Row<'_>, column: usize) -> rusqlite::Result<T> {
+    let name: String = row.get(column)?;
+    serde_json::from_value(name.into()).map_err(|_| rusqlite::Error::InvalidQuery)
+}
+
+/// Reads a host name, and an incarnation in the column after it.
+fn lender(row: &Row<'_>, column: usize) -> rusqlite::Result<LenderId> {
+    Ok(LenderId {
+        host: row.get(column)?,
+        incarnation: Incarnation(number(row, column + 1)?),
+    })
+}
+
 fn read_lease(row: &Row<'_>, now: i64) -> rusqlite::Result<Lease> {
-    let state: String = row.get(6)?;
-    let state = LeaseState::parse(&state).ok_or(rusqlite::Error::InvalidQuery)?;
-    let durability: String = row.get(9)?;
-    let durability = Durability::parse(&durability).ok_or(rusqlite::Error::InvalidQuery)?;
     Ok(Lease {
-        durability,
+        durability: named(row, 9)?,
         id: LeaseId(number(row, 0)?),
-        lender: LenderId {
-            host: row.get(1)?,
-            incarnation: Incarnation(number(row, 2)?),
-        },
+        lender: lender(row, 1)?,
         borrower: row.get(3)?,
         vm: row.get(4)?,
         bytes: number(row, 5)?,
-        state,
+        state: named(row, 6)?,
         left_ms: left(row.get(7)?, now),
         recall_ms: row.get::<_, Option<i64>>(8)?.map(|until| left(until, now)),
     })
@@ -276,12 +268,8 @@ fn find(
             read_lease(row, now)
         })
         .optional()?;
-    // The error for a lease of another owner is the same as for no lease, so that callers do not
-    // learn of it.
-    lease.filter(is_theirs).ok_or_else(|| {
-        let who = who.to_owned();
-        RegistryError::NoLease { id, who }.into()
-    })
+    let theirs = lease.filter(is_theirs);
+    Ok(theirs.ok_or_else(|| no_lease(id, who))?)
 }
 
 fn lent(transaction: &Transaction<'_>, host: &str) -> rusqlite::Result<u64> {
@@ -351,42 +339,14 @@ impl Registry for SqliteRegistry {
             let mut query = transaction.prepare(
                 "SELECT host, incarnation, bytes FROM lenders WHERE expires_ms > ?1 ORDER BY host",
             )?;
-            let rows = query.query_map([now], |row| {
-                let lender = LenderId {
-                    host: row.get(0)?,
-                    incarnation: Incarnation(number(row, 1)?),
-                };
-                Ok((lender, number(row, 2)?))
-            })?;
-            let (mut best, mut looked): (Option<(u64, LenderId)>, _) = (None, 0);
-            for row in rows {
-                let (lender, offered) = row?;
-                if lender.host == want.borrower || want.apart_from.contains(&lender.host) {
-                    continue;
-                }
-                looked += 1;
+            let lenders = query.query_map([now], |row| {
+                let lender = lender(row, 0)?;
                 // A lender that now offers less than it has lent has no free bytes.
-                let free = offered.saturating_sub(lent(transaction, &lender.host)?);
-                if best.as_ref().is_none_or(|(most, _)| free > *most) {
-                    best = Some((free, lender));
-                }
-            }
-            drop(query);
-            let refused = |largest| {
-                RegistryError::NothingToSpare {
-                    wanted: ByteSize(want.bytes),
-                    borrower: want.borrower.clone(),
-                    largest,
-                    lenders: looked,
-                }
-                .into()
-            };
-            let Some((free, lender)) = best else {
-                return Err(refused(0));
-            };
-            if free < want.bytes {
-                return Err(refused(free));
-            }
+                let lent = lent(transaction, &lender.host)?;
+                Ok((lender, number(row, 2)?.saturating_sub(lent)))
+            })?;
+            let lenders = lenders.collect::<rusqlite::Result<_>>()?;
+            let (lender, _) = want.choose(lenders, |(lender, free)| (&lender.host, *free))?;
             transaction.execute(
                 "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
                 params![
@@ -412,19 +372,12 @@ impl Registry for SqliteRegistry {
         endpoint: &Endpoint,
     ) -> Result<(), RegistryError> {
         endpoint.check()?;
-        let text = serde_json::to_string(endpoint).map_err(|error| RegistryError::Value {
-            field: "endpoint".into(),
-            why: error.to_string(),
-        })?;
+        let text = serde_json::to_string(endpoint);
+        let text = text.map_err(|error| value("endpoint", error.to_string()))?;
         self.once(|transaction, now| {
             let lease = find(transaction, id, &lender.host, now, |l| l.lender == *lender)?;
             if lease.state != LeaseState::Taken {
-                return Err(RegistryError::State {
-                    id,
-                    state: lease.state,
-                    wanted: "exported".into(),
-                }
-                .into());
+                return Err(wrong_state(id, lease.state, "exported").into());
             }
             transaction.execute(
                 "UPDATE leases SET state = ?2, endpoint = ?3 WHERE id = ?1",
@@ -457,12 +410,7 @@ impl Registry for SqliteRegistry {
         self.once(|transaction, now| {
             let lease = find(transaction, id, borrower, now, |l| l.borrower == borrower)?;
             if lease.state == LeaseState::Released {
-                return Err(RegistryError::State {
-                    id,
-                    state: lease.state,
-                    wanted: "renewed".into(),
-                }
-                .into());
+                return Err(wrong_state(id, lease.state, "renewed").into());
             }
             transaction.execute(
                 "UPDATE leases SET expires_ms = ?2 WHERE id = ?1",
@@ -534,13 +482,10 @@ impl Registry for SqliteRegistry {
             )?;
             let lenders = query
                 .query_map([], |row| {
-                    let host: String = row.get(0)?;
+                    let lender = lender(row, 0)?;
                     Ok(LenderView {
-                        lent_bytes: lent(transaction, &host)?,
-                        lender: LenderId {
-                            host,
-                            incarnation: Incarnation(number(row, 1)?),
-                        },
+                        lent_bytes: lent(transaction, &lender.host)?,
+                        lender,
                         offered_bytes: number(row, 2)?,
                         silent_ms: left(now, row.get(3)?),
                         left_ms: left(row.get(4)?, now),

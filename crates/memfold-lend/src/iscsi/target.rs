@@ -1,7 +1,6 @@
 //! The helper process beside a lease's tgtd. The process allocates the memory and starts tgtd on
 //! it. Both end when the first session ends, when the daemon ends, or when tgtd is stopped.
 
-use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -16,9 +15,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::super::connection::Wire;
 use super::tgt::{CONTROL, Tgt};
-use super::{LOOK, Owned, at, ends_with_us, process, read_key};
+use super::{LOOK, at, ends_with_us, process};
+use crate::child::Owned;
+use crate::connection::Wire;
+use crate::endpoint::Key;
+use crate::files;
 
 /// Time limit for tgtd to start.
 const START: Duration = Duration::from_secs(10);
@@ -44,17 +46,13 @@ impl Files {
     /// Returns the paths of all files that may exist.
     #[must_use]
     pub fn all(&self) -> Vec<PathBuf> {
-        let named = |end: &str| {
-            let mut path = self.socket.as_os_str().to_owned();
-            path.push(format!(".{CONTROL}{end}"));
-            PathBuf::from(path)
-        };
+        let control = Tgt::at(&self.socket).socket;
         vec![
             self.key.clone(),
             self.ready.clone(),
-            self.ready.with_extension("new"),
-            named(""),
-            named(".lock"),
+            self.ready.with_extension("part"),
+            control.with_extension(format!("{CONTROL}.lock")),
+            control,
         ]
     }
 }
@@ -77,7 +75,8 @@ pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Comm
         .arg("--socket")
         .arg(&files.socket)
         .arg("--ready")
-        .arg(&files.ready);
+        .arg(&files.ready)
+        .stdout(Stdio::null());
     Ok(command)
 }
 
@@ -92,13 +91,13 @@ pub fn ready(files: &Files) -> io::Result<Option<Process>> {
 
 /// Serves one session until it ends. Messages go to standard error.
 pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
-    let key = read_key(&files.key).map_err(at("its key"))?;
+    let key = Key::read(&files.key).map_err(at("its key"))?;
     let memory = allocate(bytes)?;
-    let mut tgtd = Owned(start_tgtd(portal, files, &memory)?);
+    let mut process = Owned(start_tgtd(portal, files, &memory)?);
     let tgt = Tgt::at(&files.socket);
     let deadline = Instant::now() + START;
     while !tgt.is_there() {
-        if let Some(status) = tgtd.0.try_wait()? {
+        if let Some(status) = process.0.try_wait()? {
             return Err(io::Error::other(format!("tgtd has ended ({status})")));
         }
         if Instant::now() > deadline {
@@ -112,10 +111,17 @@ pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
         "ALL".to_owned()
     };
     // tgtd opens the memory through its own standard input, because the memory's file has no name.
-    tgt.set_up(&key, Path::new("/proc/self/fd/0"), &from, &serial()?)?;
-    let server = Process::open(Identity::of(Pid::from_child(&tgtd.0))?)?;
-    write_ready(&files.ready, server.identity())?;
-    watch(&mut tgtd.0, &server, &tgt, portal)
+    // The serial number is random, so that no other disk has the same.
+    tgt.set_up(
+        &key,
+        Path::new("/proc/self/fd/0"),
+        &from,
+        &files::hex(&files::random::<6>()?),
+    )?;
+    let server = Process::open(Identity::of(Pid::from_child(&process.0))?)?;
+    let tgtd = server.identity();
+    files::write_json(&files.ready, &Ready { tgtd })?;
+    watch(&mut process.0, &server, &tgt, portal)
 }
 
 fn allocate(bytes: u64) -> io::Result<LockedFile> {
@@ -145,25 +151,6 @@ fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Res
         .stdout(Stdio::null())
         .spawn()
         .map_err(at("cannot start tgtd; install it (apt install tgt)"))
-}
-
-/// Returns a random serial number, so that no other disk has the same.
-fn serial() -> io::Result<String> {
-    use std::fmt::Write as _;
-    use std::io::Read as _;
-    let mut bytes = [0; 6];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    Ok(bytes.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a String cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    }))
-}
-
-fn write_ready(path: &Path, tgtd: Identity) -> io::Result<()> {
-    let new = path.with_extension("new");
-    std::fs::write(&new, serde_json::to_vec(&Ready { tgtd })?)?;
-    std::fs::rename(new, path)
 }
 
 fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> io::Result<()> {

@@ -40,7 +40,7 @@ const M_ACCOUNT: u32 = 7;
 /// Control socket of a tgtd.
 #[derive(Debug)]
 pub struct Tgt {
-    socket: PathBuf,
+    pub(super) socket: PathBuf,
 }
 
 impl Tgt {
@@ -96,9 +96,9 @@ impl Tgt {
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         stream.write_all(&request(operation, mode, lun, words))?;
-        let mut head = [0; 8];
-        stream.read_exact(&mut head)?;
-        let [error, length] = [0, 4].map(|at| u32_at(&head, at));
+        let mut head = [[0; 4]; 2];
+        stream.read_exact(head.as_flattened_mut())?;
+        let [error, length] = head.map(u32::from_ne_bytes);
         if error != 0 {
             // The message leaves out the request's words, which may contain a secret.
             return Err(io::Error::other(format!(
@@ -110,12 +110,6 @@ impl Tgt {
         stream.take(rest).read_to_string(&mut said)?;
         Ok(said)
     }
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    let mut word = [0; 4];
-    word.copy_from_slice(&bytes[at..at + 4]);
-    u32::from_ne_bytes(word)
 }
 
 /// Returns a `struct tgtadm_req`, followed by the words and a zero byte.
