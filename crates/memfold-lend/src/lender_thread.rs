@@ -3,6 +3,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
@@ -12,7 +13,8 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
 use super::connection::patience;
-use super::export::{Export, Health};
+use super::endpoint::Endpoint;
+use super::export::{Export, ExportError, Health};
 use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
 use super::lender_options::LenderOptions;
 use super::lender_status::LenderStatus;
@@ -78,14 +80,14 @@ impl Work {
     pub(super) fn tick(&mut self) -> bool {
         self.bury();
         let problem = match self.keep_up() {
-            Ok(done) if done => return true,
-            Ok(_) => None,
+            Ok(true) => return true,
+            Ok(false) => None,
+            Err(error @ RegistryError::Superseded { .. }) => {
+                warn!(%error, "lender stopped: another daemon lends under this host name; give each host its own --host");
+                self.set(|status| status.problem = Some(error.to_string()));
+                return true;
+            }
             Err(error) => {
-                if matches!(error, RegistryError::Superseded { .. }) {
-                    warn!(%error, "lender stopped: another daemon lends under this host name; give each host its own --host");
-                    self.set(|status| status.problem = Some(error.to_string()));
-                    return true;
-                }
                 self.end_overdue();
                 Some(error.to_string())
             }
@@ -109,15 +111,21 @@ impl Work {
     }
 
     pub(super) fn lent_bytes(&self) -> u64 {
-        let living = self.exports.values().map(|lent| lent.export.bytes());
-        let dying = self.dying.values().map(Export::bytes);
-        living.chain(dying).sum()
+        self.bytes_of(|_| true) + self.dying_bytes()
+    }
+
+    fn dying_bytes(&self) -> u64 {
+        self.dying.values().map(Export::bytes).sum()
+    }
+
+    fn bytes_of(&self, which: impl Fn(&Lent) -> bool) -> u64 {
+        let exports = self.exports.values().filter(|lent| which(lent));
+        exports.map(|lent| lent.export.bytes()).sum()
     }
 
     /// Returns the size in bytes of the exports that are still being allocated.
     pub(super) fn beginning_bytes(&self) -> u64 {
-        let begin = self.exports.values().filter(|lent| !lent.published);
-        begin.map(|lent| lent.export.bytes()).sum()
+        self.bytes_of(|lent| !lent.published)
     }
 
     /// Cleans up exports whose process has ended or is stopped.
@@ -142,11 +150,10 @@ impl Work {
         if refused > 0 {
             self.set(|status| status.refused += refused);
         }
-        let gone: Vec<LeaseId> = self
-            .dying
-            .iter_mut()
-            .filter_map(|(id, export)| (export.health() == Health::Ended).then_some(*id))
-            .collect();
+        let gone = |(id, export): (&LeaseId, &mut Export)| {
+            (export.health() == Health::Ended).then_some(*id)
+        };
+        let gone: Vec<LeaseId> = self.dying.iter_mut().filter_map(gone).collect();
         for id in gone {
             self.buried(id);
         }
@@ -167,19 +174,13 @@ impl Work {
             return Ok(());
         }
         let known = self.ask(|registry| registry.picture())?.lenders;
-        let known = known.iter().map(|view| &view.lender);
-        if let Some(before) = known.into_iter().find(|l| l.host == self.lender.host) {
+        let mut known = known.into_iter().map(|view| view.lender);
+        if let Some(before) = known.find(|known| known.host == self.lender.host) {
             let next = before.incarnation.0.saturating_add(1);
             self.lender.incarnation.0 = self.lender.incarnation.0.max(next);
         }
         self.announced = true;
         Ok(())
-    }
-
-    /// Returns the size in bytes of the exports whose leases the registry no longer knows.
-    pub(super) fn orphaned_bytes(&self) -> u64 {
-        let orphans = self.exports.values().filter(|lent| lent.orphaned);
-        orphans.map(|lent| lent.export.bytes()).sum()
     }
 
     /// Does the part of a round that needs the registry. Returns whether the lender is done.
@@ -191,7 +192,9 @@ impl Work {
             self.cut(verdict.recall_bytes);
         }
         self.follow_on()?;
-        let offered = verdict.offer_bytes.saturating_sub(self.orphaned_bytes());
+        // Bytes of leases that the registry no longer knows are lent nevertheless.
+        let orphaned = self.bytes_of(|lent| lent.orphaned);
+        let offered = verdict.offer_bytes.saturating_sub(orphaned);
         let offer = Offer {
             lender: self.lender.clone(),
             bytes: if ending { 0 } else { offered },
@@ -294,14 +297,9 @@ impl Work {
     /// Ends exports whose deadline has passed, while the registry cannot be reached.
     pub(super) fn end_overdue(&mut self) {
         let now = Instant::now();
-        let over = |lent: &Lent| lent.deadline <= now;
-        let ids: Vec<LeaseId> = self
-            .exports
-            .iter()
-            .filter(|(_, lent)| over(lent))
-            .map(|(id, _)| *id)
-            .collect();
-        for id in ids {
+        let over = |(id, lent): (&LeaseId, &Lent)| (lent.deadline <= now).then_some(*id);
+        let over: Vec<LeaseId> = self.exports.iter().filter_map(over).collect();
+        for id in over {
             warn!(
                 lease = id.0,
                 "lease expired while the registry was unreachable, export ended; check the registry"
@@ -310,38 +308,35 @@ impl Work {
         }
     }
 
+    /// Starts the export of a lease if there is none. Returns the endpoint when the export is ready,
+    /// until the endpoint is published.
+    fn exported(&mut self, lease: &Lease) -> Result<Option<Endpoint>, ExportError> {
+        let lent = match self.exports.entry(lease.id) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(entry) => {
+                let (place, listen) = (&self.options.directory, self.options.listen);
+                let patience = patience(lease.durability);
+                entry.insert(Lent {
+                    export: Export::start(place, listen, lease.id, lease.bytes, patience)?,
+                    published: false,
+                    deadline: Instant::now() + Duration::from_millis(lease.left_ms),
+                    orphaned: false,
+                    durability: lease.durability,
+                })
+            }
+        };
+        let is_new = lent.export.is_ready()? && !lent.published;
+        Ok(is_new.then(|| lent.export.endpoint().clone()))
+    }
+
     pub(super) fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {
         let is_dying = self.dying.contains_key(&lease.id);
         if lease.state != LeaseState::Taken || is_over(lease) || is_dying {
             return Ok(());
         }
-        if !self.exports.contains_key(&lease.id) {
-            let place = &self.options.directory;
-            let patience = patience(lease.durability);
-            match Export::start(place, self.options.listen, lease.id, lease.bytes, patience) {
-                Ok(export) => {
-                    let lent = Lent {
-                        export,
-                        published: false,
-                        deadline: Instant::now() + Duration::from_millis(lease.left_ms),
-                        orphaned: false,
-                        durability: lease.durability,
-                    };
-                    self.exports.insert(lease.id, lent);
-                }
-                Err(error) => {
-                    warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, so the borrower gets no memory; fix the cause on this host");
-                    self.end_export(lease.id, true);
-                    return Ok(());
-                }
-            }
-        }
-        let Some(lent) = self.exports.get_mut(&lease.id) else {
-            return Ok(());
-        };
-        match lent.export.is_ready() {
-            Ok(true) if !lent.published => {
-                let (endpoint, lender) = (lent.export.endpoint().clone(), self.lender.clone());
+        match self.exported(lease) {
+            Ok(Some(endpoint)) => {
+                let lender = self.lender.clone();
                 self.ask(|registry| registry.publish(lease.id, &lender, &endpoint))?;
                 // The export may have ended during the call.
                 if let Some(lent) = self.exports.get_mut(&lease.id) {
@@ -355,7 +350,7 @@ impl Work {
                     "memory of the lease is exported to its borrower"
                 );
             }
-            Ok(_) => {}
+            Ok(None) => {}
             Err(error) => {
                 warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, so the borrower gets no memory; fix the cause on this host");
                 self.end_export(lease.id, true);
@@ -453,7 +448,7 @@ impl Work {
     /// freed. There is no time to ask the borrowers. They lose no data, and react as to the
     /// lender's death.
     pub(super) fn cut(&mut self, wanted: u64) {
-        let mut coming: u64 = self.dying.values().map(Export::bytes).sum();
+        let mut coming = self.dying_bytes();
         let mut copied: Vec<(Reverse<u64>, LeaseId)> = self
             .exports
             .iter()
