@@ -146,37 +146,33 @@ impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
         Self { place, transport }
     }
 
-    fn call(&self, call: &Call) -> Result<Answer, RegistryError> {
-        match (self.transport)(call) {
-            Ok(Answer::Refused(error)) => Err(error),
-            Ok(answer) => Ok(answer),
-            Err(why) => Err(self.unusable(why)),
+    /// Makes a call. `read` takes the result out of the kind of answer that belongs to the call.
+    fn call<R>(
+        &self,
+        call: &Call,
+        read: impl FnOnce(Answer) -> Option<R>,
+    ) -> Result<R, RegistryError> {
+        let other = "its answer does not match the request; use daemons of the same version";
+        let answer = (self.transport)(call);
+        if let Ok(Answer::Refused(error)) = answer {
+            return Err(error);
         }
-    }
-
-    fn unusable(&self, why: impl Into<String>) -> RegistryError {
-        RegistryError::Unusable {
+        let result = answer.and_then(|answer| read(answer).ok_or_else(|| other.to_owned()));
+        result.map_err(|why| RegistryError::Unusable {
             place: self.place.clone(),
-            why: why.into(),
-        }
+            why,
+        })
     }
 
     fn done(&self, call: &Call) -> Result<(), RegistryError> {
-        match self.call(call)? {
-            Answer::Done => Ok(()),
-            _ => Err(self.foreign()),
-        }
+        self.call(call, |answer| (answer == Answer::Done).then_some(()))
     }
 
     fn lease(&self, call: &Call) -> Result<Lease, RegistryError> {
-        match self.call(call)? {
-            Answer::Lease(lease) => Ok(lease),
-            _ => Err(self.foreign()),
-        }
-    }
-
-    fn foreign(&self) -> RegistryError {
-        self.unusable("its answer does not match the request; use daemons of the same version")
+        self.call(call, |answer| match answer {
+            Answer::Lease(lease) => Some(lease),
+            _ => None,
+        })
     }
 }
 
@@ -216,15 +212,12 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
 
     fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
         let borrower = borrower.to_owned();
-        match self.call(&Call::Endpoint { id, borrower })? {
-            Answer::Endpoint(endpoint) => {
-                if let Some(endpoint) = &endpoint {
-                    endpoint.check()?;
-                }
-                Ok(endpoint)
-            }
-            _ => Err(self.foreign()),
-        }
+        let endpoint = self.call(&Call::Endpoint { id, borrower }, |answer| match answer {
+            Answer::Endpoint(endpoint) => Some(endpoint),
+            _ => None,
+        })?;
+        endpoint.iter().try_for_each(Endpoint::check)?;
+        Ok(endpoint)
     }
 
     fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
@@ -264,9 +257,9 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
     }
 
     fn picture(&self) -> Result<Picture, RegistryError> {
-        match self.call(&Call::Picture {})? {
-            Answer::Picture(picture) => Ok(picture),
-            _ => Err(self.foreign()),
-        }
+        self.call(&Call::Picture {}, |answer| match answer {
+            Answer::Picture(picture) => Some(picture),
+            _ => None,
+        })
     }
 }

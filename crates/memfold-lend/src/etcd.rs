@@ -303,9 +303,7 @@ impl Registry for EtcdRegistry {
             return Ok(None);
         }
         let endpoint: Option<Endpoint> = endpoint.as_ref().map(|kv| self.read(kv)).transpose()?;
-        if let Some(endpoint) = &endpoint {
-            endpoint.check()?;
-        }
+        endpoint.iter().try_for_each(Endpoint::check)?;
         Ok(endpoint)
     }
 

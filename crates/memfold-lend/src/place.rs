@@ -173,44 +173,49 @@ impl RegistryAt {
             let list = list.strip_suffix('/').unwrap_or(list);
             list.split(',').map(Member::parse).collect()
         };
-        let (place, unused) = if let Some(rest) = said.strip_prefix("https://") {
-            let mut all = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
+        let no_list = || bad("the address is not HOST:PORT");
+        let ca = || required(files.ca.as_ref(), said, "--registry-ca", CA);
+        let (place, used): (_, &[&str]) = if let Some(rest) = said.strip_prefix("https://") {
+            let mut all = members(rest).ok_or_else(no_list)?;
             let (Some(member), true) = (all.pop(), all.is_empty()) else {
                 return Err(bad("a registry over https has one address"));
             };
             let token = required(files.token.as_ref(), said, "--registry-token", TOKEN)?;
-            let ca = required(files.ca.as_ref(), said, "--registry-ca", CA)?;
-            let tls = TlsFiles { ca, own: None };
-            let place = Self::Daemon { member, tls, token };
-            let own = files.certificate.as_ref().map(|_| "--registry-cert");
-            (place, own)
-        } else if let Some(rest) = said.strip_prefix("etcd+https://") {
-            let members = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
-            let ca = required(files.ca.as_ref(), said, "--registry-ca", CA)?;
-            let own = match (&files.certificate, &files.key) {
-                (Some(certificate), Some(key)) => Some(OwnCertificate {
-                    certificate: certificate.clone(),
-                    key: key.clone(),
-                }),
-                _ => None,
+            let tls = TlsFiles {
+                ca: ca()?,
+                own: None,
             };
-            let tls = Some(TlsFiles { ca, own });
-            let token = files.token.as_ref().map(|_| "--registry-token");
-            (Self::Etcd { members, tls }, token)
+            let place = Self::Daemon { member, tls, token };
+            (place, &["--registry-ca", "--registry-token"])
+        } else if let Some(rest) = said.strip_prefix("etcd+https://") {
+            let members = members(rest).ok_or_else(no_list)?;
+            let (certificate, key) = (files.certificate.clone(), files.key.clone());
+            let own = certificate
+                .zip(key)
+                .map(|(certificate, key)| OwnCertificate { certificate, key });
+            let tls = Some(TlsFiles { ca: ca()?, own });
+            let place = Self::Etcd { members, tls };
+            (place, &["--registry-ca", "--registry-cert"])
         } else if let Some(rest) = said.strip_prefix("etcd+http://") {
-            let members = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
+            let members = members(rest).ok_or_else(no_list)?;
             if !members.iter().all(Member::is_this_host) {
                 return Err(bad("without TLS only 127.0.0.1 and ::1 are asked"));
             }
-            (Self::Etcd { members, tls: None }, first_of(files))
+            (Self::Etcd { members, tls: None }, &[])
         } else if said.contains("://") {
             return Err(bad("unknown scheme"));
         } else if said.is_empty() {
             return Err(bad("the address is empty"));
         } else {
-            (Self::Socket(said.into()), first_of(files))
+            (Self::Socket(said.into()), &[])
         };
-        if let Some(option) = unused {
+        let given = [
+            (files.ca.is_some(), "--registry-ca"),
+            (files.token.is_some(), "--registry-token"),
+            (files.certificate.is_some(), "--registry-cert"),
+        ];
+        let mut given = given.into_iter().filter(|(is_given, _)| *is_given);
+        if let Some((_, option)) = given.find(|(_, option)| !used.contains(option)) {
             let place = place.to_string();
             return Err(PlaceError::Unused { place, option });
         }
@@ -255,17 +260,6 @@ fn required(
     let place = place.to_owned();
     file.cloned()
         .ok_or(PlaceError::Missing { place, option, why })
-}
-
-/// Returns the first option that was given, for registries that use no options.
-fn first_of(files: &RegistryFiles) -> Option<&'static str> {
-    [
-        (files.ca.is_some(), "--registry-ca"),
-        (files.token.is_some(), "--registry-token"),
-        (files.certificate.is_some(), "--registry-cert"),
-    ]
-    .into_iter()
-    .find_map(|(given, option)| given.then_some(option))
 }
 
 /// Reads a token from a file that no other user may read. The file is read for each request,
