@@ -7,9 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::endpoint::Endpoint;
 use super::lease::{Lease, LeaseId, LenderId, MAX_TTL, Picture, ms};
-use super::offer::{Offer, Want};
-use super::registry::Registry;
-use super::registry_error::RegistryError;
+use super::registry::{Offer, Registry, Want};
+use super::registry_error::{RegistryError, Result};
 
 /// One method of [`Registry`] with its arguments. Times are in milliseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -147,11 +146,7 @@ impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
     }
 
     /// Makes a call. `read` takes the result out of the kind of answer that belongs to the call.
-    fn call<R>(
-        &self,
-        call: &Call,
-        read: impl FnOnce(Answer) -> Option<R>,
-    ) -> Result<R, RegistryError> {
+    fn call<R>(&self, call: &Call, read: impl FnOnce(Answer) -> Option<R>) -> Result<R> {
         let other = "its answer does not match the request; use daemons of the same version";
         let answer = (self.transport)(call);
         if let Ok(Answer::Refused(error)) = answer {
@@ -164,11 +159,11 @@ impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
         })
     }
 
-    fn done(&self, call: &Call) -> Result<(), RegistryError> {
+    fn done(&self, call: &Call) -> Result<()> {
         self.call(call, |answer| (answer == Answer::Done).then_some(()))
     }
 
-    fn lease(&self, call: &Call) -> Result<Lease, RegistryError> {
+    fn lease(&self, call: &Call) -> Result<Lease> {
         self.call(call, |answer| match answer {
             Answer::Lease(lease) => Some(lease),
             _ => None,
@@ -177,32 +172,22 @@ impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
 }
 
 impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegistry<T> {
-    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
-        self.done(&Call::Offer {
-            offer: offer.clone(),
-            ttl_ms: ms(ttl),
-        })
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<()> {
+        let (offer, ttl_ms) = (offer.clone(), ms(ttl));
+        self.done(&Call::Offer { offer, ttl_ms })
     }
 
-    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
-        self.done(&Call::Withdraw {
-            lender: lender.clone(),
-        })
+    fn withdraw(&self, lender: &LenderId) -> Result<()> {
+        let lender = lender.clone();
+        self.done(&Call::Withdraw { lender })
     }
 
-    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
-        self.lease(&Call::Take {
-            want: want.clone(),
-            ttl_ms: ms(ttl),
-        })
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease> {
+        let (want, ttl_ms) = (want.clone(), ms(ttl));
+        self.lease(&Call::Take { want, ttl_ms })
     }
 
-    fn publish(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        endpoint: &Endpoint,
-    ) -> Result<(), RegistryError> {
+    fn publish(&self, id: LeaseId, lender: &LenderId, endpoint: &Endpoint) -> Result<()> {
         self.done(&Call::Publish {
             id,
             lender: lender.clone(),
@@ -210,7 +195,7 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
         })
     }
 
-    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>> {
         let borrower = borrower.to_owned();
         let endpoint = self.call(&Call::Endpoint { id, borrower }, |answer| match answer {
             Answer::Endpoint(endpoint) => Some(endpoint),
@@ -220,7 +205,7 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
         Ok(endpoint)
     }
 
-    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease> {
         self.lease(&Call::Renew {
             id,
             borrower: borrower.to_owned(),
@@ -228,17 +213,12 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
         })
     }
 
-    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease> {
         let borrower = borrower.to_owned();
         self.lease(&Call::SoleCopy { id, borrower })
     }
 
-    fn recall(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        within: Duration,
-    ) -> Result<(), RegistryError> {
+    fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration) -> Result<()> {
         self.done(&Call::Recall {
             id,
             lender: lender.clone(),
@@ -246,17 +226,17 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
         })
     }
 
-    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<()> {
         let borrower = borrower.to_owned();
         self.done(&Call::Release { id, borrower })
     }
 
-    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<()> {
         let lender = lender.clone();
         self.done(&Call::Ended { id, lender })
     }
 
-    fn picture(&self) -> Result<Picture, RegistryError> {
+    fn picture(&self) -> Result<Picture> {
         self.call(&Call::Picture {}, |answer| match answer {
             Answer::Picture(picture) => Some(picture),
             _ => None,

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 /// Maximum length in bytes of the line with which a child reports that it is ready.
 const MAX_LINE: usize = 4096;
 
-/// Returns a command for a child process, without the daemon's own variables (sd_notify(3)).
+/// Returns a command for a child process, without the daemon's own variables (`sd_notify(3)`).
 pub(crate) fn command(program: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new(program);
     command
@@ -32,6 +32,17 @@ impl Drop for Owned {
         // The child's memory may be in use until the child is reaped.
         let _ = self.0.wait();
     }
+}
+
+/// Waits for a child's end in a thread of its own, so that the child does not stay a zombie, and then
+/// calls `after`.
+pub(crate) fn reap(mut child: Child, after: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let thread = std::thread::Builder::new().name("reap".into());
+    let reaped = thread.spawn(move || {
+        let _ = child.wait();
+        after();
+    });
+    reaped.map(drop)
 }
 
 /// Waits until a descriptor is readable. Returns false at the time limit.

@@ -29,14 +29,13 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::endpoint::Endpoint;
-use super::etcd_api::{Grant, Kv, Txn};
+use super::etcd_api::{Kv, Txn};
 use super::etcd_keys::{Account, At, EtcdRegistry, Holds, What};
-use super::lease::{
-    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture, ms,
+use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId, Picture};
+use super::registry::{Offer, Registry, Want};
+use super::registry_error::{
+    RegistryError, Result, check_bytes, check_name, check_ttl, wrong_state,
 };
-use super::offer::{Offer, Want};
-use super::registry::Registry;
-use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl, wrong_state};
 
 /// Time after which an unchanged offer is written again. An offer is not written at each round,
 /// because each write costs an etcd revision.
@@ -48,7 +47,7 @@ const ENDED_AT_ONCE: usize = 50;
 impl EtcdRegistry {
     /// Tries once to publish a lender's offer. Returns `None` if another client changed the keys
     /// meanwhile.
-    fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>, RegistryError> {
+    fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>> {
         let lender = &offer.lender;
         let (account, heard) = self.lender(&lender.host)?;
         let revision = account.as_ref().map_or(0, |account| account.revision);
@@ -99,147 +98,10 @@ impl EtcdRegistry {
             is_whole
         }))
     }
-
-    /// Tries once to reserve bytes for a lease. Returns `None` if another client changed the keys
-    /// meanwhile.
-    fn try_take(
-        &self,
-        want: &Want,
-        ttl_ms: u64,
-        grant: Grant,
-    ) -> Result<Option<Lease>, RegistryError> {
-        let last_key = self.key("last");
-        let read = Txn::default().get(&self.key("lender/")).get(&last_key);
-        let [lenders, last] = self.ranges(&read)?;
-        let mut lenders = self.lenders(&lenders)?;
-        lenders.retain(|lender| !lender.left.is_zero());
-        let mut best = want.choose(lenders, |lender| {
-            let account = &lender.account.value;
-            // A lender that now offers less than it has lent has no free bytes.
-            let free = account.bytes.saturating_sub(account.lent());
-            (&lender.host, free)
-        })?;
-        let last: Option<At<u64>> = last.first().map(|kv| self.at(kv)).transpose()?;
-        let (last, last_revision) = last.map_or((0, 0), |last| (last.value, last.revision));
-        let id = last + 1;
-        let account = &mut best.account.value;
-        account.leases.insert(id, want.bytes);
-        let what = What {
-            lender: LenderId {
-                host: best.host.clone(),
-                incarnation: Incarnation(account.incarnation),
-            },
-            borrower: want.borrower.clone(),
-            vm: want.vm.clone(),
-            bytes: want.bytes,
-            durability: want.durability,
-            state: LeaseState::Taken,
-        };
-        let (account_key, keys) = (self.account_key(&best.host), self.lease_keys(LeaseId(id)));
-        let txn = Txn::default()
-            .when_at(&account_key, best.account.revision)
-            .when_at(&last_key, last_revision)
-            .put(&account_key, account)
-            .put(&last_key, &id)
-            .put(&keys.what, &what)
-            .put_for(&keys.renewed, &Holds { ms: ttl_ms }, grant);
-        let Some(revision) = self.commit(&txn)? else {
-            return Ok(None);
-        };
-        self.since(&keys.renewed, revision);
-        let mut lease = self.lease(LeaseId(id), what, None, None)?;
-        lease.left_ms = ttl_ms;
-        Ok(Some(lease))
-    }
-
-    /// Tries once to renew a lease. Returns `None` if another client changed the keys meanwhile.
-    fn try_renew(
-        &self,
-        id: LeaseId,
-        borrower: &str,
-        ttl_ms: u64,
-    ) -> Result<Option<Lease>, RegistryError> {
-        let keys = self.lease_keys(id);
-        let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
-        let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
-        if what.value.state == LeaseState::Released {
-            return Err(wrong_state(id, what.value.state, "renewed"));
-        }
-        let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
-        // A lease that has enough time left is not written, because each write costs an etcd
-        // revision.
-        if lease.left_ms >= ttl_ms / 4 * 3 && lease.left_ms > 0 {
-            return Ok(Some(lease));
-        }
-        let (holds, grant) = (Holds { ms: ttl_ms }, self.grant(ttl_ms)?);
-        let txn = Txn::default().when_at(&keys.what, what.revision);
-        let done = self.commit(&txn.put_for(&keys.renewed, &holds, grant))?;
-        Ok(done.map(|revision| {
-            self.since(&keys.renewed, revision);
-            lease.left_ms = ttl_ms;
-            lease
-        }))
-    }
-
-    /// Tries once to record that the lent bytes are the only copy. Returns `None` if another client
-    /// changed the keys meanwhile.
-    fn try_sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Option<Lease>, RegistryError> {
-        let keys = self.lease_keys(id);
-        let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
-        let At {
-            value: mut what,
-            revision,
-        } = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
-        let known = what.durability != Durability::Disk;
-        if !known {
-            what.durability = Durability::None;
-        }
-        let mut lease = self.lease(id, what.clone(), renewed.as_ref(), recall.as_ref())?;
-        if known {
-            return Ok(Some(lease));
-        }
-        let mut txn = Txn::default()
-            .when_at(&keys.what, revision)
-            .put(&keys.what, &what);
-        let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
-        let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
-        if is_asked_for_sooner {
-            txn = txn.put(&keys.recall, &Holds { ms: time });
-            lease.recall_ms = Some(time);
-        }
-        let done = self.commit(&txn)?;
-        Ok(done.map(|revision| {
-            if is_asked_for_sooner {
-                self.since(&keys.recall, revision);
-            }
-            lease
-        }))
-    }
-
-    /// Tries once to end a lease. Returns `None` if another client changed the keys meanwhile.
-    fn try_end(&self, id: LeaseId, lender: &LenderId) -> Result<Option<()>, RegistryError> {
-        let (keys, account_key) = (self.lease_keys(id), self.account_key(&lender.host));
-        let [Some(what), Some(account)] = self.get([&keys.what, &account_key])? else {
-            return Ok(Some(()));
-        };
-        let what: At<What> = self.at(&what)?;
-        if what.value.lender != *lender {
-            return Ok(Some(()));
-        }
-        let mut account: At<Account> = self.at(&account)?;
-        account.value.leases.remove(&id.0);
-        let txn = Txn::default()
-            .when_at(&keys.what, what.revision)
-            .when_at(&account_key, account.revision)
-            .put(&account_key, &account.value)
-            .delete(&keys.all)
-            .delete(&keys.endpoint);
-        Ok(self.commit(&txn)?.map(drop))
-    }
 }
 
 impl Registry for EtcdRegistry {
-    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<()> {
         check_name("host", &offer.lender.host)?;
         check_bytes(offer.bytes, 0)?;
         let ttl = check_ttl(ttl)?;
@@ -247,7 +109,7 @@ impl Registry for EtcdRegistry {
         Ok(())
     }
 
-    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
+    fn withdraw(&self, lender: &LenderId) -> Result<()> {
         let key = self.account_key(&lender.host);
         self.repeat(|| {
             let (account, _) = self.lender(&lender.host)?;
@@ -265,19 +127,48 @@ impl Registry for EtcdRegistry {
         })
     }
 
-    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease> {
         want.check()?;
         let ttl = check_ttl(ttl)?;
         let grant = self.grant(ttl)?;
-        self.repeat(|| self.try_take(want, ttl, grant))
+        self.repeat(|| {
+            let last_key = self.key("last");
+            let read = Txn::default().get(&self.key("lender/")).get(&last_key);
+            let [lenders, last] = self.ranges(&read)?;
+            let lenders = self.lenders(&lenders)?;
+            let (view, mut account) = want.choose(lenders, |(view, _)| view)?;
+            let last: Option<At<u64>> = last.first().map(|kv| self.at(kv)).transpose()?;
+            let (last, last_revision) = last.map_or((0, 0), |last| (last.value, last.revision));
+            let id = last + 1;
+            account.value.leases.insert(id, want.bytes);
+            let account_key = self.account_key(&view.lender.host);
+            let what = What {
+                lender: view.lender,
+                borrower: want.borrower.clone(),
+                vm: want.vm.clone(),
+                bytes: want.bytes,
+                durability: want.durability,
+                state: LeaseState::Taken,
+            };
+            let keys = self.lease_keys(LeaseId(id));
+            let txn = Txn::default()
+                .when_at(&account_key, account.revision)
+                .when_at(&last_key, last_revision)
+                .put(&account_key, &account.value)
+                .put(&last_key, &id)
+                .put(&keys.what, &what)
+                .put_for(&keys.renewed, &Holds { ms: ttl }, grant);
+            let Some(revision) = self.commit(&txn)? else {
+                return Ok(None);
+            };
+            self.since(&keys.renewed, revision);
+            let mut lease = self.lease(LeaseId(id), what, None, None)?;
+            lease.left_ms = ttl;
+            Ok(Some(lease))
+        })
     }
 
-    fn publish(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        endpoint: &Endpoint,
-    ) -> Result<(), RegistryError> {
+    fn publish(&self, id: LeaseId, lender: &LenderId, endpoint: &Endpoint) -> Result<()> {
         endpoint.check()?;
         let keys = self.lease_keys(id);
         self.repeat(|| {
@@ -295,7 +186,7 @@ impl Registry for EtcdRegistry {
         })
     }
 
-    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>> {
         let keys = self.lease_keys(id);
         let [what, endpoint] = self.get([&keys.what, &keys.endpoint])?;
         let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
@@ -307,21 +198,68 @@ impl Registry for EtcdRegistry {
         Ok(endpoint)
     }
 
-    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease> {
         let ttl = check_ttl(ttl)?;
-        self.repeat(|| self.try_renew(id, borrower, ttl))
+        self.repeat(|| {
+            let keys = self.lease_keys(id);
+            let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
+            let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+            if what.value.state == LeaseState::Released {
+                return Err(wrong_state(id, what.value.state, "renewed"));
+            }
+            let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
+            // A lease that has enough time left is not written, because each write costs an etcd
+            // revision.
+            if lease.left_ms >= ttl / 4 * 3 && lease.left_ms > 0 {
+                return Ok(Some(lease));
+            }
+            let (holds, grant) = (Holds { ms: ttl }, self.grant(ttl)?);
+            let txn = Txn::default().when_at(&keys.what, what.revision);
+            let done = self.commit(&txn.put_for(&keys.renewed, &holds, grant))?;
+            Ok(done.map(|revision| {
+                self.since(&keys.renewed, revision);
+                lease.left_ms = ttl;
+                lease
+            }))
+        })
     }
 
-    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
-        self.repeat(|| self.try_sole_copy(id, borrower))
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease> {
+        self.repeat(|| {
+            let keys = self.lease_keys(id);
+            let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
+            let At {
+                value: mut what,
+                revision,
+            } = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+            let known = what.durability != Durability::Disk;
+            if !known {
+                what.durability = Durability::None;
+            }
+            let mut lease = self.lease(id, what.clone(), renewed.as_ref(), recall.as_ref())?;
+            if known {
+                return Ok(Some(lease));
+            }
+            let mut txn = Txn::default()
+                .when_at(&keys.what, revision)
+                .put(&keys.what, &what);
+            let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
+            let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
+            if is_asked_for_sooner {
+                txn = txn.put(&keys.recall, &Holds { ms: time });
+                lease.recall_ms = Some(time);
+            }
+            let done = self.commit(&txn)?;
+            Ok(done.map(|revision| {
+                if is_asked_for_sooner {
+                    self.since(&keys.recall, revision);
+                }
+                lease
+            }))
+        })
     }
 
-    fn recall(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        within: Duration,
-    ) -> Result<(), RegistryError> {
+    fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration) -> Result<()> {
         check_ttl(within)?;
         let keys = self.lease_keys(id);
         self.repeat(|| {
@@ -341,7 +279,7 @@ impl Registry for EtcdRegistry {
         })
     }
 
-    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<()> {
         let keys = self.lease_keys(id);
         self.repeat(|| {
             let [Some(what)] = self.get([&keys.what])? else {
@@ -360,11 +298,29 @@ impl Registry for EtcdRegistry {
         })
     }
 
-    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
-        self.repeat(|| self.try_end(id, lender))
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<()> {
+        self.repeat(|| {
+            let (keys, account_key) = (self.lease_keys(id), self.account_key(&lender.host));
+            let [Some(what), Some(account)] = self.get([&keys.what, &account_key])? else {
+                return Ok(Some(()));
+            };
+            let what: At<What> = self.at(&what)?;
+            if what.value.lender != *lender {
+                return Ok(Some(()));
+            }
+            let mut account: At<Account> = self.at(&account)?;
+            account.value.leases.remove(&id.0);
+            let txn = Txn::default()
+                .when_at(&keys.what, what.revision)
+                .when_at(&account_key, account.revision)
+                .put(&account_key, &account.value)
+                .delete(&keys.all)
+                .delete(&keys.endpoint);
+            Ok(self.commit(&txn)?.map(drop))
+        })
     }
 
-    fn picture(&self) -> Result<Picture, RegistryError> {
+    fn picture(&self) -> Result<Picture> {
         let prefix = self.key("lease/");
         let read = Txn::default().get(&self.key("lender/")).get(&prefix);
         let [lenders, all] = self.ranges(&read)?;
@@ -383,21 +339,9 @@ impl Registry for EtcdRegistry {
             leases.push(self.lease(id, self.read(kv)?, renewed, recall)?);
         }
         leases.sort_by_key(|lease| lease.id);
-        let lenders = self
-            .lenders(&lenders)?
-            .into_iter()
-            .map(|lender| LenderView {
-                lender: LenderId {
-                    incarnation: Incarnation(lender.account.value.incarnation),
-                    host: lender.host,
-                },
-                offered_bytes: lender.account.value.bytes,
-                lent_bytes: lender.account.value.lent(),
-                silent_ms: ms(lender.silent),
-                left_ms: ms(lender.left),
-            });
+        let lenders = self.lenders(&lenders)?.into_iter();
         Ok(Picture {
-            lenders: lenders.collect(),
+            lenders: lenders.map(|(view, _)| view).collect(),
             leases,
         })
     }

@@ -41,7 +41,7 @@ use super::iscsi::target;
 use super::lease::LeaseId;
 use super::{child, connection};
 
-pub use super::listen::{Listen, TcpListen};
+pub use super::endpoint::{Listen, TcpListen};
 
 /// Time limit for nbdkit to allocate and lock its memory, for each GiB. The whole limit is at least
 /// [`START_LEAST`].
@@ -109,8 +109,9 @@ pub struct Export {
     /// The daemon's end of the pipe; its closing tells the child that the daemon has ended.
     #[allow(dead_code)] // held
     alive: OwnedFd,
-    endpoint: Endpoint,
-    bytes: u64,
+    /// Address, protocol and key for the borrower.
+    pub(super) endpoint: Endpoint,
+    pub(super) bytes: u64,
     log: PathBuf,
     /// For iSCSI, the files of the helper process `target`, and tgtd itself once the export is
     /// ready.
@@ -279,18 +280,6 @@ impl Export {
         let lines = said.split(|byte| *byte == b'\n');
         let is_error = |line: &&[u8]| line.windows(7).any(|word| word == b" error:");
         lines.filter(is_error).count() as u64
-    }
-
-    /// Returns address, protocol and key for the borrower.
-    #[must_use]
-    pub const fn endpoint(&self) -> &Endpoint {
-        &self.endpoint
-    }
-
-    /// Returns the size of the export in bytes.
-    #[must_use]
-    pub const fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     /// Returns the process number of nbdkit, or of the helper process `target`.

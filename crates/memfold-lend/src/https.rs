@@ -57,12 +57,12 @@ pub enum HttpError {
     },
 }
 
-fn unreached(member: &Member, why: impl ToString) -> HttpError {
+fn unreached(member: &Member, why: &impl ToString) -> HttpError {
     let (member, why) = (member.clone(), why.to_string());
     HttpError::Unreached { member, why }
 }
 
-fn unanswered(member: &Member, why: impl ToString) -> HttpError {
+fn unanswered(member: &Member, why: &impl ToString) -> HttpError {
     let (member, why) = (member.clone(), why.to_string());
     HttpError::Unanswered { member, why }
 }
@@ -196,7 +196,7 @@ impl Https {
                 Some(Err(error)) => return Err(error),
                 None => {
                     let patience = post.patience.as_secs_f32();
-                    return Err(unanswered(member, format!("not within {patience} s")));
+                    return Err(unanswered(member, &format!("not within {patience} s")));
                 }
             }
         }
@@ -204,7 +204,7 @@ impl Https {
 
     fn connect(&self, at: usize) -> Result<Connection, HttpError> {
         let member = &self.members[at];
-        let unreached = |why: String| unreached(member, why);
+        let unreached = |why: String| unreached(member, &why);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
@@ -271,23 +271,23 @@ async fn send(
     let body = Full::new(Bytes::copy_from_slice(post.body));
     let request = request
         .body(body)
-        .map_err(|error| unreached(member, error))?;
+        .map_err(|error| unreached(member, &error))?;
     // An error means that the connection was closed before the request was sent.
     let ready = sender.ready().await;
-    ready.map_err(|error| unreached(member, error))?;
+    ready.map_err(|error| unreached(member, &error))?;
     let sent = sender.send_request(request).await;
     let response = sent.map_err(|error| {
         let why = memfold_host::chain(&error);
         if error.is_canceled() {
-            unreached(member, why)
+            unreached(member, &why)
         } else {
-            unanswered(member, why)
+            unanswered(member, &why)
         }
     })?;
     let status = response.status();
     let body = Limited::new(response.into_body(), LONGEST_ANSWER)
         .collect()
         .await;
-    let body = body.map_err(|error| unanswered(member, error))?;
+    let body = body.map_err(|error| unanswered(member, &error))?;
     Ok((status, body.to_bytes()))
 }

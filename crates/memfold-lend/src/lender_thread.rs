@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,10 +16,9 @@ use super::connection::patience;
 use super::endpoint::Endpoint;
 use super::export::{Export, ExportError, Health};
 use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
-use super::lender_options::LenderOptions;
-use super::lender_status::LenderStatus;
-use super::offer::Offer;
+use super::lender_status::{LenderOptions, LenderStatus};
 use super::pressure::Sample;
+use super::registry::Offer;
 use super::registry::Registry;
 use super::registry_error::RegistryError;
 use super::surplus::{Hurry, Judge, Verdict};
@@ -64,15 +63,13 @@ pub(super) struct Work {
     /// Whether this lender's incarnation is known to be later than all others in the registry.
     pub(super) announced: bool,
     pub(super) judge: Judge,
-    /// Maximum number of bytes to lend, as last set by the operator.
-    pub(super) max_bytes: Arc<AtomicU64>,
     pub(super) begun: Instant,
     pub(super) exports: BTreeMap<LeaseId, Lent>,
     /// Exports that were killed and have not ended yet. Freeing much memory takes a while, and the
     /// lender must not block meanwhile.
     pub(super) dying: BTreeMap<LeaseId, Export>,
+    /// Status for the operator, who sets the maximum to lend, and that the lender is ending.
     pub(super) status: Arc<Mutex<LenderStatus>>,
-    pub(super) ending: Arc<AtomicBool>,
 }
 
 impl Work {
@@ -106,8 +103,8 @@ impl Work {
         false
     }
 
-    pub(super) fn set(&self, change: impl FnOnce(&mut LenderStatus)) {
-        change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner));
+    pub(super) fn set<T>(&self, change: impl FnOnce(&mut LenderStatus) -> T) -> T {
+        change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn lent_bytes(&self) -> u64 {
@@ -115,12 +112,12 @@ impl Work {
     }
 
     fn dying_bytes(&self) -> u64 {
-        self.dying.values().map(Export::bytes).sum()
+        self.dying.values().map(|export| export.bytes).sum()
     }
 
     fn bytes_of(&self, which: impl Fn(&Lent) -> bool) -> u64 {
         let exports = self.exports.values().filter(|lent| which(lent));
-        exports.map(|lent| lent.export.bytes()).sum()
+        exports.map(|lent| lent.export.bytes).sum()
     }
 
     /// Returns the size in bytes of the exports that are still being allocated.
@@ -185,7 +182,7 @@ impl Work {
 
     /// Does the part of a round that needs the registry. Returns whether the lender is done.
     pub(super) fn keep_up(&mut self) -> Result<bool, RegistryError> {
-        let ending = self.ending.load(Ordering::Acquire);
+        let ending = self.set(|status| status.is_ending);
         let verdict = self.judge();
         // This step comes first, because the registry may be slow or unreachable.
         if verdict.hurry == Hurry::Now {
@@ -195,10 +192,13 @@ impl Work {
         // Bytes of leases that the registry no longer knows are lent nevertheless.
         let orphaned = self.bytes_of(|lent| lent.orphaned);
         let offered = verdict.offer_bytes.saturating_sub(orphaned);
-        let offer = Offer {
-            lender: self.lender.clone(),
-            bytes: if ending { 0 } else { offered },
+        let (bytes, wanted) = if ending {
+            (0, u64::MAX)
+        } else {
+            (offered, verdict.recall_bytes)
         };
+        let lender = self.lender.clone();
+        let offer = Offer { lender, bytes };
         self.ask(|registry| registry.offer(&offer, OFFER_TTL))?;
         let mut leases = self.ask(|registry| registry.picture())?.leases;
         leases.retain(|lease| lease.lender == self.lender);
@@ -207,14 +207,12 @@ impl Work {
         for lease in &leases {
             self.begin(lease)?;
         }
-        let wanted = if ending {
-            u64::MAX
-        } else {
-            verdict.recall_bytes
-        };
         self.recall(&leases, wanted)?;
         if verdict.hurry > Hurry::No {
-            self.hurry(&leases)?;
+            // The deadline of borrowers that were asked in this round is shortened in the next.
+            for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
+                self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
+            }
         }
         self.set(|status| {
             status.offer_bytes = offer.bytes;
@@ -227,7 +225,7 @@ impl Work {
 
     pub(super) fn judge(&mut self) -> Verdict {
         let lent = self.lent_bytes();
-        self.judge.set_max(self.max_bytes.load(Ordering::Acquire));
+        self.judge.set_max(self.set(|status| status.max_bytes));
         match Sample::read(&self.proc, self.begun.elapsed()) {
             Ok(mut sample) => {
                 sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);
@@ -238,9 +236,8 @@ impl Work {
             // If the free memory is unknown, no more is offered.
             Err(error) => Verdict {
                 offer_bytes: lent,
-                recall_bytes: 0,
-                hurry: Hurry::No,
                 why: format!("cannot read this host's free memory: {error}"),
+                ..Verdict::default()
             },
         }
     }
@@ -326,7 +323,7 @@ impl Work {
             }
         };
         let is_new = lent.export.is_ready()? && !lent.published;
-        Ok(is_new.then(|| lent.export.endpoint().clone()))
+        Ok(is_new.then(|| lent.export.endpoint.clone()))
     }
 
     pub(super) fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {
@@ -424,23 +421,21 @@ impl Work {
             return call(&*registry);
         }
         std::thread::scope(|scope| {
-            let (tell, told) = std::sync::mpsc::channel();
-            let asked = scope.spawn(move || tell.send(call(&*registry)));
-            loop {
-                match told.recv_timeout(GLANCE) {
-                    Ok(answer) => return answer,
-                    Err(RecvTimeoutError::Timeout) if self.is_pressed() => {
-                        let verdict = self.judge();
-                        self.cut(verdict.recall_bytes);
-                    }
-                    Err(RecvTimeoutError::Timeout) => {}
-                    // The call panicked; the panic continues in this thread.
-                    Err(RecvTimeoutError::Disconnected) => match asked.join() {
-                        Ok(_) => unreachable!("the program ended without a message"),
-                        Err(panic) => std::panic::resume_unwind(panic),
-                    },
+            let (done, is_done) = std::sync::mpsc::channel::<()>();
+            let asked = scope.spawn(move || {
+                // The channel ends when the call has returned or panicked.
+                let _done = done;
+                call(&*registry)
+            });
+            while is_done.recv_timeout(GLANCE) == Err(RecvTimeoutError::Timeout) {
+                if self.is_pressed() {
+                    let verdict = self.judge();
+                    self.cut(verdict.recall_bytes);
                 }
             }
+            // If the call panicked, the panic continues in this thread.
+            let answer = asked.join();
+            answer.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
 
@@ -449,28 +444,23 @@ impl Work {
     /// lender's death.
     pub(super) fn cut(&mut self, wanted: u64) {
         let mut coming = self.dying_bytes();
-        let mut copied: Vec<(Reverse<u64>, LeaseId)> = self
-            .exports
-            .iter()
-            .filter(|(_, lent)| has_copy(lent.durability))
-            .map(|(id, lent)| (Reverse(lent.export.bytes()), *id))
-            .collect();
-        copied.sort_unstable();
-        for (Reverse(bytes), id) in copied {
-            if coming >= wanted {
+        while coming < wanted {
+            let copied = self.exports.iter().rev();
+            let copied = copied.filter(|(_, lent)| has_copy(lent.durability));
+            let largest = copied.max_by_key(|(_, lent)| lent.export.bytes);
+            let largest = largest.map(|(id, _)| *id);
+            let Some((id, mut lent)) = largest.and_then(|id| self.exports.remove_entry(&id)) else {
                 break;
-            }
-            let Some(Lent { mut export, .. }) = self.exports.remove(&id) else {
-                continue;
             };
+            let bytes = lent.export.bytes;
             warn!(
                 lease = id.0,
                 bytes,
                 "host almost out of memory: ended the export of a lease whose borrower has a copy; to prevent this, lower 'memfold lend --max'"
             );
             // The registry is told when the export's process has ended.
-            export.kill(Duration::ZERO);
-            self.dying.insert(id, export);
+            lent.export.kill(Duration::ZERO);
+            self.dying.insert(id, lent.export);
             self.set(|status| status.ended += 1);
             coming = coming.saturating_add(bytes);
         }
@@ -500,15 +490,6 @@ impl Work {
                 "lease recalled from its borrower: this host needs the memory"
             );
             coming = coming.saturating_add(lease.bytes);
-        }
-        Ok(())
-    }
-
-    /// Shortens the deadline of borrowers that have a copy and were asked in an earlier round. The
-    /// deadline of borrowers that were asked in this round is shortened in the next.
-    pub(super) fn hurry(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
-        for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
-            self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
         }
         Ok(())
     }

@@ -13,6 +13,9 @@ const MAX_BYTES: u64 = 1 << 50;
 /// Maximum length of the name of a host or VM, in bytes.
 pub(super) const MAX_NAME: usize = 64;
 
+/// Result of a request to a registry.
+pub type Result<T, E = RegistryError> = std::result::Result<T, E>;
+
 /// Reason why a registry refuses a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
@@ -99,7 +102,7 @@ pub(super) fn wrong_state(id: LeaseId, state: LeaseState, wanted: &str) -> Regis
 
 /// Checks the name of a host or VM, because names come from other hosts and are used in paths and
 /// logs.
-pub fn check_name(field: &str, name: &str) -> Result<(), RegistryError> {
+pub fn check_name(field: &str, name: &str) -> Result<()> {
     let letter = |c: char| c.is_ascii_alphanumeric();
     let good = (1..=MAX_NAME).contains(&name.len())
         && name.starts_with(letter)
@@ -114,7 +117,7 @@ pub fn check_name(field: &str, name: &str) -> Result<(), RegistryError> {
 }
 
 /// Checks that a size in bytes is between `least` and 1 PiB.
-pub fn check_bytes(bytes: u64, least: u64) -> Result<(), RegistryError> {
+pub fn check_bytes(bytes: u64, least: u64) -> Result<()> {
     if (least..=MAX_BYTES).contains(&bytes) {
         return Ok(());
     }
@@ -125,7 +128,7 @@ pub fn check_bytes(bytes: u64, least: u64) -> Result<(), RegistryError> {
 }
 
 /// Checks that a time is at most [`MAX_TTL`], and returns it in milliseconds.
-pub fn check_ttl(ttl: Duration) -> Result<u64, RegistryError> {
+pub fn check_ttl(ttl: Duration) -> Result<u64> {
     if ttl <= MAX_TTL {
         return Ok(ms(ttl));
     }

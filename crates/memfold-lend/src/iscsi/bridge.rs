@@ -42,6 +42,8 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
     };
     let file = |end: &str| directory.join(format!("iscsi-{lease}.{end}"));
     let (socket, key_file, log_file) = (file("sock"), file("key"), file("log"));
+    // When this function returns, the bridge has read the key file, and nobody needs the log.
+    let _files = Removed(vec![key_file.clone(), log_file.clone()]);
     key.write(&key_file)?;
     let log = std::fs::File::create(&log_file)?;
     let mut command = process("bridge")?;
@@ -57,28 +59,17 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
         .stdout(Stdio::piped())
         .stderr(log)
         .spawn();
-    let left = socket.clone();
+    let left = Removed(vec![socket.clone()]);
     let told = spawned.and_then(|mut child| {
         let told = wait_ready(&mut child);
         if told.is_err() {
             // The call fails if the bridge has ended. qemu-nbd ends with the bridge.
             let _ = child.kill();
         }
-        // This thread reaps the child.
-        std::thread::Builder::new()
-            .name("iscsi-bridge".into())
-            .spawn(move || {
-                let _ = child.wait();
-                // A killed bridge leaves its socket behind.
-                let _ = std::fs::remove_file(left);
-            })
-            .map(drop)
-            .and(told)
+        // A killed bridge leaves its socket behind.
+        child::reap(child, || drop(left)).and(told)
     });
-    // The bridge has read the key file, and nobody needs the log any more.
     let said = std::fs::read(&log_file).unwrap_or_default();
-    let _ = std::fs::remove_file(&key_file);
-    let _ = std::fs::remove_file(&log_file);
     told.map_err(|error| {
         let said = String::from_utf8_lossy(&said[said.len().saturating_sub(LOG_TAIL)..]);
         io::Error::other(format!("{error}; it said: {}", said.trim()))
@@ -129,17 +120,7 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
     };
     wire.keep_alive()?;
     // The session exists. Wait until no other initiator can log in.
-    while !is_closed(portal)? {
-        if wire.is_cut() {
-            return Err(io::Error::other("the session ended right after it began"));
-        }
-        if Instant::now() > deadline {
-            return Err(io::Error::other(
-                "the lender accepts other initiators beside this session",
-            ));
-        }
-        std::thread::sleep(LOOK);
-    }
+    wait_closed(portal, deadline, || wire.is_cut())?;
     std::fs::remove_file(&secret)?;
     println!("ready");
     loop {
@@ -153,9 +134,29 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
     }
 }
 
+/// Waits until no other initiator can log in beside a session.
+pub(crate) fn wait_closed(
+    portal: SocketAddr,
+    deadline: Instant,
+    has_ended: impl Fn() -> bool,
+) -> io::Result<()> {
+    while !is_closed(portal)? {
+        if has_ended() {
+            return Err(io::Error::other("the session ended right after it began"));
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::other(
+                "the lender accepts other initiators beside this session",
+            ));
+        }
+        std::thread::sleep(LOOK);
+    }
+    Ok(())
+}
+
 /// Returns whether the lender accepts no more connections, as is the case during a session
 /// (`target`). A forwarder in between may accept a connection and then close it.
-pub(crate) fn is_closed(portal: SocketAddr) -> io::Result<bool> {
+fn is_closed(portal: SocketAddr) -> io::Result<bool> {
     let Ok(mut stream) = TcpStream::connect_timeout(&portal, PROBE) else {
         return Ok(true);
     };

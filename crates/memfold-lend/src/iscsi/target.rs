@@ -13,7 +13,6 @@ use memfold_vm::process::is_stopped;
 use memfold_vm::{Identity, Process};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
-use serde::{Deserialize, Serialize};
 
 use super::tgt::{CONTROL, Tgt};
 use super::{LOOK, at, ends_with_us, process};
@@ -21,6 +20,7 @@ use crate::child::Owned;
 use crate::connection::Wire;
 use crate::endpoint::Key;
 use crate::files;
+use crate::pressure::Sample;
 
 /// Time limit for tgtd to start.
 const START: Duration = Duration::from_secs(10);
@@ -57,12 +57,6 @@ impl Files {
     }
 }
 
-/// Contents of the file [`Files::ready`].
-#[derive(Debug, Serialize, Deserialize)]
-struct Ready {
-    tgtd: Identity,
-}
-
 /// Returns the command that starts the helper process. Its standard input must be the end of a pipe
 /// that stays open for as long as the daemon lives.
 pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Command> {
@@ -85,8 +79,7 @@ pub fn ready(files: &Files) -> io::Result<Option<Process>> {
     let Ok(text) = std::fs::read(&files.ready) else {
         return Ok(None);
     };
-    let ready: Ready = serde_json::from_slice(&text).map_err(io::Error::other)?;
-    Process::open(ready.tgtd).map(Some)
+    Process::open(serde_json::from_slice::<Identity>(&text)?).map(Some)
 }
 
 /// Serves one session until it ends. Messages go to standard error.
@@ -119,13 +112,12 @@ pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
         &files::hex(&files::random::<6>()?),
     )?;
     let server = Process::open(Identity::of(Pid::from_child(&process.0))?)?;
-    let tgtd = server.identity();
-    files::write_json(&files.ready, &Ready { tgtd })?;
+    files::write_json(&files.ready, &server.identity())?;
     watch(&mut process.0, &server, &tgt, portal)
 }
 
 fn allocate(bytes: u64) -> io::Result<LockedFile> {
-    let available = crate::pressure::available_bytes(Path::new("/proc"))?;
+    let available = Sample::glance(Path::new("/proc"))?.available_bytes;
     if available < bytes.saturating_add(LEAVE) {
         return Err(io::Error::other(format!(
             "cannot lock {bytes} bytes: {available} are available on this host"

@@ -114,9 +114,10 @@ impl Tgt {
 
 /// Returns a `struct tgtadm_req`, followed by the words and a zero byte.
 fn request(operation: u32, mode: u32, lun: u64, words: &str) -> Vec<u8> {
-    let behind = if words.is_empty() { 0 } else { words.len() + 1 };
-    let length = u32::try_from(REQUEST + behind).unwrap_or(u32::MAX);
-    let mut bytes = Vec::with_capacity(REQUEST + behind);
+    let end: &[u8] = if words.is_empty() { &[] } else { &[0] };
+    let length = REQUEST + words.len() + end.len();
+    let length = u32::try_from(length).unwrap_or(u32::MAX);
+    let mut bytes = Vec::new();
     bytes.extend(mode.to_ne_bytes());
     bytes.extend(operation.to_ne_bytes());
     let mut driver = [0; DRIVER];
@@ -127,11 +128,7 @@ fn request(operation: u32, mode: u32, lun: u64, words: &str) -> Vec<u8> {
     bytes.extend(0_u64.to_ne_bytes()); // sid
     bytes.extend(lun.to_ne_bytes());
     bytes.resize(REQUEST, 0); // cid, host_no, device_type, ac_dir, pack, force
-    if behind > 0 {
-        bytes.extend(words.as_bytes());
-        bytes.push(0);
-    }
-    bytes
+    [&bytes, words.as_bytes(), end].concat()
 }
 
 #[cfg(test)]

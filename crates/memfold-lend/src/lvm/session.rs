@@ -117,15 +117,8 @@ pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<Path
     let end = Instant::now() + READY;
     let device = scanned(&target.name, end).map_err(failed)?;
     // The disk must not be written before other initiators are locked out.
-    let is_alone = || bridge::is_closed(target.portal).map_err(|error| failed(error.to_string()));
-    while !is_alone()? {
-        if Instant::now() > end {
-            return Err(failed(
-                "the lender accepts other initiators beside this session".into(),
-            ));
-        }
-        std::thread::sleep(LOOK);
-    }
+    let closed = bridge::wait_closed(target.portal, end, || false);
+    closed.map_err(|error| failed(error.to_string()))?;
     limit_commands(&device, patience)?;
     Ok(device)
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use super::error::LvmError;
-use super::lent_disk::DATA_START;
+use super::loan::DATA_START;
 use super::run::{failed, run, said};
 use super::volume::Volume;
 

@@ -91,7 +91,9 @@ pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, Rela
     };
     match running {
         Ok(process) => {
-            reap(child);
+            if let Err(error) = child::reap(child, || ()) {
+                tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process; no action is needed");
+            }
             let socket = orders.socket.clone();
             Ok(Running { process, socket })
         }
@@ -128,16 +130,6 @@ fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, String> {
     serde_json::from_slice(&said).map_err(|_| {
         "the relay ended without a message; relay.log in the VM's directory may say why".into()
     })
-}
-
-/// Reaps the child in a thread of its own, so that it never stays a zombie.
-fn reap(mut child: Child) {
-    let thread = std::thread::Builder::new()
-        .name("reap-relay".into())
-        .spawn(move || child.wait());
-    if let Err(error) = thread {
-        tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process; no action is needed");
-    }
 }
 
 impl Running {

@@ -24,20 +24,12 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const SUITES: &str = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 
 /// A connection to a lender.
+#[derive(Debug)]
 pub enum Stream {
     /// Unix socket of a lender on this host.
     Unix(UnixStream),
     /// TLS connection to a lender on another host.
     Tls(SslStream<TcpStream>),
-}
-
-impl std::fmt::Debug for Stream {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Unix(_) => "Unix socket",
-            Self::Tls(_) => "TLS",
-        })
-    }
 }
 
 impl Stream {
