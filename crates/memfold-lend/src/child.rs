@@ -6,6 +6,7 @@ use std::process::{Child, ChildStdout, Command};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 
 /// Maximum length in bytes of the line with which a child reports that it is ready.
 const MAX_LINE: usize = 4096;
@@ -47,15 +48,9 @@ pub(crate) fn reap(mut child: Child, after: impl FnOnce() + Send + 'static) -> i
 
 /// Waits until a descriptor is readable. Returns false at the time limit.
 pub(crate) fn is_readable(descriptor: impl AsFd, limit: Duration) -> io::Result<bool> {
-    let end = Instant::now() + limit;
-    loop {
-        let left = end.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).map_err(io::Error::other)?;
-        match poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&left)) {
-            Err(rustix::io::Errno::INTR) => {}
-            ready => return Ok(ready? > 0),
-        }
-    }
+    let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
+    let mut fds = [PollFd::new(&descriptor, PollFlags::IN)];
+    Ok(retry_on_intr(|| poll(&mut fds, Some(&limit)))? > 0)
 }
 
 /// Reads the first line of a child's output. The line is not complete if the child has ended.

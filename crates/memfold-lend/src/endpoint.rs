@@ -34,7 +34,7 @@ impl Transport {
 
 /// Export of one lease: the place at which a borrower reaches the lease's bytes, and the key for
 /// it.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
     /// Address that the export listens on.
     pub address: Address,
@@ -43,13 +43,6 @@ pub struct Endpoint {
     /// Protocol of the export.
     #[serde(default, skip_serializing_if = "Transport::is_nbd")]
     pub transport: Transport,
-}
-
-// `Debug` prints only the address, because a key must not get into a log.
-impl fmt::Debug for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.address)
-    }
 }
 
 /// Address that an export listens on.
@@ -76,6 +69,7 @@ pub struct Key {
     pub hex: String,
 }
 
+// A key must not get into a log.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "key of {}", self.identity)

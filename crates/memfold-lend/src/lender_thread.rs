@@ -266,12 +266,9 @@ impl Work {
         }
         // Only this lender ends a lease. A registry that no longer knows a lease was replaced, and
         // the borrower needs time to react.
-        let unknown = self
-            .exports
-            .iter_mut()
-            .filter(|(id, _)| !leases.iter().any(|lease| lease.id == **id));
+        let is_known = |id: LeaseId| leases.iter().any(|lease| lease.id == id);
         let mut over = Vec::new();
-        for (id, lent) in unknown {
+        for (id, lent) in self.exports.iter_mut().filter(|(id, _)| !is_known(**id)) {
             if !lent.published || lent.deadline <= Instant::now() {
                 over.push(*id);
             } else if !lent.orphaned {

@@ -9,7 +9,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -265,29 +265,25 @@ fn required(
 /// Reads a token from a file that no other user may read. The file is read for each request,
 /// because an operator may replace it while the daemon runs.
 pub fn read_token(path: &Path) -> Result<String, PlaceError> {
-    let failed = |why: String| PlaceError::File {
-        path: path.to_owned(),
-        why,
-    };
-    let read = || -> std::io::Result<(u32, String)> {
+    let read = || -> io::Result<String> {
         let file = File::open(path)?;
         let mode = file.metadata()?.permissions().mode();
         let mut text = String::new();
         file.take(LONGEST_TOKEN + 1).read_to_string(&mut text)?;
-        Ok((mode, text))
+        if mode & 0o077 != 0 {
+            let why = "other users may read the file; run 'chmod 600";
+            return Err(io::Error::other(format!("{why} {}'", path.display())));
+        }
+        let token = text.trim();
+        if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+            return Err(io::Error::other("the file contains no token"));
+        }
+        Ok(token.to_owned())
     };
-    let (mode, text) = read().map_err(|error| failed(error.to_string()))?;
-    if mode & 0o077 != 0 {
-        let path = path.display();
-        return Err(failed(format!(
-            "other users may read the file; run 'chmod 600 {path}'"
-        )));
-    }
-    let token = text.trim();
-    if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
-        return Err(failed("the file contains no token".into()));
-    }
-    Ok(token.to_owned())
+    read().map_err(|error| PlaceError::File {
+        path: path.to_owned(),
+        why: error.to_string(),
+    })
 }
 
 #[cfg(test)]

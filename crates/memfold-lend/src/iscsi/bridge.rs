@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use memfold_vm::{Identity, Process};
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::retry_on_intr;
 use rustix::process::Pid;
 
 use super::{LUN, at, ends_with_us, initiator_name, process, target_name};
@@ -123,15 +124,10 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
     wait_closed(portal, deadline, || wire.is_cut())?;
     std::fs::remove_file(&secret)?;
     println!("ready");
-    loop {
-        let mut fds = [wire.poll_end(), PollFd::new(process.pidfd(), PollFlags::IN)];
-        match poll(&mut fds, None) {
-            // Either the session or qemu-nbd has ended, and both must end.
-            Ok(_) => return Ok(()),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
+    // If the session or qemu-nbd has ended, both must end.
+    let mut fds = [wire.poll_end(), PollFd::new(process.pidfd(), PollFlags::IN)];
+    retry_on_intr(|| poll(&mut fds, None))?;
+    Ok(())
 }
 
 /// Waits until no other initiator can log in beside a session.

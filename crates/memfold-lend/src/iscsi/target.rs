@@ -12,6 +12,7 @@ use memfold_sys::locked::LockedFile;
 use memfold_vm::process::is_stopped;
 use memfold_vm::{Identity, Process};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use rustix::process::Pid;
 
 use super::tgt::{CONTROL, Tgt};
@@ -154,7 +155,8 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
         let patience = if is_taken { LOOK } else { FIRST };
         let mut fds = vec![PollFd::new(&input, PollFlags::IN)];
         fds.extend(wires.iter().map(Wire::poll_end));
-        wait(&mut fds, patience)?;
+        let limit = Timespec::try_from(patience).map_err(io::Error::other)?;
+        retry_on_intr(|| poll(&mut fds, Some(&limit)))?;
         let daemon_has_ended = !fds[0].revents().is_empty();
         let broken = fds[1..].iter().any(|fd| !fd.revents().is_empty());
         drop(fds);
@@ -192,13 +194,5 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
             wires = Wire::served_by(server, portal)?;
             wires.retain(|wire| !wire.is_cut());
         }
-    }
-}
-
-fn wait(fds: &mut [PollFd<'_>], patience: Duration) -> io::Result<()> {
-    let patience = Timespec::try_from(patience).map_err(io::Error::other)?;
-    match poll(fds, Some(&patience)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(error) => Err(error.into()),
     }
 }

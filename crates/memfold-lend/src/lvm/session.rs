@@ -102,7 +102,7 @@ pub struct Session {
 
 /// Checks that open-iscsi is installed.
 pub fn check() -> Result<(), LvmError> {
-    iscsiadm(&["--version"]).map(drop)
+    iscsiadm(&["--version"])
 }
 
 /// Logs in to a target and returns its disk.
@@ -186,10 +186,10 @@ fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
 /// only root can read. On a command line, all users of the host could read the secret.
 fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError> {
     node(target, &["--op", "new"])?;
-    let mut places = RECORDS
-        .iter()
-        .map(|place| Path::new(place).join(&target.name));
-    let file = places.find_map(|path| only_file(&path));
+    let mut records = RECORDS
+        .map(|place| Path::new(place).join(&target.name))
+        .into_iter();
+    let file = records.find_map(|path| only_file(&path));
     let file = file.ok_or_else(|| LvmError::Session {
         portal: target.portal,
         why: format!(
