@@ -6,10 +6,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::endpoint::Endpoint;
-use super::lease::{Lease, LeaseId, LenderId, MAX_TTL, Picture};
-use super::offer::{Offer, Want};
-use super::registry::Registry;
-use super::registry_error::RegistryError;
+use super::lease::{Lease, LeaseId, LenderId, MAX_TTL, Picture, ms};
+use super::registry::{Offer, Registry, Want};
+use super::registry_error::{RegistryError, Result};
 
 /// One method of [`Registry`] with its arguments. Times are in milliseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -146,71 +145,49 @@ impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
         Self { place, transport }
     }
 
-    fn call(&self, call: &Call) -> Result<Answer, RegistryError> {
-        match (self.transport)(call) {
-            Ok(Answer::Refused(error)) => Err(error),
-            Ok(answer) => Ok(answer),
-            Err(why) => Err(self.unusable(why)),
+    /// Makes a call. `read` takes the result out of the kind of answer that belongs to the call.
+    fn call<R>(&self, call: &Call, read: impl FnOnce(Answer) -> Option<R>) -> Result<R> {
+        let other = "its answer does not match the request; use daemons of the same version";
+        let answer = (self.transport)(call);
+        if let Ok(Answer::Refused(error)) = answer {
+            return Err(error);
         }
-    }
-
-    fn unusable(&self, why: impl Into<String>) -> RegistryError {
-        RegistryError::Unusable {
+        let result = answer.and_then(|answer| read(answer).ok_or_else(|| other.to_owned()));
+        result.map_err(|why| RegistryError::Unusable {
             place: self.place.clone(),
-            why: why.into(),
-        }
+            why,
+        })
     }
 
-    fn done(&self, call: &Call) -> Result<(), RegistryError> {
-        match self.call(call)? {
-            Answer::Done => Ok(()),
-            _ => Err(self.foreign()),
-        }
+    fn done(&self, call: &Call) -> Result<()> {
+        self.call(call, |answer| (answer == Answer::Done).then_some(()))
     }
 
-    fn lease(&self, call: &Call) -> Result<Lease, RegistryError> {
-        match self.call(call)? {
-            Answer::Lease(lease) => Ok(lease),
-            _ => Err(self.foreign()),
-        }
+    fn lease(&self, call: &Call) -> Result<Lease> {
+        self.call(call, |answer| match answer {
+            Answer::Lease(lease) => Some(lease),
+            _ => None,
+        })
     }
-
-    fn foreign(&self) -> RegistryError {
-        self.unusable("its answer does not match the request; use daemons of the same version")
-    }
-}
-
-fn ms(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegistry<T> {
-    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
-        self.done(&Call::Offer {
-            offer: offer.clone(),
-            ttl_ms: ms(ttl),
-        })
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<()> {
+        let (offer, ttl_ms) = (offer.clone(), ms(ttl));
+        self.done(&Call::Offer { offer, ttl_ms })
     }
 
-    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
-        self.done(&Call::Withdraw {
-            lender: lender.clone(),
-        })
+    fn withdraw(&self, lender: &LenderId) -> Result<()> {
+        let lender = lender.clone();
+        self.done(&Call::Withdraw { lender })
     }
 
-    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
-        self.lease(&Call::Take {
-            want: want.clone(),
-            ttl_ms: ms(ttl),
-        })
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease> {
+        let (want, ttl_ms) = (want.clone(), ms(ttl));
+        self.lease(&Call::Take { want, ttl_ms })
     }
 
-    fn publish(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        endpoint: &Endpoint,
-    ) -> Result<(), RegistryError> {
+    fn publish(&self, id: LeaseId, lender: &LenderId, endpoint: &Endpoint) -> Result<()> {
         self.done(&Call::Publish {
             id,
             lender: lender.clone(),
@@ -218,20 +195,17 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
         })
     }
 
-    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>> {
         let borrower = borrower.to_owned();
-        match self.call(&Call::Endpoint { id, borrower })? {
-            Answer::Endpoint(endpoint) => {
-                if let Some(endpoint) = &endpoint {
-                    endpoint.check()?;
-                }
-                Ok(endpoint)
-            }
-            _ => Err(self.foreign()),
-        }
+        let endpoint = self.call(&Call::Endpoint { id, borrower }, |answer| match answer {
+            Answer::Endpoint(endpoint) => Some(endpoint),
+            _ => None,
+        })?;
+        endpoint.iter().try_for_each(Endpoint::check)?;
+        Ok(endpoint)
     }
 
-    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease> {
         self.lease(&Call::Renew {
             id,
             borrower: borrower.to_owned(),
@@ -239,17 +213,12 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
         })
     }
 
-    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease> {
         let borrower = borrower.to_owned();
         self.lease(&Call::SoleCopy { id, borrower })
     }
 
-    fn recall(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        within: Duration,
-    ) -> Result<(), RegistryError> {
+    fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration) -> Result<()> {
         self.done(&Call::Recall {
             id,
             lender: lender.clone(),
@@ -257,20 +226,20 @@ impl<T: Fn(&Call) -> Result<Answer, String> + Send + Sync> Registry for CallRegi
         })
     }
 
-    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<()> {
         let borrower = borrower.to_owned();
         self.done(&Call::Release { id, borrower })
     }
 
-    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<()> {
         let lender = lender.clone();
         self.done(&Call::Ended { id, lender })
     }
 
-    fn picture(&self) -> Result<Picture, RegistryError> {
-        match self.call(&Call::Picture {})? {
-            Answer::Picture(picture) => Ok(picture),
-            _ => Err(self.foreign()),
-        }
+    fn picture(&self) -> Result<Picture> {
+        self.call(&Call::Picture {}, |answer| match answer {
+            Answer::Picture(picture) => Some(picture),
+            _ => None,
+        })
     }
 }

@@ -17,7 +17,9 @@ use std::time::Duration;
 
 use memfold_vm::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{Shutdown, SocketAddrUnix, getpeername, getsockname, shutdown, sockopt};
+use rustix::net::{
+    AddressFamily, Shutdown, SocketAddrUnix, getpeername, getsockname, shutdown, sockopt,
+};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use super::endpoint::Address;
@@ -64,15 +66,11 @@ impl Wire {
             let is_socket = std::fs::read_link(entry.path())
                 .is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"socket:"));
             let number = entry.file_name().to_str().and_then(|n| n.parse().ok());
-            let (true, Some(number)) = (is_socket, number) else {
-                continue;
-            };
-            let Ok(socket) = pidfd_getfd(process.pidfd(), number, PidfdGetfdFlags::empty()) else {
-                continue;
-            };
-            if wanted(&socket) {
-                found.push(Self(socket));
-            }
+            let number = number.filter(|_| is_socket);
+            let socket = number.and_then(|number| {
+                pidfd_getfd(process.pidfd(), number, PidfdGetfdFlags::empty()).ok()
+            });
+            found.extend(socket.filter(&wanted).map(Self));
         }
         Ok(found)
     }
@@ -80,11 +78,9 @@ impl Wire {
     /// Makes the kernel end the connection when the other host does not answer for [`PATIENCE`].
     /// Has no effect on a Unix socket, whose other end is on this host.
     pub fn keep_alive(&self) -> io::Result<()> {
-        let is_tcp = sockopt::socket_domain(&self.0)? != rustix::net::AddressFamily::UNIX;
-        if is_tcp {
-            keep_alive(&self.0, PATIENCE)
-        } else {
-            Ok(())
+        match sockopt::socket_domain(&self.0)? {
+            AddressFamily::UNIX => Ok(()),
+            _ => keep_alive(&self.0, PATIENCE),
         }
     }
 
@@ -105,10 +101,7 @@ impl Wire {
     pub fn is_cut(&self) -> bool {
         let mut fds = [self.poll_end()];
         let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
-        match poll(&mut fds, Some(&Timespec::default())) {
-            Ok(_) => fds[0].revents().intersects(ended),
-            Err(_) => false,
-        }
+        poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(ended)
     }
 }
 

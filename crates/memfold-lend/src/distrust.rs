@@ -56,12 +56,7 @@ impl Distrust {
     }
 
     fn write(&self) {
-        let part = self.file.with_extension("part");
-        let written = serde_json::to_vec_pretty(&self.lenders)
-            .map_err(std::io::Error::other)
-            .and_then(|text| std::fs::write(&part, text))
-            .and_then(|()| std::fs::rename(&part, &self.file));
-        if let Err(error) = written {
+        if let Err(error) = crate::files::write_json(&self.file, &self.lenders) {
             tracing::warn!(file = %self.file.display(), %error, "cannot record which lenders served wrong bytes; free space in the state directory");
         }
     }

@@ -1,24 +1,20 @@
-//! Address, protocol and key with which a borrower reaches a lease's bytes.
+//! Addresses of exports: where a lender listens, and with which protocol and key a borrower reaches
+//! a lease's bytes.
 
-use std::fmt;
-use std::path::PathBuf;
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
+use super::files;
 use super::registry_error::{RegistryError, check_name, value};
 
 /// Protocol of an export.
 #[derive(
-    Clone,
-    Copy,
-    Debug,
-    Default,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    clap::ValueEnum,
-    utoipa::ToSchema,
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum, ToSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Transport {
@@ -38,7 +34,7 @@ impl Transport {
 
 /// Export of one lease: the place at which a borrower reaches the lease's bytes, and the key for
 /// it.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
     /// Address that the export listens on.
     pub address: Address,
@@ -47,13 +43,6 @@ pub struct Endpoint {
     /// Protocol of the export.
     #[serde(default, skip_serializing_if = "Transport::is_nbd")]
     pub transport: Transport,
-}
-
-// `Debug` prints only the address, because a key must not get into a log.
-impl fmt::Debug for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.address)
-    }
 }
 
 /// Address that an export listens on.
@@ -65,7 +54,7 @@ pub enum Address {
     /// TCP: NBD with TLS and a pre-shared key, or iSCSI with CHAP.
     Tcp {
         /// IP address of the lender, or of a forwarder in front of it.
-        ip: std::net::IpAddr,
+        ip: IpAddr,
         /// TCP port of the export; never 0.
         port: u16,
     },
@@ -80,13 +69,41 @@ pub struct Key {
     pub hex: String,
 }
 
+// A key must not get into a log.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "key of {}", self.identity)
     }
 }
 
+impl Key {
+    /// Writes a key file in the format of `GnuTLS`, readable by its owner only.
+    pub(super) fn write(&self, path: &Path) -> io::Result<()> {
+        files::write_private(path, &format!("{}:{}\n", self.identity, self.hex))
+    }
+
+    /// Reads a key file.
+    pub(super) fn read(path: &Path) -> io::Result<Self> {
+        let text = std::fs::read_to_string(path)?;
+        let words = text.trim().split_once(':');
+        let (identity, hex) = words.ok_or_else(|| io::Error::other("the file contains no key"))?;
+        Ok(Self {
+            identity: identity.to_owned(),
+            hex: hex.to_owned(),
+        })
+    }
+}
+
 impl Endpoint {
+    /// Returns the endpoint of an NBD export on this host.
+    pub(super) const fn unix(socket: PathBuf) -> Self {
+        Self {
+            address: Address::Unix(socket),
+            key: None,
+            transport: Transport::Nbd,
+        }
+    }
+
     /// Checks an endpoint that a lender of another host has written. Unix sockets are refused,
     /// because their paths would name sockets of this host.
     pub fn check_of_another_host(&self) -> Result<(), RegistryError> {
@@ -103,35 +120,97 @@ impl Endpoint {
     /// Checks the values of an endpoint. QEMU's options and a key file will contain them, and they
     /// may come from another host.
     pub fn check(&self) -> Result<(), RegistryError> {
-        match (&self.address, &self.key) {
+        let is_usable = |path: &Path| {
+            let text = path.to_str();
+            path.is_absolute()
+                && text.is_some_and(|text| text.len() <= memfold_vm::directory::MAX_SOCKET_PATH)
+        };
+        let is_valid =
+            |key: &Key| key.hex.len() == 64 && key.hex.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let (field, why) = match (&self.address, &self.key) {
             (Address::Unix(_), _) if self.transport == Transport::Iscsi => {
-                return Err(value("address", "iSCSI needs an IP address"));
+                ("address", "iSCSI needs an IP address")
             }
-            (Address::Unix(path), _) => {
-                let length = path.as_os_str().len();
-                if !path.is_absolute()
-                    || path.to_str().is_none()
-                    || length > memfold_vm::directory::MAX_SOCKET_PATH
-                {
-                    return Err(value(
-                        "address",
-                        "a Unix socket needs an absolute path in UTF-8, within the kernel's limit of length",
-                    ));
-                }
+            (Address::Unix(path), _) if !is_usable(path) => (
+                "address",
+                "a Unix socket needs an absolute path in UTF-8, within the kernel's limit of length",
+            ),
+            (Address::Tcp { port: 0, .. }, _) => ("address", "port 0 is not valid"),
+            (Address::Tcp { .. }, None) => ("key", "an export over TCP needs a key"),
+            (_, Some(key)) if !is_valid(key) => ("key", "a key is 32 bytes in hexadecimal digits"),
+            (_, Some(key)) => return check_name("key", &key.identity),
+            (Address::Unix(_), None) => return Ok(()),
+        };
+        Err(value(field, why))
+    }
+}
+
+/// Kind of address that exports listen on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Listen {
+    /// Unix sockets, for borrowers on this host.
+    Unix,
+    /// NBD over TCP with TLS. Each export has its own port and key.
+    Tcp(TcpListen),
+    /// iSCSI without encryption. Each export has its own port and key.
+    Iscsi(TcpListen),
+}
+
+/// TCP address and ports of exports, and the address that borrowers are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TcpListen {
+    /// Address that exports listen on.
+    pub ip: IpAddr,
+    /// Address of a forwarder between borrowers and this host, if there is one. Borrowers are told
+    /// this address instead.
+    pub announce: Option<IpAddr>,
+    /// First and last TCP port of exports; `None` allows any free port.
+    pub ports: Option<(u16, u16)>,
+}
+
+impl TcpListen {
+    pub(super) fn bind(&self) -> io::Result<TcpListener> {
+        let Some((first, last)) = self.ports else {
+            return TcpListener::bind(SocketAddr::new(self.ip, 0));
+        };
+        for port in first..=last {
+            match TcpListener::bind(SocketAddr::new(self.ip, port)) {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+                bound => return bound,
             }
-            (Address::Tcp { port: 0, .. }, _) => {
-                return Err(value("address", "port 0 is not valid"));
-            }
-            (Address::Tcp { .. }, None) => {
-                return Err(value("key", "an export over TCP needs a key"));
-            }
-            (Address::Tcp { .. }, Some(_)) => {}
         }
-        if let Some(key) = &self.key {
-            check_name("key", &key.identity)?;
-            if key.hex.len() != 64 || !key.hex.bytes().all(|b| b.is_ascii_hexdigit()) {
-                return Err(value("key", "a key is 32 bytes in hexadecimal digits"));
-            }
+        Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            format!("all ports from {first} to {last} are in use; give more of them"),
+        ))
+    }
+
+    pub(super) fn endpoint(&self, port: u16, key: Key, transport: Transport) -> Endpoint {
+        Endpoint {
+            address: Address::Tcp {
+                ip: self.announce.unwrap_or(self.ip),
+                port,
+            },
+            key: Some(key),
+            transport,
+        }
+    }
+}
+
+impl fmt::Display for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Tcp(tcp) | Self::Iscsi(tcp)) = self else {
+            return f.write_str("Unix sockets");
+        };
+        write!(f, "{}", tcp.ip)?;
+        if let Some((first, last)) = tcp.ports {
+            write!(f, ", ports {first} to {last}")?;
+        }
+        if let Some(announce) = tcp.announce {
+            write!(f, ", announced as {announce}")?;
+        }
+        if matches!(self, Self::Iscsi(_)) {
+            f.write_str(", by iSCSI, not encrypted")?;
         }
         Ok(())
     }

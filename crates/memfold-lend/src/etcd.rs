@@ -28,17 +28,14 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use memfold_units::ByteSize;
-
 use super::endpoint::Endpoint;
-use super::etcd_api::{Grant, Kv, Txn};
-use super::etcd_keys::{Account, At, EtcdRegistry, Holds, KnownLender, What, ms};
-use super::lease::{
-    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
+use super::etcd_api::{Kv, Txn};
+use super::etcd_keys::{Account, At, EtcdRegistry, Holds, What};
+use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId, Picture};
+use super::registry::{Offer, Registry, Want};
+use super::registry_error::{
+    RegistryError, Result, check_bytes, check_name, check_ttl, wrong_state,
 };
-use super::offer::{Offer, Want};
-use super::registry::Registry;
-use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
 
 /// Time after which an unchanged offer is written again. An offer is not written at each round,
 /// because each write costs an etcd revision.
@@ -50,7 +47,7 @@ const ENDED_AT_ONCE: usize = 50;
 impl EtcdRegistry {
     /// Tries once to publish a lender's offer. Returns `None` if another client changed the keys
     /// meanwhile.
-    fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>, RegistryError> {
+    fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>> {
         let lender = &offer.lender;
         let (account, heard) = self.lender(&lender.host)?;
         let revision = account.as_ref().map_or(0, |account| account.revision);
@@ -71,19 +68,13 @@ impl EtcdRegistry {
         };
         leases.retain(|id, _| !old.contains(id));
         let is_whole = known == incarnation || leases.is_empty();
-        let after = if is_whole {
-            Account {
-                incarnation,
-                bytes: offer.bytes,
-                ttl_ms,
-                leases,
-            }
-        } else {
-            Account {
-                leases,
-                ..before.clone().unwrap_or_default()
-            }
-        };
+        let mut after = before.clone().unwrap_or_default();
+        after.leases = leases;
+        if is_whole {
+            after.incarnation = incarnation;
+            after.bytes = offer.bytes;
+            after.ttl_ms = ttl_ms;
+        }
         let account_key = self.account_key(&lender.host);
         let heard_key = self.heard_key(&lender.host);
         let mut txn = Txn::default().when_at(&account_key, revision);
@@ -95,10 +86,9 @@ impl EtcdRegistry {
         } else {
             txn = txn.put(&account_key, &after);
         }
-        for id in &old {
-            txn = txn
-                .delete_all(&self.lease_keys(*id))
-                .delete(&self.endpoint_key(*id));
+        for id in old {
+            let keys = self.lease_keys(LeaseId(id));
+            txn = txn.delete(&keys.all).delete(&keys.endpoint);
         }
         let grant = self.grant(ttl_ms)?;
         let holds = Holds { ms: ttl_ms };
@@ -108,176 +98,10 @@ impl EtcdRegistry {
             is_whole
         }))
     }
-
-    /// Tries once to reserve bytes for a lease. Returns `None` if another client changed the keys
-    /// meanwhile.
-    fn try_take(
-        &self,
-        want: &Want,
-        ttl_ms: u64,
-        grant: Grant,
-    ) -> Result<Option<Lease>, RegistryError> {
-        let read = Txn::default()
-            .get_all(&self.all_lenders())
-            .get(&self.last_key());
-        let [lenders, last] = self.ranges(&read)?;
-        let mut lenders = self.lenders(&lenders)?;
-        lenders.retain(|lender| {
-            !lender.left.is_zero()
-                && lender.host != want.borrower
-                && !want.apart_from.contains(&lender.host)
-        });
-        let looked = lenders.len();
-        // A lender that now offers less than it has lent has no free bytes.
-        let free = |lender: &KnownLender| {
-            let account = &lender.account.value;
-            account.bytes.saturating_sub(account.lent())
-        };
-        // If several lenders have the most free bytes, take the first by name.
-        let best = lenders.into_iter().rev().max_by_key(free);
-        let largest = best.as_ref().map_or(0, free);
-        let Some(mut best) = best.filter(|_| largest >= want.bytes) else {
-            return Err(RegistryError::NothingToSpare {
-                wanted: ByteSize(want.bytes),
-                borrower: want.borrower.clone(),
-                largest,
-                lenders: looked,
-            });
-        };
-        let last: Option<At<u64>> = last.first().map(|kv| self.at(kv)).transpose()?;
-        let (last, last_revision) = last.map_or((0, 0), |last| (last.value, last.revision));
-        let id = last + 1;
-        let account = &mut best.account.value;
-        account.leases.insert(id, want.bytes);
-        let what = What {
-            lender: LenderId {
-                host: best.host.clone(),
-                incarnation: Incarnation(account.incarnation),
-            },
-            borrower: want.borrower.clone(),
-            vm: want.vm.clone(),
-            bytes: want.bytes,
-            durability: want.durability,
-            state: LeaseState::Taken,
-        };
-        let account_key = self.account_key(&best.host);
-        let txn = Txn::default()
-            .when_at(&account_key, best.account.revision)
-            .when_at(&self.last_key(), last_revision)
-            .put(&account_key, account)
-            .put(&self.last_key(), &id)
-            .put(&self.what_key(id), &what)
-            .put_for(&self.renewed_key(id), &Holds { ms: ttl_ms }, grant);
-        let Some(revision) = self.commit(&txn)? else {
-            return Ok(None);
-        };
-        self.since(&self.renewed_key(id), revision);
-        let mut lease = self.lease(LeaseId(id), what, None, None)?;
-        lease.left_ms = ttl_ms;
-        Ok(Some(lease))
-    }
-
-    /// Tries once to renew a lease. Returns `None` if another client changed the keys meanwhile.
-    fn try_renew(
-        &self,
-        id: LeaseId,
-        borrower: &str,
-        ttl_ms: u64,
-    ) -> Result<Option<Lease>, RegistryError> {
-        let (what_key, renewed_key) = (self.what_key(id.0), self.renewed_key(id.0));
-        let [what, renewed, recall] =
-            self.get([&what_key, &renewed_key, &self.recall_key(id.0)])?;
-        let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
-        if what.value.state == LeaseState::Released {
-            return Err(state(id, what.value.state, "renewed"));
-        }
-        let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
-        // A lease that has enough time left is not written, because each write costs an etcd
-        // revision.
-        if lease.left_ms >= ttl_ms / 4 * 3 && lease.left_ms > 0 {
-            return Ok(Some(lease));
-        }
-        let txn = Txn::default().when_at(&what_key, what.revision).put_for(
-            &renewed_key,
-            &Holds { ms: ttl_ms },
-            self.grant(ttl_ms)?,
-        );
-        let done = self.commit(&txn)?;
-        Ok(done.map(|revision| {
-            self.since(&renewed_key, revision);
-            lease.left_ms = ttl_ms;
-            lease
-        }))
-    }
-
-    /// Tries once to record that the lent bytes are the only copy. Returns `None` if another client
-    /// changed the keys meanwhile.
-    fn try_sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Option<Lease>, RegistryError> {
-        let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
-        let [what, renewed, recall] =
-            self.get([&what_key, &self.renewed_key(id.0), &recall_key])?;
-        let At {
-            value: mut what,
-            revision,
-        } = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
-        let known = what.durability != Durability::Disk;
-        if !known {
-            what.durability = Durability::None;
-        }
-        let mut lease = self.lease(id, what.clone(), renewed.as_ref(), recall.as_ref())?;
-        if known {
-            return Ok(Some(lease));
-        }
-        let mut txn = Txn::default()
-            .when_at(&what_key, revision)
-            .put(&what_key, &what);
-        let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
-        let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
-        if is_asked_for_sooner {
-            txn = txn.put(&recall_key, &Holds { ms: time });
-            lease.recall_ms = Some(time);
-        }
-        let done = self.commit(&txn)?;
-        Ok(done.map(|revision| {
-            if is_asked_for_sooner {
-                self.since(&recall_key, revision);
-            }
-            lease
-        }))
-    }
-
-    /// Tries once to end a lease. Returns `None` if another client changed the keys meanwhile.
-    fn try_end(&self, id: LeaseId, lender: &LenderId) -> Result<Option<()>, RegistryError> {
-        let (what_key, account_key) = (self.what_key(id.0), self.account_key(&lender.host));
-        let [Some(what), Some(account)] = self.get([&what_key, &account_key])? else {
-            return Ok(Some(()));
-        };
-        let what: At<What> = self.at(&what)?;
-        if what.value.lender != *lender {
-            return Ok(Some(()));
-        }
-        let mut account: At<Account> = self.at(&account)?;
-        account.value.leases.remove(&id.0);
-        let txn = Txn::default()
-            .when_at(&what_key, what.revision)
-            .when_at(&account_key, account.revision)
-            .put(&account_key, &account.value)
-            .delete_all(&self.lease_keys(id.0))
-            .delete(&self.endpoint_key(id.0));
-        Ok(self.commit(&txn)?.map(drop))
-    }
-}
-
-fn state(id: LeaseId, state: LeaseState, wanted: &str) -> RegistryError {
-    RegistryError::State {
-        id,
-        state,
-        wanted: wanted.to_owned(),
-    }
 }
 
 impl Registry for EtcdRegistry {
-    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<()> {
         check_name("host", &offer.lender.host)?;
         check_bytes(offer.bytes, 0)?;
         let ttl = check_ttl(ttl)?;
@@ -285,7 +109,7 @@ impl Registry for EtcdRegistry {
         Ok(())
     }
 
-    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
+    fn withdraw(&self, lender: &LenderId) -> Result<()> {
         let key = self.account_key(&lender.host);
         self.repeat(|| {
             let (account, _) = self.lender(&lender.host)?;
@@ -303,68 +127,143 @@ impl Registry for EtcdRegistry {
         })
     }
 
-    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease> {
         want.check()?;
         let ttl = check_ttl(ttl)?;
         let grant = self.grant(ttl)?;
-        self.repeat(|| self.try_take(want, ttl, grant))
+        self.repeat(|| {
+            let last_key = self.key("last");
+            let read = Txn::default().get(&self.key("lender/")).get(&last_key);
+            let [lenders, last] = self.ranges(&read)?;
+            let lenders = self.lenders(&lenders)?;
+            let (view, mut account) = want.choose(lenders, |(view, _)| view)?;
+            let last: Option<At<u64>> = last.first().map(|kv| self.at(kv)).transpose()?;
+            let (last, last_revision) = last.map_or((0, 0), |last| (last.value, last.revision));
+            let id = last + 1;
+            account.value.leases.insert(id, want.bytes);
+            let account_key = self.account_key(&view.lender.host);
+            let what = What {
+                lender: view.lender,
+                borrower: want.borrower.clone(),
+                vm: want.vm.clone(),
+                bytes: want.bytes,
+                durability: want.durability,
+                state: LeaseState::Taken,
+            };
+            let keys = self.lease_keys(LeaseId(id));
+            let txn = Txn::default()
+                .when_at(&account_key, account.revision)
+                .when_at(&last_key, last_revision)
+                .put(&account_key, &account.value)
+                .put(&last_key, &id)
+                .put(&keys.what, &what)
+                .put_for(&keys.renewed, &Holds { ms: ttl }, grant);
+            let Some(revision) = self.commit(&txn)? else {
+                return Ok(None);
+            };
+            self.since(&keys.renewed, revision);
+            let mut lease = self.lease(LeaseId(id), what, None, None)?;
+            lease.left_ms = ttl;
+            Ok(Some(lease))
+        })
     }
 
-    fn publish(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        endpoint: &Endpoint,
-    ) -> Result<(), RegistryError> {
+    fn publish(&self, id: LeaseId, lender: &LenderId, endpoint: &Endpoint) -> Result<()> {
         endpoint.check()?;
-        let key = self.what_key(id.0);
+        let keys = self.lease_keys(id);
         self.repeat(|| {
-            let [found] = self.get([&key])?;
+            let [found] = self.get([&keys.what])?;
             let mut what = self.what(id, &lender.host, found.as_ref(), |w| w.lender == *lender)?;
             if what.value.state != LeaseState::Taken {
-                return Err(state(id, what.value.state, "exported"));
+                return Err(wrong_state(id, what.value.state, "exported"));
             }
             what.value.state = LeaseState::Exported;
             let txn = Txn::default()
-                .when_at(&key, what.revision)
-                .put(&key, &what.value)
-                .put(&self.endpoint_key(id.0), endpoint);
+                .when_at(&keys.what, what.revision)
+                .put(&keys.what, &what.value)
+                .put(&keys.endpoint, endpoint);
             Ok(self.commit(&txn)?.map(drop))
         })
     }
 
-    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
-        let [what, endpoint] = self.get([&self.what_key(id.0), &self.endpoint_key(id.0)])?;
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>> {
+        let keys = self.lease_keys(id);
+        let [what, endpoint] = self.get([&keys.what, &keys.endpoint])?;
         let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
         if what.value.state != LeaseState::Exported {
             return Ok(None);
         }
         let endpoint: Option<Endpoint> = endpoint.as_ref().map(|kv| self.read(kv)).transpose()?;
-        if let Some(endpoint) = &endpoint {
-            endpoint.check()?;
-        }
+        endpoint.iter().try_for_each(Endpoint::check)?;
         Ok(endpoint)
     }
 
-    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease> {
         let ttl = check_ttl(ttl)?;
-        self.repeat(|| self.try_renew(id, borrower, ttl))
-    }
-
-    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
-        self.repeat(|| self.try_sole_copy(id, borrower))
-    }
-
-    fn recall(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        within: Duration,
-    ) -> Result<(), RegistryError> {
-        check_ttl(within)?;
-        let (what_key, recall_key) = (self.what_key(id.0), self.recall_key(id.0));
         self.repeat(|| {
-            let [what, recall] = self.get([&what_key, &recall_key])?;
+            let keys = self.lease_keys(id);
+            let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
+            let what = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+            if what.value.state == LeaseState::Released {
+                return Err(wrong_state(id, what.value.state, "renewed"));
+            }
+            let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
+            // A lease that has enough time left is not written, because each write costs an etcd
+            // revision.
+            if lease.left_ms >= ttl / 4 * 3 && lease.left_ms > 0 {
+                return Ok(Some(lease));
+            }
+            let (holds, grant) = (Holds { ms: ttl }, self.grant(ttl)?);
+            let txn = Txn::default().when_at(&keys.what, what.revision);
+            let done = self.commit(&txn.put_for(&keys.renewed, &holds, grant))?;
+            Ok(done.map(|revision| {
+                self.since(&keys.renewed, revision);
+                lease.left_ms = ttl;
+                lease
+            }))
+        })
+    }
+
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease> {
+        self.repeat(|| {
+            let keys = self.lease_keys(id);
+            let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
+            let At {
+                value: mut what,
+                revision,
+            } = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+            let known = what.durability != Durability::Disk;
+            if !known {
+                what.durability = Durability::None;
+            }
+            let mut lease = self.lease(id, what.clone(), renewed.as_ref(), recall.as_ref())?;
+            if known {
+                return Ok(Some(lease));
+            }
+            let mut txn = Txn::default()
+                .when_at(&keys.what, revision)
+                .put(&keys.what, &what);
+            let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
+            let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
+            if is_asked_for_sooner {
+                txn = txn.put(&keys.recall, &Holds { ms: time });
+                lease.recall_ms = Some(time);
+            }
+            let done = self.commit(&txn)?;
+            Ok(done.map(|revision| {
+                if is_asked_for_sooner {
+                    self.since(&keys.recall, revision);
+                }
+                lease
+            }))
+        })
+    }
+
+    fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration) -> Result<()> {
+        check_ttl(within)?;
+        let keys = self.lease_keys(id);
+        self.repeat(|| {
+            let [what, recall] = self.get([&keys.what, &keys.recall])?;
             let At { value, revision } =
                 self.what(id, &lender.host, what.as_ref(), |w| w.lender == *lender)?;
             let lease = self.lease(id, value, None, recall.as_ref())?;
@@ -373,17 +272,17 @@ impl Registry for EtcdRegistry {
                 return Ok(Some(()));
             }
             let txn = Txn::default()
-                .when_at(&what_key, revision)
-                .put(&recall_key, &Holds { ms: within });
+                .when_at(&keys.what, revision)
+                .put(&keys.recall, &Holds { ms: within });
             let done = self.commit(&txn)?;
-            Ok(done.map(|revision| _ = self.since(&recall_key, revision)))
+            Ok(done.map(|revision| _ = self.since(&keys.recall, revision)))
         })
     }
 
-    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
-        let key = self.what_key(id.0);
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<()> {
+        let keys = self.lease_keys(id);
         self.repeat(|| {
-            let [Some(what)] = self.get([&key])? else {
+            let [Some(what)] = self.get([&keys.what])? else {
                 return Ok(Some(()));
             };
             let mut what: At<What> = self.at(&what)?;
@@ -392,52 +291,57 @@ impl Registry for EtcdRegistry {
             }
             what.value.state = LeaseState::Released;
             let txn = Txn::default()
-                .when_at(&key, what.revision)
-                .put(&key, &what.value)
-                .delete(&self.endpoint_key(id.0));
+                .when_at(&keys.what, what.revision)
+                .put(&keys.what, &what.value)
+                .delete(&keys.endpoint);
             Ok(self.commit(&txn)?.map(drop))
         })
     }
 
-    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
-        self.repeat(|| self.try_end(id, lender))
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<()> {
+        self.repeat(|| {
+            let (keys, account_key) = (self.lease_keys(id), self.account_key(&lender.host));
+            let [Some(what), Some(account)] = self.get([&keys.what, &account_key])? else {
+                return Ok(Some(()));
+            };
+            let what: At<What> = self.at(&what)?;
+            if what.value.lender != *lender {
+                return Ok(Some(()));
+            }
+            let mut account: At<Account> = self.at(&account)?;
+            account.value.leases.remove(&id.0);
+            let txn = Txn::default()
+                .when_at(&keys.what, what.revision)
+                .when_at(&account_key, account.revision)
+                .put(&account_key, &account.value)
+                .delete(&keys.all)
+                .delete(&keys.endpoint);
+            Ok(self.commit(&txn)?.map(drop))
+        })
     }
 
-    fn picture(&self) -> Result<Picture, RegistryError> {
-        let read = Txn::default()
-            .get_all(&self.all_lenders())
-            .get_all(&self.all_leases());
-        let [lenders, keys] = self.ranges(&read)?;
-        self.forget(&keys);
-        let by_name: HashMap<&str, &Kv> = keys.iter().map(|kv| (kv.key.as_str(), kv)).collect();
-        let prefix = self.all_leases();
+    fn picture(&self) -> Result<Picture> {
+        let prefix = self.key("lease/");
+        let read = Txn::default().get(&self.key("lender/")).get(&prefix);
+        let [lenders, all] = self.ranges(&read)?;
+        self.forget(&all);
+        let by_name: HashMap<&str, &Kv> = all.iter().map(|kv| (kv.key.as_str(), kv)).collect();
         let mut leases = Vec::new();
-        for kv in &keys {
+        for kv in &all {
             let name = kv.key.strip_prefix(&prefix);
             let id = name.and_then(|name| name.strip_suffix("/what"));
-            let Some(id) = id.and_then(|id| id.parse().ok()) else {
+            let Some(id) = id.and_then(|id| id.parse().ok()).map(LeaseId) else {
                 continue;
             };
-            let other = |key: String| by_name.get(key.as_str()).copied();
-            let (renewed, recall) = (self.renewed_key(id), self.recall_key(id));
-            leases.push(self.lease(LeaseId(id), self.read(kv)?, other(renewed), other(recall))?);
+            let keys = self.lease_keys(id);
+            let other = |key: &str| by_name.get(key).copied();
+            let (renewed, recall) = (other(&keys.renewed), other(&keys.recall));
+            leases.push(self.lease(id, self.read(kv)?, renewed, recall)?);
         }
         leases.sort_by_key(|lease| lease.id);
-        let lenders = self
-            .lenders(&lenders)?
-            .into_iter()
-            .map(|lender| LenderView {
-                lender: LenderId {
-                    incarnation: Incarnation(lender.account.value.incarnation),
-                    host: lender.host,
-                },
-                offered_bytes: lender.account.value.bytes,
-                lent_bytes: lender.account.value.lent(),
-                silent_ms: ms(lender.silent),
-                left_ms: ms(lender.left),
-            });
+        let lenders = self.lenders(&lenders)?.into_iter();
         Ok(Picture {
-            lenders: lenders.collect(),
+            lenders: lenders.map(|(view, _)| view).collect(),
             leases,
         })
     }

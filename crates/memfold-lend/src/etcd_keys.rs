@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::etcd_api::{Api, ApiError, Grant, Kv, Txn};
-use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
+use super::etcd_api::{Api, Grant, Kv, Txn};
+use super::lease::{Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, ms};
 use super::place::Member;
-use super::registry_error::RegistryError;
+use super::registry_error::{RegistryError, Result, no_lease};
 use super::tls::TlsFiles;
 
 /// Prefix of all keys of memfold in etcd. The number is the version of the key layout.
@@ -30,12 +30,6 @@ pub(super) struct Account {
     pub(super) ttl_ms: u64,
     /// Bytes of each lease that has not ended, by lease number.
     pub(super) leases: BTreeMap<u64, u64>,
-}
-
-impl Account {
-    pub(super) fn lent(&self) -> u64 {
-        self.leases.values().sum()
-    }
 }
 
 /// A lease without its times, as stored under `lease/ID/what`.
@@ -63,6 +57,7 @@ pub(super) struct At<T> {
 }
 
 /// A registry in an etcd. The module `etcd` describes its keys and transactions.
+#[derive(Debug)]
 pub struct EtcdRegistry {
     pub(super) api: Api,
     pub(super) place: String,
@@ -72,20 +67,14 @@ pub struct EtcdRegistry {
     pub(super) seen: Mutex<HashMap<String, (u64, Instant)>>,
 }
 
-impl fmt::Debug for EtcdRegistry {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("EtcdRegistry").field(&self.place).finish()
-    }
-}
-
-/// A lender as read from etcd.
-#[derive(Debug)]
-pub(super) struct KnownLender {
-    pub(super) host: String,
-    pub(super) account: At<Account>,
-    /// Time left until the offer expires.
-    pub(super) left: Duration,
-    pub(super) silent: Duration,
+/// Keys of one lease.
+pub(super) struct LeaseKeys {
+    /// Prefix of the following three keys.
+    pub(super) all: String,
+    pub(super) what: String,
+    pub(super) renewed: String,
+    pub(super) recall: String,
+    pub(super) endpoint: String,
 }
 
 impl EtcdRegistry {
@@ -93,20 +82,10 @@ impl EtcdRegistry {
     /// `place`.
     #[must_use]
     pub fn new(place: String, members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
-        Self::under(PREFIX.to_owned(), place, members, tls)
-    }
-
-    /// Creates a registry under another key prefix, which ends with `/`.
-    pub(super) fn under(
-        prefix: String,
-        place: String,
-        members: Vec<Member>,
-        tls: Option<TlsFiles>,
-    ) -> Self {
         Self {
             api: Api::new(members, tls),
             place,
-            prefix,
+            prefix: PREFIX.to_owned(),
             begun: Instant::now(),
             seen: Mutex::default(),
         }
@@ -119,40 +98,27 @@ impl EtcdRegistry {
         }
     }
 
-    pub(super) fn failed(&self, error: &ApiError) -> RegistryError {
-        self.unusable(error.to_string())
+    pub(super) fn key(&self, name: impl fmt::Display) -> String {
+        format!("{}{name}", self.prefix)
     }
 
     pub(super) fn account_key(&self, host: &str) -> String {
-        format!("{}lender/{host}/account", self.prefix)
+        self.key(format_args!("lender/{host}/account"))
     }
 
     pub(super) fn heard_key(&self, host: &str) -> String {
-        format!("{}lender/{host}/heard", self.prefix)
+        self.key(format_args!("lender/{host}/heard"))
     }
 
-    pub(super) fn lease_keys(&self, id: u64) -> String {
-        format!("{}lease/{id}/", self.prefix)
-    }
-
-    pub(super) fn what_key(&self, id: u64) -> String {
-        format!("{}what", self.lease_keys(id))
-    }
-
-    pub(super) fn renewed_key(&self, id: u64) -> String {
-        format!("{}renewed", self.lease_keys(id))
-    }
-
-    pub(super) fn recall_key(&self, id: u64) -> String {
-        format!("{}recall", self.lease_keys(id))
-    }
-
-    pub(super) fn endpoint_key(&self, id: u64) -> String {
-        format!("{}endpoint/{id}", self.prefix)
-    }
-
-    pub(super) fn last_key(&self) -> String {
-        format!("{}last", self.prefix)
+    pub(super) fn lease_keys(&self, id: LeaseId) -> LeaseKeys {
+        let key = |name: &str| self.key(format_args!("lease/{id}/{name}"));
+        LeaseKeys {
+            all: key(""),
+            what: key("what"),
+            renewed: key("renewed"),
+            recall: key("recall"),
+            endpoint: self.key(format_args!("endpoint/{id}")),
+        }
     }
 
     pub(super) fn seen(&self) -> MutexGuard<'_, HashMap<String, (u64, Instant)>> {
@@ -173,13 +139,13 @@ impl EtcdRegistry {
 
     /// Returns the time left of the duration in a key, counted from when this process first saw the
     /// key's revision.
-    pub(super) fn left(&self, kv: &Kv) -> Result<Duration, RegistryError> {
+    pub(super) fn left(&self, kv: &Kv) -> Result<Duration> {
         let holds: Holds = self.read(kv)?;
         let holds = Duration::from_millis(holds.ms);
         Ok(holds.saturating_sub(self.since(&kv.key, kv.revision)))
     }
 
-    pub(super) fn read<T: DeserializeOwned>(&self, kv: &Kv) -> Result<T, RegistryError> {
+    pub(super) fn read<T: DeserializeOwned>(&self, kv: &Kv) -> Result<T> {
         serde_json::from_slice(&kv.value).map_err(|error| {
             self.unusable(format!(
                 "cannot parse the registry's key {} ({error})",
@@ -188,40 +154,34 @@ impl EtcdRegistry {
         })
     }
 
-    pub(super) fn at<T: DeserializeOwned>(&self, kv: &Kv) -> Result<At<T>, RegistryError> {
+    pub(super) fn at<T: DeserializeOwned>(&self, kv: &Kv) -> Result<At<T>> {
         let (value, revision) = (self.read(kv)?, kv.revision);
         Ok(At { value, revision })
     }
 
     /// Runs a transaction of `N` range requests and returns their results.
-    pub(super) fn ranges<const N: usize>(&self, txn: &Txn) -> Result<[Vec<Kv>; N], RegistryError> {
-        let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
+    pub(super) fn ranges<const N: usize>(&self, txn: &Txn) -> Result<[Vec<Kv>; N]> {
+        let done = self.api.txn(txn).map_err(|why| self.unusable(why))?;
         let other = |_| self.unusable("its answer does not match the request");
-        done.ranges.try_into().map_err(other)
+        done.ranges().try_into().map_err(other)
     }
 
     /// Reads the values of `keys` at one revision of etcd.
-    pub(super) fn get<const N: usize>(
-        &self,
-        keys: [&str; N],
-    ) -> Result<[Option<Kv>; N], RegistryError> {
+    pub(super) fn get<const N: usize>(&self, keys: [&str; N]) -> Result<[Option<Kv>; N]> {
         let txn = keys.iter().fold(Txn::default(), |txn, key| txn.get(key));
         Ok(self.ranges(&txn)?.map(|mut found| found.pop()))
     }
 
     /// Runs a transaction that depends on values read before. Returns the new revision, or `None`
     /// if those values have changed since.
-    pub(super) fn commit(&self, txn: &Txn) -> Result<Option<u64>, RegistryError> {
-        let done = self.api.txn(txn).map_err(|error| self.failed(&error))?;
-        Ok(done.held.then_some(done.revision))
+    pub(super) fn commit(&self, txn: &Txn) -> Result<Option<u64>> {
+        let done = self.api.txn(txn).map_err(|why| self.unusable(why))?;
+        Ok(done.succeeded.then_some(done.revision()))
     }
 
     /// Repeats `attempt` until no other client has changed the same keys, for at most
     /// [`CONTENTION`].
-    pub(super) fn repeat<T>(
-        &self,
-        mut attempt: impl FnMut() -> Result<Option<T>, RegistryError>,
-    ) -> Result<T, RegistryError> {
+    pub(super) fn repeat<T>(&self, mut attempt: impl FnMut() -> Result<Option<T>>) -> Result<T> {
         let end = Instant::now() + CONTENTION;
         for turn in 1.. {
             if let Some(done) = attempt()? {
@@ -237,10 +197,7 @@ impl EtcdRegistry {
         Err(self.unusable("other clients keep changing the same keys"))
     }
 
-    pub(super) fn lender(
-        &self,
-        host: &str,
-    ) -> Result<(Option<At<Account>>, Option<Kv>), RegistryError> {
+    pub(super) fn lender(&self, host: &str) -> Result<(Option<At<Account>>, Option<Kv>)> {
         let [account, heard] = self.get([&self.account_key(host), &self.heard_key(host)])?;
         let account = account.map(|kv| self.at(&kv)).transpose()?;
         Ok((account, heard))
@@ -253,15 +210,10 @@ impl EtcdRegistry {
         who: &str,
         kv: Option<&Kv>,
         is_theirs: impl FnOnce(&What) -> bool,
-    ) -> Result<At<What>, RegistryError> {
+    ) -> Result<At<What>> {
         let what: Option<At<What>> = kv.map(|kv| self.at(kv)).transpose()?;
-        // The error for a lease of another owner is the same as for no lease, so that callers do
-        // not learn of it.
         let theirs = what.filter(|what| is_theirs(&what.value));
-        theirs.ok_or_else(|| RegistryError::NoLease {
-            id,
-            who: who.to_owned(),
-        })
+        theirs.ok_or_else(|| no_lease(id, who))
     }
 
     pub(super) fn lease(
@@ -270,7 +222,7 @@ impl EtcdRegistry {
         what: What,
         renewed: Option<&Kv>,
         recall: Option<&Kv>,
-    ) -> Result<Lease, RegistryError> {
+    ) -> Result<Lease> {
         let left = renewed.map_or(Ok(Duration::ZERO), |kv| self.left(kv))?;
         let recall = recall.map(|kv| self.left(kv)).transpose()?;
         Ok(Lease {
@@ -287,8 +239,8 @@ impl EtcdRegistry {
     }
 
     /// Returns the lenders in `kvs`, which holds all keys of all lenders.
-    pub(super) fn lenders(&self, kvs: &[Kv]) -> Result<Vec<KnownLender>, RegistryError> {
-        let prefix = format!("{}lender/", self.prefix);
+    pub(super) fn lenders(&self, kvs: &[Kv]) -> Result<Vec<(LenderView, At<Account>)>> {
+        let prefix = self.key("lender/");
         let mut all = Vec::new();
         for kv in kvs {
             let name = kv.key.strip_prefix(&prefix);
@@ -306,40 +258,33 @@ impl EtcdRegistry {
                 let unseen = || Duration::from_millis(account.value.ttl_ms) + self.begun.elapsed();
                 (Duration::ZERO, seen.unwrap_or_else(unseen))
             };
-            all.push(KnownLender {
-                host: host.to_owned(),
-                account,
-                left,
-                silent,
-            });
+            let view = LenderView {
+                lender: LenderId {
+                    host: host.to_owned(),
+                    incarnation: Incarnation(account.value.incarnation),
+                },
+                offered_bytes: account.value.bytes,
+                lent_bytes: account.value.leases.values().sum(),
+                silent_ms: ms(silent),
+                left_ms: ms(left),
+            };
+            all.push((view, account));
         }
-        all.sort_by(|a, b| a.host.cmp(&b.host));
+        all.sort_by(|(a, _), (b, _)| a.lender.host.cmp(&b.lender.host));
         Ok(all)
     }
 
-    pub(super) fn all_lenders(&self) -> String {
-        format!("{}lender/", self.prefix)
-    }
-
-    pub(super) fn all_leases(&self) -> String {
-        format!("{}lease/", self.prefix)
-    }
-
-    pub(super) fn grant(&self, ttl_ms: u64) -> Result<Grant, RegistryError> {
+    pub(super) fn grant(&self, ttl_ms: u64) -> Result<Grant> {
         let granted = self.api.grant(Duration::from_millis(ttl_ms));
-        granted.map_err(|error| self.failed(&error))
+        granted.map_err(|why| self.unusable(why))
     }
 
     /// Removes from `seen` the keys of leases that no longer exist. Keys of lenders stay, because
     /// they tell how long a lender has been silent.
     pub(super) fn forget(&self, leases: &[Kv]) {
-        let prefix = self.all_leases();
+        let prefix = self.key("lease/");
         let is_there = |key: &str| leases.iter().any(|kv| kv.key == key);
         self.seen()
             .retain(|key, _| !key.starts_with(&prefix) || is_there(key));
     }
-}
-
-pub(super) fn ms(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use memfold_testkit::patience;
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::endpoint::Listen;
 use super::etcd_keys::EtcdRegistry;
 use super::lease::{Lease, Picture};
-use super::listen::Listen;
 use super::place::Member;
 use super::registry::Registry;
 use super::registry_error::RegistryError;
@@ -157,7 +157,9 @@ impl Cluster {
     fn registry(&self, name: &str, members: &[usize]) -> EtcdRegistry {
         let members = members.iter().map(|n| self.servers[*n].member.clone());
         let prefix = format!("/test/{name}/");
-        EtcdRegistry::under(prefix, "the test's etcd".into(), members.collect(), None)
+        let mut registry = EtcdRegistry::new("the test's etcd".into(), members.collect(), None);
+        registry.prefix = prefix;
+        registry
     }
 }
 
@@ -227,7 +229,7 @@ fn a_restarted_etcd_loses_no_lease_and_grants_no_memory_twice() {
     };
     let registry = cluster.registry("killed", &[0]);
     let long = Duration::from_secs(600);
-    let ours = super::offer::Offer {
+    let ours = super::registry::Offer {
         lender: lender("a", 1),
         bytes: BYTES,
     };
@@ -350,7 +352,7 @@ fn a_host_cut_off_from_the_etcd_majority_gets_no_lease_and_no_memory_is_granted_
 
 /// Repeats the offer until the cluster accepts it; a cluster without a leader does not.
 fn offer_until(registry: &EtcdRegistry) {
-    let ours = super::offer::Offer {
+    let ours = super::registry::Offer {
         lender: lender("a", 1),
         bytes: 100,
     };

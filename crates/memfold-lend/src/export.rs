@@ -23,23 +23,25 @@
 
 use std::fs::{File, Permissions};
 use std::io::{self, Read};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use memfold_vm::Process;
 use memfold_vm::process::is_stopped;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::connection;
-use super::endpoint::{Address, Endpoint, Key, Transport};
+use super::endpoint::{Endpoint, Key, Transport};
+use super::files::{self, Removed};
 use super::iscsi::target;
 use super::lease::LeaseId;
+use super::{child, connection};
 
-pub use super::listen::{Listen, TcpListen};
+pub use super::endpoint::{Listen, TcpListen};
 
 /// Time limit for nbdkit to allocate and lock its memory, for each GiB. The whole limit is at least
 /// [`START_LEAST`].
@@ -104,12 +106,12 @@ pub enum ExportError {
 #[derive(Debug)]
 pub struct Export {
     child: Child,
-    /// The daemon's end of the pipe; its closing tells the shell that the daemon has ended.
+    /// The daemon's end of the pipe; its closing tells the child that the daemon has ended.
     #[allow(dead_code)] // held
     alive: OwnedFd,
-    files: Vec<PathBuf>,
-    endpoint: Endpoint,
-    bytes: u64,
+    /// Address, protocol and key for the borrower.
+    pub(super) endpoint: Endpoint,
+    pub(super) bytes: u64,
     log: PathBuf,
     /// For iSCSI, the files of the helper process `target`, and tgtd itself once the export is
     /// ready.
@@ -119,6 +121,9 @@ pub struct Export {
     stopped_looks: u32,
     /// Number of bytes of the log that have been read.
     heard: u64,
+    /// The export's files, which are removed after its processes have ended.
+    #[allow(dead_code)] // held
+    files: Removed,
 }
 
 /// State of an export.
@@ -146,31 +151,70 @@ impl Export {
         bytes: u64,
         patience: Duration,
     ) -> Result<Self, ExportError> {
-        let mut files = Vec::new();
-        let started = start(directory, listen, id, (bytes, patience), &mut files);
-        if started.is_err() {
-            remove(&files);
+        let place = |name: &str| directory.join(format!("{id}.{name}"));
+        let (log_file, socket, key_file) = (place("log"), place("sock"), place("psk"));
+        let mut files = vec![log_file.clone(), socket.clone(), key_file.clone()];
+        let iscsi = target::Files {
+            key: key_file.clone(),
+            socket: place("tgt"),
+            ready: place("ready"),
+        };
+        if matches!(listen, Listen::Iscsi(_)) {
+            files.extend(iscsi.all());
         }
-        let Started {
-            child,
-            alive,
-            endpoint,
-            log,
-            iscsi,
-        } = started?;
+        let files = Removed(files);
+        files.remove();
+        // The log is opened for appending, so that it can be truncated.
+        let mut options = File::options();
+        let log = options.append(true).create_new(true).open(&log_file);
+        let log = log.map_err(failed(&log_file))?;
+        let pipe = pipe_with(PipeFlags::CLOEXEC).map_err(io::Error::from);
+        let (theirs, alive) = pipe.map_err(failed("a pipe"))?;
+        let mut server = None;
+        let (endpoint, child) = match listen {
+            Listen::Unix => {
+                let listener = UnixListener::bind(&socket).map_err(failed(&socket))?;
+                let private = Permissions::from_mode(0o600);
+                std::fs::set_permissions(&socket, private).map_err(failed(&socket))?;
+                let child = nbdkit(bytes, &[], listener.into(), theirs, log)?;
+                (Endpoint::unix(socket), child)
+            }
+            Listen::Tcp(tcp) => {
+                let (listener, address) = bound(tcp)?;
+                // Accepted connections inherit the timeout from the socket, so the export of a
+                // borrower that was cut off ends.
+                connection::keep_alive(&listener, patience).map_err(failed(tcp.ip.to_string()))?;
+                let endpoint =
+                    tcp.endpoint(address.port(), new_key(id, &key_file)?, Transport::Nbd);
+                let keys = format!("--tls-psk={}", key_file.display());
+                let tls = ["--tls=require", &keys];
+                (endpoint, nbdkit(bytes, &tls, listener.into(), theirs, log)?)
+            }
+            Listen::Iscsi(tcp) => {
+                // tgtd binds the port itself. If another process takes the port first, tgtd reports
+                // an error and ends.
+                let (_, portal) = bound(tcp)?;
+                let key = new_key(id, &key_file)?;
+                let child = target::command(bytes, portal, &iscsi)
+                    .and_then(|mut command| command.stdin(theirs).stderr(log).spawn())
+                    .map_err(failed("the program memfold itself"))?;
+                server = Some((iscsi, None));
+                (tcp.endpoint(portal.port(), key, Transport::Iscsi), child)
+            }
+        };
         let gib = u32::try_from(bytes >> 30).unwrap_or(u32::MAX);
-        let patience = START_PER_GIB.saturating_mul(gib).max(START_LEAST);
+        let limit = START_PER_GIB.saturating_mul(gib).max(START_LEAST);
         Ok(Self {
             child,
             alive,
-            files,
             endpoint,
             bytes,
-            log,
-            iscsi: iscsi.map(|files| (files, None)),
-            deadline: Instant::now() + patience,
+            log: log_file,
+            iscsi: server,
+            deadline: Instant::now() + limit,
             stopped_looks: 0,
             heard: 0,
+            files,
         })
     }
 
@@ -189,27 +233,31 @@ impl Export {
             Ok(None) if Instant::now() < self.deadline => return Ok(false),
             Ok(None) => format!("{locked} of them locked in time"),
         };
-        Err(ExportError::Start {
+        Err(self.not_started(what))
+    }
+
+    fn not_started(&self, what: String) -> ExportError {
+        let log = std::fs::read(&self.log).unwrap_or_default();
+        let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
+        ExportError::Start {
             bytes: self.bytes,
             what,
-            output: tail(&self.log),
-        })
+            output: String::from_utf8_lossy(tail).trim().to_owned(),
+        }
     }
 
     /// Returns whether a server accepts the borrower. nbdkit does so as soon as its memory is
     /// locked; for iSCSI, this function looks for the tgtd.
     fn is_served(&mut self) -> Result<bool, ExportError> {
-        let Some((files, server)) = &mut self.iscsi else {
+        let Some((files, None)) = &self.iscsi else {
             return Ok(true);
         };
-        if server.is_none() {
-            *server = target::ready(files).map_err(|error| ExportError::Start {
-                bytes: self.bytes,
-                what: error.to_string(),
-                output: tail(&self.log),
-            })?;
+        let server = target::ready(files).map_err(|error| self.not_started(error.to_string()))?;
+        let is_there = server.is_some();
+        if let Some((_, known)) = &mut self.iscsi {
+            *known = server;
         }
-        Ok(server.is_some())
+        Ok(is_there)
     }
 
     /// Returns how many connections broke off or were refused since the last call.
@@ -232,18 +280,6 @@ impl Export {
         let lines = said.split(|byte| *byte == b'\n');
         let is_error = |line: &&[u8]| line.windows(7).any(|word| word == b" error:");
         lines.filter(is_error).count() as u64
-    }
-
-    /// Returns address, protocol and key for the borrower.
-    #[must_use]
-    pub const fn endpoint(&self) -> &Endpoint {
-        &self.endpoint
-    }
-
-    /// Returns the size of the export in bytes.
-    #[must_use]
-    pub const fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     /// Returns the process number of nbdkit, or of the helper process `target`.
@@ -304,99 +340,32 @@ impl Drop for Export {
         // The child's memory may be in use until the child is reaped.
         let _ = self.child.wait();
         self.end_server(START_LEAST);
-        remove(&self.files);
     }
 }
 
-fn remove(files: &[PathBuf]) {
-    for file in files {
-        if let Err(error) = std::fs::remove_file(file) {
-            if error.kind() != io::ErrorKind::NotFound {
-                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended export; remove the file by hand");
-            }
-        }
-    }
+fn failed(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> ExportError {
+    let path = path.into();
+    move |source| ExportError::Files { path, source }
 }
 
-/// Parts of an export that was just started.
-struct Started {
-    child: Child,
-    alive: OwnedFd,
-    endpoint: Endpoint,
-    log: PathBuf,
-    iscsi: Option<target::Files>,
+fn bound(tcp: TcpListen) -> Result<(TcpListener, SocketAddr), ExportError> {
+    let bound = tcp.bind().and_then(|listener| {
+        let address = listener.local_addr()?;
+        Ok((listener, address))
+    });
+    bound.map_err(failed(tcp.ip.to_string()))
 }
 
-fn listen_here(path: PathBuf) -> Result<(OwnedFd, Endpoint), ExportError> {
-    let socket = UnixListener::bind(&path).map_err(failed(&path))?;
-    std::fs::set_permissions(&path, Permissions::from_mode(0o600)).map_err(failed(&path))?;
-    let endpoint = Endpoint {
-        address: Address::Unix(path),
-        key: None,
-        transport: Transport::Nbd,
-    };
-    Ok((socket.into(), endpoint))
-}
-
-fn listen_with_key(
-    tcp: TcpListen,
-    id: LeaseId,
-    patience: Duration,
-    keys: &Path,
-) -> Result<(OwnedFd, Endpoint), ExportError> {
-    let named = PathBuf::from(tcp.ip.to_string());
-    let socket = tcp.bind().map_err(failed(&named))?;
-    // Accepted connections inherit the timeout from the socket, so the export of a borrower that
-    // was cut off ends.
-    connection::keep_alive(&socket, patience).map_err(failed(&named))?;
-    let port = socket.local_addr().map_err(failed(&named))?.port();
-    let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
-    write_key(keys, &key).map_err(failed(keys))?;
-    Ok((socket.into(), tcp.endpoint(port, key, Transport::Nbd)))
-}
-
-fn start(
-    directory: &Path,
-    listen: Listen,
-    id: LeaseId,
-    (bytes, patience): (u64, Duration),
-    files: &mut Vec<PathBuf>,
-) -> Result<Started, ExportError> {
-    let mut place = |name: &str| {
-        let path = directory.join(format!("{id}.{name}"));
-        files.push(path.clone());
-        path
-    };
-    let (log_path, socket_path, keys_path) = (place("log"), place("sock"), place("psk"));
-    remove(std::slice::from_ref(&socket_path));
-    remove(std::slice::from_ref(&log_path));
-    // The log is opened for appending, so that it can be truncated.
-    let log = File::options()
-        .append(true)
-        .create_new(true)
-        .open(&log_path)
-        .map_err(failed(&log_path))?;
-    if let Listen::Iscsi(tcp) = listen {
-        let iscsi = target::Files {
-            key: keys_path,
-            socket: directory.join(format!("{id}.tgt")),
-            ready: place("ready"),
-        };
-        files.extend(iscsi.all());
-        return start_iscsi(tcp, id, bytes, log, log_path, iscsi);
-    }
-    let mut tls = Vec::new();
-    let (socket, endpoint): (OwnedFd, _) = match listen {
-        Listen::Unix => listen_here(socket_path)?,
-        Listen::Tcp(tcp) | Listen::Iscsi(tcp) => {
-            tls.push("--tls=require".to_owned());
-            tls.push(format!("--tls-psk={}", keys_path.display()));
-            listen_with_key(tcp, id, patience, &keys_path)?
-        }
-    };
-    let (ends, alive) = pipe()?;
-    let mut command = Command::new("/bin/sh");
-    command
+/// Starts nbdkit, which accepts a client at `listener`, and which ends with the other end of the
+/// pipe `theirs`.
+fn nbdkit(
+    bytes: u64,
+    tls: &[&str],
+    listener: OwnedFd,
+    theirs: OwnedFd,
+    log: File,
+) -> Result<Child, ExportError> {
+    child::command("/bin/sh")
         .args(["-c", SHELL, "nbdkit"])
         .args(["--foreground", "--log=stderr"])
         .args(FILTERS.map(|filter| format!("--filter={filter}")))
@@ -405,101 +374,22 @@ fn start(
         .arg(format!("data=@{} 0", bytes.saturating_sub(1)))
         .arg(format!("size={bytes}"))
         .args(["allocator=malloc,mlock=true", "limit=1"])
-        .current_dir("/")
-        // These variables belong to the daemon, not to an export (sd_notify(3)).
-        .env_remove("NOTIFY_SOCKET")
-        .env_remove("WATCHDOG_USEC")
-        .env_remove("WATCHDOG_PID")
-        .stdin(socket)
-        .stdout(ends)
-        .stderr(log);
-    let child = command.spawn().map_err(ExportError::Missing)?;
-    Ok(Started {
-        child,
-        alive,
-        endpoint,
-        log: log_path,
-        iscsi: None,
-    })
+        .stdin(listener)
+        .stdout(theirs)
+        .stderr(log)
+        .spawn()
+        .map_err(ExportError::Missing)
 }
 
-fn failed(path: &Path) -> impl FnOnce(io::Error) -> ExportError {
-    let path = path.to_owned();
-    move |source| ExportError::Files { path, source }
-}
-
-/// Creates a pipe. Returns the end for the child, which notices when the daemon ends, and the end
-/// that the daemon holds.
-fn pipe() -> Result<(OwnedFd, OwnedFd), ExportError> {
-    pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed(Path::new("a pipe"))(error.into()))
-}
-
-fn start_iscsi(
-    tcp: TcpListen,
-    id: LeaseId,
-    bytes: u64,
-    log: File,
-    log_path: PathBuf,
-    files: target::Files,
-) -> Result<Started, ExportError> {
-    let named = PathBuf::from(tcp.ip.to_string());
-    remove(&files.all());
-    // tgtd binds the port itself. If another process takes the port first, tgtd reports an error
-    // and ends.
-    let bound = tcp.bind().and_then(|socket| socket.local_addr());
-    let portal = bound.map_err(failed(&named))?;
-    let key = new_key(id).map_err(failed(Path::new("/dev/urandom")))?;
-    write_key(&files.key, &key).map_err(failed(&files.key))?;
-    let (ends, alive) = pipe()?;
-    let child = target::command(bytes, portal, &files)
-        .and_then(|mut command| {
-            command
-                .stdin(ends)
-                .stdout(Stdio::null())
-                .stderr(log)
-                .spawn()
-        })
-        .map_err(failed(Path::new("the program memfold itself")))?;
-    Ok(Started {
-        child,
-        alive,
-        endpoint: tcp.endpoint(portal.port(), key, Transport::Iscsi),
-        log: log_path,
-        iscsi: Some(files),
-    })
-}
-
-fn new_key(id: LeaseId) -> io::Result<Key> {
-    use std::fmt::Write as _;
-    let mut bytes = [0; 32];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    let mut hex = String::new();
-    for byte in bytes {
-        // Writing to a String cannot fail.
-        let _ = write!(hex, "{byte:02x}");
-    }
-    Ok(Key {
+/// Makes the key of a lease and writes it to a file.
+fn new_key(id: LeaseId, file: &Path) -> Result<Key, ExportError> {
+    let random: [u8; 32] = files::random().map_err(failed("/dev/urandom"))?;
+    let key = Key {
         identity: format!("lease-{id}"),
-        hex,
-    })
-}
-
-/// Writes a key file in the format of `GnuTLS`, readable by its owner only.
-pub fn write_key(path: &Path, key: &Key) -> io::Result<()> {
-    use std::io::Write as _;
-    remove(&[path.to_owned()]);
-    let mut file = File::options()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)?;
-    writeln!(file, "{}:{}", key.identity, key.hex)
-}
-
-fn tail(log: &Path) -> String {
-    let log = std::fs::read(log).unwrap_or_default();
-    let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
-    String::from_utf8_lossy(tail).trim().to_owned()
+        hex: files::hex(&random),
+    };
+    key.write(file).map_err(failed(file))?;
+    Ok(key)
 }
 
 /// Returns `VmLck` of a process in bytes; 0 if it cannot be read.

@@ -1,9 +1,11 @@
 use std::io::Write;
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::process::Command;
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::super::endpoint::Address;
 use super::connection::PATIENCE;
 use super::*;
 
@@ -69,7 +71,7 @@ fn an_export_uses_locked_memory_and_serves_one_client_and_leaves_no_file() {
     let of = |file: &str| std::fs::read_to_string(format!("/proc/{}/{file}", export.pid()));
     assert_eq!(of("oom_score_adj").unwrap().trim(), "1000");
     assert_eq!(of("coredump_filter").unwrap().trim(), "00000000");
-    let Address::Unix(path) = export.endpoint().address.clone() else {
+    let Address::Unix(path) = export.endpoint.address.clone() else {
         panic!("{export:?}");
     };
     let mode = std::fs::metadata(&path).unwrap().permissions().mode();
@@ -115,8 +117,8 @@ fn a_tcp_export_requires_a_tls_key_that_is_stored_in_a_private_file() {
         ports: None,
     });
     let mut export = ready(place.path(), listen, 8, MIB);
-    export.endpoint().check().unwrap();
-    let Address::Tcp { ip, port } = export.endpoint().address.clone() else {
+    export.endpoint.check().unwrap();
+    let Address::Tcp { ip, port } = export.endpoint.address.clone() else {
         panic!("{export:?}");
     };
     let mut stream = TcpStream::connect((ip, port)).unwrap();
@@ -149,7 +151,7 @@ fn a_tcp_export_requires_a_tls_key_that_is_stored_in_a_private_file() {
     assert_eq!(export.refused(), 0);
     assert_eq!(export.health(), Health::Serving, "a stranger ended it");
     let line = std::fs::read(format!("/proc/{}/cmdline", export.pid())).unwrap();
-    let key = export.endpoint().key.clone().unwrap();
+    let key = export.endpoint.key.clone().unwrap();
     assert!(!String::from_utf8_lossy(&line).contains(&key.hex));
     let file = place.path().join("8.psk");
     let mode = std::fs::metadata(&file).unwrap().permissions().mode();
@@ -175,7 +177,7 @@ fn exports_use_only_the_given_ports_and_announce_the_given_address() {
         ports: Some((port, port)),
     });
     let export = ready(place.path(), listen, 1, MIB);
-    let Address::Tcp { ip: told, port: at } = export.endpoint().address else {
+    let Address::Tcp { ip: told, port: at } = export.endpoint.address else {
         panic!("{export:?}");
     };
     assert_eq!((told.to_string().as_str(), at), ("192.0.2.7", port));

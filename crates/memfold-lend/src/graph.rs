@@ -31,6 +31,7 @@
 //! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)). The relay
 //! remembers checksums of all written blocks, and so detects a lender that returns wrong bytes.
 
+use std::ops::DerefMut;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -116,13 +117,18 @@ fn nodes(qmp: &mut Qmp) -> Result<Vec<Value>, QmpError> {
 }
 
 /// Returns whether `device`, an entry of `query-block` or `query-blockstats`, is the swap device.
-#[must_use]
-pub fn is_swap_device(device: &Value) -> bool {
+fn is_swap_device(device: &Value) -> bool {
     let name = device["qdev"].as_str();
     name.is_some_and(|name| {
         let of_it = name.strip_prefix("/machine/peripheral/").unwrap_or(name);
         of_it.split('/').next() == Some(DEVICE)
     })
+}
+
+/// Returns the swap device in the answer of `query-block` or `query-blockstats`.
+pub(super) fn swap_device(devices: &Value) -> Option<&Value> {
+    let mut devices = devices.as_array()?.iter();
+    devices.find(|device| is_swap_device(device))
 }
 
 /// Returns the block node that a VM's swap device uses.
@@ -132,14 +138,11 @@ pub fn is_swap_device(device: &Value) -> bool {
 pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
     let missing = || GraphError::NoSwapDisk(vm.to_owned());
     let devices = qmp.query("query-block")?;
-    let all = devices.as_array();
-    let device = all.and_then(|all| all.iter().find(|device| is_swap_device(device)));
-    let inserted = &device.ok_or_else(missing)?["inserted"];
+    let inserted = &swap_device(&devices).ok_or_else(missing)?["inserted"];
     let node = inserted["node-name"].as_str().ok_or_else(missing)?;
     let generation = generation_of(node).ok_or_else(missing)?;
-    let bytes = inserted["image"]["virtual-size"]
-        .as_u64()
-        .ok_or_else(missing)?;
+    let bytes = inserted["image"]["virtual-size"].as_u64();
+    let bytes = bytes.ok_or_else(missing)?;
     let file_node = swap::file_node(generation);
     let file = nodes(qmp)?
         .iter()
@@ -156,43 +159,41 @@ pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
 /// Returns a generation number that no node of the swap disk has.
 pub fn free_generation(qmp: &mut Qmp) -> Result<u64, QmpError> {
     let all = nodes(qmp)?;
-    let known = all
-        .iter()
-        .filter_map(|n| generation_of(n["node-name"].as_str()?));
-    Ok(known.max().map_or(0, |newest| newest + 1))
+    let names = all.iter().filter_map(|node| node["node-name"].as_str());
+    let newest = names.filter_map(generation_of).max();
+    Ok(newest.map_or(0, |newest| newest + 1))
+}
+
+fn has_node(qmp: &mut Qmp, name: &str) -> Result<bool, QmpError> {
+    Ok(nodes(qmp)?.iter().any(|node| node["node-name"] == name))
+}
+
+fn add_node(qmp: &mut Qmp, node: Value) -> Result<(), QmpError> {
+    qmp.execute("blockdev-add", node).map(drop)
 }
 
 /// Adds the `nbd` node `node` to QEMU, whose client connects to a relay.
 pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> {
-    let node = json!({
-        "driver": "nbd", "node-name": node, "export": "",
-        "server": { "type": "unix", "path": relay },
-    });
-    qmp.execute("blockdev-add", node).map(drop)
+    let server = json!({ "type": "unix", "path": relay });
+    let node = json!({ "driver": "nbd", "node-name": node, "export": "", "server": server });
+    add_node(qmp, node)
 }
 
 /// Adds the node `name`, which uses a file on disk. The file must already have its full size.
 fn add_file(qmp: &mut Qmp, name: &str, generation: u64, file: &Path) -> Result<(), QmpError> {
     let cache = json!({ "direct": false, "no-flush": true });
-    qmp.execute(
-        "blockdev-add",
-        json!({
-            "driver": "raw", "node-name": name, "cache": cache,
-            "file": {
-                "driver": "file", "node-name": swap::file_node(generation),
-                "filename": file, "cache": cache,
-            },
-        }),
-    )
-    .map(drop)
+    let file = json!({
+        "driver": "file", "node-name": swap::file_node(generation), "filename": file, "cache": cache,
+    });
+    let node = json!({ "driver": "raw", "node-name": name, "cache": cache, "file": file });
+    add_node(qmp, node)
 }
 
 /// Creates the nodes above the nodes of the lent parts, which exist already.
 pub fn build(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     let generation = borrowing.generation;
-    let mut children: Vec<String> = (0..borrowing.parts.len())
-        .map(|part| borrowing.lent(part))
-        .collect();
+    let parts = 0..borrowing.parts.len();
+    let mut children: Vec<String> = parts.map(|part| borrowing.lent(part)).collect();
     if let Some(copy) = &borrowing.copy {
         let name = copy_node(generation);
         make_file(copy, borrowing.bytes)?;
@@ -200,13 +201,11 @@ pub fn build(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
         children.push(name);
     }
     if borrowing.durability != Durability::None {
-        qmp.execute(
-            "blockdev-add",
-            json!({
-                "driver": "quorum", "node-name": borrowing.top(), "vote-threshold": 1,
-                "read-pattern": "fifo", "children": children,
-            }),
-        )?;
+        let node = json!({
+            "driver": "quorum", "node-name": borrowing.top(), "vote-threshold": 1,
+            "read-pattern": "fifo", "children": children,
+        });
+        add_node(qmp, node)?;
     }
     Ok(())
 }
@@ -238,19 +237,17 @@ pub fn build_on_disk(
 /// # Errors
 /// After an error, the device still uses `from`; only after [`GraphError::Unknown`] it may use
 /// either node.
-pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
+pub fn switch<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     from: &str,
     to: &str,
     failed: &dyn Fn() -> Option<String>,
 ) -> Result<(), GraphError> {
-    monitor().execute(
-        "blockdev-mirror",
-        json!({
-            "job-id": JOB, "device": from, "target": to, "sync": "full",
-            "copy-mode": "background", "on-source-error": "report", "on-target-error": "report",
-        }),
-    )?;
+    let mirror = json!({
+        "job-id": JOB, "device": from, "target": to, "sync": "full",
+        "copy-mode": "background", "on-source-error": "report", "on-target-error": "report",
+    });
+    monitor().execute("blockdev-mirror", mirror)?;
     let done = copy(monitor, failed).and_then(|()| go_over(monitor));
     // If this call fails, `cancel` removes the limit when it cleans up the switch.
     let _ = slow_down(&mut monitor(), false);
@@ -264,7 +261,7 @@ pub fn switch<M: std::ops::DerefMut<Target = Qmp>>(
 
 /// Waits until the job has copied the whole disk, and the writes that the guest made meanwhile.
 /// After an error, the job has ended.
-fn copy<M: std::ops::DerefMut<Target = Qmp>>(
+fn copy<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     failed: &dyn Fn() -> Option<String>,
 ) -> Result<(), GraphError> {
@@ -311,8 +308,7 @@ fn copy<M: std::ops::DerefMut<Target = Qmp>>(
 /// have set stay.
 fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
     let devices = qmp.query("query-block")?;
-    let mut devices = devices.as_array().into_iter().flatten();
-    let Some(device) = devices.find(|device| is_swap_device(device)) else {
+    let Some(device) = swap_device(&devices) else {
         return Ok(());
     };
     let (before, after) = if slowly { (0, SLOWED) } else { (SLOWED, 0) };
@@ -326,9 +322,7 @@ fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
 /// Completes the job and returns the name of the node that the device uses afterwards. Only the
 /// device shows whether the job completed or failed, because QEMU's answer may be lost or come too
 /// late.
-fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-) -> Result<String, GraphError> {
+fn go_over<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M) -> Result<String, GraphError> {
     let asked = monitor().execute("job-complete", json!({ "id": JOB }));
     if let Err(error @ QmpError::Refused { .. }) = asked {
         return Err(error.into());
@@ -351,9 +345,7 @@ fn go_over<M: std::ops::DerefMut<Target = Qmp>>(
 }
 
 /// Returns the node that the device uses; `None` while a switch is in progress.
-fn used<M: std::ops::DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-) -> Result<Option<Top>, GraphError> {
+fn used<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M) -> Result<Option<Top>, GraphError> {
     let mut qmp = monitor();
     if job(&mut qmp)?.is_some() {
         return Ok(None);
@@ -363,18 +355,13 @@ fn used<M: std::ops::DerefMut<Target = Qmp>>(
 
 fn job(qmp: &mut Qmp) -> Result<Option<Value>, QmpError> {
     let jobs = qmp.query("query-block-jobs")?;
-    let is_it = |job: &&Value| job["device"] == JOB;
-    Ok(jobs
-        .as_array()
-        .and_then(|all| all.iter().find(is_it))
-        .cloned())
+    let mut jobs = jobs.as_array().into_iter().flatten();
+    Ok(jobs.find(|job| job["device"] == JOB).cloned())
 }
 
 /// Cancels the switch that is in progress, if there is one. Without an error, no switch is in
 /// progress afterwards.
-pub fn cancel<M: std::ops::DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-) -> Result<(), QmpError> {
+pub fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M) -> Result<(), QmpError> {
     let end = Instant::now() + STUCK;
     while job(&mut monitor())?.is_some() {
         if Instant::now() > end {
@@ -424,7 +411,7 @@ fn take_child_out(
     node: &str,
     number: usize,
 ) -> Result<(), GraphError> {
-    if !nodes(qmp)?.iter().any(|n| n["node-name"] == node) {
+    if !has_node(qmp, node)? {
         return Ok(());
     }
     let child = json!({ "parent": borrowing.top(), "child": format!("children.{number}") });
@@ -452,19 +439,15 @@ pub fn remove_generation(qmp: &mut Qmp, generation: u64) -> Result<(), GraphErro
 fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphError> {
     for name in names {
         // A node may have been removed together with another one.
-        if nodes(qmp)?.iter().any(|n| n["node-name"] == *name) {
+        if has_node(qmp, name)? {
             qmp.execute("blockdev-del", json!({ "node-name": name }))?;
         }
     }
     let objects = qmp.execute("qom-list", json!({ "path": "/objects" }))?;
-    for key in keys {
-        let is_there = |object: &Value| object["name"] == *key;
-        if objects
-            .as_array()
-            .is_some_and(|all| all.iter().any(is_there))
-        {
-            qmp.execute("object-del", json!({ "id": key }))?;
-        }
+    let objects = objects.as_array().into_iter().flatten();
+    let names = objects.filter_map(|object| object["name"].as_str());
+    for key in names.filter(|name| keys.iter().any(|key| key == name)) {
+        qmp.execute("object-del", json!({ "id": key }))?;
     }
     Ok(())
 }

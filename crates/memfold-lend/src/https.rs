@@ -57,23 +57,47 @@ pub enum HttpError {
     },
 }
 
-/// A connection to a server, with the runtime that drives the connection during a request.
+fn unreached(member: &Member, why: &impl ToString) -> HttpError {
+    let (member, why) = (member.clone(), why.to_string());
+    HttpError::Unreached { member, why }
+}
+
+fn unanswered(member: &Member, why: &impl ToString) -> HttpError {
+    let (member, why) = (member.clone(), why.to_string());
+    HttpError::Unanswered { member, why }
+}
+
+/// The runtime that drives a connection during a request. Its drop waits neither for other tasks,
+/// because the thread may be inside another runtime, which must not block, nor for a name server
+/// that gives no answer.
+#[derive(Debug)]
+struct Background(Option<Runtime>);
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Background {
+    /// Runs `work` within a time limit. Returns `None` at the limit.
+    fn within<T>(&self, limit: Duration, work: impl Future<Output = T>) -> Option<T> {
+        // The timer must be created inside the runtime that drives it.
+        let timed = async { tokio::time::timeout(limit, work).await.ok() };
+        self.0.as_ref()?.block_on(timed)
+    }
+}
+
+/// A connection to a server.
 #[derive(Debug)]
 struct Connection {
     member: usize,
     sender: SendRequest<Full<Bytes>>,
-    runtime: Option<Runtime>,
+    runtime: Background,
     begun: Instant,
     used: Instant,
-}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            // The thread may be inside another runtime, which must not block.
-            runtime.shutdown_background();
-        }
-    }
 }
 
 /// Client of servers with the same contents: one daemon, or the members of an etcd.
@@ -121,20 +145,14 @@ impl Https {
             let member = (first + turn) % count;
             let asked = self.ask(member, post);
             turn += 1;
-            let is_over = match &asked {
-                Ok(_) => {
-                    self.first.store(member, Ordering::Relaxed);
-                    true
-                }
-                Err(HttpError::Unanswered { .. }) => {
-                    self.first.store((member + 1) % count, Ordering::Relaxed);
-                    true
-                }
-                Err(HttpError::Unreached { .. }) => turn >= count,
+            let next = match asked {
+                Ok(_) => member,
+                Err(HttpError::Unanswered { .. }) => member + 1,
+                Err(HttpError::Unreached { .. }) if turn < count => continue,
+                Err(HttpError::Unreached { .. }) => return asked,
             };
-            if is_over {
-                return asked;
-            }
+            self.first.store(next % count, Ordering::Relaxed);
+            return asked;
         }
     }
 
@@ -167,34 +185,18 @@ impl Https {
                 Some(kept) => (kept, true),
                 None => (self.connect(at)?, false),
             };
-            let Some(runtime) = connection.runtime.take() else {
-                continue;
-            };
-            // The timer must be created inside the runtime that drives it.
-            let answered = runtime.block_on(async {
-                tokio::time::timeout(post.patience, send(&mut connection.sender, member, post))
-                    .await
-            });
-            connection.runtime = Some(runtime);
-            let unanswered = |why: String| HttpError::Unanswered {
-                member: member.clone(),
-                why,
-            };
-            match answered {
-                Ok(Ok(answer)) => {
+            let sending = send(&mut connection.sender, member, post);
+            match connection.runtime.within(post.patience, sending) {
+                Some(Ok(answer)) => {
                     self.keep(connection);
                     return Ok(answer);
                 }
                 // The server closed the connection while it was idle, so a new connection is tried.
-                Ok(Err(Failed::NotSent(_))) if is_kept => {}
-                Ok(Err(Failed::NotSent(why))) => {
-                    let member = member.clone();
-                    return Err(HttpError::Unreached { member, why });
-                }
-                Ok(Err(Failed::Broken(why))) => return Err(unanswered(why)),
-                Err(_) => {
+                Some(Err(HttpError::Unreached { .. })) if is_kept => {}
+                Some(Err(error)) => return Err(error),
+                None => {
                     let patience = post.patience.as_secs_f32();
-                    return Err(unanswered(format!("not within {patience} s")));
+                    return Err(unanswered(member, &format!("not within {patience} s")));
                 }
             }
         }
@@ -202,33 +204,18 @@ impl Https {
 
     fn connect(&self, at: usize) -> Result<Connection, HttpError> {
         let member = &self.members[at];
-        let unreached = |why: String| HttpError::Unreached {
-            member: member.clone(),
-            why,
-        };
+        let unreached = |why: String| unreached(member, &why);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(|error| unreached(error.to_string()))?;
-        let connected = runtime.block_on(async {
-            let connecting = connect(member, self.tls.as_ref());
-            tokio::time::timeout(CONNECT, connecting).await
-        });
-        let sender = match connected {
-            Ok(Ok(sender)) => sender,
-            other => {
-                // Shutdown in the background does not wait for a name server that gives no answer.
-                runtime.shutdown_background();
-                return Err(unreached(match other {
-                    Ok(Err(why)) => why,
-                    _ => format!("not within {} s", CONNECT.as_secs_f32()),
-                }));
-            }
-        };
+        let runtime = Background(Some(runtime));
+        let connected = runtime.within(CONNECT, connect(member, self.tls.as_ref()));
+        let late = || Err(format!("not within {} s", CONNECT.as_secs_f32()));
         Ok(Connection {
             member: at,
-            sender,
-            runtime: Some(runtime),
+            sender: connected.unwrap_or_else(late).map_err(unreached)?,
+            runtime,
             begun: Instant::now(),
             used: Instant::now(),
         })
@@ -268,43 +255,39 @@ where
     Ok(sender)
 }
 
-enum Failed {
-    NotSent(String),
-    Broken(String),
-}
-
+/// Sends a request and returns the answer. The error is [`HttpError::Unreached`] if the request was
+/// not sent.
 async fn send(
     sender: &mut SendRequest<Full<Bytes>>,
     member: &Member,
     post: &Post<'_>,
-) -> Result<(StatusCode, Bytes), Failed> {
+) -> Result<(StatusCode, Bytes), HttpError> {
     let mut request = Request::post(post.path)
         .header("host", member.to_string())
         .header("content-type", "application/json");
     if let Some(token) = post.token {
         request = request.header("authorization", format!("Bearer {token}"));
     }
+    let body = Full::new(Bytes::copy_from_slice(post.body));
     let request = request
-        .body(Full::new(Bytes::copy_from_slice(post.body)))
-        .map_err(|error| Failed::NotSent(error.to_string()))?;
-    let told = |error: hyper::Error| {
+        .body(body)
+        .map_err(|error| unreached(member, &error))?;
+    // An error means that the connection was closed before the request was sent.
+    let ready = sender.ready().await;
+    ready.map_err(|error| unreached(member, &error))?;
+    let sent = sender.send_request(request).await;
+    let response = sent.map_err(|error| {
         let why = memfold_host::chain(&error);
         if error.is_canceled() {
-            Failed::NotSent(why)
+            unreached(member, &why)
         } else {
-            Failed::Broken(why)
+            unanswered(member, &why)
         }
-    };
-    sender.ready().await.map_err(|error| {
-        // The connection was closed before the request was sent.
-        Failed::NotSent(error.to_string())
     })?;
-    let response = sender.send_request(request).await.map_err(told)?;
     let status = response.status();
-    let body = Limited::new(response.into_body(), LONGEST_ANSWER);
-    let body = body
+    let body = Limited::new(response.into_body(), LONGEST_ANSWER)
         .collect()
-        .await
-        .map_err(|error| Failed::Broken(error.to_string()))?;
+        .await;
+    let body = body.map_err(|error| unanswered(member, &error))?;
     Ok((status, body.to_bytes()))
 }

@@ -1,5 +1,7 @@
 //! Effects of a lender's death on the VMs that borrow from this lender.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::lease::{Durability, Picture};
@@ -32,22 +34,22 @@ pub struct HurtVm {
 /// returns whether this host knows that the copy on the VM's disk has failed.
 #[must_use]
 pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Vec<Blast> {
-    let mut all: Vec<Blast> = Vec::new();
+    let mut all: BTreeMap<&str, Vec<HurtVm>> = BTreeMap::new();
     for lease in &picture.leases {
-        let of_vm =
-            |other: &&super::Lease| other.borrower == lease.borrower && other.vm == lease.vm;
         // The other copy of a replica may already be lost.
-        let copies = picture.leases.iter().filter(of_vm);
-        let elsewhere = copies
-            .filter(|l| l.lender.host != lease.lender.host)
-            .count();
-        let (loses_bytes, effect) = match (lease.durability, elsewhere) {
+        let has_other = picture.leases.iter().any(|other| {
+            let is_same_vm = other.borrower == lease.borrower && other.vm == lease.vm;
+            is_same_vm && other.lender.host != lease.lender.host
+        });
+        let (loses_bytes, effect) = match (lease.durability, has_other) {
             (Durability::Disk, _) if without_copy(&lease.borrower, &lease.vm) => {
                 (true, "loses its swap: the copy on disk has failed")
             }
             (Durability::Disk, _) => (false, "continues on the copy on disk"),
-            (Durability::Replica, 1..) => (false, "continues on the other lender's copy"),
-            (Durability::Replica, 0) => (true, "loses its swap: the other copy is already gone"),
+            (Durability::Replica, true) => (false, "continues on the other lender's copy"),
+            (Durability::Replica, false) => {
+                (true, "loses its swap: the other copy is already gone")
+            }
             (Durability::None, _) => (true, "loses its swap and the programs that used it"),
         };
         let hurt = HurtVm {
@@ -57,16 +59,13 @@ pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Ve
             loses_bytes,
             effect: effect.to_owned(),
         };
-        match all.iter_mut().find(|b| b.lender == lease.lender.host) {
-            Some(blast) => blast.vms.push(hurt),
-            None => all.push(Blast {
-                lender: lease.lender.host.clone(),
-                vms: vec![hurt],
-            }),
-        }
+        all.entry(&lease.lender.host).or_default().push(hurt);
     }
-    all.sort_by(|a, b| a.lender.cmp(&b.lender));
-    all
+    let blast = |(lender, vms): (&str, _)| Blast {
+        lender: lender.to_owned(),
+        vms,
+    };
+    all.into_iter().map(blast).collect()
 }
 
 #[cfg(test)]

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 /// Longest time until a deadline that a registry accepts.
 pub const MAX_TTL: Duration = Duration::from_secs(3600);
@@ -14,6 +16,11 @@ pub const GIVE_BACK: Duration = Duration::from_secs(10);
 /// Speed at which a borrower copies lent RAM to disk at least while its guest swaps, in bytes per
 /// second.
 pub const COPIED_A_SECOND: u64 = 20 << 20;
+
+/// Returns a time in milliseconds.
+pub(super) fn ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
 
 /// Number of a lease. The registry never uses a number again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -43,16 +50,7 @@ pub struct LenderId {
 
 /// Place where the bytes of a swap disk on lent RAM survive if its lender dies.
 #[derive(
-    Clone,
-    Copy,
-    Debug,
-    Default,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    clap::ValueEnum,
-    utoipa::ToSchema,
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum, ToSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Durability {
@@ -93,14 +91,6 @@ impl Durability {
             Self::Replica | Self::None => Duration::from_secs(bytes / COPIED_A_SECOND),
         }
     }
-
-    /// Returns the durability that has this [`name`](Self::name).
-    #[must_use]
-    pub fn parse(name: &str) -> Option<Self> {
-        [Self::Disk, Self::Replica, Self::None]
-            .into_iter()
-            .find(|durability| durability.name() == name)
-    }
 }
 
 /// State of a lease.
@@ -124,14 +114,6 @@ impl LeaseState {
             Self::Exported => "exported",
             Self::Released => "released",
         }
-    }
-
-    /// Returns the state that has this [`name`](Self::name).
-    #[must_use]
-    pub fn parse(name: &str) -> Option<Self> {
-        [Self::Taken, Self::Exported, Self::Released]
-            .into_iter()
-            .find(|state| state.name() == name)
     }
 }
 

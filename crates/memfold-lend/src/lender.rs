@@ -6,20 +6,18 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use tracing::warn;
 
-use super::lease::{Incarnation, LenderId};
+use super::lease::{Incarnation, LenderId, ms};
+use super::lender_status::{LenderOptions, LenderStatus};
 use super::lender_thread::Work;
 use super::registry::Registry;
 use super::surplus::Judge;
-
-pub use super::lender_options::LenderOptions;
-pub use super::lender_status::LenderStatus;
 
 /// How long a lender that stops waits for its borrowers. systemd gives a daemon 90 s to stop.
 const GOOD_BYE: Duration = Duration::from_secs(45);
@@ -28,8 +26,6 @@ const GOOD_BYE: Duration = Duration::from_secs(45);
 #[derive(Debug)]
 pub struct Lender {
     status: Arc<Mutex<LenderStatus>>,
-    max_bytes: Arc<AtomicU64>,
-    ending: Arc<AtomicBool>,
     quit: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -49,8 +45,7 @@ impl Lender {
             why: "lending has just begun".into(),
             ..LenderStatus::default()
         }));
-        let (ending, quit) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
-        let max_bytes = Arc::new(AtomicU64::new(options.max_bytes));
+        let quit = Arc::<AtomicBool>::default();
         let mut work = Work {
             lender: LenderId {
                 host: options.host.clone(),
@@ -58,12 +53,10 @@ impl Lender {
             },
             announced: false,
             judge: Judge::new(options.max_bytes),
-            max_bytes: max_bytes.clone(),
             begun: Instant::now(),
             exports: BTreeMap::new(),
             dying: BTreeMap::new(),
             status: status.clone(),
-            ending: ending.clone(),
             registry,
             options,
             proc: "/proc".into(),
@@ -83,8 +76,6 @@ impl Lender {
             })?;
         Ok(Self {
             status,
-            max_bytes,
-            ending,
             quit,
             thread: Some(thread),
         })
@@ -93,21 +84,16 @@ impl Lender {
     /// Returns the lender's status now.
     #[must_use]
     pub fn status(&self) -> LenderStatus {
-        let mut status = self
-            .status
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        status.is_ending = self.ending.load(Ordering::Acquire);
-        status
+        self.locked().clone()
+    }
+
+    fn locked(&self) -> MutexGuard<'_, LenderStatus> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sets how many bytes may be lent. Lent memory beyond this limit is taken back.
     pub fn set_max(&self, bytes: u64) {
-        self.max_bytes.store(bytes, Ordering::Release);
-        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
-        status.max_bytes = bytes;
-        drop(status);
+        self.locked().max_bytes = bytes;
         self.wake();
     }
 
@@ -115,7 +101,7 @@ impl Lender {
     /// [`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back).
     /// [`has_ended`](Self::has_ended) tells when all memory is back.
     pub fn end(&self) {
-        self.ending.store(true, Ordering::Release);
+        self.locked().is_ending = true;
         self.wake();
     }
 
@@ -159,9 +145,7 @@ impl Drop for Lender {
 
 fn now_ms() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    now.map_or(0, |time| {
-        u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
-    })
+    now.map_or(0, ms)
 }
 
 /// Creates the directory. If it exists, removes the files that a killed lender left in it.

@@ -1,15 +1,16 @@
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::AtomicBool;
 
 use memfold_testkit::{patience, wait_for, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::super::calls::{Call, CallRegistry, answer};
 use super::super::endpoint::Address;
+use super::super::endpoint::Listen;
 use super::super::lease::{GIVE_BACK, Incarnation, MAX_TTL};
 use super::super::lender::{Lender, empty};
-use super::super::listen::Listen;
-use super::super::offer::Want;
+use super::super::registry::Want;
 use super::super::sqlite::SqliteRegistry;
 use super::*;
 
@@ -244,12 +245,13 @@ fn work(directory: &Path) -> Option<(Arc<SqliteRegistry>, Work)> {
         announced: true,
         proc: "/proc".into(),
         judge: Judge::new(64 * MIB),
-        max_bytes: Arc::new(AtomicU64::new(64 * MIB)),
         begun: Instant::now(),
         exports: BTreeMap::new(),
         dying: BTreeMap::new(),
-        status: Arc::default(),
-        ending: Arc::default(),
+        status: Arc::new(Mutex::new(LenderStatus {
+            max_bytes: 64 * MIB,
+            ..LenderStatus::default()
+        })),
         registry: registry.clone(),
         options: LenderOptions {
             host: "a".into(),
@@ -370,7 +372,7 @@ fn a_released_lease_is_not_recalled() {
     };
     let lease = take(&registry);
     registry.release(lease.id, "b").unwrap();
-    work.ending.store(true, Ordering::Release);
+    work.set(|status| status.is_ending = true);
     work.keep_up().unwrap();
     assert!(work.keep_up().unwrap());
 }

@@ -3,8 +3,9 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,12 +13,12 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
 use super::connection::patience;
-use super::export::{Export, Health};
+use super::endpoint::Endpoint;
+use super::export::{Export, ExportError, Health};
 use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
-use super::lender_options::LenderOptions;
-use super::lender_status::LenderStatus;
-use super::offer::Offer;
+use super::lender_status::{LenderOptions, LenderStatus};
 use super::pressure::Sample;
+use super::registry::Offer;
 use super::registry::Registry;
 use super::registry_error::RegistryError;
 use super::surplus::{Hurry, Judge, Verdict};
@@ -62,15 +63,13 @@ pub(super) struct Work {
     /// Whether this lender's incarnation is known to be later than all others in the registry.
     pub(super) announced: bool,
     pub(super) judge: Judge,
-    /// Maximum number of bytes to lend, as last set by the operator.
-    pub(super) max_bytes: Arc<AtomicU64>,
     pub(super) begun: Instant,
     pub(super) exports: BTreeMap<LeaseId, Lent>,
     /// Exports that were killed and have not ended yet. Freeing much memory takes a while, and the
     /// lender must not block meanwhile.
     pub(super) dying: BTreeMap<LeaseId, Export>,
+    /// Status for the operator, who sets the maximum to lend, and that the lender is ending.
     pub(super) status: Arc<Mutex<LenderStatus>>,
-    pub(super) ending: Arc<AtomicBool>,
 }
 
 impl Work {
@@ -78,14 +77,14 @@ impl Work {
     pub(super) fn tick(&mut self) -> bool {
         self.bury();
         let problem = match self.keep_up() {
-            Ok(done) if done => return true,
-            Ok(_) => None,
+            Ok(true) => return true,
+            Ok(false) => None,
+            Err(error @ RegistryError::Superseded { .. }) => {
+                warn!(%error, "lender stopped: another daemon lends under this host name; give each host its own --host");
+                self.set(|status| status.problem = Some(error.to_string()));
+                return true;
+            }
             Err(error) => {
-                if matches!(error, RegistryError::Superseded { .. }) {
-                    warn!(%error, "lender stopped: another daemon lends under this host name; give each host its own --host");
-                    self.set(|status| status.problem = Some(error.to_string()));
-                    return true;
-                }
                 self.end_overdue();
                 Some(error.to_string())
             }
@@ -104,20 +103,26 @@ impl Work {
         false
     }
 
-    pub(super) fn set(&self, change: impl FnOnce(&mut LenderStatus)) {
-        change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner));
+    pub(super) fn set<T>(&self, change: impl FnOnce(&mut LenderStatus) -> T) -> T {
+        change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn lent_bytes(&self) -> u64 {
-        let living = self.exports.values().map(|lent| lent.export.bytes());
-        let dying = self.dying.values().map(Export::bytes);
-        living.chain(dying).sum()
+        self.bytes_of(|_| true) + self.dying_bytes()
+    }
+
+    fn dying_bytes(&self) -> u64 {
+        self.dying.values().map(|export| export.bytes).sum()
+    }
+
+    fn bytes_of(&self, which: impl Fn(&Lent) -> bool) -> u64 {
+        let exports = self.exports.values().filter(|lent| which(lent));
+        exports.map(|lent| lent.export.bytes).sum()
     }
 
     /// Returns the size in bytes of the exports that are still being allocated.
     pub(super) fn beginning_bytes(&self) -> u64 {
-        let begin = self.exports.values().filter(|lent| !lent.published);
-        begin.map(|lent| lent.export.bytes()).sum()
+        self.bytes_of(|lent| !lent.published)
     }
 
     /// Cleans up exports whose process has ended or is stopped.
@@ -142,11 +147,10 @@ impl Work {
         if refused > 0 {
             self.set(|status| status.refused += refused);
         }
-        let gone: Vec<LeaseId> = self
-            .dying
-            .iter_mut()
-            .filter_map(|(id, export)| (export.health() == Health::Ended).then_some(*id))
-            .collect();
+        let gone = |(id, export): (&LeaseId, &mut Export)| {
+            (export.health() == Health::Ended).then_some(*id)
+        };
+        let gone: Vec<LeaseId> = self.dying.iter_mut().filter_map(gone).collect();
         for id in gone {
             self.buried(id);
         }
@@ -167,8 +171,8 @@ impl Work {
             return Ok(());
         }
         let known = self.ask(|registry| registry.picture())?.lenders;
-        let known = known.iter().map(|view| &view.lender);
-        if let Some(before) = known.into_iter().find(|l| l.host == self.lender.host) {
+        let mut known = known.into_iter().map(|view| view.lender);
+        if let Some(before) = known.find(|known| known.host == self.lender.host) {
             let next = before.incarnation.0.saturating_add(1);
             self.lender.incarnation.0 = self.lender.incarnation.0.max(next);
         }
@@ -176,26 +180,25 @@ impl Work {
         Ok(())
     }
 
-    /// Returns the size in bytes of the exports whose leases the registry no longer knows.
-    pub(super) fn orphaned_bytes(&self) -> u64 {
-        let orphans = self.exports.values().filter(|lent| lent.orphaned);
-        orphans.map(|lent| lent.export.bytes()).sum()
-    }
-
     /// Does the part of a round that needs the registry. Returns whether the lender is done.
     pub(super) fn keep_up(&mut self) -> Result<bool, RegistryError> {
-        let ending = self.ending.load(Ordering::Acquire);
+        let ending = self.set(|status| status.is_ending);
         let verdict = self.judge();
         // This step comes first, because the registry may be slow or unreachable.
         if verdict.hurry == Hurry::Now {
             self.cut(verdict.recall_bytes);
         }
         self.follow_on()?;
-        let offered = verdict.offer_bytes.saturating_sub(self.orphaned_bytes());
-        let offer = Offer {
-            lender: self.lender.clone(),
-            bytes: if ending { 0 } else { offered },
+        // Bytes of leases that the registry no longer knows are lent nevertheless.
+        let orphaned = self.bytes_of(|lent| lent.orphaned);
+        let offered = verdict.offer_bytes.saturating_sub(orphaned);
+        let (bytes, wanted) = if ending {
+            (0, u64::MAX)
+        } else {
+            (offered, verdict.recall_bytes)
         };
+        let lender = self.lender.clone();
+        let offer = Offer { lender, bytes };
         self.ask(|registry| registry.offer(&offer, OFFER_TTL))?;
         let mut leases = self.ask(|registry| registry.picture())?.leases;
         leases.retain(|lease| lease.lender == self.lender);
@@ -204,14 +207,12 @@ impl Work {
         for lease in &leases {
             self.begin(lease)?;
         }
-        let wanted = if ending {
-            u64::MAX
-        } else {
-            verdict.recall_bytes
-        };
         self.recall(&leases, wanted)?;
         if verdict.hurry > Hurry::No {
-            self.hurry(&leases)?;
+            // The deadline of borrowers that were asked in this round is shortened in the next.
+            for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
+                self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
+            }
         }
         self.set(|status| {
             status.offer_bytes = offer.bytes;
@@ -224,7 +225,7 @@ impl Work {
 
     pub(super) fn judge(&mut self) -> Verdict {
         let lent = self.lent_bytes();
-        self.judge.set_max(self.max_bytes.load(Ordering::Acquire));
+        self.judge.set_max(self.set(|status| status.max_bytes));
         match Sample::read(&self.proc, self.begun.elapsed()) {
             Ok(mut sample) => {
                 sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);
@@ -235,9 +236,8 @@ impl Work {
             // If the free memory is unknown, no more is offered.
             Err(error) => Verdict {
                 offer_bytes: lent,
-                recall_bytes: 0,
-                hurry: Hurry::No,
                 why: format!("cannot read this host's free memory: {error}"),
+                ..Verdict::default()
             },
         }
     }
@@ -266,12 +266,9 @@ impl Work {
         }
         // Only this lender ends a lease. A registry that no longer knows a lease was replaced, and
         // the borrower needs time to react.
-        let unknown = self
-            .exports
-            .iter_mut()
-            .filter(|(id, _)| !leases.iter().any(|lease| lease.id == **id));
+        let is_known = |id: LeaseId| leases.iter().any(|lease| lease.id == id);
         let mut over = Vec::new();
-        for (id, lent) in unknown {
+        for (id, lent) in self.exports.iter_mut().filter(|(id, _)| !is_known(**id)) {
             if !lent.published || lent.deadline <= Instant::now() {
                 over.push(*id);
             } else if !lent.orphaned {
@@ -294,14 +291,9 @@ impl Work {
     /// Ends exports whose deadline has passed, while the registry cannot be reached.
     pub(super) fn end_overdue(&mut self) {
         let now = Instant::now();
-        let over = |lent: &Lent| lent.deadline <= now;
-        let ids: Vec<LeaseId> = self
-            .exports
-            .iter()
-            .filter(|(_, lent)| over(lent))
-            .map(|(id, _)| *id)
-            .collect();
-        for id in ids {
+        let over = |(id, lent): (&LeaseId, &Lent)| (lent.deadline <= now).then_some(*id);
+        let over: Vec<LeaseId> = self.exports.iter().filter_map(over).collect();
+        for id in over {
             warn!(
                 lease = id.0,
                 "lease expired while the registry was unreachable, export ended; check the registry"
@@ -310,38 +302,35 @@ impl Work {
         }
     }
 
+    /// Starts the export of a lease if there is none. Returns the endpoint when the export is ready,
+    /// until the endpoint is published.
+    fn exported(&mut self, lease: &Lease) -> Result<Option<Endpoint>, ExportError> {
+        let lent = match self.exports.entry(lease.id) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(entry) => {
+                let (place, listen) = (&self.options.directory, self.options.listen);
+                let patience = patience(lease.durability);
+                entry.insert(Lent {
+                    export: Export::start(place, listen, lease.id, lease.bytes, patience)?,
+                    published: false,
+                    deadline: Instant::now() + Duration::from_millis(lease.left_ms),
+                    orphaned: false,
+                    durability: lease.durability,
+                })
+            }
+        };
+        let is_new = lent.export.is_ready()? && !lent.published;
+        Ok(is_new.then(|| lent.export.endpoint.clone()))
+    }
+
     pub(super) fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {
         let is_dying = self.dying.contains_key(&lease.id);
         if lease.state != LeaseState::Taken || is_over(lease) || is_dying {
             return Ok(());
         }
-        if !self.exports.contains_key(&lease.id) {
-            let place = &self.options.directory;
-            let patience = patience(lease.durability);
-            match Export::start(place, self.options.listen, lease.id, lease.bytes, patience) {
-                Ok(export) => {
-                    let lent = Lent {
-                        export,
-                        published: false,
-                        deadline: Instant::now() + Duration::from_millis(lease.left_ms),
-                        orphaned: false,
-                        durability: lease.durability,
-                    };
-                    self.exports.insert(lease.id, lent);
-                }
-                Err(error) => {
-                    warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, so the borrower gets no memory; fix the cause on this host");
-                    self.end_export(lease.id, true);
-                    return Ok(());
-                }
-            }
-        }
-        let Some(lent) = self.exports.get_mut(&lease.id) else {
-            return Ok(());
-        };
-        match lent.export.is_ready() {
-            Ok(true) if !lent.published => {
-                let (endpoint, lender) = (lent.export.endpoint().clone(), self.lender.clone());
+        match self.exported(lease) {
+            Ok(Some(endpoint)) => {
+                let lender = self.lender.clone();
                 self.ask(|registry| registry.publish(lease.id, &lender, &endpoint))?;
                 // The export may have ended during the call.
                 if let Some(lent) = self.exports.get_mut(&lease.id) {
@@ -355,7 +344,7 @@ impl Work {
                     "memory of the lease is exported to its borrower"
                 );
             }
-            Ok(_) => {}
+            Ok(None) => {}
             Err(error) => {
                 warn!(lease = lease.id.0, error = %memfold_host::chain(&error), "cannot export the lease, so the borrower gets no memory; fix the cause on this host");
                 self.end_export(lease.id, true);
@@ -429,23 +418,21 @@ impl Work {
             return call(&*registry);
         }
         std::thread::scope(|scope| {
-            let (tell, told) = std::sync::mpsc::channel();
-            let asked = scope.spawn(move || tell.send(call(&*registry)));
-            loop {
-                match told.recv_timeout(GLANCE) {
-                    Ok(answer) => return answer,
-                    Err(RecvTimeoutError::Timeout) if self.is_pressed() => {
-                        let verdict = self.judge();
-                        self.cut(verdict.recall_bytes);
-                    }
-                    Err(RecvTimeoutError::Timeout) => {}
-                    // The call panicked; the panic continues in this thread.
-                    Err(RecvTimeoutError::Disconnected) => match asked.join() {
-                        Ok(_) => unreachable!("the program ended without a message"),
-                        Err(panic) => std::panic::resume_unwind(panic),
-                    },
+            let (done, is_done) = std::sync::mpsc::channel::<()>();
+            let asked = scope.spawn(move || {
+                // The channel ends when the call has returned or panicked.
+                let _done = done;
+                call(&*registry)
+            });
+            while is_done.recv_timeout(GLANCE) == Err(RecvTimeoutError::Timeout) {
+                if self.is_pressed() {
+                    let verdict = self.judge();
+                    self.cut(verdict.recall_bytes);
                 }
             }
+            // If the call panicked, the panic continues in this thread.
+            let answer = asked.join();
+            answer.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
 
@@ -453,29 +440,24 @@ impl Work {
     /// freed. There is no time to ask the borrowers. They lose no data, and react as to the
     /// lender's death.
     pub(super) fn cut(&mut self, wanted: u64) {
-        let mut coming: u64 = self.dying.values().map(Export::bytes).sum();
-        let mut copied: Vec<(Reverse<u64>, LeaseId)> = self
-            .exports
-            .iter()
-            .filter(|(_, lent)| has_copy(lent.durability))
-            .map(|(id, lent)| (Reverse(lent.export.bytes()), *id))
-            .collect();
-        copied.sort_unstable();
-        for (Reverse(bytes), id) in copied {
-            if coming >= wanted {
+        let mut coming = self.dying_bytes();
+        while coming < wanted {
+            let copied = self.exports.iter().rev();
+            let copied = copied.filter(|(_, lent)| has_copy(lent.durability));
+            let largest = copied.max_by_key(|(_, lent)| lent.export.bytes);
+            let largest = largest.map(|(id, _)| *id);
+            let Some((id, mut lent)) = largest.and_then(|id| self.exports.remove_entry(&id)) else {
                 break;
-            }
-            let Some(Lent { mut export, .. }) = self.exports.remove(&id) else {
-                continue;
             };
+            let bytes = lent.export.bytes;
             warn!(
                 lease = id.0,
                 bytes,
                 "host almost out of memory: ended the export of a lease whose borrower has a copy; to prevent this, lower 'memfold lend --max'"
             );
             // The registry is told when the export's process has ended.
-            export.kill(Duration::ZERO);
-            self.dying.insert(id, export);
+            lent.export.kill(Duration::ZERO);
+            self.dying.insert(id, lent.export);
             self.set(|status| status.ended += 1);
             coming = coming.saturating_add(bytes);
         }
@@ -505,15 +487,6 @@ impl Work {
                 "lease recalled from its borrower: this host needs the memory"
             );
             coming = coming.saturating_add(lease.bytes);
-        }
-        Ok(())
-    }
-
-    /// Shortens the deadline of borrowers that have a copy and were asked in an earlier round. The
-    /// deadline of borrowers that were asked in this round is shortened in the next.
-    pub(super) fn hurry(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
-        for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
-            self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
         }
         Ok(())
     }

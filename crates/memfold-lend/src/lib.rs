@@ -18,6 +18,7 @@
 
 mod borrowing;
 pub mod calls;
+mod child;
 pub mod connection;
 pub mod distrust;
 mod endpoint;
@@ -25,19 +26,17 @@ mod etcd;
 mod etcd_api;
 mod etcd_keys;
 pub mod export;
+mod files;
 pub mod graph;
 pub mod https;
 pub mod impact;
 pub mod iscsi;
 mod lease;
 mod lender;
-mod lender_options;
 mod lender_status;
 mod lender_thread;
-mod listen;
 pub mod lvm;
 pub mod nbd;
-mod offer;
 pub mod place;
 mod pressure;
 pub mod registry;
@@ -63,10 +62,8 @@ pub use lease::{
     Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
 };
 pub use lender::Lender;
-pub use lender_options::LenderOptions;
-pub use lender_status::LenderStatus;
-pub use offer::{Offer, Want};
+pub use lender_status::{LenderOptions, LenderStatus};
 pub use place::{RegistryAt, RegistryFiles};
-pub use registry::Registry;
+pub use registry::{Offer, Registry, Want};
 pub use registry_error::RegistryError;
 pub use sqlite::SqliteRegistry;

@@ -241,18 +241,6 @@ fn take<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
     Ok(wire)
 }
 
-fn take_u16(stream: &mut impl Read) -> io::Result<u16> {
-    take(stream).map(u16::from_be_bytes)
-}
-
-fn take_u32(stream: &mut impl Read) -> io::Result<u32> {
-    take(stream).map(u32::from_be_bytes)
-}
-
-fn take_u64(stream: &mut impl Read) -> io::Result<u64> {
-    take(stream).map(u64::from_be_bytes)
-}
-
 fn take_bytes(stream: &mut impl Read, length: u32) -> io::Result<Vec<u8>> {
     if length > MAX_OPTION {
         return Err(nonsense(format!("an option of {length} bytes")).into());
@@ -268,22 +256,20 @@ fn take_bytes(stream: &mut impl Read, length: u32) -> io::Result<Vec<u8>> {
 /// # Errors
 /// Fails if the client disconnected, aborted the negotiation, or violated the protocol.
 pub fn welcome(stream: &mut (impl Read + Write), size: u64) -> io::Result<()> {
-    let mut hello = Vec::with_capacity(18);
-    hello.extend(NBD_MAGIC.to_be_bytes());
-    hello.extend(OPTION_MAGIC.to_be_bytes());
-    hello.extend((FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
-    stream.write_all(&hello)?;
-    let flags = take_u32(stream)?;
+    let magic = [NBD_MAGIC, OPTION_MAGIC].map(u64::to_be_bytes);
+    let flags = (FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes();
+    stream.write_all(&[magic.as_flattened(), &flags].concat())?;
+    let flags = u32::from_be_bytes(take(stream)?);
     if flags & u32::from(FIXED_NEWSTYLE) == 0 {
         return Err(nonsense("a client that is too old (no fixed newstyle)").into());
     }
     for _ in 0..MAX_OPTIONS {
-        let magic = take_u64(stream)?;
+        let magic = u64::from_be_bytes(take(stream)?);
         if magic != OPTION_MAGIC {
             return Err(nonsense(format!("an option begins with {magic:#x}")).into());
         }
-        let option = take_u32(stream)?;
-        let length = take_u32(stream)?;
+        let option = u32::from_be_bytes(take(stream)?);
+        let length = u32::from_be_bytes(take(stream)?);
         let data = take_bytes(stream, length)?;
         let mut answer = |reply: u32, data: &[u8]| stream.write_all(&answer(option, reply, data));
         match option {
@@ -314,47 +300,45 @@ pub fn welcome(stream: &mut (impl Read + Write), size: u64) -> io::Result<()> {
     Err(nonsense("a client that keeps asking for options").into())
 }
 
-fn answer(option: u32, reply: u32, data: &[u8]) -> Vec<u8> {
-    let mut wire = Vec::with_capacity(20 + data.len());
-    wire.extend(OPTION_REPLY_MAGIC.to_be_bytes());
-    wire.extend(option.to_be_bytes());
-    wire.extend(reply.to_be_bytes());
-    wire.extend(u32::try_from(data.len()).unwrap_or(0).to_be_bytes());
+/// Returns a message of the handshake: numbers, the length of the data, and the data.
+fn message(magic: u64, words: &[u32], data: &[u8]) -> Vec<u8> {
+    let mut wire = magic.to_be_bytes().to_vec();
+    let length = u32::try_from(data.len()).unwrap_or(0);
+    for word in words.iter().chain([&length]) {
+        wire.extend(word.to_be_bytes());
+    }
     wire.extend(data);
     wire
 }
 
+fn answer(option: u32, reply: u32, data: &[u8]) -> Vec<u8> {
+    message(OPTION_REPLY_MAGIC, &[option, reply], data)
+}
+
+fn option(option: u32, data: &[u8]) -> Vec<u8> {
+    message(OPTION_MAGIC, &[option], data)
+}
+
 fn export_info(size: u64) -> Vec<u8> {
     let flags = HAS_FLAGS | SEND_FLUSH | SEND_TRIM | SEND_WRITE_ZEROES | SEND_FAST_ZERO;
-    let mut data = INFO_EXPORT.to_be_bytes().to_vec();
-    data.extend(size.to_be_bytes());
-    data.extend(flags.to_be_bytes());
-    data
+    let [kind, flags] = [INFO_EXPORT, flags].map(u16::to_be_bytes);
+    [&kind[..], &size.to_be_bytes(), &flags].concat()
 }
 
 fn block_size_info() -> Vec<u8> {
-    let mut data = INFO_BLOCK_SIZE.to_be_bytes().to_vec();
-    for bytes in [BLOCK, BLOCK, MAX_BYTES] {
-        data.extend(bytes.to_be_bytes());
-    }
-    data
+    let sizes = [BLOCK, BLOCK, MAX_BYTES].map(u32::to_be_bytes);
+    [&INFO_BLOCK_SIZE.to_be_bytes()[..], sizes.as_flattened()].concat()
 }
 
 /// Returns whether a `GO` asks for block sizes, so that the client will keep to them; `None` if the
 /// option is malformed. The export's name is ignored, because there is only one export.
 fn wants_block_size(data: &[u8]) -> Option<bool> {
-    let (name, rest) = data.split_at_checked(4)?;
-    let name = u32::from_be_bytes(bytes(name, 0)) as usize;
-    let (count, wanted) = rest.get(name..)?.split_at_checked(2)?;
-    let count = usize::from(u16::from_be_bytes(bytes(count, 0)));
-    if wanted.len() != count * 2 {
-        return None;
-    }
-    Some(
-        wanted
-            .chunks_exact(2)
-            .any(|kind| u16::from_be_bytes(bytes(kind, 0)) == INFO_BLOCK_SIZE),
-    )
+    let (name, rest) = data.split_first_chunk()?;
+    let rest = rest.get(u32::from_be_bytes(*name) as usize..)?;
+    let (count, wanted) = rest.split_first_chunk()?;
+    let mut kinds = wanted.chunks(2);
+    let is_whole = wanted.len() == usize::from(u16::from_be_bytes(*count)) * 2;
+    is_whole.then(|| kinds.any(|kind| kind == INFO_BLOCK_SIZE.to_be_bytes()))
 }
 
 /// Does the first part of the client's handshake: the greeting and the flags.
@@ -362,11 +346,14 @@ fn wants_block_size(data: &[u8]) -> Option<bool> {
 /// # Errors
 /// Fails if the server disconnected or violated the protocol.
 pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
-    let (magic, option) = (take_u64(stream)?, take_u64(stream)?);
+    let (magic, option) = (
+        u64::from_be_bytes(take(stream)?),
+        u64::from_be_bytes(take(stream)?),
+    );
     if (magic, option) != (NBD_MAGIC, OPTION_MAGIC) {
         return Err(nonsense("the server's greeting is not NBD").into());
     }
-    let flags = take_u16(stream)?;
+    let flags = u16::from_be_bytes(take(stream)?);
     if flags & FIXED_NEWSTYLE == 0 {
         return Err(nonsense("the server is too old (no fixed newstyle)").into());
     }
@@ -375,23 +362,15 @@ pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
     stream.write_all(&u32::from(ours).to_be_bytes())
 }
 
-fn option(option: u32, data: &[u8]) -> Vec<u8> {
-    let mut wire = OPTION_MAGIC.to_be_bytes().to_vec();
-    wire.extend(option.to_be_bytes());
-    wire.extend(u32::try_from(data.len()).unwrap_or(0).to_be_bytes());
-    wire.extend(data);
-    wire
-}
-
 /// Reads a reply to an option, and returns its kind and its data.
 fn take_answer(stream: &mut impl Read, to: u32) -> io::Result<(u32, Vec<u8>)> {
-    let magic = take_u64(stream)?;
-    let option = take_u32(stream)?;
+    let magic = u64::from_be_bytes(take(stream)?);
+    let option = u32::from_be_bytes(take(stream)?);
     if (magic, option) != (OPTION_REPLY_MAGIC, to) {
         return Err(nonsense("the server's answer does not match the request").into());
     }
-    let reply = take_u32(stream)?;
-    let length = take_u32(stream)?;
+    let reply = u32::from_be_bytes(take(stream)?);
+    let length = u32::from_be_bytes(take(stream)?);
     Ok((reply, take_bytes(stream, length)?))
 }
 
@@ -425,15 +404,13 @@ pub fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
         let (reply, data) = take_answer(stream, OPT_GO)?;
         match reply {
             REP_INFO if data.len() == 12 && data[..2] == INFO_EXPORT.to_be_bytes() => {
-                export = Some((
-                    u64::from_be_bytes(bytes(&data, 2)),
-                    u16::from_be_bytes(bytes(&data, 10)),
-                ));
+                let flags = u16::from_be_bytes(bytes(&data, 10));
+                export = Some((u64::from_be_bytes(bytes(&data, 2)), flags));
             }
             REP_INFO => {}
             REP_ACK => {
-                let (size, flags) = export
-                    .ok_or_else(|| nonsense("the server does not report the export's size"))?;
+                let none = || nonsense("the server does not report the export's size");
+                let (size, flags) = export.ok_or_else(none)?;
                 if flags & READ_ONLY != 0 {
                     return Err(io::Error::other("the export is read-only"));
                 }

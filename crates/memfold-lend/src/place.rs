@@ -9,7 +9,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -173,44 +173,49 @@ impl RegistryAt {
             let list = list.strip_suffix('/').unwrap_or(list);
             list.split(',').map(Member::parse).collect()
         };
-        let (place, unused) = if let Some(rest) = said.strip_prefix("https://") {
-            let mut all = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
+        let no_list = || bad("the address is not HOST:PORT");
+        let ca = || required(files.ca.as_ref(), said, "--registry-ca", CA);
+        let (place, used): (_, &[&str]) = if let Some(rest) = said.strip_prefix("https://") {
+            let mut all = members(rest).ok_or_else(no_list)?;
             let (Some(member), true) = (all.pop(), all.is_empty()) else {
                 return Err(bad("a registry over https has one address"));
             };
             let token = required(files.token.as_ref(), said, "--registry-token", TOKEN)?;
-            let ca = required(files.ca.as_ref(), said, "--registry-ca", CA)?;
-            let tls = TlsFiles { ca, own: None };
-            let place = Self::Daemon { member, tls, token };
-            let own = files.certificate.as_ref().map(|_| "--registry-cert");
-            (place, own)
-        } else if let Some(rest) = said.strip_prefix("etcd+https://") {
-            let members = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
-            let ca = required(files.ca.as_ref(), said, "--registry-ca", CA)?;
-            let own = match (&files.certificate, &files.key) {
-                (Some(certificate), Some(key)) => Some(OwnCertificate {
-                    certificate: certificate.clone(),
-                    key: key.clone(),
-                }),
-                _ => None,
+            let tls = TlsFiles {
+                ca: ca()?,
+                own: None,
             };
-            let tls = Some(TlsFiles { ca, own });
-            let token = files.token.as_ref().map(|_| "--registry-token");
-            (Self::Etcd { members, tls }, token)
+            let place = Self::Daemon { member, tls, token };
+            (place, &["--registry-ca", "--registry-token"])
+        } else if let Some(rest) = said.strip_prefix("etcd+https://") {
+            let members = members(rest).ok_or_else(no_list)?;
+            let (certificate, key) = (files.certificate.clone(), files.key.clone());
+            let own = certificate
+                .zip(key)
+                .map(|(certificate, key)| OwnCertificate { certificate, key });
+            let tls = Some(TlsFiles { ca: ca()?, own });
+            let place = Self::Etcd { members, tls };
+            (place, &["--registry-ca", "--registry-cert"])
         } else if let Some(rest) = said.strip_prefix("etcd+http://") {
-            let members = members(rest).ok_or_else(|| bad("the address is not HOST:PORT"))?;
+            let members = members(rest).ok_or_else(no_list)?;
             if !members.iter().all(Member::is_this_host) {
                 return Err(bad("without TLS only 127.0.0.1 and ::1 are asked"));
             }
-            (Self::Etcd { members, tls: None }, first_of(files))
+            (Self::Etcd { members, tls: None }, &[])
         } else if said.contains("://") {
             return Err(bad("unknown scheme"));
         } else if said.is_empty() {
             return Err(bad("the address is empty"));
         } else {
-            (Self::Socket(said.into()), first_of(files))
+            (Self::Socket(said.into()), &[])
         };
-        if let Some(option) = unused {
+        let given = [
+            (files.ca.is_some(), "--registry-ca"),
+            (files.token.is_some(), "--registry-token"),
+            (files.certificate.is_some(), "--registry-cert"),
+        ];
+        let mut given = given.into_iter().filter(|(is_given, _)| *is_given);
+        if let Some((_, option)) = given.find(|(_, option)| !used.contains(option)) {
             let place = place.to_string();
             return Err(PlaceError::Unused { place, option });
         }
@@ -257,43 +262,28 @@ fn required(
         .ok_or(PlaceError::Missing { place, option, why })
 }
 
-/// Returns the first option that was given, for registries that use no options.
-fn first_of(files: &RegistryFiles) -> Option<&'static str> {
-    [
-        (files.ca.is_some(), "--registry-ca"),
-        (files.token.is_some(), "--registry-token"),
-        (files.certificate.is_some(), "--registry-cert"),
-    ]
-    .into_iter()
-    .find_map(|(given, option)| given.then_some(option))
-}
-
 /// Reads a token from a file that no other user may read. The file is read for each request,
 /// because an operator may replace it while the daemon runs.
 pub fn read_token(path: &Path) -> Result<String, PlaceError> {
-    let failed = |why: String| PlaceError::File {
-        path: path.to_owned(),
-        why,
-    };
-    let read = || -> std::io::Result<(u32, String)> {
+    let read = || -> io::Result<String> {
         let file = File::open(path)?;
         let mode = file.metadata()?.permissions().mode();
         let mut text = String::new();
         file.take(LONGEST_TOKEN + 1).read_to_string(&mut text)?;
-        Ok((mode, text))
+        if mode & 0o077 != 0 {
+            let why = "other users may read the file; run 'chmod 600";
+            return Err(io::Error::other(format!("{why} {}'", path.display())));
+        }
+        let token = text.trim();
+        if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+            return Err(io::Error::other("the file contains no token"));
+        }
+        Ok(token.to_owned())
     };
-    let (mode, text) = read().map_err(|error| failed(error.to_string()))?;
-    if mode & 0o077 != 0 {
-        let path = path.display();
-        return Err(failed(format!(
-            "other users may read the file; run 'chmod 600 {path}'"
-        )));
-    }
-    let token = text.trim();
-    if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
-        return Err(failed("the file contains no token".into()));
-    }
-    Ok(token.to_owned())
+    read().map_err(|error| PlaceError::File {
+        path: path.to_owned(),
+        why: error.to_string(),
+    })
 }
 
 #[cfg(test)]

@@ -46,17 +46,22 @@ impl Sample {
         let (meminfo, vmstat) = (text("meminfo")?, text("vmstat")?);
         // A kernel without PSI does not have this file.
         let pressure = text("pressure/memory").unwrap_or_default();
-        Self::parse(&format!("{meminfo}\n{vmstat}\n{pressure}"), at).ok_or_else(no_available)
+        Self::parse(&format!("{meminfo}\n{vmstat}\n{pressure}"), at)
     }
 
     /// Reads only total and available memory, which takes almost no time.
     pub fn glance(proc: &Path) -> io::Result<Self> {
         let meminfo = std::fs::read_to_string(proc.join("meminfo"))?;
-        Self::parse(&meminfo, Duration::ZERO).ok_or_else(no_available)
+        Self::parse(&meminfo, Duration::ZERO)
     }
 
     /// Parses the lines of the three files: meminfo, vmstat, pressure/memory.
-    fn parse(text: &str, at: Duration) -> Option<Self> {
+    fn parse(text: &str, at: Duration) -> io::Result<Self> {
+        let parsed = Self::parse_lines(text, at);
+        parsed.ok_or_else(|| io::Error::other("/proc/meminfo has no MemAvailable"))
+    }
+
+    fn parse_lines(text: &str, at: Duration) -> Option<Self> {
         let mut sample = Self {
             at,
             ..Self::default()
@@ -88,15 +93,6 @@ impl Sample {
         sample.available_bytes = available?;
         Some(sample)
     }
-}
-
-fn no_available() -> io::Error {
-    io::Error::other("/proc/meminfo has no MemAvailable")
-}
-
-/// Returns `MemAvailable` in bytes.
-pub fn available_bytes(proc: &Path) -> io::Result<u64> {
-    Sample::glance(proc).map(|sample| sample.available_bytes)
 }
 
 #[cfg(test)]

@@ -18,61 +18,123 @@
 use std::fmt;
 use std::time::Duration;
 
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+
 use super::endpoint::Endpoint;
 pub use super::lease::MAX_TTL;
-use super::lease::{Lease, LeaseId, LenderId, Picture};
-use super::offer::{Offer, Want};
-use super::registry_error::RegistryError;
+use super::lease::{Durability, Lease, LeaseId, LenderId, LenderView, Picture};
+use super::registry_error::{RegistryError, Result};
 pub use super::registry_error::{check_bytes, check_name};
+
+/// RAM that a lender offers to others.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// The run of the lender's daemon that makes the offer.
+    pub lender: LenderId,
+    /// Total size of the offered RAM in bytes, including the part that is lent already.
+    pub bytes: u64,
+}
+
+/// A borrower's request for RAM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Want {
+    /// Name of the borrower's host. A host never borrows its own RAM.
+    pub borrower: String,
+    /// Name of the VM whose swap disk will use the RAM.
+    pub vm: String,
+    /// Number of bytes wanted, all from one lender.
+    pub bytes: u64,
+    /// Place where the bytes survive if the lender dies.
+    #[serde(default)]
+    pub durability: Durability,
+    /// Host names of lenders to avoid, because they hold the other copy.
+    #[serde(default)]
+    pub apart_from: Vec<String>,
+}
+
+impl Want {
+    /// Checks the values of a request that comes from another host.
+    ///
+    /// # Errors
+    /// Fails if a name or the size is not allowed.
+    pub fn check(&self) -> Result<()> {
+        check_name("borrower", &self.borrower)?;
+        check_name("vm", &self.vm)?;
+        check_bytes(self.bytes, 1)
+    }
+
+    /// Chooses the lender with the most free bytes, and of several the first. `lenders` are sorted
+    /// by name.
+    pub(super) fn choose<T>(
+        &self,
+        mut lenders: Vec<T>,
+        view: impl Fn(&T) -> &LenderView,
+    ) -> Result<T> {
+        lenders.retain(|lender| {
+            let (host, left_ms) = (&view(lender).lender.host, view(lender).left_ms);
+            left_ms > 0 && *host != self.borrower && !self.apart_from.contains(host)
+        });
+        let count = lenders.len();
+        // A lender that now offers less than it has lent has no free bytes.
+        let free = |lender: &T| {
+            let view = view(lender);
+            view.offered_bytes.saturating_sub(view.lent_bytes)
+        };
+        let best = lenders.into_iter().rev().max_by_key(free);
+        let largest = best.as_ref().map_or(0, free);
+        let best = best.filter(|_| largest >= self.bytes);
+        best.ok_or_else(|| RegistryError::NothingToSpare {
+            wanted: ByteSize(self.bytes),
+            borrower: self.borrower.clone(),
+            largest,
+            lenders: count,
+        })
+    }
+}
 
 /// Registry of offers and leases. Every implementation must pass `registry_tests::suite`.
 pub trait Registry: Send + Sync {
     /// Publishes a lender's offer, which is valid for `ttl`. A later incarnation replaces an
     /// earlier one with the same host name; the leases of the earlier one count as ended.
-    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError>;
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<()>;
 
     /// Withdraws a lender's offer. The lender's leases stay until the lender ends them.
-    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError>;
+    fn withdraw(&self, lender: &LenderId) -> Result<()>;
 
     /// Reserves bytes for a lease at the lender that has the most free bytes.
-    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError>;
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease>;
 
     /// Records that the lender has exported a taken lease at `endpoint`.
-    fn publish(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        endpoint: &Endpoint,
-    ) -> Result<(), RegistryError>;
+    fn publish(&self, id: LeaseId, lender: &LenderId, endpoint: &Endpoint) -> Result<()>;
 
     /// Returns the endpoint of a lease; `None` until the lease is exported.
-    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError>;
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>>;
 
     /// Extends the borrower's right to a lease to `ttl` from now. An expired lease can be renewed
     /// as long as its lender has not ended it.
-    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError>;
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease>;
 
     /// Records that the borrower has lost the copy on its disk, so that the lent bytes are the only
     /// copy ([`super::Durability::None`]). If the lender has already recalled the lease, the
     /// deadline is extended once, by the time to copy the bytes. Succeeds if the loss is already
     /// recorded.
-    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError>;
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease>;
 
     /// Asks the borrower to return a lease `within` a time. An earlier deadline remains. A borrower
     /// that must copy the bytes first gets the time for that, even if the lender asks for less: the
     /// lender may not know yet that the borrower has no copy.
-    fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration)
-    -> Result<(), RegistryError>;
+    fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration) -> Result<()>;
 
     /// Records that the borrower no longer needs a lease. Succeeds if the lease has already ended.
-    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError>;
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<()>;
 
     /// Records that nobody can reach a lease's bytes any more, so that the lender has them back.
     /// Succeeds if the lease has already ended.
-    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError>;
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<()>;
 
     /// Returns all offers and leases, without keys.
-    fn picture(&self) -> Result<Picture, RegistryError>;
+    fn picture(&self) -> Result<Picture>;
 }
 
 impl fmt::Debug for dyn Registry {

@@ -5,13 +5,16 @@ use std::time::Duration;
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
-use super::lease::{LeaseId, LeaseState, MAX_TTL};
+use super::lease::{LeaseId, LeaseState, MAX_TTL, ms};
 
 /// Maximum size of an offer or a lease, in bytes: 1 PiB.
 const MAX_BYTES: u64 = 1 << 50;
 
 /// Maximum length of the name of a host or VM, in bytes.
 pub(super) const MAX_NAME: usize = 64;
+
+/// Result of a request to a registry.
+pub type Result<T, E = RegistryError> = std::result::Result<T, E>;
 
 /// Reason why a registry refuses a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
@@ -85,9 +88,21 @@ pub(super) fn value(field: &str, why: impl Into<String>) -> RegistryError {
     }
 }
 
+/// Returns the error for a lease that does not exist, and for a lease of another owner, so that
+/// callers do not learn of it.
+pub(super) fn no_lease(id: LeaseId, who: &str) -> RegistryError {
+    let who = who.to_owned();
+    RegistryError::NoLease { id, who }
+}
+
+pub(super) fn wrong_state(id: LeaseId, state: LeaseState, wanted: &str) -> RegistryError {
+    let wanted = wanted.to_owned();
+    RegistryError::State { id, state, wanted }
+}
+
 /// Checks the name of a host or VM, because names come from other hosts and are used in paths and
 /// logs.
-pub fn check_name(field: &str, name: &str) -> Result<(), RegistryError> {
+pub fn check_name(field: &str, name: &str) -> Result<()> {
     let letter = |c: char| c.is_ascii_alphanumeric();
     let good = (1..=MAX_NAME).contains(&name.len())
         && name.starts_with(letter)
@@ -102,7 +117,7 @@ pub fn check_name(field: &str, name: &str) -> Result<(), RegistryError> {
 }
 
 /// Checks that a size in bytes is between `least` and 1 PiB.
-pub fn check_bytes(bytes: u64, least: u64) -> Result<(), RegistryError> {
+pub fn check_bytes(bytes: u64, least: u64) -> Result<()> {
     if (least..=MAX_BYTES).contains(&bytes) {
         return Ok(());
     }
@@ -113,9 +128,9 @@ pub fn check_bytes(bytes: u64, least: u64) -> Result<(), RegistryError> {
 }
 
 /// Checks that a time is at most [`MAX_TTL`], and returns it in milliseconds.
-pub fn check_ttl(ttl: Duration) -> Result<u64, RegistryError> {
+pub fn check_ttl(ttl: Duration) -> Result<u64> {
     if ttl <= MAX_TTL {
-        return Ok(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX));
+        return Ok(ms(ttl));
     }
     Err(value("ttl", format!("longer than {} s", MAX_TTL.as_secs())))
 }

@@ -10,8 +10,7 @@ use proptest::prelude::*;
 use super::calls::{CallRegistry, answer};
 use super::endpoint::{Address, Endpoint};
 use super::lease::{Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, Picture};
-use super::offer::{Offer, Want};
-use super::registry::Registry;
+use super::registry::{Offer, Registry, Want};
 use super::registry_error::RegistryError;
 use super::sqlite::SqliteRegistry;
 

@@ -6,24 +6,27 @@
 
 use std::fmt;
 use std::fs::Permissions;
-use std::io::Read;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use memfold_units::ByteSize;
 use memfold_vm::boot_id;
-use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
+use rusqlite::{
+    Connection, OptionalExtension, Params, Row, Transaction, TransactionBehavior, params,
+};
 use rustix::time::{ClockId, clock_gettime};
+use serde::de::DeserializeOwned;
 
 use super::endpoint::Endpoint;
+use super::files;
 use super::lease::{
     Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
 };
-use super::offer::{Offer, Want};
-use super::registry::Registry;
-use super::registry_error::{RegistryError, check_bytes, check_name, check_ttl};
+use super::registry::{Offer, Registry, Want};
+use super::registry_error::{
+    RegistryError, Result, check_bytes, check_name, check_ttl, no_lease, value, wrong_state,
+};
 
 /// How long to wait for the transaction of another client.
 const BUSY: Duration = Duration::from_secs(5);
@@ -67,6 +70,8 @@ PRAGMA user_version = 2;
 
 const LEASE: &str = "SELECT id, host, incarnation, borrower, vm, bytes, state, expires_ms, recall_ms, durability FROM leases";
 
+const LENDERS: &str = "SELECT host, incarnation, bytes, heard_ms, expires_ms, (SELECT COALESCE(SUM(bytes), 0) FROM leases WHERE leases.host = lenders.host) FROM lenders ORDER BY host";
+
 type Clock = Arc<dyn Fn() -> i64 + Send + Sync>;
 
 /// A registry in a database file.
@@ -88,62 +93,52 @@ impl SqliteRegistry {
     ///
     /// # Errors
     /// Fails if the file cannot be used, or has another version.
-    pub fn open(path: &Path) -> Result<Self, RegistryError> {
+    pub fn open(path: &Path) -> Result<Self> {
         Self::open_at(path, Arc::new(now_ms), &boot_id())
     }
 
     /// Opens the database with another clock, which returns milliseconds since the boot with ID
     /// `boot`.
-    pub fn open_at(path: &Path, clock: Clock, boot: &str) -> Result<Self, RegistryError> {
-        let unusable = |why: String| RegistryError::Unusable {
-            place: path.display().to_string(),
-            why,
-        };
-        let open = || -> rusqlite::Result<Connection> {
+    pub fn open_at(path: &Path, clock: Clock, boot: &str) -> Result<Self> {
+        let open = || -> Result<Connection, Failure> {
+            // The file is created before `SQLite` opens it, so that no other user can ever read it.
+            let file = std::fs::File::options()
+                .create(true)
+                .append(true)
+                .mode(0o600)
+                .open(path)?;
+            file.set_permissions(Permissions::from_mode(0o600))?;
             let mut connection = Connection::open(path)?;
             connection.busy_timeout(BUSY)?;
             connection.pragma_update(None, "journal_mode", "WAL")?;
             // After a power failure, a lease must not return in an older state, because its bytes
             // may belong to another borrower by then.
             connection.pragma_update(None, "synchronous", "FULL")?;
-            let transaction =
-                connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+            connection.set_transaction_behavior(TransactionBehavior::Immediate);
+            let transaction = connection.transaction()?;
             let version: i64 = transaction.query_row("PRAGMA user_version", [], |r| r.get(0))?;
+            if version > VERSION {
+                return Err(Failure::Other(format!(
+                    "the database has version {version}, this memfold reads {VERSION}; use the memfold that created it, or another --state"
+                )));
+            }
             if version == 0 {
                 transaction.execute_batch(SCHEMA)?;
                 // A lender may still export leases of a database that was lost. Their numbers must
                 // not be used again, so the first number is random.
                 transaction.execute(
                     "INSERT INTO sqlite_sequence (name, seq) VALUES ('leases', ?1)",
-                    [chance(path)?],
+                    [u32::from_le_bytes(files::random()?) >> 1],
                 )?;
             }
             if version < 2 {
                 transaction.execute_batch(SCHEMA_2)?;
             }
-            if version <= VERSION {
-                set_clock(&transaction, boot, clock())?;
-            }
+            set_clock(&transaction, boot, clock())?;
             transaction.commit()?;
             Ok(connection)
         };
-        // The file is created before `SQLite` opens it, so that no other user can ever read it.
-        let made = std::fs::File::options()
-            .create(true)
-            .append(true)
-            .mode(0o600)
-            .open(path)
-            .and_then(|file| file.set_permissions(Permissions::from_mode(0o600)));
-        made.map_err(|error| unusable(error.to_string()))?;
-        let connection = open().map_err(|error| unusable(error.to_string()))?;
-        let version: i64 = connection
-            .query_row("PRAGMA user_version", [], |r| r.get(0))
-            .map_err(|error| unusable(error.to_string()))?;
-        if version != VERSION {
-            return Err(unusable(format!(
-                "the database has version {version}, this memfold reads {VERSION}; use the memfold that created it, or another --state"
-            )));
-        }
+        let connection = open().map_err(|failure| failure.at(path))?;
         Ok(Self {
             path: path.to_owned(),
             connection: Mutex::new(connection),
@@ -151,29 +146,93 @@ impl SqliteRegistry {
         })
     }
 
-    /// Runs one transaction. `work` receives the time at which the transaction began.
-    fn once<T>(
-        &self,
-        work: impl FnOnce(&Transaction<'_>, i64) -> Result<T, Failure>,
-    ) -> Result<T, RegistryError> {
-        let mut connection = self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+    /// Runs one transaction.
+    fn once<T>(&self, work: impl FnOnce(&Now<'_>) -> Result<T, Failure>) -> Result<T> {
+        let connection = self.connection.lock();
+        let mut connection = connection.unwrap_or_else(PoisonError::into_inner);
         let run = || {
-            let transaction =
-                connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
-            let done = work(&transaction, (self.clock)())?;
-            transaction.commit()?;
+            let (sql, ms) = (connection.transaction()?, (self.clock)());
+            let now = Now { sql, ms };
+            let done = work(&now)?;
+            now.sql.commit()?;
             Ok(done)
         };
-        run().map_err(|failure| match failure {
-            Failure::Refused(error) => error,
-            Failure::Sqlite(error) => RegistryError::Unusable {
-                place: self.path.display().to_string(),
-                why: error.to_string(),
-            },
+        run().map_err(|failure: Failure| failure.at(&self.path))
+    }
+}
+
+/// A transaction, and the time in milliseconds at which it began.
+struct Now<'a> {
+    sql: Transaction<'a>,
+    ms: i64,
+}
+
+impl Now<'_> {
+    fn change(&self, statement: &str, params: impl Params) -> Result<(), Failure> {
+        self.sql.execute(statement, params)?;
+        Ok(())
+    }
+
+    /// Returns the time after `ms` milliseconds.
+    fn after(&self, ms: u64) -> i64 {
+        self.ms.saturating_add(stored(ms))
+    }
+
+    /// Returns the milliseconds until a time; 0 if it has passed.
+    fn left(&self, until: i64) -> u64 {
+        u64::try_from(until.saturating_sub(self.ms)).unwrap_or(0)
+    }
+
+    fn read_lease(&self, row: &Row<'_>) -> rusqlite::Result<Lease> {
+        let recall: Option<i64> = row.get(8)?;
+        Ok(Lease {
+            durability: named(row, 9)?,
+            id: LeaseId(number(row, 0)?),
+            lender: lender(row, 1)?,
+            borrower: row.get(3)?,
+            vm: row.get(4)?,
+            bytes: number(row, 5)?,
+            state: named(row, 6)?,
+            left_ms: self.left(row.get(7)?),
+            recall_ms: recall.map(|until| self.left(until)),
         })
+    }
+
+    fn find(
+        &self,
+        id: LeaseId,
+        who: &str,
+        is_theirs: impl FnOnce(&Lease) -> bool,
+    ) -> Result<Lease, Failure> {
+        let query = format!("{LEASE} WHERE id = ?1");
+        let read = |row: &Row<'_>| self.read_lease(row);
+        let lease = self.sql.query_row(&query, [stored(id.0)], read);
+        let theirs = lease.optional()?.filter(is_theirs);
+        Ok(theirs.ok_or_else(|| no_lease(id, who))?)
+    }
+
+    fn of_borrower(&self, id: LeaseId, borrower: &str) -> Result<Lease, Failure> {
+        self.find(id, borrower, |lease| lease.borrower == borrower)
+    }
+
+    fn of_lender(&self, id: LeaseId, lender: &LenderId) -> Result<Lease, Failure> {
+        self.find(id, &lender.host, |lease| lease.lender == *lender)
+    }
+
+    /// Returns all lenders, sorted by name.
+    fn lenders(&self) -> rusqlite::Result<Vec<LenderView>> {
+        let mut query = self.sql.prepare(LENDERS)?;
+        let lenders = query.query_map([], |row| {
+            let heard: i64 = row.get(3)?;
+            Ok(LenderView {
+                lender: lender(row, 0)?,
+                offered_bytes: number(row, 2)?,
+                lent_bytes: number(row, 5)?,
+                silent_ms: u64::try_from(self.ms.saturating_sub(heard)).unwrap_or(0),
+                left_ms: self.left(row.get(4)?),
+            })
+        })?;
+        lenders.collect()
     }
 }
 
@@ -184,20 +243,11 @@ fn now_ms() -> i64 {
         .saturating_add(now.tv_nsec / 1_000_000)
 }
 
-/// Returns a random number below 2^31.
-fn chance(path: &Path) -> rusqlite::Result<i64> {
-    let mut bytes = [0; 4];
-    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.map_err(|_| rusqlite::Error::InvalidPath(path.to_owned()))?;
-    Ok(i64::from(u32::from_le_bytes(bytes) >> 1))
-}
-
 /// Makes all times relative to the present boot. Times of another boot are meaningless, so every
 /// lender and borrower gets [`AFTER_BOOT_MS`].
 fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::Result<()> {
-    let known: Option<String> = transaction
-        .query_row("SELECT boot FROM clock", [], |row| row.get(0))
-        .optional()?;
+    let known = transaction.query_row("SELECT boot FROM clock", [], |row| row.get(0));
+    let known: Option<String> = known.optional()?;
     if known.as_deref() == Some(boot) {
         return Ok(());
     }
@@ -212,20 +262,27 @@ fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::R
     Ok(())
 }
 
+#[derive(Debug, thiserror::Error)]
 enum Failure {
-    Refused(RegistryError),
-    Sqlite(rusqlite::Error),
+    #[error(transparent)]
+    Refused(#[from] RegistryError),
+    #[error(transparent)]
+    Sqlite(#[from] rusqlite::Error),
+    #[error(transparent)]
+    File(#[from] std::io::Error),
+    #[error("{0}")]
+    Other(String),
 }
 
-impl From<rusqlite::Error> for Failure {
-    fn from(error: rusqlite::Error) -> Self {
-        Self::Sqlite(error)
-    }
-}
-
-impl From<RegistryError> for Failure {
-    fn from(error: RegistryError) -> Self {
-        Self::Refused(error)
+impl Failure {
+    fn at(self, database: &Path) -> RegistryError {
+        match self {
+            Self::Refused(error) => error,
+            other => RegistryError::Unusable {
+                place: database.display().to_string(),
+                why: other.to_string(),
+            },
+        }
     }
 }
 
@@ -239,155 +296,61 @@ fn number(row: &Row<'_>, column: usize) -> rusqlite::Result<u64> {
         .map(|number| u64::try_from(number).unwrap_or(0))
 }
 
-fn left(until: i64, now: i64) -> u64 {
-    u64::try_from(until.saturating_sub(now)).unwrap_or(0)
+/// Reads the name of a durability or a state.
+fn named<T: DeserializeOwned>(row: &Row<'_>, column: usize) -> rusqlite::Result<T> {
+    let name: String = row.get(column)?;
+    serde_json::from_value(name.into()).map_err(|_| rusqlite::Error::InvalidQuery)
 }
 
-fn read_lease(row: &Row<'_>, now: i64) -> rusqlite::Result<Lease> {
-    let state: String = row.get(6)?;
-    let state = LeaseState::parse(&state).ok_or(rusqlite::Error::InvalidQuery)?;
-    let durability: String = row.get(9)?;
-    let durability = Durability::parse(&durability).ok_or(rusqlite::Error::InvalidQuery)?;
-    Ok(Lease {
-        durability,
-        id: LeaseId(number(row, 0)?),
-        lender: LenderId {
-            host: row.get(1)?,
-            incarnation: Incarnation(number(row, 2)?),
-        },
-        borrower: row.get(3)?,
-        vm: row.get(4)?,
-        bytes: number(row, 5)?,
-        state,
-        left_ms: left(row.get(7)?, now),
-        recall_ms: row.get::<_, Option<i64>>(8)?.map(|until| left(until, now)),
+/// Reads a host name, and an incarnation in the column after it.
+fn lender(row: &Row<'_>, column: usize) -> rusqlite::Result<LenderId> {
+    Ok(LenderId {
+        host: row.get(column)?,
+        incarnation: Incarnation(number(row, column + 1)?),
     })
-}
-
-fn find(
-    transaction: &Transaction<'_>,
-    id: LeaseId,
-    who: &str,
-    now: i64,
-    is_theirs: impl FnOnce(&Lease) -> bool,
-) -> Result<Lease, Failure> {
-    let lease = transaction
-        .query_row(&format!("{LEASE} WHERE id = ?1"), [stored(id.0)], |row| {
-            read_lease(row, now)
-        })
-        .optional()?;
-    // The error for a lease of another owner is the same as for no lease, so that callers do not
-    // learn of it.
-    lease.filter(is_theirs).ok_or_else(|| {
-        let who = who.to_owned();
-        RegistryError::NoLease { id, who }.into()
-    })
-}
-
-fn lent(transaction: &Transaction<'_>, host: &str) -> rusqlite::Result<u64> {
-    transaction.query_row(
-        "SELECT COALESCE(SUM(bytes), 0) FROM leases WHERE host = ?1",
-        [host],
-        |row| number(row, 0),
-    )
-}
-
-fn incarnation(transaction: &Transaction<'_>, host: &str) -> rusqlite::Result<Option<Incarnation>> {
-    transaction
-        .query_row(
-            "SELECT incarnation FROM lenders WHERE host = ?1",
-            [host],
-            |row| number(row, 0).map(Incarnation),
-        )
-        .optional()
 }
 
 impl Registry for SqliteRegistry {
-    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<(), RegistryError> {
-        let lender = &offer.lender;
+    fn offer(&self, offer: &Offer, ttl: Duration) -> Result<()> {
+        let (lender, run) = (&offer.lender, stored(offer.lender.incarnation.0));
         check_name("host", &lender.host)?;
         check_bytes(offer.bytes, 0)?;
         let ttl = check_ttl(ttl)?;
-        self.once(|transaction, now| {
-            let known = incarnation(transaction, &lender.host)?;
-            if known.is_some_and(|known| known > lender.incarnation) {
+        self.once(|now| {
+            let query = "SELECT incarnation FROM lenders WHERE host = ?1";
+            let known = now.sql.query_row(query, [&lender.host], |row| number(row, 0));
+            if known.optional()? > Some(lender.incarnation.0) {
                 let lender = lender.host.clone();
                 return Err(RegistryError::Superseded { lender }.into());
             }
-            transaction.execute(
+            now.change(
                 "INSERT INTO lenders VALUES (?1, ?2, ?3, ?4, ?5)
                  ON CONFLICT (host) DO UPDATE SET incarnation = ?2, bytes = ?3, heard_ms = ?4, expires_ms = ?5",
-                params![
-                    lender.host,
-                    stored(lender.incarnation.0),
-                    stored(offer.bytes),
-                    now,
-                    now.saturating_add(stored(ttl))
-                ],
+                params![lender.host, run, stored(offer.bytes), now.ms, now.after(ttl)],
             )?;
-            transaction.execute(
+            now.change(
                 "DELETE FROM leases WHERE host = ?1 AND incarnation < ?2",
-                params![lender.host, stored(lender.incarnation.0)],
-            )?;
-            Ok(())
+                params![lender.host, run],
+            )
         })
     }
 
-    fn withdraw(&self, lender: &LenderId) -> Result<(), RegistryError> {
-        self.once(|transaction, now| {
+    fn withdraw(&self, lender: &LenderId) -> Result<()> {
+        self.once(|now| {
             // The record stays, because its incarnation keeps an older daemon from lending again.
-            transaction.execute(
+            now.change(
                 "UPDATE lenders SET bytes = 0, heard_ms = ?3, expires_ms = ?3 WHERE host = ?1 AND incarnation = ?2",
-                params![lender.host, stored(lender.incarnation.0), now],
-            )?;
-            Ok(())
+                params![lender.host, stored(lender.incarnation.0), now.ms],
+            )
         })
     }
 
-    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
+    fn take(&self, want: &Want, ttl: Duration) -> Result<Lease> {
         want.check()?;
         let ttl = check_ttl(ttl)?;
-        self.once(|transaction, now| {
-            let mut query = transaction.prepare(
-                "SELECT host, incarnation, bytes FROM lenders WHERE expires_ms > ?1 ORDER BY host",
-            )?;
-            let rows = query.query_map([now], |row| {
-                let lender = LenderId {
-                    host: row.get(0)?,
-                    incarnation: Incarnation(number(row, 1)?),
-                };
-                Ok((lender, number(row, 2)?))
-            })?;
-            let (mut best, mut looked): (Option<(u64, LenderId)>, _) = (None, 0);
-            for row in rows {
-                let (lender, offered) = row?;
-                if lender.host == want.borrower || want.apart_from.contains(&lender.host) {
-                    continue;
-                }
-                looked += 1;
-                // A lender that now offers less than it has lent has no free bytes.
-                let free = offered.saturating_sub(lent(transaction, &lender.host)?);
-                if best.as_ref().is_none_or(|(most, _)| free > *most) {
-                    best = Some((free, lender));
-                }
-            }
-            drop(query);
-            let refused = |largest| {
-                RegistryError::NothingToSpare {
-                    wanted: ByteSize(want.bytes),
-                    borrower: want.borrower.clone(),
-                    largest,
-                    lenders: looked,
-                }
-                .into()
-            };
-            let Some((free, lender)) = best else {
-                return Err(refused(0));
-            };
-            if free < want.bytes {
-                return Err(refused(free));
-            }
-            transaction.execute(
+        self.once(|now| {
+            let lender = want.choose(now.lenders()?, |view| view)?.lender;
+            now.change(
                 "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
                 params![
                     lender.host,
@@ -396,162 +359,113 @@ impl Registry for SqliteRegistry {
                     want.vm,
                     stored(want.bytes),
                     LeaseState::Taken.name(),
-                    now.saturating_add(stored(ttl)),
+                    now.after(ttl),
                     want.durability.name()
                 ],
             )?;
-            let id = u64::try_from(transaction.last_insert_rowid()).unwrap_or(0);
-            find(transaction, LeaseId(id), &want.borrower, now, |_| true)
+            let id = u64::try_from(now.sql.last_insert_rowid()).unwrap_or(0);
+            now.of_borrower(LeaseId(id), &want.borrower)
         })
     }
 
-    fn publish(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        endpoint: &Endpoint,
-    ) -> Result<(), RegistryError> {
+    fn publish(&self, id: LeaseId, lender: &LenderId, endpoint: &Endpoint) -> Result<()> {
         endpoint.check()?;
-        let text = serde_json::to_string(endpoint).map_err(|error| RegistryError::Value {
-            field: "endpoint".into(),
-            why: error.to_string(),
-        })?;
-        self.once(|transaction, now| {
-            let lease = find(transaction, id, &lender.host, now, |l| l.lender == *lender)?;
+        let text = serde_json::to_string(endpoint);
+        let text = text.map_err(|error| value("endpoint", error.to_string()))?;
+        self.once(|now| {
+            let lease = now.of_lender(id, lender)?;
             if lease.state != LeaseState::Taken {
-                return Err(RegistryError::State {
-                    id,
-                    state: lease.state,
-                    wanted: "exported".into(),
-                }
-                .into());
+                return Err(wrong_state(id, lease.state, "exported").into());
             }
-            transaction.execute(
+            now.change(
                 "UPDATE leases SET state = ?2, endpoint = ?3 WHERE id = ?1",
                 params![stored(id.0), LeaseState::Exported.name(), text],
-            )?;
-            Ok(())
+            )
         })
     }
 
-    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>, RegistryError> {
-        self.once(|transaction, now| {
-            let lease = find(transaction, id, borrower, now, |l| l.borrower == borrower)?;
-            if lease.state != LeaseState::Exported {
+    fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>> {
+        self.once(|now| {
+            if now.of_borrower(id, borrower)?.state != LeaseState::Exported {
                 return Ok(None);
             }
-            let text: Option<String> = transaction.query_row(
-                "SELECT endpoint FROM leases WHERE id = ?1",
-                [stored(id.0)],
-                |row| row.get(0),
-            )?;
-            let read = |text: String| {
-                serde_json::from_str(&text).map_err(|_| rusqlite::Error::InvalidQuery)
-            };
-            Ok(text.map(read).transpose()?)
+            let query = "SELECT endpoint FROM leases WHERE id = ?1";
+            let text = now.sql.query_row(query, [stored(id.0)], |row| row.get(0));
+            let text: Option<String> = text?;
+            let read = text.map(|text| serde_json::from_str(&text)).transpose();
+            Ok(read.map_err(|_| rusqlite::Error::InvalidQuery)?)
         })
     }
 
-    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease, RegistryError> {
+    fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease> {
         let ttl = check_ttl(ttl)?;
-        self.once(|transaction, now| {
-            let lease = find(transaction, id, borrower, now, |l| l.borrower == borrower)?;
+        self.once(|now| {
+            let lease = now.of_borrower(id, borrower)?;
             if lease.state == LeaseState::Released {
-                return Err(RegistryError::State {
-                    id,
-                    state: lease.state,
-                    wanted: "renewed".into(),
-                }
-                .into());
+                return Err(wrong_state(id, lease.state, "renewed").into());
             }
-            transaction.execute(
+            now.change(
                 "UPDATE leases SET expires_ms = ?2 WHERE id = ?1",
-                params![stored(id.0), now.saturating_add(stored(ttl))],
+                [stored(id.0), now.after(ttl)],
             )?;
-            find(transaction, id, borrower, now, |_| true)
+            now.of_borrower(id, borrower)
         })
     }
 
-    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease, RegistryError> {
-        self.once(|transaction, now| {
-            let lease = find(transaction, id, borrower, now, |l| l.borrower == borrower)?;
+    fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease> {
+        self.once(|now| {
+            let lease = now.of_borrower(id, borrower)?;
             if lease.durability != Durability::Disk {
                 return Ok(lease);
             }
             let only = Durability::None;
             let time = check_ttl(only.time_to_give_back(lease.bytes))?;
             // A lease that was not recalled (NULL) stays so, because MAX of NULL is NULL.
-            transaction.execute(
+            now.change(
                 "UPDATE leases SET durability = ?2, recall_ms = MAX(recall_ms, ?3) WHERE id = ?1",
-                params![stored(id.0), only.name(), now.saturating_add(stored(time))],
+                params![stored(id.0), only.name(), now.after(time)],
             )?;
-            find(transaction, id, borrower, now, |_| true)
+            now.of_borrower(id, borrower)
         })
     }
 
-    fn recall(
-        &self,
-        id: LeaseId,
-        lender: &LenderId,
-        within: Duration,
-    ) -> Result<(), RegistryError> {
+    fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration) -> Result<()> {
         check_ttl(within)?;
-        self.once(|transaction, now| {
-            let lease = find(transaction, id, &lender.host, now, |l| l.lender == *lender)?;
-            let within = check_ttl(lease.within(within))?;
-            transaction.execute(
+        self.once(|now| {
+            let within = check_ttl(now.of_lender(id, lender)?.within(within))?;
+            now.change(
                 "UPDATE leases SET recall_ms = MIN(COALESCE(recall_ms, ?2), ?2) WHERE id = ?1",
-                params![stored(id.0), now.saturating_add(stored(within))],
-            )?;
-            Ok(())
+                [stored(id.0), now.after(within)],
+            )
         })
     }
 
-    fn release(&self, id: LeaseId, borrower: &str) -> Result<(), RegistryError> {
-        self.once(|transaction, _| {
-            transaction.execute(
+    fn release(&self, id: LeaseId, borrower: &str) -> Result<()> {
+        self.once(|now| {
+            now.change(
                 "UPDATE leases SET state = ?3, endpoint = NULL WHERE id = ?1 AND borrower = ?2",
                 params![stored(id.0), borrower, LeaseState::Released.name()],
-            )?;
-            Ok(())
+            )
         })
     }
 
-    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<(), RegistryError> {
-        self.once(|transaction, _| {
-            transaction.execute(
+    fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<()> {
+        self.once(|now| {
+            now.change(
                 "DELETE FROM leases WHERE id = ?1 AND host = ?2 AND incarnation = ?3",
                 params![stored(id.0), lender.host, stored(lender.incarnation.0)],
-            )?;
-            Ok(())
+            )
         })
     }
 
-    fn picture(&self) -> Result<Picture, RegistryError> {
-        self.once(|transaction, now| {
-            let mut query = transaction.prepare(
-                "SELECT host, incarnation, bytes, heard_ms, expires_ms FROM lenders ORDER BY host",
-            )?;
-            let lenders = query
-                .query_map([], |row| {
-                    let host: String = row.get(0)?;
-                    Ok(LenderView {
-                        lent_bytes: lent(transaction, &host)?,
-                        lender: LenderId {
-                            host,
-                            incarnation: Incarnation(number(row, 1)?),
-                        },
-                        offered_bytes: number(row, 2)?,
-                        silent_ms: left(now, row.get(3)?),
-                        left_ms: left(row.get(4)?, now),
-                    })
-                })?
-                .collect::<rusqlite::Result<_>>()?;
-            let mut query = transaction.prepare(&format!("{LEASE} ORDER BY id"))?;
-            let leases = query
-                .query_map([], |row| read_lease(row, now))?
-                .collect::<rusqlite::Result<_>>()?;
-            Ok(Picture { lenders, leases })
+    fn picture(&self) -> Result<Picture> {
+        self.once(|now| {
+            let mut query = now.sql.prepare(&format!("{LEASE} ORDER BY id"))?;
+            let leases = query.query_map([], |row| now.read_lease(row))?;
+            Ok(Picture {
+                lenders: now.lenders()?,
+                leases: leases.collect::<rusqlite::Result<_>>()?,
+            })
         })
     }
 }

@@ -80,7 +80,7 @@ pub enum Hurry {
 impl Hurry {
     /// Returns the urgency that the figures of one moment show.
     #[must_use]
-    pub const fn by(now: &Sample) -> Self {
+    pub fn by(now: &Sample) -> Self {
         let reserve = Judge::reserve(now.total_bytes);
         if now.available_bytes < reserve / 8 {
             Self::Now
@@ -133,33 +133,22 @@ impl Judge {
 
     /// Returns how many bytes a host with `total_bytes` of RAM keeps for itself.
     #[must_use]
-    pub const fn reserve(total_bytes: u64) -> u64 {
-        let part = total_bytes / RESERVE_PART;
-        if part > LEAST_RESERVE {
-            part
-        } else {
-            LEAST_RESERVE
-        }
+    pub fn reserve(total_bytes: u64) -> u64 {
+        LEAST_RESERVE.max(total_bytes / RESERVE_PART)
     }
 
     /// Decides by a new sample. `lent_bytes` bytes are lent (and so locked) now.
     pub fn judge(&mut self, now: Sample, lent_bytes: u64) -> Verdict {
         let before = self.looked.back().map(|(before, _)| *before);
         self.looked.push_back((now, lent_bytes));
-        while self
-            .looked
-            .front()
-            .is_some_and(|(first, _)| now.at.saturating_sub(first.at) > CALM)
-        {
-            self.looked.pop_front();
-        }
+        let is_recent = |look: &Sample| now.at.saturating_sub(look.at) <= CALM;
+        self.looked.retain(|(look, _)| is_recent(look));
         let reserve = Self::reserve(now.total_bytes);
         let beyond = lent_bytes.saturating_sub(self.max_bytes);
         let missing = self.recall(&now, reserve, lent_bytes);
-        let hurry = if missing > 0 {
-            Hurry::by(&now)
-        } else {
-            Hurry::No
+        let hurry = match missing {
+            0 => Hurry::No,
+            _ => Hurry::by(&now),
         };
         let recall_bytes = missing.max(beyond);
         // The smallest surplus of all recent samples counts, because memory that comes and goes is
@@ -169,9 +158,8 @@ impl Judge {
         // twice.
         let kept = reserve.saturating_add(now.beginning_bytes);
         let surplus = available.unwrap_or(0).saturating_sub(kept);
-        let busy = before
-            .and_then(|before| waits(&before, &now))
-            .or_else(|| waited(&now));
+        let busy = before.and_then(|before| waits(&before, &now));
+        let busy = busy.or_else(|| waited(&now));
         let (more, why) = match busy {
             Some(why) => (0, why),
             None if surplus < GRAIN => (
@@ -201,11 +189,8 @@ impl Judge {
         let soon = spare(now).saturating_sub(going);
         let too_little = spare(now) < reserve / 2;
         let all_wait = now.full_avg10.is_some_and(|percent| percent > BAD_FULL);
-        self.short = if too_little || all_wait {
-            self.short + 1
-        } else {
-            0
-        };
+        let is_short = too_little || all_wait;
+        self.short = if is_short { self.short + 1 } else { 0 };
         // A single sample may show a program that allocates and soon frees, so the host must be
         // short twice, if there is time for a second sample. The pace is measured over a longer
         // time anyway.

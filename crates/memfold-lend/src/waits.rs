@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use utoipa::ToSchema;
 
-use super::graph::is_swap_device;
+use super::graph::swap_device;
 
 /// Bounds of the latency histogram in nanoseconds. They match the fields of [`Waits`].
 const BOUNDS: [u64; 3] = [100_000_000, 1_000_000_000, 5_000_000_000];
@@ -28,19 +28,14 @@ pub struct Waits {
 /// Reads the counts from QEMU. If QEMU does not count yet, starts the counting and returns `None`.
 pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
     let all = qmp.query("query-blockstats")?;
-    let Some(device) = all
-        .as_array()
-        .and_then(|all| all.iter().find(|d| is_swap_device(d)))
-    else {
+    let Some(device) = swap_device(&all) else {
         return Ok(None);
     };
     let counted = read(&device["stats"]);
     if counted.is_none() {
         // Writes count like reads, because a guest that swaps out waits for memory to become free.
-        qmp.execute(
-            "block-latency-histogram-set",
-            json!({ "id": device["qdev"], "boundaries": BOUNDS }),
-        )?;
+        let histogram = json!({ "id": device["qdev"], "boundaries": BOUNDS });
+        qmp.execute("block-latency-histogram-set", histogram)?;
     }
     Ok(counted)
 }
@@ -54,12 +49,8 @@ fn read(stats: &Value) -> Option<Waits> {
         if histogram["boundaries"] != json!(BOUNDS) {
             return None;
         }
-        let bins: Vec<u64> = histogram["bins"]
-            .as_array()?
-            .iter()
-            .filter_map(Value::as_u64)
-            .collect();
-        let from = |bin: usize| bins.iter().skip(bin).sum::<u64>();
+        let bins = histogram["bins"].as_array()?;
+        let from = |bin: usize| bins.iter().skip(bin).filter_map(Value::as_u64).sum::<u64>();
         waits.requests += from(0);
         waits.over_100_ms += from(1);
         waits.over_1_s += from(2);

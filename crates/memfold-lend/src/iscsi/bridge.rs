@@ -7,18 +7,20 @@
 
 use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_vm::{Identity, Process};
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::retry_on_intr;
 use rustix::process::Pid;
 
-use super::super::connection::Wire;
-use super::super::export::write_key;
-use super::{LUN, Owned, at, ends_with_us, initiator_name, process, read_key, target_name};
-use crate::endpoint::{Address, Endpoint, Key, Transport};
+use super::{LUN, at, ends_with_us, initiator_name, process, target_name};
+use crate::child::{self, Owned};
+use crate::connection::Wire;
+use crate::endpoint::{Address, Endpoint, Key};
+use crate::files::{self, Removed};
 use crate::lease::LeaseId;
 
 /// Time limit for the bridge to become ready.
@@ -41,7 +43,9 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
     };
     let file = |end: &str| directory.join(format!("iscsi-{lease}.{end}"));
     let (socket, key_file, log_file) = (file("sock"), file("key"), file("log"));
-    write_key(&key_file, key)?;
+    // When this function returns, the bridge has read the key file, and nobody needs the log.
+    let _files = Removed(vec![key_file.clone(), log_file.clone()]);
+    key.write(&key_file)?;
     let log = std::fs::File::create(&log_file)?;
     let mut command = process("bridge")?;
     // The bridge lives as long as the VM, so it must not end with the daemon or the daemon's
@@ -56,71 +60,46 @@ pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Resul
         .stdout(Stdio::piped())
         .stderr(log)
         .spawn();
-    let left = socket.clone();
+    let left = Removed(vec![socket.clone()]);
     let told = spawned.and_then(|mut child| {
         let told = wait_ready(&mut child);
         if told.is_err() {
             // The call fails if the bridge has ended. qemu-nbd ends with the bridge.
             let _ = child.kill();
         }
-        // This thread reaps the child.
-        std::thread::Builder::new()
-            .name("iscsi-bridge".into())
-            .spawn(move || {
-                let _ = child.wait();
-                // A killed bridge leaves its socket behind.
-                let _ = std::fs::remove_file(left);
-            })
-            .map(drop)
-            .and(told)
+        // A killed bridge leaves its socket behind.
+        child::reap(child, || drop(left)).and(told)
     });
-    // The bridge has read the key file, and nobody needs the log any more.
     let said = std::fs::read(&log_file).unwrap_or_default();
-    let _ = std::fs::remove_file(&key_file);
-    let _ = std::fs::remove_file(&log_file);
     told.map_err(|error| {
         let said = String::from_utf8_lossy(&said[said.len().saturating_sub(LOG_TAIL)..]);
         io::Error::other(format!("{error}; it said: {}", said.trim()))
     })?;
-    Ok(Endpoint {
-        address: Address::Unix(socket),
-        key: None,
-        transport: Transport::Nbd,
-    })
+    Ok(Endpoint::unix(socket))
 }
 
 /// Waits for the line on the bridge's standard output that reports that the bridge is ready.
 fn wait_ready(child: &mut Child) -> io::Result<()> {
-    let mut output = child
-        .stdout
-        .take()
-        .ok_or_else(|| io::Error::other("no pipe"))?;
-    let patience = rustix::event::Timespec::try_from(READY).map_err(io::Error::other)?;
-    let mut fds = [PollFd::new(&output, PollFlags::IN)];
-    poll(&mut fds, Some(&patience))?;
-    let is_late = fds[0].revents().is_empty();
-    if is_late {
-        return Err(io::Error::other(format!(
-            "no session with the lender after {} s",
-            READY.as_secs()
-        )));
-    }
-    let mut byte = [0];
-    if output.read(&mut byte)? == 0 {
-        return Err(io::Error::other(
+    let output = child.stdout.as_mut();
+    let output = output.ok_or_else(|| io::Error::other("no pipe"))?;
+    let limit = READY.as_secs();
+    match child::first_line(output, READY) {
+        Ok(said) if said.is_empty() => Err(io::Error::other(
             "no session with the lender (needs qemu-nbd of qemu-utils, and QEMU's iscsi driver: apt install qemu-block-extra)",
-        ));
+        )),
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => Err(io::Error::other(format!(
+            "no session with the lender after {limit} s"
+        ))),
+        said => said.map(drop),
     }
-    Ok(())
 }
 
 /// Runs the bridge until its session or its client ends.
 pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<()> {
-    let key = read_key(key_file).map_err(at("its key"))?;
+    let key = Key::read(key_file).map_err(at("its key"))?;
     let secret = key_file.with_extension("secret");
-    let mut files = Left(vec![secret.clone()]);
-    write_secret(&secret, &key)?;
-    files.0.push(socket.to_owned());
+    let _files = Removed(vec![secret.clone(), socket.to_owned()]);
+    files::write_private(&secret, &key.hex)?;
     let mut server = Owned(start(portal, &key, &secret, socket)?);
     let process = Process::open(Identity::of(Pid::from_child(&server.0))?)?;
     let address = Address::Tcp {
@@ -142,8 +121,23 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
     };
     wire.keep_alive()?;
     // The session exists. Wait until no other initiator can log in.
+    wait_closed(portal, deadline, || wire.is_cut())?;
+    std::fs::remove_file(&secret)?;
+    println!("ready");
+    // If the session or qemu-nbd has ended, both must end.
+    let mut fds = [wire.poll_end(), PollFd::new(process.pidfd(), PollFlags::IN)];
+    retry_on_intr(|| poll(&mut fds, None))?;
+    Ok(())
+}
+
+/// Waits until no other initiator can log in beside a session.
+pub(crate) fn wait_closed(
+    portal: SocketAddr,
+    deadline: Instant,
+    has_ended: impl Fn() -> bool,
+) -> io::Result<()> {
     while !is_closed(portal)? {
-        if wire.is_cut() {
+        if has_ended() {
             return Err(io::Error::other("the session ended right after it began"));
         }
         if Instant::now() > deadline {
@@ -153,33 +147,12 @@ pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<(
         }
         std::thread::sleep(LOOK);
     }
-    std::fs::remove_file(&secret)?;
-    println!("ready");
-    loop {
-        let mut fds = [wire.poll_end(), PollFd::new(process.pidfd(), PollFlags::IN)];
-        match poll(&mut fds, None) {
-            // Either the session or qemu-nbd has ended, and both must end.
-            Ok(_) => return Ok(()),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
-struct Left(Vec<PathBuf>);
-
-impl Drop for Left {
-    fn drop(&mut self) {
-        for file in &self.0 {
-            // Most of the files have been removed already.
-            let _ = std::fs::remove_file(file);
-        }
-    }
+    Ok(())
 }
 
 /// Returns whether the lender accepts no more connections, as is the case during a session
 /// (`target`). A forwarder in between may accept a connection and then close it.
-pub(crate) fn is_closed(portal: SocketAddr) -> io::Result<bool> {
+fn is_closed(portal: SocketAddr) -> io::Result<bool> {
     let Ok(mut stream) = TcpStream::connect_timeout(&portal, PROBE) else {
         return Ok(true);
     };
@@ -191,17 +164,6 @@ pub(crate) fn is_closed(portal: SocketAddr) -> io::Result<bool> {
         )),
         Ok(()) => Ok(true),
     }
-}
-
-fn write_secret(path: &Path, key: &Key) -> io::Result<()> {
-    use std::io::Write as _;
-    use std::os::unix::fs::OpenOptionsExt as _;
-    let mut file = std::fs::File::options()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)?;
-    file.write_all(key.hex.as_bytes())
 }
 
 /// Returns a path as a value in QEMU's options, in which a comma is written twice.

@@ -24,12 +24,12 @@ pub mod target;
 pub mod tgt;
 
 use std::io;
-use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::time::Duration;
 
 use memfold_host::own_program;
 
+use super::child;
 use super::endpoint::Key;
 
 /// Prefix of the names of targets and initiators (RFC 3720, 3.2.6.3.1). Its domain is reserved (RFC
@@ -57,15 +57,9 @@ pub fn initiator_name(key: &Key) -> String {
 }
 
 /// Returns the command that starts a helper process of this program.
-pub(super) fn process(name: &str) -> io::Result<Command> {
-    let mut command = Command::new(own_program()?);
-    command
-        .args(["iscsi-process", name])
-        .current_dir("/")
-        // These variables belong to the daemon, not to its child processes (sd_notify(3)).
-        .env_remove("NOTIFY_SOCKET")
-        .env_remove("WATCHDOG_USEC")
-        .env_remove("WATCHDOG_PID");
+fn process(name: &str) -> io::Result<Command> {
+    let mut command = child::command(own_program()?);
+    command.args(["iscsi-process", name]);
     Ok(command)
 }
 
@@ -77,30 +71,6 @@ fn ends_with_us(program: &str) -> Command {
     command
 }
 
-/// A child process that is killed on drop.
-struct Owned(Child);
-
-impl Drop for Owned {
-    fn drop(&mut self) {
-        // The call fails only for a child that has ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// Reads a key file written by [`write_key`](super::export::write_key).
-fn read_key(path: &Path) -> io::Result<Key> {
-    let text = std::fs::read_to_string(path)?;
-    let (identity, hex) = text
-        .trim()
-        .split_once(':')
-        .ok_or_else(|| io::Error::other("the file contains no key"))?;
-    Ok(Key {
-        identity: identity.to_owned(),
-        hex: hex.to_owned(),
-    })
-}
-
 /// Returns a function that prefixes an error with `what`, the thing that failed.
 fn at(what: &str) -> impl FnOnce(io::Error) -> io::Error + '_ {
     move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
@@ -109,7 +79,6 @@ fn at(what: &str) -> impl FnOnce(io::Error) -> io::Error + '_ {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::export::write_key;
 
     #[test]
     fn an_iscsi_key_file_reads_back_equal_and_target_names_are_unique_to_the_lease() {
@@ -119,10 +88,10 @@ mod tests {
             identity: "lease-7".into(),
             hex: "0f".repeat(32),
         };
-        write_key(&path, &key).unwrap();
-        assert_eq!(read_key(&path).unwrap(), key);
+        key.write(&path).unwrap();
+        assert_eq!(Key::read(&path).unwrap(), key);
         std::fs::write(&path, "nothing").unwrap();
-        read_key(&path).unwrap_err();
+        Key::read(&path).unwrap_err();
         assert!(target_name(&key).ends_with(":lease-7"));
         assert_ne!(target_name(&key), initiator_name(&key));
     }

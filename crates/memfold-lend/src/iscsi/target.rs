@@ -1,7 +1,6 @@
 //! The helper process beside a lease's tgtd. The process allocates the memory and starts tgtd on
 //! it. Both end when the first session ends, when the daemon ends, or when tgtd is stopped.
 
-use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -13,12 +12,16 @@ use memfold_sys::locked::LockedFile;
 use memfold_vm::process::is_stopped;
 use memfold_vm::{Identity, Process};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use rustix::process::Pid;
-use serde::{Deserialize, Serialize};
 
-use super::super::connection::Wire;
 use super::tgt::{CONTROL, Tgt};
-use super::{LOOK, Owned, at, ends_with_us, process, read_key};
+use super::{LOOK, at, ends_with_us, process};
+use crate::child::Owned;
+use crate::connection::Wire;
+use crate::endpoint::Key;
+use crate::files;
+use crate::pressure::Sample;
 
 /// Time limit for tgtd to start.
 const START: Duration = Duration::from_secs(10);
@@ -44,25 +47,15 @@ impl Files {
     /// Returns the paths of all files that may exist.
     #[must_use]
     pub fn all(&self) -> Vec<PathBuf> {
-        let named = |end: &str| {
-            let mut path = self.socket.as_os_str().to_owned();
-            path.push(format!(".{CONTROL}{end}"));
-            PathBuf::from(path)
-        };
+        let control = Tgt::at(&self.socket).socket;
         vec![
             self.key.clone(),
             self.ready.clone(),
-            self.ready.with_extension("new"),
-            named(""),
-            named(".lock"),
+            self.ready.with_extension("part"),
+            control.with_extension(format!("{CONTROL}.lock")),
+            control,
         ]
     }
-}
-
-/// Contents of the file [`Files::ready`].
-#[derive(Debug, Serialize, Deserialize)]
-struct Ready {
-    tgtd: Identity,
 }
 
 /// Returns the command that starts the helper process. Its standard input must be the end of a pipe
@@ -77,7 +70,8 @@ pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Comm
         .arg("--socket")
         .arg(&files.socket)
         .arg("--ready")
-        .arg(&files.ready);
+        .arg(&files.ready)
+        .stdout(Stdio::null());
     Ok(command)
 }
 
@@ -86,19 +80,18 @@ pub fn ready(files: &Files) -> io::Result<Option<Process>> {
     let Ok(text) = std::fs::read(&files.ready) else {
         return Ok(None);
     };
-    let ready: Ready = serde_json::from_slice(&text).map_err(io::Error::other)?;
-    Process::open(ready.tgtd).map(Some)
+    Process::open(serde_json::from_slice::<Identity>(&text)?).map(Some)
 }
 
 /// Serves one session until it ends. Messages go to standard error.
 pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
-    let key = read_key(&files.key).map_err(at("its key"))?;
+    let key = Key::read(&files.key).map_err(at("its key"))?;
     let memory = allocate(bytes)?;
-    let mut tgtd = Owned(start_tgtd(portal, files, &memory)?);
+    let mut process = Owned(start_tgtd(portal, files, &memory)?);
     let tgt = Tgt::at(&files.socket);
     let deadline = Instant::now() + START;
     while !tgt.is_there() {
-        if let Some(status) = tgtd.0.try_wait()? {
+        if let Some(status) = process.0.try_wait()? {
             return Err(io::Error::other(format!("tgtd has ended ({status})")));
         }
         if Instant::now() > deadline {
@@ -112,14 +105,20 @@ pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
         "ALL".to_owned()
     };
     // tgtd opens the memory through its own standard input, because the memory's file has no name.
-    tgt.set_up(&key, Path::new("/proc/self/fd/0"), &from, &serial()?)?;
-    let server = Process::open(Identity::of(Pid::from_child(&tgtd.0))?)?;
-    write_ready(&files.ready, server.identity())?;
-    watch(&mut tgtd.0, &server, &tgt, portal)
+    // The serial number is random, so that no other disk has the same.
+    tgt.set_up(
+        &key,
+        Path::new("/proc/self/fd/0"),
+        &from,
+        &files::hex(&files::random::<6>()?),
+    )?;
+    let server = Process::open(Identity::of(Pid::from_child(&process.0))?)?;
+    files::write_json(&files.ready, &server.identity())?;
+    watch(&mut process.0, &server, &tgt, portal)
 }
 
 fn allocate(bytes: u64) -> io::Result<LockedFile> {
-    let available = crate::pressure::available_bytes(Path::new("/proc"))?;
+    let available = Sample::glance(Path::new("/proc"))?.available_bytes;
     if available < bytes.saturating_add(LEAVE) {
         return Err(io::Error::other(format!(
             "cannot lock {bytes} bytes: {available} are available on this host"
@@ -147,25 +146,6 @@ fn start_tgtd(portal: SocketAddr, files: &Files, memory: &LockedFile) -> io::Res
         .map_err(at("cannot start tgtd; install it (apt install tgt)"))
 }
 
-/// Returns a random serial number, so that no other disk has the same.
-fn serial() -> io::Result<String> {
-    use std::fmt::Write as _;
-    use std::io::Read as _;
-    let mut bytes = [0; 6];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    Ok(bytes.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a String cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    }))
-}
-
-fn write_ready(path: &Path, tgtd: Identity) -> io::Result<()> {
-    let new = path.with_extension("new");
-    std::fs::write(&new, serde_json::to_vec(&Ready { tgtd })?)?;
-    std::fs::rename(new, path)
-}
-
 fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> io::Result<()> {
     let input = io::stdin();
     let mut wires = Vec::new();
@@ -175,7 +155,8 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
         let patience = if is_taken { LOOK } else { FIRST };
         let mut fds = vec![PollFd::new(&input, PollFlags::IN)];
         fds.extend(wires.iter().map(Wire::poll_end));
-        wait(&mut fds, patience)?;
+        let limit = Timespec::try_from(patience).map_err(io::Error::other)?;
+        retry_on_intr(|| poll(&mut fds, Some(&limit)))?;
         let daemon_has_ended = !fds[0].revents().is_empty();
         let broken = fds[1..].iter().any(|fd| !fd.revents().is_empty());
         drop(fds);
@@ -213,13 +194,5 @@ fn watch(child: &mut Child, server: &Process, tgt: &Tgt, portal: SocketAddr) -> 
             wires = Wire::served_by(server, portal)?;
             wires.retain(|wire| !wire.is_cut());
         }
-    }
-}
-
-fn wait(fds: &mut [PollFd<'_>], patience: Duration) -> io::Result<()> {
-    let patience = Timespec::try_from(patience).map_err(io::Error::other)?;
-    match poll(fds, Some(&patience)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(error) => Err(error.into()),
     }
 }

@@ -40,7 +40,7 @@ const M_ACCOUNT: u32 = 7;
 /// Control socket of a tgtd.
 #[derive(Debug)]
 pub struct Tgt {
-    socket: PathBuf,
+    pub(super) socket: PathBuf,
 }
 
 impl Tgt {
@@ -96,9 +96,9 @@ impl Tgt {
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         stream.write_all(&request(operation, mode, lun, words))?;
-        let mut head = [0; 8];
-        stream.read_exact(&mut head)?;
-        let [error, length] = [0, 4].map(|at| u32_at(&head, at));
+        let mut head = [[0; 4]; 2];
+        stream.read_exact(head.as_flattened_mut())?;
+        let [error, length] = head.map(u32::from_ne_bytes);
         if error != 0 {
             // The message leaves out the request's words, which may contain a secret.
             return Err(io::Error::other(format!(
@@ -112,17 +112,12 @@ impl Tgt {
     }
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    let mut word = [0; 4];
-    word.copy_from_slice(&bytes[at..at + 4]);
-    u32::from_ne_bytes(word)
-}
-
 /// Returns a `struct tgtadm_req`, followed by the words and a zero byte.
 fn request(operation: u32, mode: u32, lun: u64, words: &str) -> Vec<u8> {
-    let behind = if words.is_empty() { 0 } else { words.len() + 1 };
-    let length = u32::try_from(REQUEST + behind).unwrap_or(u32::MAX);
-    let mut bytes = Vec::with_capacity(REQUEST + behind);
+    let end: &[u8] = if words.is_empty() { &[] } else { &[0] };
+    let length = REQUEST + words.len() + end.len();
+    let length = u32::try_from(length).unwrap_or(u32::MAX);
+    let mut bytes = Vec::new();
     bytes.extend(mode.to_ne_bytes());
     bytes.extend(operation.to_ne_bytes());
     let mut driver = [0; DRIVER];
@@ -133,11 +128,7 @@ fn request(operation: u32, mode: u32, lun: u64, words: &str) -> Vec<u8> {
     bytes.extend(0_u64.to_ne_bytes()); // sid
     bytes.extend(lun.to_ne_bytes());
     bytes.resize(REQUEST, 0); // cid, host_no, device_type, ac_dir, pack, force
-    if behind > 0 {
-        bytes.extend(words.as_bytes());
-        bytes.push(0);
-    }
-    bytes
+    [&bytes, words.as_bytes(), end].concat()
 }
 
 #[cfg(test)]

@@ -22,7 +22,6 @@
 //! swap disk does that.
 
 mod error;
-mod lent_disk;
 mod loan;
 mod run;
 pub mod session;
@@ -30,6 +29,5 @@ pub mod tools;
 mod volume;
 
 pub use error::LvmError;
-pub use lent_disk::{DATA_START, disk_bytes, is_lent, new_uuid};
-pub use loan::{Loan, Phase};
+pub use loan::{DATA_START, Loan, Phase, disk_bytes, is_lent, new_uuid};
 pub use volume::{Volume, is_swap};

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::super::iscsi::{LUN, bridge, target_name};
 use super::error::LvmError;
 use super::run::{failed, run, said};
 use crate::endpoint::Key;
+use crate::files;
+use crate::iscsi::{LUN, bridge, target_name};
 use crate::lease::Durability;
 
 /// Time limit for `iscsiadm`, which has its own, shorter time limits for hosts.
@@ -101,7 +102,7 @@ pub struct Session {
 
 /// Checks that open-iscsi is installed.
 pub fn check() -> Result<(), LvmError> {
-    iscsiadm(&["--version"]).map(drop)
+    iscsiadm(&["--version"])
 }
 
 /// Logs in to a target and returns its disk.
@@ -116,15 +117,8 @@ pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<Path
     let end = Instant::now() + READY;
     let device = scanned(&target.name, end).map_err(failed)?;
     // The disk must not be written before other initiators are locked out.
-    let is_alone = || bridge::is_closed(target.portal).map_err(|error| failed(error.to_string()));
-    while !is_alone()? {
-        if Instant::now() > end {
-            return Err(failed(
-                "the lender accepts other initiators beside this session".into(),
-            ));
-        }
-        std::thread::sleep(LOOK);
-    }
+    let closed = bridge::wait_closed(target.portal, end, || false);
+    closed.map_err(|error| failed(error.to_string()))?;
     limit_commands(&device, patience)?;
     Ok(device)
 }
@@ -192,12 +186,10 @@ fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
 /// only root can read. On a command line, all users of the host could read the secret.
 fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError> {
     node(target, &["--op", "new"])?;
-    let place = RECORDS
-        .iter()
-        .map(|place| Path::new(place).join(&target.name));
-    let file = place
-        .filter(|path| path.is_dir())
-        .find_map(|path| only_file(&path));
+    let mut records = RECORDS
+        .map(|place| Path::new(place).join(&target.name))
+        .into_iter();
+    let file = records.find_map(|path| only_file(&path));
     let file = file.ok_or_else(|| LvmError::Session {
         portal: target.portal,
         why: format!(
@@ -208,7 +200,9 @@ fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError
     })?;
     let change = || -> io::Result<()> {
         let text = std::fs::read_to_string(&file)?;
-        write_private(&file, &with_settings(&text, &settings(key, patience)))
+        let new = file.with_extension("new");
+        files::write_private(&new, &with_settings(&text, &settings(key, patience)))?;
+        std::fs::rename(new, &file)
     };
     change().map_err(|source| LvmError::Files {
         path: file.clone(),
@@ -217,8 +211,7 @@ fn record(target: &Target, key: &Key, patience: Patience) -> Result<(), LvmError
 }
 
 fn only_file(directory: &Path) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(directory).ok()?.flatten();
-    entries.map(|entry| entry.path()).find_map(|path| {
+    below(directory).find_map(|(_, path)| {
         if path.is_dir() {
             only_file(&path)
         } else {
@@ -227,27 +220,12 @@ fn only_file(directory: &Path) -> Option<PathBuf> {
     })
 }
 
-fn write_private(path: &Path, text: &str) -> io::Result<()> {
-    use std::io::Write as _;
-    use std::os::unix::fs::OpenOptionsExt as _;
-    let new = path.with_extension("new");
-    let mut file = std::fs::File::options()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&new)?;
-    file.write_all(text.as_bytes())?;
-    std::fs::rename(new, path)
-}
-
 /// Returns the settings of a target's record; `iscsid.conf(5)` explains them.
 fn settings(key: &Key, patience: Patience) -> Vec<(&'static str, String)> {
-    let mut all = vec![
-        ("node.session.auth.username", key.identity.clone()),
-        ("node.session.auth.password", key.hex.clone()),
-    ];
-    let fixed = [
+    let (ask, answer) = (patience.ask.to_string(), patience.answer.to_string());
+    let all = [
+        ("node.session.auth.username", key.identity.as_str()),
+        ("node.session.auth.password", &key.hex),
         // A lease does not survive a reboot of this host, so there must be no login at boot.
         ("node.startup", "manual"),
         ("node.session.auth.authmethod", "CHAP"),
@@ -262,35 +240,37 @@ fn settings(key: &Key, patience: Patience) -> Vec<(&'static str, String)> {
         ("node.session.err_timeo.abort_timeout", "3"),
         ("node.session.err_timeo.lu_reset_timeout", "3"),
         ("node.session.err_timeo.tgt_reset_timeout", "3"),
+        ("node.conn[0].timeo.noop_out_interval", &ask),
+        ("node.conn[0].timeo.noop_out_timeout", &answer),
     ];
-    all.extend(fixed.map(|(name, value)| (name, value.to_owned())));
-    let (ask, answer) = (patience.ask.to_string(), patience.answer.to_string());
-    all.push(("node.conn[0].timeo.noop_out_interval", ask));
-    all.push(("node.conn[0].timeo.noop_out_timeout", answer));
-    all
+    all.map(|(name, value)| (name, value.to_owned())).to_vec()
 }
 
 /// Replaces settings in the text of an open-iscsi record, and returns the new text.
 fn with_settings(record: &str, settings: &[(&str, String)]) -> String {
-    let name_of = |line: &str| line.split('=').next().unwrap_or("").trim().to_owned();
     let is_set = |line: &&str| {
-        let name = name_of(line);
+        let name = line.split('=').next().unwrap_or_default().trim();
         settings.iter().any(|(set, _)| *set == name)
     };
-    let (end, rest): (Vec<&str>, Vec<&str>) = record
-        .lines()
-        .filter(|line| !is_set(line))
-        .partition(|line| line.starts_with("# END RECORD"));
+    let others = record.lines().filter(|line| !is_set(line));
+    let (end, rest): (Vec<&str>, Vec<&str>) =
+        others.partition(|line| line.starts_with("# END RECORD"));
     let ours = settings
         .iter()
         .map(|(name, value)| format!("{name} = {value}"));
-    let lines: Vec<String> = rest
-        .into_iter()
-        .map(str::to_owned)
-        .chain(ours)
-        .chain(end.into_iter().map(str::to_owned))
-        .collect();
+    let ours: Vec<String> = ours.collect();
+    let ours = ours.iter().map(String::as_str);
+    let lines: Vec<&str> = rest.into_iter().chain(ours).chain(end).collect();
     lines.join("\n") + "\n"
+}
+
+/// Returns the entries of a directory: names and paths.
+fn below(directory: &Path) -> impl Iterator<Item = (String, PathBuf)> + use<> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.map(|entry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        (name, entry.path())
+    })
 }
 
 fn read(path: &Path) -> String {
@@ -298,8 +278,7 @@ fn read(path: &Path) -> String {
 }
 
 fn directory(sessions: &Path, name: &str) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(sessions).ok()?.flatten();
-    let mut paths = entries.map(|entry| entry.path());
+    let mut paths = below(sessions).map(|(_, path)| path);
     paths.find(|path| read(&path.join("targetname")).trim() == name)
 }
 
@@ -329,24 +308,12 @@ fn find(sessions: &Path, name: &str) -> Option<Session> {
 
 /// Returns the disk in `targetH:C:I/H:C:I:LUN/block/sdX` under a session's device.
 fn disk(session: &Path) -> Option<PathBuf> {
-    let below = |path: &Path| -> Vec<PathBuf> {
-        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-        entries.map(|entry| entry.path()).collect()
-    };
-    let is_named = |path: &PathBuf, test: &dyn Fn(&str) -> bool| {
-        path.file_name()
-            .and_then(|name| name.to_str())
-            .is_some_and(test)
-    };
     let unit = format!(":{LUN}");
-    let targets = below(session);
-    let targets = targets
-        .iter()
-        .filter(|path| is_named(path, &|name| name.starts_with("target")));
-    let mut units = targets.flat_map(|path| below(path));
-    let unit = units.find(|path| is_named(path, &|name| name.ends_with(&unit)))?;
-    let block = below(&unit.join("block")).into_iter().next()?;
-    Some(Path::new("/dev").join(block.file_name()?))
+    let targets = below(session).filter(|(name, _)| name.starts_with("target"));
+    let mut units = targets.flat_map(|(_, path)| below(&path));
+    let (_, unit) = units.find(|(name, _)| name.ends_with(&unit))?;
+    let (disk, _) = below(&unit.join("block")).next()?;
+    Some(Path::new("/dev").join(disk))
 }
 
 fn limit_commands(device: &Path, patience: Patience) -> Result<(), LvmError> {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use super::error::LvmError;
-use super::lent_disk::DATA_START;
+use super::loan::DATA_START;
 use super::run::{failed, run, said};
 use super::volume::Volume;
 
@@ -17,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(600);
 
 /// Checks that LVM is installed.
 pub fn check() -> Result<(), LvmError> {
-    lvm(&["version"]).map(drop)
+    lvm("version", &[])
 }
 
 /// A logical volume, as `lvs` reports it.
@@ -63,44 +63,26 @@ pub struct Physical {
 /// # Errors
 /// Fails with [`LvmError::NoVolume`] if the volume does not exist.
 pub fn logical(volume: &Volume) -> Result<Logical, LvmError> {
-    let place = volume.to_string();
+    let (group, name) = (&volume.group, &volume.name);
+    let select = format!("vg_name=\"{group}\" && lv_name=\"{name}\"");
     let fields = "lv_name,lv_layout,lv_size,vg_extent_size,lv_active,sync_percent";
-    let select = format!(
-        "vg_name=\"{}\" && lv_name=\"{}\"",
-        volume.group, volume.name
-    );
     // If the volume group does not exist, the report has no rows.
-    let words = report(&["lvs", "--select", &select, "-o", fields]);
-    let said = lvm(&words)?;
-    parse_logical(&said)
-        .map_err(|why| LvmError::Report {
-            command: format!("lvs {place}"),
-            why,
-        })?
-        .ok_or_else(|| LvmError::NoVolume(volume.clone()))
+    let logical = report(("lvs", &volume.to_string()), &select, fields, parse_logical)?;
+    logical.ok_or_else(|| LvmError::NoVolume(volume.clone()))
 }
 
 /// Returns all physical volumes of a group; empty if the group does not exist.
 pub fn physical(group: &str) -> Result<Vec<Physical>, LvmError> {
     let select = format!("vg_name=\"{group}\"");
     let fields = "pv_name,pv_uuid,pv_missing,pv_free,lv_name";
-    let words = report(&["pvs", "--select", &select, "-o", fields]);
-    let said = lvm(&words)?;
-    parse_physical(&said).map_err(|why| LvmError::Report {
-        command: "pvs".into(),
-        why,
-    })
+    report(("pvs", group), &select, fields, parse_physical)
 }
 
 /// Returns the device of the physical volume with this UUID, if it belongs to no group yet.
 pub fn orphan(uuid: &str) -> Result<Option<String>, LvmError> {
     let select = format!("pv_uuid=\"{uuid}\"");
-    let words = report(&["pvs", "--select", &select, "-o", "pv_name,vg_name"]);
-    let said = lvm(&words)?;
-    let rows = parse(&said, "pv").map_err(|why| LvmError::Report {
-        command: "pvs".into(),
-        why,
-    })?;
+    let parse = |said: &str| parse(said, "pv");
+    let rows = report(("pvs", uuid), &select, "pv_name,vg_name", parse)?;
     let orphan = rows.iter().find(|row| text(row, "vg_name") == Ok(""));
     Ok(orphan.and_then(|row| row.get("pv_name").cloned()))
 }
@@ -108,66 +90,44 @@ pub fn orphan(uuid: &str) -> Result<Option<String>, LvmError> {
 /// Makes a disk a physical volume of a group. The disk gets no metadata area, so that LVM never
 /// reads the group's metadata from a lender.
 pub fn add_disk(group: &str, device: &str, uuid: &str) -> Result<(), LvmError> {
-    let start = format!("{DATA_START}b");
-    lvm(&[
-        "pvcreate",
-        "--yes",
-        "--uuid",
-        uuid,
-        "--norestorefile",
-        "--metadatacopies",
-        "0",
-        "--dataalignment",
-        &start,
-        device,
-    ])?;
-    lvm(&["vgextend", group, device]).map(drop)
+    let options = format!("--metadatacopies 0 --dataalignment {DATA_START}b");
+    let create = format!("pvcreate --yes --norestorefile {options} --uuid");
+    lvm(&create, &[uuid, device])?;
+    lvm("vgextend", &[group, device])
 }
 
 /// Removes an unused disk from its group, and removes its physical volume label.
 pub fn remove_disk(group: &str, device: &str) -> Result<(), LvmError> {
-    lvm(&["vgreduce", group, device])?;
+    lvm("vgreduce", &[group, device])?;
     forget_disk(device)
 }
 
 /// Removes the physical volume label of a disk that is in no group.
 pub fn forget_disk(device: &str) -> Result<(), LvmError> {
-    lvm(&["pvremove", "--yes", device]).map(drop)
+    lvm("pvremove --yes", &[device])
 }
 
 /// Removes missing disks from their group. If `used` is set, also disks with images of mirrors;
 /// these images then have no disk.
 pub fn remove_missing(group: &str, used: bool) -> Result<(), LvmError> {
-    let mut words = vec!["vgreduce", "--yes", "--removemissing"];
-    if used {
-        words.push("--force");
-    }
-    words.push(group);
-    lvm(&words).map(drop)
+    let force = if used { " --force" } else { "" };
+    lvm(&format!("vgreduce --yes --removemissing{force}"), &[group])
 }
 
 /// Starts to convert a volume to a mirror whose second image is on `device`.
 pub fn add_image(volume: &Volume, device: &str) -> Result<(), LvmError> {
-    let place = volume.to_string();
     load("raid")?;
-    lvm(&[
-        "lvconvert",
-        "--yes",
-        "--type",
-        "raid1",
-        "--mirrors",
-        "1",
-        &place,
-        device,
-    ])?;
-    Ok(())
+    let convert = "lvconvert --yes --type raid1 --mirrors 1";
+    lvm(convert, &[&volume.to_string(), device])
 }
 
 /// Sets the minimum speed of a mirror's synchronization to 16 MiB/s, even while the volume is in
 /// use. The kernel's default is 1 MB/s.
 pub fn hurry(volume: &Volume) -> Result<(), LvmError> {
-    let place = volume.to_string();
-    lvm(&["lvchange", "--yes", "--minrecoveryrate", "16m", &place]).map(drop)
+    lvm(
+        "lvchange --yes --minrecoveryrate 16m",
+        &[&volume.to_string()],
+    )
 }
 
 /// Marks the images on these disks as write-mostly: the kernel reads from other images as long as
@@ -175,78 +135,79 @@ pub fn hurry(volume: &Volume) -> Result<(), LvmError> {
 pub fn write_mostly(volume: &Volume, devices: &[String]) -> Result<(), LvmError> {
     let place = volume.to_string();
     let marks: Vec<String> = devices.iter().map(|device| format!("{device}:y")).collect();
-    let mut words = vec!["lvchange", "--yes"];
-    for mark in &marks {
-        words.extend(["--writemostly", mark]);
-    }
-    words.push(&place);
-    lvm(&words).map(drop)
+    let marks = marks.iter().flat_map(|mark| ["--writemostly", mark]);
+    let values: Vec<&str> = marks.chain([&*place]).collect();
+    lvm("lvchange --yes", &values)
 }
 
 /// Removes the image of a mirror on `device`. If `device` is `None`, removes the image whose disk
 /// is missing.
 pub fn remove_image(volume: &Volume, device: Option<&str>) -> Result<(), LvmError> {
     let place = volume.to_string();
-    let mut words = vec!["lvconvert", "--yes", "--mirrors", "0", &place];
-    words.extend(device);
-    lvm(&words).map(drop)
+    let values: Vec<&str> = [&*place].into_iter().chain(device).collect();
+    lvm("lvconvert --yes --mirrors 0", &values)
 }
 
 /// Moves a volume's extents off `device`, to the disk `to` if it is given.
 pub fn move_off(volume: &Volume, device: &str, to: Option<&str>) -> Result<(), LvmError> {
     load("mirror")?;
-    let mut words = vec!["pvmove", "--yes", "--interval", "1", "--atomic", "--name"];
-    words.extend([volume.name.as_str(), device]);
-    words.extend(to);
-    lvm(&words).map(drop)
+    let values: Vec<&str> = [&*volume.name, device].into_iter().chain(to).collect();
+    lvm("pvmove --yes --interval 1 --atomic --name", &values)
 }
 
 /// Aborts an unfinished [`move_off`] a disk.
 pub fn stop_move(device: &str) -> Result<(), LvmError> {
-    lvm(&["pvmove", "--abort", device]).map(drop)
+    lvm("pvmove --abort", &[device])
 }
 
 /// Returns the health of a mirror's images in order, as the kernel reports it: `A` in sync, `a` not
 /// yet in sync, `D` failed (`Documentation/admin-guide/device-mapper/dm-raid.rst`). `None` if the
 /// volume is no mirror.
 pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
-    let device = volume.device();
-    let said = said_by("dmsetup", &["status", &device])?;
+    let said = said_by("dmsetup", "status", &[&volume.device()])?;
     // The line has the form: START LENGTH raid raid1 2 AA 1024/1024 idle 0 0 -
     let words: Vec<&str> = said.split_ascii_whitespace().collect();
-    let mirror = words.get(2..4) == Some(&["raid", "raid1"][..]);
-    Ok(words
-        .get(5)
-        .filter(|_| mirror)
-        .map(|images| (*images).to_owned()))
+    let is_mirror = words.get(2..4) == Some(&["raid", "raid1"]);
+    let images = words.get(5).filter(|_| is_mirror);
+    Ok(images.map(|images| (*images).to_owned()))
 }
 
 /// Makes the kernel load a device-mapper target (`raid`, `mirror`). LVM would run modprobe, which
 /// `ProtectKernelModules=` may forbid to a service; a load by the kernel itself is not forbidden.
 fn load(target: &str) -> Result<(), LvmError> {
-    said_by("dmsetup", &["target-version", target]).map(drop)
+    said_by("dmsetup", "target-version", &[target]).map(drop)
 }
 
-fn report<'a>(words: &[&'a str]) -> Vec<&'a str> {
-    let (command, rest) = words.split_at(1);
-    let mut all = command.to_vec();
-    all.extend(["--reportformat", "json", "--units", "b", "--nosuffix"]);
-    all.extend(rest);
-    all
+/// Runs a report of LVM (`lvs`, `pvs`) about `subject`, and parses it.
+fn report<T>(
+    (tool, subject): (&str, &str),
+    select: &str,
+    fields: &str,
+    parse: impl FnOnce(&str) -> Result<T, String>,
+) -> Result<T, LvmError> {
+    let options = format!("{tool} --reportformat json --units b --nosuffix --select");
+    let said = said_by("lvm", &options, &[select, "-o", fields])?;
+    parse(&said).map_err(|why| LvmError::Report {
+        command: format!("{tool} {subject}"),
+        why,
+    })
 }
 
-fn lvm(words: &[&str]) -> Result<String, LvmError> {
-    said_by("lvm", words)
+fn lvm(words: &str, values: &[&str]) -> Result<(), LvmError> {
+    said_by("lvm", words, values).map(drop)
 }
 
-fn said_by(program: &'static str, words: &[&str]) -> Result<String, LvmError> {
-    let output = run((program, "lvm2"), words, LIMIT)?;
+/// Runs a program with words that are separated by spaces, and with values, which may contain
+/// spaces. Returns what the program printed.
+fn said_by(program: &'static str, words: &str, values: &[&str]) -> Result<String, LvmError> {
+    let words: Vec<&str> = words.split(' ').chain(values.iter().copied()).collect();
+    let output = run((program, "lvm2"), &words, LIMIT)?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     let said = Some(said(&output)).filter(|said| !said.is_empty());
     let said = said.unwrap_or_else(|| output.status.to_string());
-    Err(failed(program, words, said))
+    Err(failed(program, &words, said))
 }
 
 type Row = BTreeMap<String, String>;
@@ -258,17 +219,16 @@ struct Report {
 
 fn parse(said: &str, kind: &str) -> Result<Vec<Row>, String> {
     let mut report: Report = serde_json::from_str(said).map_err(|error| error.to_string())?;
-    let rows = report
-        .report
-        .iter_mut()
-        .filter_map(|part| part.remove(kind));
-    Ok(rows.flatten().collect())
+    let parts = report.report.iter_mut();
+    Ok(parts
+        .filter_map(|part| part.remove(kind))
+        .flatten()
+        .collect())
 }
 
 fn text<'a>(row: &'a Row, field: &str) -> Result<&'a str, String> {
-    row.get(field)
-        .map(String::as_str)
-        .ok_or_else(|| format!("no {field}"))
+    let text = row.get(field).map(String::as_str);
+    text.ok_or_else(|| format!("no {field}"))
 }
 
 fn number<T: std::str::FromStr>(row: &Row, field: &str) -> Result<T, String> {

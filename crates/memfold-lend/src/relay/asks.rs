@@ -122,17 +122,17 @@ pub(super) fn begin(
     limits: Limits,
 ) -> io::Result<()> {
     let listener = UnixListener::bind(place(socket))?;
-    let each = move |asker: io::Result<UnixStream>| -> io::Result<()> {
-        let (asker, sums, patience) = (asker?, sums.clone(), patience.clone());
-        thread(move || {
-            if let Err(error) = answer(asker, &sums, &patience, limits) {
-                memfold_host::say!("cannot answer a client: {error}");
-            }
-        })
-    };
     thread(move || {
         for asker in listener.incoming() {
-            if let Err(error) = each(asker) {
+            let (sums, patience) = (sums.clone(), patience.clone());
+            let answering = |asker| {
+                thread(move || {
+                    if let Err(error) = answer(asker, &sums, &patience, limits) {
+                        memfold_host::say!("cannot answer a client: {error}");
+                    }
+                })
+            };
+            if let Err(error) = asker.and_then(answering) {
                 memfold_host::say!("cannot accept a client: {error}");
                 std::thread::sleep(Duration::from_secs(1));
             }

@@ -20,8 +20,7 @@
 pub mod asks;
 mod buffer;
 pub mod compare;
-mod ended;
-mod orders;
+mod messages;
 mod program;
 pub mod serve;
 pub mod start;
@@ -29,6 +28,5 @@ pub mod stream;
 pub mod stripes;
 pub mod sums;
 
-pub use ended::{Ended, Why};
-pub use orders::{Orders, Said};
+pub use messages::{Ended, Orders, Said, Why};
 pub use program::main;

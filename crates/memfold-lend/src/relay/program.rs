@@ -3,22 +3,20 @@
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{MlockAllFlags, mlockall};
 
-use super::super::nbd;
 use super::asks::{self, Patience};
 use super::compare::Limits;
-use super::ended::Ended;
-use super::orders::{Orders, Said};
+use super::messages::{Ended, Orders, Said};
 use super::serve::Relay;
 use super::stream::Stream;
 use super::stripes::Stripes;
 use super::sums::Sums;
+use crate::{child, files, nbd};
 
 /// Time limit for the client to connect and to do its handshake.
 const CLIENT: Duration = Duration::from_secs(10);
@@ -28,43 +26,6 @@ const CLIENT: Duration = Duration::from_secs(10);
 pub fn main() -> bool {
     // Core dumps must contain neither keys nor a guest's bytes. Writing the file may be forbidden.
     let _ = std::fs::write("/proc/self/coredump_filter", "0");
-    let served = ready().map(|(client, began)| {
-        let Began {
-            lenders,
-            stripes,
-            sums,
-            socket,
-            patience,
-            ..
-        } = began;
-        let mut relay = Relay::new(client, lenders, stripes, sums, patience);
-        let served = relay.serve();
-        if let Err(ended) = &served {
-            note(&socket, ended);
-        }
-        // The client's connection ends only now, after the record was written, so that a process
-        // that sees the connection's end finds the record.
-        drop(relay);
-        served.is_ok()
-    });
-    served.unwrap_or(false)
-}
-
-fn note(socket: &Path, ended: &Ended) {
-    let file = Ended::file(socket);
-    let part = file.with_extension("part");
-    let written = serde_json::to_vec(ended)
-        .map_err(io::Error::other)
-        .and_then(|text| std::fs::write(&part, text))
-        .and_then(|()| std::fs::rename(&part, &file));
-    if let Err(error) = written {
-        memfold_host::say!("{}: {error}; {}", file.display(), ended.what);
-    }
-}
-
-/// Starts the relay and waits for the client. Returns `None` if the relay has failed and reported
-/// the reason.
-fn ready() -> Option<(UnixStream, Began)> {
     let began = begin();
     let said = match &began {
         Ok(_) => Said::Ready,
@@ -73,45 +34,60 @@ fn ready() -> Option<(UnixStream, Began)> {
             why: error.to_string(),
         },
     };
-    let mut line = serde_json::to_vec(&said).unwrap_or_default();
-    line.push(b'\n');
-    let heard = io::stdout()
-        .write_all(&line)
-        .and_then(|()| io::stdout().flush());
-    let mut began = began.ok()?;
+    let line = serde_json::to_string(&said).unwrap_or_default() + "\n";
+    let mut output = io::stdout();
+    let heard = output.write_all(line.as_bytes()).and(output.flush());
+    let Ok(Began {
+        listener,
+        socket,
+        stripes,
+        relay,
+    }) = began
+    else {
+        return false;
+    };
     // If nobody reads the answer, no client will connect. The listener goes after the first client,
     // because the relay serves only one.
-    let client = began.listener.take();
-    let client =
-        client.map(|listener| heard.and_then(|()| accept(&listener, began.stripes.bytes)))?;
-    if let Err(error) = std::fs::remove_file(&began.socket) {
-        memfold_host::say!("{}: {error}", began.socket.display());
+    let client = heard.and_then(|()| accept(&listener, stripes.bytes));
+    drop(listener);
+    if let Err(error) = std::fs::remove_file(&socket) {
+        memfold_host::say!("{}: {error}", socket.display());
     }
-    match client {
-        Ok(client) => Some((client, began)),
+    let mut relay = match client {
+        Ok(client) => relay(client),
         Err(error) => {
             memfold_host::say!("no client: {error}");
-            None
+            return false;
+        }
+    };
+    let served = relay.serve();
+    if let Err(ended) = &served {
+        let file = Ended::file(&socket);
+        if let Err(error) = files::write_json(&file, ended) {
+            memfold_host::say!("{}: {error}; {}", file.display(), ended.what);
         }
     }
+    // The client's connection ends only now, after the record was written, so that a process that
+    // sees the connection's end finds the record.
+    drop(relay);
+    served.is_ok()
 }
 
 /// A started relay that waits for its client.
-struct Began {
-    listener: Option<UnixListener>,
-    lenders: Vec<Stream>,
-    stripes: Stripes,
-    sums: Arc<Sums>,
+struct Began<R> {
+    listener: UnixListener,
     socket: PathBuf,
-    patience: Arc<Patience>,
+    stripes: Stripes,
+    /// Makes the relay of a client.
+    relay: R,
 }
 
-fn begin() -> Result<Began, (Option<usize>, io::Error)> {
+/// Starts the relay. An error has the number of the lender at fault, if there is one.
+fn begin() -> Result<Began<impl FnOnce(UnixStream) -> Relay>, (Option<usize>, io::Error)> {
     let own = |error| (None, error);
     let mut orders = Vec::new();
     io::stdin().read_to_end(&mut orders).map_err(own)?;
-    let orders: Orders =
-        serde_json::from_slice(&orders).map_err(|error| own(io::Error::other(error)))?;
+    let orders: Orders = serde_json::from_slice(&orders).map_err(|error| own(error.into()))?;
     // Untouched pages are not locked and need no memory: checksums of unwritten blocks, and most of
     // the program.
     let locked = mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT);
@@ -131,27 +107,20 @@ fn begin() -> Result<Began, (Option<usize>, io::Error)> {
         let stream = Stream::open(endpoint, stripes.of_each(), patience.get());
         lenders.push(stream.map_err(|error| (Some(number), error))?);
     }
-    let listener = UnixListener::bind(&orders.socket).map_err(|error| {
-        own(io::Error::other(format!(
-            "{}: {error}",
-            orders.socket.display()
-        )))
-    })?;
-    asks::begin(&orders.socket, sums.clone(), patience.clone(), Limits::REAL).map_err(own)?;
+    let socket = orders.socket;
+    let listener = UnixListener::bind(&socket)
+        .map_err(|error| own(io::Error::other(format!("{}: {error}", socket.display()))))?;
+    asks::begin(&socket, sums.clone(), patience.clone(), Limits::REAL).map_err(own)?;
     Ok(Began {
-        listener: Some(listener),
-        lenders,
+        listener,
+        socket,
         stripes,
-        sums,
-        socket: orders.socket,
-        patience,
+        relay: move |client| Relay::new(client, lenders, stripes, sums, patience),
     })
 }
 
 fn accept(listener: &UnixListener, bytes: u64) -> io::Result<UnixStream> {
-    let patience = Timespec::try_from(CLIENT).map_err(io::Error::other)?;
-    let mut fds = [PollFd::new(listener, PollFlags::IN)];
-    if poll(&mut fds, Some(&patience))? == 0 {
+    if !child::is_readable(listener, CLIENT)? {
         return Err(io::ErrorKind::TimedOut.into());
     }
     let (mut client, _) = listener.accept()?;

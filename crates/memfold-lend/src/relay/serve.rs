@@ -14,6 +14,7 @@
 //!   other copy.
 
 use std::collections::VecDeque;
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,9 +26,9 @@ use super::super::nbd::{
 };
 use super::asks::Patience;
 use super::buffer::{Buffer, MOST, READ};
-use super::ended::{Ended, Why};
+use super::messages::{Ended, Why};
 use super::stream::Stream;
-use super::stripes::Stripes;
+use super::stripes::{Run, Stripes};
 use super::sums::Sums;
 
 /// Maximum number of bytes of requests in progress.
@@ -66,9 +67,7 @@ impl Waiting {
 #[derive(Debug)]
 struct Piece {
     number: u64,
-    is_read: bool,
-    at: u64,
-    length: u64,
+    run: Run,
     asked: Instant,
 }
 
@@ -84,13 +83,9 @@ struct Lender {
 /// Waits until a descriptor is ready. If `soon` is set, polls for the first [`SOON`] without
 /// sleeping.
 fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::io::Result<()> {
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
     let began = Instant::now();
     while soon && began.elapsed() < SOON {
-        if poll(fds, Some(&now))? > 0 {
+        if poll(fds, Some(&Timespec::default()))? > 0 {
             return Ok(());
         }
         // Another thread may need this core, for the lender's packets or a guest's virtual CPU.
@@ -191,10 +186,6 @@ impl Relay {
         Ok(())
     }
 
-    fn is_full(&self) -> bool {
-        self.bytes_under_way >= UNDER_WAY
-    }
-
     /// Waits until a socket is ready. Returns which sockets can be read: first the client's, then
     /// each lender's.
     fn look(&mut self) -> Result<Vec<bool>, Ended> {
@@ -209,15 +200,9 @@ impl Relay {
         for lender in &self.lenders {
             fds.push(PollFd::new(&lender.stream, wants(&lender.outbox, true)));
         }
-        let oldest = self
-            .lenders
-            .iter()
-            .filter_map(|l| l.asked.front())
-            .map(|p| p.asked);
-        let left = oldest
-            .min()
-            .map(|asked| self.told.saturating_sub(asked.elapsed()));
-        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        let oldest = self.lenders.iter().filter_map(|l| l.asked.front());
+        let left = oldest.map(|piece| self.told.saturating_sub(piece.asked.elapsed()));
+        let left = left.min().and_then(|left| Timespec::try_from(left).ok());
         let began = Instant::now();
         let soon = &mut self.soon[usize::from(left.is_some())];
         let looked = wait(&mut fds, left.as_ref(), *soon);
@@ -226,10 +211,8 @@ impl Relay {
             Ok(()) => {}
             Err(rustix::io::Errno::INTR) => return Ok(vec![false; fds.len()]),
             Err(error) => {
-                return Err(Ended::of_all(
-                    Why::Failed,
-                    format!("cannot watch the relay's sockets: {error}"),
-                ));
+                let what = format!("cannot watch the relay's sockets: {error}");
+                return Err(Ended::of(None, Why::Failed, what));
             }
         }
         let can_be_read = PollFlags::IN | PollFlags::HUP | PollFlags::ERR;
@@ -240,28 +223,26 @@ impl Relay {
     }
 
     fn hear_client(&mut self) {
-        match self.inbox.fill(&mut self.client, &mut self.scratch, false) {
-            Ok(false) => {}
-            // Requests of a client that has disconnected need no answer.
-            Ok(true) | Err(_) => self.leaves = true,
-        }
+        let filled = self.inbox.fill(&mut self.client, &mut self.scratch, false);
+        // Requests of a client that has disconnected need no answer.
+        self.leaves |= filled.unwrap_or(true);
     }
 
     fn hear_lender(&mut self, number: usize) -> Result<(), Ended> {
         let lender = &mut self.lenders[number];
         let ahead = lender.stream.reads_ahead();
-        let gone = |what: String| Ended::of(number, Why::Gone, what);
         let ended = lender
             .inbox
             .fill(&mut lender.stream, &mut self.scratch, ahead)
-            .map_err(|error| gone(format!("the connection to the lender has ended: {error}")))?;
+            .map_err(broken(number))?;
         while self.take_answer(number)? {}
         if self.lenders[number].inbox.rest().len() >= MOST {
             let what = "the lender sent more than was asked for".into();
             return Err(Ended::of(number, Why::Lied, what));
         }
         if ended {
-            return Err(gone("the lender closed the connection".into()));
+            let what = "the lender closed the connection".into();
+            return Err(Ended::of(number, Why::Gone, what));
         }
         Ok(())
     }
@@ -274,61 +255,35 @@ impl Relay {
         };
         let lie = |what: String| Ended::of(number, Why::Lied, what);
         let reply = Reply::decode(&head).map_err(|nonsense| lie(nonsense.to_string()))?;
-        let known = lender.asked.iter().position(|p| p.number == reply.cookie);
-        let Some(at) = known else {
+        let at = lender.asked.iter().position(|p| p.number == reply.cookie);
+        let index = self.waiting.iter().position(|w| w.number == reply.cookie);
+        let (Some(at), Some(index)) = (at, index) else {
             return Err(lie("the lender's answer does not match a request".into()));
         };
         if reply.error != 0 {
-            return Err(Ended::of(
-                number,
-                Why::Failed,
-                format!("the lender refused a request (NBD error {})", reply.error),
-            ));
+            let what = format!("the lender refused a request (NBD error {})", reply.error);
+            return Err(Ended::of(number, Why::Failed, what));
         }
-        let piece = &lender.asked[at];
-        let length = if piece.is_read {
-            usize::try_from(piece.length).unwrap_or(usize::MAX)
-        } else {
-            0
-        };
-        let Some(said) = lender
-            .inbox
-            .rest()
-            .get(REPLY_BYTES..)
-            .and_then(|rest| rest.get(..length))
-        else {
+        let (run, waiting) = (&lender.asked[at].run, &mut self.waiting[index]);
+        let is_read = waiting.request.command == Command::Read;
+        let whole = range(0, if is_read { run.length } else { 0 });
+        let rest = lender.inbox.rest().get(REPLY_BYTES..);
+        let Some(said) = rest.and_then(|rest| rest.get(whole.clone())) else {
             return Ok(false);
         };
-        let waiting = self
-            .waiting
-            .iter_mut()
-            .position(|w| w.number == reply.cookie);
-        let Some(index) = waiting else {
-            return Err(lie(
-                "the lender answered a request that does not exist".into()
-            ));
-        };
-        let waiting = &mut self.waiting[index];
-        if piece.is_read {
-            let request = waiting.request;
-            let chunks = self
-                .stripes
-                .chunks(request.offset, u64::from(request.length));
-            for chunk in chunks.filter(|chunk| chunk.lender == number) {
-                let from = range(chunk.at - piece.at, chunk.length);
+        if is_read {
+            for chunk in &run.chunks {
+                let from = range(chunk.at - run.at, chunk.length);
                 let into = &mut waiting.data[range(chunk.from, chunk.length)];
-                let first = (request.offset + chunk.from) / BLOCK_BYTES;
-                self.sums
-                    .checked(first, &said[from], into)
-                    .map_err(|block| {
-                        lie(format!(
-                            "block {block} of the disk differs from what was written"
-                        ))
-                    })?;
+                let first = (waiting.request.offset + chunk.from) / BLOCK_BYTES;
+                if let Err(block) = self.sums.checked(first, &said[from], into) {
+                    let what = format!("block {block} of the disk differs from what was written");
+                    return Err(lie(what));
+                }
             }
         }
         waiting.pieces -= 1;
-        lender.inbox.skip(REPLY_BYTES + length);
+        lender.inbox.skip(REPLY_BYTES + whole.end);
         lender.asked.remove(at);
         if waiting.pieces == 0 {
             let done = self.waiting.swap_remove(index);
@@ -356,12 +311,10 @@ impl Relay {
                 self.leaves = true;
                 return;
             };
-            let payload = if request.command == Command::Write {
-                request.length as usize
-            } else {
-                0
-            };
-            let whole = REQUEST_BYTES + payload;
+            let mut whole = REQUEST_BYTES;
+            if request.command == Command::Write {
+                whole += request.length as usize;
+            }
             if self.inbox.rest().len() < whole {
                 return;
             }
@@ -370,7 +323,7 @@ impl Relay {
                 self.answer(&request, EINVAL, &[]);
                 continue;
             }
-            if self.is_full() || self.waiting.iter().any(|w| w.meets(&request)) {
+            if self.bytes_under_way >= UNDER_WAY || self.waiting.iter().any(|w| w.meets(&request)) {
                 return;
             }
             match request.command {
@@ -378,8 +331,7 @@ impl Relay {
                     self.leaves = true;
                     return;
                 }
-                Command::Read => self.read(&request),
-                Command::Write => self.write(&request),
+                Command::Read | Command::Write => self.forward(&request),
                 Command::Trim | Command::WriteZeroes => {
                     self.sums.zeroed(
                         request.offset / BLOCK_BYTES,
@@ -395,52 +347,54 @@ impl Relay {
         }
     }
 
-    fn ask(&mut self, lender: usize, piece: Piece, command: Command) -> &mut Buffer {
-        let request = Request {
-            command,
-            cookie: piece.number,
-            offset: piece.at,
-            // The piece is never longer than the client's request.
-            length: u32::try_from(piece.length).unwrap_or(0),
-        };
-        let lender = &mut self.lenders[lender];
-        lender.asked.push_back(piece);
-        lender.outbox.bytes.extend_from_slice(&request.encode());
-        &mut lender.outbox
-    }
-
-    fn read(&mut self, request: &Request) {
-        let (offset, length) = (request.offset, u64::from(request.length));
+    /// Sends a read or a write to the lenders of its blocks, and leaves out lenders of which it
+    /// needs only zeroes.
+    fn forward(&mut self, request: &Request) {
+        let is_write = request.command == Command::Write;
         let number = self.next;
         self.next += 1;
         let mut pieces = 0;
-        for run in self.stripes.runs(offset, length) {
-            let mut chunks = self
-                .stripes
-                .chunks(offset, length)
-                .filter(|c| c.lender == run.lender);
-            let is_zero = chunks.all(|chunk| {
-                let first = (offset + chunk.from) / BLOCK_BYTES;
-                self.sums.are_zero(first, chunk.length / BLOCK_BYTES)
-            });
-            if is_zero {
+        // The data of a write follow the header in the inbox; the caller skips both.
+        let inbox = std::mem::take(&mut self.inbox);
+        let data = &inbox.rest()[REQUEST_BYTES..];
+        for run in self.stripes.runs(request.offset, u64::from(request.length)) {
+            let mut is_needed = false;
+            for chunk in &run.chunks {
+                let first = (request.offset + chunk.from) / BLOCK_BYTES;
+                is_needed |= if is_write {
+                    let data = &data[range(chunk.from, chunk.length)];
+                    self.sums.written(first, data)
+                } else {
+                    !self.sums.are_zero(first, chunk.length / BLOCK_BYTES)
+                };
+            }
+            if !is_needed {
                 continue;
             }
             pieces += 1;
-            let piece = Piece {
-                number,
-                is_read: true,
-                at: run.at,
-                length: run.length,
-                asked: Instant::now(),
+            let asked = Request {
+                command: request.command,
+                cookie: number,
+                offset: run.at,
+                // The run is never longer than the client's request.
+                length: u32::try_from(run.length).unwrap_or(0),
             };
-            self.ask(run.lender, piece, Command::Read);
+            let lender = &mut self.lenders[run.lender];
+            let outbox = &mut lender.outbox.bytes;
+            outbox.extend_from_slice(&asked.encode());
+            if is_write {
+                for chunk in &run.chunks {
+                    outbox.extend_from_slice(&data[range(chunk.from, chunk.length)]);
+                }
+            }
+            lender.asked.push_back(Piece {
+                number,
+                run,
+                asked: Instant::now(),
+            });
         }
-        let data = vec![0; request.length as usize];
-        self.wait_for(request, number, pieces, data);
-    }
-
-    fn wait_for(&mut self, request: &Request, number: u64, pieces: usize, data: Vec<u8>) {
+        self.inbox = inbox;
+        let data = vec![0; if is_write { 0 } else { request.length as usize }];
         if pieces == 0 {
             self.answer(request, 0, &data);
             return;
@@ -454,59 +408,12 @@ impl Relay {
         });
     }
 
-    fn write(&mut self, request: &Request) {
-        let (offset, length) = (request.offset, u64::from(request.length));
-        let number = self.next;
-        self.next += 1;
-        let mut pieces = 0;
-        // The data follow the header in the inbox; the caller skips both.
-        let inbox = std::mem::take(&mut self.inbox);
-        let data = &inbox.rest()[REQUEST_BYTES..];
-        for run in self.stripes.runs(offset, length) {
-            let chunks: Vec<_> = self
-                .stripes
-                .chunks(offset, length)
-                .filter(|c| c.lender == run.lender)
-                .collect();
-            let mut is_kept = false;
-            for chunk in &chunks {
-                let first = (offset + chunk.from) / BLOCK_BYTES;
-                is_kept |= self
-                    .sums
-                    .written(first, &data[range(chunk.from, chunk.length)]);
-            }
-            if !is_kept {
-                continue;
-            }
-            pieces += 1;
-            let piece = Piece {
-                number,
-                is_read: false,
-                at: run.at,
-                length: run.length,
-                asked: Instant::now(),
-            };
-            let outbox = self.ask(run.lender, piece, Command::Write);
-            for chunk in &chunks {
-                outbox
-                    .bytes
-                    .extend_from_slice(&data[range(chunk.from, chunk.length)]);
-            }
-        }
-        self.inbox = inbox;
-        self.wait_for(request, number, pieces, Vec::new());
-    }
-
     fn send(&mut self) -> Result<(), Ended> {
         for (number, lender) in self.lenders.iter_mut().enumerate() {
-            lender.outbox.drain(&mut lender.stream).map_err(|error| {
-                let what = format!("the connection to the lender has ended: {error}");
-                Ended::of(number, Why::Gone, what)
-            })?;
+            let sent = lender.outbox.drain(&mut lender.stream);
+            sent.map_err(broken(number))?;
         }
-        if self.outbox.drain(&mut self.client).is_err() {
-            self.leaves = true;
-        }
+        self.leaves |= self.outbox.drain(&mut self.client).is_err();
         Ok(())
     }
 
@@ -555,6 +462,14 @@ impl Relay {
         }
         // If the answers cannot be sent, the end of the connection tells the client.
         let _ = self.outbox.drain(&mut self.client);
+    }
+}
+
+/// Returns how to report that the connection to a lender is broken.
+fn broken(lender: usize) -> impl FnOnce(io::Error) -> Ended {
+    move |error| {
+        let what = format!("the connection to the lender has ended: {error}");
+        Ended::of(lender, Why::Gone, what)
     }
 }
 

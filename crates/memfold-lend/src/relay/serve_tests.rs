@@ -10,8 +10,8 @@ use super::super::super::connection::PATIENCE;
 use super::super::super::export::{Export, ExportError};
 use super::*;
 use crate::endpoint::Address;
+use crate::endpoint::{Listen, TcpListen};
 use crate::lease::LeaseId;
-use crate::listen::{Listen, TcpListen};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -444,7 +444,7 @@ fn changed_memory_of_an_nbdkit_export_is_detected_over_unix_sockets_and_tls() {
             exports.push(export);
         }
         let open =
-            |export: &Export| Stream::open(export.endpoint(), stripes.of_each(), PATIENCE).unwrap();
+            |export: &Export| Stream::open(&export.endpoint, stripes.of_each(), PATIENCE).unwrap();
         let mut served = Served::new(exports.iter().map(open).collect(), stripes.bytes);
         let data = pattern(256, 9);
         for mib in 0..6 {
@@ -499,7 +499,7 @@ fn lent_blocks_are_encrypted_on_the_way_to_another_host() {
         let Some(export) = exported(directory.path(), listen, id, MIB) else {
             return;
         };
-        let mut endpoint = export.endpoint().clone();
+        let mut endpoint = export.endpoint.clone();
         let taps: JoinHandle<Receiver<Vec<u8>>> = match &mut endpoint.address {
             Address::Unix(path) => {
                 let far = UnixStream::connect(&*path).unwrap();
@@ -560,14 +560,14 @@ fn a_lender_with_a_wrong_key_or_a_smaller_export_is_refused() {
     let Some(export) = exported(directory.path(), tcp, 1, MIB) else {
         return;
     };
-    let small = Stream::open(export.endpoint(), 2 * MIB, PATIENCE).unwrap_err();
+    let small = Stream::open(&export.endpoint, 2 * MIB, PATIENCE).unwrap_err();
     assert!(small.to_string().contains("were lent"), "{small}");
     let Some(export) = exported(directory.path(), tcp, 2, MIB) else {
         return;
     };
-    let mut endpoint = export.endpoint().clone();
+    let mut endpoint = export.endpoint.clone();
     endpoint.key.as_mut().unwrap().hex = "0f".repeat(32);
     let stranger = Stream::open(&endpoint, MIB, PATIENCE).unwrap_err();
     assert!(stranger.to_string().contains("TLS"), "{stranger}");
-    Stream::open(export.endpoint(), MIB, PATIENCE).unwrap();
+    Stream::open(&export.endpoint, MIB, PATIENCE).unwrap();
 }

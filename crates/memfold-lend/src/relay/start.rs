@@ -5,19 +5,18 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Child, Stdio};
+use std::time::Duration;
 
 use memfold_sys::session;
 use memfold_vm::process::is_stopped;
 use memfold_vm::{Identity, Process};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
 use super::asks::{self, Answer, Ask};
-use super::ended::Ended;
-use super::orders::{Orders, Said};
+use super::messages::{Ended, Orders, Said};
+use crate::{child, files};
 
 /// Time limit for a relay to connect to all lenders. Each lender may take 3 s for each of a few
 /// answers.
@@ -77,30 +76,26 @@ pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, Rela
     };
     // A daemon that was killed before QEMU connected has left sockets behind.
     remove_sockets(orders);
-    let mut command = Command::new(program);
-    command
+    let mut command = child::command(program);
+    let mut child = session::detach(&mut command)
         .arg("relay")
-        .current_dir("/")
-        // These variables belong to the daemon, not to a relay (sd_notify(3)).
-        .env_remove("NOTIFY_SOCKET")
-        .env_remove("WATCHDOG_USEC")
-        .env_remove("WATCHDOG_PID")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
-        .stderr(log);
-    let mut child = session::detach(&mut command).spawn().map_err(failed)?;
-    let begun = instruct(&mut child, orders);
-    let running = begun.and_then(|said| match said {
-        Said::Ready => identity(&child).map_err(failed),
-        Said::Failed { lender, why } => Err(RelayError::Failed { lender, why }),
-    });
+        .stderr(log)
+        .spawn()
+        .map_err(failed)?;
+    let running = match instruct(&mut child, orders) {
+        Ok(Said::Ready) => Identity::of(Pid::from_child(&child)).map_err(failed),
+        Ok(Said::Failed { lender, why }) => Err(RelayError::Failed { lender, why }),
+        Err(why) => Err(RelayError::Failed { lender: None, why }),
+    };
     match running {
         Ok(process) => {
-            reap(child);
-            Ok(Running {
-                process,
-                socket: orders.socket.clone(),
-            })
+            if let Err(error) = child::reap(child, || ()) {
+                tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process; no action is needed");
+            }
+            let socket = orders.socket.clone();
+            Ok(Running { process, socket })
         }
         Err(error) => {
             // The call fails only for a child that has ended.
@@ -118,58 +113,23 @@ fn remove_sockets(orders: &Orders) {
     }
 }
 
-fn identity(child: &Child) -> io::Result<Identity> {
-    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-    Identity::of(pid.ok_or_else(|| io::Error::other("the relay has no process number"))?)
-}
-
-fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, RelayError> {
-    let failed = |why: String| RelayError::Failed { lender: None, why };
-    let text = serde_json::to_vec(orders).map_err(|error| failed(error.to_string()))?;
-    if let Some(mut input) = child.stdin.take() {
-        // If the write fails, the relay has ended and reports the reason itself.
-        let _ = input.write_all(&text);
-    }
-    let mut said = Vec::new();
-    let end = Instant::now() + READY;
-    if let Some(mut output) = child.stdout.take() {
-        while !said.ends_with(b"\n") && said.len() < MAX_SAID {
-            let left = end.saturating_duration_since(Instant::now());
-            let left = Timespec::try_from(left).map_err(|error| failed(error.to_string()))?;
-            let mut fds = [PollFd::new(&output, PollFlags::IN)];
-            match poll(&mut fds, Some(&left)) {
-                Ok(0) => {
-                    return Err(failed(format!(
-                        "no connection to all lenders in {} s",
-                        READY.as_secs()
-                    )));
-                }
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(failed(error.to_string())),
-            }
-            let mut some = [0; 512];
-            match output.read(&mut some) {
-                Ok(0) => break,
-                Ok(count) => said.extend_from_slice(&some[..count]),
-                Err(error) => return Err(failed(error.to_string())),
-            }
+fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, String> {
+    let text = serde_json::to_vec(orders).map_err(|error| error.to_string())?;
+    let (Some(mut input), Some(mut output)) = (child.stdin.take(), child.stdout.take()) else {
+        return Err("the relay has no pipes".into());
+    };
+    // If the write fails, the relay has ended and reports the reason itself.
+    let _ = input.write_all(&text);
+    drop(input);
+    let said = child::first_line(&mut output, READY).map_err(|error| match error.kind() {
+        io::ErrorKind::TimedOut => {
+            format!("no connection to all lenders in {} s", READY.as_secs())
         }
-    }
+        _ => error.to_string(),
+    })?;
     serde_json::from_slice(&said).map_err(|_| {
-        failed(
-            "the relay ended without a message; relay.log in the VM's directory may say why".into(),
-        )
+        "the relay ended without a message; relay.log in the VM's directory may say why".into()
     })
-}
-
-/// Reaps the child in a thread of its own, so that it never stays a zombie.
-fn reap(mut child: Child) {
-    let thread = std::thread::Builder::new()
-        .name("reap-relay".into())
-        .spawn(move || child.wait());
-    if let Err(error) = thread {
-        tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process; no action is needed");
-    }
 }
 
 impl Running {
@@ -210,11 +170,8 @@ impl Running {
         let file = Ended::file(&self.socket);
         let said = std::fs::read(&file).ok();
         for file in [&file, &self.socket, &asks::place(&self.socket)] {
-            match std::fs::remove_file(file) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended relay process; remove the file by hand");
-                }
-                _ => {}
+            if let Err(error) = files::remove(file) {
+                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended relay process; remove the file by hand");
             }
         }
         serde_json::from_slice(&said?).ok()

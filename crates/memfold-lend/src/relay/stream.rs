@@ -24,20 +24,12 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const SUITES: &str = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 
 /// A connection to a lender.
+#[derive(Debug)]
 pub enum Stream {
     /// Unix socket of a lender on this host.
     Unix(UnixStream),
     /// TLS connection to a lender on another host.
     Tls(SslStream<TcpStream>),
-}
-
-impl std::fmt::Debug for Stream {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Unix(_) => "Unix socket",
-            Self::Tls(_) => "TLS",
-        })
-    }
 }
 
 impl Stream {
@@ -105,7 +97,7 @@ impl Stream {
 /// Starts TLS 1.3 with this pre-shared key only. A server that shows a certificate instead is
 /// refused, because no CA is trusted here.
 fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
-    let secret = unhex(&key.hex).ok_or_else(|| io::Error::other("the lease's key is not valid"))?;
+    let secret = secret(key)?;
     let identity = key.identity.clone();
     let mut context = SslContext::builder(SslMethod::tls_client())?;
     context.set_min_proto_version(Some(SslVersion::TLS1_3))?;
@@ -138,16 +130,11 @@ fn tls(stream: TcpStream, key: &Key) -> io::Result<SslStream<TcpStream>> {
     Ok(stream)
 }
 
-fn unhex(hex: &str) -> Option<Vec<u8>> {
-    let digits: Option<Vec<u32>> = hex.chars().map(|digit| digit.to_digit(16)).collect();
-    let pairs = digits?;
-    pairs
-        .chunks(2)
-        .map(|pair| match pair {
-            [high, low] => u8::try_from(high * 16 + low).ok(),
-            _ => None,
-        })
-        .collect()
+/// Returns the key's 32 bytes, which are written in hexadecimal digits as a hash is.
+fn secret(key: &Key) -> io::Result<[u8; 32]> {
+    let secret = blake3::Hash::from_hex(&key.hex);
+    let secret = secret.map_err(|_| io::Error::other("the lease's key is not valid"))?;
+    Ok(secret.into())
 }
 
 impl Read for Stream {
@@ -190,9 +177,15 @@ mod tests {
 
     #[test]
     fn a_key_is_decoded_from_hexadecimal_digits() {
-        assert_eq!(unhex("00ffA5"), Some(vec![0, 255, 165]));
-        for bad in ["0", "0g", "é"] {
-            assert_eq!(unhex(bad), None, "{bad}");
+        let read = |hex: String| {
+            let identity = "lease-7".into();
+            secret(&Key { identity, hex }).ok()
+        };
+        let mut bytes = [0x1f; 32];
+        bytes[..3].copy_from_slice(&[0, 255, 165]);
+        assert_eq!(read(format!("00ffA5{}", "1f".repeat(29))), Some(bytes));
+        for bad in ["", "0", "0g", "é", "0000"] {
+            assert_eq!(read(format!("{bad}{}", "1f".repeat(31))), None, "{bad}");
         }
     }
 }

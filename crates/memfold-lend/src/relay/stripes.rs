@@ -45,7 +45,7 @@ pub struct Chunk {
 }
 
 /// One lender's part of a request, which is contiguous at the lender.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
     /// Number of the lender that has the run.
     pub lender: usize,
@@ -53,6 +53,8 @@ pub struct Run {
     pub at: u64,
     /// Length of the run in bytes.
     pub length: u64,
+    /// Parts of the run that are contiguous on the disk, in the order of the disk.
+    pub chunks: Vec<Chunk>,
 }
 
 impl Stripes {
@@ -99,11 +101,15 @@ impl Stripes {
         let mut runs: Vec<Run> = Vec::new();
         for chunk in self.chunks(offset, length) {
             match runs.iter_mut().find(|run| run.lender == chunk.lender) {
-                Some(run) => run.length += chunk.length,
+                Some(run) => {
+                    run.length += chunk.length;
+                    run.chunks.push(chunk);
+                }
                 None => runs.push(Run {
                     lender: chunk.lender,
                     at: chunk.at,
                     length: chunk.length,
+                    chunks: vec![chunk],
                 }),
             }
         }

@@ -12,7 +12,7 @@
 //! One thread writes the checksums. Another may read them at the same time without locking
 //! ([`compare`](super::compare)).
 
-use std::io::{self, Read};
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use zerocopy::FromZeros;
@@ -45,8 +45,7 @@ impl Sums {
     /// # Errors
     /// Fails if no random key or no memory is available.
     pub fn new(bytes: u64) -> io::Result<Self> {
-        let mut key = [0; blake3::KEY_LEN];
-        std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
+        let key = crate::files::random()?;
         let blocks = usize::try_from(bytes / u64::from(BLOCK)).map_err(io::Error::other)?;
         // This memory is zero, and the kernel allocates it only when it is written.
         let of = <[AtomicU64]>::new_box_zeroed_with_elems(blocks)
@@ -82,9 +81,8 @@ impl Sums {
 
     fn sum(&self, block: &[u8]) -> u64 {
         let hash = blake3::keyed_hash(&self.key, block);
-        let mut first = [0; 8];
-        first.copy_from_slice(&hash.as_bytes()[..8]);
-        u64::from_le_bytes(first).max(1)
+        let first = hash.as_bytes().first_chunk();
+        first.map_or(1, |first| u64::from_le_bytes(*first).max(1))
     }
 
     /// Records the data that were written from `block` on. Returns whether a lender must store any
