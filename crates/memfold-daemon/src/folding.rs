@@ -11,6 +11,7 @@ use memfold_fold::{Command, Engine, EngineSettings, EngineStats, Owed, VmStats};
 use parking_lot::Mutex;
 
 use crate::error::DaemonError;
+use crate::threads;
 use crate::vm_registry::VmRegistry;
 
 /// Time limit for the engine's answer while the engine waits for a VM that does not answer.
@@ -40,9 +41,7 @@ impl Folding {
     ) -> io::Result<Self> {
         settings.max_mappings = max_map_count().unwrap_or(settings.max_mappings);
         let (commands, receiver) = sync_channel(MAILBOX);
-        std::thread::Builder::new()
-            .name("fold-engine".into())
-            .spawn(move || Engine::new(settings).run(&receiver))?;
+        threads::begin("fold-engine", move || Engine::new(settings).run(&receiver))?;
         Ok(Self {
             registry,
             commands,
@@ -129,14 +128,7 @@ impl Folding {
                 Err(RecvTimeoutError::Disconnected) => return Err(ended()),
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            let is_late = asked.elapsed() >= PATIENCE;
-            if is_late
-                && self
-                    .registry
-                    .machines()
-                    .iter()
-                    .any(|vm| vm.is_silent().is_some())
-            {
+            if asked.elapsed() >= PATIENCE && self.registry.has_silent() {
                 return Ok(None);
             }
         }

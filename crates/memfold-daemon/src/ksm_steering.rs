@@ -26,14 +26,15 @@ use memfold_ksm::{
 };
 use memfold_snapshot::SnapshotError;
 use memfold_vm::{MergeChoice, VmSpec};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm};
 use crate::debt::DebtWatch;
 use crate::error::DaemonError;
-use crate::locks::{Rank, Ranked};
-use crate::vm_registry::{StartRight, VmRegistry};
+use crate::locks::{MergingRight, StartRight};
+use crate::threads;
+use crate::vm_registry::VmRegistry;
 
 mod steered;
 
@@ -65,7 +66,7 @@ enum Still<'a> {
 impl Drop for Still<'_> {
     fn drop(&mut self) {
         if let Self::Steered(steering) = self {
-            if let Some(steered) = &mut *steering.steered() {
+            if let Some(steered) = &mut *steering.steered.lock() {
                 steered.saving = false;
                 steered.look(&steering.ours(&steered.domain));
             }
@@ -77,8 +78,7 @@ impl Drop for Still<'_> {
 pub(crate) struct MergingStops<'a> {
     _still: Still<'a>,
     /// Admits one live save at a time: the end of one save would resume KSM during another.
-    _alone: MutexGuard<'a, ()>,
-    _rank: Ranked,
+    _alone: MergingRight<'a>,
 }
 
 /// Restores KSM's settings if an earlier daemon died while it steered KSM.
@@ -114,17 +114,13 @@ impl KsmSteering {
         }
     }
 
-    fn steered(&self) -> MutexGuard<'_, Option<SteeredKsm>> {
-        self.steered.lock()
-    }
-
     fn ours(&self, domain: &str) -> Ours {
         let machines = self.registry.machines();
         let pids = |members: bool| {
             let wanted = machines
                 .iter()
                 .filter(|m| (m.domain() == Some(domain)) == members);
-            wanted.map(|m| m.pid().as_raw_nonzero().get()).collect()
+            wanted.map(|m| m.raw_pid()).collect()
         };
         Ours {
             members: pids(true),
@@ -137,15 +133,13 @@ impl KsmSteering {
     /// # Errors
     ///
     /// [`DaemonError::Merging`] while a VM is saved live.
-    fn alone(&self) -> Result<(MutexGuard<'_, ()>, Ranked), DaemonError> {
-        let rank = Ranked::begin(Rank::Merging);
-        let alone = self.merging.try_lock().ok_or_else(|| {
+    fn alone(&self) -> Result<MergingRight<'_>, DaemonError> {
+        MergingRight::try_take(|| self.merging.try_lock()).ok_or_else(|| {
             refused(
                 "a VM is being saved live, and KSM must be stopped meanwhile",
                 "wait until the snapshot is complete",
             )
-        })?;
-        Ok((alone, rank))
+        })
     }
 
     /// Returns the state of KSM on this host, and of its steering.
@@ -156,11 +150,11 @@ impl KsmSteering {
             .iter()
             .map(|m| {
                 let vm = (m.name().to_owned(), m.domain().map(str::to_owned));
-                (m.pid().as_raw_nonzero().get(), vm)
+                (m.raw_pid(), vm)
             })
             .collect();
         let mut overview = Overview::now(Some(&names))?;
-        overview.steering = self.steered().as_ref().map(SteeredKsm::view);
+        overview.steering = self.steered.lock().as_ref().map(SteeredKsm::view);
         Ok(overview)
     }
 
@@ -194,7 +188,7 @@ impl KsmSteering {
                 "leave out --advisor, or use Linux 6.8 or newer",
             ));
         }
-        let mut steered = self.steered();
+        let mut steered = self.steered.lock();
         if let Some(old) = &*steered {
             if old.domain != domain {
                 return Err(refused(
@@ -222,9 +216,7 @@ impl KsmSteering {
         *steered = Some(new);
         drop(steered);
         let steering = Arc::downgrade(self);
-        std::thread::Builder::new()
-            .name("ksm-steer".into())
-            .spawn(move || keep_steering(&steering, began))
+        threads::begin("ksm-steer", move || keep_steering(&steering, began))
             .map_err(|_| DaemonError::Internal("no thread to steer KSM"))?;
         self.overview()
     }
@@ -239,7 +231,7 @@ impl KsmSteering {
         let machines = self.registry.machines();
         let vm = |process: &Process| {
             let mut vms = machines.iter();
-            vms.find(|m| m.pid().as_raw_nonzero().get() == process.pid)
+            vms.find(|m| m.raw_pid() == process.pid)
         };
         let mut domains: BTreeMap<&str, &str> = BTreeMap::new();
         for process in &mergeable {
@@ -296,7 +288,7 @@ impl KsmSteering {
     /// Ends steering, and unmerges all pages if the request says so.
     pub fn stop(&self, request: &KsmStopRequest) -> Result<Overview, DaemonError> {
         let _alone = self.alone()?;
-        let Some(old) = self.steered().take() else {
+        let Some(old) = self.steered.lock().take() else {
             return Err(refused(
                 "this daemon does not steer KSM",
                 "run 'memfold ksm start' to steer KSM; to stop KSM that another program runs: echo 0 > /sys/kernel/mm/ksm/run",
@@ -312,7 +304,7 @@ impl KsmSteering {
 
     /// Ends steering and restores KSM's settings, because the daemon ends.
     pub(crate) fn end(&self) {
-        if let Some(old) = self.steered().take() {
+        if let Some(old) = self.steered.lock().take() {
             match old.guard.restore() {
                 Ok(()) => info!(
                     domain = old.domain,
@@ -327,7 +319,7 @@ impl KsmSteering {
 
     /// Returns whether this daemon steers KSM.
     pub(crate) fn is_steered(&self) -> bool {
-        self.steered().is_some()
+        self.steered.lock().is_some()
     }
 
     /// Explains why a VM's memory merges, or why it does not.
@@ -342,7 +334,7 @@ impl KsmSteering {
                 .map(|block| (block.hva.0, block.hva.add_pages(block.pages).0))
                 .collect(),
         };
-        let steered = self.steered().as_ref().map(|steered| Steered {
+        let steered = self.steered.lock().as_ref().map(|steered| Steered {
             domain: steered.domain.clone(),
             held: steered.still(),
             scans: steered.scans(),
@@ -350,7 +342,7 @@ impl KsmSteering {
         let facts = Facts::read(
             &Controls::default(),
             Path::new("/proc"),
-            machine.pid().as_raw_nonzero().get(),
+            machine.raw_pid(),
             Some(&known),
             steered,
         )?;
@@ -360,7 +352,7 @@ impl KsmSteering {
     /// Excludes the memory of a VM that is about to be started from KSM, if KSM is steered for
     /// another trust domain. The `StartRight` prevents steering from beginning at the same time.
     pub(crate) fn keep_from_merging(&self, spec: &mut VmSpec, _: &StartRight<'_>) {
-        let mut steered = self.steered();
+        let mut steered = self.steered.lock();
         let Some(steered) = &mut *steered else { return };
         if spec.merges() && spec.domain.as_ref() != Some(&steered.domain) {
             info!(
@@ -376,7 +368,7 @@ impl KsmSteering {
     /// Stops KSM's merging because of the brake (`why`: the brake's reason), or resumes it
     /// (`None`).
     pub(crate) fn brake(&self, why: Option<String>) {
-        if let Some(steered) = &mut *self.steered() {
+        if let Some(steered) = &mut *self.steered.lock() {
             // The reason stays as it was when the brake came on: its figures change each second,
             // and each change would be logged.
             if steered.braked.is_some() != why.is_some() {
@@ -392,8 +384,7 @@ impl KsmSteering {
     ///
     /// [`SnapshotError::Impossible`] if KSM cannot be stopped within 60 s.
     pub(crate) fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
-        let rank = Ranked::begin(Rank::Merging);
-        let alone = self.merging.lock();
+        let alone = MergingRight::take(|| self.merging.lock());
         let end = Instant::now() + MERGING_PATIENCE;
         loop {
             match self.still(&alone) {
@@ -401,7 +392,6 @@ impl KsmSteering {
                     return Ok(MergingStops {
                         _still: still,
                         _alone: alone,
-                        _rank: rank,
                     });
                 }
                 // Another daemon may be saving a VM live; its save soon ends.
@@ -418,8 +408,8 @@ impl KsmSteering {
         }
     }
 
-    fn still(&self, _: &MutexGuard<'_, ()>) -> Result<Still<'_>, KsmError> {
-        if let Some(steered) = &mut *self.steered() {
+    fn still(&self, _: &MergingRight<'_>) -> Result<Still<'_>, KsmError> {
+        if let Some(steered) = &mut *self.steered.lock() {
             if steered.controls.number("run")? == Some(1) {
                 steered.stop()?;
             }
@@ -443,12 +433,12 @@ fn keep_steering(steering: &Weak<KsmSteering>, began: Instant) {
         let Some(steering) = steering.upgrade() else {
             return;
         };
-        let domain = match &*steering.steered() {
+        let domain = match &*steering.steered.lock() {
             Some(steered) if steered.began == began => steered.domain.clone(),
             _ => return,
         };
         let ours = steering.ours(&domain);
-        match &mut *steering.steered() {
+        match &mut *steering.steered.lock() {
             Some(steered) if steered.began == began => steered.look(&ours),
             _ => return,
         }

@@ -11,11 +11,11 @@ use memfold_host::{chain, helper};
 use memfold_lend::registry::check_bytes;
 use memfold_lend::{Lender, LenderOptions, LenderStatus, Transport};
 use memfold_vm::boot_id;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, state_error};
 use crate::json_file::write_json;
 use crate::leases::Leases;
 
@@ -115,10 +115,6 @@ impl Lending {
         }
     }
 
-    fn lender(&self) -> MutexGuard<'_, Option<Lender>> {
-        self.lender.lock()
-    }
-
     /// Sets the number of this host's guests that are short of memory.
     pub(crate) fn set_short_guests(&self, count: u32) {
         self.short_guests.store(count, Ordering::Relaxed);
@@ -126,7 +122,7 @@ impl Lending {
 
     /// Ends all exports of lent memory.
     pub(crate) fn shut_down(&self) {
-        drop(self.lender().take());
+        drop(self.lender.lock().take());
     }
 
     /// Begins to lend memory, or changes the amount. If the new amount is lower, leases above it
@@ -137,10 +133,10 @@ impl Lending {
         check_server(request.transport)?;
         // If the registry cannot be used, this request fails instead of the lender's thread. The
         // lender is not locked meanwhile, so that status requests do not wait.
-        if self.lender().as_ref().is_none_or(Lender::has_ended) {
+        if self.lender.lock().as_ref().is_none_or(Lender::has_ended) {
             self.leases.picture()?;
         }
-        let mut lender = self.lender();
+        let mut lender = self.lender.lock();
         if let Some(old) = lender.as_ref().filter(|old| !old.has_ended()) {
             let status = old.status();
             let listens = self.lender_options(request)?.listen.to_string();
@@ -214,12 +210,8 @@ impl Lending {
 
     fn start_lender(&self, request: &LendRequest) -> Result<Lender, DaemonError> {
         let options = self.lender_options(request)?;
-        Lender::start(options, self.leases.registry().clone()).map_err(|source| {
-            DaemonError::State {
-                path: self.directory.clone(),
-                source,
-            }
-        })
+        let started = Lender::start(options, self.leases.registry().clone());
+        started.map_err(state_error(&self.directory))
     }
 
     /// Begins to lend at the daemon's start, according to [`Lending::to_lend`].
@@ -242,7 +234,7 @@ impl Lending {
         match self.start_lender(&request) {
             Ok(lender) => {
                 // A request may have started another lender in the meantime.
-                self.lender().get_or_insert(lender);
+                self.lender.lock().get_or_insert(lender);
             }
             Err(error) => warn!(
                 error = chain(&error),
@@ -255,7 +247,7 @@ impl Lending {
     /// lend.
     pub fn stop(&self) -> Option<LenderStatus> {
         self.note_lending(None);
-        let lender = self.lender();
+        let lender = self.lender.lock();
         let lender = lender.as_ref()?;
         lender.end();
         Some(lender.status())
@@ -264,7 +256,7 @@ impl Lending {
     /// Ends lending because the daemon ends; the next daemon resumes lending. Borrowers get time to
     /// return the memory, until `hurry` returns `true`.
     pub fn end(&self, hurry: &dyn Fn() -> bool) {
-        let lender = self.lender().take();
+        let lender = self.lender.lock().take();
         if let Some(lender) = lender {
             lender.end_and_wait(hurry);
         }
@@ -272,7 +264,7 @@ impl Lending {
 
     /// Returns the status of lending; `None` if this host does not lend and will not.
     pub fn status(&self) -> Option<LenderStatus> {
-        let mut lender = self.lender();
+        let mut lender = self.lender.lock();
         // A lender that has ended stays only to report its problem: another daemon lends under this
         // host name.
         if lender

@@ -19,7 +19,7 @@ use memfold_vm::{
     SegmentSpec, Vm, VmConditions,
 };
 use memfold_wire::library::Advice;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
@@ -30,12 +30,13 @@ use crate::error::DaemonError;
 use crate::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
 use crate::run_state::RunState;
 
+mod agent_ready;
 mod clock;
 mod info;
 mod library_watch;
 pub(crate) mod pauses;
 mod renewal;
-pub(crate) mod rights;
+mod rights;
 mod room;
 mod running;
 mod unfolded;
@@ -196,10 +197,6 @@ impl Machine {
         Ok(machine)
     }
 
-    fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock()
-    }
-
     fn tell(&self, command: Command) {
         // Sending fails only if the engine has ended, which happens when the daemon ends.
         let _ = self.commands.send(command);
@@ -229,7 +226,7 @@ impl Machine {
 
     /// Returns the layout of the VM's RAM.
     pub(crate) fn layout(&self) -> RamLayout {
-        self.seen().layout.clone()
+        self.seen.lock().layout.clone()
     }
 
     /// Reads the RAM layout and the conditions for folding again, and tells the fold engine about
@@ -254,7 +251,7 @@ impl Machine {
             }
         };
         let (changed, before) = {
-            let mut seen = self.seen();
+            let mut seen = self.seen.lock();
             let changed = seen.layout != layout;
             seen.layout = layout.clone();
             let before = std::mem::replace(&mut seen.conditions, conditions.clone());
@@ -290,7 +287,8 @@ impl Machine {
 
     fn fold_problems(&self) -> Vec<String> {
         let conditions = self
-            .seen()
+            .seen
+            .lock()
             .conditions
             .fold
             .iter()
@@ -346,6 +344,11 @@ impl Machine {
         self.vm.pid()
     }
 
+    /// Returns the number of QEMU's process.
+    pub fn raw_pid(&self) -> i32 {
+        self.pid().as_raw_nonzero().get()
+    }
+
     /// Returns whether QEMU's process has ended. The registry still lists the VM for a moment then.
     pub fn has_exited(&self) -> bool {
         self.vm.process().has_exited().unwrap_or(false)
@@ -387,7 +390,7 @@ impl Machine {
 
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
         let layout = self.layout();
-        let pid = self.pid().as_raw_nonzero().get();
+        let pid = self.raw_pid();
         let segments = self.segment_identities().into_iter();
         let segments: Vec<StoreIdentity> = segments.map(|(_, identity)| identity).collect();
         let domain = self.domain.as_deref();
@@ -460,7 +463,7 @@ impl Machine {
 
     /// Returns the number of pages of the VM's RAM.
     pub fn ram_pages(&self) -> u64 {
-        self.seen().layout.pages()
+        self.seen.lock().layout.pages()
     }
 
     pub fn take_inventory(&self) -> Result<(), AgentError> {
@@ -474,6 +477,14 @@ impl Machine {
 
 /// Largest output of a short command, in bytes.
 const SHORT: usize = 4096;
+
+/// Returns whether the agent's connection was lost, so that a caller may try again.
+pub(crate) const fn is_disconnected(error: &AgentError) -> bool {
+    matches!(
+        error,
+        AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)
+    )
+}
 
 fn library_words(error: &LibraryError) -> String {
     format!("cannot reach memfold's library in QEMU: {error}")

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use memfold_segment::Shelf;
+use parking_lot::RwLock;
 
 use crate::debt::DebtWatch;
 use crate::debt::brake::DebtBrake;
@@ -51,24 +52,25 @@ impl Mechanisms {
         let debt = Arc::new(DebtWatch::new(options.brake));
         let ksm = Arc::new(KsmSteering::new(registry.clone(), debt.clone()));
         let needed = Arc::new(AtomicU64::default());
-        let brake = DebtBrake::new(
-            registry.clone(),
-            folding.clone(),
-            debt.clone(),
-            ksm.clone(),
-            needed.clone(),
-        );
+        let brake = DebtBrake {
+            registry: registry.clone(),
+            folding: folding.clone(),
+            debt: debt.clone(),
+            ksm: ksm.clone(),
+            needed: needed.clone(),
+        };
         let leases = Arc::new(Leases::open(options)?);
         let lending = Lending::new(leases.clone(), state, options.lend.clone(), needed);
         let swap_disks = SwapDisks::new(registry.clone(), leases.clone());
         let swap_volumes = SwapVolumes::new(leases.clone(), state);
-        let shelf = Shelf::open(&options.segments, &state.join("pinned"));
-        let segments = Segments::new(
-            registry.clone(),
-            folding.clone(),
-            (shelf, snapshots.clone()),
-            snapshot_locks.clone(),
-        );
+        let segments = Segments {
+            registry: registry.clone(),
+            folding: folding.clone(),
+            shelf: Shelf::open(&options.segments, &state.join("pinned")),
+            snapshots: snapshots.clone(),
+            locks: snapshot_locks.clone(),
+            removing: RwLock::default(),
+        };
         Ok(Self {
             folding,
             debt,

@@ -23,13 +23,9 @@ use utoipa::ToSchema;
 
 use crate::error::DaemonError;
 use crate::events::{Beside, Seen, changes};
-use crate::leases::Leases;
-use crate::lending::Lending;
 use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
-use crate::snapshot_directory::SnapshotDirectory;
-use crate::thread_cpu::thread_cpu;
-use crate::vm_registry::VmRegistry;
+use crate::threads::{self, thread_cpu};
 use crate::vms::Vms;
 
 /// Shortest time between two samples for the history.
@@ -148,11 +144,8 @@ fn now_unix_s() -> i64 {
 /// Takes samples, and writes them to the history.
 #[derive(Debug)]
 pub struct Sampling {
-    registry: Arc<VmRegistry>,
+    below: Arc<Mechanisms>,
     vms: Arc<Vms>,
-    leases: Arc<Leases>,
-    lending: Arc<Lending>,
-    snapshots: Arc<SnapshotDirectory>,
     reports: Arc<Reports>,
     samples: Arc<Samples>,
 }
@@ -160,17 +153,14 @@ pub struct Sampling {
 impl Sampling {
     /// Creates the service. `history`: the history's file; `None`: no history is kept.
     pub(crate) fn new(
-        below: &Mechanisms,
+        below: Arc<Mechanisms>,
         vms: Arc<Vms>,
         reports: Arc<Reports>,
         history: Option<&Path>,
     ) -> Self {
         Self {
-            registry: below.registry.clone(),
+            below,
             vms,
-            leases: below.leases.clone(),
-            lending: below.lending.clone(),
-            snapshots: below.snapshots.clone(),
             reports,
             samples: Arc::new(Samples::new(history)),
         }
@@ -178,10 +168,7 @@ impl Sampling {
 
     pub(crate) fn begin(self: &Arc<Self>) -> Result<(), DaemonError> {
         let (sampling, samples) = (Arc::downgrade(self), self.samples.clone());
-        std::thread::Builder::new()
-            .name("sampling".into())
-            .spawn(move || sample_on(&sampling, &samples))
-            .map(drop)
+        threads::begin("sampling", move || sample_on(&sampling, &samples))
             .map_err(|_| DaemonError::Internal("no thread to take samples"))
     }
 
@@ -230,7 +217,7 @@ impl Sampling {
 
     /// Returns the growth of memory during the last day, for each VM with enough samples.
     pub(crate) fn growths(&self) -> Growths {
-        let names = self.registry.names();
+        let names = self.below.registry.names();
         let of = |name: String| {
             let series = self.history_of(Some(&name), KEEP_FINE_S, KEEP_FINE_S / 30);
             let found = growth(&series.ok()?)?;
@@ -250,10 +237,10 @@ impl Sampling {
         let report = self.reports.report()?;
         let beside = Beside {
             vms: self.vms.list(),
-            distrusted: self.leases.lies().0,
+            distrusted: self.below.leases.lies().0,
             borrowed: self.reports.borrowed(),
-            lending: self.lending.status(),
-            snapshots: self.snapshots.names().ok(),
+            lending: self.below.lending.status(),
+            snapshots: self.below.snapshots.names().ok(),
         };
         let seen = Seen::of(&report, &beside);
         let events = last.as_ref().map_or_else(

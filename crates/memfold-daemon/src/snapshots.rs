@@ -7,15 +7,8 @@ use memfold_snapshot::{Manifest, SnapshotError, SnapshotInfo, Step, restore};
 use parking_lot::Mutex;
 use rustix::process::Pid;
 
-use crate::debt::DebtWatch;
 use crate::error::DaemonError;
-use crate::folding::Folding;
-use crate::ksm_steering::KsmSteering;
 use crate::mechanisms::Mechanisms;
-use crate::segments::Segments;
-use crate::snapshot_directory::SnapshotDirectory;
-use crate::snapshot_locks::SnapshotLocks;
-use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
 mod candidates;
@@ -34,15 +27,8 @@ pub(crate) use self::trial::clear as clear_trials;
 /// The snapshots of this host, and the operations on them.
 #[derive(Debug)]
 pub struct Snapshots {
-    registry: Arc<VmRegistry>,
-    folding: Arc<Folding>,
-    ksm: Arc<KsmSteering>,
-    debt: Arc<DebtWatch>,
-    segments: Arc<Segments>,
+    below: Arc<Mechanisms>,
     vms: Arc<Vms>,
-    directory: Arc<SnapshotDirectory>,
-    /// Locks and progress of operations on snapshots.
-    locks: Arc<SnapshotLocks>,
     /// Held while a VM is restored whose guest cannot renew its identity.
     twins: Mutex<()>,
     /// Throughput of the disk with the snapshot directory, in bytes a second, and when it was
@@ -51,16 +37,10 @@ pub struct Snapshots {
 }
 
 impl Snapshots {
-    pub(crate) fn new(below: &Mechanisms, vms: Arc<Vms>) -> Self {
+    pub(crate) fn new(below: Arc<Mechanisms>, vms: Arc<Vms>) -> Self {
         Self {
-            registry: below.registry.clone(),
-            folding: below.folding.clone(),
-            ksm: below.ksm.clone(),
-            debt: below.debt.clone(),
-            segments: below.segments.clone(),
+            below,
             vms,
-            directory: below.snapshots.clone(),
-            locks: below.snapshot_locks.clone(),
             twins: Mutex::default(),
             disk_speed: Mutex::default(),
         }
@@ -69,35 +49,36 @@ impl Snapshots {
     /// Returns the progress of the most recent operation on a snapshot; `None` if no operation uses
     /// it.
     pub fn progress(&self, name: &str) -> Option<Step> {
-        self.locks.now(name)
+        self.below.snapshot_locks.now(name)
     }
 
     /// Returns all snapshots, with the VMs that run from them.
     pub fn list(&self) -> Result<Vec<SnapshotInfo>, DaemonError> {
         let names = self
-            .directory
+            .below
+            .snapshots
             .names()
             .map_err(|source| SnapshotError::Files {
-                path: self.directory.root().to_owned(),
+                path: self.below.snapshots.root().to_owned(),
                 source,
             })?;
         let in_maps = names
             .iter()
-            .map(|name| restore::in_maps(&self.directory, name).unwrap_or_default());
+            .map(|name| restore::in_maps(&self.below.snapshots, name).unwrap_or_default());
         let users = restore::users_of_each(&in_maps.collect::<Vec<_>>())?;
         let infos = names.iter().zip(&users);
         Ok(infos.map(|(name, pids)| self.info(name, pids)).collect())
     }
 
     fn info(&self, name: &str, pids: &[Pid]) -> SnapshotInfo {
-        let manifest = self.directory.manifest(name);
-        let machines = self.registry.machines();
+        let manifest = self.below.snapshots.manifest(name);
+        let machines = self.below.registry.machines();
         let users = machines
             .iter()
             .filter(|m| pids.contains(&m.pid()))
             .map(|m| m.name().to_owned())
             .collect();
-        let disk_bytes = self.directory.disk_bytes(name).unwrap_or(0);
+        let disk_bytes = self.below.snapshots.disk_bytes(name).unwrap_or(0);
         match manifest {
             Ok(manifest) => SnapshotInfo {
                 name: name.to_owned(),
@@ -124,6 +105,6 @@ impl Snapshots {
 
     /// Returns the manifest of a snapshot.
     pub fn manifest(&self, name: &str) -> Result<Manifest, DaemonError> {
-        Ok(self.directory.manifest(name)?)
+        Ok(self.below.snapshots.manifest(name)?)
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use memfold_api::{Borrowed, VmSwap};
 use memfold_lend::graph::Part;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use self::guard::Guard;
 use crate::leases::Leases;
@@ -53,16 +53,12 @@ impl SwapDisks {
         }
     }
 
-    fn guards(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Guard>>> {
-        self.guards.lock()
-    }
-
     fn guard(&self, vm: &str) -> Option<Arc<Guard>> {
-        self.guards().get(vm).cloned()
+        self.guards.lock().get(vm).cloned()
     }
 
     fn all(&self) -> Vec<Arc<Guard>> {
-        self.guards().values().cloned().collect()
+        self.guards.lock().values().cloned().collect()
     }
 
     /// Returns all loans of VMs.
@@ -72,7 +68,7 @@ impl SwapDisks {
 
     /// Returns the lent swap disks and their places, by the VM's name.
     pub(crate) fn swaps(&self) -> BTreeMap<String, VmSwap> {
-        let guards = self.guards();
+        let guards = self.guards.lock();
         let swap = |(vm, guard): (&String, &Arc<Guard>)| (vm.clone(), guard.swap());
         guards.iter().map(swap).collect()
     }
@@ -97,7 +93,7 @@ impl SwapDisks {
     /// Stops watching loans. The loans stay until their leases end, or until the next daemon
     /// continues them.
     pub(crate) fn stop(&self) {
-        for guard in self.guards().values() {
+        for guard in self.guards.lock().values() {
             guard.stop();
         }
     }

@@ -23,14 +23,10 @@ use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::debt::brake::DebtBrake;
 use crate::error::DaemonError;
-use crate::folding::Folding;
-use crate::ksm_steering::KsmSteering;
 use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
 use crate::sampling::Sampling;
-use crate::vm_registry::VmRegistry;
 
 mod estimate_facts;
 
@@ -109,10 +105,7 @@ type Cached<T> = Mutex<Option<(Instant, T)>>;
 /// Makes views of memory for user interfaces, and caches them.
 #[derive(Debug)]
 pub struct Views {
-    registry: Arc<VmRegistry>,
-    folding: Arc<Folding>,
-    brake: Arc<DebtBrake>,
-    ksm: Arc<KsmSteering>,
+    below: Arc<Mechanisms>,
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
     maps: Mutex<BTreeMap<(String, u64), (Instant, MemoryMap)>>,
@@ -145,12 +138,13 @@ fn fresh<T: Clone>(
 }
 
 impl Views {
-    pub(crate) fn new(below: &Mechanisms, reports: Arc<Reports>, sampling: Arc<Sampling>) -> Self {
+    pub(crate) fn new(
+        below: Arc<Mechanisms>,
+        reports: Arc<Reports>,
+        sampling: Arc<Sampling>,
+    ) -> Self {
         Self {
-            registry: below.registry.clone(),
-            folding: below.folding.clone(),
-            brake: below.brake.clone(),
-            ksm: below.ksm.clone(),
+            below,
             reports,
             sampling,
             maps: Mutex::default(),
@@ -169,13 +163,13 @@ impl Views {
     }
 
     fn store_identities(&self) -> Result<Vec<StoreIdentity>, DaemonError> {
-        let fold = self.folding.stats()?;
+        let fold = self.below.folding.stats()?;
         Ok(fold.domains.iter().map(DomainStats::store).collect())
     }
 
     /// Returns a VM's RAM as a map of about `cells` cells.
     pub fn memory_map(&self, name: &str, cells: u64) -> Result<MemoryMap, DaemonError> {
-        let machine = self.registry.machine(name)?;
+        let machine = self.below.registry.machine(name)?;
         let mut maps = self.maps.lock();
         maps.retain(|_, (made, _)| made.elapsed() < MEMORY_LIFE);
         let cells = cells.clamp(1, MOST_CELLS);
@@ -184,7 +178,7 @@ impl Views {
             return Ok(map.clone());
         }
         let stores = self.store_identities()?;
-        let pid = machine.pid().as_raw_nonzero().get();
+        let pid = machine.raw_pid();
         let segments = machine.segment_identities();
         let map = memory_map((pid, name), &machine.layout(), &stores, &segments, cells)?;
         if maps.len() < MOST_MAPS {
@@ -197,9 +191,9 @@ impl Views {
     pub fn sharing(&self) -> Result<Sharing, DaemonError> {
         fresh(&self.sharing, MEMORY_LIFE, || {
             let stores = self.store_identities()?;
-            let machines = self.registry.machines();
+            let machines = self.below.registry.machines();
             let files = machines.iter().filter_map(|machine| {
-                let pid = machine.pid().as_raw_nonzero().get();
+                let pid = machine.raw_pid();
                 let segments = machine.segment_identities();
                 let segments: Vec<StoreIdentity> = segments.into_iter().map(|(_, id)| id).collect();
                 let of = (pid, machine.name(), machine.domain());
@@ -213,17 +207,17 @@ impl Views {
     /// Returns the checks of this host, as `memfold doctor --json` prints them.
     pub fn doctor(&self) -> Result<Report, DaemonError> {
         let mut report = fresh(&self.doctor, DOCTOR_LIFE, || {
-            Ok(examine(HostFacts::probe(self.registry.state())))
+            Ok(examine(HostFacts::probe(self.below.registry.state())))
         })?;
         // The brake's state is not cached.
-        report.checks.push(self.brake.debt()?.check());
+        report.checks.push(self.below.brake.debt()?.check());
         Ok(report)
     }
 
     /// Explains why a VM's memory merges, or why it does not. One explanation at a time.
     pub fn explain_ksm(&self, name: &str) -> Result<Explanation, DaemonError> {
         let _turn = self.explaining.lock();
-        self.ksm.explain(name)
+        self.below.ksm.explain(name)
     }
 
     /// Computes from the running VMs how many VMs fit on this host.
@@ -267,7 +261,7 @@ impl Views {
 
     /// Returns the use of a VM's swap disk, as the guest reports it.
     pub fn swap_use(&self, name: &str) -> Result<SwapUse, DaemonError> {
-        let machine = self.registry.machine(name)?;
+        let machine = self.below.registry.machine(name)?;
         let lock = || self.swaps.lock();
         if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
             return Err(GraphError::NoSwapDisk(name.to_owned()).into());

@@ -22,7 +22,7 @@ impl Machine {
     pub fn info(&self) -> VmInfo {
         let agent = self.agent().and_then(|link| link.session());
         let (fold_problems, state) = (self.fold_problems(), self.state());
-        let seen = self.seen();
+        let seen = self.seen.lock();
         let spec = self.vm().spec();
         let forwards = spec.map_or_else(Vec::new, |spec| spec.forwards.clone());
         VmInfo {
@@ -30,7 +30,7 @@ impl Machine {
             left_out: spec.map_or_else(Vec::new, |spec| spec.left_out.clone()),
             name: self.name.clone(),
             domain: self.domain.clone(),
-            pid: self.pid().as_raw_nonzero().get(),
+            pid: self.raw_pid(),
             ram_bytes: seen.layout.pages() * PAGE_SIZE,
             origin: match &self.origin {
                 Origin::Started => "started",

@@ -2,36 +2,17 @@
 
 use std::time::Duration;
 
-use parking_lot::MutexGuard;
-
 use crate::error::DaemonError;
-use crate::locks::{Rank, Ranked};
+use crate::locks::{SaveRight, SwapRight};
 use crate::machine::Machine;
 
 /// Longest time that a request waits for the right to save a VM.
 const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The exclusive right to save a VM or to change its memory mappings, held until it is dropped.
-#[derive(Debug)]
-pub(crate) struct SaveRight<'a> {
-    _right: MutexGuard<'a, ()>,
-    _rank: Ranked,
-}
-
-/// The exclusive right to change the block nodes of a VM's swap disk, held until it is dropped.
-#[derive(Debug)]
-pub(crate) struct SwapRight<'a> {
-    _right: MutexGuard<'a, ()>,
-    _rank: Ranked,
-}
-
 impl Machine {
     /// Takes the right to save the VM or to change its memory mappings. Waits without a time limit.
     pub fn save_right(&self) -> SaveRight<'_> {
-        SaveRight {
-            _rank: Ranked::begin(Rank::Save),
-            _right: self.saving.lock(),
-        }
+        SaveRight::take(|| self.saving.lock())
     }
 
     /// Takes the right to save the VM or to change its memory mappings, for a user's request.
@@ -41,18 +22,13 @@ impl Machine {
     /// [`DaemonError::Busy`] after [`RIGHT_TIMEOUT`]: the holder may wait for a guest that does not
     /// answer.
     pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
-        let rank = Ranked::begin(Rank::Save);
-        let right = self.saving.try_lock_for(RIGHT_TIMEOUT);
-        let right = right.ok_or_else(|| DaemonError::Busy {
+        let right = SaveRight::try_take(|| self.saving.try_lock_for(RIGHT_TIMEOUT));
+        right.ok_or_else(|| DaemonError::Busy {
             why: format!(
                 "VM '{}' is being saved, or its segments are being changed",
                 self.name()
             ),
             fix: "try again when the save or change is complete".into(),
-        })?;
-        Ok(SaveRight {
-            _right: right,
-            _rank: rank,
         })
     }
 
@@ -60,17 +36,11 @@ impl Machine {
     /// a lender that needs its memory back does not wait for an hour-long copy of files from the
     /// guest. (A VM with a swap disk is not saved, so the two do not conflict.)
     pub fn swap_right(&self) -> SwapRight<'_> {
-        SwapRight {
-            _rank: Ranked::begin(Rank::Swap),
-            _right: self.swapping.lock(),
-        }
+        SwapRight::take(|| self.swapping.lock())
     }
 
     /// Takes the right to save the VM if it is free.
     pub fn try_save(&self) -> Option<SaveRight<'_>> {
-        Some(SaveRight {
-            _rank: Ranked::begin(Rank::Save),
-            _right: self.saving.try_lock()?,
-        })
+        SaveRight::try_take(|| self.saving.try_lock())
     }
 }

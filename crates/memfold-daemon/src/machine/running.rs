@@ -56,7 +56,7 @@ impl Machine {
     /// Reads the VM's run state. After QEMU has answered, calls `heard` with the monitor and the
     /// previous state.
     fn look(&self, patience: Duration, heard: impl FnOnce(&mut Qmp, &RunState)) -> RunState {
-        let pid = self.pid().as_raw_nonzero().get();
+        let pid = self.raw_pid();
         if is_stopped(pid.unsigned_abs()) {
             return RunState::stopped(pid);
         }

@@ -87,7 +87,7 @@ impl Machine {
         let state = SharedLibraryState::default();
         *self.library_state.lock() = state.clone();
         self.look_again();
-        let conditions = self.seen().conditions.clone();
+        let conditions = self.seen.lock().conditions.clone();
         let guest = QemuGuest::new(self.pid(), link, self.monitor.clone(), &conditions, state);
         self.tell(Command::Reached {
             id: self.id,
@@ -103,7 +103,7 @@ impl Machine {
 
     /// Returns why QEMU or its fold library does not answer at this moment; `None` if both answer.
     pub fn is_silent(&self) -> Option<String> {
-        let pid = self.pid().as_raw_nonzero().get();
+        let pid = self.raw_pid();
         let state = if is_stopped(pid.unsigned_abs()) {
             RunState::stopped(pid)
         } else {

@@ -19,7 +19,7 @@ use memfold_segment::{self as segment, Draft, PROGRAMS, SegmentError};
 use memfold_vm::{Qmp, QmpError, VmSpec};
 use serde_json::json;
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, impossible};
 use crate::machine::Machine;
 use crate::segments::Segments;
 use crate::segments::in_guest::says;
@@ -212,10 +212,9 @@ fn all_written(machine: &Machine) -> Result<(), DaemonError> {
     });
     match failed {
         Some(0) => Ok(()),
-        _ => Err(SegmentError::Impossible(
-            "writes of the copy failed on this host: check whether the file system of segments is full".into(),
-        )
-        .into()),
+        _ => Err(impossible(
+            "writes of the copy failed on this host: check whether the file system of segments is full",
+        )),
     }
 }
 
@@ -269,12 +268,11 @@ fn run(machine: &Machine, tops: &[String]) -> Result<(), DaemonError> {
     if done.code == 0 {
         return Ok(());
     }
-    let why = format!(
+    Err(impossible(format!(
         "the guest of VM '{}' cannot copy its files: {}",
         machine.name(),
         says(&done)
-    );
-    Err(SegmentError::Impossible(why).into())
+    )))
 }
 
 /// Returns directories and files that together contain all matches of the glob patterns. None of

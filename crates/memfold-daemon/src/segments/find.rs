@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use memfold_segment::{Manifest, Reference, SegmentError};
 use memfold_vm::{SegmentSpec, VmSpec};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, impossible};
 use crate::segments::Segments;
 use crate::snapshot_locks::{Use, being_saved};
 
@@ -31,11 +31,10 @@ impl Segments {
         for segment in &mut spec.segments {
             let found = self.find_one(&segment.name, &vm, domain.as_deref())?;
             if segment.root && !found.0.root {
-                return Err(SegmentError::Impossible(format!(
+                return Err(impossible(format!(
                     "segment '{}' contains no root file system; build a segment with --root",
                     found.0.reference()
-                ))
-                .into());
+                )));
             }
             if segment
                 .digest

@@ -5,10 +5,9 @@ use std::time::{Duration, Instant};
 
 use memfold_api::SegmentState;
 use memfold_host::chain;
-use memfold_segment::SegmentError;
 use memfold_vm::{AgentError, CommandResult};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, impossible};
 use crate::machine::Machine;
 
 /// Time limit for a guest to compare its files with those of a segment, and to mount the segment.
@@ -94,15 +93,13 @@ pub(crate) fn says(result: &CommandResult) -> String {
 }
 
 fn answer(machine: &Machine, done: &CommandResult) -> Result<serde_json::Value, DaemonError> {
-    let refused = |why: String| {
-        SegmentError::Impossible(format!("the guest of VM '{}': {why}", machine.name()))
-    };
+    let refused = |why: &str| impossible(format!("the guest of VM '{}': {why}", machine.name()));
     match done.code {
         0 => serde_json::from_slice(&done.stdout)
-            .map_err(|_| refused("the agent's answer is not JSON; update the agent".into()).into()),
-        USAGE => {
-            Err(refused("the agent does not support segments; update the agent".into()).into())
-        }
-        _ => Err(refused(says(done)).into()),
+            .map_err(|_| refused("the agent's answer is not JSON; update the agent")),
+        USAGE => Err(refused(
+            "the agent does not support segments; update the agent",
+        )),
+        _ => Err(refused(&says(done))),
     }
 }

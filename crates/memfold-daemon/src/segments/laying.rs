@@ -9,14 +9,13 @@ use tracing::warn;
 
 use crate::error::DaemonError;
 use crate::machine::Machine;
-use crate::on_agent_ready::on_agent_ready;
 use crate::segments::copy_out;
 use crate::segments::in_guest::{self, lay};
 
 /// Has a guest that boots mount the VM's segments over its files, unless the guest did so itself.
 pub(crate) fn lay_when_booted(machine: &Arc<Machine>) {
     if machine.vm().segments().iter().any(|segment| !segment.root) {
-        on_agent_ready(machine, "segments", lay_all);
+        machine.on_agent_ready("segments", lay_all);
     }
 }
 
@@ -26,7 +25,7 @@ pub(crate) fn recall_segments(machine: &Arc<Machine>) {
     if machine.vm().spec().is_none_or(|spec| spec.slots() == 0) {
         return;
     }
-    on_agent_ready(machine, "segments", |machine| {
+    machine.on_agent_ready("segments", |machine| {
         if let Err(error) = recall(machine) {
             warn!(
                 vm = machine.name(),

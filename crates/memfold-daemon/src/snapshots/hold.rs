@@ -16,6 +16,7 @@ use crate::folding::Folding;
 use crate::interrupted_save::NotedSave;
 use crate::ksm_steering::MergingStops;
 use crate::machine::Machine;
+use crate::threads;
 
 /// Time limit for a guest to list its free pages.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
@@ -96,10 +97,9 @@ impl HeldVm<'_> {
         self.tell("tracked", Command::Track)?;
         let (answer, answered) = sync_channel(1);
         let machine = self.machine.clone();
-        std::thread::Builder::new()
-            .name("free pages".into())
-            // The save may have failed meanwhile.
-            .spawn(move || drop(answer.send(list_free_pages(&machine))))
+        // The save may have failed meanwhile.
+        let list = move || drop(answer.send(list_free_pages(&machine)));
+        threads::begin("free pages", list)
             .map_err(|error| format!("cannot start a thread: {error}"))?;
         Ok(answered)
     }

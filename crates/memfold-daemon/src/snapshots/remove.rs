@@ -15,8 +15,8 @@ impl Snapshots {
     /// [`SnapshotError::InUse`] if a VM runs from the snapshot, [`SnapshotError::BuiltOn`] if other
     /// snapshots need it.
     pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
-        let _removal = self.locks.remove(name)?;
-        let pids = restore::holders(&self.directory, name)?;
+        let _removal = self.below.snapshot_locks.remove(name)?;
+        let pids = restore::holders(&self.below.snapshots, name)?;
         if !pids.is_empty() {
             let pids: Vec<String> = pids
                 .iter()
@@ -28,7 +28,7 @@ impl Snapshots {
             }
             .into());
         }
-        let others = restore::built_on(&self.directory, name)?;
+        let others = restore::built_on(&self.below.snapshots, name)?;
         if !others.is_empty() {
             return Err(SnapshotError::BuiltOn {
                 name: name.to_owned(),
@@ -36,14 +36,14 @@ impl Snapshots {
             }
             .into());
         }
-        let saved = self.directory.manifest(name);
+        let saved = self.below.snapshots.manifest(name);
         if let Ok(saved) = &saved {
             self.disks_taken_back(name, &saved.vm)?;
         }
-        self.directory.remove(name)?;
+        self.below.snapshots.remove(name)?;
         // The snapshot may have been the last user of an old segment generation.
         for segment in saved.map(|saved| saved.spec.segments).unwrap_or_default() {
-            self.segments.drop_old(segment.base_name());
+            self.below.segments.drop_old(segment.base_name());
         }
         Ok(())
     }
@@ -51,8 +51,8 @@ impl Snapshots {
     /// Moves the disks of the VM that was saved out of the snapshot, if that VM still runs, before
     /// the snapshot is removed.
     fn disks_taken_back(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
-        let place = self.directory.path(name)?;
-        let machine = match self.registry.machine(vm) {
+        let place = self.below.snapshots.path(name)?;
+        let machine = match self.below.registry.machine(vm) {
             Ok(machine) => machine,
             // The VM runs, but its QEMU cannot be asked yet.
             Err(error @ DaemonError::Busy { .. }) => return Err(error),

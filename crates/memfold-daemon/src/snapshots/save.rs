@@ -12,11 +12,11 @@ use memfold_units::PAGE_SIZE;
 use memfold_vm::SegmentSpec;
 use tracing::info;
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, state_error};
 use crate::interrupted_save::{self, NotedSave};
+use crate::locks::SaveRight;
 use crate::machine::Machine;
 use crate::machine::pauses::LONG;
-use crate::machine::rights::SaveRight;
 use crate::snapshot_locks::being_saved;
 use crate::snapshots::Snapshots;
 use crate::snapshots::candidates;
@@ -57,7 +57,7 @@ impl Snapshots {
         of_boot: Option<String>,
     ) -> Result<Manifest, DaemonError> {
         let began = Instant::now();
-        let machine = self.registry.machine(&request.vm)?;
+        let machine = self.below.registry.machine(&request.vm)?;
         let Some(right) = machine.try_save() else {
             return Err(SnapshotError::Impossible(
                 "a snapshot of this VM is being made; wait until it is complete".into(),
@@ -66,27 +66,28 @@ impl Snapshots {
         };
         let _noted = machine.note_saving();
         // A taken name is refused before the guest drops anything.
-        if self.directory.path(&request.name)?.exists() {
+        if self.below.snapshots.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
-        interrupted_save::undo(self.registry.state(), &machine, &right)?;
+        interrupted_save::undo(self.below.registry.state(), &machine, &right)?;
         let subject = subject(&machine)?;
         save::mend(&subject, || machine.monitor())?;
-        let progress = self.locks.begin(&request.name)?;
+        let progress = self.below.snapshot_locks.begin(&request.name)?;
         // Snapshots that the VM's disks are built on are not removed until the new snapshot records
         // that it needs them. Disks of a VM that memfold did not start are copied.
         let below = match machine.vm().spec() {
-            Some(spec) => restore::below(&self.directory, spec),
+            Some(spec) => restore::below(&self.below.snapshots, spec),
             None => Vec::new(),
         };
         let _below = below
             .into_iter()
             .filter(|name| *name != request.name)
-            .map(|name| self.locks.begin(&name))
+            .map(|name| self.below.snapshot_locks.begin(&name))
             .collect::<Result<Vec<_>, _>>()?;
         // The VM may end before its snapshot is complete.
         let segments = machine.vm().segments();
-        let kept = |segment: &SegmentSpec| self.locks.begin(&being_saved(&segment.name));
+        let kept =
+            |segment: &SegmentSpec| self.below.snapshot_locks.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
         let save = |keep, prepared| {
             let of = (&machine, &subject, &right);
@@ -107,7 +108,7 @@ impl Snapshots {
             return save(keep, prepared);
         }
         progress.begin("guest drops its caches", 0);
-        let (cached, files) = candidates::most_cached_files(&self.folding, &machine);
+        let (cached, files) = candidates::most_cached_files(&self.below.folding, &machine);
         let limit = match request.drop_s {
             Some(seconds) => Duration::from_secs(seconds.max(1).into()),
             None => drop_limit(cached, self.disk_speed()),
@@ -169,7 +170,7 @@ impl Snapshots {
             return Ok((Keep::None, Prepared::default()));
         }
         progress.begin("guest reports the places of its files", 0);
-        let found = candidates::find(&self.folding, machine);
+        let found = candidates::find(&self.below.folding, machine);
         if choice == KeepChoice::Hot {
             let prepared = Prepared {
                 candidates: found.candidates,
@@ -204,7 +205,7 @@ impl Snapshots {
         if let Some((_, speed)) = known.filter(|(since, _)| since.elapsed() < SPEED_LASTS) {
             return speed;
         }
-        let speed = disk_speed(self.directory.root());
+        let speed = disk_speed(self.below.snapshots.root());
         *known = Some((Instant::now(), speed));
         speed
     }
@@ -223,16 +224,22 @@ impl Snapshots {
             ..Steps::default()
         };
         progress.begin("guest lists its free pages", 0);
-        let merging = request.live.then(|| self.ksm.stop_merging()).transpose()?;
+        let merging = request
+            .live
+            .then(|| self.below.ksm.stop_merging())
+            .transpose()?;
         let agent = machine.agent();
         let noted = (machine.vm().spec().is_none())
-            .then(|| NotedSave::new(self.registry.state(), machine, right, subject.spec()))
+            .then(|| NotedSave::new(self.below.registry.state(), machine, right, subject.spec()))
             .transpose()
-            .map_err(|source| DaemonError::State {
-                path: self.registry.state().to_owned(),
-                source,
-            })?;
-        let held = HeldVm::new(&self.folding, machine, agent.as_deref(), merging, noted);
+            .map_err(state_error(self.below.registry.state()))?;
+        let held = HeldVm::new(
+            &self.below.folding,
+            machine,
+            agent.as_deref(),
+            merging,
+            noted,
+        );
         held.ask_free_pages();
         // Devices that write past the page tables: such writes cannot be tracked.
         if let Some(problem) = machine.problem().filter(|_| request.live) {
@@ -258,7 +265,7 @@ impl Snapshots {
         let manifest = save::save(
             (machine.vm(), subject),
             || machine.monitor(),
-            &self.directory,
+            &self.below.snapshots,
             &saving,
             &held,
             progress,

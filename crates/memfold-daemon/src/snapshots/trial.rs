@@ -42,13 +42,13 @@ impl Snapshots {
     /// A [`DaemonError`] that says why a VM cannot be started from the snapshot.
     pub(super) fn try_restore(&self, spec: VmSpec, manifest: &Manifest) -> Result<(), DaemonError> {
         let mut spec = spec.for_trial(format!("try-{:x}", overlay::unique()));
-        self.segments.find(&mut spec)?;
+        self.below.segments.find(&mut spec)?;
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
         };
-        let vm = memfold_vm::start_incoming(&place(self.registry.state()), spec, &incoming)?;
+        let vm = memfold_vm::start_incoming(&place(self.below.registry.state()), spec, &incoming)?;
         let fits = vm
             .daemon_qmp()
             .map_err(DaemonError::from)

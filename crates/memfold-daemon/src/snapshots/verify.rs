@@ -11,18 +11,18 @@ impl Snapshots {
     /// Reads a snapshot completely, compares its checksums, and tries to start a VM from the
     /// snapshot.
     pub fn verify(&self, name: &str) -> Result<VerifyReport, DaemonError> {
-        let progress = self.locks.begin(name)?;
-        let manifest = self.directory.manifest(name)?;
-        let changed = self.directory.changed_parts(&manifest)?;
+        let progress = self.below.snapshot_locks.begin(name)?;
+        let manifest = self.below.snapshots.manifest(name)?;
+        let changed = self.below.snapshots.changed_parts(&manifest)?;
         let mut problems: Vec<String> = changed
             .iter()
             .map(|part| format!("{part} was changed since it was saved"))
             .collect();
         // If the tables in the snapshot are changed, the data they point to cannot be found.
         if changed.iter().all(|part| *part == shelf::DEVICES) {
-            let stored = self.directory.stored(&manifest)?;
+            let stored = self.below.snapshots.stored(&manifest)?;
             progress.begin("checksums compared", stored.bytes);
-            let path = self.directory.root().join(name).join(shelf::RAM);
+            let path = self.below.snapshots.root().join(name).join(shelf::RAM);
             let wrong = stored
                 .verify(&progress)
                 .map_err(|source| SnapshotError::Files { path, source })?;
@@ -32,9 +32,9 @@ impl Snapshots {
             }));
         }
         progress.begin("disks compared", 0);
-        match restore::spec(&self.directory, &manifest, &manifest.vm) {
+        match restore::spec(&self.below.snapshots, &manifest, &manifest.vm) {
             Ok(spec) => {
-                problems.extend(restore::changed_disks(&self.directory, &manifest)?);
+                problems.extend(restore::changed_disks(&self.below.snapshots, &manifest)?);
                 progress.begin("a start tried", 0);
                 let tried = self.try_restore(spec, &manifest);
                 problems.extend(tried.err().map(|error| {

@@ -9,8 +9,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Weak};
-use std::thread::Builder;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{BorrowRequest, SwapPlace};
@@ -25,6 +24,7 @@ use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::attempt::Asker;
 use crate::swap_disks::saved_request::saved_request;
+use crate::threads;
 
 /// Time between two measurements.
 const LOOK: Duration = Duration::from_secs(2);
@@ -142,22 +142,13 @@ fn moved(qmp: &mut Qmp, node: &str) -> Option<u64> {
     Some(bytes("rd_bytes")?.saturating_add(bytes("wr_bytes")?))
 }
 
-/// Measures the traffic of swap devices until the daemon ends.
-fn watch(disks: &Weak<SwapDisks>) {
-    let mut habits = BTreeMap::new();
-    while let Some(disks) = disks.upgrade() {
-        disks.look_at_swapping(&mut habits);
-        drop(disks);
-        std::thread::sleep(LOOK);
-    }
-}
-
 impl SwapDisks {
     /// Starts the thread of automatic loans.
     pub(crate) fn begin_borrowing_by_itself(self: &Arc<Self>) -> io::Result<()> {
-        let disks = Arc::downgrade(self);
-        let thread = Builder::new().name("borrow".into());
-        thread.spawn(move || watch(&disks)).map(drop)
+        let mut habits = BTreeMap::new();
+        threads::repeat("borrow", LOOK, self, move |disks| {
+            disks.look_at_swapping(&mut habits);
+        })
     }
 
     fn look_at_swapping(self: &Arc<Self>, habits: &mut BTreeMap<u32, Habit>) {

@@ -15,10 +15,10 @@ use memfold_units::ByteSize;
 use memfold_vm::{VmDirectory, swap};
 use tracing::{info, warn};
 
-use crate::error::{DaemonError, lending};
+use crate::error::{DaemonError, lending, state_error};
 use crate::lease_times::{RENEW, RESUMED, lease_ttl, ms};
+use crate::locks::SwapRight;
 use crate::machine::Machine;
-use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::attempt::{Asker, BorrowAttempt};
 use crate::swap_disks::give_back::new_generation;
@@ -113,7 +113,7 @@ impl SwapDisks {
                 Self::clean_up(machine);
                 info!(vm, lenders = ?borrowing.parts.iter().map(Part::lenders).collect::<Vec<_>>(), "swap disk moved to a lender");
                 let guard = Guard::new(vm, borrowing, begun.wires);
-                guard.state().heard_on = begun.heard_on;
+                guard.state.lock().heard_on = begun.heard_on;
                 self.watch(machine, &guard);
                 Ok(Borrowed {
                     changed: true,
@@ -130,7 +130,7 @@ impl SwapDisks {
                 if let Some(borrowing) = begun.borrowing {
                     // The loan is kept and renewed, because QEMU may use it.
                     let guard = Guard::new(vm, borrowing, begun.wires);
-                    guard.state().heard_on = begun.heard_on;
+                    guard.state.lock().heard_on = begun.heard_on;
                     self.watch(machine, &guard);
                 }
                 Err(error)
@@ -170,10 +170,7 @@ impl SwapDisks {
         for lease in &begun.leases {
             endpoints.push(reach(directory, lease, self.leases.wait_exported(lease)?)?);
         }
-        let place = |source| DaemonError::State {
-            path: directory.path().to_owned(),
-            source,
-        };
+        let place = state_error(directory.path());
         let durability = request.durability;
         let copy = match durability {
             Durability::Disk => Some(swap::place(machine.name()).map_err(place)?),
@@ -296,7 +293,7 @@ impl SwapDisks {
         let guard = Guard::new(machine.name(), borrowing, wires);
         // The time of the last renewal is unknown, so half of the lease's duration is assumed to be
         // left.
-        guard.state().holds = Some(Instant::now() + ttl / 2 + RESUMED);
+        guard.state.lock().holds = Some(Instant::now() + ttl / 2 + RESUMED);
         self.watch(machine, &guard);
     }
 }

@@ -44,7 +44,7 @@ impl Comparison {
             self.asked = None;
             return;
         };
-        let heard_on = guard.state().heard_on;
+        let heard_on = guard.state.lock().heard_on;
         if heard_on.is_none() || self.asked.is_some() && heard_on != self.heard_on {
             self.asked = None;
             self.tried = None;
@@ -95,7 +95,7 @@ impl Comparison {
         self.asked = None;
         self.tried = None;
         let now = {
-            let mut state = guard.state();
+            let mut state = guard.state.lock();
             if failed {
                 state.borrowing.copy_failed = true;
             } else {

@@ -22,9 +22,9 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
         )
     };
     let before = guard.borrowing();
-    let last = guard.state().heard_on.replace(heard_on);
+    let last = guard.state.lock().heard_on.replace(heard_on);
     if before.copy.is_some() && last.is_some_and(|last| last != heard_on) {
-        guard.state().borrowing.copy_unwatched = true;
+        guard.state.lock().borrowing.copy_unwatched = true;
     }
     for event in events {
         match graph::failed(&event, &before) {
@@ -32,7 +32,7 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
             Some(Failed::Lent(part)) => guard.cut(part),
             // If no lent part is left, the guest itself has received the error.
             Some(Failed::Copy) if before.reached().next().is_some() => {
-                guard.state().borrowing.copy_failed = true;
+                guard.state.lock().borrowing.copy_failed = true;
             }
             Some(Failed::Copy) | None => {}
         }

@@ -9,10 +9,10 @@ use memfold_lend::graph::{self, GraphError, Phase};
 use memfold_vm::{QmpError, VmDirectory, swap};
 use tracing::info;
 
-use crate::error::{DaemonError, lending};
+use crate::error::{DaemonError, lending, state_error};
 use crate::lease_times::{RENEW, lease_ttl, ms};
+use crate::locks::SwapRight;
 use crate::machine::Machine;
-use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
@@ -82,7 +82,7 @@ impl SwapDisks {
             // As far as is known, the copy on this host has every write, or nothing else is left.
             for (part, _) in borrowing.reached() {
                 graph::take_out(&mut machine.monitor(), &borrowing, part)?;
-                guard.state().borrowing.parts[part].lost = true;
+                guard.state.lock().borrowing.parts[part].lost = true;
             }
         } else {
             self.move_to_disk(machine, directory, guard, right)?;
@@ -106,10 +106,7 @@ impl SwapDisks {
         _: &SwapRight<'_>,
     ) -> Result<(), DaemonError> {
         let borrowing = guard.borrowing();
-        let place = |source| DaemonError::State {
-            path: directory.path().to_owned(),
-            source,
-        };
+        let place = state_error(directory.path());
         let file = swap::place(machine.name()).map_err(place)?;
         let add = |files: &mut Vec<PathBuf>| files.push(file.clone());
         machine.vm().change_temporary(add).map_err(place)?;
@@ -134,7 +131,7 @@ impl SwapDisks {
         })();
         match &moved {
             // The state is determined before any other operation.
-            Err(GraphError::Unknown(_)) => guard.state().borrowing.phase = Phase::Switching,
+            Err(GraphError::Unknown(_)) => guard.state.lock().borrowing.phase = Phase::Switching,
             Err(_) => Self::clean_up(machine),
             Ok(()) => {}
         }

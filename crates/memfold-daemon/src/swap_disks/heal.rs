@@ -54,7 +54,7 @@ impl SwapDisks {
             graph::take_out(&mut machine.monitor(), &borrowing, part)?;
         }
         let now = {
-            let mut state = guard.state();
+            let mut state = guard.state.lock();
             state.borrowing.parts[part].lost = true;
             state.wires[part] = None;
             state.borrowing.clone()
@@ -116,7 +116,7 @@ impl SwapDisks {
             }
         }
         if heard_all {
-            guard.state().holds = holds;
+            guard.state.lock().holds = holds;
         }
         if let Some(part) = self.leases.silent_part(&borrowing) {
             let lenders = borrowing.parts[part].lenders();

@@ -13,8 +13,8 @@ use memfold_vm::VmDirectory;
 use tracing::{info, warn};
 
 use crate::error::DaemonError;
+use crate::locks::SwapRight;
 use crate::machine::Machine;
-use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{is_swap_file, remove_note, swap_directory, write_note};
@@ -46,7 +46,7 @@ impl SwapDisks {
             self.drop_note(machine, directory, right);
             return Ok(());
         }
-        guard.state().borrowing.phase = Phase::Lent;
+        guard.state.lock().borrowing.phase = Phase::Lent;
         borrowing.phase = Phase::Lent;
         if let Err(error) = write_note(directory, &borrowing) {
             warn!(vm = machine.name(), %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
@@ -85,7 +85,7 @@ impl SwapDisks {
 
     /// Ends the watch of a loan that is no longer used: releases its leases and removes its note.
     pub(super) fn drop_note(&self, machine: &Machine, directory: &VmDirectory, _: &SwapRight<'_>) {
-        let guard = self.guards().remove(machine.name());
+        let guard = self.guards.lock().remove(machine.name());
         remove_note(directory);
         if let Some(guard) = guard {
             guard.stop();
@@ -95,7 +95,7 @@ impl SwapDisks {
 
     /// Ends the watch of a VM's loan after the VM has ended and its files are removed.
     pub(crate) fn forget(&self, machine: &Machine) {
-        let guard = self.guards().remove(machine.name());
+        let guard = self.guards.lock().remove(machine.name());
         if let Some(guard) = guard {
             guard.stop();
             let_go(&self.leases, &guard);

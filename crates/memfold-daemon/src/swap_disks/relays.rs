@@ -12,7 +12,7 @@ use memfold_lend::{Address, Endpoint};
 use memfold_vm::VmDirectory;
 use tracing::{error, warn};
 
-use crate::error::{DaemonError, lending};
+use crate::error::{DaemonError, lending, state_error};
 use crate::leases::Leases;
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
@@ -31,10 +31,7 @@ pub(crate) fn connect(
     number: usize,
     endpoints: &[Endpoint],
 ) -> Result<Connected, DaemonError> {
-    let failed = |source| DaemonError::State {
-        path: directory.path().to_owned(),
-        source,
-    };
+    let failed = state_error(directory.path());
     let log = File::options()
         .create(true)
         .append(true)

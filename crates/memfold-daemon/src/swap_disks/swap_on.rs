@@ -8,7 +8,6 @@ use memfold_vm::swap;
 use tracing::{info, warn};
 
 use crate::machine::Machine;
-use crate::on_agent_ready::on_agent_ready;
 
 /// Time limit for a guest to activate its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
@@ -18,7 +17,7 @@ pub(crate) fn swap_on_when_booted(machine: &Arc<Machine>) {
     if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
         return;
     }
-    on_agent_ready(machine, "swap-on", |machine| {
+    machine.on_agent_ready("swap-on", |machine| {
         let vm = machine.name();
         let said = match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
             Ok(done) if done.code == 0 => {

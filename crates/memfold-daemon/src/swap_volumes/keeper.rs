@@ -7,7 +7,7 @@ use std::time::Instant;
 use memfold_api::{Borrowed, SwapPlace};
 use memfold_lend::Durability;
 use memfold_lend::lvm::{Loan, Phase};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tracing::{error, warn};
 
 use crate::lease_times::lease_ttl;
@@ -99,12 +99,8 @@ impl Keeper {
     /// lease would lose data.
     pub fn is_running_out(&self) -> bool {
         let durability = self.durability_now();
-        let left = self.holds().saturating_duration_since(Instant::now());
+        let left = self.holds.lock().saturating_duration_since(Instant::now());
         durability == Durability::None && left < lease_ttl(durability, self.loan().bytes) / 2
-    }
-
-    pub fn holds(&self) -> MutexGuard<'_, Instant> {
-        self.holds.lock()
     }
 
     /// Records, unless it was recorded before, why the lender can no longer be used.

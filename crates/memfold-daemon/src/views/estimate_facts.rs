@@ -21,8 +21,8 @@ impl Views {
     /// memory.
     pub fn estimate_facts(&self) -> Result<VmFacts, DaemonError> {
         let (answer, cached) = sync_channel(1);
-        self.folding.tell(Command::CachedFiles(answer))?;
-        let machines = self.registry.machines();
+        self.below.folding.tell(Command::CachedFiles(answer))?;
+        let machines = self.below.registry.machines();
         // All guests are asked at the same time, so a guest that does not answer delays only its
         // own part.
         let free: Vec<Option<u64>> = std::thread::scope(|scope| {
@@ -42,7 +42,7 @@ impl Views {
             .map(|(machine, free_bytes)| KnownVm {
                 name: machine.name().to_owned(),
                 domain: machine.domain().map(str::to_owned),
-                pid: machine.pid().as_raw_nonzero().get(),
+                pid: machine.raw_pid(),
                 ram: machine.layout().blocks.iter().map(range).collect(),
                 free_bytes,
                 runs: runs

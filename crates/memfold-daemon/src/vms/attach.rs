@@ -27,8 +27,8 @@ impl Vms {
             }
         }
         // Each of the two locks is released before the other is taken.
-        let is_arriving = self.registry.arrivals().get(name).is_some();
-        if is_arriving || self.registry.contains(name) {
+        let is_arriving = self.below.registry.arrivals().get(name).is_some();
+        if is_arriving || self.below.registry.contains(name) {
             return Err(DaemonError::NameTaken(name.clone()));
         }
         Ok(())
@@ -47,7 +47,7 @@ impl Vms {
             self.check_free(request)?;
         }
         let name = &request.name;
-        if let Some(known) = self.registry.with_pid(vm.pid()) {
+        if let Some(known) = self.below.registry.with_pid(vm.pid()) {
             return Err(DaemonError::BadRequest(format!(
                 "this QEMU is already known as '{}'",
                 known.name()
@@ -59,8 +59,8 @@ impl Vms {
         };
         let machine = self.take_on(vm, name, request.domain.clone(), origin)?;
         self.write_attached();
-        if interrupted_save::is_cut_off(self.registry.state(), &machine) {
-            interrupted_save::undo_soon(self.registry.state().to_owned(), machine.clone());
+        if interrupted_save::is_cut_off(self.below.registry.state(), &machine) {
+            interrupted_save::undo_soon(self.below.registry.state().to_owned(), machine.clone());
         }
         Ok(machine.info())
     }

@@ -10,7 +10,7 @@ use crate::vms::Vms;
 
 impl Vms {
     fn attached_file(&self) -> PathBuf {
-        self.registry.state().join("attached.json")
+        self.below.registry.state().join("attached.json")
     }
 
     pub(super) fn read_attached(&self) -> Vec<AttachRequest> {
@@ -22,11 +22,11 @@ impl Vms {
 
     /// Records the attached VMs for the next daemon.
     pub(super) fn write_attached(&self) {
-        let machines = self.registry.machines();
+        let machines = self.below.registry.machines();
         let mut list: Vec<AttachRequest> =
             machines.iter().filter_map(|m| m.attach_request()).collect();
         // Attached VMs that this daemon has not reached yet are included.
-        let arriving = self.registry.arrivals().all();
+        let arriving = self.below.registry.arrivals().all();
         let missing = arriving
             .iter()
             .filter_map(|arrival| arrival.attach_request());
