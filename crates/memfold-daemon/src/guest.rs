@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_wire::library::{Order, Reply};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::process::Pid;
 
 use memfold_fold::{Guest, GuestError, Refold};
@@ -26,28 +26,23 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// A QMP connection, shared by several threads.
 #[derive(Debug)]
 pub(crate) struct Monitor {
-    /// `None` while a guard has the connection.
-    qmp: Mutex<Option<Qmp>>,
-    free: Condvar,
+    qmp: Mutex<Qmp>,
     path: PathBuf,
 }
 
 /// The locked monitor of a VM. Dropping the guard unlocks the monitor.
 #[derive(Debug)]
-pub(crate) struct MonitorGuard<'a> {
-    /// `None` if the monitor was not free in time; all commands then fail.
-    monitor: Option<&'a Monitor>,
-    qmp: Qmp,
+pub(crate) enum MonitorGuard<'a> {
+    Locked(MutexGuard<'a, Qmp>),
+    /// The monitor was not free in time; all commands fail.
+    Busy(Qmp),
 }
 
 impl Monitor {
     pub fn new(qmp: Qmp) -> Self {
         let path = qmp.path().to_owned();
-        Self {
-            qmp: Mutex::new(Some(qmp)),
-            free: Condvar::new(),
-            path,
-        }
+        let qmp = Mutex::new(qmp);
+        Self { qmp, path }
     }
 
     /// Locks the monitor. If others use the monitor for over 30 s, all commands of the guard fail
@@ -59,23 +54,8 @@ impl Monitor {
 
     /// Locks the monitor as [`Monitor::lock`] does, with another time limit.
     pub fn lock_within(&self, limit: Duration) -> MonitorGuard<'_> {
-        let mut qmp = self.qmp.lock();
-        self.free
-            .wait_while_for(&mut qmp, |qmp| qmp.is_none(), limit);
-        let taken = qmp.take();
-        drop(qmp);
-        let monitor = taken.is_some().then_some(self);
-        let qmp = taken.unwrap_or_else(|| Qmp::busy(&self.path, limit));
-        MonitorGuard { monitor, qmp }
-    }
-
-    /// Locks the monitor if it is free; returns `None` if not.
-    pub fn try_lock(&self) -> Option<MonitorGuard<'_>> {
-        let qmp = self.qmp.lock().take()?;
-        Some(MonitorGuard {
-            monitor: Some(self),
-            qmp,
-        })
+        let locked = self.qmp.try_lock_for(limit).map(MonitorGuard::Locked);
+        locked.unwrap_or_else(|| MonitorGuard::Busy(Qmp::busy(&self.path, limit)))
     }
 }
 
@@ -83,22 +63,18 @@ impl Deref for MonitorGuard<'_> {
     type Target = Qmp;
 
     fn deref(&self) -> &Qmp {
-        &self.qmp
+        match self {
+            Self::Locked(qmp) => qmp,
+            Self::Busy(qmp) => qmp,
+        }
     }
 }
 
 impl DerefMut for MonitorGuard<'_> {
     fn deref_mut(&mut self) -> &mut Qmp {
-        &mut self.qmp
-    }
-}
-
-impl Drop for MonitorGuard<'_> {
-    fn drop(&mut self) {
-        if let Some(monitor) = self.monitor {
-            let qmp = std::mem::replace(&mut self.qmp, Qmp::busy(&monitor.path, Duration::ZERO));
-            *monitor.qmp.lock() = Some(qmp);
-            monitor.free.notify_one();
+        match self {
+            Self::Locked(qmp) => qmp,
+            Self::Busy(qmp) => qmp,
         }
     }
 }
@@ -183,11 +159,8 @@ impl Guest for QemuGuest {
         if self.library.facts().can_write_protect && self.refold.0.elapsed() > CONDITIONS_HOLD {
             // A save may hold the monitor for long, and meanwhile other VMs would wait for the
             // engine's thread.
-            let Some(mut monitor) = self
-                .monitor
-                .try_lock()
-                .filter(|monitor| !monitor.is_silent())
-            else {
+            let monitor = self.monitor.qmp.try_lock();
+            let Some(mut monitor) = monitor.filter(|monitor| !monitor.is_silent()) else {
                 return Refold::Unknown;
             };
             let now = memfold_vm::conditions::read_refold_live(&mut monitor);

@@ -325,14 +325,10 @@ impl KsmSteering {
     /// Explains why a VM's memory merges, or why it does not.
     pub(crate) fn explain(&self, name: &str) -> Result<Explanation, DaemonError> {
         let machine = self.registry.machine(name)?;
-        let blocks = machine.layout().blocks;
         let known = Known {
             name: machine.name().to_owned(),
             domain: machine.domain().map(str::to_owned),
-            ram: blocks
-                .iter()
-                .map(|block| (block.hva.0, block.hva.add_pages(block.pages).0))
-                .collect(),
+            ram: machine.ram_ranges(),
         };
         let steered = self.steered.lock().as_ref().map(|steered| Steered {
             domain: steered.domain.clone(),

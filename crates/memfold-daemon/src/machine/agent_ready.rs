@@ -21,7 +21,7 @@ impl Machine {
             true
         });
         if let Err(error) = begun {
-            warn!(vm = self.name, %error, "cannot start the thread that sets up a booted guest ({name}); restart the daemon");
+            warn!(vm = self.name(), %error, "cannot start the thread that sets up a booted guest ({name}); restart the daemon");
         }
     }
 

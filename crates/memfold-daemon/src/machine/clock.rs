@@ -10,7 +10,7 @@ use memfold_vm::{AgentError, Qmp};
 use tracing::{info, warn};
 
 use crate::machine::pauses::{LONG, now};
-use crate::machine::{Machine, is_disconnected};
+use crate::machine::{Machine, is_disconnected, text};
 use crate::run_state::RunState;
 
 /// Time limit for a guest to report its time, or to set its clock.
@@ -57,12 +57,8 @@ impl Machine {
             );
         }
         self.set_clock_state(step.clone());
-        let written = self.run_short(RTC, TIMEOUT);
-        if let Ok(written) = written
-            .as_ref()
-            .map(|done| (done.code != 0).then_some(&done.stdout))
-        {
-            let said = written.map(|said| String::from_utf8_lossy(said).trim().to_owned());
+        if let Ok(done) = self.run_short(RTC, TIMEOUT) {
+            let said = (done.code != 0).then(|| text(&done.stdout));
             let problem = step.problem.or(said);
             if let Some(why) = &problem {
                 warn!(
@@ -140,7 +136,7 @@ impl Machine {
         let is_long = length.is_some_and(|length| length >= LONG);
         if is_long && self.had_agent.load(Ordering::Relaxed) && !self.keeps_clock() {
             info!(
-                vm = self.name,
+                vm = self.name(),
                 "VM runs again after a pause; the daemon now sets the guest's clock"
             );
             self.set_clock_soon();
@@ -161,7 +157,7 @@ impl Machine {
             .map(|directory| std::fs::write(directory.path().join(KEEPS_CLOCK), ""));
         if let Some(Err(error)) = noted {
             warn!(
-                vm = self.name,
+                vm = self.name(),
                 %error,
                 "cannot record --keep-clock for this guest, so its clock is set after the next pause; free space in the state directory"
             );

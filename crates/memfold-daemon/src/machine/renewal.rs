@@ -64,16 +64,16 @@ impl Machine {
         };
         match renewal {
             Ok(renewal) => {
-                info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "guest's identity renewed (random numbers, MAC addresses, ...)");
+                info!(vm = self.name(), done = ?renewal.done, left = ?renewal.left, "guest's identity renewed (random numbers, MAC addresses, ...)");
                 if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
-                    warn!(vm = self.name, %error, "cannot remove renewal.json; remove it before the daemon restarts");
+                    warn!(vm = self.name(), %error, "cannot remove renewal.json; remove it before the daemon restarts");
                 }
                 self.set_renewal(renewal);
             }
             // The plan file stays, so the next daemon tries again.
             Err(why) => {
                 warn!(
-                    vm = self.name,
+                    vm = self.name(),
                     why,
                     "cannot renew the guest's identity (random numbers, MAC addresses, ...); fix the cause and restart the daemon to retry"
                 );

@@ -130,7 +130,7 @@ fn list_free_pages(machine: &Machine) -> FreePages {
         let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
         return Err(format!("the guest cannot list its free pages: {words}"));
     }
-    free::parse(&listed.stdout, machine.ram_pages())
+    free::parse(&listed.stdout, machine.layout().pages())
 }
 
 impl save::Hold for HeldVm<'_> {

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use memfold_fold::{CachedRun, Command};
 use memfold_ledger::estimate::{FileRun, KnownFile, KnownVm, VmFacts};
-use memfold_vm::RamBlock;
 
 use crate::error::DaemonError;
 use crate::folding::ended;
@@ -35,7 +34,6 @@ impl Views {
         });
         let cached = cached.recv().map_err(|_| ended())?;
         let mut runs: HashMap<String, Vec<CachedRun>> = cached.vms.into_iter().collect();
-        let range = |block: &RamBlock| (block.hva.0, block.hva.add_pages(block.pages).0);
         let vms = machines
             .iter()
             .zip(free)
@@ -43,7 +41,7 @@ impl Views {
                 name: machine.name().to_owned(),
                 domain: machine.domain().map(str::to_owned),
                 pid: machine.raw_pid(),
-                ram: machine.layout().blocks.iter().map(range).collect(),
+                ram: machine.ram_ranges(),
                 free_bytes,
                 runs: runs
                     .remove(machine.name())
