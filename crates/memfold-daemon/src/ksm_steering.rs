@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{KsmStartRequest, KsmStopRequest};
 use memfold_ksm::explain::Steered;
-use memfold_ksm::processes::{self, Process};
+use memfold_ksm::processes;
 use memfold_ksm::steer::Goal;
 use memfold_ksm::{
     self as ksm, Controls, Explanation, Facts, Known, KsmError, NOTES, Names, Overview, Paused,
@@ -29,10 +29,11 @@ use memfold_vm::{MergeChoice, VmSpec};
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm};
+use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm, notes};
 use crate::debt::DebtWatch;
 use crate::error::DaemonError;
 use crate::locks::{MergingRight, StartRight};
+use crate::machine::Machine;
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 
@@ -55,30 +56,25 @@ pub struct KsmSteering {
     steered: Mutex<Option<SteeredKsm>>,
 }
 
-/// Keeps KSM stopped until it is dropped.
-enum Still<'a> {
-    /// KSM was not steered by this daemon.
-    Paused(#[expect(dead_code, reason = "held, not used")] Box<Paused>),
-    /// KSM was steered; steering resumes when this is dropped.
-    Steered(&'a KsmSteering),
-}
-
-impl Drop for Still<'_> {
-    fn drop(&mut self) {
-        if let Self::Steered(steering) = self {
-            if let Some(steered) = &mut *steering.steered.lock() {
-                steered.saving = false;
-                steered.look(&steering.ours(&steered.domain));
-            }
-        }
-    }
-}
-
 /// Keeps KSM stopped for a live save, until it is dropped.
 pub(crate) struct MergingStops<'a> {
-    _still: Still<'a>,
+    /// KSM's settings, if this daemon did not steer KSM; else steering resumes in the end.
+    paused: Option<Paused>,
+    steering: &'a KsmSteering,
     /// Admits one live save at a time: the end of one save would resume KSM during another.
     _alone: MergingRight<'a>,
+}
+
+impl Drop for MergingStops<'_> {
+    fn drop(&mut self) {
+        if self.paused.is_some() {
+            return;
+        }
+        if let Some(steered) = &mut *self.steering.steered.lock() {
+            steered.saving = false;
+            steered.look(&self.steering.ours(&steered.domain));
+        }
+    }
 }
 
 /// Restores KSM's settings if an earlier daemon died while it steered KSM.
@@ -116,15 +112,11 @@ impl KsmSteering {
 
     fn ours(&self, domain: &str) -> Ours {
         let machines = self.registry.machines();
-        let pids = |members: bool| {
-            let wanted = machines
-                .iter()
-                .filter(|m| (m.domain() == Some(domain)) == members);
-            wanted.map(|m| m.raw_pid()).collect()
-        };
+        let vms = machines.iter();
+        let (members, strangers): (Vec<_>, Vec<_>) = vms.partition(|m| m.domain() == Some(domain));
         Ours {
-            members: pids(true),
-            strangers: pids(false),
+            members: members.iter().map(|m| m.raw_pid()).collect(),
+            strangers: strangers.iter().map(|m| m.raw_pid()).collect(),
         }
     }
 
@@ -144,15 +136,11 @@ impl KsmSteering {
 
     /// Returns the state of KSM on this host, and of its steering.
     pub fn overview(&self) -> Result<Overview, DaemonError> {
-        let names: Names = self
-            .registry
-            .machines()
-            .iter()
-            .map(|m| {
-                let vm = (m.name().to_owned(), m.domain().map(str::to_owned));
-                (m.raw_pid(), vm)
-            })
-            .collect();
+        let named = |m: &Arc<Machine>| {
+            let vm = (m.name().to_owned(), m.domain().map(str::to_owned));
+            (m.raw_pid(), vm)
+        };
+        let names: Names = self.registry.machines().iter().map(named).collect();
         let mut overview = Overview::now(Some(&names))?;
         overview.steering = self.steered.lock().as_ref().map(SteeredKsm::view);
         Ok(overview)
@@ -189,13 +177,11 @@ impl KsmSteering {
             ));
         }
         let mut steered = self.steered.lock();
-        if let Some(old) = &*steered {
-            if old.domain != domain {
-                return Err(refused(
-                    format!("KSM is already steered for trust domain '{}'", old.domain),
-                    "run 'memfold ksm stop' first; KSM serves one trust domain a host",
-                ));
-            }
+        if let Some(old) = steered.as_ref().filter(|old| old.domain != domain) {
+            return Err(refused(
+                format!("KSM is already steered for trust domain '{}'", old.domain),
+                "run 'memfold ksm stop' first; KSM serves one trust domain a host",
+            ));
         }
         // Dropping the old guard first restores the old settings, so that the new guard records
         // those.
@@ -229,13 +215,10 @@ impl KsmSteering {
     fn only_domain(&self, asked: Option<&str>) -> Result<String, DaemonError> {
         let mergeable = processes::mergeable(Path::new("/proc"))?;
         let machines = self.registry.machines();
-        let vm = |process: &Process| {
-            let mut vms = machines.iter();
-            vms.find(|m| m.raw_pid() == process.pid)
-        };
         let mut domains: BTreeMap<&str, &str> = BTreeMap::new();
         for process in &mergeable {
-            match vm(process).map(|m| (m.name(), m.domain())) {
+            let vm = machines.iter().find(|m| m.raw_pid() == process.pid);
+            match vm.map(|m| (m.name(), m.domain())) {
                 Some((name, Some(domain))) => {
                     domains.entry(domain).or_insert(name);
                 }
@@ -304,15 +287,16 @@ impl KsmSteering {
 
     /// Ends steering and restores KSM's settings, because the daemon ends.
     pub(crate) fn end(&self) {
-        if let Some(old) = self.steered.lock().take() {
-            match old.guard.restore() {
-                Ok(()) => info!(
-                    domain = old.domain,
-                    "memfold no longer steers KSM; KSM's settings restored"
-                ),
-                Err(error) => {
-                    warn!(%error, "cannot restore KSM settings; the daemon tries again at its next start");
-                }
+        let Some(old) = self.steered.lock().take() else {
+            return;
+        };
+        match old.guard.restore() {
+            Ok(()) => info!(
+                domain = old.domain,
+                "memfold no longer steers KSM; KSM's settings restored"
+            ),
+            Err(error) => {
+                warn!(%error, "cannot restore KSM settings; the daemon tries again at its next start");
             }
         }
     }
@@ -384,9 +368,10 @@ impl KsmSteering {
         let end = Instant::now() + MERGING_PATIENCE;
         loop {
             match self.still(&alone) {
-                Ok(still) => {
+                Ok(paused) => {
                     return Ok(MergingStops {
-                        _still: still,
+                        paused,
+                        steering: self,
                         _alone: alone,
                     });
                 }
@@ -404,21 +389,16 @@ impl KsmSteering {
         }
     }
 
-    fn still(&self, _: &MergingRight<'_>) -> Result<Still<'_>, KsmError> {
+    /// Stops KSM. Returns what restores KSM's settings, if this daemon does not steer KSM.
+    fn still(&self, _: &MergingRight<'_>) -> Result<Option<Paused>, KsmError> {
         if let Some(steered) = &mut *self.steered.lock() {
             if steered.controls.number("run")? == Some(1) {
                 steered.stop()?;
             }
             steered.saving = true;
-            return Ok(Still::Steered(self));
+            return Ok(None);
         }
-        let notes = Path::new(NOTES);
-        std::fs::create_dir_all(notes).map_err(|source| KsmError::Note {
-            path: notes.into(),
-            source,
-        })?;
-        let paused = ksm::pause(&Controls::default(), notes)?;
-        Ok(Still::Paused(Box::new(paused)))
+        ksm::pause(&Controls::default(), notes()?).map(Some)
     }
 }
 

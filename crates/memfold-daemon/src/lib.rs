@@ -40,7 +40,6 @@ mod guest_pressure;
 mod interrupted_save;
 mod json_file;
 mod ksm_steering;
-mod lease_times;
 mod leases;
 mod lending;
 mod libvirt;

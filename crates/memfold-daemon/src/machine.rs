@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memfold_api::{AttachRequest, BootSnapshot, SegmentState};
 use memfold_fold::{Command, Guest, VmId};
@@ -25,7 +25,6 @@ use tracing::{debug, info, warn};
 
 use self::pauses::Pauses;
 use self::unfolded::{NO_LIBRARY, Unfolded};
-use self::watch::LibraryWatch;
 use crate::error::DaemonError;
 use crate::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
 use crate::run_state::RunState;
@@ -40,6 +39,17 @@ mod room;
 mod running;
 mod unfolded;
 mod watch;
+
+/// Time between two reads of a VM's conditions for folding and its memory layout.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Age of the connection to the fold library, and the pause before the next attempt to connect.
+#[derive(Debug)]
+struct LibraryWatch {
+    connected: Instant,
+    /// Time after `connected` during which no new connection is attempted.
+    pause: Duration,
+}
 
 /// Facts about the VM that may change while the VM runs, as last read.
 #[derive(Debug)]
@@ -142,7 +152,10 @@ impl Machine {
             state: Mutex::default(),
             library_problem,
             library_state: Mutex::new(library),
-            library_watch: Mutex::default(),
+            library_watch: Mutex::new(LibraryWatch {
+                connected: Instant::now(),
+                pause: INTERVAL,
+            }),
             saving: Mutex::default(),
             being_saved: AtomicBool::new(false),
             pauses: Mutex::default(),

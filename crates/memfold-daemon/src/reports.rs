@@ -90,7 +90,7 @@ impl Reports {
     /// Reports all leases and lenders, and this host's part in them.
     pub fn leases(&self) -> Result<LeaseReport, DaemonError> {
         // While the registry does not answer, the part about this host is what users need most.
-        let (picture, registry_away) = match self.below.leases.picture() {
+        let (picture, registry_away) = match self.below.leases.registry.picture() {
             Ok(picture) => (picture, None),
             Err(away @ RegistryError::Unusable { .. }) => {
                 (Picture::default(), Some(away.to_string()))
@@ -100,13 +100,13 @@ impl Reports {
         let (distrusted, lies) = self.below.leases.lies();
         let ours = self.below.swap_disks.without_copy();
         let without_copy = |host: &str, vm: &str| {
-            host == self.below.leases.host() && ours.iter().any(|our| our == vm)
+            host == self.below.leases.host && ours.iter().any(|our| our == vm)
         };
         let lending = self.below.lending.status();
         let lends = lending.as_ref().filter(|status| !status.is_ending);
         Ok(LeaseReport {
-            host: self.below.leases.host().to_owned(),
-            registry: self.below.leases.place().to_owned(),
+            host: self.below.leases.host.clone(),
+            registry: self.below.leases.place.clone(),
             registry_away,
             lends_as: lends.and_then(|_| self.below.lending.to_lend()),
             lending,
@@ -141,10 +141,10 @@ impl Reports {
             steers_ksm: self.below.ksm.is_steered(),
             snapshots: self.below.snapshots.in_short(),
             segments: self.below.segments.in_short(),
-            host: self.below.leases.host().to_owned(),
+            host: self.below.leases.host.clone(),
             lending: self.below.lending.status(),
             borrowed: self.borrowed(),
-            leases: self.below.leases.picture().ok().map(|p| p.leases),
+            leases: self.below.leases.registry.picture().ok().map(|p| p.leases),
             distrusted: lies.0.len() as u64,
             lies: lies.1,
             took: Duration::ZERO,

@@ -22,7 +22,7 @@ use tracing::warn;
 use utoipa::ToSchema;
 
 use crate::error::DaemonError;
-use crate::events::{Beside, Seen, changes};
+use crate::events::{Beside, Seen, changes, event};
 use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
 use crate::threads::{self, thread_cpu};
@@ -72,14 +72,14 @@ impl Samples {
     /// history is better than none.
     fn new(path: Option<&Path>) -> Self {
         let open = |path: &Path| {
-            History::open(path)
-                .inspect_err(|error| {
-                    warn!(
-                        error = chain(error),
-                        "cannot open the history of memory use; no history is kept until the daemon restarts"
-                    );
-                })
-                .ok()
+            let opened = History::open(path);
+            if let Err(error) = &opened {
+                warn!(
+                    error = chain(error),
+                    "cannot open the history of memory use; no history is kept until the daemon restarts"
+                );
+            }
+            opened.ok()
         };
         Self {
             history: path.and_then(open).map(Mutex::new),
@@ -113,13 +113,11 @@ impl Samples {
             if watched && !was_watched {
                 due = due.min(YOUNG);
             }
-            let left = match taken {
-                _ if !watched && self.history.is_none() => LONGEST_INTERVAL,
-                None => return true,
-                Some(taken) => match due.checked_sub(taken.elapsed()) {
-                    Some(left) => left,
-                    None => return true,
-                },
+            let is_wanted = watched || self.history.is_some();
+            let left = match taken.map(|taken| due.checked_sub(taken.elapsed())) {
+                _ if !is_wanted => LONGEST_INTERVAL,
+                Some(Some(left)) => left,
+                None | Some(None) => return true,
             };
             self.changed.wait_for(&mut ends, left);
         }
@@ -243,32 +241,18 @@ impl Sampling {
             snapshots: self.below.snapshots.names().ok(),
         };
         let seen = Seen::of(&report, &beside);
-        let events = last.as_ref().map_or_else(
-            || {
-                vec![Event {
-                    at_unix_s: 0,
-                    kind: "daemon".into(),
-                    warning: false,
-                    vm: None,
-                    text: format!("memfold {} began", env!("CARGO_PKG_VERSION")),
-                }]
-            },
-            |last| changes(last, &seen),
-        );
+        let began = || format!("memfold {} began", env!("CARGO_PKG_VERSION"));
+        let events = match &last {
+            Some(last) => changes(last, &seen),
+            None => vec![event("daemon", false, None, began())],
+        };
         *last = Some(seen);
         if let Some(history) = &self.samples.history {
             let is_lent = |b: &&Borrowed| matches!(b.place, SwapPlace::Lent | SwapPlace::Degraded);
+            let borrowed = beside.borrowed.iter().filter(is_lent);
             let lent = Lent {
-                lent_bytes: beside
-                    .lending
-                    .as_ref()
-                    .map_or(0, |lender| lender.lent_bytes),
-                borrowed_bytes: beside
-                    .borrowed
-                    .iter()
-                    .filter(is_lent)
-                    .map(|b| b.bytes)
-                    .sum(),
+                lent_bytes: beside.lending.as_ref().map_or(0, |l| l.lent_bytes),
+                borrowed_bytes: borrowed.map(|b| b.bytes).sum(),
             };
             let host = host_values(&report.ledger, &report.fold, lent);
             let of_vm = |vm: &memfold_ledger::VmAccount| (vm.name.clone(), vm_values(vm));

@@ -20,7 +20,6 @@ use crate::leases::Leases;
 use crate::vm_registry::VmRegistry;
 
 mod again;
-mod attempt;
 mod automatic;
 mod borrow;
 mod copy_verify;
@@ -31,7 +30,6 @@ mod heal;
 mod note;
 mod reconcile;
 mod relays;
-mod saved_request;
 pub(crate) mod swap_on;
 mod watcher;
 

@@ -22,8 +22,7 @@ use self::keeper::Keeper;
 use self::on_lvm::{FAILED, Fit, check_tools, fit, forgotten, gone, images, off_lent, random};
 use crate::error::{DaemonError, lending, state_error};
 use crate::json_file::write_json;
-use crate::lease_times::{RESUMED, lease_ttl, ms};
-use crate::leases::Leases;
+use crate::leases::{Leases, RESUMED, lease_ttl, ms, returned};
 use crate::locks::GroupRight;
 use crate::threads;
 
@@ -170,17 +169,7 @@ impl SwapVolumes {
             }
             logical.bytes
         };
-        Ok(Borrowed {
-            vm: volume.to_string(),
-            place: SwapPlace::OnDisk,
-            bytes,
-            durability: None,
-            lenders: Vec::new(),
-            stripes: None,
-            waits: None,
-            changed,
-            took_ms: ms(began),
-        })
+        Ok(returned(volume.to_string(), bytes, changed, began))
     }
 
     /// Takes a lease of a lender that exports by iSCSI. A lender's transport is known only after
@@ -194,14 +183,14 @@ impl SwapVolumes {
         let mut by_nbd: Vec<String> = Vec::new();
         loop {
             let want = Want {
-                borrower: self.leases.host().to_owned(),
+                borrower: self.leases.host.clone(),
                 vm: volume.holder(),
                 bytes,
                 durability,
                 apart_from: [self.leases.distrusted(), by_nbd.clone()].concat(),
             };
             let ttl = lease_ttl(durability, bytes);
-            let lease = match self.leases.take(&want, ttl) {
+            let lease = match self.leases.registry.take(&want, ttl) {
                 Ok(lease) => lease,
                 Err(error @ RegistryError::NothingToSpare { .. }) if !by_nbd.is_empty() => {
                     return Err(lending(

@@ -7,15 +7,12 @@ use memfold_fold::Command;
 use tracing::{debug, warn};
 
 use crate::guest::{LibraryState, QemuGuest, SharedLibraryState};
-use crate::machine::Machine;
 use crate::machine::room::RoomWatch;
+use crate::machine::{INTERVAL, Machine};
 use crate::run_state::SILENT;
 
 /// Time between two checks of the VM's run state.
 const STATE: Duration = Duration::from_secs(1);
-
-/// Time between two reads of a VM's conditions for folding and its memory layout.
-const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Longest pause before the next attempt to connect to a fold library that keeps failing.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
@@ -23,23 +20,6 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 /// Longest time that the fold library needs for an order: it begins no further run of pages after
 /// one second.
 const ORDER: Duration = Duration::from_millis(1500);
-
-/// Age of the connection to the fold library, and the pause before the next attempt to connect.
-#[derive(Debug)]
-pub(super) struct LibraryWatch {
-    connected: Instant,
-    /// Time after `connected` during which no new connection is attempted.
-    pause: Duration,
-}
-
-impl Default for LibraryWatch {
-    fn default() -> Self {
-        Self {
-            connected: Instant::now(),
-            pause: INTERVAL,
-        }
-    }
-}
 
 impl Machine {
     /// Checks the VM periodically until its process ends.

@@ -23,8 +23,8 @@ use tracing::{info, warn};
 use crate::backoff::{Backoff, LONGEST_WAIT};
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
-use crate::swap_disks::attempt::Asker;
-use crate::swap_disks::saved_request::saved_request;
+use crate::swap_disks::borrow::Asker;
+use crate::swap_disks::note::saved_request;
 use crate::threads;
 
 /// Time between two checks for swap disks to move again.

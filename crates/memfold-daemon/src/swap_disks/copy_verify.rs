@@ -14,7 +14,7 @@ use tracing::{error, info, warn};
 use crate::machine::Machine;
 use crate::swap_disks::failures::copy_has_failed;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::write_note;
+use crate::swap_disks::note::note;
 
 /// Pause before a failed verification of the copy is repeated.
 const AGAIN: Duration = Duration::from_secs(60);
@@ -64,16 +64,19 @@ impl Comparison {
             }
             return;
         };
-        let failed = match asked.answer() {
-            Ok(None) => return,
-            Ok(Some(Answer::Same)) => {
+        let Some(answer) = asked.answer().transpose() else {
+            return;
+        };
+        self.asked = None;
+        let failed = match answer {
+            Ok(Answer::Same) => {
                 info!(
                     vm = guard.vm,
                     "swap disk's copy on this host verified: the copy contains every write"
                 );
                 false
             }
-            Ok(Some(Answer::Differs(block))) => {
+            Ok(Answer::Differs(block)) => {
                 error!(
                     vm = guard.vm,
                     block,
@@ -81,18 +84,15 @@ impl Comparison {
                 );
                 true
             }
-            Ok(Some(other)) => {
+            Ok(other) => {
                 warn!(vm = guard.vm, answer = ?other, "relay process cannot verify the swap disk's copy on this host; retrying in 60 s");
-                self.asked = None;
                 return;
             }
             Err(error) => {
                 warn!(vm = guard.vm, %error, "relay process did not say whether the swap disk's copy on this host is complete; retrying in 60 s");
-                self.asked = None;
                 return;
             }
         };
-        self.asked = None;
         self.tried = None;
         let now = {
             let mut state = guard.state.lock();
@@ -106,9 +106,6 @@ impl Comparison {
         if failed {
             copy_has_failed(guard);
         }
-        let directory = machine.vm().directory();
-        if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
-            warn!(vm = guard.vm, %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
-        }
+        note(machine, &now);
     }
 }

@@ -1,26 +1,23 @@
 //! Failed requests of a swap disk, as QEMU's events report them.
 
 use memfold_lend::graph::{self, Failed};
-use tracing::{error, warn};
+use tracing::error;
 
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::write_note;
+use crate::swap_disks::note::note;
 use crate::swap_disks::relays::wait_longer;
 
 /// Receives QEMU's events about failed requests of a swap disk, and reacts to them.
 pub(crate) fn hear(machine: &Machine, guard: &Guard) {
-    let (events, heard_on) = {
-        let mut qmp = machine.monitor();
-        // QEMU delivers events together with answers.
-        if qmp.query("query-status").is_err() {
-            return;
-        }
-        (
-            qmp.take_events_named(&["QUORUM_REPORT_BAD"]),
-            qmp.connections(),
-        )
-    };
+    let mut qmp = machine.monitor();
+    // QEMU delivers events together with answers.
+    if qmp.query("query-status").is_err() {
+        return;
+    }
+    let events = qmp.take_events_named(&["QUORUM_REPORT_BAD"]);
+    let heard_on = qmp.connections();
+    drop(qmp);
     let before = guard.borrowing();
     let last = guard.state.lock().heard_on.replace(heard_on);
     if before.copy.is_some() && last.is_some_and(|last| last != heard_on) {
@@ -44,10 +41,7 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     if now.copy_failed && !before.copy_failed {
         copy_has_failed(guard);
     }
-    let directory = machine.vm().directory();
-    if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
-        warn!(vm = guard.vm, %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
-    }
+    note(machine, &now);
 }
 
 /// Logs that the copy on this host has failed, so that lent RAM has the only copy, and extends the

@@ -10,14 +10,13 @@ use memfold_vm::{QmpError, VmDirectory, swap};
 use tracing::info;
 
 use crate::error::{DaemonError, lending, state_error};
-use crate::lease_times::{RENEW, lease_ttl, ms};
+use crate::leases::{RENEW, lease_ttl, returned};
 use crate::locks::SwapRight;
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::swap_directory;
-use crate::swap_disks::saved_request::forget_request;
+use crate::swap_disks::note::{forget_request, swap_directory};
 
 impl SwapDisks {
     /// Moves a VM's swap disk back to this host's disk, and deletes the operator's request.
@@ -51,17 +50,7 @@ impl SwapDisks {
             self.give_back(&machine, directory, &guard, &right)?;
             changed = before.place != SwapPlace::OnCopy;
         }
-        Ok(Borrowed {
-            vm: vm.to_owned(),
-            place: SwapPlace::OnDisk,
-            bytes: top.bytes,
-            durability: None,
-            lenders: Vec::new(),
-            stripes: None,
-            waits: None,
-            changed,
-            took_ms: ms(began),
-        })
+        Ok(returned(vm.to_owned(), top.bytes, changed, began))
     }
 
     fn give_back(

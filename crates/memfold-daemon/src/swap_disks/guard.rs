@@ -11,7 +11,7 @@ use memfold_lend::waits::Waits;
 use memfold_lend::wire::Wire;
 use parking_lot::Mutex;
 
-use crate::lease_times::lease_ttl;
+use crate::leases::lease_ttl;
 
 /// A loan that is being watched.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use memfold_host::chain;
 use memfold_lend::waits;
 use tracing::warn;
 
-use crate::lease_times::RENEW;
+use crate::leases::RENEW;
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::copy_verify::Comparison;

@@ -10,7 +10,7 @@ use memfold_lend::lvm::{Loan, Phase};
 use parking_lot::Mutex;
 use tracing::{error, warn};
 
-use crate::lease_times::lease_ttl;
+use crate::leases::lease_ttl;
 
 /// A watched loan of a volume: its thread renews the lease and checks the lender.
 #[derive(Debug)]
