@@ -17,7 +17,7 @@ use tracing::{info, warn};
 
 use crate::boot_snapshot::{self, mark, name_of};
 use crate::error::DaemonError;
-use crate::machine::{Machine, is_disconnected};
+use crate::machine::{Machine, is_disconnected, text};
 use crate::mechanisms::Mechanisms;
 use crate::segments::laying::{lay_all, lay_when_booted};
 use crate::snapshots::Snapshots;
@@ -121,7 +121,7 @@ impl Boots {
     fn save_booted(&self, machine: &Machine) -> Result<(), DaemonError> {
         let booted = machine.run(BOOTED, BOOT_TIMEOUT)?;
         if booted.code != 0 {
-            let state = String::from_utf8_lossy(&booted.stdout).trim().to_owned();
+            let state = text(&booted.stdout);
             return Err(DaemonError::BadRequest(format!(
                 "the guest did not start everything: systemd says '{state}'"
             )));

@@ -54,7 +54,6 @@ mod sampling;
 mod segments;
 mod semaphore;
 mod single_flight;
-mod snapshot_directory;
 mod snapshot_locks;
 mod snapshots;
 mod swap_disks;

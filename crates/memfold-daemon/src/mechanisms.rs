@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use memfold_segment::Shelf;
+use memfold_snapshot::Shelf as SnapshotShelf;
 use parking_lot::RwLock;
 
 use crate::debt::DebtWatch;
@@ -15,7 +16,6 @@ use crate::leases::Leases;
 use crate::lending::Lending;
 use crate::options::DaemonOptions;
 use crate::segments::Segments;
-use crate::snapshot_directory::SnapshotDirectory;
 use crate::snapshot_locks::SnapshotLocks;
 use crate::swap_disks::SwapDisks;
 use crate::swap_volumes::SwapVolumes;
@@ -33,7 +33,7 @@ pub(crate) struct Mechanisms {
     pub swap_disks: Arc<SwapDisks>,
     pub swap_volumes: Arc<SwapVolumes>,
     pub segments: Arc<Segments>,
-    pub snapshots: Arc<SnapshotDirectory>,
+    pub snapshots: Arc<SnapshotShelf>,
     pub snapshot_locks: Arc<SnapshotLocks>,
     /// Dropped last, because another daemon can use the state directory afterwards.
     pub registry: Arc<VmRegistry>,
@@ -47,7 +47,7 @@ impl Mechanisms {
         folding: Arc<Folding>,
     ) -> Result<Self, DaemonError> {
         let state = &options.state;
-        let snapshots = Arc::new(SnapshotDirectory::open(&options.shelf));
+        let snapshots = Arc::new(SnapshotShelf::open(&options.shelf));
         let snapshot_locks = Arc::new(SnapshotLocks::default());
         let debt = Arc::new(DebtWatch::new(options.brake));
         let ksm = Arc::new(KsmSteering::new(registry.clone(), debt.clone()));

@@ -13,6 +13,7 @@ use memfold_units::{ByteSize, PageCount};
 use crate::error::DaemonError;
 use crate::figures::{CachedFigures, Figures};
 use crate::mechanisms::Mechanisms;
+use crate::on_shelf::OnShelf;
 use crate::single_flight::SingleFlight;
 use crate::threads::thread_cpu;
 use crate::vms::Vms;
@@ -139,8 +140,8 @@ impl Reports {
             report,
             vms: self.vms.list(),
             steers_ksm: self.below.ksm.is_steered(),
-            snapshots: self.below.snapshots.in_short(),
-            segments: self.below.segments.in_short(),
+            snapshots: OnShelf::of_snapshots(&self.below.snapshots),
+            segments: OnShelf::of_segments(&self.below.segments.shelf),
             host: self.below.leases.host.clone(),
             lending: self.below.lending.status(),
             borrowed: self.borrowed(),

@@ -9,13 +9,11 @@
 use std::sync::Arc;
 
 use memfold_segment::Shelf;
-use memfold_units::ByteSize;
+use memfold_snapshot::Shelf as SnapshotShelf;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::folding::Folding;
 use crate::locks::SegmentsRight;
-use crate::on_shelf::OnShelf;
-use crate::snapshot_directory::SnapshotDirectory;
 use crate::snapshot_locks::SnapshotLocks;
 use crate::vm_registry::VmRegistry;
 
@@ -36,7 +34,7 @@ pub struct Segments {
     pub(crate) folding: Arc<Folding>,
     pub(crate) shelf: Shelf,
     /// The snapshots of this host; a snapshot may need segments.
-    pub(crate) snapshots: Arc<SnapshotDirectory>,
+    pub(crate) snapshots: Arc<SnapshotShelf>,
     pub(crate) locks: Arc<SnapshotLocks>,
     /// Write-locked while segments are removed. Read-locked from the lookup of a segment until QEMU
     /// maps it.
@@ -52,18 +50,6 @@ impl Segments {
     /// Prevents the lookup of segments until the result is dropped.
     fn exclusive(&self) -> SegmentsRight<RwLockWriteGuard<'_, ()>> {
         SegmentsRight::take(|| self.removing.write())
-    }
-
-    /// Returns the number of segments and their bytes in the page cache; `None` if their directory
-    /// cannot be read.
-    pub(crate) fn in_short(&self) -> Option<OnShelf> {
-        let mut all = OnShelf::default();
-        for segment in self.shelf.all().ok()? {
-            all.count += 1;
-            all.broken += u64::from(self.shelf.problem(&segment).is_some());
-            all.bytes += ByteSize(self.shelf.resident_bytes(&segment));
-        }
-        Some(all)
     }
 
     /// Removes the write protection of segment images, so that they can be deleted like other

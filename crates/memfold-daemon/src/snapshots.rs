@@ -18,11 +18,10 @@ mod hold;
 mod remove;
 mod restore_vm;
 mod save;
-mod trial;
 mod verify;
 mod working_set;
 
-pub(crate) use self::trial::clear as clear_trials;
+pub(crate) use self::verify::clear_trials;
 
 /// The snapshots of this host, and the operations on them.
 #[derive(Debug)]
@@ -72,6 +71,8 @@ impl Snapshots {
 
     fn info(&self, name: &str, pids: &[Pid]) -> SnapshotInfo {
         let manifest = self.below.snapshots.manifest(name);
+        let problem = manifest.as_ref().err().map(ToString::to_string);
+        let manifest = manifest.as_ref().ok();
         let machines = self.below.registry.machines();
         let users = machines
             .iter()
@@ -79,27 +80,15 @@ impl Snapshots {
             .map(|m| m.name().to_owned())
             .collect();
         let disk_bytes = self.below.snapshots.disk_bytes(name).unwrap_or(0);
-        match manifest {
-            Ok(manifest) => SnapshotInfo {
-                name: name.to_owned(),
-                domain: manifest.domain.clone(),
-                vm: manifest.vm.clone(),
-                created_s: manifest.created_s,
-                memory_bytes: manifest.memory().0,
-                disk_bytes,
-                users,
-                problem: None,
-            },
-            Err(error) => SnapshotInfo {
-                name: name.to_owned(),
-                domain: None,
-                vm: String::new(),
-                created_s: 0,
-                memory_bytes: 0,
-                disk_bytes,
-                users,
-                problem: Some(error.to_string()),
-            },
+        SnapshotInfo {
+            name: name.to_owned(),
+            domain: manifest.and_then(|m| m.domain.clone()),
+            vm: manifest.map_or_else(String::new, |m| m.vm.clone()),
+            created_s: manifest.map_or(0, |m| m.created_s),
+            memory_bytes: manifest.map_or(0, |m| m.memory().0),
+            disk_bytes,
+            users,
+            problem,
         }
     }
 

@@ -16,7 +16,6 @@ use crate::threads;
 
 mod adoption;
 mod attach;
-mod attached;
 mod control;
 mod launch;
 

@@ -89,17 +89,8 @@ impl Segments {
             );
         }
         drop(kept);
-        let report = if request.no_lay {
-            None
-        } else {
-            Some(lay_instead(
-                &machine,
-                &now,
-                &manifest.name,
-                &name,
-                request.content,
-            )?)
-        };
+        let lay = || lay_instead(&machine, &now, &manifest.name, &name, request.content);
+        let report = (!request.no_lay).then(lay).transpose()?;
         Ok(AttachedSegment {
             segment: VmSegment {
                 state: machine

@@ -8,7 +8,7 @@ use memfold_host::chain;
 use memfold_vm::{AgentError, CommandResult};
 
 use crate::error::{DaemonError, impossible};
-use crate::machine::Machine;
+use crate::machine::{Machine, text};
 
 /// Time limit for a guest to compare its files with those of a segment, and to mount the segment.
 const LAY_TIMEOUT: Duration = Duration::from_secs(300);
@@ -32,39 +32,34 @@ pub(crate) fn lay(
     name: &str,
     content: bool,
 ) -> Result<serde_json::Value, DaemonError> {
-    let option = if content { " --content" } else { "" };
-    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-lay {name}{option}");
-    let timeout = if content {
-        CONTENT_TIMEOUT
+    let (option, timeout) = if content {
+        (" --content", CONTENT_TIMEOUT)
     } else {
-        LAY_TIMEOUT
+        ("", LAY_TIMEOUT)
     };
+    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-lay {name}{option}");
     machine.check_runs("no segment was mounted")?;
     let end = Instant::now() + PLUG_TIMEOUT;
     let done = loop {
         let done = machine.run(&script, timeout);
-        let is_late = Instant::now() > end;
-        match &done {
+        let is_early = match &done {
             // The guest has not found the device yet.
-            Ok(result) if result.code != 0 && !is_late && says(result).contains("no device") => {
-                std::thread::sleep(Duration::from_millis(500));
-            }
-            Err(AgentError::Lost | AgentError::NoSession(_)) if !is_late => {
-                std::thread::sleep(Duration::from_millis(500));
-            }
-            _ => break done,
+            Ok(result) => result.code != 0 && text(&result.stderr).contains("no device"),
+            Err(error) => matches!(error, AgentError::Lost | AgentError::NoSession(_)),
+        };
+        if !is_early || Instant::now() > end {
+            break done;
         }
+        std::thread::sleep(Duration::from_millis(500));
     };
     let answer = done
         .map_err(DaemonError::from)
         .and_then(|done| answer(machine, &done));
-    machine.set_segment_state(
-        name,
-        match &answer {
-            Ok(_) => SegmentState::Laid,
-            Err(error) => SegmentState::Failed(chain(error)),
-        },
-    );
+    let state = match &answer {
+        Ok(_) => SegmentState::Laid,
+        Err(error) => SegmentState::Failed(chain(error)),
+    };
+    machine.set_segment_state(name, state);
     answer
 }
 
@@ -87,11 +82,6 @@ pub(crate) fn list(machine: &Machine) -> Result<serde_json::Value, DaemonError> 
     answer(machine, &done)
 }
 
-/// Returns the standard error of a command in a guest, as text.
-pub(crate) fn says(result: &CommandResult) -> String {
-    String::from_utf8_lossy(&result.stderr).trim().to_owned()
-}
-
 fn answer(machine: &Machine, done: &CommandResult) -> Result<serde_json::Value, DaemonError> {
     let refused = |why: &str| impossible(format!("the guest of VM '{}': {why}", machine.name()));
     match done.code {
@@ -100,6 +90,6 @@ fn answer(machine: &Machine, done: &CommandResult) -> Result<serde_json::Value, 
         USAGE => Err(refused(
             "the agent does not support segments; update the agent",
         )),
-        _ => Err(refused(&says(done))),
+        _ => Err(refused(&text(&done.stderr))),
     }
 }

@@ -46,20 +46,13 @@ fn recall(machine: &Machine) -> Result<(), DaemonError> {
     let there = in_guest::list(machine)?;
     for segment in machine.vm().segments().iter().filter(|s| !s.root) {
         let lies = |entry: &serde_json::Value| {
-            let name = format!(
-                "{}@{}",
-                entry["name"].as_str()?,
-                entry["generation"].as_u64()?
-            );
+            let (name, generation) = (entry["name"].as_str()?, entry["generation"].as_u64()?);
             let layers = entry["layers"].as_array()?;
-            let is_mounted = entry["mounted"].is_string();
-            (name == segment.name && is_mounted && !layers.is_empty()).then_some(())
+            let is_mounted = entry["mounted"].is_string() && !layers.is_empty();
+            Some(is_mounted && segment.name == format!("{name}@{generation}"))
         };
-        let is_laid = there
-            .as_array()
-            .into_iter()
-            .flatten()
-            .any(|e| lies(e).is_some());
+        let mut entries = there.as_array().into_iter().flatten();
+        let is_laid = entries.any(|entry| lies(entry) == Some(true));
         // A known state is newer, because this daemon has changed the mount since.
         if is_laid && machine.segment_state(&segment.name).is_none() {
             machine.set_segment_state(&segment.name, SegmentState::Laid);

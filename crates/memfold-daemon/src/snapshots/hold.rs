@@ -15,7 +15,7 @@ use memfold_wire::library::Range;
 use crate::folding::Folding;
 use crate::interrupted_save::NotedSave;
 use crate::ksm_steering::MergingStops;
-use crate::machine::Machine;
+use crate::machine::{Machine, text};
 use crate::threads;
 
 /// Time limit for a guest to list its free pages.
@@ -68,11 +68,8 @@ impl<'a> HeldVm<'a> {
 
 impl HeldVm<'_> {
     pub fn stood_still(&self) -> Duration {
-        self.stood.get()
-            + self
-                .stopped
-                .get()
-                .map_or(Duration::ZERO, |since| since.elapsed())
+        let since = self.stopped.get();
+        self.stood.get() + since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Begins to track the VM's writes, and then asks the guest for its free pages. The guest
@@ -127,7 +124,7 @@ fn list_free_pages(machine: &Machine) -> FreePages {
     let listed = machine.run(free::LIST, LIST_TIMEOUT);
     let listed = listed.map_err(|error| error.to_string())?;
     if listed.code != 0 {
-        let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
+        let words = text(&listed.stderr);
         return Err(format!("the guest cannot list its free pages: {words}"));
     }
     free::parse(&listed.stdout, machine.layout().pages())

@@ -31,8 +31,8 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 const SPEED_LASTS: Duration = Duration::from_secs(600);
 
 /// Result of the guest's preparation for a save.
-#[derive(Default)]
 struct Prepared {
+    keep: Keep,
     /// The reason why the guest still has caches that it was to drop.
     cache_kept: Option<String>,
     /// Pages that the guest's disks may also hold.
@@ -75,12 +75,13 @@ impl Snapshots {
         let progress = self.below.snapshot_locks.begin(&request.name)?;
         // Snapshots that the VM's disks are built on are not removed until the new snapshot records
         // that it needs them. Disks of a VM that memfold did not start are copied.
-        let below = match machine.vm().spec() {
-            Some(spec) => restore::below(&self.below.snapshots, spec),
-            None => Vec::new(),
-        };
+        let below = machine
+            .vm()
+            .spec()
+            .map(|spec| restore::below(&self.below.snapshots, spec));
         let _below = below
             .into_iter()
+            .flatten()
             .filter(|name| *name != request.name)
             .map(|name| self.below.snapshot_locks.begin(&name))
             .collect::<Result<Vec<_>, _>>()?;
@@ -89,9 +90,9 @@ impl Snapshots {
         let kept =
             |segment: &SegmentSpec| self.below.snapshot_locks.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
-        let save = |keep, prepared| {
+        let save = |prepared| {
             let of = (&machine, &subject, &right);
-            self.save_prepared(of, request, of_boot, began, (keep, prepared), &progress)
+            self.save_prepared(of, request, of_boot, began, prepared, &progress)
         };
         // Two questions to the guest at once, because each takes an emulated guest a while.
         let (generation_id, prepared) = std::thread::scope(|scope| {
@@ -99,13 +100,10 @@ impl Snapshots {
             let prepared = self.prepare(&machine, &subject, request.keep, &progress);
             (asked.join().unwrap_or(false), prepared)
         });
-        let (keep, prepared) = prepared?;
-        let prepared = Prepared {
-            generation_id,
-            ..prepared
-        };
-        if keep != Keep::None {
-            return save(keep, prepared);
+        let mut prepared = prepared?;
+        prepared.generation_id = generation_id;
+        if prepared.keep != Keep::None {
+            return save(prepared);
         }
         progress.begin("guest drops its caches", 0);
         let (cached, files) = candidates::most_cached_files(&self.below.folding, &machine);
@@ -119,16 +117,15 @@ impl Snapshots {
             Err(error) if prepared.keep_reason.is_some() => Ok(Some(error.to_string())),
             dropped => dropped,
         };
-        let events = match &dropped {
-            Ok(None) => Ok(()),
-            _ => trace_again(&machine),
+        let is_done = matches!(dropped, Ok(None));
+        let events = if is_done {
+            Ok(())
+        } else {
+            trace_again(&machine)
         };
         let saved = dropped.and_then(|cache_kept| {
-            let prepared = Prepared {
-                cache_kept,
-                ..prepared
-            };
-            save(keep, prepared)
+            prepared.cache_kept = cache_kept;
+            save(prepared)
         });
         // The inventory reports pages that were dropped while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
@@ -137,26 +134,26 @@ impl Snapshots {
         saved
     }
 
-    /// Prepares a guest for what is to be kept, except that its caches are not dropped yet. Returns
-    /// also what is kept.
+    /// Prepares a guest for what is to be kept, except that its caches are not dropped yet.
     fn prepare(
         &self,
         machine: &Machine,
         subject: &Subject,
         choice: KeepChoice,
         progress: &Progress,
-    ) -> Result<(Keep, Prepared), DaemonError> {
-        let all = |reason: String| {
-            let prepared = Prepared {
-                keep_reason: Some(reason),
-                ..Prepared::default()
-            };
-            Ok((Keep::All, prepared))
+    ) -> Result<Prepared, DaemonError> {
+        let prepared = |keep, candidates, keep_reason| Prepared {
+            keep,
+            cache_kept: None,
+            candidates,
+            keep_reason,
+            generation_id: false,
         };
+        let all = |reason: String| Ok(prepared(Keep::All, Vec::new(), Some(reason)));
         let is_chosen = choice == KeepChoice::Auto;
         let has_agent = machine.agent().is_some_and(|a| a.session().is_some());
         if choice == KeepChoice::All {
-            return Ok((Keep::All, Prepared::default()));
+            return Ok(prepared(Keep::All, Vec::new(), None));
         }
         if is_chosen && !has_agent {
             return all("the guest has no memfold-agent to say where its page cache lies".into());
@@ -167,16 +164,12 @@ impl Snapshots {
             written => written?,
         }
         if choice == KeepChoice::None {
-            return Ok((Keep::None, Prepared::default()));
+            return Ok(prepared(Keep::None, Vec::new(), None));
         }
         progress.begin("guest reports the places of its files", 0);
         let found = candidates::find(&self.below.folding, machine);
         if choice == KeepChoice::Hot {
-            let prepared = Prepared {
-                candidates: found.candidates,
-                ..Prepared::default()
-            };
-            return Ok((Keep::Hot, prepared));
+            return Ok(prepared(Keep::Hot, found.candidates, None));
         }
         let on_disks = found.candidates.iter().map(|run| run.pages).sum();
         let facts = Facts {
@@ -191,12 +184,7 @@ impl Snapshots {
             Keep::Hot => found.candidates,
             Keep::None | Keep::All => Vec::new(),
         };
-        let prepared = Prepared {
-            candidates,
-            keep_reason: Some(reason),
-            ..Prepared::default()
-        };
-        Ok((keep, prepared))
+        Ok(prepared(keep, candidates, Some(reason)))
     }
 
     /// Throughput of the disk of snapshots, in bytes a second, measured now and then.
@@ -216,7 +204,7 @@ impl Snapshots {
         request: &SaveRequest,
         of_boot: Option<String>,
         began: Instant,
-        (keep, prepared): (Keep, Prepared),
+        prepared: Prepared,
         progress: &Progress,
     ) -> Result<Manifest, DaemonError> {
         let steps = Steps {
@@ -251,7 +239,7 @@ impl Snapshots {
             agent: agent.as_ref().is_some_and(|a| a.session().is_some()),
             generation_id: prepared.generation_id,
             name: request.name.clone(),
-            keep,
+            keep: prepared.keep,
             keep_reason: prepared.keep_reason,
             of_boot,
             live: request.live,

@@ -7,7 +7,7 @@ use memfold_host::chain;
 use memfold_vm::swap;
 use tracing::{info, warn};
 
-use crate::machine::Machine;
+use crate::machine::{Machine, text};
 
 /// Time limit for a guest to activate its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
@@ -24,7 +24,7 @@ pub(crate) fn swap_on_when_booted(machine: &Arc<Machine>) {
                 info!(vm, "swap disk enabled in the guest");
                 return;
             }
-            Ok(done) => String::from_utf8_lossy(&done.stderr).trim().to_owned(),
+            Ok(done) => text(&done.stderr),
             Err(error) => chain(&error),
         };
         warn!(
