@@ -193,6 +193,21 @@ pub(crate) fn state_error(path: &Path) -> impl Fn(io::Error) -> DaemonError + Co
     }
 }
 
+/// Checks a number of a request.
+///
+/// # Errors
+///
+/// [`DaemonError::BadRequest`], which names the number and the range, unless `is_fine`.
+pub(crate) fn check(
+    name: &str,
+    value: impl std::fmt::Display,
+    is_fine: bool,
+    range: &str,
+) -> Result<(), DaemonError> {
+    let wrong = || DaemonError::BadRequest(format!("{name} is {value}; give {range}"));
+    is_fine.then_some(()).ok_or_else(wrong)
+}
+
 /// Makes the error of a segment's operation that is impossible, with the reason and the fix.
 pub(crate) fn impossible(why: impl Into<String>) -> DaemonError {
     SegmentError::Impossible(why.into()).into()

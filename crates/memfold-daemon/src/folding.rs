@@ -10,7 +10,7 @@ use memfold_api::FoldRequest;
 use memfold_fold::{Command, Engine, EngineSettings, EngineStats, Owed, VmStats};
 use parking_lot::Mutex;
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, check};
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 
@@ -136,13 +136,11 @@ impl Folding {
 
     /// Returns the engine's last known figures, limited to the VMs that run now.
     fn as_known(&self) -> EngineStats {
-        let mut stats = match self.known() {
-            Some((at, stats)) => EngineStats {
-                age_s: at.elapsed().as_secs_f64(),
-                ..stats
-            },
-            None => EngineStats::default(),
-        };
+        let mut stats = EngineStats::default();
+        if let Some((at, known)) = self.known() {
+            stats = known;
+            stats.age_s = at.elapsed().as_secs_f64();
+        }
         let mut before = std::mem::take(&mut stats.vms);
         for machine in self.registry.machines() {
             let found = before.iter().position(|vm| vm.name == machine.name());
@@ -165,10 +163,9 @@ impl Folding {
     ///
     /// [`DaemonError::BadRequest`] if `cpu_percent` is not in 0 to 100.
     pub fn set(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
-        if let Some(percent) = request.cpu_percent.filter(|p| !(0.0..=100.0).contains(p)) {
-            return Err(DaemonError::BadRequest(format!(
-                "cpu_percent is {percent}; give 0 to 100"
-            )));
+        if let Some(percent) = request.cpu_percent {
+            let is_fine = (0.0..=100.0).contains(&percent);
+            check("cpu_percent", percent, is_fine, "0 to 100")?;
         }
         if let Some(paused) = request.paused {
             self.tell(Command::SetPaused(paused))?;
@@ -197,9 +194,6 @@ pub(crate) const fn ended() -> DaemonError {
 
 /// Reads `vm.max_map_count` (`Documentation/admin-guide/sysctl/vm.rst`).
 fn max_map_count() -> Option<usize> {
-    std::fs::read_to_string("/proc/sys/vm/max_map_count")
-        .ok()?
-        .trim()
-        .parse()
-        .ok()
+    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok()?;
+    text.trim().parse().ok()
 }

@@ -31,7 +31,7 @@ use tracing::{info, warn};
 
 use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm, notes};
 use crate::debt::DebtWatch;
-use crate::error::DaemonError;
+use crate::error::{DaemonError, check};
 use crate::locks::{MergingRight, StartRight};
 use crate::machine::Machine;
 use crate::threads;
@@ -423,17 +423,12 @@ fn keep_steering(steering: &Weak<KsmSteering>, began: Instant) {
 
 fn goal(request: &KsmStartRequest) -> Result<Goal, DaemonError> {
     let cpu = request.cpu_percent;
-    if !(cpu > 0.0 && cpu <= 95.0) {
-        return Err(DaemonError::BadRequest(format!(
-            "cpu_percent is {cpu}; give more than 0, and 95 at most: ksmd is one thread, and must sleep for its settings to hold"
-        )));
-    }
+    let range =
+        "more than 0, and 95 at most: ksmd is one thread, and must sleep for its settings to hold";
+    check("cpu_percent", cpu, cpu > 0.0 && cpu <= 95.0, range)?;
     let target = request.target_s;
-    if !(1.0..=LONGEST_TARGET_S).contains(&target) {
-        return Err(DaemonError::BadRequest(format!(
-            "target_s is {target}; give 1 to {LONGEST_TARGET_S}"
-        )));
-    }
+    let (wanted, range) = (1.0..=LONGEST_TARGET_S, format!("1 to {LONGEST_TARGET_S}"));
+    check("target_s", target, wanted.contains(&target), &range)?;
     Ok(Goal {
         cpu_share: cpu / 100.0,
         target: Duration::from_secs_f64(target),

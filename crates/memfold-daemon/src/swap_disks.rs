@@ -12,7 +12,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use memfold_api::{Borrowed, VmSwap};
-use memfold_lend::graph::Part;
 use parking_lot::Mutex;
 
 use self::guard::Guard;
@@ -80,12 +79,8 @@ impl SwapDisks {
 
     /// Returns the PIDs of the relays between VMs and lenders.
     pub(crate) fn relays(&self) -> Vec<i32> {
-        let guards = self.all();
-        let of = |part: &Part| Some(part.relay.as_ref()?.process.pid);
-        let parts = guards.iter().map(|guard| guard.borrowing());
-        parts
-            .flat_map(|b| b.reached().filter_map(|(_, p)| of(p)).collect::<Vec<_>>())
-            .collect()
+        let relays = self.all().into_iter().flat_map(|guard| guard.relays());
+        relays.map(|relay| relay.process.pid).collect()
     }
 
     /// Stops watching loans. The loans stay until their leases end, or until the next daemon

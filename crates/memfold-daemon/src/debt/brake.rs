@@ -25,7 +25,7 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use tracing::{info, warn};
 
 use crate::debt::{DebtWatch, Memory, Question, why};
-use crate::error::DaemonError;
+use crate::error::{DaemonError, check};
 use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
 use crate::machine::Machine;
@@ -102,18 +102,16 @@ impl DebtBrake {
     pub fn set_debt(self: &Arc<Self>, request: &DebtRequest) -> Result<DebtReport, DaemonError> {
         let reserve = request.reserve.as_deref().map(str::parse).transpose();
         let reserve = reserve.map_err(|why| DaemonError::BadRequest(format!("reserve: {why}")))?;
-        if let Some(percent) = request.cover_percent.filter(|p| !(0.0..=100.0).contains(p)) {
-            return Err(DaemonError::BadRequest(format!(
-                "cover_percent is {percent}; give 0 to 100"
-            )));
+        if let Some(percent) = request.cover_percent {
+            let is_fine = (0.0..=100.0).contains(&percent);
+            check("cover_percent", percent, is_fine, "0 to 100")?;
         }
-        {
-            let mut state = self.debt.lock();
-            let policy = &mut state.policy;
-            policy.reserve = reserve.unwrap_or(policy.reserve);
-            policy.cover_percent = request.cover_percent.unwrap_or(policy.cover_percent);
-            info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the memory brake changed");
-        }
+        let mut state = self.debt.lock();
+        let policy = &mut state.policy;
+        policy.reserve = reserve.unwrap_or(policy.reserve);
+        policy.cover_percent = request.cover_percent.unwrap_or(policy.cover_percent);
+        info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the memory brake changed");
+        drop(state);
         self.debt()
     }
 
@@ -148,11 +146,10 @@ impl DebtBrake {
         give_back: bool,
         (available, vms): (u64, Vec<String>),
     ) -> Result<(), DaemonError> {
-        let (pending, is_due) = {
-            let mut state = self.debt.lock();
-            let known = !state.owed.vms.is_empty() || !state.starting.is_empty();
-            (state.pending.take(), !vms.is_empty() || known)
-        };
+        let mut state = self.debt.lock();
+        let is_known = !state.owed.vms.is_empty() || !state.starting.is_empty();
+        let (pending, is_due) = (state.pending.take(), is_known || !vms.is_empty());
+        drop(state);
         let question = match pending {
             Some(question) => question,
             None if is_due => {
@@ -284,10 +281,8 @@ impl DebtBrake {
             };
             let now = Instant::now();
             self.debt.lock().asked.insert(vm.name.clone(), now);
-            if !machine
-                .run(DROP_CLEAN, DROP_TIMEOUT)
-                .is_ok_and(|done| done.code == 0)
-            {
+            let dropped = machine.run(DROP_CLEAN, DROP_TIMEOUT);
+            if !dropped.is_ok_and(|done| done.code == 0) {
                 continue;
             }
             std::thread::sleep(REPORTED);

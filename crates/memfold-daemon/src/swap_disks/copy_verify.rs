@@ -36,9 +36,7 @@ impl Comparison {
     /// Requests the verification from the relay if it is needed, and processes the relay's answer.
     pub fn step(&mut self, machine: &Machine, guard: &Guard) {
         let borrowing = guard.borrowing();
-        let relay = borrowing
-            .reached()
-            .find_map(|(_, part)| part.relay.as_ref());
+        let relay = guard.relays().into_iter().next();
         let copy = borrowing.copy.as_ref().filter(|_| !borrowing.copy_failed);
         let (true, Some(relay), Some(copy)) = (borrowing.copy_unwatched, relay, copy) else {
             self.asked = None;

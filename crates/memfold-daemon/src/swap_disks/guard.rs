@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use memfold_api::{Borrowed, LentPart, SwapPlace, VmSwap};
 use memfold_lend::graph::{Borrowing, Part};
+use memfold_lend::relay::start::Running;
 use memfold_lend::relay::stripes::Stripes;
 use memfold_lend::waits::Waits;
 use memfold_lend::wire::Wire;
@@ -61,6 +62,13 @@ impl Guard {
 
     pub fn borrowing(&self) -> Borrowing {
         self.state.lock().borrowing.clone()
+    }
+
+    /// Returns the relays of the parts that are still used.
+    pub fn relays(&self) -> Vec<Running> {
+        let borrowing = self.borrowing();
+        let parts = borrowing.reached();
+        parts.filter_map(|(_, part)| part.relay.clone()).collect()
     }
 
     /// Cuts QEMU's connection to a part's relay. QEMU continues without the part at once.

@@ -110,20 +110,18 @@ impl Keeper {
             return;
         }
         let loan = self.loan();
-        let volume = loan.volume.to_string();
+        let (volume, lender) = (loan.volume.to_string(), &loan.lender);
         if self.durability_now() == Durability::None && loan.phase == Phase::Lent {
             error!(
                 volume,
-                lender = loan.lender,
+                lender,
                 why,
                 "volume lost: its lender failed, and no other copy exists; stop what uses the volume, then run 'memfold return --lvm'"
             );
         } else {
             warn!(
                 volume,
-                lender = loan.lender,
-                why,
-                "lender no longer used; volume continues on this host's disk"
+                lender, why, "lender no longer used; volume continues on this host's disk"
             );
         }
         *lost = Some(why);

@@ -91,26 +91,24 @@ impl Vms {
     /// attempts are needed.
     fn adopt(self: &Arc<Self>, directory: &VmDirectory, entry: &Entry) -> bool {
         let name = entry.arrival.name();
-        match self.try_adopt(directory) {
-            Ok(()) => true,
-            Err(error) => {
-                if has_ended(directory) {
-                    if let Err(error) = Vm::clear_if_stale(directory) {
-                        warn!(vm = name, %error, "cannot remove the files of a VM that ended; the daemon tries again at its next start");
-                    }
-                    return true;
-                }
-                let why = chain(&error);
-                if entry.arrival.set_problem(&why) {
-                    warn!(
-                        vm = name,
-                        error = why,
-                        "cannot adopt the VM; retrying until QEMU answers or ends ('memfold vm stop' ends QEMU)"
-                    );
-                }
-                false
+        let Err(error) = self.try_adopt(directory) else {
+            return true;
+        };
+        if has_ended(directory) {
+            if let Err(error) = Vm::clear_if_stale(directory) {
+                warn!(vm = name, %error, "cannot remove the files of a VM that ended; the daemon tries again at its next start");
             }
+            return true;
         }
+        let why = chain(&error);
+        if entry.arrival.set_problem(&why) {
+            warn!(
+                vm = name,
+                error = why,
+                "cannot adopt the VM; retrying until QEMU answers or ends ('memfold vm stop' ends QEMU)"
+            );
+        }
+        false
     }
 
     fn try_adopt(self: &Arc<Self>, directory: &VmDirectory) -> Result<(), DaemonError> {
