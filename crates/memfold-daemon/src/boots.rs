@@ -19,7 +19,7 @@ use crate::boot_snapshot::{self, mark, name_of};
 use crate::error::DaemonError;
 use crate::machine::{Machine, is_disconnected, text};
 use crate::mechanisms::Mechanisms;
-use crate::segments::laying::{lay_all, lay_when_booted};
+use crate::segments::in_guest::{lay_all, lay_when_booted};
 use crate::snapshots::Snapshots;
 use crate::swap_disks::swap_on::swap_on_when_booted;
 use crate::threads;

@@ -24,9 +24,9 @@ use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
 use self::pauses::Pauses;
-use self::unfolded::{NO_LIBRARY, Unfolded};
 use crate::error::DaemonError;
-use crate::guest::{Monitor, MonitorGuard, QemuGuest, SharedLibraryState};
+use crate::guest::{Monitor, MonitorGuard, NO_LIBRARY, QemuGuest, SharedLibraryState, Unfolded};
+use crate::locks::{SaveRight, SwapRight};
 use crate::run_state::RunState;
 
 mod agent_ready;
@@ -34,10 +34,8 @@ mod clock;
 mod info;
 pub(crate) mod pauses;
 mod renewal;
-mod rights;
 mod room;
 mod running;
-mod unfolded;
 mod watch;
 
 /// Time between two reads of a VM's conditions for folding and its memory layout.
@@ -428,6 +426,40 @@ impl Machine {
         Ok(result)
     }
 
+    /// Takes the right to save the VM or to change its memory mappings. Waits without a time limit.
+    pub fn save_right(&self) -> SaveRight<'_> {
+        SaveRight::take(|| self.saving.lock())
+    }
+
+    /// Takes the right to save the VM or to change its memory mappings, for a user's request.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Busy`] after [`RIGHT_TIMEOUT`]: the holder may wait for a guest that does not
+    /// answer.
+    pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
+        let right = SaveRight::try_take(|| self.saving.try_lock_for(RIGHT_TIMEOUT));
+        right.ok_or_else(|| DaemonError::Busy {
+            why: format!(
+                "VM '{}' is being saved, or its segments are being changed",
+                self.name()
+            ),
+            fix: "try again when the save or change is complete".into(),
+        })
+    }
+
+    /// Takes the right to change the VM's swap disk. This right is separate from the right to save:
+    /// a lender that needs its memory back does not wait for an hour-long copy of files from the
+    /// guest. (A VM with a swap disk is not saved, so the two do not conflict.)
+    pub fn swap_right(&self) -> SwapRight<'_> {
+        SwapRight::take(|| self.swapping.lock())
+    }
+
+    /// Takes the right to save the VM if it is free.
+    pub fn try_save(&self) -> Option<SaveRight<'_>> {
+        SaveRight::try_take(|| self.saving.try_lock())
+    }
+
     /// Reserves a number for the swap disk's next block nodes: `free`, or the smallest greater
     /// number that was not used. Returns the number.
     pub fn use_generation(&self, free: u64) -> u64 {
@@ -463,6 +495,9 @@ impl Machine {
         self.agent_or_error()?.wait_session(timeout).map(drop)
     }
 }
+
+/// Longest time that a request waits for the right to save a VM.
+const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Largest output of a short command, in bytes.
 const SHORT: usize = 4096;

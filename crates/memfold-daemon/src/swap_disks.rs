@@ -21,7 +21,6 @@ use crate::vm_registry::VmRegistry;
 mod again;
 mod automatic;
 mod borrow;
-mod copy_verify;
 mod failures;
 mod give_back;
 mod guard;

@@ -218,8 +218,9 @@ impl SwapVolumes {
 
     /// Records a loan and starts the thread that renews it.
     fn keep(self: &Arc<Self>, keeper: &Arc<Keeper>) -> Result<(), DaemonError> {
-        let volume = keeper.loan().volume;
-        self.keepers.lock().insert(volume, keeper.clone());
+        let mut keepers = self.keepers.lock();
+        keepers.insert(keeper.volume.clone(), keeper.clone());
+        drop(keepers);
         self.note()?;
         let (volumes, keeper) = (Arc::downgrade(self), keeper.clone());
         threads::begin("volume", move || keep_watch(&volumes, &keeper))
@@ -318,7 +319,7 @@ impl SwapVolumes {
             Ok(lease) => {
                 *keeper.holds.lock() = Instant::now() + Duration::from_millis(lease.left_ms);
                 if lease.recall_ms.is_some() && !keeper.is_wanted.swap(true, Ordering::AcqRel) {
-                    info!(volume = %keeper.loan().volume, "lender needs its memory back; moving the volume to this host's disk");
+                    info!(volume = %keeper.volume, "lender needs its memory back; moving the volume to this host's disk");
                 }
             }
             Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
@@ -336,7 +337,7 @@ impl SwapVolumes {
     /// if the earlier daemon left the removal half done. Returns whether this was attempted.
     fn tend(&self, keeper: &Keeper) -> bool {
         // If the lock is held, its holder may be putting this volume on lent RAM, or taking it off.
-        let group = self.group(&keeper.loan().volume);
+        let group = self.group(&keeper.volume);
         let Some(turn) = GroupRight::try_take(|| group.try_lock()) else {
             return false;
         };
@@ -344,11 +345,11 @@ impl SwapVolumes {
             return false;
         }
         if keeper.loan().phase == Phase::Lent && keeper.is_running_out() {
-            let volume = keeper.loan().volume;
+            let volume = &keeper.volume;
             warn!(%volume, "registry unreachable, and half of the lease's time is over; moving the volume to this host's disk");
         }
         if let Err(error) = self.take_off(keeper, &turn) {
-            let volume = keeper.loan().volume;
+            let volume = &keeper.volume;
             warn!(%volume, error = chain(&error), "cannot move the volume from lent RAM to this host's disk; retrying in 15 s");
         }
         true
@@ -401,10 +402,9 @@ fn keep_watch(volumes: &Weak<SwapVolumes>, keeper: &Arc<Keeper>) {
 }
 
 fn wait_synced(keeper: &Keeper) -> Result<(), DaemonError> {
-    let volume = keeper.loan().volume;
     loop {
         still_good(keeper)?;
-        let logical = tools::logical(&volume)?;
+        let logical = tools::logical(&keeper.volume)?;
         if logical.synced.is_some_and(|percent| percent >= 100.0) {
             return Ok(());
         }

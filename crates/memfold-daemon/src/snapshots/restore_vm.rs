@@ -14,7 +14,7 @@ use rustix::process::Pid;
 use crate::boot_snapshot;
 use crate::error::DaemonError;
 use crate::locks::TwinRight;
-use crate::segments::laying::recall_segments;
+use crate::segments::in_guest::recall_segments;
 use crate::snapshots::Snapshots;
 
 /// Longest wait for another restore of a guest that cannot renew its identity.

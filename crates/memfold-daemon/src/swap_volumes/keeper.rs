@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use memfold_api::{Borrowed, SwapPlace};
 use memfold_lend::Durability;
-use memfold_lend::lvm::{Loan, Phase};
+use memfold_lend::lvm::{Loan, Phase, Volume};
 use parking_lot::Mutex;
 use tracing::{error, warn};
 
@@ -15,6 +15,7 @@ use crate::leases::lease_ttl;
 /// A watched loan of a volume: its thread renews the lease and checks the lender.
 #[derive(Debug)]
 pub(crate) struct Keeper {
+    pub volume: Volume,
     pub loan: Mutex<Loan>,
     pub stop: AtomicBool,
     /// The reason why the lender can no longer be used; `None` while it can.
@@ -33,6 +34,7 @@ impl Keeper {
     pub fn new(loan: Loan, holds: Instant) -> Arc<Self> {
         Arc::new(Self {
             holds: Mutex::new(holds),
+            volume: loan.volume.clone(),
             loan: Mutex::new(loan),
             stop: AtomicBool::new(false),
             lost: Mutex::default(),

@@ -13,7 +13,7 @@ use tracing::{info, warn};
 use crate::arrivals::{Entry, Way};
 use crate::error::DaemonError;
 use crate::machine::Origin;
-use crate::segments::laying::recall_segments;
+use crate::segments::in_guest::recall_segments;
 use crate::vms::Vms;
 use crate::{boot_snapshot, interrupted_save, threads};
 
