@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{AttachRequest, VmInfo};
 use memfold_vm::{Cancel, Record, VmDirectory, VmSpec};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use crate::error::DaemonError;
 
@@ -157,25 +157,21 @@ impl Default for Arrivals {
 }
 
 impl Arrivals {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     pub fn get(&self, name: &str) -> Option<Arc<Arrival>> {
-        self.lock().all.get(name).cloned()
+        self.state.lock().all.get(name).cloned()
     }
 
     pub fn all(&self) -> Vec<Arc<Arrival>> {
-        self.lock().all.values().cloned().collect()
+        self.state.lock().all.values().cloned().collect()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.lock().all.is_empty()
+        self.state.lock().all.is_empty()
     }
 
     /// Waits until `done` holds, for `limit` at most. Returns whether `done` holds.
     fn wait(&self, limit: Duration, done: impl Fn(&State) -> bool) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.changed
             .wait_while_for(&mut state, |state| !done(state), limit);
         done(&state)
@@ -210,7 +206,7 @@ impl Arrivals {
             cancel: Cancel::default(),
             problem: Mutex::default(),
         });
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.all.contains_key(&spec.name) || is_taken(&spec.name) {
             return Err(DaemonError::NameTaken(spec.name.clone()));
         }
@@ -222,7 +218,7 @@ impl Arrivals {
     }
 
     pub fn is_starting(&self) -> bool {
-        self.lock().is_starting()
+        self.state.lock().is_starting()
     }
 
     /// Waits until no VM is being started, for [`START_PATIENCE`] at most. Returns `true` if no VM
@@ -238,7 +234,7 @@ impl Arrivals {
     }
 
     pub fn unsettled(self: &Arc<Self>) -> Unsettled {
-        self.lock().unsettled += 1;
+        self.state.lock().unsettled += 1;
         Unsettled(Arc::downgrade(self))
     }
 
@@ -262,7 +258,7 @@ pub(crate) struct Entry {
 impl Drop for Entry {
     fn drop(&mut self) {
         if let Some(arrivals) = self.arrivals.upgrade() {
-            arrivals.lock().all.remove(&self.arrival.name);
+            arrivals.state.lock().all.remove(&self.arrival.name);
             arrivals.changed.notify_all();
         }
     }
@@ -276,7 +272,7 @@ pub(crate) struct Unsettled(Weak<Arrivals>);
 impl Drop for Unsettled {
     fn drop(&mut self) {
         if let Some(arrivals) = self.0.upgrade() {
-            arrivals.lock().unsettled -= 1;
+            arrivals.state.lock().unsettled -= 1;
             arrivals.changed.notify_all();
         }
     }

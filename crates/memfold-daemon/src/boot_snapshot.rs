@@ -2,12 +2,11 @@
 //! the check whether a snapshot of that name belongs to the VM.
 
 use memfold_api::BootSnapshot;
-use memfold_snapshot::{Manifest, restore};
+use memfold_snapshot::{Manifest, Shelf, restore};
 use memfold_vm::process::{Identity, boot_id};
 
 use crate::error::DaemonError;
 use crate::machine::Machine;
-use crate::snapshot_directory::SnapshotDirectory;
 
 /// Returns the name of the boot snapshot of `vm`.
 pub(crate) fn name_of(vm: &str) -> String {
@@ -15,7 +14,7 @@ pub(crate) fn name_of(vm: &str) -> String {
 }
 
 /// Records in `machine`, an adopted or restored VM, whether its boot snapshot can be used.
-pub(crate) fn find(directory: &SnapshotDirectory, machine: &Machine) {
+pub(crate) fn find(directory: &Shelf, machine: &Machine) {
     if machine.vm().spec().is_some_and(|spec| spec.boot_snapshot) {
         machine.set_boot_snapshot(match of(directory, machine) {
             Ok(_) => BootSnapshot::Ready,
@@ -30,10 +29,7 @@ pub(crate) fn find(directory: &SnapshotDirectory, machine: &Machine) {
 ///
 /// [`DaemonError::BadRequest`] if there is no boot snapshot, or if it belongs to another VM or to
 /// an earlier VM of this name.
-pub(crate) fn of(
-    directory: &SnapshotDirectory,
-    machine: &Machine,
-) -> Result<Manifest, DaemonError> {
+pub(crate) fn of(directory: &Shelf, machine: &Machine) -> Result<Manifest, DaemonError> {
     let name = name_of(machine.name());
     let none = |why: &str| {
         DaemonError::BadRequest(format!(

@@ -16,16 +16,13 @@ use memfold_vm::{AgentError, VmSpec};
 use tracing::{info, warn};
 
 use crate::boot_snapshot::{self, mark, name_of};
-use crate::debt::DebtWatch;
 use crate::error::DaemonError;
-use crate::machine::Machine;
+use crate::machine::{Machine, is_disconnected, text};
 use crate::mechanisms::Mechanisms;
-use crate::segments::laying::{lay_all, lay_when_booted};
-use crate::snapshot_directory::SnapshotDirectory;
-use crate::snapshot_locks::SnapshotLocks;
+use crate::segments::in_guest::{lay_all, lay_when_booted};
 use crate::snapshots::Snapshots;
 use crate::swap_disks::swap_on::swap_on_when_booted;
-use crate::vm_registry::VmRegistry;
+use crate::threads;
 use crate::vms::Vms;
 
 /// Time limit for the guest's systemd to start all units, counted from the agent's first answer.
@@ -50,33 +47,19 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Starts and reboots VMs, and saves boot snapshots.
 #[derive(Debug)]
 pub struct Boots {
-    registry: Arc<VmRegistry>,
-    debt: Arc<DebtWatch>,
-    vms: Arc<Vms>,
-    snapshots: Arc<Snapshots>,
-    directory: Arc<SnapshotDirectory>,
-    locks: Arc<SnapshotLocks>,
+    pub(crate) below: Arc<Mechanisms>,
+    pub(crate) vms: Arc<Vms>,
+    pub(crate) snapshots: Arc<Snapshots>,
 }
 
 impl Boots {
-    pub(crate) fn new(below: &Mechanisms, vms: Arc<Vms>, snapshots: Arc<Snapshots>) -> Self {
-        Self {
-            registry: below.registry.clone(),
-            debt: below.debt.clone(),
-            vms,
-            snapshots,
-            directory: below.snapshots.clone(),
-            locks: below.snapshot_locks.clone(),
-        }
-    }
-
     /// Starts a VM.
     ///
     /// # Errors
     ///
     /// [`DaemonError::Braked`] while the brake is on.
     pub fn run(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
-        self.debt.admit(&spec.name, 0, false)?.started();
+        self.below.debt.admit(&spec.name, 0, false)?.started();
         self.run_despite_brake(spec)
     }
 
@@ -95,7 +78,7 @@ impl Boots {
             Ok(vm)
         })?;
         // If the VM has ended already, nothing is saved.
-        let Ok(machine) = self.registry.machine(&name) else {
+        let Ok(machine) = self.below.registry.machine(&name) else {
             return Ok(info);
         };
         swap_on_when_booted(&machine);
@@ -110,39 +93,27 @@ impl Boots {
     /// Saves the boot snapshot of a VM on a thread, as soon as the guest has booted.
     fn save_when_booted(self: &Arc<Self>, machine: &Arc<Machine>) {
         machine.set_boot_snapshot(BootSnapshot::Pending);
-        let (weak, watched) = (Arc::downgrade(self), Arc::downgrade(machine));
-        let work = move || {
-            while let (Some(boots), Some(machine)) = (weak.upgrade(), watched.upgrade()) {
-                // The thread does not keep a VM alive whose agent never answers.
-                if machine.wait_agent(Duration::from_secs(1)).is_err() {
-                    continue;
-                }
-                let saved = boots.save_booted(&machine);
-                // The agent's connection was lost: the guest has probably rebooted.
-                if let Err(DaemonError::Agent(
-                    AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_),
-                )) = saved
-                {
-                    continue;
-                }
-                if let Err(error) = &saved {
+        let weak = Arc::downgrade(self);
+        let begun = machine.on_agent("booted", Duration::MAX, move |machine| {
+            let Some(boots) = weak.upgrade() else {
+                return true;
+            };
+            machine.set_boot_snapshot(match boots.save_booted(machine) {
+                Ok(()) => BootSnapshot::Ready,
+                // The guest has probably rebooted.
+                Err(DaemonError::Agent(error)) if is_disconnected(&error) => return false,
+                Err(error) => {
                     warn!(
                         vm = machine.name(),
-                        error = error as &dyn std::error::Error,
+                        error = &error as &dyn std::error::Error,
                         "cannot save the VM's boot snapshot; fix the cause and start the VM again"
                     );
+                    BootSnapshot::Failed(error.to_string())
                 }
-                machine.set_boot_snapshot(saved.map_or_else(
-                    |error| BootSnapshot::Failed(error.to_string()),
-                    |()| BootSnapshot::Ready,
-                ));
-                return;
-            }
-        };
-        let spawned = std::thread::Builder::new()
-            .name("booted".into())
-            .spawn(work);
-        if let Err(error) = spawned {
+            });
+            true
+        });
+        if let Err(error) = begun {
             machine.set_boot_snapshot(BootSnapshot::Failed(error.to_string()));
         }
     }
@@ -150,7 +121,7 @@ impl Boots {
     fn save_booted(&self, machine: &Machine) -> Result<(), DaemonError> {
         let booted = machine.run(BOOTED, BOOT_TIMEOUT)?;
         if booted.code != 0 {
-            let state = String::from_utf8_lossy(&booted.stdout).trim().to_owned();
+            let state = text(&booted.stdout);
             return Err(DaemonError::BadRequest(format!(
                 "the guest did not start everything: systemd says '{state}'"
             )));
@@ -162,7 +133,7 @@ impl Boots {
         // saved under this name stays.
         let is_old =
             |manifest: Manifest| manifest.vm == machine.name() && manifest.of_boot.is_some();
-        if self.directory.manifest(&name).is_ok_and(is_old) {
+        if self.below.snapshots.manifest(&name).is_ok_and(is_old) {
             self.snapshots.remove(&name)?;
         }
         self.snapshots
@@ -177,7 +148,7 @@ impl Boots {
         request: &RebootRequest,
         timeout: Duration,
     ) -> Result<VmInfo, DaemonError> {
-        let machine = self.registry.machine(name)?;
+        let machine = self.below.registry.machine(name)?;
         if request.from_boot_snapshot {
             self.go_back(&machine)
         } else {
@@ -187,7 +158,7 @@ impl Boots {
     }
 
     fn go_back(self: &Arc<Self>, machine: &Machine) -> Result<VmInfo, DaemonError> {
-        let manifest = boot_snapshot::of(&self.directory, machine)?;
+        let manifest = boot_snapshot::of(&self.below.snapshots, machine)?;
         let name = machine.name();
         let Some(_saving) = machine.try_save() else {
             return Err(DaemonError::BadRequest(format!(
@@ -195,21 +166,16 @@ impl Boots {
             )));
         };
         // The snapshot is checked before the VM is stopped.
-        restore::spec(&self.directory, &manifest, name)?;
-        let progress = self.locks.begin(&manifest.name)?;
-        self.directory.checked_image(&manifest, &progress)?;
+        restore::spec(&self.below.snapshots, &manifest, name)?;
+        let progress = self.below.snapshot_locks.begin(&manifest.name)?;
+        self.below.snapshots.checked_image(&manifest, &progress)?;
         // Another VM may have this name by now, so this code stops the machine instead of looking
         // the name up.
         machine.stop(Duration::ZERO)?;
-        let end = Instant::now() + ANSWER_TIMEOUT;
-        let is_listed = || {
-            self.registry
-                .machine(name)
-                .is_ok_and(|now| now.id() == machine.id())
-        };
-        while is_listed() && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        threads::wait_until(ANSWER_TIMEOUT, Duration::from_millis(5), || {
+            let now = self.below.registry.machine(name);
+            !now.is_ok_and(|now| now.id() == machine.id())
+        });
         let request = RestoreRequest {
             // Other VMs that run from the snapshot already did so before.
             force: true,

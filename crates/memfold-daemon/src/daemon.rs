@@ -7,7 +7,7 @@ use memfold_fold::Command;
 
 use crate::boots::Boots;
 use crate::debt::brake::DebtBrake;
-use crate::error::DaemonError;
+use crate::error::{DaemonError, state_error};
 use crate::folding::Folding;
 use crate::ksm_steering::{self, KsmSteering};
 use crate::leases::Leases;
@@ -24,7 +24,7 @@ use crate::swap_volumes::SwapVolumes;
 use crate::views::Views;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
-use crate::{guest_pressure, vm_logs};
+use crate::{guest_pressure, threads, vm_logs};
 
 /// Owns every service of one state directory, from the daemon's start to its end; docs/daemon.md
 /// draws them.
@@ -37,7 +37,7 @@ pub struct Daemon {
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
     views: Arc<Views>,
-    below: Mechanisms,
+    below: Arc<Mechanisms>,
 }
 
 impl Daemon {
@@ -45,15 +45,12 @@ impl Daemon {
     /// state directory.
     pub fn start(options: &DaemonOptions) -> Result<Arc<Self>, DaemonError> {
         let state = &options.state;
-        let files = |source| DaemonError::State {
-            path: state.clone(),
-            source,
-        };
+        let files = state_error(state);
         let registry = Arc::new(VmRegistry::open(state)?);
         ksm_steering::restore();
         let folding = Folding::start(options.settings.clone(), registry.clone());
         let folding = Arc::new(folding.map_err(files)?);
-        let below = Mechanisms::wire(options, registry, folding)?;
+        let below = Arc::new(Mechanisms::wire(options, registry, folding)?);
         let daemon = Arc::new(Self::over(below, options));
         if options.paused {
             daemon.below.folding.tell(Command::SetPaused(true))?;
@@ -67,15 +64,20 @@ impl Daemon {
     }
 
     /// Creates the remaining services, which use the services in `below`.
-    fn over(below: Mechanisms, options: &DaemonOptions) -> Self {
-        let vms = Arc::new(Vms::new(&below, options));
-        let snapshots = Arc::new(Snapshots::new(&below, vms.clone()));
-        let boots = Boots::new(&below, vms.clone(), snapshots.clone());
+    fn over(below: Arc<Mechanisms>, options: &DaemonOptions) -> Self {
+        let vms = Arc::new(Vms::new(below.clone(), options));
+        let snapshots = Arc::new(Snapshots::new(below.clone(), vms.clone()));
+        let boots = Boots {
+            below: below.clone(),
+            vms: vms.clone(),
+            snapshots: snapshots.clone(),
+        };
         let libvirt = LibvirtDomains::new(&below, vms.clone(), options.libvirt.clone());
-        let reports = Arc::new(Reports::new(&below, vms.clone()));
+        let reports = Arc::new(Reports::new(below.clone(), vms.clone()));
         let history = options.history.as_deref();
-        let sampling = Arc::new(Sampling::new(&below, vms.clone(), reports.clone(), history));
-        let views = Views::new(&below, reports.clone(), sampling.clone());
+        let sampling = Sampling::new(below.clone(), vms.clone(), reports.clone(), history);
+        let sampling = Arc::new(sampling);
+        let views = Views::new(below.clone(), reports.clone(), sampling.clone());
         Self {
             vms,
             snapshots,
@@ -93,10 +95,8 @@ impl Daemon {
     /// late.
     fn begin_settling(&self) -> std::io::Result<()> {
         let (volumes, lending) = (self.below.swap_volumes.clone(), self.below.lending.clone());
-        let (segments, arrivals) = (
-            self.below.segments.clone(),
-            self.below.registry.arrivals().clone(),
-        );
+        let segments = self.below.segments.clone();
+        let arrivals = self.below.registry.arrivals().clone();
         let unsettled = arrivals.unsettled();
         let work = move || {
             volumes.resume();
@@ -105,14 +105,13 @@ impl Daemon {
             arrivals.wait_for_adoption();
             segments.clean_up();
         };
-        let thread = std::thread::Builder::new().name("settle".into());
-        thread.spawn(work).map(drop)
+        threads::begin("settle", work)
     }
 
     /// Starts the background threads, which run until the daemon ends.
     fn begin_watching(&self, borrow: BorrowWhen) -> std::io::Result<()> {
         self.below.brake.begin()?;
-        guest_pressure::begin(&self.below.registry, &self.below.lending)?;
+        guest_pressure::begin(&self.below)?;
         self.below.swap_disks.begin_borrowing_again()?;
         vm_logs::begin(&self.below.registry)?;
         if borrow == BorrowWhen::Auto {
@@ -164,77 +163,77 @@ impl Daemon {
     }
 
     /// Returns the service for the fold engine: its figures and limits.
-    pub const fn folding(&self) -> &Arc<Folding> {
+    pub fn folding(&self) -> &Arc<Folding> {
         &self.below.folding
     }
 
     /// Returns the service that steers KSM, the kernel's own page merging.
-    pub const fn ksm(&self) -> &Arc<KsmSteering> {
+    pub fn ksm(&self) -> &Arc<KsmSteering> {
         &self.below.ksm
     }
 
     /// Returns the service that measures and limits the copy-on-write debt.
-    pub const fn brake(&self) -> &Arc<DebtBrake> {
+    pub fn brake(&self) -> &Arc<DebtBrake> {
         &self.below.brake
     }
 
     /// Returns the service that takes and renews leases at the lease registry.
-    pub const fn leases(&self) -> &Arc<Leases> {
+    pub fn leases(&self) -> &Arc<Leases> {
         &self.below.leases
     }
 
     /// Returns the service that lends this host's memory.
-    pub const fn lending(&self) -> &Arc<Lending> {
+    pub fn lending(&self) -> &Arc<Lending> {
         &self.below.lending
     }
 
     /// Returns the service for VMs' swap disks on lent RAM.
-    pub const fn swap_disks(&self) -> &Arc<SwapDisks> {
+    pub fn swap_disks(&self) -> &Arc<SwapDisks> {
         &self.below.swap_disks
     }
 
     /// Returns the service for LVM volumes on lent RAM.
-    pub const fn swap_volumes(&self) -> &Arc<SwapVolumes> {
+    pub fn swap_volumes(&self) -> &Arc<SwapVolumes> {
         &self.below.swap_volumes
     }
 
     /// Returns the service for segments (file system images whose files VMs execute in place).
-    pub const fn segments(&self) -> &Arc<Segments> {
+    pub fn segments(&self) -> &Arc<Segments> {
         &self.below.segments
     }
 
     /// Returns the service that starts, attaches, adopts and stops VMs.
-    pub const fn vms(&self) -> &Arc<Vms> {
+    pub fn vms(&self) -> &Arc<Vms> {
         &self.vms
     }
 
     /// Returns the service that saves and restores VMs.
-    pub const fn snapshots(&self) -> &Arc<Snapshots> {
+    pub fn snapshots(&self) -> &Arc<Snapshots> {
         &self.snapshots
     }
 
     /// Returns the service that runs and reboots VMs, with boot snapshots.
-    pub const fn boots(&self) -> &Arc<Boots> {
+    pub fn boots(&self) -> &Arc<Boots> {
         &self.boots
     }
 
     /// Returns the service that adopts libvirt's domains.
-    pub const fn libvirt(&self) -> &Arc<LibvirtDomains> {
+    pub fn libvirt(&self) -> &Arc<LibvirtDomains> {
         &self.libvirt
     }
 
     /// Returns the service for the ledger, the list of leases, and the figures for metrics scrapes.
-    pub const fn reports(&self) -> &Arc<Reports> {
+    pub fn reports(&self) -> &Arc<Reports> {
         &self.reports
     }
 
     /// Returns the service that takes samples and makes the history and events of them.
-    pub const fn sampling(&self) -> &Arc<Sampling> {
+    pub fn sampling(&self) -> &Arc<Sampling> {
         &self.sampling
     }
 
     /// Returns the service for user interfaces' views of memory.
-    pub const fn views(&self) -> &Arc<Views> {
+    pub fn views(&self) -> &Arc<Views> {
         &self.views
     }
 }

@@ -1,7 +1,7 @@
 //! Errors of the daemon's requests.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use memfold_ksm::KsmError;
 use memfold_ledger::ReadError;
@@ -183,6 +183,34 @@ impl DaemonError {
             _ => None,
         }
     }
+}
+
+/// Returns a function that makes a [`DaemonError::State`] from an error of the file system at `path`.
+pub(crate) fn state_error(path: &Path) -> impl Fn(io::Error) -> DaemonError + Copy + '_ {
+    |source| DaemonError::State {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+/// Checks a number of a request.
+///
+/// # Errors
+///
+/// [`DaemonError::BadRequest`], which names the number and the range, unless `is_fine`.
+pub(crate) fn check(
+    name: &str,
+    value: impl std::fmt::Display,
+    is_fine: bool,
+    range: &str,
+) -> Result<(), DaemonError> {
+    let wrong = || DaemonError::BadRequest(format!("{name} is {value}; give {range}"));
+    is_fine.then_some(()).ok_or_else(wrong)
+}
+
+/// Makes the error of a segment's operation that is impossible, with the reason and the fix.
+pub(crate) fn impossible(why: impl Into<String>) -> DaemonError {
+    SegmentError::Impossible(why.into()).into()
 }
 
 /// Makes a [`DaemonError::Lending`] from a failed condition and the action that would change it.

@@ -67,61 +67,47 @@ impl Seen {
     pub(crate) fn of(report: &FullReport, beside: &Beside) -> Self {
         let vm = |vm: &VmInfo| {
             let problems = vm.agent_problems.iter().chain(&vm.fold_problems);
+            let runs = matches!(vm.state.as_str(), "" | "running" | "taking-over");
+            let still = || match &vm.state_cause {
+                Some(cause) => format!("{}: {cause}", vm.state),
+                None => vm.state.clone(),
+            };
             let seen = SeenVm {
                 pid: vm.pid,
                 has_agent: vm.agent.is_some(),
-                still: (!matches!(vm.state.as_str(), "" | "running" | "taking-over")).then(|| {
-                    match &vm.state_cause {
-                        Some(cause) => format!("{}: {cause}", vm.state),
-                        None => vm.state.clone(),
-                    }
-                }),
+                still: (!runs).then(still),
                 problems: problems.cloned().collect(),
             };
             (vm.name.clone(), seen)
         };
-        let full = report.fold.domains.iter().filter(|d| d.store_full);
+        let lied = |one: &Distrusted| {
+            let how = format!("to VM '{}': {}", one.vm, one.what);
+            (one.lender.clone(), (one.lies, how))
+        };
+        let borrowed = |one: &Borrowed| {
+            let good = matches!(one.place, SwapPlace::Lent | SwapPlace::OnDisk);
+            (one.vm.clone(), (one.where_it_is(), good))
+        };
+        let (ledger, fold) = (&report.ledger, &report.fold);
+        let vms = beside.vms.iter().filter(|vm| vm.state != "starting");
+        let full = fold.domains.iter().filter(|d| d.store_full);
+        let debt = ledger.debt.as_ref();
+        let snapshots = beside.snapshots.as_ref();
         Self {
-            vms: beside
-                .vms
-                .iter()
-                .filter(|vm| vm.state != "starting")
-                .map(vm)
-                .collect(),
-            paused: report.fold.paused,
-            ksm_runs: report.ledger.host.ksm.is_some_and(|ksm| ksm.run == 1),
+            vms: vms.map(vm).collect(),
+            paused: fold.paused,
+            ksm_runs: ledger.host.ksm.is_some_and(|ksm| ksm.run == 1),
             full_stores: full.map(|d| d.domain.clone()).collect(),
-            disagreements: report.ledger.disagreements.iter().map(sums).collect(),
-            distrusted: beside
-                .distrusted
-                .iter()
-                .map(|one| {
-                    let how = format!("to VM '{}': {}", one.vm, one.what);
-                    (one.lender.clone(), (one.lies, how))
-                })
-                .collect(),
-            brake: report
-                .ledger
-                .debt
-                .as_ref()
-                .map_or_else(Vec::new, |debt| debt.events.clone()),
-            borrowed: beside
-                .borrowed
-                .iter()
-                .map(|one| {
-                    let good = matches!(one.place, SwapPlace::Lent | SwapPlace::OnDisk);
-                    (one.vm.clone(), (one.where_it_is(), good))
-                })
-                .collect(),
+            disagreements: ledger.disagreements.iter().map(sums).collect(),
+            distrusted: beside.distrusted.iter().map(lied).collect(),
+            brake: debt.map_or_else(Vec::new, |debt| debt.events.clone()),
+            borrowed: beside.borrowed.iter().map(borrowed).collect(),
             lending: beside.lending.as_ref().map(|lender| SeenLender {
                 max_bytes: lender.max_bytes,
                 lent_bytes: lender.lent_bytes,
                 problem: lender.problem.clone(),
             }),
-            snapshots: beside
-                .snapshots
-                .as_ref()
-                .map(|names| names.iter().cloned().collect()),
+            snapshots: snapshots.map(|names| names.iter().cloned().collect()),
         }
     }
 }
@@ -132,7 +118,7 @@ fn sums(disagreement: &Disagreement) -> String {
     format!("{of}: {}", disagreement.what)
 }
 
-fn event(kind: &str, warning: bool, vm: Option<&str>, text: impl AsRef<str>) -> Event {
+pub(crate) fn event(kind: &str, warning: bool, vm: Option<&str>, text: impl AsRef<str>) -> Event {
     Event {
         at_unix_s: 0,
         kind: kind.to_owned(),
@@ -151,6 +137,24 @@ pub(crate) fn changes(old: &Seen, new: &Seen) -> Vec<Event> {
     events
 }
 
+/// Returns an event for each entry that came (a warning if `warns`) and for each that went; `came`
+/// and `went` make the texts.
+fn of_sets(
+    (kind, warns, vm): (&'static str, bool, Option<&str>),
+    old: &BTreeSet<String>,
+    new: &BTreeSet<String>,
+    came: impl Fn(&String) -> String,
+    went: impl Fn(&String) -> String,
+) -> Vec<Event> {
+    let came = new
+        .difference(old)
+        .map(|one| event(kind, warns, vm, came(one)));
+    let went = old
+        .difference(new)
+        .map(|one| event(kind, false, vm, went(one)));
+    came.chain(went).collect()
+}
+
 fn of_vms(old: &Seen, new: &Seen) -> Vec<Event> {
     let mut events = Vec::new();
     for (name, was) in &old.vms {
@@ -160,35 +164,32 @@ fn of_vms(old: &Seen, new: &Seen) -> Vec<Event> {
     }
     for (name, is) in &new.vms {
         let was = old.vms.get(name).filter(|was| was.pid == is.pid);
+        let mut add = |kind: &str, warning, text: &str| {
+            events.push(event(kind, warning, Some(name), text));
+        };
         if was.is_none() {
-            let text = format!("runs, QEMU is process {}", is.pid);
-            events.push(event("vm", false, Some(name), text));
+            add("vm", false, &format!("runs, QEMU is process {}", is.pid));
         }
         let was = was.cloned().unwrap_or_default();
         match (was.has_agent, is.has_agent) {
-            (false, true) => events.push(event("agent", false, Some(name), "connected")),
-            (true, false) => events.push(event("agent", true, Some(name), "lost")),
+            (false, true) => add("agent", false, "connected"),
+            (true, false) => add("agent", true, "lost"),
             _ => {}
         }
         match (&was.still, &is.still) {
             (before, Some(now)) if before.as_ref() != Some(now) => {
-                events.push(event(
-                    "vm",
-                    true,
-                    Some(name),
-                    format!("stands still ({now})"),
-                ));
+                add("vm", true, &format!("stands still ({now})"));
             }
-            (Some(_), None) => events.push(event("vm", false, Some(name), "runs again")),
+            (Some(_), None) => add("vm", false, "runs again"),
             _ => {}
         }
-        for problem in is.problems.difference(&was.problems) {
-            events.push(event("folding", true, Some(name), problem));
-        }
-        for problem in was.problems.difference(&is.problems) {
-            let text = format!("no longer: {problem}");
-            events.push(event("folding", false, Some(name), text));
-        }
+        events.extend(of_sets(
+            ("folding", true, Some(name)),
+            &was.problems,
+            &is.problems,
+            String::clone,
+            |problem| format!("no longer: {problem}"),
+        ));
     }
     events
 }
@@ -203,63 +204,50 @@ fn of_host(old: &Seen, new: &Seen) -> Vec<Event> {
         let word = if new.ksm_runs { "runs" } else { "stopped" };
         events.push(event("ksm", false, None, word));
     }
-    for domain in new.full_stores.difference(&old.full_stores) {
-        let text = format!("the page store of trust domain '{domain}' is full");
-        events.push(event("store", true, None, text));
-    }
-    for domain in old.full_stores.difference(&new.full_stores) {
-        let text = format!("the page store of trust domain '{domain}' has room again");
-        events.push(event("store", false, None, text));
-    }
-    for what in new.disagreements.difference(&old.disagreements) {
-        events.push(event(
-            "ledger",
-            true,
-            None,
-            format!("does not agree: {what}"),
-        ));
-    }
-    for what in old.disagreements.difference(&new.disagreements) {
-        events.push(event(
-            "ledger",
-            false,
-            None,
-            format!("agrees again: {what}"),
-        ));
-    }
+    events.extend(of_sets(
+        ("store", true, None),
+        &old.full_stores,
+        &new.full_stores,
+        |domain| format!("the page store of trust domain '{domain}' is full"),
+        |domain| format!("the page store of trust domain '{domain}' has room again"),
+    ));
+    events.extend(of_sets(
+        ("ledger", true, None),
+        &old.disagreements,
+        &new.disagreements,
+        |what| format!("does not agree: {what}"),
+        |what| format!("agrees again: {what}"),
+    ));
     for done in new.brake.iter().filter(|done| !old.brake.contains(done)) {
         let text = format!("{}: {}", done.level, done.what);
         events.push(event("brake", done.level != Level::Ok, None, text));
     }
     if let (Some(were), Some(are)) = (&old.snapshots, &new.snapshots) {
-        let all = [(are, were, "made"), (were, are, "removed")];
-        for (these, others, what) in all {
-            for name in these.difference(others) {
-                let text = format!("'{name}' was {what}");
-                events.push(event("snapshot", false, None, text));
-            }
-        }
+        events.extend(of_sets(
+            ("snapshot", false, None),
+            were,
+            are,
+            |name| format!("'{name}' was made"),
+            |name| format!("'{name}' was removed"),
+        ));
     }
     events
 }
 
 fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
     let mut events = Vec::new();
+    let mut add = |warning, vm: Option<&str>, text: String| {
+        events.push(event("lending", warning, vm, text));
+    };
     for (vm, (place, good)) in &new.borrowed {
         if old.borrowed.get(vm).is_none_or(|(was, _)| was != place) {
-            let text = format!("swap disk is on {place}");
-            events.push(event("lending", !good, Some(vm), text));
+            add(!good, Some(vm), format!("swap disk is on {place}"));
         }
     }
     for vm in old.borrowed.keys() {
         // A VM that has ended has no swap disk any more.
         if !new.borrowed.contains_key(vm) && (new.vms.contains_key(vm) || vm.contains('/')) {
-            events.push(event(
-                "lending",
-                false,
-                Some(vm),
-                "swap disk is on this host's disk",
-            ));
+            add(false, Some(vm), "swap disk is on this host's disk".into());
         }
     }
     let (was, is) = (old.lending.clone(), new.lending.clone());
@@ -269,25 +257,27 @@ fn of_lending(old: &Seen, new: &Seen) -> Vec<Event> {
             0 => "this host stopped lending".to_owned(),
             bytes => format!("this host lends {} at most", ByteSize(bytes)),
         };
-        events.push(event("lending", false, None, text));
+        add(false, None, text);
     }
     if was.lent_bytes != is.lent_bytes {
-        let text = format!("this host lends {} now", ByteSize(is.lent_bytes));
-        events.push(event("lending", false, None, text));
+        let lent = ByteSize(is.lent_bytes);
+        add(false, None, format!("this host lends {lent} now"));
     }
     if let Some(problem) = is.problem.filter(|p| was.problem.as_ref() != Some(p)) {
-        events.push(event("lending", true, None, problem));
+        add(true, None, problem);
     }
     for (lender, (lies, how)) in &new.distrusted {
         if old.distrusted.get(lender).is_none_or(|(old, _)| old < lies) {
-            let text = format!("lender '{lender}' served wrong bytes {how}");
-            events.push(event("lending", true, None, text));
+            add(
+                true,
+                None,
+                format!("lender '{lender}' served wrong bytes {how}"),
+            );
         }
     }
     for lender in old.distrusted.keys() {
         if !new.distrusted.contains_key(lender) {
-            let text = format!("lender '{lender}' is trusted again");
-            events.push(event("lending", false, None, text));
+            add(false, None, format!("lender '{lender}' is trusted again"));
         }
     }
     events

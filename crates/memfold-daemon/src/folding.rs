@@ -10,7 +10,8 @@ use memfold_api::FoldRequest;
 use memfold_fold::{Command, Engine, EngineSettings, EngineStats, Owed, VmStats};
 use parking_lot::Mutex;
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, check};
+use crate::threads;
 use crate::vm_registry::VmRegistry;
 
 /// Time limit for the engine's answer while the engine waits for a VM that does not answer.
@@ -40,9 +41,7 @@ impl Folding {
     ) -> io::Result<Self> {
         settings.max_mappings = max_map_count().unwrap_or(settings.max_mappings);
         let (commands, receiver) = sync_channel(MAILBOX);
-        std::thread::Builder::new()
-            .name("fold-engine".into())
-            .spawn(move || Engine::new(settings).run(&receiver))?;
+        threads::begin("fold-engine", move || Engine::new(settings).run(&receiver))?;
         Ok(Self {
             registry,
             commands,
@@ -129,14 +128,7 @@ impl Folding {
                 Err(RecvTimeoutError::Disconnected) => return Err(ended()),
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            let is_late = asked.elapsed() >= PATIENCE;
-            if is_late
-                && self
-                    .registry
-                    .machines()
-                    .iter()
-                    .any(|vm| vm.is_silent().is_some())
-            {
+            if asked.elapsed() >= PATIENCE && self.registry.has_silent() {
                 return Ok(None);
             }
         }
@@ -144,13 +136,11 @@ impl Folding {
 
     /// Returns the engine's last known figures, limited to the VMs that run now.
     fn as_known(&self) -> EngineStats {
-        let mut stats = match self.known() {
-            Some((at, stats)) => EngineStats {
-                age_s: at.elapsed().as_secs_f64(),
-                ..stats
-            },
-            None => EngineStats::default(),
-        };
+        let mut stats = EngineStats::default();
+        if let Some((at, known)) = self.known() {
+            stats = known;
+            stats.age_s = at.elapsed().as_secs_f64();
+        }
         let mut before = std::mem::take(&mut stats.vms);
         for machine in self.registry.machines() {
             let found = before.iter().position(|vm| vm.name == machine.name());
@@ -173,10 +163,9 @@ impl Folding {
     ///
     /// [`DaemonError::BadRequest`] if `cpu_percent` is not in 0 to 100.
     pub fn set(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
-        if let Some(percent) = request.cpu_percent.filter(|p| !(0.0..=100.0).contains(p)) {
-            return Err(DaemonError::BadRequest(format!(
-                "cpu_percent is {percent}; give 0 to 100"
-            )));
+        if let Some(percent) = request.cpu_percent {
+            let is_fine = (0.0..=100.0).contains(&percent);
+            check("cpu_percent", percent, is_fine, "0 to 100")?;
         }
         if let Some(paused) = request.paused {
             self.tell(Command::SetPaused(paused))?;
@@ -205,9 +194,6 @@ pub(crate) const fn ended() -> DaemonError {
 
 /// Reads `vm.max_map_count` (`Documentation/admin-guide/sysctl/vm.rst`).
 fn max_map_count() -> Option<usize> {
-    std::fs::read_to_string("/proc/sys/vm/max_map_count")
-        .ok()?
-        .trim()
-        .parse()
-        .ok()
+    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok()?;
+    text.trim().parse().ok()
 }

@@ -8,15 +8,14 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
-use std::thread::Builder;
 use std::time::Duration;
 
 use memfold_vm::{Qmp, QmpError};
 use serde_json::{Value, json};
 
-use crate::lending::Lending;
 use crate::machine::Machine;
-use crate::vm_registry::VmRegistry;
+use crate::mechanisms::Mechanisms;
+use crate::threads;
 
 /// Time between two queries of guests' memory figures.
 const LOOK: Duration = Duration::from_secs(5);
@@ -80,25 +79,16 @@ fn ask_each(qmp: &mut Qmp, seconds: u64) -> Result<(), QmpError> {
 }
 
 /// Starts the thread that queries guests until the daemon ends.
-pub(crate) fn begin(registry: &Arc<VmRegistry>, lending: &Arc<Lending>) -> io::Result<()> {
-    let (registry, lending) = (Arc::downgrade(registry), Arc::downgrade(lending));
-    let watch = move || {
-        let mut known = BTreeMap::new();
-        while let (Some(registry), Some(lending)) = (registry.upgrade(), lending.upgrade()) {
-            look(&registry, &lending, &mut known);
-            drop((registry, lending));
-            std::thread::sleep(LOOK);
-        }
-    };
-    let thread = Builder::new().name("guests".into());
-    thread.spawn(watch).map(drop)
+pub(crate) fn begin(below: &Arc<Mechanisms>) -> io::Result<()> {
+    let mut known = BTreeMap::new();
+    threads::repeat("guests", LOOK, below, move |below| look(below, &mut known))
 }
 
 /// Queries all guests once. `known`: figures of the last query, by the machine's number.
-fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Option<GuestMemory>>) {
-    let lends = lending.status().is_some();
+fn look(below: &Mechanisms, known: &mut BTreeMap<u32, Option<GuestMemory>>) {
+    let lends = below.lending.status().is_some();
     let has_balloon = |machine: &Machine| machine.vm().spec().is_some_and(|spec| spec.balloon);
-    let machines: Vec<_> = registry.machines();
+    let machines = below.registry.machines();
     known.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
     let mut short = 0;
     for machine in machines.iter().filter(|machine| has_balloon(machine)) {
@@ -119,7 +109,7 @@ fn look(registry: &VmRegistry, lending: &Lending, known: &mut BTreeMap<u32, Opti
         let before = known.insert(machine.id(), said).flatten();
         short += u32::from(said.is_some_and(|said| said.is_short(before.as_ref())));
     }
-    lending.set_short_guests(short);
+    below.lending.set_short_guests(short);
 }
 
 #[cfg(test)]

@@ -14,8 +14,9 @@ use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
 use crate::json_file::write_json;
+use crate::locks::SaveRight;
 use crate::machine::Machine;
-use crate::machine::rights::SaveRight;
+use crate::threads;
 
 /// Contents of the note about a save in progress; stored as JSON.
 #[derive(Debug, Serialize, Deserialize)]
@@ -140,10 +141,7 @@ pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
             let _ = undo(&state, &machine, &right);
         }
     };
-    let spawned = std::thread::Builder::new()
-        .name("cut-off".into())
-        .spawn(undo);
-    if let Err(error) = spawned {
+    if let Err(error) = threads::begin("cut-off", undo) {
         warn!(%error, "cannot start the thread that undoes an interrupted save; the VM's next save undoes the interrupted one");
     }
 }
@@ -156,8 +154,7 @@ pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
             save::let_go_of_disks(spec, &|| machine.monitor());
         }
     };
-    let spawned = std::thread::Builder::new().name("disks".into()).spawn(work);
-    if let Err(error) = spawned {
+    if let Err(error) = threads::begin("disks", work) {
         warn!(%error, "cannot start the thread that removes an interrupted save's copy jobs; the VM's next save removes the jobs");
     }
 }

@@ -19,21 +19,23 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{KsmStartRequest, KsmStopRequest};
 use memfold_ksm::explain::Steered;
-use memfold_ksm::processes::{self, Process};
+use memfold_ksm::processes;
 use memfold_ksm::steer::Goal;
 use memfold_ksm::{
     self as ksm, Controls, Explanation, Facts, Known, KsmError, NOTES, Names, Overview, Paused,
 };
 use memfold_snapshot::SnapshotError;
 use memfold_vm::{MergeChoice, VmSpec};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm};
+use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm, notes};
 use crate::debt::DebtWatch;
-use crate::error::DaemonError;
-use crate::locks::{Rank, Ranked};
-use crate::vm_registry::{StartRight, VmRegistry};
+use crate::error::{DaemonError, check};
+use crate::locks::{MergingRight, StartRight};
+use crate::machine::Machine;
+use crate::threads;
+use crate::vm_registry::VmRegistry;
 
 mod steered;
 
@@ -54,31 +56,25 @@ pub struct KsmSteering {
     steered: Mutex<Option<SteeredKsm>>,
 }
 
-/// Keeps KSM stopped until it is dropped.
-enum Still<'a> {
-    /// KSM was not steered by this daemon.
-    Paused(#[expect(dead_code, reason = "held, not used")] Box<Paused>),
-    /// KSM was steered; steering resumes when this is dropped.
-    Steered(&'a KsmSteering),
-}
-
-impl Drop for Still<'_> {
-    fn drop(&mut self) {
-        if let Self::Steered(steering) = self {
-            if let Some(steered) = &mut *steering.steered() {
-                steered.saving = false;
-                steered.look(&steering.ours(&steered.domain));
-            }
-        }
-    }
-}
-
 /// Keeps KSM stopped for a live save, until it is dropped.
 pub(crate) struct MergingStops<'a> {
-    _still: Still<'a>,
+    /// KSM's settings, if this daemon did not steer KSM; else steering resumes in the end.
+    paused: Option<Paused>,
+    steering: &'a KsmSteering,
     /// Admits one live save at a time: the end of one save would resume KSM during another.
-    _alone: MutexGuard<'a, ()>,
-    _rank: Ranked,
+    _alone: MergingRight<'a>,
+}
+
+impl Drop for MergingStops<'_> {
+    fn drop(&mut self) {
+        if self.paused.is_some() {
+            return;
+        }
+        if let Some(steered) = &mut *self.steering.steered.lock() {
+            steered.saving = false;
+            steered.look(&self.steering.ours(&steered.domain));
+        }
+    }
 }
 
 /// Restores KSM's settings if an earlier daemon died while it steered KSM.
@@ -114,21 +110,13 @@ impl KsmSteering {
         }
     }
 
-    fn steered(&self) -> MutexGuard<'_, Option<SteeredKsm>> {
-        self.steered.lock()
-    }
-
     fn ours(&self, domain: &str) -> Ours {
         let machines = self.registry.machines();
-        let pids = |members: bool| {
-            let wanted = machines
-                .iter()
-                .filter(|m| (m.domain() == Some(domain)) == members);
-            wanted.map(|m| m.pid().as_raw_nonzero().get()).collect()
-        };
+        let vms = machines.iter();
+        let (members, strangers): (Vec<_>, Vec<_>) = vms.partition(|m| m.domain() == Some(domain));
         Ours {
-            members: pids(true),
-            strangers: pids(false),
+            members: members.iter().map(|m| m.raw_pid()).collect(),
+            strangers: strangers.iter().map(|m| m.raw_pid()).collect(),
         }
     }
 
@@ -137,30 +125,24 @@ impl KsmSteering {
     /// # Errors
     ///
     /// [`DaemonError::Merging`] while a VM is saved live.
-    fn alone(&self) -> Result<(MutexGuard<'_, ()>, Ranked), DaemonError> {
-        let rank = Ranked::begin(Rank::Merging);
-        let alone = self.merging.try_lock().ok_or_else(|| {
+    fn alone(&self) -> Result<MergingRight<'_>, DaemonError> {
+        MergingRight::try_take(|| self.merging.try_lock()).ok_or_else(|| {
             refused(
                 "a VM is being saved live, and KSM must be stopped meanwhile",
                 "wait until the snapshot is complete",
             )
-        })?;
-        Ok((alone, rank))
+        })
     }
 
     /// Returns the state of KSM on this host, and of its steering.
     pub fn overview(&self) -> Result<Overview, DaemonError> {
-        let names: Names = self
-            .registry
-            .machines()
-            .iter()
-            .map(|m| {
-                let vm = (m.name().to_owned(), m.domain().map(str::to_owned));
-                (m.pid().as_raw_nonzero().get(), vm)
-            })
-            .collect();
+        let named = |m: &Arc<Machine>| {
+            let vm = (m.name().to_owned(), m.domain().map(str::to_owned));
+            (m.raw_pid(), vm)
+        };
+        let names: Names = self.registry.machines().iter().map(named).collect();
         let mut overview = Overview::now(Some(&names))?;
-        overview.steering = self.steered().as_ref().map(SteeredKsm::view);
+        overview.steering = self.steered.lock().as_ref().map(SteeredKsm::view);
         Ok(overview)
     }
 
@@ -194,14 +176,12 @@ impl KsmSteering {
                 "leave out --advisor, or use Linux 6.8 or newer",
             ));
         }
-        let mut steered = self.steered();
-        if let Some(old) = &*steered {
-            if old.domain != domain {
-                return Err(refused(
-                    format!("KSM is already steered for trust domain '{}'", old.domain),
-                    "run 'memfold ksm stop' first; KSM serves one trust domain a host",
-                ));
-            }
+        let mut steered = self.steered.lock();
+        if let Some(old) = steered.as_ref().filter(|old| old.domain != domain) {
+            return Err(refused(
+                format!("KSM is already steered for trust domain '{}'", old.domain),
+                "run 'memfold ksm stop' first; KSM serves one trust domain a host",
+            ));
         }
         // Dropping the old guard first restores the old settings, so that the new guard records
         // those.
@@ -222,9 +202,7 @@ impl KsmSteering {
         *steered = Some(new);
         drop(steered);
         let steering = Arc::downgrade(self);
-        std::thread::Builder::new()
-            .name("ksm-steer".into())
-            .spawn(move || keep_steering(&steering, began))
+        threads::begin("ksm-steer", move || keep_steering(&steering, began))
             .map_err(|_| DaemonError::Internal("no thread to steer KSM"))?;
         self.overview()
     }
@@ -237,13 +215,10 @@ impl KsmSteering {
     fn only_domain(&self, asked: Option<&str>) -> Result<String, DaemonError> {
         let mergeable = processes::mergeable(Path::new("/proc"))?;
         let machines = self.registry.machines();
-        let vm = |process: &Process| {
-            let mut vms = machines.iter();
-            vms.find(|m| m.pid().as_raw_nonzero().get() == process.pid)
-        };
         let mut domains: BTreeMap<&str, &str> = BTreeMap::new();
         for process in &mergeable {
-            match vm(process).map(|m| (m.name(), m.domain())) {
+            let vm = machines.iter().find(|m| m.raw_pid() == process.pid);
+            match vm.map(|m| (m.name(), m.domain())) {
                 Some((name, Some(domain))) => {
                     domains.entry(domain).or_insert(name);
                 }
@@ -296,7 +271,7 @@ impl KsmSteering {
     /// Ends steering, and unmerges all pages if the request says so.
     pub fn stop(&self, request: &KsmStopRequest) -> Result<Overview, DaemonError> {
         let _alone = self.alone()?;
-        let Some(old) = self.steered().take() else {
+        let Some(old) = self.steered.lock().take() else {
             return Err(refused(
                 "this daemon does not steer KSM",
                 "run 'memfold ksm start' to steer KSM; to stop KSM that another program runs: echo 0 > /sys/kernel/mm/ksm/run",
@@ -312,37 +287,34 @@ impl KsmSteering {
 
     /// Ends steering and restores KSM's settings, because the daemon ends.
     pub(crate) fn end(&self) {
-        if let Some(old) = self.steered().take() {
-            match old.guard.restore() {
-                Ok(()) => info!(
-                    domain = old.domain,
-                    "memfold no longer steers KSM; KSM's settings restored"
-                ),
-                Err(error) => {
-                    warn!(%error, "cannot restore KSM settings; the daemon tries again at its next start");
-                }
+        let Some(old) = self.steered.lock().take() else {
+            return;
+        };
+        match old.guard.restore() {
+            Ok(()) => info!(
+                domain = old.domain,
+                "memfold no longer steers KSM; KSM's settings restored"
+            ),
+            Err(error) => {
+                warn!(%error, "cannot restore KSM settings; the daemon tries again at its next start");
             }
         }
     }
 
     /// Returns whether this daemon steers KSM.
     pub(crate) fn is_steered(&self) -> bool {
-        self.steered().is_some()
+        self.steered.lock().is_some()
     }
 
     /// Explains why a VM's memory merges, or why it does not.
     pub(crate) fn explain(&self, name: &str) -> Result<Explanation, DaemonError> {
         let machine = self.registry.machine(name)?;
-        let blocks = machine.layout().blocks;
         let known = Known {
             name: machine.name().to_owned(),
             domain: machine.domain().map(str::to_owned),
-            ram: blocks
-                .iter()
-                .map(|block| (block.hva.0, block.hva.add_pages(block.pages).0))
-                .collect(),
+            ram: machine.ram_ranges(),
         };
-        let steered = self.steered().as_ref().map(|steered| Steered {
+        let steered = self.steered.lock().as_ref().map(|steered| Steered {
             domain: steered.domain.clone(),
             held: steered.still(),
             scans: steered.scans(),
@@ -350,7 +322,7 @@ impl KsmSteering {
         let facts = Facts::read(
             &Controls::default(),
             Path::new("/proc"),
-            machine.pid().as_raw_nonzero().get(),
+            machine.raw_pid(),
             Some(&known),
             steered,
         )?;
@@ -360,7 +332,7 @@ impl KsmSteering {
     /// Excludes the memory of a VM that is about to be started from KSM, if KSM is steered for
     /// another trust domain. The `StartRight` prevents steering from beginning at the same time.
     pub(crate) fn keep_from_merging(&self, spec: &mut VmSpec, _: &StartRight<'_>) {
-        let mut steered = self.steered();
+        let mut steered = self.steered.lock();
         let Some(steered) = &mut *steered else { return };
         if spec.merges() && spec.domain.as_ref() != Some(&steered.domain) {
             info!(
@@ -376,7 +348,7 @@ impl KsmSteering {
     /// Stops KSM's merging because of the brake (`why`: the brake's reason), or resumes it
     /// (`None`).
     pub(crate) fn brake(&self, why: Option<String>) {
-        if let Some(steered) = &mut *self.steered() {
+        if let Some(steered) = &mut *self.steered.lock() {
             // The reason stays as it was when the brake came on: its figures change each second,
             // and each change would be logged.
             if steered.braked.is_some() != why.is_some() {
@@ -392,16 +364,15 @@ impl KsmSteering {
     ///
     /// [`SnapshotError::Impossible`] if KSM cannot be stopped within 60 s.
     pub(crate) fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
-        let rank = Ranked::begin(Rank::Merging);
-        let alone = self.merging.lock();
+        let alone = MergingRight::take(|| self.merging.lock());
         let end = Instant::now() + MERGING_PATIENCE;
         loop {
             match self.still(&alone) {
-                Ok(still) => {
+                Ok(paused) => {
                     return Ok(MergingStops {
-                        _still: still,
+                        paused,
+                        steering: self,
                         _alone: alone,
-                        _rank: rank,
                     });
                 }
                 // Another daemon may be saving a VM live; its save soon ends.
@@ -418,21 +389,16 @@ impl KsmSteering {
         }
     }
 
-    fn still(&self, _: &MutexGuard<'_, ()>) -> Result<Still<'_>, KsmError> {
-        if let Some(steered) = &mut *self.steered() {
+    /// Stops KSM. Returns what restores KSM's settings, if this daemon does not steer KSM.
+    fn still(&self, _: &MergingRight<'_>) -> Result<Option<Paused>, KsmError> {
+        if let Some(steered) = &mut *self.steered.lock() {
             if steered.controls.number("run")? == Some(1) {
                 steered.stop()?;
             }
             steered.saving = true;
-            return Ok(Still::Steered(self));
+            return Ok(None);
         }
-        let notes = Path::new(NOTES);
-        std::fs::create_dir_all(notes).map_err(|source| KsmError::Note {
-            path: notes.into(),
-            source,
-        })?;
-        let paused = ksm::pause(&Controls::default(), notes)?;
-        Ok(Still::Paused(Box::new(paused)))
+        ksm::pause(&Controls::default(), notes()?).map(Some)
     }
 }
 
@@ -443,12 +409,12 @@ fn keep_steering(steering: &Weak<KsmSteering>, began: Instant) {
         let Some(steering) = steering.upgrade() else {
             return;
         };
-        let domain = match &*steering.steered() {
+        let domain = match &*steering.steered.lock() {
             Some(steered) if steered.began == began => steered.domain.clone(),
             _ => return,
         };
         let ours = steering.ours(&domain);
-        match &mut *steering.steered() {
+        match &mut *steering.steered.lock() {
             Some(steered) if steered.began == began => steered.look(&ours),
             _ => return,
         }
@@ -457,17 +423,12 @@ fn keep_steering(steering: &Weak<KsmSteering>, began: Instant) {
 
 fn goal(request: &KsmStartRequest) -> Result<Goal, DaemonError> {
     let cpu = request.cpu_percent;
-    if !(cpu > 0.0 && cpu <= 95.0) {
-        return Err(DaemonError::BadRequest(format!(
-            "cpu_percent is {cpu}; give more than 0, and 95 at most: ksmd is one thread, and must sleep for its settings to hold"
-        )));
-    }
+    let range =
+        "more than 0, and 95 at most: ksmd is one thread, and must sleep for its settings to hold";
+    check("cpu_percent", cpu, cpu > 0.0 && cpu <= 95.0, range)?;
     let target = request.target_s;
-    if !(1.0..=LONGEST_TARGET_S).contains(&target) {
-        return Err(DaemonError::BadRequest(format!(
-            "target_s is {target}; give 1 to {LONGEST_TARGET_S}"
-        )));
-    }
+    let (wanted, range) = (1.0..=LONGEST_TARGET_S, format!("1 to {LONGEST_TARGET_S}"));
+    check("target_s", target, wanted.contains(&target), &range)?;
     Ok(Goal {
         cpu_share: cpu / 100.0,
         target: Duration::from_secs_f64(target),

@@ -7,11 +7,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memfold_api::{BorrowRequest, registry_at};
+use memfold_api::{BorrowRequest, Borrowed, SwapPlace, registry_at};
 use memfold_lend::calls::{Answer, Call, CallRegistry, answer};
 use memfold_lend::distrust::{Distrust, Distrusted};
 use memfold_lend::graph::{Borrowing, Stripe};
-use memfold_lend::registry::check_name;
+use memfold_lend::registry::{MAX_TTL, check_name};
 use memfold_lend::relay::stripes::{MOST, Stripes};
 use memfold_lend::wire::patience;
 use memfold_lend::{
@@ -22,7 +22,6 @@ use parking_lot::{Mutex, MutexGuard};
 use tracing::warn;
 
 use crate::error::{DaemonError, lending};
-use crate::lease_times::lease_ttl;
 use crate::options::DaemonOptions;
 
 /// Time without a call to the registry after which the connection to the registry counts as
@@ -33,6 +32,44 @@ const GAP: Duration = Duration::from_secs(3);
 /// more than 10 s. The next constant: additional time for each GiB.
 const EXPORT_LEAST: Duration = Duration::from_secs(30);
 const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
+
+/// Duration of a lease without renewal: a borrower's daemon may be away this long.
+const LEASE_TTL: Duration = Duration::from_secs(60);
+
+/// Time for which a new daemon tries to reach the registry, to renew an earlier daemon's leases.
+/// After that time, the daemon moves data that only lenders hold to a local disk.
+pub(crate) const RESUMED: Duration = Duration::from_secs(10);
+
+/// Time between two renewals of a lease.
+pub(crate) const RENEW: Duration = Duration::from_secs(1);
+
+/// Returns the duration of a lease. It is [`LEASE_TTL`], plus the time to copy `bytes` twice if the
+/// lender holds the only copy: the data is moved to a local disk when half of the duration has
+/// passed.
+pub(crate) fn lease_ttl(durability: Durability, bytes: u64) -> Duration {
+    let copying = durability.time_to_copy(bytes.saturating_mul(2));
+    LEASE_TTL.saturating_add(copying).min(MAX_TTL)
+}
+
+/// Returns the milliseconds that have passed since `since`.
+pub(crate) fn ms(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Returns the answer to a request, made at `began`, after which nothing of a disk is lent.
+pub(crate) fn returned(vm: String, bytes: u64, changed: bool, began: Instant) -> Borrowed {
+    Borrowed {
+        vm,
+        place: SwapPlace::OnDisk,
+        bytes,
+        durability: None,
+        lenders: Vec::new(),
+        stripes: None,
+        waits: None,
+        changed,
+        took_ms: ms(began),
+    }
+}
 
 /// Returns the smallest number of lenders over which a disk of `bytes` can be striped in equal
 /// parts. `free`: free bytes of each lender.
@@ -52,10 +89,11 @@ fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
 /// This host's access to the lease registry.
 #[derive(Debug)]
 pub struct Leases {
-    host: String,
-    registry: Arc<dyn Registry>,
+    /// Name of this host among lenders and borrowers.
+    pub(crate) host: String,
+    pub(crate) registry: Arc<dyn Registry>,
     /// Address or path of the registry, as text.
-    place: String,
+    pub(crate) place: String,
     /// Whether this daemon serves the registry itself.
     own: bool,
     /// Whether other hosts can write to the registry.
@@ -68,17 +106,15 @@ pub struct Leases {
 
 impl Leases {
     pub(crate) fn open(options: &DaemonOptions) -> Result<Self, DaemonError> {
-        let host = match &options.host {
-            Some(host) => host.clone(),
+        let host = if let Some(host) = &options.host {
+            check_host(host)?;
+            host.clone()
+        } else {
             // The kernel may have a host name that memfold does not accept. The first request to
             // lend or borrow reports that, and --host changes the name.
-            None => std::fs::read_to_string("/proc/sys/kernel/hostname")
-                .map(|name| name.trim().to_owned())
-                .unwrap_or_default(),
+            let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
+            name.unwrap_or_default().trim().to_owned()
         };
-        if options.host.is_some() {
-            check_host(&host)?;
-        }
         let (registry, place): (Arc<dyn Registry>, String) = if let Some(at) = &options.registry {
             (registry_at(at), at.to_string())
         } else {
@@ -113,11 +149,6 @@ impl Leases {
         })
     }
 
-    /// Returns the name of this host among lenders and borrowers.
-    pub(crate) fn host(&self) -> &str {
-        &self.host
-    }
-
     /// Checks this host's name.
     ///
     /// # Errors
@@ -125,25 +156,6 @@ impl Leases {
     /// [`DaemonError::BadRequest`] if the name cannot be used in the registry.
     pub(crate) fn check_host(&self) -> Result<(), DaemonError> {
         check_host(&self.host)
-    }
-
-    /// Address or path of the registry, as text.
-    pub(crate) fn place(&self) -> &str {
-        &self.place
-    }
-
-    pub(crate) const fn registry(&self) -> &Arc<dyn Registry> {
-        &self.registry
-    }
-
-    /// Returns all lenders and leases in the registry.
-    pub(crate) fn picture(&self) -> Result<Picture, RegistryError> {
-        self.registry.picture()
-    }
-
-    /// Takes one lease from the registry for the time `ttl`.
-    pub(crate) fn take(&self, want: &Want, ttl: Duration) -> Result<Lease, RegistryError> {
-        self.registry.take(want, ttl)
     }
 
     /// Returns all lenders and leases, and for how long the registry has answered without
@@ -231,11 +243,7 @@ impl Leases {
             count: u64::from(count),
             bytes,
         };
-        let copies = if request.durability == Durability::Replica {
-            2
-        } else {
-            1
-        };
+        let copies = u64::from(request.durability == Durability::Replica) + 1;
         let ttl = lease_ttl(request.durability, bytes);
         for _ in 0..u64::from(count) * copies {
             let ours = taken.iter().map(|lease| lease.lender.host.clone());
@@ -246,7 +254,7 @@ impl Leases {
                 durability: request.durability,
                 apart_from: ours.chain(distrusted.clone()).collect(),
             };
-            let lease = self.take(&want, ttl).map_err(|error| match error {
+            let lease = self.registry.take(&want, ttl).map_err(|error| match error {
                 RegistryError::NothingToSpare { .. } if !distrusted.is_empty() => lending(
                     format!("{error}; not asked: {}", distrusted.join(", ")),
                     "these lenders served wrong bytes: 'memfold leases' names them, 'memfold leases --trust HOST' trusts one again",
@@ -262,9 +270,8 @@ impl Leases {
     fn stripes(&self, bytes: u64, request: &BorrowRequest) -> Result<u8, DaemonError> {
         if let Some(count) = request.stripes {
             if !(1..=MOST).contains(&u64::from(count)) {
-                return Err(DaemonError::BadRequest(format!(
-                    "{count} stripes are not 1 to {MOST}"
-                )));
+                let why = format!("{count} stripes are not 1 to {MOST}");
+                return Err(DaemonError::BadRequest(why));
             }
             if count > 1 && request.durability == Durability::Replica {
                 return Err(DaemonError::BadRequest(
@@ -318,33 +325,24 @@ impl Leases {
         ttl: Duration,
         alone: bool,
     ) -> Option<String> {
-        let mut why = None;
-        for id in leases {
-            match self.renew_lease(id, ttl, alone) {
-                Ok(lease) if lease.recall_ms.is_some() => {
-                    why = Some(format!(
-                        "lender '{}' needs its own memory",
-                        lease.lender.host
-                    ));
-                }
-                // A failure is temporary, or the connection to the lender reveals it.
-                Ok(_) | Err(_) => {}
-            }
-        }
-        why
+        // A failure is temporary, or the connection to the lender reveals it.
+        let renewed = leases.filter_map(|id| self.renew_lease(id, ttl, alone).ok());
+        let recalled = renewed.filter(|lease| lease.recall_ms.is_some());
+        let lender = recalled.last()?.lender.host;
+        Some(format!("lender '{lender}' needs its own memory"))
     }
 
     pub(crate) fn wait_exported(&self, lease: &Lease) -> Result<Endpoint, DaemonError> {
         let gib = u32::try_from(lease.bytes >> 30).unwrap_or(u32::MAX);
         let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
         let end = Instant::now() + patience;
+        let failed = |why: &str| {
+            lending(
+                format!("lender '{}' {why}", lease.lender.host),
+                "the log of the lender's daemon says why; 'memfold leases' shows other offers",
+            )
+        };
         loop {
-            let failed = |why: &str| {
-                lending(
-                    format!("lender '{}' {why}", lease.lender.host),
-                    "the log of the lender's daemon says why; 'memfold leases' shows other offers",
-                )
-            };
             match self.registry.endpoint(lease.id, &lease.borrower) {
                 Ok(Some(endpoint)) => {
                     if self.elsewhere {
@@ -424,6 +422,20 @@ mod tests {
         ] {
             let free = free.into_iter().map(|mib: u64| mib * MIB).collect();
             assert_eq!(fewest(bytes * MIB, free), count, "{bytes} {count:?}");
+        }
+    }
+
+    #[test]
+    fn a_lease_of_memory_without_a_disk_copy_lasts_long_enough_to_copy_its_data() {
+        for (durability, bytes, seconds) in [
+            (Durability::Disk, 1 << 40, 60),
+            (Durability::Replica, 0, 60),
+            (Durability::Replica, 1 << 30, 60 + 102),
+            (Durability::None, 200 << 20, 80),
+            (Durability::None, 1 << 40, 3600),
+        ] {
+            let ttl = lease_ttl(durability, bytes);
+            assert_eq!(ttl.as_secs(), seconds, "{durability:?} {bytes}");
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Lending of this host's free memory to other hosts.
 
+use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,11 +12,11 @@ use memfold_host::{chain, helper};
 use memfold_lend::registry::check_bytes;
 use memfold_lend::{Lender, LenderOptions, LenderStatus, Transport};
 use memfold_vm::boot_id;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, lending, state_error};
 use crate::json_file::write_json;
 use crate::leases::Leases;
 
@@ -57,40 +58,34 @@ struct ByHand {
 ///
 /// [`DaemonError::ImpossibleHere`] if nbdkit is missing or cannot lock memory.
 fn check_nbdkit() -> Result<(), DaemonError> {
-    let lacks = |why: String| {
+    let lacks = |why: &str| {
         DaemonError::ImpossibleHere(format!(
             "cannot lend memory: {why}; install nbdkit (apt install nbdkit, or make setup)"
         ))
     };
-    let mut command = Command::new("nbdkit");
-    command.args(["data", "--dump-plugin"]).stdin(Stdio::null());
-    let said = helper::output(&mut command, LOOK_LIMIT)
-        .map_err(|error| lacks(format!("cannot run nbdkit ({error})")))?;
+    let said = output("nbdkit", &["data", "--dump-plugin"])
+        .map_err(|error| lacks(&format!("cannot run nbdkit ({error})")))?;
     let said = String::from_utf8_lossy(&said.stdout);
-    if said.lines().any(|line| line == "mlock=yes") {
-        return Ok(());
-    }
-    Err(lacks(
-        "this nbdkit has no 'data' plugin that locks memory (mlock=yes)".into(),
-    ))
+    let locks = said.lines().any(|line| line == "mlock=yes");
+    locks
+        .then_some(())
+        .ok_or_else(|| lacks("this nbdkit has no 'data' plugin that locks memory (mlock=yes)"))
 }
 
-/// Checks that the program which exports memory over `transport` is installed.
+fn output(program: &str, arguments: &[&str]) -> io::Result<Output> {
+    let mut command = Command::new(program);
+    helper::output(command.args(arguments).stdin(Stdio::null()), LOOK_LIMIT)
+}
+
+/// Checks that the program which exports memory over `transport` is installed: nbdkit, or `tgtd`,
+/// the iSCSI target daemon.
 fn check_server(transport: Transport) -> Result<(), DaemonError> {
-    match transport {
-        Transport::Nbd => check_nbdkit(),
-        Transport::Iscsi => check_tgt(),
+    if transport == Transport::Nbd {
+        return check_nbdkit();
     }
-}
-
-/// Checks that `tgtd`, the iSCSI target daemon, is installed.
-fn check_tgt() -> Result<(), DaemonError> {
-    let mut command = Command::new("tgtd");
-    let said = helper::output(command.arg("--version").stdin(Stdio::null()), LOOK_LIMIT);
-    if said.is_ok_and(|said| said.status.success()) {
-        return Ok(());
-    }
-    Err(DaemonError::ImpossibleHere(
+    let said = output("tgtd", &["--version"]);
+    let works = said.is_ok_and(|said| said.status.success());
+    works.then_some(()).ok_or_else(|| DaemonError::ImpossibleHere(
         "cannot lend memory by iSCSI: tgtd is not installed; install it (apt install tgt; tgt's own service is not needed), or lend by NBD (--transport nbd)".into(),
     ))
 }
@@ -115,10 +110,6 @@ impl Lending {
         }
     }
 
-    fn lender(&self) -> MutexGuard<'_, Option<Lender>> {
-        self.lender.lock()
-    }
-
     /// Sets the number of this host's guests that are short of memory.
     pub(crate) fn set_short_guests(&self, count: u32) {
         self.short_guests.store(count, Ordering::Relaxed);
@@ -126,7 +117,7 @@ impl Lending {
 
     /// Ends all exports of lent memory.
     pub(crate) fn shut_down(&self) {
-        drop(self.lender().take());
+        drop(self.lender.lock().take());
     }
 
     /// Begins to lend memory, or changes the amount. If the new amount is lower, leases above it
@@ -137,29 +128,27 @@ impl Lending {
         check_server(request.transport)?;
         // If the registry cannot be used, this request fails instead of the lender's thread. The
         // lender is not locked meanwhile, so that status requests do not wait.
-        if self.lender().as_ref().is_none_or(Lender::has_ended) {
-            self.leases.picture()?;
+        if self.lender.lock().as_ref().is_none_or(Lender::has_ended) {
+            self.leases.registry.picture()?;
         }
-        let mut lender = self.lender();
-        if let Some(old) = lender.as_ref().filter(|old| !old.has_ended()) {
+        let mut lender = self.lender.lock();
+        let status = if let Some(old) = lender.as_ref().filter(|old| !old.has_ended()) {
             let status = old.status();
             let listens = self.lender_options(request)?.listen.to_string();
             if status.is_ending || status.listens != listens {
-                return Err(DaemonError::Lending {
-                    why: format!("this host already lends, on {}", status.listens),
-                    fix: "stop lending first (memfold lend --stop), and wait until all leases have ended; only --max can be changed while lending".into(),
-                });
+                return Err(lending(
+                    format!("this host already lends, on {}", status.listens),
+                    "stop lending first (memfold lend --stop), and wait until all leases have ended; only --max can be changed while lending",
+                ));
             }
             old.set_max(request.max_bytes);
-            let status = old.status();
-            drop(lender);
-            self.note_lending(Some(request));
-            return Ok(status);
-        }
-        // The new lender has exported nothing yet, and exports nothing if the registry refuses it.
-        let started = self.start_lender(request)?;
-        let status = started.status();
-        *lender = Some(started);
+            old.status()
+        } else {
+            // The new lender has exported nothing yet, and exports nothing if the registry refuses
+            // it.
+            lender.insert(self.start_lender(request)?).status()
+        };
+        drop(lender);
         self.note_lending(Some(request));
         Ok(status)
     }
@@ -182,28 +171,23 @@ impl Lending {
         let Ok(bytes) = std::fs::read(&self.note) else {
             return configured;
         };
-        let Ok(said) = serde_json::from_slice::<ByHand>(&bytes)
-            // Earlier versions of memfold wrote no boot id.
-            .or_else(|_| {
-                serde_json::from_slice(&bytes).map(|request: LendRequest| ByHand {
-                    boot: boot_id(),
-                    lend: Some(request),
-                })
-            })
-        else {
+        // Earlier versions of memfold wrote no boot id.
+        let old = || serde_json::from_slice(&bytes).map(|lend| (boot_id(), Some(lend)));
+        let said = serde_json::from_slice::<ByHand>(&bytes).map(|said| (said.boot, said.lend));
+        let Ok((boot, lend)) = said.or_else(|_| old()) else {
             warn!("cannot read lend.json; repeat 'memfold lend'");
             return configured;
         };
-        if said.boot == boot_id() {
-            return said.lend;
+        if boot == boot_id() {
+            return lend;
         }
-        configured.or(said.lend)
+        configured.or(lend)
     }
 
     fn lender_options(&self, request: &LendRequest) -> Result<LenderOptions, DaemonError> {
         let listen = request.listens();
         Ok(LenderOptions {
-            host: self.leases.host().to_owned(),
+            host: self.leases.host.clone(),
             max_bytes: request.max_bytes,
             listen: listen.map_err(|why| DaemonError::BadRequest(why.into()))?,
             directory: self.directory.clone(),
@@ -214,12 +198,8 @@ impl Lending {
 
     fn start_lender(&self, request: &LendRequest) -> Result<Lender, DaemonError> {
         let options = self.lender_options(request)?;
-        Lender::start(options, self.leases.registry().clone()).map_err(|source| {
-            DaemonError::State {
-                path: self.directory.clone(),
-                source,
-            }
-        })
+        let started = Lender::start(options, self.leases.registry.clone());
+        started.map_err(state_error(&self.directory))
     }
 
     /// Begins to lend at the daemon's start, according to [`Lending::to_lend`].
@@ -227,11 +207,8 @@ impl Lending {
         let Some(request) = self.to_lend() else {
             return;
         };
-        if let Err(error) = self
-            .leases
-            .check_host()
-            .and_then(|()| check_server(request.transport))
-        {
+        let host = self.leases.check_host();
+        if let Err(error) = host.and_then(|()| check_server(request.transport)) {
             warn!(
                 error = chain(&error),
                 "cannot start lending on this host; fix the cause and run 'memfold lend'"
@@ -242,7 +219,7 @@ impl Lending {
         match self.start_lender(&request) {
             Ok(lender) => {
                 // A request may have started another lender in the meantime.
-                self.lender().get_or_insert(lender);
+                self.lender.lock().get_or_insert(lender);
             }
             Err(error) => warn!(
                 error = chain(&error),
@@ -255,7 +232,7 @@ impl Lending {
     /// lend.
     pub fn stop(&self) -> Option<LenderStatus> {
         self.note_lending(None);
-        let lender = self.lender();
+        let lender = self.lender.lock();
         let lender = lender.as_ref()?;
         lender.end();
         Some(lender.status())
@@ -264,7 +241,7 @@ impl Lending {
     /// Ends lending because the daemon ends; the next daemon resumes lending. Borrowers get time to
     /// return the memory, until `hurry` returns `true`.
     pub fn end(&self, hurry: &dyn Fn() -> bool) {
-        let lender = self.lender().take();
+        let lender = self.lender.lock().take();
         if let Some(lender) = lender {
             lender.end_and_wait(hurry);
         }
@@ -272,15 +249,10 @@ impl Lending {
 
     /// Returns the status of lending; `None` if this host does not lend and will not.
     pub fn status(&self) -> Option<LenderStatus> {
-        let mut lender = self.lender();
+        let mut lender = self.lender.lock();
         // A lender that has ended stays only to report its problem: another daemon lends under this
         // host name.
-        if lender
-            .as_ref()
-            .is_some_and(|l| l.has_ended() && l.status().problem.is_none())
-        {
-            *lender = None;
-        }
+        lender.take_if(|l| l.has_ended() && l.status().problem.is_none());
         lender.as_ref().map(Lender::status)
     }
 }

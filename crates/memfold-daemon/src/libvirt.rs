@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{AttachRequest, VmInfo};
@@ -18,8 +18,9 @@ use memfold_libvirt::{
 use memfold_vm::{Identity, Qmp, Vm};
 use tracing::{debug, info, warn};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, state_error};
 use crate::mechanisms::Mechanisms;
+use crate::threads;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
@@ -49,30 +50,6 @@ struct KnownQemu {
     first: Instant,
     again: Option<Instant>,
     pause: Duration,
-}
-
-/// Searches for new libvirt domains until the daemon ends.
-fn watch(domains: &Weak<LibvirtDomains>, run: &Path) {
-    let mut looked: BTreeMap<(i32, u64), KnownQemu> = BTreeMap::new();
-    while let Some(domains) = domains.upgrade() {
-        let running = Running::all(run).unwrap_or_else(|error| {
-            debug!(%error, "cannot list libvirt's domains");
-            Vec::new()
-        });
-        looked.retain(|key, _| running.iter().any(|r| key_of(r.process) == *key));
-        for domain in running {
-            let known = looked.entry(key_of(domain.process)).or_insert(KnownQemu {
-                first: Instant::now(),
-                again: Some(Instant::now()),
-                pause: LOOK_INTERVAL,
-            });
-            if known.again.is_some_and(|again| again <= Instant::now()) {
-                known.note(&domain, domains.take_on(&domain));
-            }
-        }
-        drop(domains);
-        std::thread::sleep(LOOK_INTERVAL);
-    }
 }
 
 fn refused(error: &LibvirtError) -> DaemonError {
@@ -139,9 +116,29 @@ impl LibvirtDomains {
         let Some(run) = self.run.clone() else {
             return Ok(());
         };
-        let domains = Arc::downgrade(self);
-        let thread = std::thread::Builder::new().name("libvirt".into());
-        thread.spawn(move || watch(&domains, &run)).map(drop)
+        let mut known = BTreeMap::new();
+        threads::repeat("libvirt", LOOK_INTERVAL, self, move |domains| {
+            domains.look(&run, &mut known);
+        })
+    }
+
+    /// Searches for new libvirt domains, and adopts those that are due.
+    fn look(&self, run: &Path, known: &mut BTreeMap<(i32, u64), KnownQemu>) {
+        let running = Running::all(run).unwrap_or_else(|error| {
+            debug!(%error, "cannot list libvirt's domains");
+            Vec::new()
+        });
+        known.retain(|key, _| running.iter().any(|r| key_of(r.process) == *key));
+        for domain in running {
+            let known = known.entry(key_of(domain.process)).or_insert(KnownQemu {
+                first: Instant::now(),
+                again: Some(Instant::now()),
+                pause: LOOK_INTERVAL,
+            });
+            if known.again.is_some_and(|again| again <= Instant::now()) {
+                known.note(&domain, self.take_on(&domain));
+            }
+        }
     }
 
     /// Returns the directory where libvirt records its QEMU processes.
@@ -204,10 +201,7 @@ impl LibvirtDomains {
         {
             return Ok(known);
         }
-        let running = Running::all(run).map_err(|source| DaemonError::State {
-            path: run.to_owned(),
-            source,
-        })?;
+        let running = Running::all(run).map_err(state_error(run))?;
         let running = running.into_iter().find(|r| r.domain == domain);
         let running = running.ok_or_else(|| {
             DaemonError::BadRequest(format!(

@@ -15,9 +15,11 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
+use parking_lot::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
+
 /// Rights that are held for long, in the order in which they are taken.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Rank {
+#[derive(Clone, Copy)]
+enum Rank {
     /// The right to save a VM, or to change its memory mappings.
     Save,
     /// The right to change the block nodes of a VM's swap disk.
@@ -39,35 +41,71 @@ thread_local! {
     static HELD: Cell<u8> = const { Cell::new(0) };
 }
 
-/// Records that this thread holds a right, until the record is dropped. The lock itself is kept
-/// separately.
+/// Records that this thread holds a right, until the record is dropped. The pointer makes the type
+/// `!Send`.
 #[derive(Debug)]
-pub(crate) struct Ranked {
-    rank: Rank,
-    /// Makes the type `!Send`: the rank is recorded for this thread.
-    _thread: PhantomData<*const ()>,
-}
+struct Ranked(u8, PhantomData<*const ()>);
 
 impl Ranked {
     /// Records that this thread takes a right of this rank. Call this before the lock is taken.
     /// Debug builds panic if the order is violated.
-    pub fn begin(rank: Rank) -> Self {
+    fn begin(rank: u8) -> Self {
         let held = HELD.get();
         debug_assert!(
-            held >> rank as u8 == 0,
-            "lock {rank:?} is taken while locks {held:#b} are held: see the order of locks"
+            held >> rank == 0,
+            "a lock of rank {rank} is taken while locks {held:#b} are held: see the order of locks"
         );
-        HELD.set(held | 1 << rank as u8);
-        Self {
-            rank,
-            _thread: PhantomData,
-        }
+        HELD.set(held | 1 << rank);
+        Self(rank, PhantomData)
     }
 }
 
 impl Drop for Ranked {
     fn drop(&mut self) {
-        HELD.set(HELD.get() & !(1 << self.rank as u8));
+        HELD.set(HELD.get() & !(1 << self.0));
+    }
+}
+
+/// A right, held until it is dropped. Rights of different ranks are different types, so that a
+/// function can demand one.
+#[derive(Debug)]
+pub(crate) struct Right<const RANK: u8, G> {
+    _guard: G,
+    _rank: Ranked,
+}
+
+/// The exclusive right to save a VM or to change its memory mappings.
+pub(crate) type SaveRight<'a> = Right<{ Rank::Save as u8 }, MutexGuard<'a, ()>>;
+/// The exclusive right to change the block nodes of a VM's swap disk.
+pub(crate) type SwapRight<'a> = Right<{ Rank::Swap as u8 }, MutexGuard<'a, ()>>;
+/// The exclusive right to change a volume group.
+pub(crate) type GroupRight<'a> = Right<{ Rank::VolumeGroup as u8 }, MutexGuard<'a, ()>>;
+/// The exclusive right to restore a VM whose guest cannot renew its identity.
+pub(crate) type TwinRight<'a> = Right<{ Rank::Twins as u8 }, MutexGuard<'a, ()>>;
+/// The exclusive right to begin, end or interrupt KSM's merging.
+pub(crate) type MergingRight<'a> = Right<{ Rank::Merging as u8 }, MutexGuard<'a, ()>>;
+/// The right to start a VM. KSM steering does not begin as long as this exists.
+pub(crate) type StartRight<'a> = Right<{ Rank::Starts as u8 }, RwLockReadGuard<'a, ()>>;
+/// Proof that no VM is being started, and that none is started until this is dropped.
+pub(crate) type NoStarts<'a> = Right<{ Rank::Starts as u8 }, RwLockWriteGuard<'a, ()>>;
+/// The right to look up segments (shared), or to remove them (exclusive).
+pub(crate) type SegmentsRight<G> = Right<{ Rank::Segments as u8 }, G>;
+
+impl<const RANK: u8, G> Right<RANK, G> {
+    /// Takes the right with the lock that `lock` takes.
+    pub fn take(lock: impl FnOnce() -> G) -> Self {
+        Self {
+            _rank: Ranked::begin(RANK),
+            _guard: lock(),
+        }
+    }
+
+    /// Takes the right as [`Right::take`] does, unless `lock` returns `None`.
+    pub fn try_take(lock: impl FnOnce() -> Option<G>) -> Option<Self> {
+        Some(Self {
+            _rank: Ranked::begin(RANK),
+            _guard: lock()?,
+        })
     }
 }
 
@@ -77,19 +115,19 @@ mod tests {
 
     #[test]
     fn locks_taken_in_rank_order_may_be_released_in_any_order() {
-        let save = Ranked::begin(Rank::Save);
-        let merging = Ranked::begin(Rank::Merging);
+        let save = Ranked::begin(Rank::Save as u8);
+        let merging = Ranked::begin(Rank::Merging as u8);
         drop(save);
-        let starts = Ranked::begin(Rank::Starts);
+        let starts = Ranked::begin(Rank::Starts as u8);
         drop(merging);
         drop(starts);
-        drop(Ranked::begin(Rank::Save));
+        drop(Ranked::begin(Rank::Save as u8));
     }
 
     #[test]
     #[cfg_attr(debug_assertions, should_panic(expected = "order of locks"))]
     fn taking_a_lock_against_the_rank_order_panics() {
-        let _starts = Ranked::begin(Rank::Starts);
-        let _merging = Ranked::begin(Rank::Merging);
+        let _starts = Ranked::begin(Rank::Starts as u8);
+        let _merging = Ranked::begin(Rank::Merging as u8);
     }
 }

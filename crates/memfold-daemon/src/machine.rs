@@ -6,39 +6,47 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memfold_api::{AttachRequest, BootSnapshot, SegmentState};
-use memfold_fold::{Command, Guest, QemuGuest, SharedLibraryState, VmId};
+use memfold_fold::{Command, Guest, NO_LIBRARY, QemuGuest, SharedLibraryState, Unfolded, VmId};
 use memfold_ledger::VmAccount;
 use memfold_snapshot::Renewal;
 use memfold_snapshot::clock::ClockStep;
 use memfold_store::StoreIdentity;
 use memfold_vm::{
-    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, LibraryError, QmpGuard,
-    RamLayout, SegmentSpec, SharedQmp, Vm, VmConditions,
+    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, QmpGuard, RamBlock, RamLayout,
+    SegmentSpec, SharedQmp, Vm, VmConditions,
 };
 use memfold_wire::library::Advice;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
-use self::library_watch::LibraryWatch;
 use self::pauses::Pauses;
-use self::unfolded::{NO_LIBRARY, Unfolded};
 use crate::error::DaemonError;
+use crate::locks::{SaveRight, SwapRight};
 use crate::run_state::RunState;
 
+mod agent_ready;
 mod clock;
 mod info;
-mod library_watch;
 pub(crate) mod pauses;
 mod renewal;
-pub(crate) mod rights;
 mod room;
 mod running;
-mod unfolded;
 mod watch;
+
+/// Time between two reads of a VM's conditions for folding and its memory layout.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Age of the connection to the fold library, and the pause before the next attempt to connect.
+#[derive(Debug)]
+struct LibraryWatch {
+    connected: Instant,
+    /// Time after `connected` during which no new connection is attempted.
+    pause: Duration,
+}
 
 /// Facts about the VM that may change while the VM runs, as last read.
 #[derive(Debug)]
@@ -71,11 +79,8 @@ pub(crate) enum Origin {
 /// A VM that the daemon manages.
 #[derive(Debug)]
 pub(crate) struct Machine {
-    id: VmId,
     vm: Vm,
-    name: String,
-    domain: Option<String>,
-    origin: Origin,
+    role: Role,
     monitor: Arc<SharedQmp>,
     seen: Mutex<Seen>,
     /// The VM's run state, and the reason if it is not running.
@@ -116,22 +121,19 @@ impl Machine {
         commands: &SyncSender<Command>,
         options: AgentOptions,
     ) -> Result<Arc<Self>, DaemonError> {
-        let Role {
-            id,
-            name,
-            domain,
-            origin,
-        } = role;
         let mut qmp = vm.daemon_qmp()?;
         let (major, minor, micro) = qmp.version();
         let layout = vm.layout(&mut qmp)?;
         let conditions = vm.conditions(&mut qmp)?;
-        let state = RunState::ask(&name, &mut qmp)?;
+        let state = RunState::ask(&role.name, &mut qmp)?;
         let monitor = Arc::new(SharedQmp::new(qmp));
         let library = SharedLibraryState::default();
         let (guest, library_problem) = match vm.library_link() {
             None => (None, Some(NO_LIBRARY.to_owned())),
-            Some(Err(error)) => (None, Some(library_words(&error))),
+            Some(Err(error)) => {
+                let why = format!("cannot reach memfold's library in QEMU: {error}");
+                (None, Some(why))
+            }
             Some(Ok(link)) => {
                 let problem = link.facts().problem.clone();
                 let (monitor, state) = (monitor.clone(), library.clone());
@@ -141,16 +143,16 @@ impl Machine {
         };
         let machine = Arc::new(Self {
             can_stop: guest.as_ref().is_some_and(Guest::can_stop),
-            id,
-            name,
-            domain,
-            origin,
+            role,
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
             state: Mutex::default(),
             library_problem,
             library_state: Mutex::new(library),
-            library_watch: Mutex::new(LibraryWatch::new()),
+            library_watch: Mutex::new(LibraryWatch {
+                connected: Instant::now(),
+                pause: INTERVAL,
+            }),
             saving: Mutex::default(),
             being_saved: AtomicBool::new(false),
             pauses: Mutex::default(),
@@ -176,9 +178,9 @@ impl Machine {
         let layout = machine.layout();
         let advice = machine.advice(&layout);
         machine.tell(Command::Add {
-            id,
-            name: machine.name.clone(),
-            domain: machine.domain.clone(),
+            id: machine.id(),
+            name: machine.role.name.clone(),
+            domain: machine.role.domain.clone(),
             problem: machine.problem(),
             layout,
             advice,
@@ -195,10 +197,6 @@ impl Machine {
         Ok(machine)
     }
 
-    fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock()
-    }
-
     fn tell(&self, command: Command) {
         // Sending fails only if the engine has ended, which happens when the daemon ends.
         let _ = self.commands.send(command);
@@ -209,26 +207,26 @@ impl Machine {
             AgentEvent::Session(facts) => {
                 self.had_agent.store(true, Ordering::Relaxed);
                 info!(
-                    vm = self.name,
+                    vm = self.name(),
                     kernel = facts.kernel,
                     agent = facts.agent,
                     "guest agent connected"
                 );
                 // The firmware has run by now, so RAM is where the guest's kernel expects it.
                 self.look_again();
-                self.tell(Command::AgentSession(self.id));
+                self.tell(Command::AgentSession(self.role.id));
             }
-            AgentEvent::Message(message) => self.tell(Command::Agent(self.id, message)),
+            AgentEvent::Message(message) => self.tell(Command::Agent(self.role.id, message)),
             AgentEvent::Lost { reason } => {
-                info!(vm = self.name, reason, "guest agent disconnected");
-                self.tell(Command::AgentGone(self.id));
+                info!(vm = self.name(), reason, "guest agent disconnected");
+                self.tell(Command::AgentGone(self.role.id));
             }
         }
     }
 
     /// Returns the layout of the VM's RAM.
     pub(crate) fn layout(&self) -> RamLayout {
-        self.seen().layout.clone()
+        self.seen.lock().layout.clone()
     }
 
     /// Reads the RAM layout and the conditions for folding again, and tells the fold engine about
@@ -245,37 +243,35 @@ impl Machine {
             Err(error) => {
                 // That QEMU does not answer is logged once, with the VM's state.
                 debug!(
-                    vm = self.name,
+                    vm = self.name(),
                     error = &error as &dyn std::error::Error,
                     "QEMU does not report the VM's RAM layout"
                 );
                 return;
             }
         };
-        let (changed, before) = {
-            let mut seen = self.seen();
-            let changed = seen.layout != layout;
-            seen.layout = layout.clone();
-            let before = std::mem::replace(&mut seen.conditions, conditions.clone());
-            (changed, before)
+        let seen = Seen {
+            layout: layout.clone(),
+            conditions: conditions.clone(),
         };
-        if changed {
+        let before = std::mem::replace(&mut *self.seen.lock(), seen);
+        if before.layout != layout {
             let advice = self.advice(&layout);
             self.tell(Command::Layout {
-                id: self.id,
+                id: self.role.id,
                 layout,
                 advice,
             });
         }
-        if before.fold != conditions.fold {
-            self.tell(Command::Problem(self.id, self.problem()));
+        if before.conditions.fold != conditions.fold {
+            self.tell(Command::Problem(self.role.id, self.problem()));
         }
     }
 
     fn advice(&self, layout: &RamLayout) -> Vec<Advice> {
         let read = |block| {
             self.vm.advice(block).unwrap_or_else(|error| {
-                warn!(vm = self.name, %error, "cannot read madvise flags of a RAM block; shared (folded) memory may lack these flags until the daemon restarts");
+                warn!(vm = self.name(), %error, "cannot read madvise flags of a RAM block; shared (folded) memory may lack these flags until the daemon restarts");
                 Advice::default()
             })
         };
@@ -288,18 +284,10 @@ impl Machine {
     }
 
     fn fold_problems(&self) -> Vec<String> {
-        let conditions = self
-            .seen()
-            .conditions
-            .fold
-            .iter()
-            .map(ToString::to_string)
-            .collect::<Vec<_>>();
-        self.library_problem
-            .clone()
-            .into_iter()
-            .chain(conditions)
-            .collect()
+        let seen = self.seen.lock();
+        let conditions = seen.conditions.fold.iter().map(ToString::to_string);
+        let library = self.library_problem.iter().cloned();
+        library.chain(conditions).collect()
     }
 
     /// Removes the files of the VM after it has ended.
@@ -309,7 +297,7 @@ impl Machine {
         drop(link);
         if let Some(directory) = self.vm.directory() {
             if let Err(error) = Vm::clear_if_stale(directory) {
-                warn!(vm = self.name, %error, "cannot remove the files of the ended VM; the daemon tries again at its next start");
+                warn!(vm = self.name(), %error, "cannot remove the files of the ended VM; the daemon tries again at its next start");
             }
         }
     }
@@ -324,7 +312,7 @@ impl Machine {
     }
 
     pub fn domain(&self) -> Option<&str> {
-        self.domain.as_deref()
+        self.role.domain.as_deref()
     }
 
     /// Returns whether the VM's fold library can stop the VM, and resumes the VM if this daemon
@@ -334,15 +322,20 @@ impl Machine {
     }
 
     pub const fn id(&self) -> VmId {
-        self.id
+        self.role.id
     }
 
     pub fn name(&self) -> &str {
-        &self.name
+        &self.role.name
     }
 
     pub const fn pid(&self) -> Pid {
         self.vm.pid()
+    }
+
+    /// Returns the number of QEMU's process.
+    pub fn raw_pid(&self) -> i32 {
+        self.pid().as_raw_nonzero().get()
     }
 
     /// Returns whether QEMU's process has ended. The registry still lists the VM for a moment then.
@@ -352,7 +345,7 @@ impl Machine {
 
     /// Returns the VM's domain name in libvirt; `None` if libvirt did not start it.
     pub fn libvirt(&self) -> Option<&str> {
-        match &self.origin {
+        match &self.role.origin {
             Origin::Libvirt(domain) => Some(domain),
             Origin::Started | Origin::Attached(_) => None,
         }
@@ -362,13 +355,13 @@ impl Machine {
     /// domains: the next daemon finds such domains itself, and their trust domain may have changed
     /// by then.
     pub fn attach_request(&self) -> Option<AttachRequest> {
-        let Origin::Attached(qmp) = &self.origin else {
+        let Origin::Attached(qmp) = &self.role.origin else {
             return None;
         };
         Some(AttachRequest {
             qmp: qmp.clone(),
-            name: self.name.clone(),
-            domain: self.domain.clone(),
+            name: self.role.name.clone(),
+            domain: self.role.domain.clone(),
         })
     }
 
@@ -386,12 +379,11 @@ impl Machine {
 
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
         let layout = self.layout();
-        let pid = self.pid().as_raw_nonzero().get();
-        let segments = self.segment_identities().into_iter();
-        let segments: Vec<StoreIdentity> = segments.map(|(_, identity)| identity).collect();
-        let domain = self.domain.as_deref();
-        memfold_ledger::take::vm(pid, &self.name, domain, &layout, stores, &segments)
-            .inspect_err(|error| warn!(vm = self.name, %error, "cannot read the VM's page tables, so the memory report omits the VM; no action is needed if the VM is ending"))
+        let pid = self.raw_pid();
+        let segments: Vec<_> = self.segment_identities().into_iter().map(|s| s.1).collect();
+        let domain = self.role.domain.as_deref();
+        memfold_ledger::take::vm(pid, &self.role.name, domain, &layout, stores, &segments)
+            .inspect_err(|error| warn!(vm = self.name(), %error, "cannot read the VM's page tables, so the memory report omits the VM; no action is needed if the VM is ending"))
             .ok()
     }
 
@@ -401,11 +393,8 @@ impl Machine {
             let file = std::fs::File::open(segment.image.as_ref()?).ok()?;
             Some((segment.name, StoreIdentity::of(file).ok()?))
         };
-        self.vm
-            .segments()
-            .into_iter()
-            .filter_map(identity)
-            .collect()
+        let segments = self.vm.segments().into_iter();
+        segments.filter_map(identity).collect()
     }
 
     /// Returns a handle of the agent's connection, if there is one. The handle is shared, so that a
@@ -436,6 +425,40 @@ impl Machine {
         Ok(result)
     }
 
+    /// Takes the right to save the VM or to change its memory mappings. Waits without a time limit.
+    pub fn save_right(&self) -> SaveRight<'_> {
+        SaveRight::take(|| self.saving.lock())
+    }
+
+    /// Takes the right to save the VM or to change its memory mappings, for a user's request.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Busy`] after [`RIGHT_TIMEOUT`]: the holder may wait for a guest that does not
+    /// answer.
+    pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
+        let right = SaveRight::try_take(|| self.saving.try_lock_for(RIGHT_TIMEOUT));
+        right.ok_or_else(|| DaemonError::Busy {
+            why: format!(
+                "VM '{}' is being saved, or its segments are being changed",
+                self.name()
+            ),
+            fix: "try again when the save or change is complete".into(),
+        })
+    }
+
+    /// Takes the right to change the VM's swap disk. This right is separate from the right to save:
+    /// a lender that needs its memory back does not wait for an hour-long copy of files from the
+    /// guest. (A VM with a swap disk is not saved, so the two do not conflict.)
+    pub fn swap_right(&self) -> SwapRight<'_> {
+        SwapRight::take(|| self.swapping.lock())
+    }
+
+    /// Takes the right to save the VM if it is free.
+    pub fn try_save(&self) -> Option<SaveRight<'_>> {
+        SaveRight::try_take(|| self.saving.try_lock())
+    }
+
     /// Reserves a number for the swap disk's next block nodes: `free`, or the smallest greater
     /// number that was not used. Returns the number.
     pub fn use_generation(&self, free: u64) -> u64 {
@@ -457,9 +480,10 @@ impl Machine {
         self.lost_a_copy.load(Ordering::Acquire)
     }
 
-    /// Returns the number of pages of the VM's RAM.
-    pub fn ram_pages(&self) -> u64 {
-        self.seen().layout.pages()
+    /// Returns begin and end of each block of the VM's RAM in QEMU's address space.
+    pub fn ram_ranges(&self) -> Vec<(u64, u64)> {
+        let range = |block: &RamBlock| (block.hva.0, block.hva.add_pages(block.pages).0);
+        self.seen.lock().layout.blocks.iter().map(range).collect()
     }
 
     pub fn take_inventory(&self) -> Result<(), AgentError> {
@@ -471,9 +495,21 @@ impl Machine {
     }
 }
 
+/// Longest time that a request waits for the right to save a VM.
+const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// Largest output of a short command, in bytes.
 const SHORT: usize = 4096;
 
-fn library_words(error: &LibraryError) -> String {
-    format!("cannot reach memfold's library in QEMU: {error}")
+/// Returns a command's output as text, without white space at its ends.
+pub(crate) fn text(output: &[u8]) -> String {
+    String::from_utf8_lossy(output).trim().to_owned()
+}
+
+/// Returns whether the agent's connection was lost, so that a caller may try again.
+pub(crate) const fn is_disconnected(error: &AgentError) -> bool {
+    matches!(
+        error,
+        AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)
+    )
 }

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use memfold_segment::Shelf;
+use memfold_snapshot::Shelf as SnapshotShelf;
+use parking_lot::RwLock;
 
 use crate::debt::DebtWatch;
 use crate::debt::brake::DebtBrake;
@@ -14,7 +16,6 @@ use crate::leases::Leases;
 use crate::lending::Lending;
 use crate::options::DaemonOptions;
 use crate::segments::Segments;
-use crate::snapshot_directory::SnapshotDirectory;
 use crate::snapshot_locks::SnapshotLocks;
 use crate::swap_disks::SwapDisks;
 use crate::swap_volumes::SwapVolumes;
@@ -32,7 +33,7 @@ pub(crate) struct Mechanisms {
     pub swap_disks: Arc<SwapDisks>,
     pub swap_volumes: Arc<SwapVolumes>,
     pub segments: Arc<Segments>,
-    pub snapshots: Arc<SnapshotDirectory>,
+    pub snapshots: Arc<SnapshotShelf>,
     pub snapshot_locks: Arc<SnapshotLocks>,
     /// Dropped last, because another daemon can use the state directory afterwards.
     pub registry: Arc<VmRegistry>,
@@ -46,29 +47,30 @@ impl Mechanisms {
         folding: Arc<Folding>,
     ) -> Result<Self, DaemonError> {
         let state = &options.state;
-        let snapshots = Arc::new(SnapshotDirectory::open(&options.shelf));
+        let snapshots = Arc::new(SnapshotShelf::open(&options.shelf));
         let snapshot_locks = Arc::new(SnapshotLocks::default());
         let debt = Arc::new(DebtWatch::new(options.brake));
         let ksm = Arc::new(KsmSteering::new(registry.clone(), debt.clone()));
         let needed = Arc::new(AtomicU64::default());
-        let brake = DebtBrake::new(
-            registry.clone(),
-            folding.clone(),
-            debt.clone(),
-            ksm.clone(),
-            needed.clone(),
-        );
+        let brake = DebtBrake {
+            registry: registry.clone(),
+            folding: folding.clone(),
+            debt: debt.clone(),
+            ksm: ksm.clone(),
+            needed: needed.clone(),
+        };
         let leases = Arc::new(Leases::open(options)?);
         let lending = Lending::new(leases.clone(), state, options.lend.clone(), needed);
         let swap_disks = SwapDisks::new(registry.clone(), leases.clone());
         let swap_volumes = SwapVolumes::new(leases.clone(), state);
-        let shelf = Shelf::open(&options.segments, &state.join("pinned"));
-        let segments = Segments::new(
-            registry.clone(),
-            folding.clone(),
-            (shelf, snapshots.clone()),
-            snapshot_locks.clone(),
-        );
+        let segments = Segments {
+            registry: registry.clone(),
+            folding: folding.clone(),
+            shelf: Shelf::open(&options.segments, &state.join("pinned")),
+            snapshots: snapshots.clone(),
+            locks: snapshot_locks.clone(),
+            removing: RwLock::default(),
+        };
         Ok(Self {
             folding,
             debt,

@@ -29,6 +29,59 @@ pub(crate) const SILENT: &str = "silent";
 /// Names of the QMP events that explain a run state.
 const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
 
+/// Command that resumes the VM.
+const AGAIN: &str = "memfold vm resume {vm}";
+
+/// Run states of QEMU: name, cause, and what the operator can do; `{vm}` is the VM's name.
+const STATES: [(&str, &str, &str); 12] = [
+    ("paused", "a QMP client has stopped the VM ('stop')", AGAIN),
+    (
+        "prelaunch",
+        "QEMU was started with -S and waits for 'cont'",
+        AGAIN,
+    ),
+    (
+        "guest-panicked",
+        "the guest's kernel has crashed",
+        "read the VM's console log, then end the VM (memfold vm stop {vm}) and start it again",
+    ),
+    (
+        "watchdog",
+        "the guest's watchdog has expired: the guest hangs",
+        "memfold vm resume {vm}, or end the VM (memfold vm stop {vm}) and start it again",
+    ),
+    (
+        "suspended",
+        "the guest sleeps (ACPI S3)",
+        "wake the guest: 'system_wakeup' on the QMP socket",
+    ),
+    (
+        "shutdown",
+        "the guest has shut down, and QEMU was told to stay (-no-shutdown)",
+        "memfold vm stop {vm}",
+    ),
+    (
+        "postmigrate",
+        "the VM was migrated away by another program",
+        "if the VM does not run at the destination: memfold vm resume {vm}; else memfold vm stop {vm}",
+    ),
+    (
+        "internal-error",
+        "QEMU or KVM failed; qemu.log in the VM's directory says why",
+        "end the VM (memfold vm stop {vm}) and start it again",
+    ),
+    (
+        "inmigrate",
+        "the VM's memory is still being received",
+        NOTHING,
+    ),
+    ("save-vm", SAVED, NOTHING),
+    ("restore-vm", SAVED, NOTHING),
+    ("finish-migrate", SAVED, NOTHING),
+];
+const SAVED: &str = "the VM's state is being saved or loaded";
+const NOTHING: &str = "no action is needed";
+
 impl Default for RunState {
     fn default() -> Self {
         Self {
@@ -99,75 +152,29 @@ impl RunState {
             return Ok(Self::default());
         }
         let last = |kind: &str| {
-            events
-                .iter()
-                .rfind(|event| event["event"] == kind)
-                .map(|event| &event["data"])
+            let event = events.iter().rfind(|event| event["event"] == kind);
+            event.map(|event| &event["data"])
         };
         if name == "io-error" {
-            return Ok(io_error(
-                vm,
-                &qmp.query("query-block")?,
-                last("BLOCK_IO_ERROR"),
-            ));
+            let block = qmp.query("query-block")?;
+            return Ok(io_error(vm, &block, last("BLOCK_IO_ERROR")));
         }
-        let again = format!("memfold vm resume {vm}");
-        let anew = format!("end the VM (memfold vm stop {vm}) and start it again");
-        let (cause, fix) = match name {
-            "paused" => ("a QMP client has stopped the VM ('stop')".into(), again),
-            "prelaunch" => (
-                "QEMU was started with -S and waits for 'cont'".into(),
-                again,
-            ),
-            "guest-panicked" => (
-                last("GUEST_PANICKED")
-                    .map_or_else(|| "the guest's kernel has crashed".into(), panic_words),
-                format!("read the VM's console log, then {anew}"),
-            ),
-            "watchdog" => (
-                "the guest's watchdog has expired: the guest hangs".into(),
-                format!("{again}, or {anew}"),
-            ),
-            "suspended" => (
-                "the guest sleeps (ACPI S3)".into(),
-                "wake the guest: 'system_wakeup' on the QMP socket".into(),
-            ),
-            "shutdown" => (
-                "the guest has shut down, and QEMU was told to stay (-no-shutdown)".into(),
-                format!("memfold vm stop {vm}"),
-            ),
-            "postmigrate" => (
-                "the VM was migrated away by another program".into(),
-                format!(
-                    "if the VM does not run at the destination: {again}; else memfold vm stop {vm}"
-                ),
-            ),
-            "internal-error" => (
-                "QEMU or KVM failed; qemu.log in the VM's directory says why".into(),
-                anew,
-            ),
-            "inmigrate" => (
-                "the VM's memory is still being received".into(),
-                "no action is needed".into(),
-            ),
-            "save-vm" | "restore-vm" | "finish-migrate" => (
-                "the VM's state is being saved or loaded".into(),
-                "no action is needed".into(),
-            ),
-            _ => ("QEMU gives no reason".into(), again),
-        };
+        let known = STATES.iter().find(|(state, ..)| *state == name);
+        let &(_, cause, fix) = known.unwrap_or(&("", "QEMU gives no reason", AGAIN));
+        let mut cause = cause.to_owned();
+        if let Some(data) = last("GUEST_PANICKED").filter(|_| name == "guest-panicked") {
+            cause = panic_words(data);
+        }
+        let fix = fix.replace("{vm}", vm);
         Ok(Self::new(name, cause, fix))
     }
 }
 
 fn panic_words(data: &Value) -> String {
-    let info = &data["info"];
-    let more = if info.is_null() {
-        String::new()
-    } else {
-        format!(" ({info})")
-    };
-    format!("the guest's kernel has crashed{more}")
+    match &data["info"] {
+        Value::Null => "the guest's kernel has crashed".into(),
+        info => format!("the guest's kernel has crashed ({info})"),
+    }
 }
 
 /// Makes the state `io-error`, with the disks that could not be read or written and the reason.
@@ -178,46 +185,39 @@ fn io_error(vm: &str, block: &Value, event: Option<&Value>) -> RunState {
     let (mut disks, mut full, mut is_full) = (Vec::new(), Vec::new(), false);
     for device in failed {
         let text = |value: &Value| {
-            value
-                .as_str()
-                .filter(|text| !text.is_empty())
-                .map(str::to_owned)
+            let text = value.as_str().filter(|text| !text.is_empty());
+            text.map(str::to_owned)
         };
         let qdev = text(&device["qdev"]).map(|path| device_name(&path));
-        let name = qdev
-            .or_else(|| text(&device["device"]))
-            .unwrap_or_else(|| "?".into());
-        let path = text(&device["inserted"]["image"]["filename"])
-            .or_else(|| text(&device["inserted"]["file"]))
-            .map(|name| file_of(&name));
+        let name = qdev.or_else(|| text(&device["device"]));
+        let name = name.unwrap_or_else(|| "?".into());
+        let (image, file) = (&device["inserted"]["image"], &device["inserted"]["file"]);
+        let path = text(&image["filename"]).or_else(|| text(file));
+        let path = path.map(|name| file_of(&name));
         if device["io-status"] == "nospace" {
             is_full = true;
             full.extend(path.as_ref().map(PathBuf::from));
         }
-        disks.push(format!(
-            "disk {name} ({})",
-            path.unwrap_or_else(|| "no file".into())
-        ));
+        let path = path.unwrap_or_else(|| "no file".into());
+        disks.push(format!("disk {name} ({path})"));
     }
-    let operation = event
-        .and_then(|data| data["operation"].as_str())
-        .unwrap_or("write");
-    let reason = event.and_then(|data| data["reason"].as_str());
-    is_full |= event.is_some_and(|data| data["nospace"] == true);
-    let reason = if is_full {
-        "no space left"
+    let event = event.unwrap_or(&Value::Null);
+    let operation = event["operation"].as_str().unwrap_or("write");
+    let reason = event["reason"].as_str();
+    is_full |= event["nospace"] == true;
+    let (reason, first) = if is_full {
+        (
+            "no space left",
+            "free space on the file system of that file",
+        )
     } else {
-        reason.unwrap_or("an error of the host's storage")
+        let reason = reason.unwrap_or("an error of the host's storage");
+        (reason, "repair that storage")
     };
     let which = if disks.is_empty() {
         "one of the VM's disks".to_owned()
     } else {
         disks.join(", ")
-    };
-    let first = if is_full {
-        "free space on the file system of that file"
-    } else {
-        "repair that storage"
     };
     let state = RunState::new(
         "io-error",

@@ -22,14 +22,10 @@ use tracing::warn;
 use utoipa::ToSchema;
 
 use crate::error::DaemonError;
-use crate::events::{Beside, Seen, changes};
-use crate::leases::Leases;
-use crate::lending::Lending;
+use crate::events::{Beside, Seen, changes, event};
 use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
-use crate::snapshot_directory::SnapshotDirectory;
-use crate::thread_cpu::thread_cpu;
-use crate::vm_registry::VmRegistry;
+use crate::threads::{self, thread_cpu};
 use crate::vms::Vms;
 
 /// Shortest time between two samples for the history.
@@ -76,14 +72,14 @@ impl Samples {
     /// history is better than none.
     fn new(path: Option<&Path>) -> Self {
         let open = |path: &Path| {
-            History::open(path)
-                .inspect_err(|error| {
-                    warn!(
-                        error = chain(error),
-                        "cannot open the history of memory use; no history is kept until the daemon restarts"
-                    );
-                })
-                .ok()
+            let opened = History::open(path);
+            if let Err(error) = &opened {
+                warn!(
+                    error = chain(error),
+                    "cannot open the history of memory use; no history is kept until the daemon restarts"
+                );
+            }
+            opened.ok()
         };
         Self {
             history: path.and_then(open).map(Mutex::new),
@@ -117,13 +113,11 @@ impl Samples {
             if watched && !was_watched {
                 due = due.min(YOUNG);
             }
-            let left = match taken {
-                _ if !watched && self.history.is_none() => LONGEST_INTERVAL,
-                None => return true,
-                Some(taken) => match due.checked_sub(taken.elapsed()) {
-                    Some(left) => left,
-                    None => return true,
-                },
+            let is_wanted = watched || self.history.is_some();
+            let left = match taken.map(|taken| due.checked_sub(taken.elapsed())) {
+                _ if !is_wanted => LONGEST_INTERVAL,
+                Some(Some(left)) => left,
+                None | Some(None) => return true,
             };
             self.changed.wait_for(&mut ends, left);
         }
@@ -148,11 +142,8 @@ fn now_unix_s() -> i64 {
 /// Takes samples, and writes them to the history.
 #[derive(Debug)]
 pub struct Sampling {
-    registry: Arc<VmRegistry>,
+    below: Arc<Mechanisms>,
     vms: Arc<Vms>,
-    leases: Arc<Leases>,
-    lending: Arc<Lending>,
-    snapshots: Arc<SnapshotDirectory>,
     reports: Arc<Reports>,
     samples: Arc<Samples>,
 }
@@ -160,17 +151,14 @@ pub struct Sampling {
 impl Sampling {
     /// Creates the service. `history`: the history's file; `None`: no history is kept.
     pub(crate) fn new(
-        below: &Mechanisms,
+        below: Arc<Mechanisms>,
         vms: Arc<Vms>,
         reports: Arc<Reports>,
         history: Option<&Path>,
     ) -> Self {
         Self {
-            registry: below.registry.clone(),
+            below,
             vms,
-            leases: below.leases.clone(),
-            lending: below.lending.clone(),
-            snapshots: below.snapshots.clone(),
             reports,
             samples: Arc::new(Samples::new(history)),
         }
@@ -178,10 +166,7 @@ impl Sampling {
 
     pub(crate) fn begin(self: &Arc<Self>) -> Result<(), DaemonError> {
         let (sampling, samples) = (Arc::downgrade(self), self.samples.clone());
-        std::thread::Builder::new()
-            .name("sampling".into())
-            .spawn(move || sample_on(&sampling, &samples))
-            .map(drop)
+        threads::begin("sampling", move || sample_on(&sampling, &samples))
             .map_err(|_| DaemonError::Internal("no thread to take samples"))
     }
 
@@ -230,7 +215,7 @@ impl Sampling {
 
     /// Returns the growth of memory during the last day, for each VM with enough samples.
     pub(crate) fn growths(&self) -> Growths {
-        let names = self.registry.names();
+        let names = self.below.registry.names();
         let of = |name: String| {
             let series = self.history_of(Some(&name), KEEP_FINE_S, KEEP_FINE_S / 30);
             let found = growth(&series.ok()?)?;
@@ -250,38 +235,24 @@ impl Sampling {
         let report = self.reports.report()?;
         let beside = Beside {
             vms: self.vms.list(),
-            distrusted: self.leases.lies().0,
+            distrusted: self.below.leases.lies().0,
             borrowed: self.reports.borrowed(),
-            lending: self.lending.status(),
-            snapshots: self.snapshots.names().ok(),
+            lending: self.below.lending.status(),
+            snapshots: self.below.snapshots.names().ok(),
         };
         let seen = Seen::of(&report, &beside);
-        let events = last.as_ref().map_or_else(
-            || {
-                vec![Event {
-                    at_unix_s: 0,
-                    kind: "daemon".into(),
-                    warning: false,
-                    vm: None,
-                    text: format!("memfold {} began", env!("CARGO_PKG_VERSION")),
-                }]
-            },
-            |last| changes(last, &seen),
-        );
+        let began = || format!("memfold {} began", env!("CARGO_PKG_VERSION"));
+        let events = match &last {
+            Some(last) => changes(last, &seen),
+            None => vec![event("daemon", false, None, began())],
+        };
         *last = Some(seen);
         if let Some(history) = &self.samples.history {
             let is_lent = |b: &&Borrowed| matches!(b.place, SwapPlace::Lent | SwapPlace::Degraded);
+            let borrowed = beside.borrowed.iter().filter(is_lent);
             let lent = Lent {
-                lent_bytes: beside
-                    .lending
-                    .as_ref()
-                    .map_or(0, |lender| lender.lent_bytes),
-                borrowed_bytes: beside
-                    .borrowed
-                    .iter()
-                    .filter(is_lent)
-                    .map(|b| b.bytes)
-                    .sum(),
+                lent_bytes: beside.lending.as_ref().map_or(0, |l| l.lent_bytes),
+                borrowed_bytes: borrowed.map(|b| b.bytes).sum(),
             };
             let host = host_values(&report.ledger, &report.fold, lent);
             let of_vm = |vm: &memfold_ledger::VmAccount| (vm.name.clone(), vm_values(vm));

@@ -9,13 +9,11 @@
 use std::sync::Arc;
 
 use memfold_segment::Shelf;
-use memfold_units::ByteSize;
+use memfold_snapshot::Shelf as SnapshotShelf;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::folding::Folding;
-use crate::locks::{Rank, Ranked};
-use crate::on_shelf::OnShelf;
-use crate::snapshot_directory::SnapshotDirectory;
+use crate::locks::SegmentsRight;
 use crate::snapshot_locks::SnapshotLocks;
 use crate::vm_registry::VmRegistry;
 
@@ -23,8 +21,7 @@ mod attach;
 mod build;
 mod copy_out;
 mod find;
-mod in_guest;
-pub(crate) mod laying;
+pub(crate) mod in_guest;
 mod list;
 mod slots;
 mod users;
@@ -32,56 +29,26 @@ mod users;
 /// The segments of this host, and the operations on them.
 #[derive(Debug)]
 pub struct Segments {
-    registry: Arc<VmRegistry>,
-    folding: Arc<Folding>,
-    shelf: Shelf,
+    pub(crate) registry: Arc<VmRegistry>,
+    pub(crate) folding: Arc<Folding>,
+    pub(crate) shelf: Shelf,
     /// The snapshots of this host; a snapshot may need segments.
-    snapshots: Arc<SnapshotDirectory>,
-    locks: Arc<SnapshotLocks>,
+    pub(crate) snapshots: Arc<SnapshotShelf>,
+    pub(crate) locks: Arc<SnapshotLocks>,
     /// Write-locked while segments are removed. Read-locked from the lookup of a segment until QEMU
     /// maps it.
-    removing: RwLock<()>,
+    pub(crate) removing: RwLock<()>,
 }
 
 impl Segments {
-    pub(crate) fn new(
-        registry: Arc<VmRegistry>,
-        folding: Arc<Folding>,
-        (shelf, snapshots): (Shelf, Arc<SnapshotDirectory>),
-        locks: Arc<SnapshotLocks>,
-    ) -> Self {
-        Self {
-            registry,
-            folding,
-            shelf,
-            snapshots,
-            locks,
-            removing: RwLock::default(),
-        }
-    }
-
     /// Prevents the removal of segments until the result is dropped.
-    fn shared(&self) -> (RwLockReadGuard<'_, ()>, Ranked) {
-        let rank = Ranked::begin(Rank::Segments);
-        (self.removing.read(), rank)
+    fn shared(&self) -> SegmentsRight<RwLockReadGuard<'_, ()>> {
+        SegmentsRight::take(|| self.removing.read())
     }
 
     /// Prevents the lookup of segments until the result is dropped.
-    fn exclusive(&self) -> (RwLockWriteGuard<'_, ()>, Ranked) {
-        let rank = Ranked::begin(Rank::Segments);
-        (self.removing.write(), rank)
-    }
-
-    /// Returns the number of segments and their bytes in the page cache; `None` if their directory
-    /// cannot be read.
-    pub(crate) fn in_short(&self) -> Option<OnShelf> {
-        let mut all = OnShelf::default();
-        for segment in self.shelf.all().ok()? {
-            all.count += 1;
-            all.broken += u64::from(self.shelf.problem(&segment).is_some());
-            all.bytes += ByteSize(self.shelf.resident_bytes(&segment));
-        }
-        Some(all)
+    fn exclusive(&self) -> SegmentsRight<RwLockWriteGuard<'_, ()>> {
+        SegmentsRight::take(|| self.removing.write())
     }
 
     /// Removes the write protection of segment images, so that they can be deleted like other

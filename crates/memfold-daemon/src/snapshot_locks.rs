@@ -6,7 +6,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use memfold_snapshot::{Progress, SnapshotError, Step};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 /// The locks of all snapshots.
 #[derive(Debug, Default)]
@@ -19,10 +19,6 @@ struct State {
 }
 
 impl SnapshotLocks {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock()
-    }
-
     /// Locks a snapshot for saving, verifying or restoring. Several operations may hold this lock
     /// at once.
     ///
@@ -30,7 +26,7 @@ impl SnapshotLocks {
     ///
     /// [`SnapshotError::Impossible`] while the snapshot is being removed.
     pub(crate) fn begin(&self, name: &str) -> Result<Use<'_>, SnapshotError> {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         if state.removed.contains(name) {
             return Err(SnapshotError::Impossible(format!(
                 "snapshot '{name}' is being removed"
@@ -52,7 +48,7 @@ impl SnapshotLocks {
     ///
     /// [`SnapshotError::Impossible`] while the snapshot is in use or being removed.
     pub(crate) fn remove(&self, name: &str) -> Result<Removal<'_>, SnapshotError> {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         if state.used.contains_key(name) || !state.removed.insert(name.to_owned()) {
             return Err(SnapshotError::Impossible(format!(
                 "snapshot '{name}' is being saved, verified, restored or removed; wait until that ends"
@@ -67,7 +63,7 @@ impl SnapshotLocks {
     /// Returns the progress of the most recent operation on a snapshot; `None` if no operation uses
     /// it.
     pub(crate) fn now(&self, name: &str) -> Option<Step> {
-        Some(self.lock().used.get(name)?.last()?.now())
+        Some(self.0.lock().used.get(name)?.last()?.now())
     }
 }
 
@@ -89,7 +85,7 @@ impl Deref for Use<'_> {
 
 impl Drop for Use<'_> {
     fn drop(&mut self) {
-        let mut state = self.uses.lock();
+        let mut state = self.uses.0.lock();
         if let Some(all) = state.used.get_mut(&self.name) {
             all.retain(|other| !Arc::ptr_eq(other, &self.progress));
             if all.is_empty() {
@@ -108,7 +104,7 @@ pub(crate) struct Removal<'a> {
 
 impl Drop for Removal<'_> {
     fn drop(&mut self) {
-        self.uses.lock().removed.remove(&self.name);
+        self.uses.0.lock().removed.remove(&self.name);
     }
 }
 

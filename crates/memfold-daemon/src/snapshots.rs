@@ -3,46 +3,32 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use memfold_snapshot::{Manifest, SnapshotError, SnapshotInfo, Step, restore};
+use memfold_snapshot::{Manifest, SnapshotError, SnapshotInfo, Step, restore, save};
 use parking_lot::Mutex;
 use rustix::process::Pid;
+use tracing::warn;
 
-use crate::debt::DebtWatch;
 use crate::error::DaemonError;
-use crate::folding::Folding;
-use crate::ksm_steering::KsmSteering;
 use crate::mechanisms::Mechanisms;
-use crate::segments::Segments;
-use crate::snapshot_directory::SnapshotDirectory;
-use crate::snapshot_locks::SnapshotLocks;
-use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
 mod candidates;
 mod choose;
 mod guest_caches;
 mod hold;
-mod remove;
 mod restore_vm;
-mod save;
-mod trial;
+mod save_vm;
 mod verify;
 mod working_set;
 
-pub(crate) use self::trial::clear as clear_trials;
+use self::save_vm::subject;
+pub(crate) use self::verify::clear_trials;
 
 /// The snapshots of this host, and the operations on them.
 #[derive(Debug)]
 pub struct Snapshots {
-    registry: Arc<VmRegistry>,
-    folding: Arc<Folding>,
-    ksm: Arc<KsmSteering>,
-    debt: Arc<DebtWatch>,
-    segments: Arc<Segments>,
+    below: Arc<Mechanisms>,
     vms: Arc<Vms>,
-    directory: Arc<SnapshotDirectory>,
-    /// Locks and progress of operations on snapshots.
-    locks: Arc<SnapshotLocks>,
     /// Held while a VM is restored whose guest cannot renew its identity.
     twins: Mutex<()>,
     /// Throughput of the disk with the snapshot directory, in bytes a second, and when it was
@@ -51,16 +37,10 @@ pub struct Snapshots {
 }
 
 impl Snapshots {
-    pub(crate) fn new(below: &Mechanisms, vms: Arc<Vms>) -> Self {
+    pub(crate) fn new(below: Arc<Mechanisms>, vms: Arc<Vms>) -> Self {
         Self {
-            registry: below.registry.clone(),
-            folding: below.folding.clone(),
-            ksm: below.ksm.clone(),
-            debt: below.debt.clone(),
-            segments: below.segments.clone(),
+            below,
             vms,
-            directory: below.snapshots.clone(),
-            locks: below.snapshot_locks.clone(),
             twins: Mutex::default(),
             disk_speed: Mutex::default(),
         }
@@ -69,61 +49,114 @@ impl Snapshots {
     /// Returns the progress of the most recent operation on a snapshot; `None` if no operation uses
     /// it.
     pub fn progress(&self, name: &str) -> Option<Step> {
-        self.locks.now(name)
+        self.below.snapshot_locks.now(name)
     }
 
     /// Returns all snapshots, with the VMs that run from them.
     pub fn list(&self) -> Result<Vec<SnapshotInfo>, DaemonError> {
         let names = self
-            .directory
+            .below
+            .snapshots
             .names()
             .map_err(|source| SnapshotError::Files {
-                path: self.directory.root().to_owned(),
+                path: self.below.snapshots.root().to_owned(),
                 source,
             })?;
         let in_maps = names
             .iter()
-            .map(|name| restore::in_maps(&self.directory, name).unwrap_or_default());
+            .map(|name| restore::in_maps(&self.below.snapshots, name).unwrap_or_default());
         let users = restore::users_of_each(&in_maps.collect::<Vec<_>>())?;
         let infos = names.iter().zip(&users);
         Ok(infos.map(|(name, pids)| self.info(name, pids)).collect())
     }
 
     fn info(&self, name: &str, pids: &[Pid]) -> SnapshotInfo {
-        let manifest = self.directory.manifest(name);
-        let machines = self.registry.machines();
+        let manifest = self.below.snapshots.manifest(name);
+        let problem = manifest.as_ref().err().map(ToString::to_string);
+        let manifest = manifest.as_ref().ok();
+        let machines = self.below.registry.machines();
         let users = machines
             .iter()
             .filter(|m| pids.contains(&m.pid()))
             .map(|m| m.name().to_owned())
             .collect();
-        let disk_bytes = self.directory.disk_bytes(name).unwrap_or(0);
-        match manifest {
-            Ok(manifest) => SnapshotInfo {
-                name: name.to_owned(),
-                domain: manifest.domain.clone(),
-                vm: manifest.vm.clone(),
-                created_s: manifest.created_s,
-                memory_bytes: manifest.memory().0,
-                disk_bytes,
-                users,
-                problem: None,
-            },
-            Err(error) => SnapshotInfo {
-                name: name.to_owned(),
-                domain: None,
-                vm: String::new(),
-                created_s: 0,
-                memory_bytes: 0,
-                disk_bytes,
-                users,
-                problem: Some(error.to_string()),
-            },
+        let disk_bytes = self.below.snapshots.disk_bytes(name).unwrap_or(0);
+        SnapshotInfo {
+            name: name.to_owned(),
+            domain: manifest.and_then(|m| m.domain.clone()),
+            vm: manifest.map_or_else(String::new, |m| m.vm.clone()),
+            created_s: manifest.map_or(0, |m| m.created_s),
+            memory_bytes: manifest.map_or(0, |m| m.memory().0),
+            disk_bytes,
+            users,
+            problem,
         }
     }
 
     /// Returns the manifest of a snapshot.
     pub fn manifest(&self, name: &str) -> Result<Manifest, DaemonError> {
-        Ok(self.directory.manifest(name)?)
+        Ok(self.below.snapshots.manifest(name)?)
+    }
+
+    /// Removes a snapshot.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::InUse`] if a VM runs from the snapshot, [`SnapshotError::BuiltOn`] if other
+    /// snapshots need it.
+    pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
+        let _removal = self.below.snapshot_locks.remove(name)?;
+        let pids = restore::holders(&self.below.snapshots, name)?;
+        if !pids.is_empty() {
+            let pids = pids.iter().map(|pid| pid.as_raw_nonzero().to_string());
+            let pids: Vec<String> = pids.collect();
+            return Err(SnapshotError::InUse {
+                name: name.to_owned(),
+                pids: pids.join(", "),
+            }
+            .into());
+        }
+        let others = restore::built_on(&self.below.snapshots, name)?;
+        if !others.is_empty() {
+            return Err(SnapshotError::BuiltOn {
+                name: name.to_owned(),
+                others: others.join(", "),
+            }
+            .into());
+        }
+        let saved = self.below.snapshots.manifest(name);
+        if let Ok(saved) = &saved {
+            self.disks_taken_back(name, &saved.vm)?;
+        }
+        self.below.snapshots.remove(name)?;
+        // The snapshot may have been the last user of an old segment generation.
+        for segment in saved.map(|saved| saved.spec.segments).unwrap_or_default() {
+            self.below.segments.drop_old(segment.base_name());
+        }
+        Ok(())
+    }
+
+    /// Moves the disks of the VM that was saved out of the snapshot, if that VM still runs, before
+    /// the snapshot is removed.
+    fn disks_taken_back(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
+        let place = self.below.snapshots.path(name)?;
+        let machine = match self.below.registry.machine(vm) {
+            Ok(machine) => machine,
+            // The VM runs, but its QEMU cannot be asked yet.
+            Err(error @ DaemonError::Busy { .. }) => return Err(error),
+            Err(_) => return Ok(()),
+        };
+        let _alone = machine.save_right_soon()?;
+        // A VM that memfold did not start uses its own disks, and the snapshot has copies.
+        if machine.vm().spec().is_none() {
+            return Ok(());
+        }
+        let subject = subject(&machine)?;
+        let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
+        if let Err(error) = taken {
+            // The VM continues with the files that its QEMU has open.
+            warn!(vm, snapshot = name, %error, "cannot take the VM's disk overlays over from the removed snapshot; restart the VM before its next save");
+        }
+        Ok(())
     }
 }

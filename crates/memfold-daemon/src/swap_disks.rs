@@ -12,18 +12,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use memfold_api::{Borrowed, VmSwap};
-use memfold_lend::graph::Part;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use self::guard::Guard;
 use crate::leases::Leases;
 use crate::vm_registry::VmRegistry;
 
 mod again;
-mod attempt;
 mod automatic;
 mod borrow;
-mod copy_verify;
 mod failures;
 mod give_back;
 mod guard;
@@ -31,7 +28,6 @@ mod heal;
 mod note;
 mod reconcile;
 mod relays;
-mod saved_request;
 pub(crate) mod swap_on;
 mod watcher;
 
@@ -53,16 +49,12 @@ impl SwapDisks {
         }
     }
 
-    fn guards(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Guard>>> {
-        self.guards.lock()
-    }
-
     fn guard(&self, vm: &str) -> Option<Arc<Guard>> {
-        self.guards().get(vm).cloned()
+        self.guards.lock().get(vm).cloned()
     }
 
     fn all(&self) -> Vec<Arc<Guard>> {
-        self.guards().values().cloned().collect()
+        self.guards.lock().values().cloned().collect()
     }
 
     /// Returns all loans of VMs.
@@ -72,7 +64,7 @@ impl SwapDisks {
 
     /// Returns the lent swap disks and their places, by the VM's name.
     pub(crate) fn swaps(&self) -> BTreeMap<String, VmSwap> {
-        let guards = self.guards();
+        let guards = self.guards.lock();
         let swap = |(vm, guard): (&String, &Arc<Guard>)| (vm.clone(), guard.swap());
         guards.iter().map(swap).collect()
     }
@@ -86,18 +78,14 @@ impl SwapDisks {
 
     /// Returns the PIDs of the relays between VMs and lenders.
     pub(crate) fn relays(&self) -> Vec<i32> {
-        let guards = self.all();
-        let of = |part: &Part| Some(part.relay.as_ref()?.process.pid);
-        let parts = guards.iter().map(|guard| guard.borrowing());
-        parts
-            .flat_map(|b| b.reached().filter_map(|(_, p)| of(p)).collect::<Vec<_>>())
-            .collect()
+        let relays = self.all().into_iter().flat_map(|guard| guard.relays());
+        relays.map(|relay| relay.process.pid).collect()
     }
 
     /// Stops watching loans. The loans stay until their leases end, or until the next daemon
     /// continues them.
     pub(crate) fn stop(&self) {
-        for guard in self.guards().values() {
+        for guard in self.guards.lock().values() {
             guard.stop();
         }
     }

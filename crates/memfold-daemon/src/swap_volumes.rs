@@ -15,16 +15,16 @@ use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
 use memfold_lend::lvm::{self, Loan, Phase, Volume, session, tools};
 use memfold_lend::{Address, Durability, Endpoint, Lease, RegistryError, Transport, Want};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use self::keeper::Keeper;
 use self::on_lvm::{FAILED, Fit, check_tools, fit, forgotten, gone, images, off_lent, random};
-use crate::error::{DaemonError, lending};
+use crate::error::{DaemonError, lending, state_error};
 use crate::json_file::write_json;
-use crate::lease_times::{RESUMED, lease_ttl, ms};
-use crate::leases::Leases;
-use crate::locks::{Rank, Ranked};
+use crate::leases::{Leases, RESUMED, lease_ttl, ms, returned};
+use crate::locks::GroupRight;
+use crate::threads;
 
 mod keeper;
 mod on_lvm;
@@ -52,29 +52,6 @@ pub struct SwapVolumes {
     keepers: Mutex<BTreeMap<Volume, Arc<Keeper>>>,
 }
 
-/// The right to change a volume group, held until it is dropped.
-struct Turn<'a> {
-    _right: MutexGuard<'a, ()>,
-    _rank: Ranked,
-}
-
-impl<'a> Turn<'a> {
-    fn take(group: &'a Mutex<()>) -> Self {
-        Self {
-            _rank: Ranked::begin(Rank::VolumeGroup),
-            _right: group.lock(),
-        }
-    }
-
-    /// Takes the right if it is free; returns `None` if not.
-    fn take_now(group: &'a Mutex<()>) -> Option<Self> {
-        Some(Self {
-            _rank: Ranked::begin(Rank::VolumeGroup),
-            _right: group.try_lock()?,
-        })
-    }
-}
-
 impl SwapVolumes {
     pub(crate) fn new(leases: Arc<Leases>, state: &Path) -> Self {
         Self {
@@ -91,19 +68,18 @@ impl SwapVolumes {
         turns.entry(volume.group.clone()).or_default().clone()
     }
 
-    fn keepers(&self) -> MutexGuard<'_, BTreeMap<Volume, Arc<Keeper>>> {
-        self.keepers.lock()
-    }
-
     /// Returns all loans of volumes.
     pub(crate) fn borrowed(&self) -> Vec<Borrowed> {
-        let keepers: Vec<Arc<Keeper>> = self.keepers().values().cloned().collect();
+        let keepers: Vec<Arc<Keeper>> = self.keepers.lock().values().cloned().collect();
         keepers.iter().map(|keeper| keeper.borrowed()).collect()
     }
 
     /// Stops watching loans; the next daemon continues.
     pub(crate) fn stop(&self) {
-        self.keepers().values().for_each(|keeper| keeper.stop());
+        self.keepers
+            .lock()
+            .values()
+            .for_each(|keeper| keeper.stop());
     }
 
     /// Puts a swap volume of this host on lent RAM.
@@ -126,8 +102,8 @@ impl SwapVolumes {
         self.leases.check_host()?;
         check_tools()?;
         let group = self.group(volume);
-        let turn = Turn::take(&group);
-        let known = self.keepers().get(volume).cloned();
+        let turn = GroupRight::take(|| group.lock());
+        let known = self.keepers.lock().get(volume).cloned();
         if let Some(keeper) = known {
             let now = keeper.borrowed();
             if now.place == SwapPlace::Lent && now.durability == Some(request.durability) {
@@ -177,8 +153,8 @@ impl SwapVolumes {
         let began = Instant::now();
         check_tools()?;
         let group = self.group(volume);
-        let turn = Turn::take(&group);
-        let known = self.keepers().get(volume).cloned();
+        let turn = GroupRight::take(|| group.lock());
+        let known = self.keepers.lock().get(volume).cloned();
         let mut changed = false;
         let bytes = if let Some(keeper) = known {
             changed = keeper.borrowed().place == SwapPlace::Lent;
@@ -193,17 +169,7 @@ impl SwapVolumes {
             }
             logical.bytes
         };
-        Ok(Borrowed {
-            vm: volume.to_string(),
-            place: SwapPlace::OnDisk,
-            bytes,
-            durability: None,
-            lenders: Vec::new(),
-            stripes: None,
-            waits: None,
-            changed,
-            took_ms: ms(began),
-        })
+        Ok(returned(volume.to_string(), bytes, changed, began))
     }
 
     /// Takes a lease of a lender that exports by iSCSI. A lender's transport is known only after
@@ -217,14 +183,14 @@ impl SwapVolumes {
         let mut by_nbd: Vec<String> = Vec::new();
         loop {
             let want = Want {
-                borrower: self.leases.host().to_owned(),
+                borrower: self.leases.host.clone(),
                 vm: volume.holder(),
                 bytes,
                 durability,
                 apart_from: [self.leases.distrusted(), by_nbd.clone()].concat(),
             };
             let ttl = lease_ttl(durability, bytes);
-            let lease = match self.leases.take(&want, ttl) {
+            let lease = match self.leases.registry.take(&want, ttl) {
                 Ok(lease) => lease,
                 Err(error @ RegistryError::NothingToSpare { .. }) if !by_nbd.is_empty() => {
                     return Err(lending(
@@ -252,15 +218,13 @@ impl SwapVolumes {
 
     /// Records a loan and starts the thread that renews it.
     fn keep(self: &Arc<Self>, keeper: &Arc<Keeper>) -> Result<(), DaemonError> {
-        let volume = keeper.loan().volume;
-        self.keepers().insert(volume, keeper.clone());
+        let mut keepers = self.keepers.lock();
+        keepers.insert(keeper.volume.clone(), keeper.clone());
+        drop(keepers);
         self.note()?;
         let (volumes, keeper) = (Arc::downgrade(self), keeper.clone());
-        std::thread::Builder::new()
-            .name("volume".into())
-            .spawn(move || keep_watch(&volumes, &keeper))
-            .map(drop)
-            .map_err(|source| self.notes_failed(source))
+        threads::begin("volume", move || keep_watch(&volumes, &keeper))
+            .map_err(state_error(&self.notes))
     }
 
     fn put_on(&self, keeper: &Keeper, fit: &Fit, endpoint: &Endpoint) -> Result<(), DaemonError> {
@@ -292,7 +256,7 @@ impl SwapVolumes {
     }
 
     /// Undoes all steps of a loan, and releases its lease.
-    fn take_off(&self, keeper: &Keeper, _: &Turn<'_>) -> Result<(), DaemonError> {
+    fn take_off(&self, keeper: &Keeper, _: &GroupRight<'_>) -> Result<(), DaemonError> {
         let loan = keeper.loan();
         off_lent(&loan.volume, &loan.uuid)?;
         // The phase is recorded now, so that a later daemon has fewer steps to do.
@@ -303,7 +267,7 @@ impl SwapVolumes {
         }
         keeper.stop();
         self.leases.release(std::iter::once(loan.lease));
-        self.keepers().remove(&loan.volume);
+        self.keepers.lock().remove(&loan.volume);
         self.note()?;
         info!(volume = %loan.volume, "volume returned to this host's disk");
         Ok(())
@@ -330,7 +294,7 @@ impl SwapVolumes {
         });
         let all: BTreeMap<Volume, Arc<Keeper>> = all.collect();
         // All loans are inserted before the first one is written to the file.
-        self.keepers().clone_from(&all);
+        self.keepers.lock().clone_from(&all);
         for (volume, keeper) in all {
             info!(%volume, "volume's borrowed memory is watched again after the daemon's restart");
             if let Err(error) = self.keep(&keeper) {
@@ -339,17 +303,10 @@ impl SwapVolumes {
         }
     }
 
-    fn notes_failed(&self, source: std::io::Error) -> DaemonError {
-        DaemonError::State {
-            path: self.notes.clone(),
-            source,
-        }
-    }
-
     fn note(&self) -> Result<(), DaemonError> {
-        let keepers = self.keepers();
+        let keepers = self.keepers.lock();
         let loans: Vec<Loan> = keepers.values().map(|keeper| keeper.loan()).collect();
-        write_json(&self.notes, &loans).map_err(|source| self.notes_failed(source))
+        write_json(&self.notes, &loans).map_err(state_error(&self.notes))
     }
 
     /// Renews the lease, and records whether the lender recalls its memory.
@@ -360,9 +317,9 @@ impl SwapVolumes {
         let alone = durability != loan.durability;
         match self.leases.renew_lease(loan.lease, ttl, alone) {
             Ok(lease) => {
-                *keeper.holds() = Instant::now() + Duration::from_millis(lease.left_ms);
+                *keeper.holds.lock() = Instant::now() + Duration::from_millis(lease.left_ms);
                 if lease.recall_ms.is_some() && !keeper.is_wanted.swap(true, Ordering::AcqRel) {
-                    info!(volume = %keeper.loan().volume, "lender needs its memory back; moving the volume to this host's disk");
+                    info!(volume = %keeper.volume, "lender needs its memory back; moving the volume to this host's disk");
                 }
             }
             Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
@@ -380,19 +337,19 @@ impl SwapVolumes {
     /// if the earlier daemon left the removal half done. Returns whether this was attempted.
     fn tend(&self, keeper: &Keeper) -> bool {
         // If the lock is held, its holder may be putting this volume on lent RAM, or taking it off.
-        let group = self.group(&keeper.loan().volume);
-        let Some(turn) = Turn::take_now(&group) else {
+        let group = self.group(&keeper.volume);
+        let Some(turn) = GroupRight::try_take(|| group.try_lock()) else {
             return false;
         };
         if keeper.is_stopped() || !keeper.has_to_end() {
             return false;
         }
         if keeper.loan().phase == Phase::Lent && keeper.is_running_out() {
-            let volume = keeper.loan().volume;
+            let volume = &keeper.volume;
             warn!(%volume, "registry unreachable, and half of the lease's time is over; moving the volume to this host's disk");
         }
         if let Err(error) = self.take_off(keeper, &turn) {
-            let volume = keeper.loan().volume;
+            let volume = &keeper.volume;
             warn!(%volume, error = chain(&error), "cannot move the volume from lent RAM to this host's disk; retrying in 15 s");
         }
         true
@@ -445,10 +402,9 @@ fn keep_watch(volumes: &Weak<SwapVolumes>, keeper: &Arc<Keeper>) {
 }
 
 fn wait_synced(keeper: &Keeper) -> Result<(), DaemonError> {
-    let volume = keeper.loan().volume;
     loop {
         still_good(keeper)?;
-        let logical = tools::logical(&volume)?;
+        let logical = tools::logical(&keeper.volume)?;
         if logical.synced.is_some_and(|percent| percent >= 100.0) {
             return Ok(());
         }

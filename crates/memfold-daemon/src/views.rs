@@ -23,14 +23,10 @@ use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::debt::brake::DebtBrake;
-use crate::error::DaemonError;
-use crate::folding::Folding;
-use crate::ksm_steering::KsmSteering;
+use crate::error::{DaemonError, check};
 use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
 use crate::sampling::Sampling;
-use crate::vm_registry::VmRegistry;
 
 mod estimate_facts;
 
@@ -40,8 +36,8 @@ const MEMORY_LIFE: Duration = Duration::from_secs(4);
 const DOCTOR_LIFE: Duration = Duration::from_secs(60);
 /// Longest time that an estimate may run, in seconds.
 const LONGEST_ESTIMATE_S: f64 = 300.0;
-/// Number of memory maps that are cached.
-const MOST_MAPS: usize = 64;
+/// Number of memory maps, and of answers of guests, that are cached.
+const MOST_CACHED: usize = 64;
 /// Largest `least_bytes` of a placement request, in bytes: more than the memory of any host.
 const MOST_LEAST: u64 = 1 << 50;
 /// Time limit for a guest to report the use of its swap disk. The next constant: time for which the
@@ -103,22 +99,19 @@ impl SwapUse {
     }
 }
 
-/// A cached value, and the time at which the value was made.
-type Cached<T> = Mutex<Option<(Instant, T)>>;
+/// Cached values by their keys, and the time at which each value was made.
+type Cached<K, T> = Mutex<BTreeMap<K, (Instant, T)>>;
 
 /// Makes views of memory for user interfaces, and caches them.
 #[derive(Debug)]
 pub struct Views {
-    registry: Arc<VmRegistry>,
-    folding: Arc<Folding>,
-    brake: Arc<DebtBrake>,
-    ksm: Arc<KsmSteering>,
+    below: Arc<Mechanisms>,
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
-    maps: Mutex<BTreeMap<(String, u64), (Instant, MemoryMap)>>,
-    sharing: Cached<Sharing>,
-    doctor: Cached<Report>,
-    swaps: Mutex<BTreeMap<String, (Instant, SwapUse)>>,
+    maps: Cached<(String, u64), MemoryMap>,
+    sharing: Cached<(), Sharing>,
+    doctor: Cached<(), Report>,
+    swaps: Cached<String, SwapUse>,
     /// Held while a VM's pages are read for an explanation of KSM.
     explaining: Mutex<()>,
     /// Held while an estimate or a placement is computed.
@@ -126,31 +119,34 @@ pub struct Views {
     ends: AtomicBool,
 }
 
-/// Returns the cached value if it is younger than `life`, else makes a new one. Concurrent callers
-/// wait for the new one.
-fn fresh<T: Clone>(
-    kept: &Cached<T>,
+/// Returns the cached value if it is younger than `life`, else makes a new one, which is cached
+/// unless [`MOST_CACHED`] others are. Concurrent callers wait for the new one.
+fn fresh<K: Ord, T: Clone>(
+    kept: &Cached<K, T>,
+    key: K,
     life: Duration,
     make: impl FnOnce() -> Result<T, DaemonError>,
 ) -> Result<T, DaemonError> {
     let mut kept = kept.lock();
-    if let Some((made, value)) = kept.as_ref() {
-        if made.elapsed() < life {
-            return Ok(value.clone());
-        }
+    kept.retain(|_, (made, _)| made.elapsed() < life);
+    if let Some((_, value)) = kept.get(&key) {
+        return Ok(value.clone());
     }
     let value = make()?;
-    *kept = Some((Instant::now(), value.clone()));
+    if kept.len() < MOST_CACHED {
+        kept.insert(key, (Instant::now(), value.clone()));
+    }
     Ok(value)
 }
 
 impl Views {
-    pub(crate) fn new(below: &Mechanisms, reports: Arc<Reports>, sampling: Arc<Sampling>) -> Self {
+    pub(crate) fn new(
+        below: Arc<Mechanisms>,
+        reports: Arc<Reports>,
+        sampling: Arc<Sampling>,
+    ) -> Self {
         Self {
-            registry: below.registry.clone(),
-            folding: below.folding.clone(),
-            brake: below.brake.clone(),
-            ksm: below.ksm.clone(),
+            below,
             reports,
             sampling,
             maps: Mutex::default(),
@@ -169,39 +165,30 @@ impl Views {
     }
 
     fn store_identities(&self) -> Result<Vec<StoreIdentity>, DaemonError> {
-        let fold = self.folding.stats()?;
+        let fold = self.below.folding.stats()?;
         Ok(fold.domains.iter().map(DomainStats::store).collect())
     }
 
     /// Returns a VM's RAM as a map of about `cells` cells.
     pub fn memory_map(&self, name: &str, cells: u64) -> Result<MemoryMap, DaemonError> {
-        let machine = self.registry.machine(name)?;
-        let mut maps = self.maps.lock();
-        maps.retain(|_, (made, _)| made.elapsed() < MEMORY_LIFE);
+        let machine = self.below.registry.machine(name)?;
         let cells = cells.clamp(1, MOST_CELLS);
-        let key = (name.to_owned(), cells);
-        if let Some((_, map)) = maps.get(&key) {
-            return Ok(map.clone());
-        }
-        let stores = self.store_identities()?;
-        let pid = machine.pid().as_raw_nonzero().get();
-        let segments = machine.segment_identities();
-        let map = memory_map((pid, name), &machine.layout(), &stores, &segments, cells)?;
-        if maps.len() < MOST_MAPS {
-            maps.insert(key, (Instant::now(), map.clone()));
-        }
-        Ok(map)
+        fresh(&self.maps, (name.to_owned(), cells), MEMORY_LIFE, || {
+            let (of, layout) = ((machine.raw_pid(), name), machine.layout());
+            let (stores, segments) = (self.store_identities()?, machine.segment_identities());
+            Ok(memory_map(of, &layout, &stores, &segments, cells)?)
+        })
     }
 
     /// Returns how many pages VMs share, by pairs of VMs.
     pub fn sharing(&self) -> Result<Sharing, DaemonError> {
-        fresh(&self.sharing, MEMORY_LIFE, || {
+        fresh(&self.sharing, (), MEMORY_LIFE, || {
             let stores = self.store_identities()?;
-            let machines = self.registry.machines();
+            let machines = self.below.registry.machines();
             let files = machines.iter().filter_map(|machine| {
-                let pid = machine.pid().as_raw_nonzero().get();
-                let segments = machine.segment_identities();
-                let segments: Vec<StoreIdentity> = segments.into_iter().map(|(_, id)| id).collect();
+                let pid = machine.raw_pid();
+                let segments = machine.segment_identities().into_iter();
+                let segments: Vec<_> = segments.map(|(_, identity)| identity).collect();
                 let of = (pid, machine.name(), machine.domain());
                 // A VM that ends meanwhile is left out.
                 files_of(of, &machine.layout(), &stores, &segments).ok()
@@ -212,18 +199,18 @@ impl Views {
 
     /// Returns the checks of this host, as `memfold doctor --json` prints them.
     pub fn doctor(&self) -> Result<Report, DaemonError> {
-        let mut report = fresh(&self.doctor, DOCTOR_LIFE, || {
-            Ok(examine(HostFacts::probe(self.registry.state())))
+        let mut report = fresh(&self.doctor, (), DOCTOR_LIFE, || {
+            Ok(examine(HostFacts::probe(self.below.registry.state())))
         })?;
         // The brake's state is not cached.
-        report.checks.push(self.brake.debt()?.check());
+        report.checks.push(self.below.brake.debt()?.check());
         Ok(report)
     }
 
     /// Explains why a VM's memory merges, or why it does not. One explanation at a time.
     pub fn explain_ksm(&self, name: &str) -> Result<Explanation, DaemonError> {
         let _turn = self.explaining.lock();
-        self.ksm.explain(name)
+        self.below.ksm.explain(name)
     }
 
     /// Computes from the running VMs how many VMs fit on this host.
@@ -239,21 +226,13 @@ impl Views {
     ///
     /// [`DaemonError::Busy`] while another proposal or estimate is computed.
     pub fn place(&self, order: &PlaceOrder) -> Result<Proposal, DaemonError> {
-        let wrong = |text: String| Err(DaemonError::BadRequest(text));
-        if !(0.0..100.0).contains(&order.leave_percent) {
-            return wrong(format!(
-                "leave_percent is {}; give 0 to less than 100",
-                order.leave_percent
-            ));
-        }
-        if order.least_bytes > MOST_LEAST {
-            return wrong(format!(
-                "least_bytes is {}; give {MOST_LEAST} at most",
-                order.least_bytes
-            ));
-        }
+        let (bytes, percent) = (order.least_bytes, order.leave_percent);
+        let is_fine = (0.0..100.0).contains(&percent);
+        check("leave_percent", percent, is_fine, "0 to less than 100")?;
+        let most = format!("{MOST_LEAST} at most");
+        check("least_bytes", bytes, bytes <= MOST_LEAST, &most)?;
         let _turn = self.estimate_turn()?;
-        let proposal = propose(&order.fingerprints, order.least_bytes, order.leave_percent);
+        let proposal = propose(&order.fingerprints, bytes, percent);
         proposal.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }
 
@@ -267,30 +246,26 @@ impl Views {
 
     /// Returns the use of a VM's swap disk, as the guest reports it.
     pub fn swap_use(&self, name: &str) -> Result<SwapUse, DaemonError> {
-        let machine = self.registry.machine(name)?;
-        let lock = || self.swaps.lock();
+        let machine = self.below.registry.machine(name)?;
         if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
             return Err(GraphError::NoSwapDisk(name.to_owned()).into());
         }
-        let keep = |said: &SwapUse| {
-            let kept = (Instant::now(), said.clone());
-            lock().insert(name.to_owned(), kept);
-        };
-        {
-            let mut swaps = lock();
-            swaps.retain(|_, (made, _)| made.elapsed() < SWAP_TIMEOUT);
-            if let Some((_, said)) = swaps.get(name) {
-                return Ok(said.clone());
-            }
+        let mut is_known = true;
+        let said = fresh(&self.swaps, name.to_owned(), SWAP_TIMEOUT, || {
+            is_known = false;
+            Ok(SwapUse {
+                used_bytes: None,
+                why_not: Some("the guest is being asked".into()),
+            })
+        })?;
+        if is_known {
+            return Ok(said);
         }
         // However many requests there are, one command at a time runs in the guest. No lock is
         // held, because the guest may be slow.
-        keep(&SwapUse {
-            used_bytes: None,
-            why_not: Some("the guest is being asked".into()),
-        });
         let said = SwapUse::of(machine.run_short(&swap::used(), SWAP_TIMEOUT));
-        keep(&said);
+        let kept = (Instant::now(), said.clone());
+        self.swaps.lock().insert(name.to_owned(), kept);
         Ok(said)
     }
 
@@ -300,35 +275,25 @@ impl Views {
     ///
     /// [`DaemonError::Busy`] while another proposal or estimate is computed.
     pub fn estimate(&self, order: &EstimateOrder) -> Result<EstimateReport, DaemonError> {
-        let wrong = |text: String| Err(DaemonError::BadRequest(text));
-        if !(order.cpu_percent > 0.0 && order.cpu_percent <= 50.0) {
-            return wrong(format!(
-                "cpu_percent is {}; give more than 0, and 50 at most",
-                order.cpu_percent
-            ));
-        }
-        if !(1.0..=LONGEST_ESTIMATE_S).contains(&order.seconds) {
-            return wrong(format!(
-                "seconds is {}; give 1 to {LONGEST_ESTIMATE_S}",
-                order.seconds
-            ));
-        }
+        let (cpu, seconds) = (order.cpu_percent, order.seconds);
+        let is_fine = cpu > 0.0 && cpu <= 50.0;
+        check("cpu_percent", cpu, is_fine, "more than 0, and 50 at most")?;
+        let (wanted, range) = (
+            1.0..=LONGEST_ESTIMATE_S,
+            format!("1 to {LONGEST_ESTIMATE_S}"),
+        );
+        check("seconds", seconds, wanted.contains(&seconds), &range)?;
         let _turn = self.estimate_turn()?;
         let facts = self.estimate_facts()?;
-        let limit = Duration::from_secs_f64(order.seconds);
-        let pace = Pace::new(order.cpu_percent / 100.0, Some(limit), &self.ends);
+        let limit = Duration::from_secs_f64(seconds);
+        let pace = Pace::new(cpu / 100.0, Some(limit), &self.ends);
         let domains = Domains {
             one: order.one_domain,
             of: Vec::new(),
         };
         let targets = targets::find(Path::new("/proc"), &order.vms, &domains, &facts)?;
-        let report = estimate(
-            targets,
-            &facts.files,
-            &Options::here(),
-            &pace,
-            &mut |_, _, _| {},
-        )?;
+        let options = Options::here();
+        let report = estimate(targets, &facts.files, &options, &pace, &mut |_, _, _| {})?;
         Ok(EstimateReport {
             daemon: true,
             ..report
@@ -373,12 +338,12 @@ mod tests {
 
     #[test]
     fn a_value_is_cached_until_it_expires_and_a_failure_is_not_cached() {
-        let kept: Cached<u32> = Mutex::default();
+        let kept: Cached<(), u32> = Mutex::default();
         let life = Duration::from_secs(60);
-        let failed = fresh(&kept, life, || Err(DaemonError::NoSuchPath));
+        let failed = fresh(&kept, (), life, || Err(DaemonError::NoSuchPath));
         assert!(failed.is_err());
-        assert_eq!(fresh(&kept, life, || Ok(1)).unwrap(), 1);
-        assert_eq!(fresh(&kept, life, || Ok(2)).unwrap(), 1);
-        assert_eq!(fresh(&kept, Duration::ZERO, || Ok(3)).unwrap(), 3);
+        assert_eq!(fresh(&kept, (), life, || Ok(1)).unwrap(), 1);
+        assert_eq!(fresh(&kept, (), life, || Ok(2)).unwrap(), 1);
+        assert_eq!(fresh(&kept, (), Duration::ZERO, || Ok(3)).unwrap(), 3);
     }
 }

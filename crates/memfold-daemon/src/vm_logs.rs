@@ -12,13 +12,13 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
-use std::sync::{Arc, Weak};
-use std::thread::Builder;
+use std::sync::Arc;
 use std::time::Duration;
 
 use memfold_vm::VmDirectory;
 use tracing::{info, warn};
 
+use crate::threads;
 use crate::vm_registry::VmRegistry;
 
 /// Time between two checks of the logs' sizes.
@@ -35,30 +35,26 @@ const LEFT: u64 = 1 << 30;
 
 /// Starts the thread that checks logs until the daemon ends.
 pub(crate) fn begin(registry: &Arc<VmRegistry>) -> io::Result<()> {
-    let registry = Arc::downgrade(registry);
-    let thread = Builder::new().name("vm-logs".into());
-    thread.spawn(move || watch(&registry)).map(drop)
+    let mut is_told = false;
+    threads::repeat("vm-logs", LOOK, registry, move |registry| {
+        let state = registry.state();
+        shorten_all(state);
+        is_told = tell_full(state, is_told);
+    })
 }
 
-fn watch(registry: &Weak<VmRegistry>) {
-    let mut is_told = false;
-    while let Some(registry) = registry.upgrade() {
-        let state = registry.state();
-        for vm in VmDirectory::all(state).unwrap_or_default() {
-            for log in [vm.console_log(), vm.qemu_log()] {
-                match shorten(&log) {
-                    Ok(_) => {}
-                    // The VM has ended, or has no log of this name.
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                    Err(error) => {
-                        warn!(vm = vm.name(), path = %log.display(), %error, "cannot shorten a VM's log; free space in the state directory");
-                    }
+fn shorten_all(state: &Path) {
+    for vm in VmDirectory::all(state).unwrap_or_default() {
+        for log in [vm.console_log(), vm.qemu_log()] {
+            match shorten(&log) {
+                Ok(_) => {}
+                // The VM has ended, or has no log of this name.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => {
+                    warn!(vm = vm.name(), path = %log.display(), %error, "cannot shorten a VM's log; free space in the state directory");
                 }
             }
         }
-        is_told = tell_full(state, is_told);
-        drop(registry);
-        std::thread::sleep(LOOK);
     }
 }
 

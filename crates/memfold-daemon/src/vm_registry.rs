@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use memfold_fold::VmId;
 use memfold_vm::VmSpec;
-use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use parking_lot::{Mutex, RwLock};
 use rustix::fs::FlockOperation;
 use rustix::process::Pid;
 
 use crate::arrivals::{Arrivals, Entry, Way};
-use crate::error::DaemonError;
-use crate::locks::{Rank, Ranked};
+use crate::error::{DaemonError, state_error};
+use crate::locks::{NoStarts, StartRight};
 use crate::machine::Machine;
 
 /// Longest time that a request waits until a VM is adopted.
@@ -41,20 +41,6 @@ pub(crate) struct VmRegistry {
     _lock: File,
 }
 
-/// The right to start a VM. KSM steering does not begin as long as this exists.
-#[derive(Debug)]
-pub(crate) struct StartRight<'a> {
-    _right: RwLockReadGuard<'a, ()>,
-    _rank: Ranked,
-}
-
-/// Proof that no VM is being started, and that none is started until this is dropped.
-#[derive(Debug)]
-pub(crate) struct NoStarts<'a> {
-    _right: RwLockWriteGuard<'a, ()>,
-    _rank: Ranked,
-}
-
 impl VmRegistry {
     /// Opens the table of a state directory.
     ///
@@ -62,10 +48,7 @@ impl VmRegistry {
     ///
     /// [`DaemonError::StateTaken`] if another daemon uses the directory.
     pub fn open(state: &Path) -> Result<Self, DaemonError> {
-        let files = |source| DaemonError::State {
-            path: state.to_owned(),
-            source,
-        };
+        let files = state_error(state);
         std::fs::create_dir_all(state).map_err(files)?;
         let lock = File::create(state.join("daemon.lock")).map_err(files)?;
         rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
@@ -81,10 +64,6 @@ impl VmRegistry {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Machine>>> {
-        self.vms.lock()
-    }
-
     /// Returns the state directory, which has the files and sockets of the VMs.
     pub fn state(&self) -> &Path {
         &self.state
@@ -97,21 +76,27 @@ impl VmRegistry {
 
     /// Returns the running VMs, sorted by name.
     pub fn machines(&self) -> Vec<Arc<Machine>> {
-        self.lock().values().cloned().collect()
+        self.vms.lock().values().cloned().collect()
     }
 
     /// Returns the names of the running VMs, sorted.
     pub fn names(&self) -> Vec<String> {
-        self.lock().keys().cloned().collect()
+        self.vms.lock().keys().cloned().collect()
+    }
+
+    /// Returns whether QEMU or the fold library of a VM does not answer at this moment.
+    pub fn has_silent(&self) -> bool {
+        let machines = self.machines();
+        machines.iter().any(|vm| vm.is_silent().is_some())
     }
 
     pub fn contains(&self, name: &str) -> bool {
-        self.lock().contains_key(name)
+        self.vms.lock().contains_key(name)
     }
 
     /// Returns the VM whose QEMU process has this PID.
     pub fn with_pid(&self, pid: Pid) -> Option<Arc<Machine>> {
-        self.lock().values().find(|vm| vm.pid() == pid).cloned()
+        self.vms.lock().values().find(|vm| vm.pid() == pid).cloned()
     }
 
     /// Returns a running VM by its name. Waits for a VM that is being adopted, for
@@ -122,7 +107,7 @@ impl VmRegistry {
     /// [`DaemonError::NoSuchVm`] if there is no such VM, [`DaemonError::Busy`] while the VM is
     /// being started or adopted.
     pub fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
-        let find = || self.lock().get(name).cloned();
+        let find = || self.vms.lock().get(name).cloned();
         if let Some(found) = find() {
             return Ok(found);
         }
@@ -147,12 +132,12 @@ impl VmRegistry {
     }
 
     pub fn insert(&self, machine: Arc<Machine>) {
-        self.lock().insert(machine.name().to_owned(), machine);
+        self.vms.lock().insert(machine.name().to_owned(), machine);
     }
 
     /// Removes a VM from the table, unless another VM has its name by now.
     pub fn remove(&self, machine: &Machine) {
-        let mut vms = self.lock();
+        let mut vms = self.vms.lock();
         let named = vms.get(machine.name());
         if named.is_some_and(|named| named.id() == machine.id()) {
             vms.remove(machine.name());
@@ -173,20 +158,14 @@ impl VmRegistry {
         if self.closed.load(Ordering::SeqCst) {
             return Err(DaemonError::Internal("the daemon is ending"));
         }
-        Ok(StartRight {
-            _rank: Ranked::begin(Rank::Starts),
-            _right: self.starts.read(),
-        })
+        Ok(StartRight::take(|| self.starts.read()))
     }
 
     /// Prevents the start of VMs until the result is dropped; `None` if a VM is still being started
     /// after a wait.
     pub fn none_starts(&self) -> Option<NoStarts<'_>> {
         for _ in 0..2 {
-            let none = NoStarts {
-                _rank: Ranked::begin(Rank::Starts),
-                _right: self.starts.write(),
-            };
+            let none = NoStarts::take(|| self.starts.write());
             if !self.arrivals.is_starting() {
                 return Some(none);
             }

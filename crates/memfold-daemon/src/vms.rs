@@ -9,45 +9,29 @@ use memfold_vm::{AgentOptions, Vm};
 use tracing::{debug, info, warn};
 
 use crate::error::DaemonError;
-use crate::folding::Folding;
-use crate::ksm_steering::KsmSteering;
 use crate::machine::{Machine, Origin, Role};
 use crate::mechanisms::Mechanisms;
 use crate::options::DaemonOptions;
-use crate::segments::Segments;
-use crate::snapshot_directory::SnapshotDirectory;
-use crate::swap_disks::SwapDisks;
-use crate::vm_registry::VmRegistry;
+use crate::threads;
 
 mod adoption;
 mod attach;
-mod attached;
 mod control;
 mod launch;
 
 /// The service that starts, attaches, adopts and stops VMs.
 #[derive(Debug)]
 pub struct Vms {
-    registry: Arc<VmRegistry>,
-    folding: Arc<Folding>,
-    ksm: Arc<KsmSteering>,
-    segments: Arc<Segments>,
-    swap_disks: Arc<SwapDisks>,
-    snapshots: Arc<SnapshotDirectory>,
+    below: Arc<Mechanisms>,
     kernels: KernelCopies,
     /// Glob patterns of the paths whose page cache agents report.
     agents: AgentOptions,
 }
 
 impl Vms {
-    pub(crate) fn new(below: &Mechanisms, options: &DaemonOptions) -> Self {
+    pub(crate) fn new(below: Arc<Mechanisms>, options: &DaemonOptions) -> Self {
         Self {
-            registry: below.registry.clone(),
-            folding: below.folding.clone(),
-            ksm: below.ksm.clone(),
-            segments: below.segments.clone(),
-            swap_disks: below.swap_disks.clone(),
-            snapshots: below.snapshots.clone(),
+            below,
             kernels: KernelCopies::default(),
             agents: AgentOptions {
                 include: options.include.clone(),
@@ -66,13 +50,14 @@ impl Vms {
         origin: Origin,
     ) -> Result<Arc<Machine>, DaemonError> {
         let role = Role {
-            id: self.registry.new_id(),
+            id: self.below.registry.new_id(),
             name: name.to_owned(),
             domain,
             origin,
         };
-        let machine = Machine::take_on(vm, role, self.folding.commands(), self.agents.clone())?;
-        self.registry.insert(machine.clone());
+        let machine =
+            Machine::take_on(vm, role, self.below.folding.commands(), self.agents.clone())?;
+        self.below.registry.insert(machine.clone());
         let (watched, vms) = (machine.clone(), Arc::downgrade(self));
         let watch = move || {
             watched.watch();
@@ -80,9 +65,7 @@ impl Vms {
                 vms.forget(&watched);
             }
         };
-        std::thread::Builder::new()
-            .name("vm-watch".into())
-            .spawn(watch)
+        threads::begin("vm-watch", watch)
             .map_err(|_| DaemonError::Internal("no thread to watch the VM"))?;
         Ok(machine)
     }
@@ -100,16 +83,16 @@ impl Vms {
             info!(vm = machine.name(), "VM ended");
         }
         let segments = machine.vm().segments();
-        self.segments.end_writer(machine.name(), &segments);
+        self.below.segments.end_writer(machine.name(), &segments);
         // The files are removed before the VM's name becomes free, because the next VM of this name
         // uses the same paths.
         machine.clean_up();
-        self.registry.remove(machine);
+        self.below.registry.remove(machine);
         // Sending fails if the engine has ended already.
-        let _ = self.folding.tell(Command::Remove(machine.id()));
-        self.snapshots.let_go();
-        self.swap_disks.forget(machine);
-        self.segments.left(&segments);
+        let _ = self.below.folding.tell(Command::Remove(machine.id()));
+        self.below.snapshots.let_go();
+        self.below.swap_disks.forget(machine);
+        self.below.segments.left(&segments);
         if machine.attach_request().is_some() {
             self.write_attached();
         }
@@ -119,14 +102,14 @@ impl Vms {
     #[must_use]
     pub fn list(&self) -> Vec<VmInfo> {
         // `swaps` takes another lock, so it is called before the table is locked.
-        let lent = self.swap_disks.swaps();
-        let arriving = self.registry.arrivals().all();
-        let machines = self.registry.machines();
+        let lent = self.below.swap_disks.swaps();
+        let arriving = self.below.registry.arrivals().all();
+        let machines = self.below.registry.machines();
         let mut vms: Vec<VmInfo> = machines.iter().map(|m| m.info()).collect();
         // A VM that has moved from the list of arrivals to the table meanwhile is listed once.
         for arrival in arriving {
             if vms.iter().all(|vm| vm.name != arrival.name()) {
-                vms.push(arrival.info(self.registry.state()));
+                vms.push(arrival.info(self.below.registry.state()));
             }
         }
         vms.sort_by(|a, b| a.name.cmp(&b.name));

@@ -65,7 +65,7 @@ pub use command::Command;
 pub use guest::{Guest, GuestError, Refold, VmId};
 pub use huge::HUGE_SPLIT_PAGES;
 pub use owed::{Owed, VmOwed};
-pub use qemu_guest::{LibraryState, QemuGuest, SharedLibraryState};
+pub use qemu_guest::{LibraryState, NO_LIBRARY, QemuGuest, SharedLibraryState, Unfolded};
 pub use settings::EngineSettings;
 pub use state::Engine;
 pub use stats::{DomainStats, EngineStats, VmStats};

@@ -116,3 +116,27 @@ impl Guest for QemuGuest {
         self.library.facts().can_stop
     }
 }
+
+/// Reason why a VM without the fold library is not folded.
+pub const NO_LIBRARY: &str = "QEMU runs without memfold's library; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
+
+/// A VM without the fold library. The fold engine lists such a VM and gives it no orders.
+pub struct Unfolded(pub Pid);
+
+impl Guest for Unfolded {
+    fn pid(&self) -> Pid {
+        self.0
+    }
+
+    fn order(&mut self, _: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
+        Err(GuestError::Library(io::Error::other(NO_LIBRARY)))
+    }
+
+    fn refold(&mut self) -> Refold {
+        Refold::Stopped
+    }
+
+    fn can_stop(&self) -> bool {
+        false
+    }
+}

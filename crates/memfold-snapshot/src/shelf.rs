@@ -103,6 +103,11 @@ impl Shelf {
         shelf
     }
 
+    /// Returns the absolute path of the snapshot directory.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
     /// Returns the directory of a snapshot. The snapshot need not exist.
     pub fn path(&self, name: &str) -> Result<PathBuf, SnapshotError> {
         memfold_vm::check_name("snapshot", name)

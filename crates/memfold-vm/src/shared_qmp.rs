@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::qmp::Qmp;
 
@@ -15,29 +15,25 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// A QMP connection, shared by several threads.
 #[derive(Debug)]
 pub struct SharedQmp {
-    /// `None` while a guard has the connection.
-    qmp: Mutex<Option<Qmp>>,
-    free: Condvar,
+    qmp: Mutex<Qmp>,
     path: PathBuf,
 }
 
-/// The connection, locked. Dropping the guard unlocks it.
+/// The locked monitor of a VM. Dropping the guard unlocks the monitor.
 #[derive(Debug)]
-pub struct QmpGuard<'a> {
-    /// `None` if the monitor was not free in time; all commands then fail.
-    monitor: Option<&'a SharedQmp>,
-    qmp: Qmp,
+pub enum QmpGuard<'a> {
+    /// The monitor is locked.
+    Locked(MutexGuard<'a, Qmp>),
+    /// The monitor was not free in time; all commands fail.
+    Busy(Qmp),
 }
 
 impl SharedQmp {
     /// Shares a connection.
     pub fn new(qmp: Qmp) -> Self {
         let path = qmp.path().to_owned();
-        Self {
-            qmp: Mutex::new(Some(qmp)),
-            free: Condvar::new(),
-            path,
-        }
+        let qmp = Mutex::new(qmp);
+        Self { qmp, path }
     }
 
     /// Locks the monitor. If others use the monitor for over 30 s, all commands of the guard fail
@@ -49,23 +45,13 @@ impl SharedQmp {
 
     /// Locks the monitor as [`SharedQmp::lock`] does, with another time limit.
     pub fn lock_within(&self, limit: Duration) -> QmpGuard<'_> {
-        let mut qmp = self.qmp.lock();
-        self.free
-            .wait_while_for(&mut qmp, |qmp| qmp.is_none(), limit);
-        let taken = qmp.take();
-        drop(qmp);
-        let monitor = taken.is_some().then_some(self);
-        let qmp = taken.unwrap_or_else(|| Qmp::busy(&self.path, limit));
-        QmpGuard { monitor, qmp }
+        let locked = self.qmp.try_lock_for(limit).map(QmpGuard::Locked);
+        locked.unwrap_or_else(|| QmpGuard::Busy(Qmp::busy(&self.path, limit)))
     }
 
     /// Locks the monitor if it is free; returns `None` if not.
     pub fn try_lock(&self) -> Option<QmpGuard<'_>> {
-        let qmp = self.qmp.lock().take()?;
-        Some(QmpGuard {
-            monitor: Some(self),
-            qmp,
-        })
+        self.qmp.try_lock().map(QmpGuard::Locked)
     }
 }
 
@@ -73,22 +59,18 @@ impl Deref for QmpGuard<'_> {
     type Target = Qmp;
 
     fn deref(&self) -> &Qmp {
-        &self.qmp
+        match self {
+            Self::Locked(qmp) => qmp,
+            Self::Busy(qmp) => qmp,
+        }
     }
 }
 
 impl DerefMut for QmpGuard<'_> {
     fn deref_mut(&mut self) -> &mut Qmp {
-        &mut self.qmp
-    }
-}
-
-impl Drop for QmpGuard<'_> {
-    fn drop(&mut self) {
-        if let Some(monitor) = self.monitor {
-            let qmp = std::mem::replace(&mut self.qmp, Qmp::busy(&monitor.path, Duration::ZERO));
-            *monitor.qmp.lock() = Some(qmp);
-            monitor.free.notify_one();
+        match self {
+            Self::Locked(qmp) => qmp,
+            Self::Busy(qmp) => qmp,
         }
     }
 }

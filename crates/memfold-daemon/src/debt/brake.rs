@@ -12,9 +12,9 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use memfold_api::DebtRequest;
@@ -25,10 +25,11 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use tracing::{info, warn};
 
 use crate::debt::{DebtWatch, Memory, Question, why};
-use crate::error::DaemonError;
+use crate::error::{DaemonError, check};
 use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
 use crate::machine::Machine;
+use crate::threads;
 use crate::vm_registry::VmRegistry;
 
 /// Time between two measurements.
@@ -53,37 +54,30 @@ const ASK_AGAIN: Duration = Duration::from_secs(60);
 /// Measures the copy-on-write debt and applies the brake.
 #[derive(Debug)]
 pub struct DebtBrake {
-    registry: Arc<VmRegistry>,
-    folding: Arc<Folding>,
-    debt: Arc<DebtWatch>,
-    ksm: Arc<KsmSteering>,
-    needed: Arc<AtomicU64>,
+    pub(crate) registry: Arc<VmRegistry>,
+    pub(crate) folding: Arc<Folding>,
+    pub(crate) debt: Arc<DebtWatch>,
+    pub(crate) ksm: Arc<KsmSteering>,
+    /// Bytes that must stay available for the debt and are therefore not lent. The brake sets this
+    /// value.
+    pub(crate) needed: Arc<AtomicU64>,
 }
 
 impl DebtBrake {
-    /// Creates the brake. The brake stores in `needed` how many bytes must stay available for the
-    /// debt and are therefore not lent.
-    pub(crate) const fn new(
-        registry: Arc<VmRegistry>,
-        folding: Arc<Folding>,
-        debt: Arc<DebtWatch>,
-        ksm: Arc<KsmSteering>,
-        needed: Arc<AtomicU64>,
-    ) -> Self {
-        Self {
-            registry,
-            folding,
-            debt,
-            ksm,
-            needed,
-        }
-    }
-
     /// Starts the thread that measures the debt each second.
     pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
-        let brake = Arc::downgrade(self);
-        let thread = std::thread::Builder::new().name("debt".into());
-        thread.spawn(move || watch(&brake)).map(drop)
+        // A failure is logged when it begins, not each second.
+        let mut told = false;
+        threads::repeat("debt", INTERVAL, self, move |brake| {
+            let looked = brake.look_at_debt();
+            if let Some(error) = looked.as_ref().err().filter(|_| !told) {
+                warn!(
+                    error = error as &dyn std::error::Error,
+                    "cannot measure copy-on-write debt; retrying every second"
+                );
+            }
+            told = looked.is_err();
+        })
     }
 
     /// Measures the debt and the memory available for it now, and returns them with the brake's
@@ -108,32 +102,29 @@ impl DebtBrake {
     pub fn set_debt(self: &Arc<Self>, request: &DebtRequest) -> Result<DebtReport, DaemonError> {
         let reserve = request.reserve.as_deref().map(str::parse).transpose();
         let reserve = reserve.map_err(|why| DaemonError::BadRequest(format!("reserve: {why}")))?;
-        if let Some(percent) = request.cover_percent.filter(|p| !(0.0..=100.0).contains(p)) {
-            return Err(DaemonError::BadRequest(format!(
-                "cover_percent is {percent}; give 0 to 100"
-            )));
+        if let Some(percent) = request.cover_percent {
+            let is_fine = (0.0..=100.0).contains(&percent);
+            check("cover_percent", percent, is_fine, "0 to 100")?;
         }
-        {
-            let mut state = self.debt.lock();
-            let policy = &mut state.policy;
-            policy.reserve = reserve.unwrap_or(policy.reserve);
-            policy.cover_percent = request.cover_percent.unwrap_or(policy.cover_percent);
-            info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the memory brake changed");
-        }
+        let mut state = self.debt.lock();
+        let policy = &mut state.policy;
+        policy.reserve = reserve.unwrap_or(policy.reserve);
+        policy.cover_percent = request.cover_percent.unwrap_or(policy.cover_percent);
+        info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the memory brake changed");
+        drop(state);
         self.debt()
     }
 
     fn look_at_debt(self: &Arc<Self>) -> Result<(), DaemonError> {
-        let pids = |vm: &Arc<Machine>| vm.pid().as_raw_nonzero().get();
+        let pids = |vm: &Arc<Machine>| vm.raw_pid();
         self.debt
             .find_groups(self.registry.machines().iter().map(pids).collect());
         let memory = self.debt.memory()?;
         let vms: Vec<String> = self.registry.names();
-        let (look, level) = {
-            let state = self.debt.lock();
-            let look = state.look_due(memory.available, &vms);
-            (look, state.brake.level())
-        };
+        let state = self.debt.lock();
+        let look = state.look_due(memory.available, &vms);
+        let level = state.brake.level();
+        drop(state);
         self.ask_owed(look, look && level > Level::Ok, (memory.available, vms))?;
         let before = self.debt.lock().ksm_pages;
         let ksm_pages = ksm_pages(look, before);
@@ -155,11 +146,10 @@ impl DebtBrake {
         give_back: bool,
         (available, vms): (u64, Vec<String>),
     ) -> Result<(), DaemonError> {
-        let (pending, is_due) = {
-            let mut state = self.debt.lock();
-            let known = !state.owed.vms.is_empty() || !state.starting.is_empty();
-            (state.pending.take(), !vms.is_empty() || known)
-        };
+        let mut state = self.debt.lock();
+        let is_known = !state.owed.vms.is_empty() || !state.starting.is_empty();
+        let (pending, is_due) = (state.pending.take(), is_known || !vms.is_empty());
+        drop(state);
         let question = match pending {
             Some(question) => question,
             None if is_due => {
@@ -177,12 +167,11 @@ impl DebtBrake {
             }
             None => return Ok(()),
         };
-        let is_late = self
-            .registry
-            .machines()
-            .iter()
-            .any(|vm| vm.is_silent().is_some());
-        let patience = if is_late { LATE_ANSWER } else { ANSWER };
+        let patience = if self.registry.has_silent() {
+            LATE_ANSWER
+        } else {
+            ANSWER
+        };
         match question.answered.recv_timeout(patience) {
             Ok(owed) => {
                 self.note_owed(owed);
@@ -249,12 +238,8 @@ impl DebtBrake {
     /// Asks guests to drop clean page cache, on a thread of its own, until the reserve is available
     /// again.
     fn relieve(self: &Arc<Self>) {
-        {
-            let mut state = self.debt.lock();
-            if state.relieving {
-                return;
-            }
-            state.relieving = true;
+        if std::mem::replace(&mut self.debt.lock().relieving, true) {
+            return;
         }
         let brake = self.clone();
         let work = move || {
@@ -267,10 +252,7 @@ impl DebtBrake {
                 );
             }
         };
-        if let Err(error) = std::thread::Builder::new()
-            .name("relieve".into())
-            .spawn(work)
-        {
+        if let Err(error) = threads::begin("relieve", work) {
             self.debt.lock().relieving = false;
             warn!(%error, "cannot start the thread that asks guests to drop page cache; retrying every second");
         }
@@ -299,10 +281,8 @@ impl DebtBrake {
             };
             let now = Instant::now();
             self.debt.lock().asked.insert(vm.name.clone(), now);
-            if !machine
-                .run(DROP_CLEAN, DROP_TIMEOUT)
-                .is_ok_and(|done| done.code == 0)
-            {
+            let dropped = machine.run(DROP_CLEAN, DROP_TIMEOUT);
+            if !dropped.is_ok_and(|done| done.code == 0) {
                 continue;
             }
             std::thread::sleep(REPORTED);
@@ -339,22 +319,4 @@ fn ksm_pages(look: bool, before: u64) -> u64 {
     }
     let merging = ksm::merging_pages(Path::new("/proc"));
     sharing.min(merging.unwrap_or(sharing)) + zero
-}
-
-/// Measures the debt each second, as long as the daemon lives.
-fn watch(brake: &Weak<DebtBrake>) {
-    // A failure is logged when it begins, not each second.
-    let mut told = false;
-    while let Some(brake) = brake.upgrade() {
-        let looked = brake.look_at_debt();
-        if let Some(error) = looked.as_ref().err().filter(|_| !told) {
-            warn!(
-                error = error as &dyn std::error::Error,
-                "cannot measure copy-on-write debt; retrying every second"
-            );
-        }
-        told = looked.is_err();
-        drop(brake);
-        std::thread::sleep(INTERVAL);
-    }
 }

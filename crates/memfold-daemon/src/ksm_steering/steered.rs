@@ -16,39 +16,24 @@ use tracing::{info, warn};
 pub(crate) const LONGEST_TARGET_S: f64 = 86_400.0;
 
 /// The reason why KSM is stopped although the daemon steers it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 enum HoldReason {
     /// A process outside the trust domain has mergeable memory.
+    #[error("{0}; merged pages stay merged, and KSM resumes when that memory is gone")]
     Others(String),
     /// Another program wrote this value to `run`.
+    #[error(
+        "another program wrote {0} to /sys/kernel/mm/ksm/run; steering resumes when that file is 1 again"
+    )]
     Overruled(u64),
     /// The brake on copy-on-write debt is on, for this reason.
+    #[error(
+        "the brake is on ({0}); merged pages stay merged, and KSM resumes when enough memory is available"
+    )]
     Braked(String),
     /// The daemon cannot determine which processes have mergeable memory (error message).
+    #[error("{0}; merged pages stay merged, and KSM resumes when that process does")]
     Blind(String),
-}
-
-impl std::fmt::Display for HoldReason {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Others(who) => write!(
-                f,
-                "{who}; merged pages stay merged, and KSM resumes when that memory is gone"
-            ),
-            Self::Braked(why) => write!(
-                f,
-                "the brake is on ({why}); merged pages stay merged, and KSM resumes when enough memory is available"
-            ),
-            Self::Blind(why) => write!(
-                f,
-                "{why}; merged pages stay merged, and KSM resumes when that process does"
-            ),
-            Self::Overruled(run) => write!(
-                f,
-                "another program wrote {run} to /sys/kernel/mm/ksm/run; steering resumes when that file is 1 again"
-            ),
-        }
-    }
 }
 
 /// KSM while the daemon steers it.
@@ -97,11 +82,7 @@ impl SteeredKsm {
     pub fn start(domain: String, goal: Goal, advisor: bool, ours: Ours) -> Result<Self, KsmError> {
         let controls = Controls::default();
         let now = controls.settings()?;
-        let notes = Path::new(NOTES);
-        std::fs::create_dir_all(notes).map_err(|source| KsmError::Note {
-            path: notes.into(),
-            source,
-        })?;
+        let notes = notes()?;
         let ksmd = Ksmd::find().ok_or_else(|| KsmError::Missing("/proc/*/comm: ksmd".into()))?;
         let status = Status::read(&controls)?;
         let (cpu, full_scans) = (ksmd.cpu_time()?, status.full_scans.unwrap_or(0));
@@ -161,11 +142,7 @@ impl SteeredKsm {
         let run = self.controls.number("run")?.unwrap_or(0);
         let processes = match processes::mergeable(Path::new("/proc")) {
             Err(hung @ KsmError::Hung(_)) => {
-                if run == 1 {
-                    self.stop()?;
-                }
-                self.hold(HoldReason::Blind(hung.to_string()));
-                return Ok(());
+                return self.hold(run, HoldReason::Blind(hung.to_string()));
             }
             processes => processes?,
         };
@@ -174,28 +151,20 @@ impl SteeredKsm {
         let starting = |pid: &i32| !ours.strangers.contains(pid) && is_own_child(*pid);
         let mut known = members.clone();
         known.extend(processes.iter().map(|p| p.pid).filter(starting));
-        if let Some(who) = others(&processes, &known) {
-            if run == 1 {
-                self.stop()?;
-            }
-            self.hold(HoldReason::Others(who));
-        } else if let Some(why) = self.braked.clone() {
-            if run == 1 {
-                self.stop()?;
-            }
-            self.hold(HoldReason::Braked(why));
-        } else if run != 1 && !self.stopped {
-            self.hold(HoldReason::Overruled(run));
-        } else {
-            if self.held.take().is_some() {
-                info!(domain = self.domain, "KSM resumed");
-            }
-            self.scan(&processes)?;
-            if run != 1 {
-                self.controls.write("run", &1)?;
-            }
-            self.stopped = false;
+        let others = others(&processes, &known).map(HoldReason::Others);
+        let braked = || self.braked.clone().map(HoldReason::Braked);
+        let overruled = || (run != 1 && !self.stopped).then_some(HoldReason::Overruled(run));
+        if let Some(why) = others.or_else(braked).or_else(overruled) {
+            return self.hold(run, why);
         }
+        if self.held.take().is_some() {
+            info!(domain = self.domain, "KSM resumed");
+        }
+        self.scan(&processes)?;
+        if run != 1 {
+            self.controls.write("run", &1)?;
+        }
+        self.stopped = false;
         Ok(())
     }
 
@@ -207,12 +176,17 @@ impl SteeredKsm {
         Ok(())
     }
 
-    fn hold(&mut self, why: HoldReason) {
+    /// Keeps KSM stopped; `run`: the control's present value.
+    fn hold(&mut self, run: u64, why: HoldReason) -> Result<(), KsmError> {
+        if run == 1 {
+            self.stop()?;
+        }
         if self.held.as_ref() != Some(&why) {
             warn!(domain = self.domain, "KSM paused: {why}");
         }
         self.held = Some(why);
         self.steer.interrupted();
+        Ok(())
     }
 
     /// Returns why KSM is stopped, as text; `None` if KSM is not stopped.
@@ -337,10 +311,10 @@ impl SteeredKsm {
 
     /// Returns the controls that another program writes, as text.
     fn contests(&self) -> String {
-        if self.contested.is_empty() {
+        let names: Vec<&str> = self.contested.iter().copied().collect();
+        if names.is_empty() {
             return String::new();
         }
-        let names: Vec<&str> = self.contested.iter().copied().collect();
         format!(
             "; another program also writes {}, and memfold resets it each time (if the program is ksmtuned: systemctl disable --now ksmtuned)",
             names.join(" and ")
@@ -350,6 +324,16 @@ impl SteeredKsm {
     pub const fn scans(&self) -> u64 {
         self.full_scans.saturating_sub(self.at_start.1)
     }
+}
+
+/// Makes the directory of notes about KSM's settings, and returns its path.
+pub(super) fn notes() -> Result<&'static Path, KsmError> {
+    let notes = Path::new(NOTES);
+    let made = std::fs::create_dir_all(notes).map_err(|source| KsmError::Note {
+        path: notes.into(),
+        source,
+    });
+    made.map(|()| notes)
 }
 
 /// Returns whether a process is a child of this one (field 4 of `proc_pid_stat(5)`, after the name

@@ -9,8 +9,8 @@ use memfold_snapshot::clock::{self, ClockStep, LOOK, Offset, RTC, in_words};
 use memfold_vm::{AgentError, Qmp};
 use tracing::{info, warn};
 
-use crate::machine::Machine;
 use crate::machine::pauses::{LONG, now};
+use crate::machine::{Machine, is_disconnected, text};
 use crate::run_state::RunState;
 
 /// Time limit for a guest to report its time, or to set its clock.
@@ -32,18 +32,7 @@ impl Machine {
     /// that resumes the VM does not wait for the guest.
     pub(crate) fn set_clock_soon(self: &Arc<Self>) {
         self.clock_is_wrong();
-        let weak = Arc::downgrade(self);
-        let work = move || {
-            while let Some((machine, agent)) = weak.upgrade().and_then(|m| {
-                let agent = m.agent()?;
-                Some((m, agent))
-            }) {
-                if agent.wait_session(Duration::from_secs(1)).is_ok() && machine.set_clock() {
-                    return;
-                }
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("clock".into()).spawn(work) {
+        if let Err(error) = self.on_agent("clock", Duration::MAX, |machine| machine.set_clock()) {
             self.clock_failed(format!("no thread to set the clock: {error}"));
         }
     }
@@ -53,9 +42,7 @@ impl Machine {
     pub(crate) fn set_clock(&self) -> bool {
         let step = match self.step_clock() {
             Ok(step) => step,
-            Err(AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)) => {
-                return false;
-            }
+            Err(error) if is_disconnected(&error) => return false,
             Err(error) => {
                 self.clock_failed(error.to_string());
                 return true;
@@ -70,12 +57,8 @@ impl Machine {
             );
         }
         self.set_clock_state(step.clone());
-        let written = self.run_short(RTC, TIMEOUT);
-        if let Ok(written) = written
-            .as_ref()
-            .map(|done| (done.code != 0).then_some(&done.stdout))
-        {
-            let said = written.map(|said| String::from_utf8_lossy(said).trim().to_owned());
+        if let Ok(done) = self.run_short(RTC, TIMEOUT) {
+            let said = (done.code != 0).then(|| text(&done.stdout));
             let problem = step.problem.or(said);
             if let Some(why) = &problem {
                 warn!(
@@ -149,14 +132,11 @@ impl Machine {
     pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
         let events = qmp.take_events_named(&["STOP", "RESUME"]);
         let is_known = !before.is_running() && !["prelaunch", "inmigrate"].contains(&&*before.name);
-        let length = {
-            let mut pauses = self.pauses.lock();
-            pauses.hear(&events, is_known)
-        };
+        let length = self.pauses.lock().hear(&events, is_known);
         let is_long = length.is_some_and(|length| length >= LONG);
         if is_long && self.had_agent.load(Ordering::Relaxed) && !self.keeps_clock() {
             info!(
-                vm = self.name,
+                vm = self.name(),
                 "VM runs again after a pause; the daemon now sets the guest's clock"
             );
             self.set_clock_soon();
@@ -177,7 +157,7 @@ impl Machine {
             .map(|directory| std::fs::write(directory.path().join(KEEPS_CLOCK), ""));
         if let Some(Err(error)) = noted {
             warn!(
-                vm = self.name,
+                vm = self.name(),
                 %error,
                 "cannot record --keep-clock for this guest, so its clock is set after the next pause; free space in the state directory"
             );

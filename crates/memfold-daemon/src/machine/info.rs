@@ -22,17 +22,18 @@ impl Machine {
     pub fn info(&self) -> VmInfo {
         let agent = self.agent().and_then(|link| link.session());
         let (fold_problems, state) = (self.fold_problems(), self.state());
-        let seen = self.seen();
+        let seen = self.seen.lock();
+        let costs = seen.conditions.costs.iter();
         let spec = self.vm().spec();
         let forwards = spec.map_or_else(Vec::new, |spec| spec.forwards.clone());
         VmInfo {
             forwards: forwards.iter().map(ToString::to_string).collect(),
             left_out: spec.map_or_else(Vec::new, |spec| spec.left_out.clone()),
-            name: self.name.clone(),
-            domain: self.domain.clone(),
-            pid: self.pid().as_raw_nonzero().get(),
+            name: self.role.name.clone(),
+            domain: self.role.domain.clone(),
+            pid: self.raw_pid(),
             ram_bytes: seen.layout.pages() * PAGE_SIZE,
-            origin: match &self.origin {
+            origin: match &self.role.origin {
                 Origin::Started => "started",
                 Origin::Attached(_) | Origin::Libvirt(_) => "attached",
             }
@@ -41,8 +42,7 @@ impl Machine {
             qemu: self.qemu.clone(),
             agent_problems: agent
                 .as_ref()
-                .map(|facts| facts.problems.clone())
-                .unwrap_or_default(),
+                .map_or_else(Vec::new, |facts| facts.problems.clone()),
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
             fold_problems,
             refold_problems: refold_problems(
@@ -50,26 +50,17 @@ impl Machine {
                 self.can_stop,
                 self.libvirt().map_or(NO_MONITOR, |_| NOT_STOPPED),
             ),
-            costs: seen
-                .conditions
-                .costs
-                .iter()
-                .map(ToString::to_string)
-                .collect(),
+            costs: costs.map(ToString::to_string).collect(),
             segments: self.segments(),
             clock: self.clock_step(),
             renewal: self.renewal.lock().clone(),
             // This is right unless the swap disk is lent; the daemon then replaces this value.
-            swap: self
-                .vm()
-                .spec()
-                .and_then(|spec| spec.swap)
-                .map(|size| VmSwap {
-                    bytes: size.0,
-                    place: SwapPlace::OnDisk,
-                    durability: None,
-                    lent: Vec::new(),
-                }),
+            swap: spec.and_then(|spec| spec.swap).map(|size| VmSwap {
+                bytes: size.0,
+                place: SwapPlace::OnDisk,
+                durability: None,
+                lent: Vec::new(),
+            }),
             boot_snapshot: self.boot_snapshot.lock().clone(),
             state: state.name,
             state_cause: state.cause,
@@ -78,17 +69,12 @@ impl Machine {
     }
 
     fn segments(&self) -> Vec<VmSegment> {
-        let state = |segment: SegmentSpec| {
-            let known = self.segment_state(&segment.name);
-            let state = if segment.root {
-                SegmentState::Root
-            } else {
-                known.unwrap_or(SegmentState::Attached)
-            };
-            VmSegment {
-                segment: segment.name,
-                state,
-            }
+        let state = |segment: SegmentSpec| VmSegment {
+            state: match self.segment_state(&segment.name) {
+                _ if segment.root => SegmentState::Root,
+                known => known.unwrap_or(SegmentState::Attached),
+            },
+            segment: segment.name,
         };
         self.vm.segments().into_iter().map(state).collect()
     }

@@ -1,15 +1,14 @@
 //! Gives restored guests new identities: host keys, machine id and others, so that clones of a
 //! snapshot differ.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use memfold_snapshot::Renewal;
 use memfold_snapshot::identity::Plan;
-use memfold_vm::AgentError;
 use tracing::{info, warn};
 
-use crate::machine::Machine;
+use crate::machine::{Machine, is_disconnected};
 use crate::semaphore::Semaphore;
 
 /// Time limit for a guest to renew its identity, which includes the generation of keys.
@@ -19,11 +18,10 @@ const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Permits for guests that renew their identity at the same time: half of the host's CPUs.
-static RENEWING: OnceLock<Semaphore> = OnceLock::new();
-
-fn cpus() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
+static RENEWING: LazyLock<Semaphore> = LazyLock::new(|| {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    Semaphore::new(cpus.div_ceil(2))
+});
 
 impl Machine {
     /// Makes a restored guest renew its identity as soon as its agent answers. This runs on a
@@ -44,28 +42,14 @@ impl Machine {
         } else {
             self.set_clock_soon();
         }
-        let weak = Arc::downgrade(self);
-        let work = move || {
-            // The thread does not keep the data of a VM whose agent never answers.
-            while let Some((machine, agent)) = weak.upgrade().and_then(|m| {
-                let agent = m.agent()?;
-                Some((m, agent))
-            }) {
-                if agent.wait_session(Duration::from_secs(1)).is_err() {
-                    continue;
-                }
-                // Dozens of guests that renew at once would slow down the next clone's start. A
-                // guest that renews slowly does not make the others wait for long.
-                let _turn = RENEWING
-                    .get_or_init(|| Semaphore::new(cpus().div_ceil(2)))
-                    .take(TURN_TIMEOUT);
-                // A renewal that was interrupted is repeated, which does no harm.
-                if machine.carry_out(&plan) {
-                    return;
-                }
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("renew".into()).spawn(work) {
+        let begun = self.on_agent("renew", Duration::MAX, move |machine| {
+            // Dozens of guests that renew at once would slow down the next clone's start. A guest
+            // that renews slowly does not make the others wait for long.
+            let _turn = RENEWING.take(TURN_TIMEOUT);
+            // A renewal that was interrupted is repeated, which does no harm.
+            machine.carry_out(&plan)
+        });
+        if let Err(error) = begun {
             self.set_renewal(Renewal::failed(&error.to_string()));
         }
     }
@@ -75,23 +59,21 @@ impl Machine {
     fn carry_out(&self, plan: &Plan) -> bool {
         let renewal = match self.run(&plan.script(), RENEW_TIMEOUT) {
             Ok(done) => Renewal::read(&String::from_utf8_lossy(&done.stdout)),
-            Err(AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)) => {
-                return false;
-            }
+            Err(error) if is_disconnected(&error) => return false,
             Err(error) => Err(error.to_string()),
         };
         match renewal {
             Ok(renewal) => {
-                info!(vm = self.name, done = ?renewal.done, left = ?renewal.left, "guest's identity renewed (random numbers, MAC addresses, ...)");
+                info!(vm = self.name(), done = ?renewal.done, left = ?renewal.left, "guest's identity renewed (random numbers, MAC addresses, ...)");
                 if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
-                    warn!(vm = self.name, %error, "cannot remove renewal.json; remove it before the daemon restarts");
+                    warn!(vm = self.name(), %error, "cannot remove renewal.json; remove it before the daemon restarts");
                 }
                 self.set_renewal(renewal);
             }
             // The plan file stays, so the next daemon tries again.
             Err(why) => {
                 warn!(
-                    vm = self.name,
+                    vm = self.name(),
                     why,
                     "cannot renew the guest's identity (random numbers, MAC addresses, ...); fix the cause and restart the daemon to retry"
                 );

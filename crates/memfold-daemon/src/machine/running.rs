@@ -53,19 +53,24 @@ impl Machine {
         self.look(patience, |qmp, before| self.hear_pauses(qmp, before))
     }
 
+    /// Returns the VM's state if QEMU's process is stopped by a signal or a debugger.
+    pub(super) fn stopped(&self) -> Option<RunState> {
+        let pid = self.raw_pid();
+        is_stopped(pid.unsigned_abs()).then(|| RunState::stopped(pid))
+    }
+
     /// Reads the VM's run state. After QEMU has answered, calls `heard` with the monitor and the
     /// previous state.
     fn look(&self, patience: Duration, heard: impl FnOnce(&mut Qmp, &RunState)) -> RunState {
-        let pid = self.pid().as_raw_nonzero().get();
-        if is_stopped(pid.unsigned_abs()) {
-            return RunState::stopped(pid);
+        if let Some(stopped) = self.stopped() {
+            return stopped;
         }
         if self.being_saved.load(Ordering::Relaxed) {
             return self.state();
         }
         let mut qmp = self.monitor.lock_within(patience);
         let before = self.state();
-        let asked = RunState::ask(&self.name, &mut qmp);
+        let asked = RunState::ask(&self.role.name, &mut qmp);
         if asked.is_ok() {
             heard(&mut qmp, &before);
         }
@@ -75,43 +80,35 @@ impl Machine {
             Err(QmpError::Busy { .. }) => before,
             // QEMU still hangs: the old text is kept even if the error message differs.
             Err(_) if before.name == SILENT && qmp.is_silent() => before,
-            Err(error) => RunState::silent(&self.name, &error),
+            Err(error) => RunState::silent(&self.role.name, &error),
         }
     }
 
     /// Stores the VM's run state, and logs a change.
     pub(crate) fn note_state(&self, now: &RunState) {
-        let before = {
-            let mut state = self.state.lock();
-            std::mem::replace(&mut *state, now.clone())
-        };
+        let before = std::mem::replace(&mut *self.state.lock(), now.clone());
         if before == *now {
             return;
         }
-        if now.is_running() {
-            info!(vm = self.name, was = before.name, "VM runs again");
-        } else if now.name == "prelaunch" {
-            info!(
-                vm = self.name,
+        let vm = self.name();
+        match now.name.as_str() {
+            "running" => info!(vm, was = before.name, "VM runs again"),
+            "prelaunch" => info!(
+                vm,
                 "VM waits for the QMP command 'cont' (QEMU was started with -S)"
-            );
-        } else if matches!(
-            now.name.as_str(),
-            "inmigrate" | "save-vm" | "restore-vm" | "finish-migrate"
-        ) {
-            info!(
-                vm = self.name,
+            ),
+            "inmigrate" | "save-vm" | "restore-vm" | "finish-migrate" => info!(
+                vm,
                 state = now.name,
                 "VM waits while its state is saved or loaded"
-            );
-        } else {
-            warn!(
-                vm = self.name,
+            ),
+            _ => warn!(
+                vm,
                 state = now.name,
                 cause = now.cause.as_deref().unwrap_or("unknown"),
                 fix = now.fix.as_deref().unwrap_or("none known"),
                 "VM is not running; see 'fix'"
-            );
+            ),
         }
     }
 
@@ -142,17 +139,15 @@ impl Machine {
     ///
     /// [`DaemonError::StandsStill`] if the VM is stopped.
     pub fn check_runs(&self, what: &str) -> Result<(), DaemonError> {
-        match self.stands_still() {
-            Some(state) => Err(state.refusal(&self.name, what)),
-            None => Ok(()),
-        }
+        let stands = self.stands_still();
+        stands.map_or(Ok(()), |state| Err(state.refusal(self.name(), what)))
     }
 
     /// Resumes the VM, whatever stopped it. Returns the VM's new state.
     pub fn resume(&self) -> Result<RunState, DaemonError> {
         let mut qmp = self.monitor();
         qmp.query("cont")?;
-        let now = RunState::ask(&self.name, &mut qmp)?;
+        let now = RunState::ask(&self.role.name, &mut qmp)?;
         drop(qmp);
         self.note_state(&now);
         Ok(now)
@@ -163,7 +158,7 @@ impl Machine {
         if let Some(domain) = self.libvirt() {
             return Err(DaemonError::BadRequest(format!(
                 "VM '{}' was not started by memfold but is libvirt's domain '{domain}'; end it with virsh shutdown, or destroy",
-                self.name
+                self.role.name
             )));
         }
         // The daemon's own monitor connection is used, because the other sockets may be occupied.
@@ -184,7 +179,7 @@ impl Machine {
             // The connection was lost because the guest shut down before the agent could answer.
             Err(AgentError::Lost) => true,
             Err(error) => {
-                debug!(vm = self.name, %error, "the guest's agent did not shut the guest down");
+                debug!(vm = self.name(), %error, "the guest's agent did not shut the guest down");
                 false
             }
         }

@@ -4,13 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_fold::{Command, LibraryState, QemuGuest, SharedLibraryState};
-use memfold_vm::process::is_stopped;
 use tracing::{debug, warn};
 
-use crate::machine::Machine;
-use crate::machine::library_watch::INTERVAL;
 use crate::machine::room::RoomWatch;
-use crate::run_state::{RunState, SILENT};
+use crate::machine::{INTERVAL, Machine};
+use crate::run_state::SILENT;
 
 /// Time between two checks of the VM's run state.
 const STATE: Duration = Duration::from_secs(1);
@@ -27,30 +25,26 @@ impl Machine {
     pub fn watch(self: &Arc<Self>) {
         let (mut looked, mut seen) = (Instant::now(), self.state());
         let mut room = RoomWatch::default();
-        loop {
-            match self.vm.process().wait_exit(STATE) {
-                Ok(false) => {
-                    // A state counts only after two checks: the fold library may stop the VM for a
-                    // moment.
-                    let now = self.look_at_state(Duration::ZERO);
-                    if now == seen {
-                        self.note_state(&now);
-                        room.look(self, &now);
-                    }
-                    seen = now;
-                    if looked.elapsed() >= INTERVAL {
-                        looked = Instant::now();
-                        if seen.name != SILENT {
-                            self.look_again();
-                        }
-                        self.reach_library_again();
-                    }
+        let has_ended = || {
+            self.vm.process().wait_exit(STATE).unwrap_or_else(|error| {
+                warn!(vm = self.name(), %error, "cannot watch QEMU's process; restart the daemon to adopt the VM again");
+                true
+            })
+        };
+        while !has_ended() {
+            // A state counts only after two checks: the fold library may stop the VM for a moment.
+            let now = self.look_at_state(Duration::ZERO);
+            if now == seen {
+                self.note_state(&now);
+                room.look(self, &now);
+            }
+            seen = now;
+            if looked.elapsed() >= INTERVAL {
+                looked = Instant::now();
+                if seen.name != SILENT {
+                    self.look_again();
                 }
-                Ok(true) => return,
-                Err(error) => {
-                    warn!(vm = self.name, %error, "cannot watch QEMU's process; restart the daemon to adopt the VM again");
-                    return;
-                }
+                self.reach_library_again();
             }
         }
     }
@@ -67,12 +61,12 @@ impl Machine {
             Some(Ok(link)) => link,
             // The next check tries again. Most VMs whose library does not answer are ending.
             Some(Err(error)) => {
-                return debug!(vm = self.name, %error, "cannot connect to memfold's library in this VM's QEMU; retrying");
+                return debug!(vm = self.name(), %error, "cannot connect to memfold's library in this VM's QEMU; retrying");
             }
             None => return,
         };
         warn!(
-            vm = self.name,
+            vm = self.name(),
             "fold library in QEMU did not answer in time; the daemon reconnected, and folding continues"
         );
         watch.pause = if watch.connected.elapsed() > LONGEST_PAUSE {
@@ -86,10 +80,10 @@ impl Machine {
         let state = SharedLibraryState::default();
         *self.library_state.lock() = state.clone();
         self.look_again();
-        let conditions = self.seen().conditions.clone();
+        let conditions = self.seen.lock().conditions.clone();
         let guest = QemuGuest::new(self.pid(), link, self.monitor.clone(), &conditions, state);
         self.tell(Command::Reached {
-            id: self.id,
+            id: self.role.id,
             guest: Box::new(guest),
             problem: self.problem(),
         });
@@ -102,25 +96,15 @@ impl Machine {
 
     /// Returns why QEMU or its fold library does not answer at this moment; `None` if both answer.
     pub fn is_silent(&self) -> Option<String> {
-        let pid = self.pid().as_raw_nonzero().get();
-        let state = if is_stopped(pid.unsigned_abs()) {
-            RunState::stopped(pid)
-        } else {
-            self.state()
-        };
-        let waits = match self.library_state() {
-            LibraryState::Ordered(since) => since.elapsed(),
-            LibraryState::Free | LibraryState::Lost => Duration::ZERO,
-        };
+        let state = self.stopped().unwrap_or_else(|| self.state());
         if state.name == SILENT {
-            Some(state.words())
-        } else if waits > ORDER {
-            let seconds = waits.as_secs_f64();
-            Some(format!(
-                "QEMU's library has not answered for {seconds:.1} s"
-            ))
-        } else {
-            None
+            return Some(state.words());
         }
+        let LibraryState::Ordered(since) = self.library_state() else {
+            return None;
+        };
+        let seconds = since.elapsed().as_secs_f64();
+        (since.elapsed() > ORDER)
+            .then(|| format!("QEMU's library has not answered for {seconds:.1} s"))
     }
 }

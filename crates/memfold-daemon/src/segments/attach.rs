@@ -9,7 +9,7 @@ use memfold_vm::segments::{MAX_SLOTS, plug};
 use memfold_vm::{SegmentSpec, VmSpec};
 use tracing::{info, warn};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, impossible};
 use crate::machine::Machine;
 use crate::segments::Segments;
 use crate::segments::in_guest::{lay, take_off};
@@ -45,18 +45,17 @@ impl Segments {
         if !now.iter().any(|segment| segment.name == name) {
             let slot = u32::try_from(now.len()).unwrap_or(MAX_SLOTS);
             if slot >= slots {
-                return Err(SegmentError::Impossible(format!(
+                return Err(impossible(format!(
                     "VM '{vm}' has no free slot for a segment ({slots} in all); start it with --segment-slots {} (or segment_slots = {0} in its description)",
                     slot + 1
-                ))
-                .into());
+                )));
             }
             let mut segment = SegmentSpec::new(&name);
             segment.bytes = manifest.image_bytes;
             segment.image = Some(image.clone());
             segment.digest = Some(manifest.digest.clone());
             memfold_vm::segments::check_one(&segment)
-                .map_err(|error| SegmentError::Impossible(error.to_string()))?;
+                .map_err(|error| impossible(error.to_string()))?;
             let file = File::open(&image);
             // The segment is recorded before QEMU adds the device: a device without a record would
             // occupy its slot forever. A record without a device is removed later.
@@ -90,17 +89,8 @@ impl Segments {
             );
         }
         drop(kept);
-        let report = if request.no_lay {
-            None
-        } else {
-            Some(lay_instead(
-                &machine,
-                &now,
-                &manifest.name,
-                &name,
-                request.content,
-            )?)
-        };
+        let lay = || lay_instead(&machine, &now, &manifest.name, &name, request.content);
+        let report = (!request.no_lay).then(lay).transpose()?;
         Ok(AttachedSegment {
             segment: VmSegment {
                 state: machine
@@ -125,27 +115,23 @@ impl Segments {
         };
         // The mounted generation is the one that was attached last.
         let Some(at) = now.iter().rposition(|s| of(&s)) else {
-            return Err(
-                SegmentError::Impossible(format!("VM '{vm}' has no segment '{name}'")).into(),
-            );
+            return Err(impossible(format!("VM '{vm}' has no segment '{name}'")));
         };
         let segment = &now[at];
         let is_newer = |s: &&SegmentSpec| s.base_name() == segment.base_name();
         if let Some(newer) = now[at + 1..].iter().rev().find(is_newer) {
-            return Err(SegmentError::Impossible(format!(
+            return Err(impossible(format!(
                 "VM '{vm}' has '{}' over its files, no longer '{}'; to take it off: memfold segment detach {vm} {}",
                 newer.name,
                 segment.name,
                 segment.base_name()
-            ))
-            .into());
+            )));
         }
         if segment.root {
-            return Err(SegmentError::Impossible(format!(
+            return Err(impossible(format!(
                 "'{}' is the root file system of VM '{vm}' and is detached when the VM ends",
                 segment.name
-            ))
-            .into());
+            )));
         }
         let report = take_off(&machine, segment.base_name())?;
         if self.shelf.writer(segment.base_name()).as_deref() == Some(vm) {

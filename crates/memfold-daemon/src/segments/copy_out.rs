@@ -17,12 +17,11 @@ use memfold_api::BuildRequest;
 use memfold_host::progress::Progress;
 use memfold_segment::{self as segment, Draft, PROGRAMS, SegmentError};
 use memfold_vm::{Qmp, QmpError, VmSpec};
-use serde_json::json;
+use serde_json::{Value, json};
 
-use crate::error::DaemonError;
-use crate::machine::Machine;
+use crate::error::{DaemonError, impossible};
+use crate::machine::{Machine, text};
 use crate::segments::Segments;
-use crate::segments::in_guest::says;
 use crate::segments::slots::{directory, noted};
 
 /// Size of the disk image, in bytes. The image is sparse: only written parts take space.
@@ -212,10 +211,9 @@ fn all_written(machine: &Machine) -> Result<(), DaemonError> {
     });
     match failed {
         Some(0) => Ok(()),
-        _ => Err(SegmentError::Impossible(
-            "writes of the copy failed on this host: check whether the file system of segments is full".into(),
-        )
-        .into()),
+        _ => Err(impossible(
+            "writes of the copy failed on this host: check whether the file system of segments is full",
+        )),
     }
 }
 
@@ -224,18 +222,12 @@ pub(crate) fn unplug(machine: &Machine) {
     let peripherals = json!({ "path": "/machine/peripheral" });
     let is_there = || {
         let list = machine.monitor().execute("qom-list", peripherals.clone());
-        list.is_ok_and(|list| {
-            let all = list.as_array();
-            all.is_some_and(|all| all.iter().any(|device| device["name"] == NODE))
-        })
+        let list = list.ok();
+        let mut all = list.iter().filter_map(Value::as_array).flatten();
+        all.any(|device| device["name"] == NODE)
     };
     let end = Instant::now() + UNPLUG_TIMEOUT;
-    let mut asked = Instant::now();
-    if is_there() {
-        let _ = machine
-            .monitor()
-            .execute("device_del", json!({ "id": NODE }));
-    }
+    let mut asked: Option<Instant> = None;
     while is_there() {
         if Instant::now() > end {
             tracing::warn!(
@@ -245,18 +237,16 @@ pub(crate) fn unplug(machine: &Machine) {
             return;
         }
         // A guest that was still booting may have missed the request to release the disk.
-        if asked.elapsed() > UNPLUG_TIMEOUT / 4 {
-            asked = Instant::now();
-            let _ = machine
-                .monitor()
-                .execute("device_del", json!({ "id": NODE }));
+        if asked.is_none_or(|asked| asked.elapsed() > UNPLUG_TIMEOUT / 4) {
+            asked = Some(Instant::now());
+            let device = json!({ "id": NODE });
+            let _ = machine.monitor().execute("device_del", device);
         }
         std::thread::sleep(Duration::from_millis(100));
     }
     // This fails if the node does not exist.
-    let _ = machine
-        .monitor()
-        .execute("blockdev-del", json!({ "node-name": NODE }));
+    let node = json!({ "node-name": NODE });
+    let _ = machine.monitor().execute("blockdev-del", node);
 }
 
 fn run(machine: &Machine, tops: &[String]) -> Result<(), DaemonError> {
@@ -269,12 +259,11 @@ fn run(machine: &Machine, tops: &[String]) -> Result<(), DaemonError> {
     if done.code == 0 {
         return Ok(());
     }
-    let why = format!(
+    Err(impossible(format!(
         "the guest of VM '{}' cannot copy its files: {}",
         machine.name(),
-        says(&done)
-    );
-    Err(SegmentError::Impossible(why).into())
+        text(&done.stderr)
+    )))
 }
 
 /// Returns directories and files that together contain all matches of the glob patterns. None of

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use memfold_segment::{Manifest, Reference, SegmentError};
 use memfold_vm::{SegmentSpec, VmSpec};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, impossible};
 use crate::segments::Segments;
 use crate::snapshot_locks::{Use, being_saved};
 
@@ -29,29 +29,25 @@ impl Segments {
     pub(crate) fn find(&self, spec: &mut VmSpec) -> Result<(), DaemonError> {
         let (vm, domain) = (spec.name.clone(), spec.domain.clone());
         for segment in &mut spec.segments {
-            let found = self.find_one(&segment.name, &vm, domain.as_deref())?;
-            if segment.root && !found.0.root {
-                return Err(SegmentError::Impossible(format!(
+            let (found, image) = self.find_one(&segment.name, &vm, domain.as_deref())?;
+            if segment.root && !found.root {
+                return Err(impossible(format!(
                     "segment '{}' contains no root file system; build a segment with --root",
-                    found.0.reference()
-                ))
-                .into());
+                    found.reference()
+                )));
             }
-            if segment
-                .digest
-                .as_ref()
-                .is_some_and(|then| *then != found.0.digest)
-            {
+            let then = segment.digest.as_ref();
+            if then.is_some_and(|then| *then != found.digest) {
                 return Err(SegmentError::Broken {
-                    name: found.0.reference(),
+                    name: found.reference(),
                     why: "its content differs from the segment that this VM was saved with".into(),
                 }
                 .into());
             }
-            segment.digest = Some(found.0.digest.clone());
-            segment.name = found.0.reference();
-            segment.bytes = found.0.image_bytes;
-            segment.image = Some(found.1);
+            segment.name = found.reference();
+            segment.bytes = found.image_bytes;
+            segment.digest = Some(found.digest);
+            segment.image = Some(image);
         }
         Ok(())
     }

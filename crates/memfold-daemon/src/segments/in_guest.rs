@@ -1,15 +1,18 @@
 //! Sends commands about segments to the guest's agent: mount a segment over the guest's files,
-//! unmount it, list mounted segments.
+//! unmount it, list mounted segments. Mounts segments in guests that boot, and finds out which
+//! segments are mounted when the daemon starts.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::SegmentState;
 use memfold_host::chain;
-use memfold_segment::SegmentError;
-use memfold_vm::{AgentError, CommandResult};
+use memfold_vm::{AgentError, CommandResult, SegmentSpec};
+use tracing::warn;
 
-use crate::error::DaemonError;
-use crate::machine::Machine;
+use crate::error::{DaemonError, impossible};
+use crate::machine::{Machine, text};
+use crate::segments::copy_out;
 
 /// Time limit for a guest to compare its files with those of a segment, and to mount the segment.
 const LAY_TIMEOUT: Duration = Duration::from_secs(300);
@@ -33,39 +36,34 @@ pub(crate) fn lay(
     name: &str,
     content: bool,
 ) -> Result<serde_json::Value, DaemonError> {
-    let option = if content { " --content" } else { "" };
-    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-lay {name}{option}");
-    let timeout = if content {
-        CONTENT_TIMEOUT
+    let (option, timeout) = if content {
+        (" --content", CONTENT_TIMEOUT)
     } else {
-        LAY_TIMEOUT
+        ("", LAY_TIMEOUT)
     };
+    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-lay {name}{option}");
     machine.check_runs("no segment was mounted")?;
     let end = Instant::now() + PLUG_TIMEOUT;
     let done = loop {
         let done = machine.run(&script, timeout);
-        let is_late = Instant::now() > end;
-        match &done {
+        let is_early = match &done {
             // The guest has not found the device yet.
-            Ok(result) if result.code != 0 && !is_late && says(result).contains("no device") => {
-                std::thread::sleep(Duration::from_millis(500));
-            }
-            Err(AgentError::Lost | AgentError::NoSession(_)) if !is_late => {
-                std::thread::sleep(Duration::from_millis(500));
-            }
-            _ => break done,
+            Ok(result) => result.code != 0 && text(&result.stderr).contains("no device"),
+            Err(error) => matches!(error, AgentError::Lost | AgentError::NoSession(_)),
+        };
+        if !is_early || Instant::now() > end {
+            break done;
         }
+        std::thread::sleep(Duration::from_millis(500));
     };
     let answer = done
         .map_err(DaemonError::from)
         .and_then(|done| answer(machine, &done));
-    machine.set_segment_state(
-        name,
-        match &answer {
-            Ok(_) => SegmentState::Laid,
-            Err(error) => SegmentState::Failed(chain(error)),
-        },
-    );
+    let state = match &answer {
+        Ok(_) => SegmentState::Laid,
+        Err(error) => SegmentState::Failed(chain(error)),
+    };
+    machine.set_segment_state(name, state);
     answer
 }
 
@@ -88,21 +86,85 @@ pub(crate) fn list(machine: &Machine) -> Result<serde_json::Value, DaemonError> 
     answer(machine, &done)
 }
 
-/// Returns the standard error of a command in a guest, as text.
-pub(crate) fn says(result: &CommandResult) -> String {
-    String::from_utf8_lossy(&result.stderr).trim().to_owned()
-}
-
 fn answer(machine: &Machine, done: &CommandResult) -> Result<serde_json::Value, DaemonError> {
-    let refused = |why: String| {
-        SegmentError::Impossible(format!("the guest of VM '{}': {why}", machine.name()))
-    };
+    let refused = |why: &str| impossible(format!("the guest of VM '{}': {why}", machine.name()));
     match done.code {
         0 => serde_json::from_slice(&done.stdout)
-            .map_err(|_| refused("the agent's answer is not JSON; update the agent".into()).into()),
-        USAGE => {
-            Err(refused("the agent does not support segments; update the agent".into()).into())
+            .map_err(|_| refused("the agent's answer is not JSON; update the agent")),
+        USAGE => Err(refused(
+            "the agent does not support segments; update the agent",
+        )),
+        _ => Err(refused(&text(&done.stderr))),
+    }
+}
+
+/// Has a guest that boots mount the VM's segments over its files, unless the guest did so itself.
+pub(crate) fn lay_when_booted(machine: &Arc<Machine>) {
+    if machine.vm().segments().iter().any(|segment| !segment.root) {
+        machine.on_agent_ready("segments", lay_all);
+    }
+}
+
+/// Asks a guest that was booted under an earlier daemon for its mounted segments, and removes a
+/// disk for copying files that the earlier daemon has left.
+pub(crate) fn recall_segments(machine: &Arc<Machine>) {
+    if machine.vm().spec().is_none_or(|spec| spec.slots() == 0) {
+        return;
+    }
+    machine.on_agent_ready("segments", |machine| {
+        if let Err(error) = recall(machine) {
+            warn!(
+                vm = machine.name(),
+                error = &error as &dyn std::error::Error,
+                "cannot ask the guest which segments it uses; no action is needed"
+            );
         }
-        _ => Err(refused(says(done)).into()),
+    });
+}
+
+fn recall(machine: &Machine) -> Result<(), DaemonError> {
+    // While this right is held, no segment is mounted or unmounted.
+    let _alone = machine.save_right();
+    copy_out::unplug(machine);
+    if machine.vm().segments().iter().all(|segment| segment.root) {
+        return Ok(());
+    }
+    let there = list(machine)?;
+    for segment in machine.vm().segments().iter().filter(|s| !s.root) {
+        let lies = |entry: &serde_json::Value| {
+            let (name, generation) = (entry["name"].as_str()?, entry["generation"].as_u64()?);
+            let layers = entry["layers"].as_array()?;
+            let is_mounted = entry["mounted"].is_string() && !layers.is_empty();
+            Some(is_mounted && segment.name == format!("{name}@{generation}"))
+        };
+        let mut entries = there.as_array().into_iter().flatten();
+        let is_laid = entries.any(|entry| lies(entry) == Some(true));
+        // A known state is newer, because this daemon has changed the mount since.
+        if is_laid && machine.segment_state(&segment.name).is_none() {
+            machine.set_segment_state(&segment.name, SegmentState::Laid);
+        }
+    }
+    Ok(())
+}
+
+/// Has a running guest mount all segments of the VM. A failure is logged and shown in the list of
+/// VMs.
+pub(crate) fn lay_all(machine: &Machine) {
+    let _alone = machine.save_right();
+    let segments = machine.vm().segments();
+    for (number, segment) in segments.iter().enumerate() {
+        let is_newer = |other: &SegmentSpec| other.base_name() == segment.base_name();
+        // Of two generations, only the one that was attached last is used.
+        if segment.root || segments[number + 1..].iter().any(is_newer) {
+            continue;
+        }
+        if let Err(error) = lay(machine, &segment.name, false) {
+            warn!(
+                vm = machine.name(),
+                segment = segment.name,
+                error = &error as &dyn std::error::Error,
+                "cannot mount the segment in the guest; run 'memfold segment attach'"
+            );
+        }
     }
 }

@@ -4,7 +4,7 @@ use memfold_segment::SegmentError;
 use memfold_vm::segments::unplug_backend;
 use memfold_vm::{SegmentSpec, VmDirectory};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, impossible};
 use crate::machine::Machine;
 
 /// Returns the recorded segments that QEMU has as devices. A segment that an earlier daemon
@@ -39,10 +39,9 @@ pub(super) fn note(directory: &VmDirectory, now: &[SegmentSpec]) -> Result<(), D
 
 pub(super) fn directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
     machine.vm().directory().ok_or_else(|| {
-        SegmentError::Impossible(format!(
+        impossible(format!(
             "VM '{}' was not started by memfold, so it has no slots for segments; start it with 'memfold vm run'",
             machine.name()
         ))
-        .into()
     })
 }

@@ -2,14 +2,12 @@
 //! Removes old generations that have no user.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use memfold_segment::{Manifest, SegmentError};
 use memfold_vm::{SegmentSpec, VmDirectory};
 use tracing::{info, warn};
 
 use crate::error::DaemonError;
-use crate::machine::Machine;
 use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
@@ -19,7 +17,7 @@ impl Segments {
     pub(super) fn users_of(&self, manifest: &Manifest) -> Result<Vec<String>, DaemonError> {
         let reference = manifest.reference();
         let pids = self.shelf.users(std::slice::from_ref(manifest))?;
-        let machines: Vec<Arc<Machine>> = self.registry.machines();
+        let machines = self.registry.machines();
         let mut users = BTreeSet::new();
         if self.locks.now(&being_saved(&reference)).is_some() {
             users.insert("a snapshot or a VM that is being made".to_owned());
@@ -41,9 +39,8 @@ impl Segments {
         }
         for arrival in self.registry.arrivals().all() {
             let place = VmDirectory::of(self.registry.state(), arrival.name());
-            if VmDirectory::read_json::<Vec<SegmentSpec>>(&place.segments())
-                .is_ok_and(|now| named(&now))
-            {
+            let now = VmDirectory::read_json::<Vec<SegmentSpec>>(&place.segments());
+            if now.is_ok_and(|now| named(&now)) {
                 users.insert(format!("VM {}", arrival.name()));
             }
         }
@@ -55,15 +52,10 @@ impl Segments {
                 source,
             })?;
         for name in names {
-            match self.snapshots.manifest(&name) {
-                Ok(saved) if named(&saved.spec.segments) => {
-                    users.insert(format!("snapshot {name}"));
-                }
-                Ok(_) => {}
-                Err(_) => {
-                    users.insert(format!("possibly snapshot {name}, which cannot be read"));
-                }
-            }
+            users.extend(match self.snapshots.manifest(&name) {
+                Ok(saved) => named(&saved.spec.segments).then(|| format!("snapshot {name}")),
+                Err(_) => Some(format!("possibly snapshot {name}, which cannot be read")),
+            });
         }
         Ok(users.into_iter().collect())
     }
@@ -76,12 +68,9 @@ impl Segments {
         if self.registry.arrivals().get(&vm).is_some() {
             return Some(vm);
         }
-        let machine = self.registry.machine(&vm).ok();
-        let has_it = |machine: &Arc<Machine>| {
-            let segments = machine.vm().segments();
-            segments.iter().any(|s| s.base_name() == name)
-        };
-        machine.is_some_and(|m| has_it(&m)).then_some(vm)
+        let segments = self.registry.machine(&vm).ok()?.vm().segments();
+        let has_it = segments.iter().any(|s| s.base_name() == name);
+        has_it.then_some(vm)
     }
 
     /// Checks that no VM but `vm` maps a generation of the segment, so that `vm` may write the next
@@ -137,11 +126,8 @@ impl Segments {
     /// generations without users.
     pub(crate) fn clean_up(&self) {
         let all = self.shelf.all().unwrap_or_default();
-        for name in all
-            .iter()
-            .map(|manifest| manifest.name.as_str())
-            .collect::<BTreeSet<_>>()
-        {
+        let names: BTreeSet<&str> = all.iter().map(|manifest| manifest.name.as_str()).collect();
+        for name in names {
             if self.shelf.writer(name).is_some() && self.writer(name).is_none() {
                 self.no_writer(name);
             }
@@ -175,11 +161,8 @@ impl Segments {
         if segments.is_empty() {
             return;
         }
-        for name in segments
-            .iter()
-            .map(SegmentSpec::base_name)
-            .collect::<BTreeSet<_>>()
-        {
+        let names: BTreeSet<&str> = segments.iter().map(SegmentSpec::base_name).collect();
+        for name in names {
             self.drop_old(name);
         }
         // A VM that is being started may have looked up a segment and not mapped it yet. The

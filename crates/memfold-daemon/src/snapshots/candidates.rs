@@ -24,7 +24,7 @@ use memfold_wire::agent::{FileNumber, OutputStream};
 use tracing::{debug, info};
 
 use crate::folding::Folding;
-use crate::machine::Machine;
+use crate::machine::{Machine, text};
 
 /// Time limit of all questions to the guest together.
 const LIMIT: Duration = Duration::from_secs(4);
@@ -111,10 +111,7 @@ pub(super) fn find(folding: &Folding, machine: &Machine) -> Found {
         vm = machine.name(),
         files = places.of.len(),
         candidates = candidates.len(),
-        pages = candidates
-            .iter()
-            .map(|candidate| candidate.pages)
-            .sum::<u64>(),
+        pages = candidates.iter().map(|run| run.pages).sum::<u64>(),
         took_ms = began.elapsed().as_millis(),
         "cached pages found on the guest's disks"
     );
@@ -153,8 +150,7 @@ fn run(agent: &AgentLink, script: &str, limit: Duration) -> Result<Vec<u8>, Stri
         // Exit code 2: the agent does not know the option.
         Ok(2) => Err("its agent is older than this, and does not know --extents".to_owned()),
         Ok(code) => {
-            let words = String::from_utf8_lossy(&words);
-            let words: String = words.trim().chars().take(200).collect();
+            let words: String = text(&words).chars().take(200).collect();
             Err(format!("its agent ended with code {code}: {words}"))
         }
         Err(error) => Err(error.to_string()),
@@ -186,11 +182,8 @@ impl Places {
         let mut rest = ranked;
         let mut last_took = Duration::ZERO;
         while !rest.is_empty() && self.count < MAX_PLACES {
-            let files: Vec<FileNumber> = rest
-                .iter()
-                .take(PATHS_AT_ONCE)
-                .map(|&(file, _)| file)
-                .collect();
+            let files = rest.iter().take(PATHS_AT_ONCE).map(|&(file, _)| file);
+            let files: Vec<FileNumber> = files.collect();
             let paths = paths(&files)?;
             let (script, asked) = guest_extents::script(paths.iter().map(Vec::as_slice));
             let pages: u64 = rest.iter().take(asked).map(|&(_, pages)| pages).sum();
@@ -212,14 +205,13 @@ impl Places {
     fn take(&mut self, files: &[FileNumber], answer: &[u8]) -> Result<(), String> {
         for extent in guest_extents::parse(answer, files.len())? {
             let known = self.disks.iter().position(|disk| *disk == extent.disk);
-            let guest_disk = match known {
-                Some(number) => number,
-                None if self.disks.len() < MAX_DISKS => {
-                    self.disks.push(extent.disk);
-                    self.disks.len() - 1
-                }
-                None => continue,
-            };
+            let guest_disk = known.unwrap_or(self.disks.len());
+            if guest_disk == MAX_DISKS {
+                continue;
+            }
+            if known.is_none() {
+                self.disks.push(extent.disk);
+            }
             if self.count == MAX_PLACES {
                 break;
             }

@@ -7,7 +7,7 @@ use memfold_snapshot::guest_extents::{END, with_paths};
 use memfold_vm::AgentError;
 
 use crate::error::DaemonError;
-use crate::machine::Machine;
+use crate::machine::{Machine, text};
 
 /// Time limit for a guest to write back dirty pages.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
@@ -52,7 +52,7 @@ const TRACE_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) fn write_back(machine: &Machine) -> Result<(), DaemonError> {
     let wrote = machine.run("sync", WRITE_TIMEOUT)?;
     if wrote.code != 0 {
-        let words = String::from_utf8_lossy(&wrote.stderr).trim().to_owned();
+        let words = text(&wrote.stderr);
         return Err(DaemonError::BadRequest(format!(
             "the guest did not write back dirty pages ({words}); use --keep all"
         )));
@@ -80,7 +80,7 @@ pub(super) fn drop_caches(
         )));
     }
     if dropped.code != 0 {
-        let words = String::from_utf8_lossy(&dropped.stderr).trim().to_owned();
+        let words = text(&dropped.stderr);
         return Err(DaemonError::BadRequest(format!(
             "the guest did not drop its caches ({words}); use --keep all"
         )));

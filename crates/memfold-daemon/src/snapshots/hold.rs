@@ -15,7 +15,8 @@ use memfold_wire::library::Range;
 use crate::folding::Folding;
 use crate::interrupted_save::NotedSave;
 use crate::ksm_steering::MergingStops;
-use crate::machine::Machine;
+use crate::machine::{Machine, text};
+use crate::threads;
 
 /// Time limit for a guest to list its free pages.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
@@ -67,11 +68,8 @@ impl<'a> HeldVm<'a> {
 
 impl HeldVm<'_> {
     pub fn stood_still(&self) -> Duration {
-        self.stood.get()
-            + self
-                .stopped
-                .get()
-                .map_or(Duration::ZERO, |since| since.elapsed())
+        let since = self.stopped.get();
+        self.stood.get() + since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Begins to track the VM's writes, and then asks the guest for its free pages. The guest
@@ -96,10 +94,9 @@ impl HeldVm<'_> {
         self.tell("tracked", Command::Track)?;
         let (answer, answered) = sync_channel(1);
         let machine = self.machine.clone();
-        std::thread::Builder::new()
-            .name("free pages".into())
-            // The save may have failed meanwhile.
-            .spawn(move || drop(answer.send(list_free_pages(&machine))))
+        // The save may have failed meanwhile.
+        let list = move || drop(answer.send(list_free_pages(&machine)));
+        threads::begin("free pages", list)
             .map_err(|error| format!("cannot start a thread: {error}"))?;
         Ok(answered)
     }
@@ -127,10 +124,10 @@ fn list_free_pages(machine: &Machine) -> FreePages {
     let listed = machine.run(free::LIST, LIST_TIMEOUT);
     let listed = listed.map_err(|error| error.to_string())?;
     if listed.code != 0 {
-        let words = String::from_utf8_lossy(&listed.stderr).trim().to_owned();
+        let words = text(&listed.stderr);
         return Err(format!("the guest cannot list its free pages: {words}"));
     }
-    free::parse(&listed.stdout, machine.ram_pages())
+    free::parse(&listed.stdout, machine.layout().pages())
 }
 
 impl save::Hold for HeldVm<'_> {

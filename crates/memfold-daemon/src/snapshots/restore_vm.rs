@@ -13,8 +13,8 @@ use rustix::process::Pid;
 
 use crate::boot_snapshot;
 use crate::error::DaemonError;
-use crate::locks::{Rank, Ranked};
-use crate::segments::laying::recall_segments;
+use crate::locks::TwinRight;
+use crate::segments::in_guest::recall_segments;
 use crate::snapshots::Snapshots;
 
 /// Longest wait for another restore of a guest that cannot renew its identity.
@@ -24,8 +24,8 @@ impl Snapshots {
     /// Returns the name of a VM that has this snapshot's identity: a VM restored from the snapshot,
     /// or the saved VM itself if it still runs.
     fn twin(&self, manifest: &Manifest) -> Result<Option<String>, DaemonError> {
-        let pids = restore::users(&self.directory, &manifest.name)?;
-        let machines = self.registry.machines();
+        let pids = restore::users(&self.below.snapshots, &manifest.name)?;
+        let machines = self.below.registry.machines();
         let named = |pid: &Pid| {
             let vm = machines.iter().find(|m| m.pid() == *pid);
             vm.map_or_else(
@@ -55,17 +55,20 @@ impl Snapshots {
     ) -> Result<VmInfo, DaemonError> {
         // The lock prevents the removal and replacement of the snapshot, so all files belong to one
         // save.
-        let progress = self.locks.begin(snapshot)?;
-        let manifest = self.directory.manifest(snapshot)?;
-        let mut spec = restore::spec(&self.directory, &manifest, &request.vm)?;
+        let progress = self.below.snapshot_locks.begin(snapshot)?;
+        let manifest = self.below.snapshots.manifest(snapshot)?;
+        let mut spec = restore::spec(&self.below.snapshots, &manifest, &request.vm)?;
         // The name is checked before the disks are copied, which takes long.
         memfold_vm::check_name("name", &request.vm).map_err(LaunchError::from)?;
-        if self.registry.contains(&request.vm) {
+        if self.below.registry.contains(&request.vm) {
             return Err(DaemonError::NameTaken(request.vm.clone()));
         }
         restore::choose_host_ends(&mut spec, &request.forwards)?;
         let held = manifest.counts.saved_pages * PAGE_SIZE;
-        let admitted = self.debt.admit(&request.vm, held, request.despite_brake)?;
+        let admitted = self
+            .below
+            .debt
+            .admit(&request.vm, held, request.despite_brake)?;
         let own_disks = match &request.disks {
             Some(place) => OwnDisks::make(&mut spec, place, &progress)?,
             None => OwnDisks::default(),
@@ -74,9 +77,8 @@ impl Snapshots {
         let _alone = if manifest.tells_twins_apart() {
             None
         } else {
-            let rank = Ranked::begin(Rank::Twins);
-            let alone = self.twins.try_lock_for(TWIN_PATIENCE);
-            Some((alone.ok_or_else(others_are_restored)?, rank))
+            let alone = TwinRight::try_take(|| self.twins.try_lock_for(TWIN_PATIENCE));
+            Some(alone.ok_or_else(others_are_restored)?)
         };
         if !manifest.tells_twins_apart() && !request.force {
             if let Some(other) = self.twin(&manifest)? {
@@ -86,7 +88,7 @@ impl Snapshots {
         }
         let plan =
             Plan::new(request.renew, request.keep_clock, &spec).map_err(|error| no_plan(&error))?;
-        let image = self.directory.checked_image(&manifest, &progress)?;
+        let image = self.below.snapshots.checked_image(&manifest, &progress)?;
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
@@ -100,7 +102,7 @@ impl Snapshots {
                 .map_err(|error| no_plan(&error))
                 .and_then(|()| Ok(vm.daemon_qmp()?))
                 .and_then(|mut qmp| {
-                    restore::fill(&vm, &mut qmp, &self.directory, &manifest, &image)
+                    restore::fill(&vm, &mut qmp, &self.below.snapshots, &manifest, &image)
                 });
             if let Err(error) = filled {
                 // The log is removed with the VM's directory, so it is read first.
@@ -119,18 +121,18 @@ impl Snapshots {
         });
         drop(image);
         if launched.is_err() {
-            self.directory.let_go();
+            self.below.snapshots.let_go();
         }
         let info = launched?;
         admitted.started();
         own_disks.keep();
-        let Ok(machine) = self.registry.machine(&request.vm) else {
+        let Ok(machine) = self.below.registry.machine(&request.vm) else {
             // The VM has ended already. Its image may have been in use here, so unused files are
             // removed now.
-            self.directory.let_go();
+            self.below.snapshots.let_go();
             return Ok(info);
         };
-        boot_snapshot::find(&self.directory, &machine);
+        boot_snapshot::find(&self.below.snapshots, &machine);
         recall_segments(&machine);
         self.mind_working_set(machine.clone(), manifest, request.prefetch);
         Ok(machine.info())

@@ -8,6 +8,7 @@ use tracing::{debug, info};
 
 use crate::machine::Machine;
 use crate::snapshots::Snapshots;
+use crate::threads;
 
 impl Snapshots {
     /// Prefetches the snapshot's working set for a restored VM, or records the working set if none
@@ -18,14 +19,14 @@ impl Snapshots {
         manifest: Manifest,
         prefetch: bool,
     ) {
-        let Ok(place) = self.directory.path(&manifest.name) else {
+        let Ok(place) = self.below.snapshots.path(&manifest.name) else {
             return;
         };
         let known = WorkingSet::read(&place, &manifest.sums.xxh3_128);
         if known.is_some() && !prefetch {
             return;
         }
-        let registry = Arc::downgrade(&self.registry);
+        let registry = Arc::downgrade(&self.below.registry);
         let work = move || {
             if let Some(set) = known {
                 let places = working_set::places(&manifest, &machine.layout());
@@ -70,10 +71,7 @@ impl Snapshots {
                 }
             }
         };
-        if let Err(error) = std::thread::Builder::new()
-            .name("working-set".into())
-            .spawn(work)
-        {
+        if let Err(error) = threads::begin("working-set", work) {
             debug!(%error, "cannot start the thread that loads or records the restored VM's working set");
         }
     }

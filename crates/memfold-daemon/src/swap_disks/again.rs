@@ -13,8 +13,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Weak};
-use std::thread::Builder;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{BorrowRequest, SwapPlace};
@@ -24,8 +23,9 @@ use tracing::{info, warn};
 use crate::backoff::{Backoff, LONGEST_WAIT};
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
-use crate::swap_disks::attempt::Asker;
-use crate::swap_disks::saved_request::saved_request;
+use crate::swap_disks::borrow::Asker;
+use crate::swap_disks::note::saved_request;
+use crate::threads;
 
 /// Time between two checks for swap disks to move again.
 const LOOK: Duration = Duration::from_secs(2);
@@ -57,22 +57,13 @@ fn forget_done(waiting: &mut BTreeMap<u32, Backoff<()>>, now: Instant) {
     waiting.retain(|_, tries| tries.ended(now).is_none());
 }
 
-/// Checks for swap disks to move again, until the daemon ends.
-fn watch(disks: &Weak<SwapDisks>) {
-    let mut waiting = BTreeMap::new();
-    while let Some(disks) = disks.upgrade() {
-        disks.borrow_again(&mut waiting);
-        drop(disks);
-        std::thread::sleep(LOOK);
-    }
-}
-
 impl SwapDisks {
     /// Starts the thread that borrows again.
     pub(crate) fn begin_borrowing_again(self: &Arc<Self>) -> io::Result<()> {
-        let disks = Arc::downgrade(self);
-        let thread = Builder::new().name("wishes".into());
-        thread.spawn(move || watch(&disks)).map(drop)
+        let mut waiting = BTreeMap::new();
+        threads::repeat("wishes", LOOK, self, move |disks| {
+            disks.borrow_again(&mut waiting);
+        })
     }
 
     /// Returns the VMs whose swap disk should be lent and is not, with the operator's request and

@@ -9,8 +9,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Weak};
-use std::thread::Builder;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{BorrowRequest, SwapPlace};
@@ -21,10 +20,10 @@ use serde_json::json;
 use tracing::{info, warn};
 
 use crate::backoff::{Backoff, LONGEST_WAIT};
-use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
-use crate::swap_disks::attempt::Asker;
-use crate::swap_disks::saved_request::saved_request;
+use crate::swap_disks::borrow::Asker;
+use crate::swap_disks::note::{saved_request, swap_directory};
+use crate::threads;
 
 /// Time between two measurements.
 const LOOK: Duration = Duration::from_secs(2);
@@ -91,41 +90,29 @@ impl Habit {
             self.by_itself = false;
             self.tries.rest(now + REST);
         }
-        let rests = self.tries.rests(now);
-        if is_lent {
-            let is_over = now.duration_since(idle_since) >= REST;
-            return if self.by_itself && is_over && !rests {
-                BorrowStep::GiveBack
-            } else {
-                BorrowStep::Nothing
-            };
-        }
-        if self.busy_looks >= BUSY_LOOKS && !rests {
-            BorrowStep::Borrow
-        } else {
-            BorrowStep::Nothing
+        let is_over = self.by_itself && now.duration_since(idle_since) >= REST;
+        match is_lent {
+            _ if self.tries.rests(now) => BorrowStep::Nothing,
+            true if is_over => BorrowStep::GiveBack,
+            false if self.busy_looks >= BUSY_LOOKS => BorrowStep::Borrow,
+            _ => BorrowStep::Nothing,
         }
     }
 
     /// Returns whether a move is in progress. If a move has ended, records its result.
     fn is_switching(&mut self, now: Instant) -> bool {
-        match self.tries.ended(now) {
-            Some(Done::Borrowed) => self.borrowed(),
-            Some(Done::GivenBack) => self.given_back(),
-            None => {}
+        if let Some(done) = self.tries.ended(now) {
+            self.moved(done);
         }
         self.tries.is_under_way()
     }
 
-    fn borrowed(&mut self) {
-        self.by_itself = true;
-        self.idle_since = None;
+    fn moved(&mut self, done: Done) {
+        self.by_itself = done == Done::Borrowed;
+        if self.by_itself {
+            self.idle_since = None;
+        }
         // The traffic since the last measurement includes the move itself.
-        self.last = None;
-    }
-
-    fn given_back(&mut self) {
-        self.by_itself = false;
         self.last = None;
     }
 }
@@ -142,34 +129,19 @@ fn moved(qmp: &mut Qmp, node: &str) -> Option<u64> {
     Some(bytes("rd_bytes")?.saturating_add(bytes("wr_bytes")?))
 }
 
-/// Measures the traffic of swap devices until the daemon ends.
-fn watch(disks: &Weak<SwapDisks>) {
-    let mut habits = BTreeMap::new();
-    while let Some(disks) = disks.upgrade() {
-        disks.look_at_swapping(&mut habits);
-        drop(disks);
-        std::thread::sleep(LOOK);
-    }
-}
-
 impl SwapDisks {
     /// Starts the thread of automatic loans.
     pub(crate) fn begin_borrowing_by_itself(self: &Arc<Self>) -> io::Result<()> {
-        let disks = Arc::downgrade(self);
-        let thread = Builder::new().name("borrow".into());
-        thread.spawn(move || watch(&disks)).map(drop)
+        let mut habits = BTreeMap::new();
+        threads::repeat("borrow", LOOK, self, move |disks| {
+            disks.look_at_swapping(&mut habits);
+        })
     }
 
     fn look_at_swapping(self: &Arc<Self>, habits: &mut BTreeMap<u32, Habit>) {
-        let swaps = |machine: &Machine| {
-            let spec = machine.vm().spec();
-            spec.is_some_and(|spec| spec.swap.is_some() && spec.user.is_none())
-        };
-        let machines: Vec<Arc<Machine>> = self.registry.machines();
-        let machines = machines.into_iter().filter(|machine| swaps(machine));
+        let mut machines = self.registry.machines();
         // VMs with an operator's request get no automatic loan.
-        let machines = machines.filter(|machine| saved_request(machine).is_none());
-        let machines: Vec<Arc<Machine>> = machines.collect();
+        machines.retain(|m| swap_directory(m).is_ok() && saved_request(m).is_none());
         habits.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
         for machine in machines {
             let vm = machine.name();
@@ -301,7 +273,7 @@ mod tests {
         vm.look(0, SwapPlace::OnDisk);
         assert_eq!(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk), 5);
         // After the loss of a lender, the VM borrows from another one.
-        vm.habit.borrowed();
+        vm.habit.moved(Done::Borrowed);
         assert_eq!(vm.look(2 * MIB, SwapPlace::Lent), BorrowStep::Nothing);
         assert_eq!(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnCopy), 1);
     }
@@ -332,14 +304,14 @@ mod tests {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
         vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
-        vm.habit.borrowed();
+        vm.habit.moved(Done::Borrowed);
         for _ in 0..600 {
             // The traffic is neither busy nor idle.
             assert_eq!(vm.look(MIB, SwapPlace::Lent), BorrowStep::Nothing);
         }
         let looks = vm.until(BorrowStep::GiveBack, 0, SwapPlace::Lent);
         assert!((300..=302).contains(&looks), "{looks}");
-        vm.habit.given_back();
+        vm.habit.moved(Done::GivenBack);
         for _ in 0..1000 {
             assert_eq!(vm.look(0, SwapPlace::OnDisk), BorrowStep::Nothing);
         }
@@ -354,7 +326,7 @@ mod tests {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
         vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
-        vm.habit.borrowed();
+        vm.habit.moved(Done::Borrowed);
         vm.look(2 * MIB, SwapPlace::Lent);
         let looks = vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
         assert!((300..=302).contains(&looks), "{looks}");

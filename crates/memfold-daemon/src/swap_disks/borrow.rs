@@ -9,23 +9,55 @@ use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
 use memfold_lend::graph::{self, Borrowing, GraphError, Part, Phase, Stripe, Top};
 use memfold_lend::iscsi::bridge;
+use memfold_lend::relay::start::Running;
 use memfold_lend::wire::Wire;
 use memfold_lend::{Durability, Endpoint, Lease, Transport};
 use memfold_units::ByteSize;
 use memfold_vm::{VmDirectory, swap};
 use tracing::{info, warn};
 
-use crate::error::{DaemonError, lending};
-use crate::lease_times::{RENEW, RESUMED, lease_ttl, ms};
+use crate::error::{DaemonError, lending, state_error};
+use crate::leases::{RENEW, RESUMED, lease_ttl, ms};
+use crate::locks::SwapRight;
 use crate::machine::Machine;
-use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
-use crate::swap_disks::attempt::{Asker, BorrowAttempt};
 use crate::swap_disks::give_back::new_generation;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::{remove_note, swap_directory, write_note};
+use crate::swap_disks::note::{
+    note, remove_note, save_request, saved_request, swap_directory, write_note,
+};
 use crate::swap_disks::relays::{connect, hear_end, hear_end_of};
-use crate::swap_disks::saved_request::{save_request, saved_request};
+
+/// Initiator of a loan of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Asker {
+    /// An operator's request.
+    Operator,
+    /// An operator's earlier request, repeated after the lender was lost.
+    SavedRequest,
+    /// The VM itself, because it swaps (automatic loan).
+    Itself,
+}
+
+/// Resources of an attempt to borrow. They are released if the attempt fails.
+#[derive(Default)]
+pub(crate) struct BorrowAttempt {
+    pub leases: Vec<Lease>,
+    /// Relay processes, each with the names of its lenders.
+    pub relays: Vec<(Running, Vec<String>)>,
+    pub wires: Vec<Option<Wire>>,
+    /// Number of the monitor connection that has received all events about the new block nodes
+    /// since their creation.
+    pub heard_on: Option<u64>,
+    /// The loan that QEMU was told to switch to.
+    pub borrowing: Option<Borrowing>,
+}
+
+impl BorrowAttempt {
+    pub fn cut(&self) {
+        self.wires.iter().flatten().for_each(Wire::cut);
+    }
+}
 
 impl SwapDisks {
     /// Moves a VM's swap disk to lent RAM, on an operator's request. The request is saved, and
@@ -88,10 +120,8 @@ impl SwapDisks {
         if let Some(guard) = guard {
             let now = guard.borrowed();
             let laid_out = request.stripes.is_none_or(|n| now.stripes == Some(n));
-            if now.place == SwapPlace::Lent
-                && now.durability == Some(request.durability)
-                && laid_out
-            {
+            let as_asked = now.durability == Some(request.durability) && laid_out;
+            if now.place == SwapPlace::Lent && as_asked {
                 return Ok(now);
             }
             if now.place != SwapPlace::OnCopy {
@@ -108,13 +138,17 @@ impl SwapDisks {
         let mut begun = BorrowAttempt::default();
         let by_itself = asker == Asker::Itself;
         let done = self.switch_to_lent(machine, directory, &top, request, by_itself, &mut begun);
+        let watch = |borrowing, begun: BorrowAttempt| {
+            let guard = Guard::new(vm, borrowing, begun.wires);
+            guard.state.lock().heard_on = begun.heard_on;
+            self.watch(machine, &guard);
+            guard
+        };
         match done {
             Ok(borrowing) => {
                 Self::clean_up(machine);
                 info!(vm, lenders = ?borrowing.parts.iter().map(Part::lenders).collect::<Vec<_>>(), "swap disk moved to a lender");
-                let guard = Guard::new(vm, borrowing, begun.wires);
-                guard.state().heard_on = begun.heard_on;
-                self.watch(machine, &guard);
+                let guard = watch(borrowing, begun);
                 Ok(Borrowed {
                     changed: true,
                     took_ms: ms(began),
@@ -127,11 +161,9 @@ impl SwapDisks {
                     error = chain(&error),
                     "location of the swap disk (this host or a lender) unknown: QEMU did not answer; asking again every second"
                 );
-                if let Some(borrowing) = begun.borrowing {
+                if let Some(borrowing) = begun.borrowing.take() {
                     // The loan is kept and renewed, because QEMU may use it.
-                    let guard = Guard::new(vm, borrowing, begun.wires);
-                    guard.state().heard_on = begun.heard_on;
-                    self.watch(machine, &guard);
+                    watch(borrowing, begun);
                 }
                 Err(error)
             }
@@ -170,10 +202,7 @@ impl SwapDisks {
         for lease in &begun.leases {
             endpoints.push(reach(directory, lease, self.leases.wait_exported(lease)?)?);
         }
-        let place = |source| DaemonError::State {
-            path: directory.path().to_owned(),
-            source,
-        };
+        let place = state_error(directory.path());
         let durability = request.durability;
         let copy = match durability {
             Durability::Disk => Some(swap::place(machine.name()).map_err(place)?),
@@ -196,8 +225,7 @@ impl SwapDisks {
             machine.vm().change_temporary(add).map_err(place)?;
         }
         for (number, endpoints) in endpoints.chunks(usize::from(stripes)).enumerate() {
-            let relay = connect(machine, directory, &borrowing, number, endpoints);
-            let relay = relay?;
+            let relay = connect(machine, directory, &borrowing, number, endpoints)?;
             let lenders = borrowing.parts[number].stripes();
             let lenders = lenders.map(|stripe| stripe.lender.clone()).collect();
             borrowing.parts[number].relay = Some(relay.running.clone());
@@ -216,10 +244,7 @@ impl SwapDisks {
         begun.borrowing = Some(borrowing.clone());
         switched?;
         borrowing.phase = Phase::Lent;
-        if let Err(error) = write_note(directory, &borrowing) {
-            // The next daemon sees from QEMU's device itself that the disk was moved.
-            warn!(vm = machine.name(), %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
-        }
+        note(machine, &borrowing);
         Ok(borrowing)
     }
 
@@ -296,7 +321,7 @@ impl SwapDisks {
         let guard = Guard::new(machine.name(), borrowing, wires);
         // The time of the last renewal is unknown, so half of the lease's duration is assumed to be
         // left.
-        guard.state().holds = Some(Instant::now() + ttl / 2 + RESUMED);
+        guard.state.lock().holds = Some(Instant::now() + ttl / 2 + RESUMED);
         self.watch(machine, &guard);
     }
 }

@@ -1,30 +1,128 @@
-//! Failed requests of a swap disk, as QEMU's events report them.
+//! Failed requests of a swap disk, as QEMU's events report them. Verifies the disk's copy on this host, after a time in which no daemon received QEMU's events
+//! about failed writes.
+//!
+//! The relay knows which blocks were written ([`compare`](memfold_lend::relay::compare)). Until the
+//! relay has verified the copy, the loss of the lender may leave old data.
+
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
 
 use memfold_lend::graph::{self, Failed};
-use tracing::{error, warn};
+use memfold_lend::relay::asks::{Answer, Ask};
+use memfold_lend::relay::start::Asked;
+use tracing::{error, info, warn};
 
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::write_note;
+use crate::swap_disks::note::note;
 use crate::swap_disks::relays::wait_longer;
+
+/// Pause before a failed verification of the copy is repeated.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// State of the verification of a swap disk's copy.
+#[derive(Debug, Default)]
+pub(crate) struct Comparison {
+    asked: Option<Asked>,
+    /// Number of the monitor connection at the request. If it is the same at the end, this daemon
+    /// received all events about failed writes in between.
+    heard_on: Option<u64>,
+    tried: Option<Instant>,
+    /// Whether the relay's version cannot verify; the whole disk is then copied when it is
+    /// returned.
+    is_old: bool,
+}
+
+impl Comparison {
+    /// Requests the verification from the relay if it is needed, and processes the relay's answer.
+    pub fn step(&mut self, machine: &Machine, guard: &Guard) {
+        let borrowing = guard.borrowing();
+        let relay = guard.relays().into_iter().next();
+        let copy = borrowing.copy.as_ref().filter(|_| !borrowing.copy_failed);
+        let (true, Some(relay), Some(copy)) = (borrowing.copy_unwatched, relay, copy) else {
+            self.asked = None;
+            return;
+        };
+        let heard_on = guard.state.lock().heard_on;
+        if heard_on.is_none() || self.asked.is_some() && heard_on != self.heard_on {
+            self.asked = None;
+            self.tried = None;
+            return;
+        }
+        let Some(asked) = &mut self.asked else {
+            if !self.is_old && self.tried.is_none_or(|tried| tried.elapsed() >= AGAIN) {
+                self.tried = Some(Instant::now());
+                self.heard_on = heard_on;
+                match relay.ask(&Ask::Compare(copy.clone())) {
+                    Ok(asked) => self.asked = Some(asked),
+                    Err(error) => {
+                        self.is_old = error.kind() == ErrorKind::NotFound;
+                        warn!(vm = guard.vm, %error, "cannot have the relay process verify the swap disk's copy; run 'memfold return', then 'memfold borrow'");
+                    }
+                }
+            }
+            return;
+        };
+        let Some(answer) = asked.answer().transpose() else {
+            return;
+        };
+        self.asked = None;
+        let failed = match answer {
+            Ok(Answer::Same) => {
+                info!(
+                    vm = guard.vm,
+                    "swap disk's copy on this host verified: the copy contains every write"
+                );
+                false
+            }
+            Ok(Answer::Differs(block)) => {
+                error!(
+                    vm = guard.vm,
+                    block,
+                    "swap disk's copy on this host lacks writes made while the daemon was away; free space for a new copy"
+                );
+                true
+            }
+            Ok(other) => {
+                warn!(vm = guard.vm, answer = ?other, "relay process cannot verify the swap disk's copy on this host; retrying in 60 s");
+                return;
+            }
+            Err(error) => {
+                warn!(vm = guard.vm, %error, "relay process did not say whether the swap disk's copy on this host is complete; retrying in 60 s");
+                return;
+            }
+        };
+        self.tried = None;
+        let now = {
+            let mut state = guard.state.lock();
+            if failed {
+                state.borrowing.copy_failed = true;
+            } else {
+                state.borrowing.copy_unwatched = false;
+            }
+            state.borrowing.clone()
+        };
+        if failed {
+            copy_has_failed(guard);
+        }
+        note(machine, &now);
+    }
+}
 
 /// Receives QEMU's events about failed requests of a swap disk, and reacts to them.
 pub(crate) fn hear(machine: &Machine, guard: &Guard) {
-    let (events, heard_on) = {
-        let mut qmp = machine.monitor();
-        // QEMU delivers events together with answers.
-        if qmp.query("query-status").is_err() {
-            return;
-        }
-        (
-            qmp.take_events_named(&["QUORUM_REPORT_BAD"]),
-            qmp.connections(),
-        )
-    };
+    let mut qmp = machine.monitor();
+    // QEMU delivers events together with answers.
+    if qmp.query("query-status").is_err() {
+        return;
+    }
+    let events = qmp.take_events_named(&["QUORUM_REPORT_BAD"]);
+    let heard_on = qmp.connections();
+    drop(qmp);
     let before = guard.borrowing();
-    let last = guard.state().heard_on.replace(heard_on);
+    let last = guard.state.lock().heard_on.replace(heard_on);
     if before.copy.is_some() && last.is_some_and(|last| last != heard_on) {
-        guard.state().borrowing.copy_unwatched = true;
+        guard.state.lock().borrowing.copy_unwatched = true;
     }
     for event in events {
         match graph::failed(&event, &before) {
@@ -32,7 +130,7 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
             Some(Failed::Lent(part)) => guard.cut(part),
             // If no lent part is left, the guest itself has received the error.
             Some(Failed::Copy) if before.reached().next().is_some() => {
-                guard.state().borrowing.copy_failed = true;
+                guard.state.lock().borrowing.copy_failed = true;
             }
             Some(Failed::Copy) | None => {}
         }
@@ -44,10 +142,7 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     if now.copy_failed && !before.copy_failed {
         copy_has_failed(guard);
     }
-    let directory = machine.vm().directory();
-    if let Some(Err(error)) = directory.map(|d| write_note(d, &now)) {
-        warn!(vm = guard.vm, %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
-    }
+    note(machine, &now);
 }
 
 /// Logs that the copy on this host has failed, so that lent RAM has the only copy, and extends the

@@ -9,15 +9,14 @@ use memfold_lend::graph::{self, GraphError, Phase};
 use memfold_vm::{QmpError, VmDirectory, swap};
 use tracing::info;
 
-use crate::error::{DaemonError, lending};
-use crate::lease_times::{RENEW, lease_ttl, ms};
+use crate::error::{DaemonError, lending, state_error};
+use crate::leases::{RENEW, lease_ttl, returned};
+use crate::locks::SwapRight;
 use crate::machine::Machine;
-use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::swap_directory;
-use crate::swap_disks::saved_request::forget_request;
+use crate::swap_disks::note::{forget_request, swap_directory};
 
 impl SwapDisks {
     /// Moves a VM's swap disk back to this host's disk, and deletes the operator's request.
@@ -51,17 +50,7 @@ impl SwapDisks {
             self.give_back(&machine, directory, &guard, &right)?;
             changed = before.place != SwapPlace::OnCopy;
         }
-        Ok(Borrowed {
-            vm: vm.to_owned(),
-            place: SwapPlace::OnDisk,
-            bytes: top.bytes,
-            durability: None,
-            lenders: Vec::new(),
-            stripes: None,
-            waits: None,
-            changed,
-            took_ms: ms(began),
-        })
+        Ok(returned(vm.to_owned(), top.bytes, changed, began))
     }
 
     fn give_back(
@@ -82,7 +71,7 @@ impl SwapDisks {
             // As far as is known, the copy on this host has every write, or nothing else is left.
             for (part, _) in borrowing.reached() {
                 graph::take_out(&mut machine.monitor(), &borrowing, part)?;
-                guard.state().borrowing.parts[part].lost = true;
+                guard.state.lock().borrowing.parts[part].lost = true;
             }
         } else {
             self.move_to_disk(machine, directory, guard, right)?;
@@ -106,10 +95,7 @@ impl SwapDisks {
         _: &SwapRight<'_>,
     ) -> Result<(), DaemonError> {
         let borrowing = guard.borrowing();
-        let place = |source| DaemonError::State {
-            path: directory.path().to_owned(),
-            source,
-        };
+        let place = state_error(directory.path());
         let file = swap::place(machine.name()).map_err(place)?;
         let add = |files: &mut Vec<PathBuf>| files.push(file.clone());
         machine.vm().change_temporary(add).map_err(place)?;
@@ -134,7 +120,7 @@ impl SwapDisks {
         })();
         match &moved {
             // The state is determined before any other operation.
-            Err(GraphError::Unknown(_)) => guard.state().borrowing.phase = Phase::Switching,
+            Err(GraphError::Unknown(_)) => guard.state.lock().borrowing.phase = Phase::Switching,
             Err(_) => Self::clean_up(machine),
             Ok(()) => {}
         }

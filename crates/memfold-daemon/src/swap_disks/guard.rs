@@ -6,19 +6,20 @@ use std::time::Instant;
 
 use memfold_api::{Borrowed, LentPart, SwapPlace, VmSwap};
 use memfold_lend::graph::{Borrowing, Part};
+use memfold_lend::relay::start::Running;
 use memfold_lend::relay::stripes::Stripes;
 use memfold_lend::waits::Waits;
 use memfold_lend::wire::Wire;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
-use crate::lease_times::lease_ttl;
+use crate::leases::lease_ttl;
 
 /// A loan that is being watched.
 #[derive(Debug)]
 pub(crate) struct Guard {
     pub vm: String,
     stop: AtomicBool,
-    state: Mutex<Watched>,
+    pub state: Mutex<Watched>,
 }
 
 /// State of a watched loan.
@@ -59,24 +60,27 @@ impl Guard {
         self.stop.load(Ordering::Acquire)
     }
 
-    pub fn state(&self) -> MutexGuard<'_, Watched> {
-        self.state.lock()
+    pub fn borrowing(&self) -> Borrowing {
+        self.state.lock().borrowing.clone()
     }
 
-    pub fn borrowing(&self) -> Borrowing {
-        self.state().borrowing.clone()
+    /// Returns the relays of the parts that are still used.
+    pub fn relays(&self) -> Vec<Running> {
+        let borrowing = self.borrowing();
+        let parts = borrowing.reached();
+        parts.filter_map(|(_, part)| part.relay.clone()).collect()
     }
 
     /// Cuts QEMU's connection to a part's relay. QEMU continues without the part at once.
     pub fn cut(&self, part: usize) {
-        if let Some(Some(wire)) = self.state().wires.get(part) {
+        if let Some(Some(wire)) = self.state.lock().wires.get(part) {
             wire.cut();
         }
     }
 
     /// Returns the indexes of parts whose connection has ended.
     pub fn ended(&self) -> Vec<usize> {
-        let state = self.state();
+        let state = self.state.lock();
         let parts = state.borrowing.reached();
         let has_ended = |part: &usize| state.wires[*part].as_ref().is_none_or(Wire::is_cut);
         parts.map(|(part, _)| part).filter(has_ended).collect()
@@ -85,7 +89,7 @@ impl Guard {
     /// Returns the reason to move the lent data to a local disk now; `None` if the data is safe.
     /// The data is in danger if the death of one lender, or the end of a lease, would lose it.
     pub fn is_in_danger(&self) -> Option<&'static str> {
-        let state = self.state();
+        let state = self.state.lock();
         let borrowing = &state.borrowing;
         if borrowing.hangs_on_one() {
             return Some("one lender holds the only copy");
@@ -142,7 +146,7 @@ impl Guard {
             durability: Some(borrowing.durability),
             lenders: lenders.collect(),
             stripes: stripes.and_then(|n| u8::try_from(n).ok()),
-            waits: self.state().waits,
+            waits: self.state.lock().waits,
             changed: false,
             took_ms: 0,
         }

@@ -7,12 +7,12 @@ use memfold_lend::graph;
 use tracing::{error, info, warn};
 
 use crate::error::DaemonError;
-use crate::lease_times::{lease_ttl, ms};
+use crate::leases::{lease_ttl, ms};
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::{swap_directory, write_note};
+use crate::swap_disks::note::{note, swap_directory};
 use crate::swap_disks::relays::{hear_end_of, wait_longer};
 
 impl SwapDisks {
@@ -54,14 +54,12 @@ impl SwapDisks {
             graph::take_out(&mut machine.monitor(), &borrowing, part)?;
         }
         let now = {
-            let mut state = guard.state();
+            let mut state = guard.state.lock();
             state.borrowing.parts[part].lost = true;
             state.wires[part] = None;
             state.borrowing.clone()
         };
-        if let Err(error) = write_note(directory, &now) {
-            warn!(vm = machine.name(), %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
-        }
+        note(machine, &now);
         if now.hangs_on_one() {
             wait_longer(guard);
         }
@@ -116,7 +114,7 @@ impl SwapDisks {
             }
         }
         if heard_all {
-            guard.state().holds = holds;
+            guard.state.lock().holds = holds;
         }
         if let Some(part) = self.leases.silent_part(&borrowing) {
             let lenders = borrowing.parts[part].lenders();

@@ -1,16 +1,26 @@
-//! The note of a loan in the VM's directory, the file `borrowed.json`. It names the leases, and is
-//! written before the first lease is used.
+//! Files of a loan in the VM's directory, for the next daemon: the note (`borrowed.json`), which
+//! names the leases and is written before the first lease is used, and the operator's request.
 
 use std::path::Path;
 
+use memfold_api::BorrowRequest;
 use memfold_lend::graph::{Borrowing, GraphError};
 use memfold_vm::VmDirectory;
+use tracing::warn;
 
 use crate::error::{DaemonError, lending};
 use crate::machine::Machine;
 
 pub(crate) fn write_note(directory: &VmDirectory, borrowing: &Borrowing) -> std::io::Result<()> {
     directory.write_json(&directory.borrowed(), borrowing)
+}
+
+/// Writes the note of a loan whose place QEMU's device shows as well, so a failure is only logged.
+pub(crate) fn note(machine: &Machine, borrowing: &Borrowing) {
+    let directory = machine.vm().directory();
+    if let Some(Err(error)) = directory.map(|directory| write_note(directory, borrowing)) {
+        warn!(vm = machine.name(), %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
+    }
 }
 
 pub(crate) fn remove_note(directory: &VmDirectory) {
@@ -32,12 +42,10 @@ pub(crate) fn is_swap_file(path: &Path) -> bool {
 /// [`GraphError::NoSwapDisk`] if the VM has no swap disk or no directory, [`DaemonError::Lending`]
 /// if QEMU runs as another user.
 pub(crate) fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
-    let (Some(directory), Some(spec)) = (machine.vm().directory(), machine.vm().spec()) else {
+    let spec = machine.vm().spec().filter(|spec| spec.swap.is_some());
+    let (Some(directory), Some(spec)) = (machine.vm().directory(), spec) else {
         return Err(GraphError::NoSwapDisk(machine.name().to_owned()).into());
     };
-    if spec.swap.is_none() {
-        return Err(GraphError::NoSwapDisk(machine.name().to_owned()).into());
-    }
     if spec.user.is_some() {
         return Err(lending(
             format!(
@@ -48,4 +56,24 @@ pub(crate) fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonEr
         ));
     }
     Ok(directory)
+}
+
+/// Returns the operator's request to borrow for a VM; `None` if there is none.
+pub(crate) fn saved_request(machine: &Machine) -> Option<BorrowRequest> {
+    let directory = machine.vm().directory()?;
+    VmDirectory::read_json(&directory.wish()).ok()
+}
+
+/// Saves the operator's request. If that fails, the request is not repeated after the loss of a
+/// lender.
+pub(crate) fn save_request(directory: &VmDirectory, vm: &str, request: &BorrowRequest) {
+    if let Err(error) = directory.write_json(&directory.wish(), request) {
+        warn!(vm, %error, "cannot record the operator's borrow request; free space in the state directory and repeat 'memfold borrow'");
+    }
+}
+
+/// Deletes the operator's saved request.
+pub(crate) fn forget_request(directory: &VmDirectory) {
+    // This fails if there is no request.
+    let _ = std::fs::remove_file(directory.wish());
 }

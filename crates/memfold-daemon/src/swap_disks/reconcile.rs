@@ -4,7 +4,7 @@
 //! Until QEMU answers, all resources that the disk may use are kept: relays, connections, leases,
 //! the note.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memfold_host::chain;
@@ -12,12 +12,12 @@ use memfold_lend::graph::{self, GraphError, Phase};
 use memfold_vm::VmDirectory;
 use tracing::{info, warn};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, state_error};
+use crate::locks::SwapRight;
 use crate::machine::Machine;
-use crate::machine::rights::SwapRight;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::{is_swap_file, remove_note, swap_directory, write_note};
+use crate::swap_disks::note::{is_swap_file, note, remove_note, swap_directory};
 use crate::swap_disks::relays::let_go;
 
 impl SwapDisks {
@@ -46,11 +46,9 @@ impl SwapDisks {
             self.drop_note(machine, directory, right);
             return Ok(());
         }
-        guard.state().borrowing.phase = Phase::Lent;
+        guard.state.lock().borrowing.phase = Phase::Lent;
         borrowing.phase = Phase::Lent;
-        if let Err(error) = write_note(directory, &borrowing) {
-            warn!(vm = machine.name(), %error, "cannot record that the VM borrows memory; free space in the state directory before the daemon restarts");
-        }
+        note(machine, &borrowing);
         Ok(())
     }
 
@@ -85,17 +83,13 @@ impl SwapDisks {
 
     /// Ends the watch of a loan that is no longer used: releases its leases and removes its note.
     pub(super) fn drop_note(&self, machine: &Machine, directory: &VmDirectory, _: &SwapRight<'_>) {
-        let guard = self.guards().remove(machine.name());
         remove_note(directory);
-        if let Some(guard) = guard {
-            guard.stop();
-            let_go(&self.leases, &guard);
-        }
+        self.forget(machine);
     }
 
     /// Ends the watch of a VM's loan after the VM has ended and its files are removed.
     pub(crate) fn forget(&self, machine: &Machine) {
-        let guard = self.guards().remove(machine.name());
+        let guard = self.guards.lock().remove(machine.name());
         if let Some(guard) = guard {
             guard.stop();
             let_go(&self.leases, &guard);
@@ -116,17 +110,12 @@ impl SwapDisks {
             }
             drop(qmp);
             let mut left = Vec::new();
-            let keep = |path: &PathBuf| !is_swap_file(path) || Some(path) == top.file.as_ref();
+            let is_left = |path: &&PathBuf| is_swap_file(path) && Some(*path) != top.file.as_ref();
             let change = |files: &mut Vec<PathBuf>| {
-                left = files.iter().filter(|path| !keep(path)).cloned().collect();
+                left = files.iter().filter(is_left).cloned().collect();
             };
-            let noted = |source| DaemonError::State {
-                path: machine
-                    .vm()
-                    .directory()
-                    .map_or_else(PathBuf::new, |d| d.path().to_owned()),
-                source,
-            };
+            let directory = machine.vm().directory();
+            let noted = state_error(directory.map_or(Path::new(""), VmDirectory::path));
             machine.vm().change_temporary(change).map_err(noted)?;
             for file in &left {
                 match std::fs::remove_file(file) {
@@ -137,10 +126,8 @@ impl SwapDisks {
                 }
             }
             // A file is removed from the list only after it was deleted.
-            machine
-                .vm()
-                .change_temporary(|files| files.retain(|file| !left.contains(file)))
-                .map_err(noted)
+            let change = |files: &mut Vec<PathBuf>| files.retain(|file| !left.contains(file));
+            machine.vm().change_temporary(change).map_err(noted)
         })();
         if let Err(error) = tidied {
             warn!(

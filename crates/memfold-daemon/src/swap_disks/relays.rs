@@ -12,7 +12,7 @@ use memfold_lend::{Address, Endpoint};
 use memfold_vm::VmDirectory;
 use tracing::{error, warn};
 
-use crate::error::{DaemonError, lending};
+use crate::error::{DaemonError, lending, state_error};
 use crate::leases::Leases;
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
@@ -31,10 +31,7 @@ pub(crate) fn connect(
     number: usize,
     endpoints: &[Endpoint],
 ) -> Result<Connected, DaemonError> {
-    let failed = |source| DaemonError::State {
-        path: directory.path().to_owned(),
-        source,
-    };
+    let failed = state_error(directory.path());
     let log = File::options()
         .create(true)
         .append(true)
@@ -52,28 +49,23 @@ pub(crate) fn connect(
     let address = Address::Unix(running.socket.clone());
     let node = borrowing.lent(number);
     let connected = graph::connect(&mut machine.monitor(), &node, &running.socket);
+    let ended = || {
+        let lenders = part.lenders();
+        lending(
+            format!("the connection to the relay of lenders {lenders} ended right after it began"),
+            format!("try again; {} may say why", directory.relay_log().display()),
+        )
+    };
     let wire = connected
         .map_err(|error| DaemonError::from(graph::GraphError::from(error)))
         .and_then(|()| Wire::find(machine.vm().process(), &address).map_err(failed))
-        .and_then(|wire| {
-            wire.ok_or_else(|| {
-                lending(
-                    format!(
-                        "the connection to the relay of lenders {} ended right after it began",
-                        part.lenders()
-                    ),
-                    format!("try again; {} may say why", directory.relay_log().display()),
-                )
-            })
-        });
-    match wire {
-        Ok(wire) => Ok(Connected { running, wire }),
-        Err(error) => {
-            // The relay has no client, or one that is about to disconnect.
-            drop(running.end());
-            Err(error)
-        }
+        .and_then(|wire| wire.ok_or_else(ended));
+    if wire.is_err() {
+        // The relay has no client, or one that is about to disconnect.
+        drop(running.end());
     }
+    let wire = wire?;
+    Ok(Connected { running, wire })
 }
 
 fn refused(error: &RelayError, part: &Part) -> DaemonError {
@@ -96,22 +88,14 @@ fn refused(error: &RelayError, part: &Part) -> DaemonError {
 
 /// Returns whether a relay process that QEMU may wait for is stopped, for example by SIGSTOP.
 pub(crate) fn is_relay_stopped(guard: &Guard) -> bool {
-    let borrowing = guard.borrowing();
-    let mut relays = borrowing
-        .reached()
-        .filter_map(|(_, part)| part.relay.as_ref());
-    relays.any(Running::is_stopped)
+    guard.relays().iter().any(Running::is_stopped)
 }
 
 /// Extends the relays' timeout because lent RAM has the only copy: a guest that waits for a minute
 /// loses less than a guest whose swap disk is lost.
 pub(crate) fn wait_longer(guard: &Guard) {
     let patience = Ask::Patience(u64::try_from(LAST_PATIENCE.as_millis()).unwrap_or(u64::MAX));
-    let borrowing = guard.borrowing();
-    for relay in borrowing
-        .reached()
-        .filter_map(|(_, part)| part.relay.as_ref())
-    {
+    for relay in guard.relays() {
         // The relay's answer to this request is not needed.
         if let Err(error) = relay.ask(&patience) {
             warn!(vm = guard.vm, %error, "cannot make the relay process wait longer for the lender of the only copy; run 'memfold return'");

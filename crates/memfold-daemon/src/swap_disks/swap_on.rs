@@ -7,8 +7,7 @@ use memfold_host::chain;
 use memfold_vm::swap;
 use tracing::{info, warn};
 
-use crate::machine::Machine;
-use crate::on_agent_ready::on_agent_ready;
+use crate::machine::{Machine, text};
 
 /// Time limit for a guest to activate its swap disk.
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
@@ -18,14 +17,14 @@ pub(crate) fn swap_on_when_booted(machine: &Arc<Machine>) {
     if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
         return;
     }
-    on_agent_ready(machine, "swap-on", |machine| {
+    machine.on_agent_ready("swap-on", |machine| {
         let vm = machine.name();
         let said = match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
             Ok(done) if done.code == 0 => {
                 info!(vm, "swap disk enabled in the guest");
                 return;
             }
-            Ok(done) => String::from_utf8_lossy(&done.stderr).trim().to_owned(),
+            Ok(done) => text(&done.stderr),
             Err(error) => chain(&error),
         };
         warn!(

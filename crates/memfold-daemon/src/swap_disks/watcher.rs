@@ -7,13 +7,13 @@ use memfold_host::chain;
 use memfold_lend::waits;
 use tracing::warn;
 
-use crate::lease_times::RENEW;
+use crate::leases::RENEW;
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
-use crate::swap_disks::copy_verify::Comparison;
-use crate::swap_disks::failures::hear;
+use crate::swap_disks::failures::{Comparison, hear};
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::relays::is_relay_stopped;
+use crate::threads;
 
 /// Time between two checks of the connections to relays.
 const WATCH: Duration = Duration::from_millis(100);
@@ -27,14 +27,13 @@ const STOPPED_LOOKS: u32 = 5;
 
 impl SwapDisks {
     pub(super) fn watch(self: &Arc<Self>, machine: &Arc<Machine>, guard: &Arc<Guard>) {
-        self.guards()
+        self.guards
+            .lock()
             .insert(machine.name().to_owned(), guard.clone());
         let (disks, machine) = (Arc::downgrade(self), Arc::downgrade(machine));
         let guard = guard.clone();
-        let spawned = std::thread::Builder::new()
-            .name("borrowed".into())
-            .spawn(move || keep_watch(&disks, &machine, &guard));
-        if let Err(error) = spawned {
+        let watch = move || keep_watch(&disks, &machine, &guard);
+        if let Err(error) = threads::begin("borrowed", watch) {
             warn!(%error, "cannot start the thread that renews the loan; run 'memfold return' or restart the daemon within a minute");
         }
     }
@@ -83,7 +82,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
             }
             // If the figures cannot be read now, they are read a second later.
             if let Ok(Some(counted)) = waits::look(&mut machine.monitor()) {
-                guard.state().waits = Some(counted);
+                guard.state.lock().waits = Some(counted);
             }
             if let Err(error) = disks.renew(&machine, guard) {
                 warn!(

@@ -6,15 +6,16 @@ use std::time::Instant;
 
 use memfold_api::{Borrowed, SwapPlace};
 use memfold_lend::Durability;
-use memfold_lend::lvm::{Loan, Phase};
-use parking_lot::{Mutex, MutexGuard};
+use memfold_lend::lvm::{Loan, Phase, Volume};
+use parking_lot::Mutex;
 use tracing::{error, warn};
 
-use crate::lease_times::lease_ttl;
+use crate::leases::lease_ttl;
 
 /// A watched loan of a volume: its thread renews the lease and checks the lender.
 #[derive(Debug)]
 pub(crate) struct Keeper {
+    pub volume: Volume,
     pub loan: Mutex<Loan>,
     pub stop: AtomicBool,
     /// The reason why the lender can no longer be used; `None` while it can.
@@ -33,6 +34,7 @@ impl Keeper {
     pub fn new(loan: Loan, holds: Instant) -> Arc<Self> {
         Arc::new(Self {
             holds: Mutex::new(holds),
+            volume: loan.volume.clone(),
             loan: Mutex::new(loan),
             stop: AtomicBool::new(false),
             lost: Mutex::default(),
@@ -99,12 +101,8 @@ impl Keeper {
     /// lease would lose data.
     pub fn is_running_out(&self) -> bool {
         let durability = self.durability_now();
-        let left = self.holds().saturating_duration_since(Instant::now());
+        let left = self.holds.lock().saturating_duration_since(Instant::now());
         durability == Durability::None && left < lease_ttl(durability, self.loan().bytes) / 2
-    }
-
-    pub fn holds(&self) -> MutexGuard<'_, Instant> {
-        self.holds.lock()
     }
 
     /// Records, unless it was recorded before, why the lender can no longer be used.
@@ -114,20 +112,18 @@ impl Keeper {
             return;
         }
         let loan = self.loan();
-        let volume = loan.volume.to_string();
+        let (volume, lender) = (loan.volume.to_string(), &loan.lender);
         if self.durability_now() == Durability::None && loan.phase == Phase::Lent {
             error!(
                 volume,
-                lender = loan.lender,
+                lender,
                 why,
                 "volume lost: its lender failed, and no other copy exists; stop what uses the volume, then run 'memfold return --lvm'"
             );
         } else {
             warn!(
                 volume,
-                lender = loan.lender,
-                why,
-                "lender no longer used; volume continues on this host's disk"
+                lender, why, "lender no longer used; volume continues on this host's disk"
             );
         }
         *lost = Some(why);

@@ -49,40 +49,34 @@ pub(super) fn gone(loan: &Loan, images: Option<&str>) -> Option<String> {
 pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, DaemonError> {
     let logical = tools::logical(volume)?;
     let disks = tools::physical(&volume.group)?;
-    let unfit = |why: String, fix: &str| LvmError::Unfit {
-        volume: volume.clone(),
-        why,
-        fix: fix.to_owned(),
+    let unfit = |why: &str, fix: &str| {
+        DaemonError::from(LvmError::Unfit {
+            volume: volume.clone(),
+            why: why.to_owned(),
+            fix: fix.to_owned(),
+        })
     };
-    if disks
-        .iter()
-        .any(|disk| lvm::is_lent(&disk.uuid) && disk_has(disk, volume))
-    {
+    let is_lent = |disk: &Physical| lvm::is_lent(&disk.uuid) && disk_has(disk, volume);
+    if disks.iter().any(is_lent) {
         let fix = format!("take the volume off first: memfold return --lvm {volume}");
-        return Err(unfit("is already on lent RAM of an earlier loan".into(), &fix).into());
+        return Err(unfit("is already on lent RAM of an earlier loan", &fix));
     }
     if let Some(missing) = disks.iter().find(|disk| disk.is_missing) {
         let why = format!("is in a group that lacks a disk (UUID {})", missing.uuid);
-        return Err(unfit(
-            why,
-            "bring the disk back, or remove it: vgreduce --removemissing",
-        )
-        .into());
+        let fix = "bring the disk back, or remove it: vgreduce --removemissing";
+        return Err(unfit(&why, fix));
     }
     if logical.layout != "linear" {
         let why = format!(
             "has layout '{}'; only linear volumes can be put on lent RAM",
             logical.layout
         );
-        return Err(unfit(
-            why,
-            "make the swap volume linear (lvconvert), or use another volume",
-        )
-        .into());
+        let fix = "make the swap volume linear (lvconvert), or use another volume";
+        return Err(unfit(&why, fix));
     }
     if !logical.is_active {
         let fix = format!("activate the volume: lvchange -ay {volume}");
-        return Err(unfit("is not active".into(), &fix).into());
+        return Err(unfit("is not active", &fix));
     }
     let device = volume.device();
     let is_swap = lvm::is_swap(&device).map_err(|source| LvmError::Files {
@@ -93,17 +87,14 @@ pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, Daemo
         let fix = format!(
             "only swap volumes are put on lent RAM; mkswap {device} makes this volume swap and deletes its content"
         );
-        return Err(unfit("holds no swap space".into(), &fix).into());
+        return Err(unfit("holds no swap space", &fix));
     }
     let least = lvm::disk_bytes(logical.bytes, logical.extent, request.durability);
-    if request.bytes.is_some_and(|bytes| bytes < logical.bytes) {
-        let why = format!(
-            "has {}, and {} of lent RAM cannot hold it",
-            ByteSize(logical.bytes),
-            ByteSize(request.bytes.unwrap_or_default())
-        );
+    if let Some(bytes) = request.bytes.filter(|bytes| *bytes < logical.bytes) {
+        let (whole, lent) = (ByteSize(logical.bytes), ByteSize(bytes));
+        let why = format!("has {whole}, and {lent} of lent RAM cannot hold it");
         let fix = format!("borrow the whole size: memfold borrow --lvm {volume}");
-        return Err(unfit(why, &fix).into());
+        return Err(unfit(&why, &fix));
     }
     let own = disks.into_iter().filter(|disk| disk_has(disk, volume));
     let own: Vec<Physical> = own.collect();
@@ -112,11 +103,8 @@ pub(super) fn fit(volume: &Volume, request: &BorrowRequest) -> Result<Fit, Daemo
             "needs one free extent ({}) beside it, for LVM's notes about a mirror, and its disks have none",
             ByteSize(logical.extent)
         );
-        return Err(unfit(
-            why,
-            "make another volume there smaller; or use --durability none, if the content may be lost",
-        )
-        .into());
+        let fix = "make another volume there smaller; or use --durability none, if the content may be lost";
+        return Err(unfit(&why, fix));
     }
     Ok(Fit {
         wanted: request.bytes.unwrap_or_default().max(least),
@@ -165,8 +153,7 @@ pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
     is_ours_alone(volume, disk)?;
     let is_moving = |disk: &Physical| disk.volumes.iter().any(|name| name.starts_with("pvmove"));
     if disk.is_missing {
-        off_missing(volume, &disks, disk, is_moving(disk))?;
-        return Ok(());
+        return off_missing(volume, &disks, disk, is_moving(disk));
     }
     if is_moving(disk) {
         for source in disks.iter().filter(|d| d.uuid != uuid && is_moving(d)) {
@@ -177,14 +164,13 @@ pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
     if logical.is_mirror() && disk_has(disk, volume) {
         whole_here(volume, &logical)?;
         tools::remove_image(volume, Some(&disk.device))?;
-    } else if tools::physical(&volume.group)?
-        .iter()
-        .any(|now| now.uuid == uuid && disk_has(now, volume))
-    {
-        tools::move_off(volume, &disk.device, None)?;
+    } else {
+        let now = tools::physical(&volume.group)?;
+        if now.iter().any(|d| d.uuid == uuid && disk_has(d, volume)) {
+            tools::move_off(volume, &disk.device, None)?;
+        }
     }
-    tools::remove_disk(&volume.group, &disk.device)?;
-    Ok(())
+    Ok(tools::remove_disk(&volume.group, &disk.device)?)
 }
 
 /// Takes a volume off a lent disk that is missing because its lender does not answer.
@@ -195,10 +181,8 @@ fn off_missing(
     is_moving: bool,
 ) -> Result<(), DaemonError> {
     // LVM removes all missing disks or none.
-    if let Some(other) = disks
-        .iter()
-        .find(|other| other.is_missing && other.uuid != disk.uuid)
-    {
+    let mut missing = disks.iter().filter(|other| other.is_missing);
+    if let Some(other) = missing.find(|other| other.uuid != disk.uuid) {
         return Err(lending(
             format!(
                 "group {} also lacks another disk (UUID {}); removing missing disks would lose the volumes on it",

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use memfold_fold::{CachedRun, Command};
 use memfold_ledger::estimate::{FileRun, KnownFile, KnownVm, VmFacts};
-use memfold_vm::RamBlock;
 
 use crate::error::DaemonError;
 use crate::folding::ended;
@@ -21,8 +20,8 @@ impl Views {
     /// memory.
     pub fn estimate_facts(&self) -> Result<VmFacts, DaemonError> {
         let (answer, cached) = sync_channel(1);
-        self.folding.tell(Command::CachedFiles(answer))?;
-        let machines = self.registry.machines();
+        self.below.folding.tell(Command::CachedFiles(answer))?;
+        let machines = self.below.registry.machines();
         // All guests are asked at the same time, so a guest that does not answer delays only its
         // own part.
         let free: Vec<Option<u64>> = std::thread::scope(|scope| {
@@ -35,15 +34,14 @@ impl Views {
         });
         let cached = cached.recv().map_err(|_| ended())?;
         let mut runs: HashMap<String, Vec<CachedRun>> = cached.vms.into_iter().collect();
-        let range = |block: &RamBlock| (block.hva.0, block.hva.add_pages(block.pages).0);
         let vms = machines
             .iter()
             .zip(free)
             .map(|(machine, free_bytes)| KnownVm {
                 name: machine.name().to_owned(),
                 domain: machine.domain().map(str::to_owned),
-                pid: machine.pid().as_raw_nonzero().get(),
-                ram: machine.layout().blocks.iter().map(range).collect(),
+                pid: machine.raw_pid(),
+                ram: machine.ram_ranges(),
                 free_bytes,
                 runs: runs
                     .remove(machine.name())

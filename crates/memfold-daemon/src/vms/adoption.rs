@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use memfold_api::AttachRequest;
 use memfold_host::chain;
@@ -13,9 +13,9 @@ use tracing::{info, warn};
 use crate::arrivals::{Entry, Way};
 use crate::error::DaemonError;
 use crate::machine::Origin;
-use crate::segments::laying::recall_segments;
+use crate::segments::in_guest::recall_segments;
 use crate::vms::Vms;
-use crate::{boot_snapshot, interrupted_save};
+use crate::{boot_snapshot, interrupted_save, threads};
 
 /// Pauses between two attempts to adopt a VM: the first, and the longest.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
@@ -27,11 +27,11 @@ impl Vms {
     /// Begins to adopt the VMs that run under the state directory, and the VMs that the earlier
     /// daemon was attached to. Each has its own thread, which repeats attempts.
     pub(crate) fn begin_adoption(self: &Arc<Self>) -> io::Result<()> {
-        for directory in VmDirectory::all(self.registry.state())? {
+        for directory in VmDirectory::all(self.below.registry.state())? {
             // A directory without a description is left from a start that was interrupted.
             let spec: Option<VmSpec> = VmDirectory::read_json(&directory.spec()).ok();
             let spec = spec.unwrap_or_else(|| VmSpec::new(directory.name(), ByteSize(0)));
-            let entry = self.registry.arrive(&spec, Way::Adopting);
+            let entry = self.below.registry.arrive(&spec, Way::Adopting);
             self.begin_try("adopt", entry, move |vms, entry| {
                 vms.adopt(&directory, entry)
             });
@@ -39,7 +39,10 @@ impl Vms {
         for request in self.read_attached() {
             let mut spec = VmSpec::new(request.name.clone(), ByteSize(0));
             spec.domain.clone_from(&request.domain);
-            let entry = self.registry.arrive(&spec, Way::Attaching(request.clone()));
+            let entry = self
+                .below
+                .registry
+                .arrive(&spec, Way::Attaching(request.clone()));
             self.begin_try("attach", entry, move |vms, entry| {
                 vms.attach_again(&request, entry)
             });
@@ -63,7 +66,10 @@ impl Vms {
                 );
             }
         };
-        let (weak, first) = (Arc::downgrade(self), self.registry.arrivals().unsettled());
+        let (weak, first) = (
+            Arc::downgrade(self),
+            self.below.registry.arrivals().unsettled(),
+        );
         let work = move || {
             let (mut pause, mut first) = (PAUSE.0, Some(first));
             while let Some(vms) = weak.upgrade() {
@@ -72,14 +78,11 @@ impl Vms {
                 }
                 first.take();
                 drop(vms);
-                let again = Instant::now() + pause;
-                while Instant::now() < again && !entry.arrival.cancel.is_set() {
-                    std::thread::sleep(LOOK);
-                }
+                threads::wait_until(pause, LOOK, || entry.arrival.cancel.is_set());
                 pause = (pause * 2).min(PAUSE.1);
             }
         };
-        if let Err(error) = std::thread::Builder::new().name(thread.into()).spawn(work) {
+        if let Err(error) = threads::begin(thread, work) {
             warn!(%error, "cannot start the thread that adopts a VM; restart the daemon");
         }
     }
@@ -88,26 +91,24 @@ impl Vms {
     /// attempts are needed.
     fn adopt(self: &Arc<Self>, directory: &VmDirectory, entry: &Entry) -> bool {
         let name = entry.arrival.name();
-        match self.try_adopt(directory) {
-            Ok(()) => true,
-            Err(error) => {
-                if has_ended(directory) {
-                    if let Err(error) = Vm::clear_if_stale(directory) {
-                        warn!(vm = name, %error, "cannot remove the files of a VM that ended; the daemon tries again at its next start");
-                    }
-                    return true;
-                }
-                let why = chain(&error);
-                if entry.arrival.set_problem(&why) {
-                    warn!(
-                        vm = name,
-                        error = why,
-                        "cannot adopt the VM; retrying until QEMU answers or ends ('memfold vm stop' ends QEMU)"
-                    );
-                }
-                false
+        let Err(error) = self.try_adopt(directory) else {
+            return true;
+        };
+        if has_ended(directory) {
+            if let Err(error) = Vm::clear_if_stale(directory) {
+                warn!(vm = name, %error, "cannot remove the files of a VM that ended; the daemon tries again at its next start");
             }
+            return true;
         }
+        let why = chain(&error);
+        if entry.arrival.set_problem(&why) {
+            warn!(
+                vm = name,
+                error = why,
+                "cannot adopt the VM; retrying until QEMU answers or ends ('memfold vm stop' ends QEMU)"
+            );
+        }
+        false
     }
 
     fn try_adopt(self: &Arc<Self>, directory: &VmDirectory) -> Result<(), DaemonError> {
@@ -124,8 +125,8 @@ impl Vms {
         let pid = vm.pid().as_raw_nonzero();
         let machine = self.take_on(vm, &name, domain, Origin::Started)?;
         info!(vm = name, pid, "VM adopted");
-        boot_snapshot::find(&self.snapshots, &machine);
-        self.swap_disks.resume(&machine);
+        boot_snapshot::find(&self.below.snapshots, &machine);
+        self.below.swap_disks.resume(&machine);
         recall_segments(&machine);
         interrupted_save::let_go_of_disks(machine);
         Ok(())

@@ -1,13 +1,17 @@
-//! Attaches the daemon to QEMU processes that memfold did not start.
+//! Attaches the daemon to QEMU processes that memfold did not start, and records attached VMs for the
+//! next daemon.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use memfold_api::{AttachRequest, VmInfo};
 use memfold_vm::Vm;
+use tracing::warn;
 
 use crate::arrivals::Entry;
 use crate::error::DaemonError;
 use crate::interrupted_save;
+use crate::json_file::write_json;
 use crate::machine::Origin;
 use crate::vms::Vms;
 
@@ -27,8 +31,8 @@ impl Vms {
             }
         }
         // Each of the two locks is released before the other is taken.
-        let is_arriving = self.registry.arrivals().get(name).is_some();
-        if is_arriving || self.registry.contains(name) {
+        let is_arriving = self.below.registry.arrivals().get(name).is_some();
+        if is_arriving || self.below.registry.contains(name) {
             return Err(DaemonError::NameTaken(name.clone()));
         }
         Ok(())
@@ -47,7 +51,7 @@ impl Vms {
             self.check_free(request)?;
         }
         let name = &request.name;
-        if let Some(known) = self.registry.with_pid(vm.pid()) {
+        if let Some(known) = self.below.registry.with_pid(vm.pid()) {
             return Err(DaemonError::BadRequest(format!(
                 "this QEMU is already known as '{}'",
                 known.name()
@@ -59,9 +63,40 @@ impl Vms {
         };
         let machine = self.take_on(vm, name, request.domain.clone(), origin)?;
         self.write_attached();
-        if interrupted_save::is_cut_off(self.registry.state(), &machine) {
-            interrupted_save::undo_soon(self.registry.state().to_owned(), machine.clone());
+        if interrupted_save::is_cut_off(self.below.registry.state(), &machine) {
+            interrupted_save::undo_soon(self.below.registry.state().to_owned(), machine.clone());
         }
         Ok(machine.info())
+    }
+
+    fn attached_file(&self) -> PathBuf {
+        self.below.registry.state().join("attached.json")
+    }
+
+    pub(super) fn read_attached(&self) -> Vec<AttachRequest> {
+        std::fs::read(self.attached_file())
+            .ok()
+            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+            .unwrap_or_default()
+    }
+
+    /// Records the attached VMs for the next daemon.
+    pub(super) fn write_attached(&self) {
+        let machines = self.below.registry.machines();
+        let mut list: Vec<AttachRequest> =
+            machines.iter().filter_map(|m| m.attach_request()).collect();
+        // Attached VMs that this daemon has not reached yet are included.
+        let arriving = self.below.registry.arrivals().all();
+        let missing = arriving
+            .iter()
+            .filter_map(|arrival| arrival.attach_request());
+        for request in missing {
+            if list.iter().all(|known| known.name != request.name) {
+                list.push(request.clone());
+            }
+        }
+        if let Err(error) = write_json(&self.attached_file(), &list) {
+            warn!(%error, "cannot record which VMs are attached; free space, and attach these VMs again after the daemon's next start");
+        }
     }
 }

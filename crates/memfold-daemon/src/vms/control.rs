@@ -8,6 +8,7 @@ use tracing::warn;
 
 use crate::arrivals::{SETTLE, Way};
 use crate::error::DaemonError;
+use crate::threads;
 use crate::vm_registry::ADOPTION_PATIENCE;
 use crate::vms::Vms;
 
@@ -18,13 +19,11 @@ impl Vms {
         if let Some(stopped) = self.stop_arriving(name, timeout)? {
             return Ok(stopped);
         }
-        let stopped = self.registry.machine(name)?.stop(timeout)?;
+        let stopped = self.below.registry.machine(name)?.stop(timeout)?;
         // The VM's watch thread removes it from the table. The caller expects the VM to be gone, so
         // this waits up to 10 s.
-        let end = Instant::now() + Duration::from_secs(10);
-        while self.registry.contains(name) && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let (limit, pause) = (Duration::from_secs(10), Duration::from_millis(20));
+        threads::wait_until(limit, pause, || !self.below.registry.contains(name));
         Ok(stopped)
     }
 
@@ -35,7 +34,7 @@ impl Vms {
     /// [`DaemonError::StandsStill`] if the VM does not run afterwards; [`DaemonError::BadRequest`]
     /// for a libvirt domain.
     pub fn resume(&self, name: &str) -> Result<VmInfo, DaemonError> {
-        let machine = self.registry.machine(name)?;
+        let machine = self.below.registry.machine(name)?;
         if let Some(domain) = machine.libvirt() {
             return Err(DaemonError::BadRequest(format!(
                 "VM '{name}' is libvirt's domain '{domain}'; resume it with virsh resume"
@@ -55,7 +54,7 @@ impl Vms {
         script: &str,
         timeout: Duration,
     ) -> Result<CommandResult, DaemonError> {
-        let machine = self.registry.machine(name)?;
+        let machine = self.below.registry.machine(name)?;
         machine.check_runs("no command was run")?;
         machine.wait_clock();
         machine
@@ -68,13 +67,13 @@ impl Vms {
 
     /// Waits until a guest's agent has connected.
     pub fn wait_agent(&self, name: &str, timeout: Duration) -> Result<(), DaemonError> {
-        Ok(self.registry.machine(name)?.wait_agent(timeout)?)
+        Ok(self.below.registry.machine(name)?.wait_agent(timeout)?)
     }
 
     /// Stops a VM that is being started or adopted; returns `None` if there is no such VM of this
     /// name.
     fn stop_arriving(&self, name: &str, timeout: Duration) -> Result<Option<Stopped>, DaemonError> {
-        let Some(arrival) = self.registry.arrivals().get(name) else {
+        let Some(arrival) = self.below.registry.arrivals().get(name) else {
             return Ok(None);
         };
         if arrival.attach_request().is_some() {
@@ -84,10 +83,12 @@ impl Vms {
             .into());
         }
         // A VM whose QEMU answers is adopted soon, and then stopped in the usual way.
-        if arrival.way == Way::Adopting && self.registry.arrivals().wait_gone(&arrival, SETTLE) {
+        if arrival.way == Way::Adopting
+            && self.below.registry.arrivals().wait_gone(&arrival, SETTLE)
+        {
             return Ok(None);
         }
-        let (began, state) = (Instant::now(), self.registry.state());
+        let (began, state) = (Instant::now(), self.below.registry.state());
         let stopped = if arrival.way == Way::Adopting {
             let stopped = Vm::find(state, name).and_then(|vm| vm.end(timeout, &|| false, None));
             arrival.cancel.set();
@@ -112,6 +113,7 @@ impl Vms {
             }
         };
         if !self
+            .below
             .registry
             .arrivals()
             .wait_gone(&arrival, ADOPTION_PATIENCE)

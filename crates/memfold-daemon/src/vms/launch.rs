@@ -9,7 +9,7 @@ use memfold_vm::{Cancel, MachineError, Vm, VmDirectory, VmSpec};
 use tracing::warn;
 
 use crate::arrivals::Way;
-use crate::error::DaemonError;
+use crate::error::{DaemonError, state_error};
 use crate::machine::Origin;
 use crate::vms::Vms;
 
@@ -20,20 +20,19 @@ impl Vms {
         mut spec: VmSpec,
         how: impl FnOnce(&Path, VmSpec, &Cancel) -> Result<Vm, DaemonError>,
     ) -> Result<VmInfo, DaemonError> {
-        let right = self.registry.start_right()?;
-        let entry = self.registry.arrive(&spec, Way::Starting)?;
+        let right = self.below.registry.start_right()?;
+        let entry = self.below.registry.arrive(&spec, Way::Starting)?;
         let (name, domain) = (spec.name.clone(), spec.domain.clone());
-        let uses = self.segments.take(&mut spec)?;
-        self.ksm.keep_from_merging(&mut spec, &right);
+        let uses = self.below.segments.take(&mut spec)?;
+        self.below.ksm.keep_from_merging(&mut spec, &right);
         drop(right);
-        let vm = how(self.registry.state(), spec, &entry.arrival.cancel)?;
-        let came = vm.came_in().map_err(|source| DaemonError::State {
-            path: self.registry.state().to_owned(),
-            source,
-        });
+        let vm = how(self.below.registry.state(), spec, &entry.arrival.cancel)?;
+        let came = vm
+            .came_in()
+            .map_err(state_error(self.below.registry.state()));
         let machine = came.and_then(|()| self.take_on(vm, &name, domain, Origin::Started));
         if machine.is_err() {
-            end_unknown(self.registry.state(), &name);
+            end_unknown(self.below.registry.state(), &name);
         }
         drop((entry, uses));
         Ok(machine?.info())

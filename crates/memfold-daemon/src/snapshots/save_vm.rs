@@ -12,11 +12,11 @@ use memfold_units::PAGE_SIZE;
 use memfold_vm::SegmentSpec;
 use tracing::info;
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, state_error};
 use crate::interrupted_save::{self, NotedSave};
+use crate::locks::SaveRight;
 use crate::machine::Machine;
 use crate::machine::pauses::LONG;
-use crate::machine::rights::SaveRight;
 use crate::snapshot_locks::being_saved;
 use crate::snapshots::Snapshots;
 use crate::snapshots::candidates;
@@ -31,8 +31,8 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 const SPEED_LASTS: Duration = Duration::from_secs(600);
 
 /// Result of the guest's preparation for a save.
-#[derive(Default)]
 struct Prepared {
+    keep: Keep,
     /// The reason why the guest still has caches that it was to drop.
     cache_kept: Option<String>,
     /// Pages that the guest's disks may also hold.
@@ -57,7 +57,7 @@ impl Snapshots {
         of_boot: Option<String>,
     ) -> Result<Manifest, DaemonError> {
         let began = Instant::now();
-        let machine = self.registry.machine(&request.vm)?;
+        let machine = self.below.registry.machine(&request.vm)?;
         let Some(right) = machine.try_save() else {
             return Err(SnapshotError::Impossible(
                 "a snapshot of this VM is being made; wait until it is complete".into(),
@@ -66,31 +66,33 @@ impl Snapshots {
         };
         let _noted = machine.note_saving();
         // A taken name is refused before the guest drops anything.
-        if self.directory.path(&request.name)?.exists() {
+        if self.below.snapshots.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
-        interrupted_save::undo(self.registry.state(), &machine, &right)?;
+        interrupted_save::undo(self.below.registry.state(), &machine, &right)?;
         let subject = subject(&machine)?;
         save::mend(&subject, || machine.monitor())?;
-        let progress = self.locks.begin(&request.name)?;
+        let progress = self.below.snapshot_locks.begin(&request.name)?;
         // Snapshots that the VM's disks are built on are not removed until the new snapshot records
         // that it needs them. Disks of a VM that memfold did not start are copied.
-        let below = match machine.vm().spec() {
-            Some(spec) => restore::below(&self.directory, spec),
-            None => Vec::new(),
-        };
+        let below = machine
+            .vm()
+            .spec()
+            .map(|spec| restore::below(&self.below.snapshots, spec));
         let _below = below
             .into_iter()
+            .flatten()
             .filter(|name| *name != request.name)
-            .map(|name| self.locks.begin(&name))
+            .map(|name| self.below.snapshot_locks.begin(&name))
             .collect::<Result<Vec<_>, _>>()?;
         // The VM may end before its snapshot is complete.
         let segments = machine.vm().segments();
-        let kept = |segment: &SegmentSpec| self.locks.begin(&being_saved(&segment.name));
+        let kept =
+            |segment: &SegmentSpec| self.below.snapshot_locks.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
-        let save = |keep, prepared| {
+        let save = |prepared| {
             let of = (&machine, &subject, &right);
-            self.save_prepared(of, request, of_boot, began, (keep, prepared), &progress)
+            self.save_prepared(of, request, of_boot, began, prepared, &progress)
         };
         // Two questions to the guest at once, because each takes an emulated guest a while.
         let (generation_id, prepared) = std::thread::scope(|scope| {
@@ -98,16 +100,13 @@ impl Snapshots {
             let prepared = self.prepare(&machine, &subject, request.keep, &progress);
             (asked.join().unwrap_or(false), prepared)
         });
-        let (keep, prepared) = prepared?;
-        let prepared = Prepared {
-            generation_id,
-            ..prepared
-        };
-        if keep != Keep::None {
-            return save(keep, prepared);
+        let mut prepared = prepared?;
+        prepared.generation_id = generation_id;
+        if prepared.keep != Keep::None {
+            return save(prepared);
         }
         progress.begin("guest drops its caches", 0);
-        let (cached, files) = candidates::most_cached_files(&self.folding, &machine);
+        let (cached, files) = candidates::most_cached_files(&self.below.folding, &machine);
         let limit = match request.drop_s {
             Some(seconds) => Duration::from_secs(seconds.max(1).into()),
             None => drop_limit(cached, self.disk_speed()),
@@ -118,16 +117,15 @@ impl Snapshots {
             Err(error) if prepared.keep_reason.is_some() => Ok(Some(error.to_string())),
             dropped => dropped,
         };
-        let events = match &dropped {
-            Ok(None) => Ok(()),
-            _ => trace_again(&machine),
+        let is_done = matches!(dropped, Ok(None));
+        let events = if is_done {
+            Ok(())
+        } else {
+            trace_again(&machine)
         };
         let saved = dropped.and_then(|cache_kept| {
-            let prepared = Prepared {
-                cache_kept,
-                ..prepared
-            };
-            save(keep, prepared)
+            prepared.cache_kept = cache_kept;
+            save(prepared)
         });
         // The inventory reports pages that were dropped while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
@@ -136,26 +134,26 @@ impl Snapshots {
         saved
     }
 
-    /// Prepares a guest for what is to be kept, except that its caches are not dropped yet. Returns
-    /// also what is kept.
+    /// Prepares a guest for what is to be kept, except that its caches are not dropped yet.
     fn prepare(
         &self,
         machine: &Machine,
         subject: &Subject,
         choice: KeepChoice,
         progress: &Progress,
-    ) -> Result<(Keep, Prepared), DaemonError> {
-        let all = |reason: String| {
-            let prepared = Prepared {
-                keep_reason: Some(reason),
-                ..Prepared::default()
-            };
-            Ok((Keep::All, prepared))
+    ) -> Result<Prepared, DaemonError> {
+        let prepared = |keep, candidates, keep_reason| Prepared {
+            keep,
+            cache_kept: None,
+            candidates,
+            keep_reason,
+            generation_id: false,
         };
+        let all = |reason: String| Ok(prepared(Keep::All, Vec::new(), Some(reason)));
         let is_chosen = choice == KeepChoice::Auto;
         let has_agent = machine.agent().is_some_and(|a| a.session().is_some());
         if choice == KeepChoice::All {
-            return Ok((Keep::All, Prepared::default()));
+            return Ok(prepared(Keep::All, Vec::new(), None));
         }
         if is_chosen && !has_agent {
             return all("the guest has no memfold-agent to say where its page cache lies".into());
@@ -166,16 +164,12 @@ impl Snapshots {
             written => written?,
         }
         if choice == KeepChoice::None {
-            return Ok((Keep::None, Prepared::default()));
+            return Ok(prepared(Keep::None, Vec::new(), None));
         }
         progress.begin("guest reports the places of its files", 0);
-        let found = candidates::find(&self.folding, machine);
+        let found = candidates::find(&self.below.folding, machine);
         if choice == KeepChoice::Hot {
-            let prepared = Prepared {
-                candidates: found.candidates,
-                ..Prepared::default()
-            };
-            return Ok((Keep::Hot, prepared));
+            return Ok(prepared(Keep::Hot, found.candidates, None));
         }
         let on_disks = found.candidates.iter().map(|run| run.pages).sum();
         let facts = Facts {
@@ -190,12 +184,7 @@ impl Snapshots {
             Keep::Hot => found.candidates,
             Keep::None | Keep::All => Vec::new(),
         };
-        let prepared = Prepared {
-            candidates,
-            keep_reason: Some(reason),
-            ..Prepared::default()
-        };
-        Ok((keep, prepared))
+        Ok(prepared(keep, candidates, Some(reason)))
     }
 
     /// Throughput of the disk of snapshots, in bytes a second, measured now and then.
@@ -204,7 +193,7 @@ impl Snapshots {
         if let Some((_, speed)) = known.filter(|(since, _)| since.elapsed() < SPEED_LASTS) {
             return speed;
         }
-        let speed = disk_speed(self.directory.root());
+        let speed = disk_speed(self.below.snapshots.root());
         *known = Some((Instant::now(), speed));
         speed
     }
@@ -215,7 +204,7 @@ impl Snapshots {
         request: &SaveRequest,
         of_boot: Option<String>,
         began: Instant,
-        (keep, prepared): (Keep, Prepared),
+        prepared: Prepared,
         progress: &Progress,
     ) -> Result<Manifest, DaemonError> {
         let steps = Steps {
@@ -223,16 +212,22 @@ impl Snapshots {
             ..Steps::default()
         };
         progress.begin("guest lists its free pages", 0);
-        let merging = request.live.then(|| self.ksm.stop_merging()).transpose()?;
+        let merging = request
+            .live
+            .then(|| self.below.ksm.stop_merging())
+            .transpose()?;
         let agent = machine.agent();
         let noted = (machine.vm().spec().is_none())
-            .then(|| NotedSave::new(self.registry.state(), machine, right, subject.spec()))
+            .then(|| NotedSave::new(self.below.registry.state(), machine, right, subject.spec()))
             .transpose()
-            .map_err(|source| DaemonError::State {
-                path: self.registry.state().to_owned(),
-                source,
-            })?;
-        let held = HeldVm::new(&self.folding, machine, agent.as_deref(), merging, noted);
+            .map_err(state_error(self.below.registry.state()))?;
+        let held = HeldVm::new(
+            &self.below.folding,
+            machine,
+            agent.as_deref(),
+            merging,
+            noted,
+        );
         held.ask_free_pages();
         // Devices that write past the page tables: such writes cannot be tracked.
         if let Some(problem) = machine.problem().filter(|_| request.live) {
@@ -244,7 +239,7 @@ impl Snapshots {
             agent: agent.as_ref().is_some_and(|a| a.session().is_some()),
             generation_id: prepared.generation_id,
             name: request.name.clone(),
-            keep,
+            keep: prepared.keep,
             keep_reason: prepared.keep_reason,
             of_boot,
             live: request.live,
@@ -258,7 +253,7 @@ impl Snapshots {
         let manifest = save::save(
             (machine.vm(), subject),
             || machine.monitor(),
-            &self.directory,
+            &self.below.snapshots,
             &saving,
             &held,
             progress,
