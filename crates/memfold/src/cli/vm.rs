@@ -349,7 +349,11 @@ fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> 
         let stops = names.iter();
         let stops = stops.map(|name| scope.spawn(move || stop(client, name, timeout_s)));
         // The panic of a thread was already reported.
-        for end in stops.collect::<Vec<_>>().into_iter().flat_map(|s| s.join()) {
+        for end in stops
+            .collect::<Vec<_>>()
+            .into_iter()
+            .flat_map(std::thread::ScopedJoinHandle::join)
+        {
             match end {
                 Ok(report) => stopped.push(report),
                 Err(why) => problems.push(format!("{why:#}")),
