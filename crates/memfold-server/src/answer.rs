@@ -1,5 +1,6 @@
 //! Responses of the API: request bodies, results, and errors with their HTTP status.
 
+use std::io;
 use std::sync::Arc;
 
 use axum::Json;
@@ -61,6 +62,12 @@ pub(crate) fn refusal(status: StatusCode, error: &str) -> Response {
 
 pub(crate) fn refusal_with_hint(status: StatusCode, error: &str, hint: &str) -> Response {
     refused(status, error, Some(hint.to_owned()), false)
+}
+
+/// Returns the response to a request that the daemon could not carry out.
+pub(crate) fn failed(what: &str, error: &io::Error) -> Response {
+    let text = format!("cannot {what}: {error}");
+    refusal(StatusCode::INTERNAL_SERVER_ERROR, &text)
 }
 
 fn refused(

@@ -2,28 +2,19 @@
 
 use std::sync::Arc;
 
+use axum::Json;
 use axum::extract::{Extension, Path as UrlPath};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get};
-use axum::{Json, Router};
 use memfold_api::{ErrorBody, HostRequest, HostToken};
 use memfold_lend::registry::check_name;
 use tokio::task::block_in_place;
 
 use super::access::Access;
-use super::answer::{Asked, refusal, refusal_with_hint};
+use super::answer::{Asked, failed, refusal, refusal_with_hint};
 
-pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
-    Router::new()
-        .route("/v1/hosts", get(hosts).post(add))
-        .route("/v1/hosts/{name}", delete(remove))
-}
-
-fn failed(error: &std::io::Error) -> Response {
-    let text = format!("cannot write the list of hosts: {error}");
-    refusal(StatusCode::INTERNAL_SERVER_ERROR, &text)
-}
+/// Action that fails if the list cannot be written.
+const WRITE: &str = "write the list of hosts";
 
 /// Returns the names of the hosts that have a token.
 #[utoipa::path(get, path = "/v1/hosts", responses((status = 200, body = Vec<String>)))]
@@ -49,16 +40,15 @@ pub(super) async fn add(
     }
     let urls = access.urls.iter();
     let urls = urls.map(|url| url.trim_end_matches('/').to_owned());
-    let urls = urls.collect();
     // This writes to a disk, which may take time.
     match block_in_place(|| access.hosts().add(&request.host)) {
         Ok(token) => Json(HostToken {
             host: request.host,
             token,
-            urls,
+            urls: urls.collect(),
         })
         .into_response(),
-        Err(error) => failed(&error),
+        Err(error) => failed(WRITE, &error),
     }
 }
 
@@ -70,6 +60,6 @@ pub(super) async fn remove(
 ) -> Response {
     match block_in_place(|| access.hosts().remove(&name)) {
         Ok(was) => Json(was).into_response(),
-        Err(error) => failed(&error),
+        Err(error) => failed(WRITE, &error),
     }
 }

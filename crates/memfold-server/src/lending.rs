@@ -1,33 +1,17 @@
 //! API paths of lending and borrowing, and the lease registry for other daemons.
 
-use std::sync::Arc;
-
+use axum::Json;
 use axum::extract::{Extension, Path as UrlPath};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get, post};
-use axum::{Json, Router};
-use memfold_api::{BorrowRequest, Borrowed, ErrorBody, LeaseReport, LendRequest, REGISTRY_PATH};
-use memfold_daemon::{Daemon, DaemonError};
+use memfold_api::{BorrowRequest, Borrowed, ErrorBody, LeaseReport, LendRequest};
+use memfold_daemon::DaemonError;
 use memfold_lend::calls::{Answer, Call};
 use memfold_lend::lvm::Volume;
 use memfold_lend::{Lease, LeaseId, LenderStatus};
 
 use super::access::Visitor;
 use super::answer::{Answered, Asked, Served, blocking, refusal_with_hint};
-
-pub(super) fn routes() -> Router<Arc<Daemon>> {
-    Router::new()
-        .route("/v1/lend", get(lending).post(lend).delete(lend_no_more))
-        .route("/v1/vms/{name}/borrow", post(borrow))
-        .route("/v1/vms/{name}/return", post(give_back))
-        .route("/v1/volumes/{group}/{name}/borrow", post(borrow_for_volume))
-        .route("/v1/volumes/{group}/{name}/return", post(return_volume))
-        .route("/v1/leases", get(leases))
-        .route("/v1/leases/{id}/return", post(recall_lease))
-        .route("/v1/lenders/{name}/distrust", delete(trust))
-        .route(REGISTRY_PATH, post(registry))
-}
 
 /// Returns the status of this host's lending; null: this host does not lend.
 #[utoipa::path(get, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]

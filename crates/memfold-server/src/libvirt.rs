@@ -1,22 +1,9 @@
 //! API paths of libvirt domains.
 
-use std::sync::Arc;
-
-use axum::Router;
-use axum::routing::{get, post};
 use memfold_api::{ErrorBody, LibvirtEnableRequest, LibvirtRequest, VmInfo};
-use memfold_daemon::Daemon;
 use memfold_libvirt::{Change, DomainStatus};
 
 use super::answer::{Answered, Asked, Served, blocking};
-
-pub(super) fn routes() -> Router<Arc<Daemon>> {
-    Router::new()
-        .route("/v1/libvirt", get(domains))
-        .route("/v1/libvirt/attach", post(attach_libvirt))
-        .route("/v1/libvirt/enable", post(enable))
-        .route("/v1/libvirt/disable", post(disable))
-}
 
 /// Returns the domains of libvirt: whether they are enabled, their trust domain, and their state.
 /// Null: libvirt is not installed, or this daemon does not use it.

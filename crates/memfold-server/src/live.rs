@@ -4,15 +4,13 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use axum::extract::{Extension, Path as UrlPath, Query, State};
 use axum::http::StatusCode;
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
 use futures_util::stream;
 use memfold_api::ErrorBody;
-use memfold_daemon::{Daemon, EstimateOrder, Live, SwapUse};
+use memfold_daemon::{EstimateOrder, Live, SwapUse};
 use memfold_host::Report;
 use memfold_ledger::estimate::EstimateReport;
 use memfold_ledger::history::{Event, KEEP_COARSE_S, KEEP_FINE_S, Series, Trends};
@@ -38,28 +36,12 @@ const MOST_TREND_POINTS: i64 = 100;
 /// Largest number of events in one response.
 const MOST_EVENTS: i64 = 1000;
 
-pub(super) fn routes() -> Router<Arc<Daemon>> {
-    Router::new()
-        .route("/v1/live", get(live))
-        .route("/v1/history", get(history))
-        .route("/v1/history/vms", get(trends))
-        .route("/v1/vms/{name}/history", get(vm_history))
-        .route("/v1/events", get(events))
-        .route("/v1/vms/{name}/memory-map", get(memory_map))
-        .route("/v1/vms/{name}/swap", get(swap_use))
-        .route("/v1/sharing", get(sharing))
-        .route("/v1/doctor", get(doctor))
-        .route("/v1/estimate", post(estimate))
-}
-
 /// Time range and resolution of a history request.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Span {
     /// Length of the range back from now, in seconds; default 24 h, at most 90 d.
-    #[serde(default)]
     seconds: Option<i64>,
     /// Number of points; default 500, at most 2,000.
-    #[serde(default)]
     points: Option<i64>,
 }
 
@@ -72,13 +54,11 @@ impl Span {
 
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Cells {
-    #[serde(default)]
     cells: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Count {
-    #[serde(default)]
     count: Option<i64>,
 }
 

@@ -3,28 +3,15 @@
 //! A plan is computed from a report that readers may see anyway, and changes nothing. A placement
 //! uses CPU and fingerprints of other hosts, so it needs the role to operate, like an estimate.
 
-use std::sync::Arc;
-
-use axum::Router;
 use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, Query};
-use axum::routing::{get, post};
+use axum::extract::Query;
 use memfold_api::ErrorBody;
-use memfold_daemon::{Daemon, DaemonError, PlaceOrder};
+use memfold_daemon::{DaemonError, PlaceOrder};
 use memfold_ledger::estimate::place::Proposal;
 use memfold_ledger::plan::{Order, Plan, parse_hours, parse_kind, parse_number};
 use memfold_units::ByteSize;
 
 use super::answer::{Answered, Served, blocking};
-use super::limits::MOST_FINGERPRINTS;
-use super::paths::PLACE_PATH;
-
-pub(super) fn routes() -> Router<Arc<Daemon>> {
-    let longer = DefaultBodyLimit::max(MOST_FINGERPRINTS);
-    Router::new()
-        .route("/v1/plan", get(plan))
-        .route(PLACE_PATH, post(place).layer(longer))
-}
 
 /// Parses the query of a plan, which has the syntax of the command line. `kind` and `vms` may be
 /// repeated.

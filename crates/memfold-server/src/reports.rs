@@ -2,32 +2,17 @@
 
 use std::sync::Arc;
 
+use axum::Json;
 use axum::extract::{Path as UrlPath, State};
-use axum::routing::{get, post};
-use axum::{Json, Router};
 use memfold_api::{
     DebtRequest, ErrorBody, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest, VersionInfo,
 };
-use memfold_daemon::Daemon;
 use memfold_fold::EngineStats;
 use memfold_ksm::{Explanation, Overview};
 use memfold_ledger::DebtReport;
 use memfold_ledger::estimate::VmFacts;
 
 use super::answer::{Answered, Asked, Served, blocking};
-
-pub(super) fn routes() -> Router<Arc<Daemon>> {
-    Router::new()
-        .route("/v1/version", get(version))
-        .route("/v1/report", get(report))
-        .route("/v1/fold", get(fold).put(set_fold))
-        .route("/v1/debt", get(debt).put(set_debt))
-        .route("/v1/ksm", get(ksm))
-        .route("/v1/ksm/start", post(start_ksm))
-        .route("/v1/ksm/stop", post(stop_ksm))
-        .route("/v1/ksm/explain/{name}", get(explain_ksm))
-        .route("/v1/estimate", get(estimate_facts))
-}
 
 /// Returns version, PID and state directory of the daemon.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionInfo)))]

@@ -5,100 +5,116 @@ use std::sync::Arc;
 use axum::extract::{DefaultBodyLimit, Extension};
 use axum::http::StatusCode;
 use axum::middleware::from_fn_with_state;
-use axum::routing::get;
+use axum::routing::{delete, get, post, put};
 use axum::{Json, Router};
+use memfold_api::REGISTRY_PATH;
 use memfold_daemon::{Daemon, DaemonError};
 use utoipa::OpenApi;
 
 use super::access::Access;
 use super::access::guard;
 use super::answer::{Failure, refusal};
-use super::limits::MAX_BODY;
+use super::limits::{MAX_BODY, MOST_FINGERPRINTS};
+use super::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
 use super::{
     hosts, lending, libvirt, live, metrics, planning, reports, segments, session, snapshots, vms,
     web,
 };
 
-/// Source of the API's description (`OpenAPI`).
-#[derive(OpenApi)]
-#[openapi(
-    info(
-        title = "memfold",
-        description = "The memfold daemon, over a Unix socket, and over TCP where that is asked for"
-    ),
-    paths(
-        reports::version,
-        vms::list,
-        vms::run,
-        vms::attach,
-        vms::stop,
-        vms::resume,
-        vms::reboot,
-        vms::exec,
-        reports::report,
-        reports::fold,
-        reports::set_fold,
-        reports::debt,
-        reports::set_debt,
-        reports::ksm,
-        reports::start_ksm,
-        reports::stop_ksm,
-        reports::explain_ksm,
-        reports::estimate_facts,
-        snapshots::snapshots,
-        snapshots::save_snapshot,
-        snapshots::snapshot,
-        snapshots::remove_snapshot,
-        snapshots::verify_snapshot,
-        snapshots::snapshot_progress,
-        snapshots::restore,
-        segments::segments,
-        segments::build_segment,
-        segments::rank_segments,
-        segments::remove_segment,
-        segments::verify_segment,
-        segments::segment_progress,
-        segments::attach_segment,
-        segments::detach_segment,
-        lending::lending,
-        lending::lend,
-        lending::lend_no_more,
-        lending::borrow,
-        lending::give_back,
-        lending::borrow_for_volume,
-        lending::return_volume,
-        lending::leases,
-        lending::recall_lease,
-        lending::trust,
-        lending::registry,
-        libvirt::domains,
-        libvirt::attach_libvirt,
-        libvirt::enable,
-        libvirt::disable,
-        hosts::hosts,
-        hosts::add,
-        hosts::remove,
-        metrics::metrics,
-        live::live,
-        live::history,
-        live::trends,
-        live::vm_history,
-        live::events,
-        live::memory_map,
-        live::sharing,
-        live::doctor,
-        live::estimate,
-        live::swap_use,
-        planning::plan,
-        planning::place,
-        session::session,
-        session::log_in,
-        session::log_out,
-        session::new_code,
-        session::audit
-    )
-)]
-struct Description;
+/// Makes the description of the API and its router from a table of the handlers, one a line: method,
+/// path, handler.
+macro_rules! api {
+    ($($method:ident $path:tt $module:ident::$handler:ident;)*) => {
+        /// Source of the API's description (`OpenAPI`).
+        #[derive(OpenApi)]
+        #[openapi(
+            info(
+                title = "memfold",
+                description = "The memfold daemon, over a Unix socket, and over TCP where that is asked for"
+            ),
+            paths($($module::$handler,)* planning::place)
+        )]
+        struct Description;
+
+        fn described() -> Router<Arc<Daemon>> {
+            let longer = DefaultBodyLimit::max(MOST_FINGERPRINTS);
+            Router::new()
+                .route(PLACE_PATH, post(planning::place).layer(longer))
+                $(.route($path, $method($module::$handler)))*
+        }
+    };
+}
+
+api! {
+    get "/v1/version" reports::version;
+    get "/v1/vms" vms::list;
+    post "/v1/vms" vms::run;
+    post "/v1/attach" vms::attach;
+    post "/v1/vms/{name}/stop" vms::stop;
+    post "/v1/vms/{name}/resume" vms::resume;
+    post "/v1/vms/{name}/reboot" vms::reboot;
+    post "/v1/vms/{name}/exec" vms::exec;
+    get "/v1/report" reports::report;
+    get "/v1/fold" reports::fold;
+    put "/v1/fold" reports::set_fold;
+    get "/v1/debt" reports::debt;
+    put "/v1/debt" reports::set_debt;
+    get "/v1/ksm" reports::ksm;
+    post "/v1/ksm/start" reports::start_ksm;
+    post "/v1/ksm/stop" reports::stop_ksm;
+    get "/v1/ksm/explain/{name}" reports::explain_ksm;
+    get "/v1/estimate" reports::estimate_facts;
+    get "/v1/snapshots" snapshots::snapshots;
+    post "/v1/snapshots" snapshots::save_snapshot;
+    get "/v1/snapshots/{name}" snapshots::snapshot;
+    delete "/v1/snapshots/{name}" snapshots::remove_snapshot;
+    post "/v1/snapshots/{name}/verify" snapshots::verify_snapshot;
+    get "/v1/snapshots/{name}/progress" snapshots::snapshot_progress;
+    post "/v1/snapshots/{name}/restore" snapshots::restore;
+    get "/v1/segments" segments::segments;
+    post "/v1/segments" segments::build_segment;
+    post "/v1/segments/rank" segments::rank_segments;
+    delete "/v1/segments/{name}" segments::remove_segment;
+    post "/v1/segments/{name}/verify" segments::verify_segment;
+    get "/v1/segments/{name}/progress" segments::segment_progress;
+    post "/v1/vms/{name}/segments" segments::attach_segment;
+    delete "/v1/vms/{name}/segments/{segment}" segments::detach_segment;
+    get "/v1/lend" lending::lending;
+    post "/v1/lend" lending::lend;
+    delete "/v1/lend" lending::lend_no_more;
+    post "/v1/vms/{name}/borrow" lending::borrow;
+    post "/v1/vms/{name}/return" lending::give_back;
+    post "/v1/volumes/{group}/{name}/borrow" lending::borrow_for_volume;
+    post "/v1/volumes/{group}/{name}/return" lending::return_volume;
+    get "/v1/leases" lending::leases;
+    post "/v1/leases/{id}/return" lending::recall_lease;
+    delete "/v1/lenders/{name}/distrust" lending::trust;
+    post REGISTRY_PATH lending::registry;
+    get "/v1/libvirt" libvirt::domains;
+    post "/v1/libvirt/attach" libvirt::attach_libvirt;
+    post "/v1/libvirt/enable" libvirt::enable;
+    post "/v1/libvirt/disable" libvirt::disable;
+    get "/v1/hosts" hosts::hosts;
+    post "/v1/hosts" hosts::add;
+    delete "/v1/hosts/{name}" hosts::remove;
+    get "/metrics" metrics::metrics;
+    get "/v1/live" live::live;
+    get "/v1/history" live::history;
+    get "/v1/history/vms" live::trends;
+    get "/v1/vms/{name}/history" live::vm_history;
+    get "/v1/events" live::events;
+    get "/v1/vms/{name}/memory-map" live::memory_map;
+    get "/v1/sharing" live::sharing;
+    get "/v1/doctor" live::doctor;
+    post "/v1/estimate" live::estimate;
+    get "/v1/vms/{name}/swap" live::swap_use;
+    get "/v1/plan" planning::plan;
+    get SESSION_PATH session::session;
+    post SESSION_PATH session::log_in;
+    delete SESSION_PATH session::log_out;
+    post CODES_PATH session::new_code;
+    get AUDIT_PATH session::audit;
+}
 
 /// Returns the API's description (`OpenAPI`) as JSON.
 #[must_use]
@@ -107,18 +123,7 @@ pub fn openapi() -> serde_json::Value {
 }
 
 pub(super) fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
-    Router::new()
-        .merge(vms::routes())
-        .merge(reports::routes())
-        .merge(snapshots::routes())
-        .merge(segments::routes())
-        .merge(lending::routes())
-        .merge(hosts::routes())
-        .merge(libvirt::routes())
-        .merge(planning::routes())
-        .route("/metrics", get(metrics::metrics))
-        .merge(live::routes())
-        .merge(session::routes())
+    described()
         .merge(web::routes())
         .route("/openapi.json", get(|| async { Json(openapi()) }))
         .fallback(|| async { Failure(DaemonError::NoSuchPath) })

@@ -1,29 +1,13 @@
 //! API paths of segments.
 
-use std::sync::Arc;
-
-use axum::Router;
 use axum::extract::Path as UrlPath;
-use axum::routing::{delete, get, post};
 use memfold_api::{
     AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, ErrorBody, RankRequest,
 };
-use memfold_daemon::Daemon;
 use memfold_segment::{Ranked, SegmentInfo};
 use memfold_snapshot::Step;
 
 use super::answer::{Answered, Asked, Served, blocking};
-
-pub(super) fn routes() -> Router<Arc<Daemon>> {
-    Router::new()
-        .route("/v1/segments", get(segments).post(build_segment))
-        .route("/v1/segments/rank", post(rank_segments))
-        .route("/v1/segments/{name}", delete(remove_segment))
-        .route("/v1/segments/{name}/verify", post(verify_segment))
-        .route("/v1/segments/{name}/progress", get(segment_progress))
-        .route("/v1/vms/{name}/segments", post(attach_segment))
-        .route("/v1/vms/{name}/segments/{segment}", delete(detach_segment))
-}
 
 /// Returns all segments, with their users and sizes.
 #[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]

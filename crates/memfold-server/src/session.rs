@@ -3,29 +3,20 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use axum::Json;
 use axum::extract::{Extension, Query};
 use axum::http::header::SET_COOKIE;
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
-use axum::{Json, Router};
 use memfold_api::{CodeRequest, ErrorBody, LoginCode, LoginRequest, Role, SessionInfo};
 use serde::Deserialize;
 
 use super::access::Access;
 use super::access::{AuditEntry, CODE_LIFE, NewSession, SESSION_LIFE, Visitor};
-use super::answer::{Asked, refusal, refusal_with_hint};
-use super::paths::{CODES_PATH, SESSION_PATH};
+use super::answer::{Asked, failed, refusal, refusal_with_hint};
 
 /// Largest number of audit log entries in one response.
 const MOST_ENTRIES: usize = 1000;
-
-pub(super) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
-    Router::new()
-        .route(SESSION_PATH, get(session).post(log_in).delete(log_out))
-        .route(CODES_PATH, post(new_code))
-        .route("/v1/audit", get(audit))
-}
 
 /// Returns role and name of the sender.
 #[utoipa::path(get, path = "/v1/session", responses((status = 200, body = SessionInfo), (status = 401, body = ErrorBody)))]
@@ -58,10 +49,7 @@ pub(super) async fn log_in(
             "neither a token nor a valid login code",
             "a code is valid once, within two minutes; 'memfold dashboard' prints a new one",
         ),
-        Err(error) => refusal(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            &format!("cannot begin a session: {error}"),
-        ),
+        Err(error) => failed("begin a session", &error),
     }
 }
 
@@ -101,13 +89,9 @@ pub(super) async fn new_code(
         );
     }
     if !visitor.role.may(request.role) {
-        return refusal(
-            StatusCode::FORBIDDEN,
-            &format!(
-                "{} may only read, and so cannot grant the role to operate",
-                visitor.who
-            ),
-        );
+        let who = &visitor.who;
+        let text = format!("{who} may only read, and so cannot grant the role to operate");
+        return refusal(StatusCode::FORBIDDEN, &text);
     }
     if access.urls.is_empty() {
         return refusal_with_hint(
@@ -116,14 +100,9 @@ pub(super) async fn new_code(
             "start the daemon with an address: memfold serve --listen 127.0.0.1:8420",
         );
     }
-    let made = access
-        .keys()
-        .new_code(request.role, &visitor.who, Instant::now());
-    match made {
-        Err(error) => refusal(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            &format!("cannot create a login code: {error}"),
-        ),
+    let mut keys = access.keys();
+    match keys.new_code(request.role, &visitor.who, Instant::now()) {
+        Err(error) => failed("create a login code", &error),
         Ok(code) => {
             let urls = access.urls.iter();
             Json(LoginCode {
@@ -139,7 +118,6 @@ pub(super) async fn new_code(
 /// Number of requested entries of the audit log.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct AuditQuery {
-    #[serde(default)]
     count: Option<usize>,
 }
 
@@ -150,16 +128,8 @@ pub(super) async fn audit(
     Query(query): Query<AuditQuery>,
 ) -> Response {
     let count = query.count.unwrap_or(200).min(MOST_ENTRIES);
-    let read = tokio::task::spawn_blocking(move || access.audit().last(count)).await;
-    match read {
-        Ok(Ok(entries)) => Json(entries).into_response(),
-        Ok(Err(error)) => refusal(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            &format!("cannot read the audit log: {error}"),
-        ),
-        Err(_) => refusal(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            "a task of the daemon ended unexpectedly",
-        ),
+    match tokio::task::block_in_place(|| access.audit().last(count)) {
+        Ok(entries) => Json(entries).into_response(),
+        Err(error) => failed("read the audit log", &error),
     }
 }

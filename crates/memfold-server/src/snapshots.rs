@@ -1,27 +1,10 @@
 //! API paths of snapshots.
 
-use std::sync::Arc;
-
-use axum::Router;
 use axum::extract::Path as UrlPath;
-use axum::routing::{get, post};
 use memfold_api::{ErrorBody, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
-use memfold_daemon::Daemon;
 use memfold_snapshot::{Manifest, SnapshotInfo, Step};
 
 use super::answer::{Answered, Asked, Served, blocking};
-
-pub(super) fn routes() -> Router<Arc<Daemon>> {
-    Router::new()
-        .route("/v1/snapshots", get(snapshots).post(save_snapshot))
-        .route(
-            "/v1/snapshots/{name}",
-            get(snapshot).delete(remove_snapshot),
-        )
-        .route("/v1/snapshots/{name}/verify", post(verify_snapshot))
-        .route("/v1/snapshots/{name}/progress", get(snapshot_progress))
-        .route("/v1/snapshots/{name}/restore", post(restore))
-}
 
 /// Returns all snapshots, with the VMs that run from them.
 #[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]

@@ -1,29 +1,16 @@
 //! API paths of VMs.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use axum::extract::{Path as UrlPath, Query};
-use axum::routing::{get, post};
 use memfold_api::{
     AttachRequest, ErrorBody, ExecRequest, ExecResult, RebootRequest, RunOptions, StopReport,
     StopRequest, VmInfo,
 };
-use memfold_daemon::{Daemon, DaemonError};
+use memfold_daemon::DaemonError;
 use memfold_vm::VmSpec;
 
 use super::answer::{Answered, Asked, Served, blocking};
-
-pub(super) fn routes() -> Router<Arc<Daemon>> {
-    Router::new()
-        .route("/v1/vms", get(list).post(run))
-        .route("/v1/attach", post(attach))
-        .route("/v1/vms/{name}/stop", post(stop))
-        .route("/v1/vms/{name}/resume", post(resume))
-        .route("/v1/vms/{name}/reboot", post(reboot))
-        .route("/v1/vms/{name}/exec", post(exec))
-}
 
 /// Returns all VMs that the daemon knows.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]

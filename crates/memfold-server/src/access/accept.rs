@@ -63,12 +63,8 @@ pub(crate) async fn accept_unix(
     let [operators, readers, strangers] =
         [OPERATORS, READERS, STRANGERS].map(|most| Arc::new(Semaphore::new(most)));
     loop {
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                pause_after(&error).await;
-                continue;
-            }
+        let Some((stream, _)) = accepted(listener.accept().await).await else {
+            continue;
         };
         match Peer::of(&stream, groups) {
             Ok(peer) => {
@@ -107,12 +103,8 @@ pub(crate) async fn accept_tcp(
 ) {
     let places = Arc::new(Places::default());
     loop {
-        let (stream, address) = match listener.accept().await {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                pause_after(&error).await;
-                continue;
-            }
+        let Some((stream, address)) = accepted(listener.accept().await).await else {
+            continue;
         };
         let Some(place) = Place::take(&places, address.ip()) else {
             access.refused.add(Why::Other);
@@ -192,11 +184,14 @@ impl Drop for Place {
     }
 }
 
-/// Pauses after a failed `accept`. If file descriptors are lacking, an immediate retry would only
-/// use CPU.
-async fn pause_after(error: &io::Error) {
-    warn!(%error, "cannot accept a connection; retrying in 0.2 s");
-    tokio::time::sleep(Duration::from_millis(200)).await;
+/// Returns the accepted connection; pauses after a failed `accept`. If file descriptors are lacking,
+/// an immediate retry would only use CPU.
+async fn accepted<T>(result: io::Result<T>) -> Option<T> {
+    if let Err(error) = &result {
+        warn!(%error, "cannot accept a connection; retrying in 0.2 s");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    result.ok()
 }
 
 async fn serve<S>(stream: S, peer: Peer, router: Router, watcher: Watcher)

@@ -6,9 +6,8 @@
 //! because they may contain secrets.
 
 use std::collections::BTreeMap;
-use std::fs::{File, Permissions};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -21,6 +20,7 @@ use serde_json::Value;
 use tracing::warn;
 use utoipa::ToSchema;
 
+use super::private_file;
 use crate::answer::Told;
 
 /// Largest size of each of the two log files, in bytes.
@@ -34,69 +34,37 @@ const REFUSALS_A_MINUTE: u32 = 60;
 
 /// Names of the fields of a request's body and query that are logged if their values are numbers,
 /// truth values or short texts.
-const DETAILS: &[&str] = &[
-    "advisor",
-    "announce",
-    "bytes",
-    "cleartext",
-    "compress",
-    "content",
-    "cover_percent",
-    "cpu_percent",
-    "despite_brake",
-    "disks",
-    "domain",
-    "drop_s",
-    "durability",
-    "for_vms",
-    "force",
-    "from_boot_snapshot",
-    "host",
-    "keep",
-    "keep_clock",
-    "least_bytes",
-    "leave_percent",
-    "listen",
-    "live",
-    "max_bytes",
-    "memory",
-    "name",
-    "no_lay",
-    "one_domain",
-    "pages_per_second",
-    "paused",
-    "pinned",
-    "prefetch",
-    "qmp",
-    "renew",
-    "reserve",
-    "role",
-    "root",
-    "seconds",
-    "segment",
-    "stripes",
-    "target_s",
-    "timeout_s",
-    "top_files_bytes",
-    "transport",
-    "trust_domain",
-    "unmerge",
-    "vm",
-    "writer",
-];
+const DETAILS: &str = "\
+    advisor announce bytes cleartext compress content cover_percent cpu_percent despite_brake \
+    disks domain drop_s durability for_vms force from_boot_snapshot host keep keep_clock \
+    least_bytes leave_percent listen live max_bytes memory name no_lay one_domain \
+    pages_per_second paused pinned prefetch qmp renew reserve role root seconds segment stripes \
+    target_s timeout_s top_files_bytes transport trust_domain unmerge vm writer";
 
 /// Label and role of the session that a login has begun, attached to the response.
 #[derive(Clone, Debug)]
 pub(crate) struct NewSession(pub String, pub Role);
 
-/// A request that may change something.
+/// A request for the audit log.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Change<'a> {
+pub(super) struct AuditedRequest<'a> {
     pub method: &'a Method,
     pub path: &'a str,
     /// Query string of the request, as received.
     pub query: &'a str,
     pub body: &'a [u8],
+}
+
+impl<'a> AuditedRequest<'a> {
+    /// Returns a request that is refused unread: no details of it are logged.
+    pub(super) const fn refused(method: &'a Method, path: &'a str) -> Self {
+        Self {
+            method,
+            path,
+            query: "",
+            body: &[],
+        }
+    }
 }
 
 /// An entry of the audit log: a request that may change something, or a refused request.
@@ -119,7 +87,6 @@ pub struct AuditEntry {
     /// HTTP status of the response; 200 stands for success.
     pub status: u16,
     /// The error message, if the request failed.
-    #[serde(default)]
     pub error: Option<String>,
     /// Duration of the request in milliseconds.
     pub took_ms: u64,
@@ -164,11 +131,12 @@ impl Audit {
         self.directory.join("audit.old.jsonl")
     }
 
-    /// Logs a request that may change something, whether it succeeded or failed.
-    pub(super) fn changed(
+    /// Logs a request: one that may change something, whether it succeeded or failed, or a refused
+    /// one.
+    pub(super) fn note(
         &self,
         (who, role): (&str, Option<Role>),
-        asked: &Change<'_>,
+        asked: &AuditedRequest<'_>,
         response: &Response,
         took: Duration,
     ) {
@@ -177,23 +145,26 @@ impl Audit {
         let begun = response.extensions().get::<NewSession>();
         let operates =
             role == Some(Role::Operate) || begun.is_some_and(|begun| begun.1 == Role::Operate);
-        let mut not_noted = 0;
-        if !operates {
-            match self.may_note() {
-                Some(count) => not_noted = count,
-                None => return,
-            }
-        }
+        let not_noted = if operates { Some(0) } else { self.may_note() };
+        let Some(not_noted) = not_noted else { return };
         let mut details = details(asked);
-        if let Some(NewSession(label, role)) = response.extensions().get() {
+        if let Some(NewSession(label, role)) = begun {
             details.insert("begins".into(), label.as_str().into());
             details.insert("role".into(), role.name().into());
         }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let told = response.extensions().get::<Told>();
         self.write(&AuditEntry {
+            at_unix_s: now.map_or(0.0, |t| t.as_millis() as f64 / 1e3),
+            who: who.to_owned(),
             role,
+            method: asked.method.to_string(),
+            path: asked.path.chars().take(PATH_LIMIT).collect(),
             details,
+            status: response.status().as_u16(),
+            error: told.map(|told| told.0.clone()),
+            took_ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
             not_noted,
-            ..entry(who, asked.method, asked.path, response, took)
         });
     }
 
@@ -202,24 +173,6 @@ impl Audit {
         if let Some(not_noted) = self.may_note() {
             warn!(%from, why, not_noted, "TLS connection refused; check that the client uses https:// and trusts the right certificate");
         }
-    }
-
-    /// Logs a refused request.
-    pub(super) fn refused(
-        &self,
-        who: &str,
-        method: &Method,
-        path: &str,
-        response: &Response,
-        took: Duration,
-    ) {
-        let Some(not_noted) = self.may_note() else {
-            return;
-        };
-        self.write(&AuditEntry {
-            not_noted,
-            ..entry(who, method, path, response, took)
-        });
     }
 
     /// Returns the number of refusals that were not logged before, if a further refusal may be
@@ -258,13 +211,7 @@ impl Audit {
         }
         let mut line = serde_json::to_vec(entry)?;
         line.push(b'\n');
-        let mut file = File::options()
-            .create(true)
-            .append(true)
-            .mode(0o600)
-            .open(&path)?;
-        file.set_permissions(Permissions::from_mode(0o600))?;
-        file.write_all(&line)
+        private_file::open(File::options().append(true), &path)?.write_all(&line)
     }
 
     /// Returns the last `count` entries, newest first.
@@ -297,34 +244,8 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn entry(
-    who: &str,
-    method: &Method,
-    path: &str,
-    response: &Response,
-    took: Duration,
-) -> AuditEntry {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let told = response.extensions().get::<Told>();
-    AuditEntry {
-        at_unix_s: now.map_or(0.0, |t| t.as_millis() as f64 / 1e3),
-        who: who.to_owned(),
-        role: None,
-        method: method.to_string(),
-        path: path.chars().take(PATH_LIMIT).collect(),
-        details: BTreeMap::new(),
-        status: response.status().as_u16(),
-        error: told.map(|told| told.0.clone()),
-        took_ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
-        not_noted: 0,
-    }
-}
-
-fn details(asked: &Change<'_>) -> BTreeMap<String, Value> {
-    let fields = match serde_json::from_slice(asked.body) {
-        Ok(Value::Object(fields)) => fields,
-        _ => serde_json::Map::new(),
-    };
+fn details(asked: &AuditedRequest<'_>) -> BTreeMap<String, Value> {
+    let fields: serde_json::Map<_, _> = serde_json::from_slice(asked.body).unwrap_or_default();
     let pairs = asked
         .query
         .split('&')
@@ -340,13 +261,19 @@ fn details(asked: &Change<'_>) -> BTreeMap<String, Value> {
             Value::String(text) => text.len() <= TEXT_LIMIT,
             _ => false,
         };
-        short && DETAILS.contains(&key.as_str())
+        short && is_detail(key)
     };
     pairs.chain(fields).filter(harmless).collect()
 }
 
+fn is_detail(field: &str) -> bool {
+    DETAILS.split(' ').any(|detail| detail == field)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
     use axum::response::IntoResponse;
 
@@ -355,13 +282,13 @@ mod tests {
         let who = ("uid 0", Some(Role::Operate));
         let took = Duration::from_millis(7);
         let (path, query) = path.split_once('?').unwrap_or((path, ""));
-        let asked = Change {
+        let asked = AuditedRequest {
             method: &Method::POST,
             path,
             query,
             body: body.as_bytes(),
         };
-        audit.changed(who, &asked, &response, took);
+        audit.note(who, &asked, &response, took);
     }
 
     #[test]
@@ -376,7 +303,8 @@ mod tests {
         let mut response = axum::http::StatusCode::CONFLICT.into_response();
         response.extensions_mut().insert(Told("it is used".into()));
         let took = Duration::ZERO;
-        audit.refused("127.0.0.1", &Method::DELETE, "/v1/x", &response, took);
+        let asked = AuditedRequest::refused(&Method::DELETE, "/v1/x");
+        audit.note(("127.0.0.1", None), &asked, &response, took);
         let last = audit.last(10).unwrap();
         assert_eq!(last.len(), 2);
         assert_eq!(last[0].error.as_deref(), Some("it is used"));
@@ -445,7 +373,7 @@ mod tests {
             }
         }
         assert!(fields.contains("despite_brake") && fields.contains("trust_domain"));
-        fields.retain(|field| !DETAILS.contains(&&**field) && !LEFT_OUT.contains(&&**field));
+        fields.retain(|field| !is_detail(field) && !LEFT_OUT.contains(&&**field));
         assert!(fields.is_empty(), "neither noted nor left out: {fields:?}");
     }
 
@@ -468,7 +396,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().to_owned());
         let response = axum::http::StatusCode::UNAUTHORIZED.into_response();
-        let refuse = || audit.refused("::1", &Method::GET, "/v1/vms", &response, Duration::ZERO);
+        let asked = AuditedRequest::refused(&Method::GET, "/v1/vms");
+        let refuse = || audit.note(("::1", None), &asked, &response, Duration::ZERO);
         for _ in 0..1000 {
             refuse();
         }

@@ -14,7 +14,7 @@ use axum::middleware::Next;
 use axum::response::Response;
 use memfold_api::{REGISTRY_PATH, Role};
 
-use super::audit::Change;
+use super::audit::AuditedRequest;
 use super::counts::Why;
 use super::origin::{OWN_HEADER, host_is_ours, is_same_origin};
 use super::peer::Peer;
@@ -68,9 +68,9 @@ pub(crate) async fn guard(
         Err(refused) => {
             let who = login_name(&peer);
             access.refused.add(Why::of(refused.status()));
-            access
-                .audit()
-                .refused(&who, &method, &path, &refused, began.elapsed());
+            let asked = AuditedRequest::refused(&method, &path);
+            let took = began.elapsed();
+            access.audit().note((&who, None), &asked, &refused, took);
             *refused
         }
         Ok(visitor) if is_change(&method) => {
@@ -119,18 +119,19 @@ async fn change(
             // Hosts call the registry several times a second, and `memfold leases` shows the
             // results. So only attempts to act in another host's name are logged.
             if status == StatusCode::FORBIDDEN {
-                audit.refused(&who, &method, &path, response, took);
+                let asked = AuditedRequest::refused(&method, &path);
+                audit.note((&who, None), &asked, response, took);
             }
             return;
         }
-        let change = Change {
+        let asked = AuditedRequest {
             method: &method,
             path: &path,
             query: &query,
             // A longer body contains fingerprints, of which no details are logged.
             body: if body.len() > MAX_BODY { &[] } else { &body },
         };
-        audit.changed((&who, role), &change, response, took);
+        audit.note((&who, role), &asked, response, took);
     };
     carry_out(access, peer, visitor, request, next, note).await
 }

@@ -4,14 +4,13 @@
 //! Tokens survive a reboot of this host, because other hosts would otherwise need new ones.
 
 use std::collections::BTreeMap;
-use std::fs::{File, Permissions};
-use std::io::{self, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::io;
 use std::path::PathBuf;
 
 use blake3::Hash;
 
 use super::keys::{hash, secret};
+use super::private_file;
 
 /// Largest number of hosts that may have a token.
 const MOST: usize = 4096;
@@ -96,17 +95,7 @@ impl Hosts {
         if let Some(directory) = self.file.parent() {
             std::fs::create_dir_all(directory)?;
         }
-        let draft = self.file.with_extension("json.new");
-        let mut file = File::options()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&draft)?;
-        file.set_permissions(Permissions::from_mode(0o600))?;
-        file.write_all(&serde_json::to_vec_pretty(&text)?)?;
-        file.sync_all()?;
-        std::fs::rename(&draft, &self.file)?;
+        private_file::replace(&self.file, &serde_json::to_vec_pretty(&text)?)?;
         self.by_name = by_name;
         Ok(())
     }
@@ -114,6 +103,8 @@ impl Hosts {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]

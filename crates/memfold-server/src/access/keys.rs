@@ -3,14 +3,16 @@
 //! Each secret is 32 random bytes in hexadecimal. Secrets are kept and compared as BLAKE3 hashes.
 //! The comparison takes the same time wherever the hashes differ (`blake3::Hash`).
 
-use std::fs::{File, Permissions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blake3::Hash;
 use memfold_api::Role;
+
+use super::private_file;
 
 /// Time for which a login code is valid.
 pub(crate) const CODE_LIFE: Duration = Duration::from_secs(120);
@@ -218,18 +220,7 @@ fn read_or_make(path: &Path) -> io::Result<String> {
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let token = secret()?;
-            // The token is first written under another name, so that a daemon that dies leaves no
-            // incomplete token.
-            let draft = path.with_extension("token.new");
-            let mut file = File::options()
-                .write(true)
-                .create(true)
-                .truncate(true)
-                .mode(0o600)
-                .open(&draft)?;
-            file.set_permissions(Permissions::from_mode(0o600))?;
-            writeln!(file, "{token}")?;
-            std::fs::rename(&draft, path)?;
+            private_file::replace(path, format!("{token}\n").as_bytes())?;
             Ok(token)
         }
         Err(error) => Err(error),
@@ -238,6 +229,8 @@ fn read_or_make(path: &Path) -> io::Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+
     use super::*;
 
     fn token(directory: &Path, role: Role) -> String {

@@ -20,6 +20,7 @@ mod hosts;
 mod keys;
 mod origin;
 mod peer;
+mod private_file;
 mod state;
 mod tls;
 mod unread;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use memfold_units::PAGE_SIZE;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
+pub(super) use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
 use super::scrape::Scrape;
@@ -23,22 +23,14 @@ pub(super) enum In {
     Numbers,
 }
 
-/// Type of a metric family.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    Gauge,
-    /// A figure that only grows, from the daemon's start or the VM's adoption on.
-    Counter,
-    /// A figure that is always 1; its labels carry the information.
-    Info,
-}
-
 /// Description of one metric family.
 pub(super) struct Family {
     /// Name of the family without unit and `_total`.
     pub name: &'static str,
     pub unit: In,
-    pub kind: Kind,
+    /// Type of the family. A counter only grows, from the daemon's start or the VM's adoption on.
+    /// An info is always 1; its labels carry the information.
+    pub kind: MetricType,
     pub help: &'static str,
     /// Function that writes the samples; it writes none if the figure does not exist on this host.
     pub samples: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
@@ -51,7 +43,7 @@ macro_rules! families {
         &[$($crate::metrics::families::Family {
             name: $name,
             unit: $crate::metrics::families::In::$unit,
-            kind: $crate::metrics::families::Kind::$kind,
+            kind: $crate::metrics::families::MetricType::$kind,
             help: $help,
             samples: |scrape, out| $from(scrape, out, $figure),
         },)*]
@@ -98,23 +90,15 @@ impl Family {
             In::Ratio => Some(Unit::Other("ratio".to_owned())),
             In::Numbers => None,
         };
-        let kind = match self.kind {
-            Kind::Gauge => MetricType::Gauge,
-            Kind::Counter => MetricType::Counter,
-            Kind::Info => MetricType::Info,
-        };
+        let kind = self.kind;
         let metric = encoder.encode_descriptor(self.name, self.help, unit.as_ref(), kind)?;
-        let mut samples = Samples {
-            kind: self.kind,
-            metric,
-        };
-        (self.samples)(scrape, &mut samples)
+        (self.samples)(scrape, &mut Samples { kind, metric })
     }
 }
 
 /// Writer of a metric family's samples.
 pub(super) struct Samples<'e> {
-    kind: Kind,
+    kind: MetricType,
     metric: MetricEncoder<'e>,
 }
 
@@ -132,7 +116,7 @@ impl Samples<'_> {
     /// Writes one of several samples. Values of labels are not escaped, because they are words of
     /// this program or names that [`memfold_vm::check_name`] has accepted.
     pub(super) fn with(&mut self, labels: Labels<'_>, value: f64) -> fmt::Result {
-        if self.kind == Kind::Info {
+        if matches!(self.kind, MetricType::Info) {
             return write(self.kind, &mut self.metric, labels, value);
         }
         let mut metric = self.metric.encode_family(&labels)?;
@@ -141,15 +125,15 @@ impl Samples<'_> {
 }
 
 fn write(
-    kind: Kind,
+    kind: MetricType,
     metric: &mut MetricEncoder<'_>,
     labels: Labels<'_>,
     value: f64,
 ) -> fmt::Result {
     match kind {
-        Kind::Gauge => metric.encode_gauge(&value),
-        Kind::Counter => metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
-        Kind::Info => metric.encode_info(&labels),
+        MetricType::Counter => metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
+        MetricType::Info => metric.encode_info(&labels),
+        _ => metric.encode_gauge(&value),
     }
 }
 

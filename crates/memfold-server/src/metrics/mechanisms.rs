@@ -123,23 +123,13 @@ fn ksm(
 }
 
 fn snapshots(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&OnShelf) -> u64) -> fmt::Result {
-    out.maybe(
-        scrape
-            .figures
-            .snapshots
-            .as_ref()
-            .map(|all| figure(all) as f64),
-    )
+    let all = scrape.figures.snapshots.as_ref();
+    out.maybe(all.map(|all| figure(all) as f64))
 }
 
 fn segments(scrape: &Scrape, out: &mut Samples<'_>, figure: fn(&OnShelf) -> u64) -> fmt::Result {
-    out.maybe(
-        scrape
-            .figures
-            .segments
-            .as_ref()
-            .map(|all| figure(all) as f64),
-    )
+    let all = scrape.figures.segments.as_ref();
+    out.maybe(all.map(|all| figure(all) as f64))
 }
 
 fn lending(

@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::Context as _;
 use memfold_api::{Client, ClientError};
@@ -55,18 +56,19 @@ impl Context {
     }
 
     /// Prints `value` as JSON if that was requested, else the output of `text`. Also writes the
-    /// file of `--json`.
+    /// file of `--json`. Returns the exit code of a success.
     pub(super) fn print<T: serde::Serialize>(
         &self,
         value: &T,
         text: impl FnOnce(&T) -> String,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<ExitCode> {
         self.write_file(value)?;
         let text = if self.json {
             serde_json::to_string_pretty(value)?
         } else {
             text(value)
         };
-        write_line(&text)
+        write_line(&text)?;
+        Ok(ExitCode::SUCCESS)
     }
 }

@@ -4,12 +4,13 @@
 use std::process::ExitCode;
 
 use clap::Args;
-use comfy_table::{CellAlignment, Table, presets};
+
 use memfold_api::DebtRequest;
 use memfold_ledger::{BrakeEvent, DebtReport, Reserve};
 use memfold_units::ByteSize;
 
 use super::context::Context;
+use super::table::table;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -37,82 +38,63 @@ pub(super) fn cover(text: &str) -> Result<f64, String> {
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
-    let report: DebtReport = if arguments.reserve.is_some() || arguments.cover.is_some() {
-        let request = DebtRequest {
-            reserve: arguments.reserve.clone(),
-            cover_percent: arguments.cover,
-        };
-        client.put("/v1/debt", &request)?
-    } else {
-        client.get("/v1/debt")?
+    if arguments.reserve.is_none() && arguments.cover.is_none() {
+        return context.print(&client.get("/v1/debt")?, render);
+    }
+    let request = DebtRequest {
+        reserve: arguments.reserve.clone(),
+        cover_percent: arguments.cover,
     };
-    context.print(&report, render)?;
-    Ok(ExitCode::SUCCESS)
+    context.print(&client.put("/v1/debt", &request)?, render)
 }
 
 fn render(report: &DebtReport) -> String {
     let size = |bytes: u64| ByteSize(bytes).to_string();
-    let mut sums = Table::new();
-    sums.load_preset(presets::NOTHING);
-    let mut line = |name: &str, bytes: u64| {
-        sums.add_row([name.to_owned(), size(bytes)]);
-    };
-    line("shared, and owed when written to", report.debt_bytes);
-    line("  folded", report.folded_bytes);
-    line("  of snapshots' images", report.snapshot_bytes);
-    line("  zero pages given back", report.zero_bytes);
-    line("  merged by KSM", report.ksm_bytes);
-    if report.starting_bytes > 0 {
-        line("  of VMs that are just starting", report.starting_bytes);
-    }
-    let percent = report.cover_percent;
-    line(
-        &format!("needed at once ({percent} %)"),
-        report.needed_bytes,
-    );
-    line("available for it", report.absorbable_bytes);
+    let needed = format!("needed at once ({} %)", report.cover_percent);
     let group = report.limited_by.as_ref();
     let group = group.map_or_else(String::new, |path| format!(" in control group {path}"));
-    line(&format!("  available{group}"), report.mem_available_bytes);
-    line("  less the reserve", report.reserve_bytes);
-    line("free swap, not counted", report.swap_free_bytes);
-    line("page stores, back once all is written", report.store_bytes);
+    let available = format!("  available{group}");
+    let starting = "  of VMs that are just starting";
+    let sums = [
+        ("shared, and owed when written to", report.debt_bytes),
+        ("  folded", report.folded_bytes),
+        ("  of snapshots' images", report.snapshot_bytes),
+        ("  zero pages given back", report.zero_bytes),
+        ("  merged by KSM", report.ksm_bytes),
+        (starting, report.starting_bytes),
+        (&needed, report.needed_bytes),
+        ("available for it", report.absorbable_bytes),
+        (&available, report.mem_available_bytes),
+        ("  less the reserve", report.reserve_bytes),
+        ("free swap, not counted", report.swap_free_bytes),
+        ("page stores, back once all is written", report.store_bytes),
+    ];
+    let sums = sums.iter().filter(|sum| *sum != &(starting, 0));
+    let sums = sums.map(|(name, bytes)| [(*name).to_owned(), size(*bytes)]);
     let held = if report.sharing_held {
         "; folding and KSM share no more memory until the level is ok"
     } else {
         ""
     };
-    let mut parts = vec![format!("brake: {}{held}\n{}", report.level, right(sums, 1))];
+    let sums = table("  >", sums);
+    let mut parts = vec![format!("brake: {}{held}\n{sums}", report.level)];
     if report.vms.iter().any(|vm| vm.total_bytes() > 0) {
-        let mut vms = Table::new();
-        vms.load_preset(presets::NOTHING)
-            .set_header(["VM", "OWED", "FOLDED", "SNAPSHOT", "ZERO"]);
-        for vm in &report.vms {
-            vms.add_row([
+        let vms = report.vms.iter().map(|vm| {
+            [
                 vm.name.clone(),
                 size(vm.total_bytes()),
                 size(vm.folded_bytes),
                 size(vm.snapshot_bytes),
                 size(vm.zero_bytes),
-            ]);
-        }
-        parts.push(right(vms, 4));
+            ]
+        });
+        parts.push(table("VM  >OWED  >FOLDED  >SNAPSHOT  >ZERO", vms));
     }
     if !report.events.is_empty() {
         let events: Vec<String> = report.events.iter().map(event).collect();
         parts.push(events.join("\n"));
     }
     parts.join("\n\n")
-}
-
-/// Formats a table whose columns from the second to `last` are right-aligned.
-fn right(mut table: Table, last: usize) -> String {
-    for at in 1..=last {
-        if let Some(column) = table.column_mut(at) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table.trim_fmt()
 }
 
 fn event(event: &BrakeEvent) -> String {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
-use comfy_table::{Cell, ContentArrangement, Table, presets};
+
 use memfold_api::{ClientError, DEFAULT_STATE};
 use memfold_host::{Check, HostFacts, Report, Status, examine};
 use memfold_ledger::DebtReport;
@@ -17,6 +17,7 @@ use super::bench::become_bench;
 use super::context::Context;
 use super::failure::IMPOSSIBLE_HERE;
 use super::output::write_line;
+use super::table::table;
 
 /// Time limit for the daemon to report its debt.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -84,30 +85,21 @@ pub(super) fn exit_code(report: &Report) -> ExitCode {
 
 /// Formats the report as text.
 pub(super) fn text(report: &Report) -> String {
-    let mut table = Table::new();
-    table
-        .load_preset(presets::NOTHING)
-        .set_content_arrangement(ContentArrangement::Disabled);
+    let mut rows = Vec::new();
     for check in &report.checks {
         let mark = match check.status {
             Status::Ok => "ok",
             Status::Warn => "warn",
             Status::Fail => "FAIL",
         };
-        table.add_row([
-            Cell::new(mark),
-            Cell::new(check.name),
-            Cell::new(&check.meaning),
-        ]);
-        if let Some(fix) = &check.fix {
-            table.add_row([Cell::new(""), Cell::new(""), Cell::new(format!("-> {fix}"))]);
-        }
+        rows.push([mark, check.name, &check.meaning].map(str::to_owned));
+        let fix = check.fix.iter();
+        rows.extend(fix.map(|fix| [String::new(), String::new(), format!("-> {fix}")]));
     }
-    let rows: Vec<String> = table.lines().map(|l| l.trim_end().to_owned()).collect();
     let verdict = if report.can_run {
         "The main job can run here: VMs boot and are folded."
     } else {
         "The main job cannot run here: see FAIL above."
     };
-    format!("{}\n\n{verdict}", rows.join("\n"))
+    format!("{}\n\n{verdict}", table("", rows))
 }

@@ -14,7 +14,7 @@ use memfold_ledger::estimate::fingerprint::{self, HostMemory, Key};
 use memfold_ledger::estimate::look::{self, Looked};
 use memfold_ledger::estimate::program::{self, Kind, ProgramReport};
 use memfold_ledger::estimate::{
-    Domains, EstimateError, EstimateReport, Options, Pace, Told, VmFacts, estimate, table, targets,
+    self, Domains, EstimateError, EstimateReport, Options, Pace, Told, VmFacts, estimate, targets,
 };
 use memfold_ledger::read::Proc;
 use memfold_units::ByteSize;
@@ -22,6 +22,7 @@ use serde_json::json;
 
 use super::context::Context;
 use super::failure::IMPOSSIBLE_HERE;
+use super::table::table;
 use super::top;
 
 /// Exit code of an interrupted program: 128 + SIGINT, as in shells.
@@ -121,13 +122,9 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     };
     if let (Some(file), Some(key)) = (&arguments.fingerprint, &arguments.key) {
         let (key, is_new) = Key::open(key)?;
-        let host = match &arguments.host {
-            Some(host) => host.clone(),
-            None => rustix::system::uname()
-                .nodename()
-                .to_string_lossy()
-                .into_owned(),
-        };
+        let here = rustix::system::uname();
+        let own_name = || here.nodename().to_string_lossy().into_owned();
+        let host = arguments.host.clone().unwrap_or_else(own_name);
         let options = Options {
             seed: key.seed(),
             reads_files: true,
@@ -144,18 +141,17 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     });
     let report = match found {
         Ok(report) => EstimateReport { daemon, ..report },
-        Err(error @ (EstimateError::Interrupted | EstimateError::NoScan)) => {
-            memfold_host::say!("memfold: {error}");
+        Err(error) => {
             let code = match error {
                 EstimateError::NoScan => IMPOSSIBLE_HERE,
-                _ => INTERRUPTED,
+                EstimateError::Interrupted => INTERRUPTED,
+                _ => return Err(error.into()),
             };
+            memfold_host::say!("memfold: {error}");
             return Ok(ExitCode::from(code));
         }
-        Err(error) => return Err(error.into()),
     };
-    context.print(&report, table::render)?;
-    Ok(ExitCode::SUCCESS)
+    context.print(&report, estimate::table::render)
 }
 
 /// Runs `work` with a progress bar.
@@ -246,14 +242,11 @@ fn of_program(context: &Context, program: &str) -> anyhow::Result<ExitCode> {
     if report.pids.is_empty() {
         bail!("all processes of '{program}' have ended");
     }
-    context.print(&report, render_program)?;
-    Ok(ExitCode::SUCCESS)
+    context.print(&report, render_program)
 }
 
 fn render_program(report: &ProgramReport) -> String {
-    let header = ["MAPPING", "MODE", "RESIDENT", "THE FILE'S OWN PAGES"];
-    let mut table = super::ksm::table(&header, &[2, 3]);
-    for mode in &report.modes {
+    let rows = report.modes.iter().map(|mode| {
         let kind = match mode.kind {
             Kind::Text => "file, text",
             Kind::ReadOnly => "file, read-only data",
@@ -261,13 +254,13 @@ fn render_program(report: &ProgramReport) -> String {
             Kind::Shared => "shared memory or file",
             Kind::Anonymous => "anonymous",
         };
-        table.add_row([
-            kind,
-            &mode.permissions,
-            &ByteSize(mode.resident_bytes).to_string(),
-            &ByteSize(mode.file_bytes).to_string(),
-        ]);
-    }
+        [
+            kind.to_owned(),
+            mode.permissions.clone(),
+            ByteSize(mode.resident_bytes).to_string(),
+            ByteSize(mode.file_bytes).to_string(),
+        ]
+    });
     let size = ByteSize;
     format!(
         "{}: {} processes, {} resident\n\n{}\n\n\
@@ -276,7 +269,7 @@ fn render_program(report: &ProgramReport) -> String {
         report.program,
         report.pids.len(),
         size(report.resident_bytes),
-        table.trim_fmt(),
+        table("MAPPING  MODE  >RESIDENT  >THE FILE'S OWN PAGES", rows),
         size(report.not_writable_bytes),
         report.not_writable_percent,
         size(report.shareable_bytes),

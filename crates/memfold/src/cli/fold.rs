@@ -3,12 +3,13 @@
 use std::process::ExitCode;
 
 use clap::Subcommand;
-use comfy_table::{CellAlignment, Table, presets};
+
 use memfold_api::FoldRequest;
-use memfold_fold::EngineStats;
+use memfold_fold::{EngineStats, VmStats};
 use memfold_units::PageCount;
 
 use super::context::Context;
+use super::table::table;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -31,42 +32,23 @@ pub(super) enum Arguments {
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
-    let request = match arguments {
-        Arguments::Status => None,
-        Arguments::Pause => Some(FoldRequest {
-            paused: Some(true),
-            ..FoldRequest::default()
-        }),
-        Arguments::Resume => Some(FoldRequest {
-            paused: Some(false),
-            ..FoldRequest::default()
-        }),
+    let mut request = FoldRequest::default();
+    match arguments {
+        Arguments::Status => return context.print(&client.get("/v1/fold")?, render),
+        Arguments::Pause => request.paused = Some(true),
+        Arguments::Resume => request.paused = Some(false),
         Arguments::Budget {
             cpu,
             pages_per_second,
-        } => Some(FoldRequest {
-            cpu_percent: *cpu,
-            pages_per_second: *pages_per_second,
-            ..FoldRequest::default()
-        }),
-    };
-    let stats: EngineStats = match request {
-        None => client.get("/v1/fold")?,
-        Some(request) => client.put("/v1/fold", &request)?,
-    };
-    context.print(&stats, render)?;
-    Ok(ExitCode::SUCCESS)
+        } => (request.cpu_percent, request.pages_per_second) = (*cpu, *pages_per_second),
+    }
+    context.print(&client.put("/v1/fold", &request)?, render)
 }
 
 fn render(stats: &EngineStats) -> String {
     let size = |pages: u64| PageCount(pages).bytes().to_string();
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([
-        "VM", "CACHED", "MATCHED", "FOLDED", "AGAIN", "COPIED", "DIFFER", "ZERO", "BACK",
-        "MAPPINGS", "",
-    ]);
-    for vm in &stats.vms {
-        table.add_row([
+    let rows = stats.vms.iter().map(|vm| {
+        [
             vm.name.clone(),
             size(vm.cached_pages),
             size(vm.matched_pages),
@@ -78,18 +60,16 @@ fn render(stats: &EngineStats) -> String {
             size(vm.folded_back_pages),
             vm.mappings.to_string(),
             vm.problem.clone().unwrap_or_default(),
-        ]);
-    }
-    for at in 1..10 {
-        if let Some(column) = table.column_mut(at) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
+        ]
+    });
+    let headings =
+        "VM  >CACHED  >MATCHED  >FOLDED  >AGAIN  >COPIED  >DIFFER  >ZERO  >BACK  >MAPPINGS  ";
     let latency =
         |seconds: Option<f64>| seconds.map_or_else(|| "-".into(), |s| format!("{s:.1} s"));
     let rate = stats
         .pages_per_second
         .map_or_else(String::new, |n| format!(", {n} pages/s"));
+    let most = |of: fn(&VmStats) -> u64| stats.vms.iter().map(of).max().unwrap_or(0);
     let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
     let age = if stats.age_s > 0.0 {
         format!(
@@ -121,19 +101,8 @@ fn render(stats: &EngineStats) -> String {
         stats.case_same_path_different_content,
         stats.case_different_path_same_content,
         stats.case_different_path_different_content,
-        stats
-            .vms
-            .iter()
-            .map(|vm| vm.freeze_max_ns)
-            .max()
-            .unwrap_or(0) as f64
-            / 1e6,
-        stats
-            .vms
-            .iter()
-            .map(|vm| vm.pause_max_ms)
-            .max()
-            .unwrap_or(0),
-        table.trim_fmt(),
+        most(|vm| vm.freeze_max_ns) as f64 / 1e6,
+        most(|vm| vm.pause_max_ms),
+        table(headings, rows),
     )
 }

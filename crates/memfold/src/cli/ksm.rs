@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 use clap::Subcommand;
-use comfy_table::{CellAlignment, Table, presets};
+
 use memfold_api::{ClientError, KsmStartRequest, KsmStopRequest};
 use memfold_ksm::files::Role;
 use memfold_ksm::overview::{Overview, Part, Steering};
@@ -18,6 +18,7 @@ use rustix::process::Pid;
 
 use super::context::Context;
 use super::failure::IMPOSSIBLE_HERE;
+use super::table::{known, table};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -62,13 +63,11 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 Err(ClientError::NoDaemon { .. }) => Overview::now(None)?,
                 answer => answer?,
             };
-            context.print(&overview, render)?;
-            let code = if overview.available {
-                0
-            } else {
-                IMPOSSIBLE_HERE
-            };
-            return Ok(ExitCode::from(code));
+            let printed = context.print(&overview, render)?;
+            if !overview.available {
+                return Ok(ExitCode::from(IMPOSSIBLE_HERE));
+            }
+            Ok(printed)
         }
         Arguments::Start {
             domain,
@@ -83,12 +82,9 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 advisor,
             };
             let overview: Overview = context.client()?.post("/v1/ksm/start", &request)?;
-            context.print(&overview, |overview| {
-                overview
-                    .steering
-                    .as_ref()
-                    .map_or_else(String::new, steering)
-            })?;
+            context.print(&overview, |now| {
+                now.steering.as_ref().map_or_else(String::new, steering)
+            })
         }
         Arguments::Stop { unmerge } => {
             let request = KsmStopRequest { unmerge };
@@ -102,7 +98,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                     ),
                 };
                 format!("KSM's previous settings are restored; {left}")
-            })?;
+            })
         }
         Arguments::Explain { vm } => {
             let path = format!("/v1/ksm/explain/{}", super::vm::segment(&vm)?);
@@ -110,10 +106,9 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 Err(ClientError::NoDaemon { .. }) => explain_alone(&vm)?,
                 answer => answer?,
             };
-            context.print(&explanation, explain)?;
+            context.print(&explanation, explain)
         }
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Explains the merging of a QEMU without a daemon. `vm`: its `-name`, or its process number.
@@ -124,11 +119,11 @@ fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
         let words = Pid::from_raw(pid).and_then(|pid| endpoints::command_line(pid).ok());
         words.is_some_and(|words| endpoints::guest_name(&words).as_deref() == Some(vm))
     };
-    let found: Vec<i32> = processes::all(proc_root)?
+    let mut found: Vec<i32> = processes::all(proc_root)?
         .into_iter()
-        .filter(|process| process.qemu && (number == Some(process.pid) || is_named(process.pid)))
-        .map(|process| process.pid)
+        .filter_map(|process| process.qemu.then_some(process.pid))
         .collect();
+    found.retain(|&pid| number == Some(pid) || is_named(pid));
     match found[..] {
         [pid] => {
             let facts = Facts::read(&Controls::default(), proc_root, pid, None, None)?;
@@ -143,40 +138,23 @@ fn explain_alone(vm: &str) -> anyhow::Result<Explanation> {
     }
 }
 
-/// Makes a table without lines, whose columns `right` are right-aligned.
-pub(super) fn table(header: &[&str], right: &[usize]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(header);
-    for &at in right {
-        if let Some(column) = table.column_mut(at) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table
-}
-
 fn render(overview: &Overview) -> String {
     if !overview.available {
         return "this kernel has no KSM: /sys/kernel/mm/ksm is missing (CONFIG_KSM)".to_owned();
     }
     let mut text = String::new();
-    for role in [Role::Control, Role::Counter] {
-        let name = match role {
-            Role::Control => "CONTROL",
-            Role::Counter => "COUNTER",
-        };
-        let mut table = table(&[name, "VALUE", "UNIT", "MEANING"], &[1]);
-        for file in overview.files.iter().filter(|file| file.role == role) {
+    for (role, name) in [(Role::Control, "CONTROL"), (Role::Counter, "COUNTER")] {
+        let files = overview.files.iter().filter(|file| file.role == role);
+        let rows = files.map(|file| {
             let absent = || format!("absent (Linux {})", file.since);
             let value = file.value.as_ref().map_or_else(absent, ToString::to_string);
-            table.add_row([&file.name, &value, &file.unit, &file.meaning]);
-        }
-        let _ = writeln!(text, "{}\n", table.trim_fmt());
+            [&file.name, &value, &file.unit, &file.meaning].map(ToString::to_string)
+        });
+        let headings = format!("{name}  >VALUE  UNIT  MEANING");
+        let _ = writeln!(text, "{}\n", table(&headings, rows));
     }
-    let seconds =
-        |value: Option<f64>| value.map_or_else(|| "?".to_owned(), |s| format!("{s:.1} s"));
-    let percent =
-        |value: Option<f64>| value.map_or_else(|| "?".to_owned(), |p| format!("{p:.1} %"));
+    let seconds = |value: Option<f64>| known(value.map(|s| format!("{s:.1} s")));
+    let percent = |value: Option<f64>| known(value.map(|p| format!("{p:.1} %")));
     let _ = writeln!(
         text,
         "ksmd's CPU since boot {}; mergeable memory {}, a full scan at these settings {}\n\
@@ -199,37 +177,12 @@ fn render(overview: &Overview) -> String {
         text.push_str("\nno process has mergeable memory");
         return text;
     }
-    let _ = write!(text, "\n{}", parts(overview).trim_fmt());
-    text
+    text + "\n" + &parts(overview)
 }
 
-fn parts(overview: &Overview) -> Table {
-    let mut table = table(
-        &[
-            "VM",
-            "DOMAIN",
-            "PID",
-            "MERGEABLE",
-            "MERGED",
-            "ZERO",
-            "LOOKED AT",
-            "METADATA",
-            "PROFIT",
-        ],
-        &[2, 4, 5, 6, 7, 8],
-    );
-    let size = |pages: Option<u64>| {
-        pages.map_or_else(
-            || "?".to_owned(),
-            |pages| PageCount(pages).bytes().to_string(),
-        )
-    };
-    let row = |part: &Part, vm: bool| {
-        let name = if vm {
-            part.name.clone()
-        } else {
-            format!("({})", part.name)
-        };
+fn parts(overview: &Overview) -> String {
+    let size = |pages: Option<u64>| known(pages.map(|pages| PageCount(pages).bytes()));
+    let row = |part: &Part, name: String| {
         [
             name,
             part.domain.clone().unwrap_or_else(|| "-".to_owned()),
@@ -238,19 +191,15 @@ fn parts(overview: &Overview) -> Table {
             size(part.ksm_merging_pages),
             size(part.ksm_zero_pages),
             size(part.ksm_rmap_items),
-            part.rmap_overhead_bytes
-                .map_or_else(|| "?".to_owned(), |bytes| ByteSize(bytes).to_string()),
-            part.ksm_process_profit
-                .map_or_else(|| "?".to_owned(), signed),
+            known(part.rmap_overhead_bytes.map(ByteSize)),
+            known(part.ksm_process_profit.map(signed)),
         ]
     };
-    for (list, vm) in [(&overview.vms, true), (&overview.others, false)] {
-        for part in list {
-            table.add_row(row(part, vm));
-        }
-    }
+    let vms = overview.vms.iter().map(|vm| row(vm, vm.name.clone()));
+    let others = overview.others.iter();
+    let others = others.map(|part| row(part, format!("({})", part.name)));
     let totals = &overview.totals;
-    table.add_row([
+    let all = [
         "all".to_owned(),
         String::new(),
         String::new(),
@@ -260,8 +209,11 @@ fn parts(overview: &Overview) -> Table {
         size(Some(totals.ksm_rmap_items)),
         ByteSize(totals.rmap_overhead_bytes).to_string(),
         signed(totals.ksm_process_profit),
-    ]);
-    table
+    ];
+    table(
+        "VM  DOMAIN  >PID  MERGEABLE  >MERGED  >ZERO  >LOOKED AT  >METADATA  >PROFIT",
+        vms.chain(others).chain([all]),
+    )
 }
 
 fn steering(now: &Steering) -> String {
@@ -309,12 +261,8 @@ fn explain(explanation: &Explanation) -> String {
         ByteSize(explanation.mergeable_bytes),
         ByteSize(explanation.present_bytes),
         ByteSize(explanation.merged_bytes),
-        explanation
-            .profit_bytes
-            .map_or_else(|| "?".to_owned(), signed),
-        explanation
-            .rmap_overhead_bytes
-            .map_or_else(|| "?".to_owned(), |bytes| ByteSize(bytes).to_string()),
+        known(explanation.profit_bytes.map(signed)),
+        known(explanation.rmap_overhead_bytes.map(ByteSize)),
     );
     if let Some(seconds) = explanation.first_merge_s {
         let _ = writeln!(

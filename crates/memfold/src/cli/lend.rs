@@ -8,13 +8,14 @@ use std::time::SystemTime;
 
 use anyhow::{anyhow, bail};
 use clap::Args;
-use comfy_table::{CellAlignment, Table, presets};
+
 use memfold_api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
 use memfold_lend::lvm::Volume;
 use memfold_lend::{Durability, Lease, LenderStatus, Transport};
 use memfold_units::ByteSize;
 
 use super::context::Context;
+use super::table::table;
 use super::vm::segment as name_of_vm;
 
 #[derive(Args, Debug)]
@@ -119,11 +120,9 @@ pub(super) fn lend(context: &Context, arguments: &LendArguments) -> anyhow::Resu
         None => client.get("/v1/lend")?,
     };
     context.print(&status, |status| {
-        status
-            .as_ref()
-            .map_or_else(|| "this host lends nothing".into(), lender)
-    })?;
-    Ok(ExitCode::SUCCESS)
+        let nothing = || "this host lends nothing".into();
+        status.as_ref().map_or_else(nothing, lender)
+    })
 }
 
 fn lender(status: &LenderStatus) -> String {
@@ -155,38 +154,34 @@ fn lender(status: &LenderStatus) -> String {
 }
 
 pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::Result<ExitCode> {
-    let (place, size) = match (&arguments.lvm, &arguments.vm) {
+    let (vm, lvm) = (arguments.vm.as_deref(), arguments.lvm.as_ref());
+    let mut size = arguments.size;
+    if let Some(volume) = lvm {
         // With --lvm, the only positional argument is the size.
-        (Some(volume), word) => {
-            let size = word.as_deref().map(size_alone).transpose()?;
-            if arguments.size.is_some() {
-                bail!(
-                    "--lvm {volume} and a VM cannot be given together; run the command once for each"
-                );
-            }
-            (format!("{}/borrow", of_volume(volume)), size)
+        size = vm.map(size_alone).transpose()?;
+        if arguments.size.is_some() {
+            bail!(
+                "--lvm {volume} and a VM cannot be given together; run the command once for each"
+            );
         }
-        (None, vm) => (
-            format!(
-                "/v1/vms/{}/borrow",
-                name_of_vm(vm.as_deref().unwrap_or(""))?
-            ),
-            arguments.size,
-        ),
-    };
+    }
+    let place = swap_disk_path(vm, lvm, "borrow")?;
     let request = BorrowRequest {
         bytes: size.map(|size| size.0),
         durability: arguments.durability,
         stripes: arguments.stripes,
     };
     let done: Borrowed = context.client()?.post(&place, &request)?;
-    context.print(&done, borrowed)?;
-    Ok(ExitCode::SUCCESS)
+    context.print(&done, borrowed)
 }
 
-/// Returns the API path of a volume. Names of volumes contain no character that needs escaping.
-fn of_volume(volume: &Volume) -> String {
-    format!("/v1/volumes/{}/{}", volume.group, volume.name)
+/// Returns the API path of an action on a swap disk: that of a volume, or else of a VM. Names of
+/// volumes contain no character that needs escaping.
+fn swap_disk_path(vm: Option<&str>, lvm: Option<&Volume>, what: &str) -> anyhow::Result<String> {
+    Ok(match lvm {
+        Some(volume) => format!("/v1/volumes/{}/{}/{what}", volume.group, volume.name),
+        None => format!("/v1/vms/{}/{what}", name_of_vm(vm.unwrap_or_default())?),
+    })
 }
 
 fn size_alone(word: &str) -> anyhow::Result<ByteSize> {
@@ -202,7 +197,7 @@ pub(super) fn give_back(
     if let Some(number) = arguments.lease {
         let place = format!("/v1/leases/{number}/return");
         let lease: Lease = context.client()?.post(&place, &())?;
-        context.print(&lease, |lease| {
+        return context.print(&lease, |lease| {
             let seconds = lease.durability.time_to_give_back(lease.bytes).as_secs();
             format!(
                 "{} of '{}' on host '{}' are asked for; they are back within {seconds} s",
@@ -210,45 +205,33 @@ pub(super) fn give_back(
                 lease.vm,
                 lease.borrower
             )
-        })?;
-        return Ok(ExitCode::SUCCESS);
+        });
     }
-    let place = match &arguments.lvm {
-        Some(volume) => format!("{}/return", of_volume(volume)),
-        None => format!(
-            "/v1/vms/{}/return",
-            name_of_vm(arguments.vm.as_deref().unwrap_or(""))?
-        ),
-    };
+    let (vm, lvm) = (arguments.vm.as_deref(), arguments.lvm.as_ref());
+    let place = swap_disk_path(vm, lvm, "return")?;
     let done: Borrowed = context.client()?.post(&place, &())?;
-    context.print(&done, borrowed)?;
-    Ok(ExitCode::SUCCESS)
+    context.print(&done, borrowed)
 }
 
 fn borrowed(done: &Borrowed) -> String {
-    let place = done.where_it_is();
+    let mut text = format!("swap of '{}' is on {}", done.vm, done.where_it_is());
     if done.changed {
-        format!(
-            "swap of '{}' is on {place}, after {} ms",
-            done.vm, done.took_ms
-        )
-    } else {
-        format!("swap of '{}' is on {place}", done.vm)
+        let _ = write!(text, ", after {} ms", done.took_ms);
     }
+    text
 }
 
 pub(super) fn leases(context: &Context, arguments: &LeasesArguments) -> anyhow::Result<ExitCode> {
     if let Some(lender) = &arguments.trust {
         let place = format!("/v1/lenders/{}/distrust", name_of_vm(lender)?);
         let was: bool = context.client()?.delete(&place)?;
-        context.print(&was, |was| {
+        return context.print(&was, |was| {
             if *was {
                 format!("'{lender}' is trusted again")
             } else {
                 format!("'{lender}' was not distrusted")
             }
-        })?;
-        return Ok(ExitCode::SUCCESS);
+        });
     }
     let report: LeaseReport = context.client()?.get("/v1/leases")?;
     context.print(&report, render)?;
@@ -265,20 +248,6 @@ fn minutes_until(unix_s: u64) -> u64 {
     left.div_ceil(60).max(1)
 }
 
-fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String {
-    let mut table = Table::new();
-    table
-        .load_preset(presets::NOTHING)
-        .set_header(header.to_vec());
-    table.add_rows(rows);
-    for at in right {
-        if let Some(column) = table.column_mut(*at) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table.trim_fmt()
-}
-
 fn render(report: &LeaseReport) -> String {
     let size = |bytes| ByteSize(bytes).to_string();
     let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1e3);
@@ -288,7 +257,7 @@ fn render(report: &LeaseReport) -> String {
         } else {
             lender.offered_bytes
         };
-        vec![
+        [
             lender.lender.host.clone(),
             size(offered),
             size(lender.lent_bytes),
@@ -301,7 +270,7 @@ fn render(report: &LeaseReport) -> String {
             Some(left) => format!("wanted back in {}", seconds(left)),
             None => lease.state.to_string(),
         };
-        vec![
+        [
             lease.id.to_string(),
             lease.lender.host.clone(),
             format!("{}/{}", lease.borrower, lease.vm),
@@ -315,35 +284,13 @@ fn render(report: &LeaseReport) -> String {
         "this host is '{}'; registry at {}\n",
         report.host, report.registry
     );
-    for (title, table) in [
-        (
-            "lenders",
-            table(
-                &["LENDER", "OFFERED", "LENT", "FREE", "HEARD OF"],
-                &[1, 2, 3, 4],
-                lenders.collect(),
-            ),
-        ),
-        (
-            "leases",
-            table(
-                &[
-                    "LEASE",
-                    "LENDER",
-                    "VM",
-                    "SIZE",
-                    "DURABILITY",
-                    "STATE",
-                    "LEFT",
-                ],
-                &[0, 3, 6],
-                leases.collect(),
-            ),
-        ),
-    ] {
-        if report.registry_away.is_none() {
-            let _ = writeln!(text, "\n{title}\n{table}");
-        }
+    if report.registry_away.is_none() {
+        let lenders = table("LENDER  >OFFERED  >LENT  >FREE  >HEARD OF", lenders);
+        let leases = table(
+            ">LEASE  LENDER  VM  >SIZE  DURABILITY  STATE  >LEFT",
+            leases,
+        );
+        let _ = writeln!(text, "\nlenders\n{lenders}\n\nleases\n{leases}");
     }
     for blast in &report.blast {
         let _ = writeln!(text, "\nif '{}' dies", blast.lender);

@@ -4,11 +4,12 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Subcommand;
-use comfy_table::{Table, presets};
+
 use memfold_api::{ClientError, LibvirtRequest, VmInfo};
 use memfold_libvirt::{self as libvirt, Change, DomainStatus};
 
 use super::context::Context;
+use super::table::table as format_table;
 use super::vm::describe;
 
 #[derive(Subcommand, Debug)]
@@ -44,37 +45,34 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     match arguments {
         Arguments::Enable { names, domain } => {
             let enable = |name: &String| libvirt::enable(name, domain.as_deref());
-            let changes = each(&names, enable, "cannot enable")?;
-            context.print(&changes, |list| words(list, "enabled"))?;
+            each(context, &names, "enable", enable)
         }
         Arguments::Disable { names } => {
-            let changes = each(&names, |name| libvirt::disable(name), "cannot disable")?;
-            context.print(&changes, |list| words(list, "disabled"))?;
+            each(context, &names, "disable", |name| libvirt::disable(name))
         }
-        Arguments::Status => {
-            let rows = rows(context)?;
-            context.print(&rows, |rows| table(rows))?;
-        }
+        Arguments::Status => context.print(&rows(context)?, |rows| table(rows)),
         Arguments::Attach { name } => {
             let request = LibvirtRequest { domain: name };
             let vm: VmInfo = context.client()?.post("/v1/libvirt/attach", &request)?;
-            context.print(&vm, |vm| describe("has", vm))?;
+            context.print(&vm, |vm| describe("has", vm))
         }
     }
-    Ok(ExitCode::SUCCESS)
 }
 
-/// Applies `work` to the names in order. If one fails, earlier changes stay.
+/// Applies `work` (to `verb`: enable or disable) to the names in order. If one fails, earlier
+/// changes stay.
 fn each(
+    context: &Context,
     names: &[String],
+    verb: &str,
     work: impl Fn(&String) -> Result<Change, libvirt::LibvirtError>,
-    failed: &str,
-) -> anyhow::Result<Vec<Change>> {
-    let one = |name| work(name).with_context(|| format!("{failed} '{name}'"));
-    names.iter().map(one).collect()
+) -> anyhow::Result<ExitCode> {
+    let one = |name| work(name).with_context(|| format!("cannot {verb} '{name}'"));
+    let changes: Vec<Change> = names.iter().map(one).collect::<anyhow::Result<_>>()?;
+    context.print(&changes, |list| words(list, verb))
 }
 
-fn words(changes: &[Change], what: &str) -> String {
+fn words(changes: &[Change], verb: &str) -> String {
     let line = |change: &Change| {
         let already = if change.changed { "" } else { " already" };
         let domain = match &change.trust_domain {
@@ -93,9 +91,8 @@ fn words(changes: &[Change], what: &str) -> String {
         let reasons = change.not_folded.iter();
         let reasons = reasons.map(|r| format!("\n  not folded: {r}"));
         let costs = change.costs.iter().map(|c| format!("\n  note: {c}"));
-        let reasons: Vec<_> = reasons.chain(costs).collect();
-        let reasons = reasons.concat();
-        format!("{}: {what}{already}{domain}{when}{reasons}", change.domain)
+        let reasons: String = reasons.chain(costs).collect();
+        format!("{}: {verb}d{already}{domain}{when}{reasons}", change.domain)
     };
     changes.iter().map(line).collect::<Vec<_>>().join("\n")
 }
@@ -115,24 +112,16 @@ fn table(rows: &[DomainStatus]) -> String {
     if rows.is_empty() {
         return "libvirt has no domains".into();
     }
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([
-        "DOMAIN",
-        "STATE",
-        "TRUST DOMAIN",
-        "VM",
-        "FOLDING",
-    ]);
-    for row in rows {
+    let rows = rows.iter().map(|row| {
         let none = || "-".to_owned();
         let trust = row.mark.as_ref().and_then(|mark| mark.domain.clone());
-        table.add_row([
+        [
             row.domain.clone(),
             if row.running { "running" } else { "off" }.into(),
             trust.unwrap_or_else(none),
             row.vm.clone().unwrap_or_else(none),
             row.folding.clone(),
-        ]);
-    }
-    table.trim_fmt()
+        ]
+    });
+    format_table("DOMAIN  STATE  TRUST DOMAIN  VM  FOLDING", rows)
 }

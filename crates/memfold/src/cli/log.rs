@@ -132,12 +132,15 @@ fn takes_more(log: BorrowedFd<'_>, is_patient: bool) -> bool {
     !matches!(poll(&mut fds, limit.as_ref()), Ok(0))
 }
 
-const fn prefix(level: Level) -> &'static [u8] {
-    match level {
-        Level::ERROR => b"<3>",
-        Level::WARN => b"<4>",
-        Level::INFO => b"<6>",
-        _ => b"<7>",
+impl Log {
+    const fn line(&self, level: Level) -> Line {
+        Line(match level {
+            _ if !self.is_journal => b"",
+            Level::ERROR => b"<3>",
+            Level::WARN => b"<4>",
+            Level::INFO => b"<6>",
+            _ => b"<7>",
+        })
     }
 }
 
@@ -145,19 +148,11 @@ impl<'a> MakeWriter<'a> for Log {
     type Writer = Line;
 
     fn make_writer(&'a self) -> Line {
-        Line(if self.is_journal {
-            prefix(Level::INFO)
-        } else {
-            b""
-        })
+        self.line(Level::INFO)
     }
 
     fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> Line {
-        Line(if self.is_journal {
-            prefix(*metadata.level())
-        } else {
-            b""
-        })
+        self.line(*metadata.level())
     }
 }
 
@@ -268,7 +263,8 @@ mod tests {
             Level::DEBUG,
             Level::TRACE,
         ];
-        let prefixes = all.map(|level| std::str::from_utf8(prefix(level)).unwrap());
+        let log = Log { is_journal: true };
+        let prefixes = all.map(|level| std::str::from_utf8(log.line(level).0).unwrap());
         assert_eq!(prefixes, ["<3>", "<4>", "<6>", "<7>", "<7>"]);
     }
 }

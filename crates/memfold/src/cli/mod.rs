@@ -25,6 +25,7 @@ mod segment;
 mod serve;
 mod snapshot;
 mod systemd;
+mod table;
 mod top;
 mod vm;
 mod watch;

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Args;
-use comfy_table::{CellAlignment, Table, presets};
+
 use memfold_ledger::estimate::fingerprint::Fingerprint;
 use memfold_ledger::estimate::place::{Proposal, propose};
 use memfold_ledger::plan::{Plan, parse_hours, parse_kind, parse_number};
@@ -15,6 +15,7 @@ use memfold_ledger::table::signed;
 use memfold_units::ByteSize;
 
 use super::context::Context;
+use super::table::{known, table};
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -70,31 +71,22 @@ fn placed(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> 
     let prints = arguments.place.iter().map(|path| fingerprint(path));
     let prints = prints.collect::<anyhow::Result<Vec<_>>>()?;
     let proposal = propose(&prints, arguments.least.0, arguments.leave)?;
-    context.print(&proposal, render_proposal)?;
-    Ok(ExitCode::SUCCESS)
+    context.print(&proposal, render_proposal)
 }
 
 fn render_proposal(proposal: &Proposal) -> String {
     let size = |bytes: u64| ByteSize(bytes).to_string();
-    let mut hosts = Table::new();
-    hosts
-        .load_preset(presets::NOTHING)
-        .set_header(["HOST", "MAY TAKE", "NOW", "THEN", "VMS THEN"]);
-    for host in &proposal.hosts {
-        hosts.add_row([
+    let hosts = proposal.hosts.iter().map(|host| {
+        [
             host.host.clone(),
             size(host.limit_bytes),
             size(host.now_bytes),
             size(host.then_bytes),
             host.vms.join(" "),
-        ]);
-    }
-    for at in 1..4 {
-        if let Some(column) = hosts.column_mut(at) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    let mut text = format!("{}\n\n", hosts.trim_fmt());
+        ]
+    });
+    let hosts = table("HOST  >MAY TAKE  >NOW  >THEN  VMS THEN", hosts);
+    let mut text = format!("{hosts}\n\n");
     for step in &proposal.moves {
         let (vm, from, to) = (&step.vm, &step.from, &step.to);
         let _ = writeln!(
@@ -122,11 +114,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     if !arguments.place.is_empty() {
         return placed(context, arguments);
     }
-    let plan: Plan = context
-        .client()?
-        .get(&format!("/v1/plan?{}", query(arguments)))?;
-    context.print(&plan, render)?;
-    Ok(ExitCode::SUCCESS)
+    let path = format!("/v1/plan?{}", query(arguments));
+    context.print(&context.client()?.get(&path)?, render)
 }
 
 fn query(arguments: &Arguments) -> String {
@@ -146,23 +135,9 @@ fn query(arguments: &Arguments) -> String {
 
 fn render(plan: &Plan) -> String {
     let size = |bytes: u64| ByteSize(bytes).to_string();
-    let error = |bytes: Option<u64>| bytes.map_or_else(|| "?".into(), size);
-    let mut kinds = Table::new();
-    kinds.load_preset(presets::NOTHING).set_header([
-        "KIND",
-        "MEASURED",
-        "ONE MORE TAKES",
-        "+-",
-        "CACHE OF IT",
-        "SHARES",
-        "OWES",
-        "AT MOST",
-        "GROWS AN HOUR",
-        "MORE FIT",
-        "BY MEMORY ALONE",
-    ]);
-    for kind in &plan.kinds {
-        kinds.add_row([
+    let error = |bytes: Option<u64>| known(bytes.map(ByteSize));
+    let kinds = plan.kinds.iter().map(|kind| {
+        [
             kind.name.clone(),
             kind.vms.len().to_string(),
             size(kind.own_bytes),
@@ -171,19 +146,15 @@ fn render(plan: &Plan) -> String {
             size(kind.shared_bytes),
             size(kind.owed_bytes),
             size(kind.most_bytes),
-            kind.grows_bytes_per_hour.map_or_else(|| "?".into(), signed),
+            known(kind.grows_bytes_per_hour.map(signed)),
             kind.more_fit.to_string(),
             kind.more_fit_by_memory.to_string(),
-        ]);
-    }
-    for at in 1..11 {
-        if let Some(column) = kinds.column_mut(at) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    let wanted: Vec<String> = plan
-        .kinds
-        .iter()
+        ]
+    });
+    let headings = "KIND  >MEASURED  >ONE MORE TAKES  >+-  >CACHE OF IT  >SHARES  >OWES  >AT MOST  \
+                    >GROWS AN HOUR  >MORE FIT  >BY MEMORY ALONE";
+    let wanted = plan.kinds.iter();
+    let wanted: Vec<String> = wanted
         .map(|kind| format!("{} of {}", kind.wanted, kind.name))
         .collect();
     let ahead = if plan.ahead_hours > 0.0 {
@@ -197,7 +168,7 @@ fn render(plan: &Plan) -> String {
     };
     format!(
         "{}\n\nwith {}: {} +- {} used{ahead} of {} ({} now, {} kept in reserve), {} owed, of which {} % must be available: {}",
-        kinds.trim_fmt(),
+        table(headings, kinds),
         wanted.join(", "),
         size(plan.predicted_bytes),
         error(plan.plus_minus_bytes),

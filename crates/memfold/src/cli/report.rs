@@ -25,6 +25,5 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             bail!("no VM named '{name}'; 'memfold vm list' shows all VMs");
         }
     }
-    context.print(&report, |report| table::render(&report.ledger))?;
-    Ok(ExitCode::SUCCESS)
+    context.print(&report, |report| table::render(&report.ledger))
 }

@@ -5,12 +5,14 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
-use comfy_table::{CellAlignment, Table, presets};
+
 use memfold_api::{AttachSegmentRequest, AttachedSegment, BuildRequest, BuildResult, RankRequest};
+use memfold_ledger::table::signed;
 use memfold_segment::{Ranked, Reference, SegmentInfo, rank};
 use memfold_units::ByteSize;
 
 use super::context::Context;
+use super::table::table;
 use super::vm::segment as name_of_vm;
 use super::watch::watched;
 
@@ -120,7 +122,7 @@ pub(super) struct RankArguments {
 pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
     match arguments {
-        Arguments::Build(arguments) => return build(context, arguments),
+        Arguments::Build(arguments) => build(context, arguments),
         Arguments::Rank(arguments) => {
             let lines = arguments.lines;
             let request = RankRequest {
@@ -130,7 +132,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 include: arguments.include,
             };
             let ranked: Vec<Ranked> = client.post("/v1/segments/rank", &request)?;
-            context.print(&ranked, |ranked| ranking(ranked, lines))?;
+            context.print(&ranked, |ranked| ranking(ranked, lines))
         }
         Arguments::Attach {
             vm,
@@ -147,7 +149,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             };
             let place = format!("/v1/vms/{}/segments", name_of_vm(&vm)?);
             let done: AttachedSegment = client.post(&place, &request)?;
-            context.print(&done, |done| describe("attached", &vm, done))?;
+            context.print(&done, |done| describe("attached", &vm, done))
         }
         Arguments::Detach { vm, segment } => {
             let place = format!(
@@ -156,11 +158,11 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 Reference::parse(&segment)?
             );
             let done: AttachedSegment = client.delete(&place)?;
-            context.print(&done, |done| describe("taken off", &vm, done))?;
+            context.print(&done, |done| describe("taken off", &vm, done))
         }
         Arguments::List => {
             let list: Vec<SegmentInfo> = client.get("/v1/segments")?;
-            context.print(&list, |list| table(list))?;
+            context.print(&list, |list| segments(list))
         }
         Arguments::Inspect { segment } => {
             let reference = Reference::parse(&segment)?;
@@ -177,7 +179,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             })?;
             context.print(info, |info| {
                 serde_json::to_string_pretty(info).unwrap_or_default()
-            })?;
+            })
         }
         Arguments::Verify { segment } => {
             let place = format!("/v1/segments/{}/verify", Reference::parse(&segment)?);
@@ -187,7 +189,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             context.print(&said, |_| {
                 problem.unwrap_or_else(|| format!("{segment}: unchanged since its build"))
             })?;
-            return Ok(ExitCode::from(u8::from(!is_right)));
+            Ok(ExitCode::from(u8::from(!is_right)))
         }
         Arguments::Remove { segments } => {
             let mut removed = Vec::new();
@@ -199,23 +201,18 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 removed.extend(gone);
             }
             let said = serde_json::json!({ "removed": removed });
-            context.print(&said, |_| format!("removed {}", removed.join(", ")))?;
+            context.print(&said, |_| format!("removed {}", removed.join(", ")))
         }
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 fn build(context: &Context, arguments: BuildArguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
-    let from = arguments
-        .from
-        .into_iter()
-        .map(absolute)
-        .collect::<Result<_, _>>()?;
+    let from = arguments.from.into_iter().map(absolute);
     let request = BuildRequest {
         name: arguments.name,
         domain: arguments.domain,
-        from,
+        from: from.collect::<Result<_, _>>()?,
         include: arguments.include,
         exclude: arguments.exclude,
         top_files_bytes: arguments.top_files.map(|size| size.0),
@@ -224,12 +221,8 @@ fn build(context: &Context, arguments: BuildArguments) -> anyhow::Result<ExitCod
         pinned: arguments.pinned,
     };
     let place = format!("/v1/segments/{}/progress", Reference::parse(&request.name)?);
-    let result: BuildResult =
-        watched(
-            context,
-            place,
-            || Ok(client.post("/v1/segments", &request)?),
-        )?;
+    let build = || Ok(client.post("/v1/segments", &request)?);
+    let result: BuildResult = watched(context, place, build)?;
     context.print(&result, |result| {
         let segment = &result.segment;
         if !result.is_new {
@@ -243,8 +236,7 @@ fn build(context: &Context, arguments: BuildArguments) -> anyhow::Result<ExitCod
             ByteSize(segment.image_bytes),
             segment.struct_page_bytes()
         )
-    })?;
-    Ok(ExitCode::SUCCESS)
+    })
 }
 
 /// Returns a source with an absolute path, because the daemon has another working directory.
@@ -278,54 +270,36 @@ fn ranking(ranked: &[Ranked], lines: usize) -> String {
     if ranked.is_empty() {
         return "nothing to rank: no VM with memfold's agent caches files".into();
     }
-    let mut table = Table::new();
-    table
-        .load_preset(presets::NOTHING)
-        .set_header(["SAVES", "SIZE", "TOUCHED", "VMS", "FILE"]);
-    for file in ranked.iter().take(lines) {
-        let saves = ByteSize(file.net_bytes.unsigned_abs()).to_string();
-        table.add_row([
-            if file.net_bytes < 0 {
-                format!("-{saves}")
-            } else {
-                saves
-            },
+    let rows = ranked.iter().take(lines).map(|file| {
+        [
+            signed(file.net_bytes),
             ByteSize(file.file_bytes).to_string(),
             ByteSize(file.touched_bytes).to_string(),
             file.vms.to_string(),
             file.path.clone(),
-        ]);
-    }
-    right(&mut table, 0..4);
+        ]
+    });
     let (bytes, net) = rank::sums(ranked);
     let gaining = ranked.iter().filter(|file| file.net_bytes > 0).count();
     format!(
         "{}\n\n{gaining} of {} files would save memory: {} in all, in an image of {bytes}",
-        table.trim_fmt(),
+        table(">SAVES  >SIZE  >TOUCHED  >VMS  FILE", rows),
         ranked.len(),
         ByteSize(net.unsigned_abs())
     )
 }
 
-fn table(list: &[SegmentInfo]) -> String {
+fn segments(list: &[SegmentInfo]) -> String {
     if list.is_empty() {
         return "no segments; 'memfold segment build' makes one".into();
     }
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([
-        "SEGMENT",
-        "DOMAIN",
-        "IMAGE",
-        "IN MEMORY",
-        "COST/VM",
-        "FILES",
-        "PROTECTED",
-        "MAPPED BY",
-        "PROBLEM",
-    ]);
-    for info in list {
+    let rows = list.iter().map(|info| {
         let segment = &info.segment;
-        table.add_row([
+        let users = info.users.iter().map(|user| match &info.writer {
+            Some(writer) if writer == user => format!("{user} (writes)"),
+            _ => user.clone(),
+        });
+        [
             segment.reference(),
             segment.domain.clone(),
             ByteSize(segment.image_bytes).to_string(),
@@ -333,25 +307,11 @@ fn table(list: &[SegmentInfo]) -> String {
             ByteSize(info.struct_page_bytes).to_string(),
             segment.files.to_string(),
             info.protection.clone(),
-            info.users
-                .iter()
-                .map(|user| match &info.writer {
-                    Some(writer) if writer == user => format!("{user} (writes)"),
-                    _ => user.clone(),
-                })
-                .collect::<Vec<_>>()
-                .join(", "),
+            users.collect::<Vec<_>>().join(", "),
             info.problem.clone().unwrap_or_default(),
-        ]);
-    }
-    right(&mut table, 2..6);
-    table.trim_fmt()
-}
-
-fn right(table: &mut Table, columns: std::ops::Range<usize>) {
-    for column in columns {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
+        ]
+    });
+    let headings =
+        "SEGMENT  DOMAIN  >IMAGE  >IN MEMORY  >COST/VM  >FILES  PROTECTED  MAPPED BY  PROBLEM";
+    table(headings, rows)
 }

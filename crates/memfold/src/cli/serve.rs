@@ -77,127 +77,6 @@ pub(super) struct Arguments {
     /// Directory of segments
     #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = memfold_segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
-    /// Name of this host among those that lend and borrow memory (the kernel's host name by
-    /// default)
-    #[arg(long, value_name = "NAME", help_heading = "Lending", value_parser = host_name)]
-    host: Option<String>,
-    /// Registry of leases: the socket of another daemon on this host, https://HOST:PORT of a daemon
-    /// on another host, or etcd+https://HOST:PORT,... of an etcd; by default, this daemon serves a
-    /// registry
-    #[arg(long, value_name = "PATH|URL", help_heading = "Lending")]
-    registry: Option<String>,
-    /// Certificates (PEM) of the CA that signed the certificate of the registry's server
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires = "registry",
-        help_heading = "Lending"
-    )]
-    registry_ca: Option<PathBuf>,
-    /// File with the token for this host that 'memfold host add' printed on the registry's host
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires = "registry",
-        help_heading = "Lending"
-    )]
-    registry_token: Option<PathBuf>,
-    /// Certificate (PEM) of this host, for an etcd that requires one
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["registry", "registry_key"],
-        help_heading = "Lending"
-    )]
-    registry_cert: Option<PathBuf>,
-    /// Key (PEM) of the certificate for etcd
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires = "registry_cert",
-        help_heading = "Lending"
-    )]
-    registry_key: Option<PathBuf>,
-    /// Whether VMs with a swap disk borrow only on request, or also automatically while they swap
-    /// (with a copy on disk)
-    #[arg(
-        long,
-        value_enum,
-        default_value_t,
-        value_name = "WHEN",
-        help_heading = "Lending"
-    )]
-    borrow: BorrowWhen,
-    /// Most of this host's RAM to lend from the start, as 'memfold lend --max' does; that command
-    /// overrides it until the next boot
-    #[arg(long, value_name = "SIZE", help_heading = "Lending")]
-    lend: Option<ByteSize>,
-    /// Export on this IP address, with TLS; by default on Unix sockets
-    #[arg(
-        long,
-        value_name = "ADDRESS",
-        requires = "lend",
-        help_heading = "Lending"
-    )]
-    lend_listen: Option<IpAddr>,
-    /// Tell borrowers this address instead of that of --lend-listen
-    #[arg(
-        long,
-        value_name = "ADDRESS",
-        requires = "lend_listen",
-        help_heading = "Lending"
-    )]
-    lend_announce: Option<IpAddr>,
-    /// Ports for exports; any free port by default
-    #[arg(long, value_name = "FIRST-LAST", requires = "lend_listen", value_parser = ports, help_heading = "Lending")]
-    lend_ports: Option<(u16, u16)>,
-    /// Protocol of exports; with iSCSI they listen on 127.0.0.1 unless --lend-listen is given
-    #[arg(
-        long,
-        value_enum,
-        value_name = "WHAT",
-        requires = "lend",
-        default_value_t,
-        help_heading = "Lending"
-    )]
-    lend_transport: Transport,
-    /// Accept that iSCSI sends guests' swapped memory in clear text
-    #[arg(long, requires = "lend", help_heading = "Lending")]
-    lend_cleartext: bool,
-    /// Also serve the dashboard and the API over TCP, to clients with a token or a login of
-    /// 'memfold dashboard'
-    #[arg(long, value_name = "ADDRESS:PORT", help_heading = "Access")]
-    listen: Option<SocketAddr>,
-    /// Certificate for TLS (PEM); without it, only clients on this host are served
-    #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"], help_heading = "Access")]
-    tls_cert: Option<PathBuf>,
-    /// Key of the certificate for TLS (PEM)
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires = "tls_cert",
-        help_heading = "Access"
-    )]
-    tls_key: Option<PathBuf>,
-    /// Further name of this host for browsers, beside its addresses and 'localhost'; several
-    /// allowed
-    #[arg(
-        long,
-        value_name = "NAME",
-        requires = "listen",
-        help_heading = "Access"
-    )]
-    allow_host: Vec<String>,
-    /// Address of the dashboard behind a reverse proxy that ends TLS, as browsers show it; several
-    /// allowed
-    #[arg(long, value_name = "URL", requires = "listen", help_heading = "Access")]
-    public_url: Vec<PublicUrl>,
-    /// Group whose members may read over the socket ('memfold-read', if it exists)
-    #[arg(long, value_name = "GROUP", help_heading = "Access")]
-    read_group: Option<String>,
-    /// Group whose members may do everything, which equals root ('memfold-operate', if it exists)
-    #[arg(long, value_name = "GROUP", help_heading = "Access")]
-    operate_group: Option<String>,
     /// Directory where libvirt records its QEMU processes, to adopt enabled domains
     /// (/run/libvirt/qemu; with another --state: none)
     #[arg(long, value_name = "DIR")]
@@ -206,19 +85,96 @@ pub(super) struct Arguments {
     /// another --state: that directory)
     #[arg(long, value_name = "DIR")]
     records: Option<PathBuf>,
+    // The headings also apply to all options below them.
+    #[command(flatten, next_help_heading = "Lending")]
+    lending: LendingArguments,
+    #[command(flatten, next_help_heading = "Access")]
+    access: AccessArguments,
 }
 
-impl Arguments {
-    fn records(&self) -> PathBuf {
-        self.records.clone().unwrap_or_else(|| {
-            if self.state == Path::new(DEFAULT_STATE) {
-                DEFAULT_RECORDS.into()
-            } else {
-                self.state.clone()
-            }
-        })
-    }
+#[derive(Args, Debug)]
+struct LendingArguments {
+    /// Name of this host among those that lend and borrow memory (the kernel's host name by
+    /// default)
+    #[arg(long, value_name = "NAME", value_parser = host_name)]
+    host: Option<String>,
+    /// Registry of leases: the socket of another daemon on this host, https://HOST:PORT of a daemon
+    /// on another host, or etcd+https://HOST:PORT,... of an etcd; by default, this daemon serves a
+    /// registry
+    #[arg(long, value_name = "PATH|URL")]
+    registry: Option<String>,
+    /// Certificates (PEM) of the CA that signed the certificate of the registry's server
+    #[arg(long, value_name = "FILE", requires = "registry")]
+    registry_ca: Option<PathBuf>,
+    /// File with the token for this host that 'memfold host add' printed on the registry's host
+    #[arg(long, value_name = "FILE", requires = "registry")]
+    registry_token: Option<PathBuf>,
+    /// Certificate (PEM) of this host, for an etcd that requires one
+    #[arg(long, value_name = "FILE", requires_all = ["registry", "registry_key"])]
+    registry_cert: Option<PathBuf>,
+    /// Key (PEM) of the certificate for etcd
+    #[arg(long, value_name = "FILE", requires = "registry_cert")]
+    registry_key: Option<PathBuf>,
+    /// Whether VMs with a swap disk borrow only on request, or also automatically while they swap
+    /// (with a copy on disk)
+    #[arg(long, value_enum, default_value_t, value_name = "WHEN")]
+    borrow: BorrowWhen,
+    /// Most of this host's RAM to lend from the start, as 'memfold lend --max' does; that command
+    /// overrides it until the next boot
+    #[arg(long, value_name = "SIZE")]
+    lend: Option<ByteSize>,
+    /// Export on this IP address, with TLS; by default on Unix sockets
+    #[arg(long, value_name = "ADDRESS", requires = "lend")]
+    lend_listen: Option<IpAddr>,
+    /// Tell borrowers this address instead of that of --lend-listen
+    #[arg(long, value_name = "ADDRESS", requires = "lend_listen")]
+    lend_announce: Option<IpAddr>,
+    /// Ports for exports; any free port by default
+    #[arg(long, value_name = "FIRST-LAST", requires = "lend_listen", value_parser = ports)]
+    lend_ports: Option<(u16, u16)>,
+    /// Protocol of exports; with iSCSI they listen on 127.0.0.1 unless --lend-listen is given
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHAT",
+        requires = "lend",
+        default_value_t
+    )]
+    lend_transport: Transport,
+    /// Accept that iSCSI sends guests' swapped memory in clear text
+    #[arg(long, requires = "lend")]
+    lend_cleartext: bool,
+}
 
+#[derive(Args, Debug)]
+struct AccessArguments {
+    /// Also serve the dashboard and the API over TCP, to clients with a token or a login of
+    /// 'memfold dashboard'
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: Option<SocketAddr>,
+    /// Certificate for TLS (PEM); without it, only clients on this host are served
+    #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"])]
+    tls_cert: Option<PathBuf>,
+    /// Key of the certificate for TLS (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Further name of this host for browsers, beside its addresses and 'localhost'; several
+    /// allowed
+    #[arg(long, value_name = "NAME", requires = "listen")]
+    allow_host: Vec<String>,
+    /// Address of the dashboard behind a reverse proxy that ends TLS, as browsers show it; several
+    /// allowed
+    #[arg(long, value_name = "URL", requires = "listen")]
+    public_url: Vec<PublicUrl>,
+    /// Group whose members may read over the socket ('memfold-read', if it exists)
+    #[arg(long, value_name = "GROUP")]
+    read_group: Option<String>,
+    /// Group whose members may do everything, which equals root ('memfold-operate', if it exists)
+    #[arg(long, value_name = "GROUP")]
+    operate_group: Option<String>,
+}
+
+impl LendingArguments {
     fn registry(&self) -> anyhow::Result<Option<RegistryAt>> {
         let files = RegistryFiles {
             ca: self.registry_ca.clone(),
@@ -246,6 +202,30 @@ impl Arguments {
         request.listens().map_err(anyhow::Error::msg)?;
         Ok(Some(request))
     }
+}
+
+impl AccessArguments {
+    fn tcp_door(&self) -> Result<Option<TcpDoor>, TcpDoorError> {
+        let Some(address) = self.listen else {
+            return Ok(None);
+        };
+        let tls = self.tls_cert.clone().zip(self.tls_key.clone());
+        let tls = tls.map(|(certificate, key)| TlsFiles { certificate, key });
+        let (names, public) = (self.allow_host.clone(), self.public_url.clone());
+        TcpDoor::new(address, names, public, tls.as_ref()).map(Some)
+    }
+}
+
+impl Arguments {
+    fn records(&self) -> PathBuf {
+        self.records.clone().unwrap_or_else(|| {
+            if self.state == Path::new(DEFAULT_STATE) {
+                DEFAULT_RECORDS.into()
+            } else {
+                self.state.clone()
+            }
+        })
+    }
 
     /// Returns the directory where libvirt records its QEMU processes. The default applies only to
     /// the default state directory, because otherwise two daemons would adopt the same domains.
@@ -256,27 +236,15 @@ impl Arguments {
             .or_else(|| own.then(|| DEFAULT_RUN.into()))
     }
 
-    fn tcp_door(&self) -> Result<Option<TcpDoor>, TcpDoorError> {
-        let tls = match (&self.tls_cert, &self.tls_key) {
-            (Some(certificate), Some(key)) => Some(TlsFiles {
-                certificate: certificate.clone(),
-                key: key.clone(),
-            }),
-            _ => None,
-        };
-        self.listen
-            .map(|address| {
-                let (names, public) = (self.allow_host.clone(), self.public_url.clone());
-                TcpDoor::new(address, names, public, tls.as_ref())
-            })
-            .transpose()
-    }
-
     fn doors(&self, socket: &Path) -> anyhow::Result<Doors> {
+        let access = &self.access;
         Ok(Doors {
             socket: socket.to_owned(),
-            groups: Groups::find(self.read_group.as_deref(), self.operate_group.as_deref())?,
-            tcp: self.tcp_door()?,
+            groups: Groups::find(
+                access.read_group.as_deref(),
+                access.operate_group.as_deref(),
+            )?,
+            tcp: access.tcp_door()?,
             // The tokens must survive a reboot, because TCP clients have copies of them.
             tokens: self.records().join("access"),
             records: self.records(),
@@ -286,44 +254,47 @@ impl Arguments {
     /// Returns the fields whose file or group does not exist, or which this host cannot support,
     /// with the reason. Changes nothing, and contacts no other host.
     pub(super) fn unusable(&self) -> Vec<(&'static str, String)> {
-        let (read, operate) = (self.read_group.as_deref(), self.operate_group.as_deref());
-        let door = self.tcp_door().err().map(|error| {
+        let (access, lending) = (&self.access, &self.lending);
+        let door = access.tcp_door().err().map(|error| {
             let field = match &error {
                 TcpDoorError::Plain(_) => "listen",
-                TcpDoorError::File { path, .. } if Some(path) == self.tls_key.as_ref() => "tls_key",
+                TcpDoorError::File { path, .. } if Some(path) == access.tls_key.as_ref() => {
+                    "tls_key"
+                }
                 TcpDoorError::File { .. } | TcpDoorError::Tls(_) => "tls_cert",
             };
             (field, error.into())
         });
-        let registry_field = |error: &anyhow::Error| {
+        let registry = lending.registry().err().map(|error| {
             let files = [
-                ("registry_token", "--registry-token", &self.registry_token),
-                ("registry_ca", "--registry-ca", &self.registry_ca),
-                ("registry_cert", "--registry-cert", &self.registry_cert),
-                ("registry_key", "--registry-key", &self.registry_key),
+                (
+                    "registry_token",
+                    "--registry-token",
+                    &lending.registry_token,
+                ),
+                ("registry_ca", "--registry-ca", &lending.registry_ca),
+                ("registry_cert", "--registry-cert", &lending.registry_cert),
+                ("registry_key", "--registry-key", &lending.registry_key),
             ];
-            let found = files
-                .iter()
-                .find(|(_, named, file)| match error.downcast_ref() {
-                    Some(PlaceError::File { path, .. }) => file.as_ref() == Some(path),
-                    Some(PlaceError::Unused { option, .. }) => named == option,
-                    // If an option is missing, there is no field to name.
-                    _ => false,
-                });
-            found.map_or("registry", |(field, ..)| field)
+            let mut files = files.into_iter();
+            let found = files.find(|(_, named, file)| match error.downcast_ref() {
+                Some(PlaceError::File { path, .. }) => file.as_ref() == Some(path),
+                Some(PlaceError::Unused { option, .. }) => named == option,
+                // If an option is missing, there is no field to name.
+                _ => false,
+            });
+            (found.map_or("registry", |(field, ..)| field), error)
+        });
+        let group = |field, read: &Option<String>, operate: &Option<String>| {
+            let found = Groups::find(read.as_deref(), operate.as_deref());
+            found.err().map(|error| (field, error.into()))
         };
         let failed = [
             door,
-            Groups::find(read, None)
-                .err()
-                .map(|error| ("read_group", error.into())),
-            Groups::find(None, operate)
-                .err()
-                .map(|error| ("operate_group", error.into())),
-            self.registry()
-                .err()
-                .map(|error| (registry_field(&error), error)),
-            self.lend().err().map(|error| ("lend", error)),
+            group("read_group", &access.read_group, &None),
+            group("operate_group", &None, &access.operate_group),
+            registry,
+            lending.lend().err().map(|error| ("lend", error)),
         ];
         let failed = failed.into_iter().flatten();
         failed
@@ -369,6 +340,7 @@ impl Arguments {
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let doors = arguments.doors(&context.socket)?;
+    let brake = BrakePolicy::default();
     let options = DaemonOptions {
         state: arguments.state.clone(),
         settings: EngineSettings {
@@ -382,17 +354,15 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         exclude: arguments.exclude.clone(),
         paused: arguments.paused,
         brake: BrakePolicy {
-            reserve: arguments.reserve.unwrap_or(BrakePolicy::default().reserve),
-            cover_percent: arguments
-                .cover
-                .unwrap_or(BrakePolicy::default().cover_percent),
+            reserve: arguments.reserve.unwrap_or(brake.reserve),
+            cover_percent: arguments.cover.unwrap_or(brake.cover_percent),
         },
         shelf: arguments.snapshots.clone(),
         segments: arguments.segments.clone(),
-        host: arguments.host.clone(),
-        registry: arguments.registry()?,
-        borrow: arguments.borrow,
-        lend: arguments.lend()?,
+        host: arguments.lending.host.clone(),
+        registry: arguments.lending.registry()?,
+        borrow: arguments.lending.borrow,
+        lend: arguments.lending.lend()?,
         history: Some(arguments.records().join("history.sqlite")),
         libvirt: arguments.libvirt(),
     };
@@ -407,11 +377,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     let served = daemon.clone();
     let done = runtime.block_on(memfold_server::serve(daemon.clone(), &doors, async move {
         use tokio::signal::unix::{SignalKind, signal};
-        let signals = (
-            signal(SignalKind::terminate()),
-            signal(SignalKind::interrupt()),
-        );
-        let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
+        let [terminate, interrupt] = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
+        let (Ok(mut terminate), Ok(mut interrupt)) = (terminate, interrupt) else {
             return std::future::pending().await;
         };
         // systemd is notified after the socket has begun to listen.
@@ -482,13 +449,11 @@ fn end_with_threads() {
         let name = thread.name().unwrap_or("unnamed").to_owned();
         let payload = panic.payload();
         let text = payload.downcast_ref::<String>().map(String::as_str);
-        let what = text
-            .or_else(|| payload.downcast_ref().copied())
-            .unwrap_or("no words");
+        let text = text.or_else(|| payload.downcast_ref().copied());
+        let what = text.unwrap_or("no words");
         let place = panic
             .location()
-            .map(ToString::to_string)
-            .unwrap_or_default();
+            .map_or_else(String::new, ToString::to_string);
         let is_caught = name == REQUESTS || memfold_host::caught::is_caught();
         error!(
             thread = name,

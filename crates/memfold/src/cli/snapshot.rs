@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
-use comfy_table::{Table, presets};
+
 use memfold_api::{Client, KeepChoice, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
 use memfold_snapshot::{Manifest, Renew, SnapshotInfo};
 use memfold_units::{ByteSize, PAGE_SIZE};
@@ -14,6 +14,7 @@ use memfold_vm::Forward;
 use serde::Serialize;
 
 use super::context::Context;
+use super::table::table;
 use super::vm::segment;
 
 #[derive(Subcommand, Debug)]
@@ -168,7 +169,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let manifest: Manifest = watched(context, &request.name, || {
                 Ok(client.post("/v1/snapshots", &request)?)
             })?;
-            context.print(&manifest, saved)?;
+            context.print(&manifest, saved)
         }
         Arguments::Restore {
             name,
@@ -196,17 +197,17 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             if manifest.agent {
                 wait_clock(&client, &mut info)?;
             }
-            context.print(&info, |vm| super::vm::describe("restored", vm))?;
+            context.print(&info, |vm| super::vm::describe("restored", vm))
         }
         Arguments::List => {
             let list: Vec<SnapshotInfo> = client.get("/v1/snapshots")?;
-            context.print(&list, |list| table(list))?;
+            context.print(&list, |list| snapshots(list))
         }
         Arguments::Inspect { name } => {
             let manifest: Manifest = client.get(&path(&name)?)?;
             context.print(&manifest, |m| {
                 serde_json::to_string_pretty(m).unwrap_or_default()
-            })?;
+            })
         }
         Arguments::Verify { name } => {
             let place = format!("{}/verify", path(&name)?);
@@ -219,7 +220,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                     report.problems.join("\n")
                 }
             })?;
-            return Ok(ExitCode::from(u8::from(!right)));
+            Ok(ExitCode::from(u8::from(!right)))
         }
         Arguments::Remove { names } => {
             for name in &names {
@@ -228,10 +229,9 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                     .with_context(|| format!("cannot remove '{name}'"))?;
             }
             let removed = serde_json::json!({ "removed": names });
-            context.print(&removed, |_| format!("removed {}", names.join(", ")))?;
+            context.print(&removed, |_| format!("removed {}", names.join(", ")))
         }
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// A clone, as it is printed.
@@ -263,7 +263,6 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     let mut clones = Vec::new();
     for number in 1..=arguments.number {
         let request = RestoreRequest {
-            vm: format!("{prefix}-{number}"),
             renew: if arguments.identity {
                 Renew::Identity
             } else {
@@ -273,8 +272,8 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
             despite_brake: arguments.despite_brake,
             prefetch: arguments.prefetch,
             keep_clock: arguments.keep_clock,
-            disks: None,
             forwards: arguments.forwards.clone(),
+            ..RestoreRequest::new(format!("{prefix}-{number}"))
         };
         let began = Instant::now();
         let started = watched(context, snapshot, || restore(&client, snapshot, &request));
@@ -283,19 +282,15 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
         })?;
         let ms = began.elapsed().as_secs_f64() * 1000.0;
         if !context.json {
-            super::output::write_line(&format!(
-                "{:.0} ms: {}",
-                ms,
-                super::vm::describe("cloned", &vm)
-            ))?;
+            let described = super::vm::describe("cloned", &vm);
+            super::output::write_line(&format!("{ms:.0} ms: {described}"))?;
         }
         clones.push(Clone { ms, vm });
     }
     if arguments.no_wait {
-        context.print(&clones, |_| {
+        return context.print(&clones, |_| {
             "each guest's identity is renewed when its agent answers".into()
-        })?;
-        return Ok(ExitCode::SUCCESS);
+        });
     }
     wait_renewed(&client, &mut clones)?;
     let left = left_as_it_was(&clones);
@@ -351,18 +346,14 @@ fn left_as_it_was(clones: &[Clone]) -> Vec<String> {
     let mut lines = Vec::new();
     for Clone { vm, .. } in clones {
         let Some(renewal) = &vm.renewal else { continue };
+        let name = &vm.name;
         if renewal.pending {
             lines.push(format!(
-                "{}: identity not renewed yet; that happens as soon as the agent answers",
-                vm.name
+                "{name}: identity not renewed yet; that happens as soon as the agent answers"
             ));
         }
-        lines.extend(
-            renewal
-                .left
-                .iter()
-                .map(|left| format!("{}: as in the snapshot: {left}", vm.name)),
-        );
+        let left = renewal.left.iter();
+        lines.extend(left.map(|left| format!("{name}: as in the snapshot: {left}")));
     }
     lines
 }
@@ -377,32 +368,32 @@ fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> anyhow:
 
 /// Describes the result of a save, as text.
 fn saved(m: &Manifest) -> String {
-    let free = m.free_kept.as_ref().map_or(String::new(), |why| {
-        format!("\nthe guest's free memory was saved too: {why}")
-    });
-    let cache = m.cache_kept.as_ref().map_or(String::new(), |why| {
-        format!("\ncaches that the guest had not dropped were saved too: {why}")
-    });
-    let kept = m.keep_reason.as_ref().map_or(String::new(), |why| {
-        let keep = format!("{:?}", m.keep).to_lowercase();
-        format!("\nchose --keep {keep}: {why}")
-    });
-    let of_one_vm = if m.of_one_vm.is_empty() {
-        String::new()
-    } else {
-        format!(
-            "\none VM alone can have these, or none of a snapshot: another VM of it lacks them, or those that are taken then (see --forward): {}",
-            m.of_one_vm.join(", ")
-        )
-    };
-    format!(
-        "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms){kept}{cache}{free}{of_one_vm}",
+    let mut lines = vec![format!(
+        "saved {} as {} in {:.0} ms ({}; the VM stood still for {:.0} ms)",
         m.vm,
         m.name,
         m.save_ms,
         held(m),
         m.pause_ms
-    )
+    )];
+    let keep = format!("{:?}", m.keep).to_lowercase();
+    for (what, why) in [
+        (&*format!("chose --keep {keep}"), &m.keep_reason),
+        (
+            "caches that the guest had not dropped were saved too",
+            &m.cache_kept,
+        ),
+        ("the guest's free memory was saved too", &m.free_kept),
+    ] {
+        lines.extend(why.iter().map(|why| format!("{what}: {why}")));
+    }
+    if !m.of_one_vm.is_empty() {
+        lines.push(format!(
+            "one VM alone can have these, or none of a snapshot: another VM of it lacks them, or those that are taken then (see --forward): {}",
+            m.of_one_vm.join(", ")
+        ));
+    }
+    lines.join("\n")
 }
 
 /// Describes what a snapshot's image consists of, as text.
@@ -430,16 +421,12 @@ fn watched<T>(
     super::watch::watched(context, format!("{}/progress", path(snapshot)?), work)
 }
 
-fn table(list: &[SnapshotInfo]) -> String {
+fn snapshots(list: &[SnapshotInfo]) -> String {
     if list.is_empty() {
         return "no snapshots; 'memfold snapshot save VM NAME' makes one".into();
     }
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([
-        "NAME", "VM", "DOMAIN", "RAM", "ON DISK", "RUNS IN", "PROBLEM",
-    ]);
-    for snapshot in list {
-        table.add_row([
+    let rows = list.iter().map(|snapshot| {
+        [
             snapshot.name.clone(),
             snapshot.vm.clone(),
             snapshot.domain.clone().unwrap_or_default(),
@@ -447,7 +434,7 @@ fn table(list: &[SnapshotInfo]) -> String {
             ByteSize(snapshot.disk_bytes).to_string(),
             snapshot.users.join(", "),
             snapshot.problem.clone().unwrap_or_default(),
-        ]);
-    }
-    table.to_string()
+        ]
+    });
+    table("NAME  VM  DOMAIN  RAM  ON DISK  RUNS IN  PROBLEM", rows)
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
-use comfy_table::{CellAlignment, Table, presets};
+
 use memfold_api::{
     AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopReport, StopRequest, VmInfo,
 };
@@ -17,6 +17,7 @@ use memfold_units::ByteSize;
 use memfold_vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
 
 use super::context::Context;
+use super::table::table;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -181,21 +182,11 @@ impl RunArguments {
             (None, Some(name), Some(memory)) => VmSpec::new(name.clone(), memory),
             (None, ..) => anyhow::bail!("no VM is described; give --file, or --name and --memory"),
         };
-        if let Some(name) = self.name {
-            spec.name = name;
-        }
-        if let Some(memory) = self.memory {
-            spec.memory = memory;
-        }
-        if let Some(vcpus) = self.vcpus {
-            spec.vcpus = vcpus;
-        }
-        if self.cpu.is_some() {
-            spec.cpu = self.cpu;
-        }
-        if self.domain.is_some() {
-            spec.domain = self.domain;
-        }
+        spec.name = self.name.unwrap_or(spec.name);
+        spec.memory = self.memory.unwrap_or(spec.memory);
+        spec.vcpus = self.vcpus.unwrap_or(spec.vcpus);
+        spec.cpu = self.cpu.or(spec.cpu);
+        spec.domain = self.domain.or(spec.domain);
         for mut disk in self.disks {
             disk.snapshot = self.snapshot;
             spec.disks.push(disk);
@@ -205,12 +196,8 @@ impl RunArguments {
             spec.boot.initrd = self.initrd;
             spec.boot.cmdline = self.cmdline;
         }
-        if self.swap.is_some() {
-            spec.swap = self.swap;
-        }
-        if self.user.is_some() {
-            spec.user = self.user;
-        }
+        spec.swap = self.swap.or(spec.swap);
+        spec.user = self.user.or(spec.user);
         if let Some(name) = self.root_segment {
             let mut root = SegmentSpec::new(name);
             root.root = true;
@@ -219,9 +206,7 @@ impl RunArguments {
         spec.segments
             .extend(self.segments.into_iter().map(SegmentSpec::new));
         spec.segment_slots = self.segment_slots.unwrap_or(spec.segment_slots);
-        if let Some(merge) = self.merge {
-            spec.merge = merge;
-        }
+        spec.merge = self.merge.unwrap_or(spec.merge);
         spec.fold &= !self.no_fold;
         spec.boot_snapshot |= self.boot_snapshot;
         spec.resume_when_room |= self.resume_when_room;
@@ -248,11 +233,11 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 "/v1/vms"
             };
             let info: VmInfo = client.post(place, &arguments.spec()?)?;
-            context.print(&info, |vm| describe("started", vm))?;
+            context.print(&info, |vm| describe("started", vm))
         }
         Arguments::List => {
             let vms: Vec<VmInfo> = client.get("/v1/vms")?;
-            context.print(&vms, |vms| table(vms))?;
+            context.print(&vms, |vms| overview(vms))
         }
         Arguments::Stop {
             names,
@@ -267,21 +252,21 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             };
             let names: Vec<&str> = reports.iter().map(|report| report.name.as_str()).collect();
             let stopped = serde_json::json!({ "stopped": names, "vms": reports });
-            context.print(&stopped, |_| match reports.len() {
-                0 => "no VM started by memfold is running".to_owned(),
-                _ => reports
-                    .iter()
-                    .map(how_it_stopped)
-                    .collect::<Vec<_>>()
-                    .join("\n"),
-            })?;
-            if reports.iter().any(|report| report.overdue) {
-                return Ok(ExitCode::from(SWITCHED_OFF));
+            let mut lines: Vec<String> = reports.iter().map(how_it_stopped).collect();
+            if lines.is_empty() {
+                lines.push("no VM started by memfold is running".to_owned());
             }
+            let printed = context.print(&stopped, |_| lines.join("\n"))?;
+            let overdue = reports.iter().any(|report| report.overdue);
+            Ok(if overdue {
+                ExitCode::from(SWITCHED_OFF)
+            } else {
+                printed
+            })
         }
         Arguments::Resume { name } => {
             let info: VmInfo = client.post(&format!("/v1/vms/{}/resume", segment(&name)?), &())?;
-            context.print(&info, |vm| format!("{} is {}", vm.name, vm.state))?;
+            context.print(&info, |vm| format!("{} is {}", vm.name, vm.state))
         }
         Arguments::Reboot {
             name,
@@ -295,15 +280,13 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let began = Instant::now();
             let info: VmInfo =
                 client.post(&format!("/v1/vms/{}/reboot", segment(&name)?), &request)?;
-            let took = began.elapsed().as_secs_f64();
-            context.print(&info, |vm| {
-                describe(&format!("rebooted in {took:.2} s:"), vm)
-            })?;
+            let what = format!("rebooted in {:.2} s:", began.elapsed().as_secs_f64());
+            context.print(&info, |vm| describe(&what, vm))
         }
         Arguments::Attach { qmp, name, domain } => {
             let qmp = std::path::absolute(qmp)?;
             let info: VmInfo = client.post("/v1/attach", &AttachRequest { qmp, name, domain })?;
-            context.print(&info, |vm| describe("attached", vm))?;
+            context.print(&info, |vm| describe("attached", vm))
         }
         Arguments::Exec {
             name,
@@ -328,10 +311,9 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                     _ => std::io::stderr().write_all(result.stderr.as_bytes())?,
                 }
             }
-            return Ok(ExitCode::from(u8::try_from(result.code).unwrap_or(1)));
+            Ok(ExitCode::from(u8::try_from(result.code).unwrap_or(1)))
         }
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Exit code of `vm stop` if a guest did not shut down in time and was switched off.
@@ -362,37 +344,36 @@ fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> 
     let vms: Vec<VmInfo> = client.get("/v1/vms")?;
     let own = vms.into_iter().filter(|vm| vm.origin == "started");
     let names: Vec<String> = own.map(|vm| vm.name).collect();
-    let ends: Vec<anyhow::Result<StopReport>> = std::thread::scope(|scope| {
-        let stops: Vec<_> = names
-            .iter()
-            .map(|name| scope.spawn(move || stop(client, name, timeout_s)))
-            .collect();
+    let (mut stopped, mut problems) = (Vec::new(), Vec::new());
+    std::thread::scope(|scope| {
+        let stops = names.iter();
+        let stops = stops.map(|name| scope.spawn(move || stop(client, name, timeout_s)));
         // The panic of a thread was already reported.
-        stops
+        for end in stops
+            .collect::<Vec<_>>()
             .into_iter()
-            .filter_map(|stop| stop.join().ok())
-            .collect()
+            .flat_map(std::thread::ScopedJoinHandle::join)
+        {
+            match end {
+                Ok(report) => stopped.push(report),
+                Err(why) => problems.push(format!("{why:#}")),
+            }
+        }
     });
-    let (stopped, problems): (Vec<_>, Vec<_>) = ends.into_iter().partition(Result::is_ok);
     if problems.is_empty() {
-        return Ok(stopped.into_iter().filter_map(Result::ok).collect());
+        return Ok(stopped);
     }
-    let problems = problems.into_iter().filter_map(Result::err);
-    let words: Vec<String> = problems.map(|why| format!("{why:#}")).collect();
-    bail!("{}", words.join("; "))
+    bail!("{}", problems.join("; "))
 }
 
 /// Returns the shell command for the words: a single word is shell text; several words are a
 /// command and its arguments, each quoted.
 fn script(words: &[String]) -> String {
-    match words {
-        [text] => text.clone(),
-        words => words
-            .iter()
-            .map(|w| quoted(w))
-            .collect::<Vec<_>>()
-            .join(" "),
+    if let [text] = words {
+        return text.clone();
     }
+    let words: Vec<String> = words.iter().map(|word| quoted(word)).collect();
+    words.join(" ")
 }
 
 /// Quotes a word so that `/bin/sh` reads it unchanged.
@@ -421,16 +402,15 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
         vm.qemu
     )];
     lines.extend(vm.clock.as_ref().and_then(clock));
-    let not_folded = |problem| format!("not folded: {problem}");
-    let at_pauses =
-        |problem| format!("folded pages are folded again only at short pauses: {problem}");
-    if vm.fold_problems.is_empty() {
-        lines.extend(vm.refold_problems.iter().map(at_pauses));
+    let folding = if vm.fold_problems.is_empty() {
+        let at_pauses = "folded pages are folded again only at short pauses";
+        (at_pauses, &vm.refold_problems)
     } else {
-        lines.extend(vm.fold_problems.iter().map(not_folded));
+        ("not folded", &vm.fold_problems)
+    };
+    for (word, facts) in [folding, ("note", &vm.costs), ("forwarded", &vm.forwards)] {
+        lines.extend(facts.iter().map(|fact| format!("{word}: {fact}")));
     }
-    lines.extend(vm.costs.iter().map(|cost| format!("note: {cost}")));
-    lines.extend(vm.forwards.iter().map(|port| format!("forwarded: {port}")));
     if !vm.left_out.is_empty() {
         lines.push(format!(
             "left out from the saved VM: {}",
@@ -458,16 +438,12 @@ fn clock(step: &ClockStep) -> Option<String> {
     }
 }
 
-fn table(vms: &[VmInfo]) -> String {
+fn overview(vms: &[VmInfo]) -> String {
     if vms.is_empty() {
         return "no VMs; start one with 'memfold vm run', or attach one with 'memfold vm attach'"
             .into();
     }
-    let mut table = Table::new();
-    table
-        .load_preset(presets::NOTHING)
-        .set_header(["NAME", "STATE", "DOMAIN", "PID", "RAM", "AGENT", "FOLDING"]);
-    for vm in vms {
+    let rows = vms.iter().map(|vm| {
         let is_there = !matches!(vm.state.as_str(), "starting" | "taking-over");
         let folding = match (vm.fold_problems.first(), vm.refold_problems.first()) {
             (Some(problem), _) => format!("no: {problem}"),
@@ -475,7 +451,7 @@ fn table(vms: &[VmInfo]) -> String {
             (None, None) if !is_there => "-".into(),
             (None, None) => "yes".into(),
         };
-        table.add_row([
+        [
             vm.name.clone(),
             vm.state.clone(),
             vm.domain.clone().unwrap_or_else(|| "-".into()),
@@ -483,26 +459,20 @@ fn table(vms: &[VmInfo]) -> String {
             ByteSize(vm.ram_bytes).to_string(),
             vm.agent.clone().unwrap_or_else(|| "not connected".into()),
             folding,
-        ]);
-    }
-    for column in [3, 4] {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
+        ]
+    });
     let still = vms.iter().filter_map(|vm| {
         let cause = vm.state_cause.as_deref()?;
-        let fix = vm
-            .state_fix
-            .as_ref()
-            .map_or_else(String::new, |fix| format!("; {fix}"));
+        let fix = vm.state_fix.as_ref();
+        let fix = fix.map_or_else(String::new, |fix| format!("; {fix}"));
         Some(format!("\n{} is {}: {cause}{fix}", vm.name, vm.state))
     });
     let costs = vms.iter().flat_map(|vm| {
         let told = vm.costs.iter();
         told.map(|cost| format!("\n{}: {cost}", vm.name))
     });
-    table.trim_fmt() + &still.chain(costs).collect::<String>()
+    let vms = table("NAME  STATE  DOMAIN  >PID  >RAM  AGENT  FOLDING", rows);
+    vms + &still.chain(costs).collect::<String>()
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use memfold_api::{SwapPlace, VmSwap};
-use memfold_ledger::memory_map::MemoryMap;
+use memfold_ledger::memory_map::{self, MemoryMap};
 use memfold_ledger::table::signed;
 use memfold_ledger::{Level, Report, VmAccount};
 use memfold_units::{ByteSize, PAGE_SIZE};
@@ -12,6 +12,8 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row, Table, TableState, Wrap};
+
+use crate::cli::table::known;
 
 use super::view::{COLUMNS, SAMPLES, Sort, View};
 
@@ -49,16 +51,11 @@ pub(super) fn draw(frame: &mut Frame, view: &View) -> u64 {
     ])
     .areas(frame.area());
     frame.render_widget(Paragraph::new(host(view)), head);
-    let cells = if view.detail.is_some() {
-        vm(frame, view, body)
+    let (cells, keys) = if view.detail.is_some() {
+        (vm(frame, view, body), MAP_KEYS)
     } else {
         table(frame, view, body);
-        map_cells(body)
-    };
-    let keys = if view.detail.is_some() {
-        MAP_KEYS
-    } else {
-        KEYS
+        (map_cells(body), KEYS)
     };
     frame.render_widget(Paragraph::new(keys).style(Style::new().dim()), foot);
     if view.shows_help {
@@ -98,32 +95,21 @@ fn figures(report: &Report) -> Vec<Line<'static>> {
     let used = total - host.mem_available_bytes.min(total);
     let ours = host.physical_bytes.min(used);
     let mut memory = vec![Span::from(" memory ")];
-    memory.extend(bar(
-        30,
-        total.0,
-        &[
-            (ours.0, '█', Color::Green),
-            ((used - ours).0, '▒', Color::Blue),
-        ],
-    ));
-    memory.push(
-        format!(
-            " VMs, page stores, memfold {}; others {}; available {} of {total}",
-            host.physical_bytes,
-            used - ours,
-            host.mem_available_bytes
-        )
-        .into(),
+    let others = used - ours;
+    let drawn = [(ours.0, '█', Color::Green), (others.0, '▒', Color::Blue)];
+    memory.extend(bar(30, total.0, &drawn));
+    let words = format!(
+        " VMs, page stores, memfold {}; others {others}; available {} of {total}",
+        host.physical_bytes, host.mem_available_bytes
     );
+    memory.push(words.into());
+    let zero = i64::try_from(host.saved_by_zero_drop_bytes.0).unwrap_or(i64::MAX);
     let parts = [
         ("folding", host.saved_by_folding_bytes),
         ("clones", host.saved_by_clones_bytes),
         ("segments", host.saved_by_segments_bytes),
         ("KSM", host.saved_by_ksm_bytes),
-        (
-            "zero pages",
-            i64::try_from(host.saved_by_zero_drop_bytes.0).unwrap_or(i64::MAX),
-        ),
+        ("zero pages", zero),
     ];
     let parts = parts.iter().filter(|(_, bytes)| *bytes != 0);
     let parts: Vec<String> = parts
@@ -145,17 +131,14 @@ fn figures(report: &Report) -> Vec<Line<'static>> {
             Level::Warning => Color::Yellow,
             Level::Braked => Color::Red,
         };
-        lines.push(Line::from(vec![
-            Span::from(" owed   "),
-            format!(
-                "{}, needed at once {}, available for it {}: ",
-                ByteSize(debt.debt_bytes),
-                ByteSize(debt.needed_bytes),
-                ByteSize(debt.absorbable_bytes)
-            )
-            .into(),
-            Span::from(debt.level.to_string()).fg(colour).bold(),
-        ]));
+        let words = format!(
+            " owed   {}, needed at once {}, available for it {}: ",
+            ByteSize(debt.debt_bytes),
+            ByteSize(debt.needed_bytes),
+            ByteSize(debt.absorbable_bytes)
+        );
+        let level = Span::from(debt.level.to_string()).fg(colour).bold();
+        lines.push(Line::from(vec![words.into(), level]));
     }
     lines
 }
@@ -203,33 +186,21 @@ fn table(frame: &mut Frame, view: &View, area: Rect) {
     }
     let mark = |sort: Sort, name: &str| {
         let arrow = if view.is_turned { '▲' } else { '▼' };
-        let is_it = view.sort == sort;
-        let text = if is_it {
-            format!("{name}{arrow}")
+        let bold = Style::new().bold();
+        if view.sort == sort {
+            Line::styled(format!("{name}{arrow}"), bold.underlined())
         } else {
-            name.to_owned()
-        };
-        let style = if is_it {
-            Style::new().bold().underlined()
-        } else {
-            Style::new().bold()
-        };
-        (text, style)
+            Line::styled(name.to_owned(), bold)
+        }
     };
-    let (name, name_style) = mark(Sort::Name, "VM");
-    let (domain, domain_style) = mark(Sort::Domain, "domain");
-    let mut header = vec![
-        Cell::from(name).style(name_style),
-        Cell::from(domain).style(domain_style),
-    ];
+    let mut header = vec![mark(Sort::Name, "VM"), mark(Sort::Domain, "domain")];
     let mut widths = vec![Constraint::Length(NAME), Constraint::Length(DOMAIN)];
     for &number in &columns {
-        let (text, style) = mark(Sort::Figure(number), COLUMNS[number].name);
-        header.push(Cell::from(Line::from(text).right_aligned()).style(style));
+        header.push(mark(Sort::Figure(number), COLUMNS[number].name).right_aligned());
         widths.push(Constraint::Length(FIGURE));
     }
     if has_history {
-        header.push(Cell::from(" PSS over time").style(Style::new().bold()));
+        header.push(Line::from(" PSS over time").bold());
         widths.push(Constraint::Length(HISTORY));
     }
     let rows = view.rows();
@@ -241,11 +212,8 @@ fn table(frame: &mut Frame, view: &View, area: Rect) {
         for &number in &columns {
             let bytes = (COLUMNS[number].of)(vm);
             let line = Line::from(bytes.to_string()).right_aligned();
-            cells.push(if bytes.0 == 0 {
-                line.dim().into()
-            } else {
-                line.into()
-            });
+            let line = if bytes.0 == 0 { line.dim() } else { line };
+            cells.push(line.into());
         }
         if has_history {
             cells.push(Cell::from(format!(" {}", history(view, vm))));
@@ -274,22 +242,16 @@ fn history(view: &View, vm: &VmAccount) -> String {
         return String::new();
     };
     let room = usize::from(HISTORY - 1).min(SAMPLES);
-    let last: Vec<u64> = samples
-        .iter()
-        .skip(samples.len().saturating_sub(room))
-        .copied()
-        .collect();
-    let (least, most) = (
-        last.iter().copied().min().unwrap_or(0),
-        last.iter().copied().max().unwrap_or(0),
-    );
+    let last = samples.iter().skip(samples.len().saturating_sub(room));
+    let least = last.clone().min().copied().unwrap_or(0);
+    let most = last.clone().max().copied().unwrap_or(0);
     // Variations below a hundredth are drawn as a flat line.
     let span = (most - least).max(most / 100).max(1);
     let bar = |bytes: &u64| {
         let eighth = (bytes - least).saturating_mul(7) / span;
         BARS[usize::try_from(eighth).unwrap_or(7).min(7)]
     };
-    last.iter().map(bar).collect()
+    last.map(bar).collect()
 }
 
 /// Returns the areas of a VM's figures and of its memory map.
@@ -346,24 +308,18 @@ fn parts(view: &View, vm: &VmAccount) -> Vec<Line<'static>> {
         vm.swapped_bytes,
         vm.free_bytes,
     ];
-    for ((bytes, (glyph, colour)), name) in places
-        .iter()
-        .zip(STATES)
-        .zip(memfold_ledger::memory_map::STATES)
-    {
-        let mut spans = vec![Span::from(format!(
-            " {glyph} {name:9} {:>9} ",
-            bytes.to_string()
-        ))];
-        spans.extend(bar(40, vm.ram_bytes.0, &[(bytes.0, glyph, colour)]));
+    let states = STATES.iter().zip(memory_map::STATES);
+    for (bytes, ((glyph, colour), name)) in places.iter().zip(states) {
+        let size = bytes.to_string();
+        let mut spans = vec![Span::from(format!(" {glyph} {name:9} {size:>9} "))];
+        spans.extend(bar(40, vm.ram_bytes.0, &[(bytes.0, *glyph, *colour)]));
         lines.push(Line::from(spans));
     }
     let mut rest = format!(
         " PSS {}, of it QEMU {}; merged by KSM {}; huge pages {}; {} mappings",
         vm.pss_bytes,
         vm.overhead_bytes(),
-        vm.ksm_merged_bytes
-            .map_or_else(|| "?".into(), |b| b.to_string()),
+        known(vm.ksm_merged_bytes),
         vm.huge_bytes,
         vm.mappings
     );
@@ -372,11 +328,11 @@ fn parts(view: &View, vm: &VmAccount) -> Vec<Line<'static>> {
     }
     lines.push(Line::from(rest));
     if let Some(map) = &view.map {
-        let segment = |s: &memfold_ledger::memory_map::MappedSegment| {
+        let segments = map.segments.iter().map(|s| {
             let (resident, all) = (ByteSize(s.resident_bytes), ByteSize(s.bytes));
             format!("{} {resident} of {all}", s.segment)
-        };
-        let segments: Vec<String> = map.segments.iter().map(segment).collect();
+        });
+        let segments: Vec<String> = segments.collect();
         if !segments.is_empty() {
             lines.push(Line::from(format!(" segments: {}", segments.join(", "))));
         }
@@ -393,14 +349,13 @@ fn swap(disk: &VmSwap) -> String {
         let lenders: Vec<&str> = lenders.map(|part| part.lender.as_str()).collect();
         lenders.join(", ")
     };
-    let mut text = match disk.place {
-        SwapPlace::Lent | SwapPlace::Degraded => {
-            format!(" swap: {size} on lent memory of {}", who(0))
-        }
-        SwapPlace::OnCopy => format!(" swap: {size} on this host's disk, no longer lent"),
-        SwapPlace::OnDisk => format!(" swap: {size} on this host's disk"),
-        SwapPlace::Lost => format!(" swap: {size} LOST with its lender"),
+    let place = match disk.place {
+        SwapPlace::Lent | SwapPlace::Degraded => &*format!("on lent memory of {}", who(0)),
+        SwapPlace::OnCopy => "on this host's disk, no longer lent",
+        SwapPlace::OnDisk => "on this host's disk",
+        SwapPlace::Lost => "LOST with its lender",
     };
+    let mut text = format!(" swap: {size} {place}");
     if disk.lent.iter().any(|part| part.copy == 1) {
         let _ = write!(text, ", and again of {}", who(1));
     }
@@ -424,15 +379,11 @@ fn lines(map: &MemoryMap, width: usize) -> Vec<Line<'static>> {
 }
 
 fn help(frame: &mut Frame, area: Rect) {
-    let mut lines: Vec<Line> = COLUMNS
-        .iter()
-        .map(|column| {
-            Line::from(vec![
-                Span::from(format!("{:9} ", column.name)).bold(),
-                column.meaning.into(),
-            ])
-        })
-        .collect();
+    let columns = COLUMNS.iter().map(|column| {
+        let name = Span::from(format!("{:9} ", column.name)).bold();
+        Line::from(vec![name, column.meaning.into()])
+    });
+    let mut lines: Vec<Line> = columns.collect();
     lines.push(Line::default());
     lines.push(Line::from(format!(
         "A memory map shows what most pages of each piece are; a page has {PAGE_SIZE} bytes. \

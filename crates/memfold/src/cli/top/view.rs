@@ -96,21 +96,18 @@ pub(super) enum Sort {
 }
 
 impl Sort {
-    const fn next(self) -> Self {
-        match self {
-            Self::Name => Self::Domain,
-            Self::Domain => Self::Figure(0),
-            Self::Figure(last) if last + 1 == COLUMNS.len() => Self::Name,
-            Self::Figure(number) => Self::Figure(number + 1),
-        }
-    }
-
-    const fn previous(self) -> Self {
-        match self {
-            Self::Name => Self::Figure(COLUMNS.len() - 1),
-            Self::Domain => Self::Name,
-            Self::Figure(0) => Self::Domain,
-            Self::Figure(number) => Self::Figure(number - 1),
+    /// Returns the order by the column `by` columns further to the right; the first column follows
+    /// the last one.
+    const fn step(self, by: usize) -> Self {
+        let at = match self {
+            Self::Name => 0,
+            Self::Domain => 1,
+            Self::Figure(number) => number + 2,
+        };
+        match (at + by) % (COLUMNS.len() + 2) {
+            0 => Self::Name,
+            1 => Self::Domain,
+            at => Self::Figure(at - 2),
         }
     }
 
@@ -313,8 +310,8 @@ impl View {
             KeyCode::Home | KeyCode::Char('g') => self.step(isize::MIN),
             KeyCode::End | KeyCode::Char('G') => self.step(isize::MAX),
             KeyCode::Enter | KeyCode::Right if self.detail.is_none() => return self.enter(),
-            KeyCode::Char('s' | '>') => self.sort = self.sort.next(),
-            KeyCode::Char('S' | '<') => self.sort = self.sort.previous(),
+            KeyCode::Char('s' | '>') => self.sort = self.sort.step(1),
+            KeyCode::Char('S' | '<') => self.sort = self.sort.step(COLUMNS.len() + 1),
             KeyCode::Char('r') => self.is_turned = !self.is_turned,
             KeyCode::Char('n') => self.sort = Sort::Name,
             _ => {}
