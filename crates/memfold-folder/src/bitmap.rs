@@ -34,11 +34,8 @@ impl Bitmap {
     }
 
     fn word(&self, number: u64) -> u64 {
-        usize::try_from(number)
-            .ok()
-            .and_then(|n| self.words.get(n))
-            .copied()
-            .unwrap_or(0)
+        let number = usize::try_from(number).unwrap_or(usize::MAX);
+        self.words.get(number).copied().unwrap_or(0)
     }
 
     /// Sets `count` bits from `first` on to `value`.
@@ -48,10 +45,8 @@ impl Bitmap {
         while at < end {
             let bits = (64 - at % 64).min(end - at);
             let mask = (u64::MAX >> (64 - bits)) << (at % 64);
-            if let Some(word) = usize::try_from(at / 64)
-                .ok()
-                .and_then(|n| self.words.get_mut(n))
-            {
+            let number = usize::try_from(at / 64).unwrap_or(usize::MAX);
+            if let Some(word) = self.words.get_mut(number) {
                 self.set -= u64::from((*word & mask).count_ones());
                 *word = if value { *word | mask } else { *word & !mask };
                 self.set += u64::from((*word & mask).count_ones());

@@ -73,10 +73,9 @@ impl Past {
                     .to_owned(),
             );
         }
-        let keeper = Keeper::new(Arc::clone(uffd), ranges, pagemap, file)?;
+        let keeper = Arc::new(Keeper::new(Arc::clone(uffd), ranges, pagemap, file)?);
         let (ended, end) = pipe_with(PipeFlags::CLOEXEC)
             .map_err(|errno| format!("cannot create a pipe: {errno}"))?;
-        let keeper = Arc::new(keeper);
         let watching = Arc::clone(&keeper);
         // The thread starts before the first page is protected, because a writer would wait forever
         // for a thread that could not be started.
@@ -96,17 +95,16 @@ impl Past {
             end,
             thread,
         };
-        match past.protect(blocks) {
-            Ok(()) => Ok(past),
-            Err(errno) => {
-                past.end();
-                Err(if errno == Errno::INVAL {
-                    "part of this VM's RAM maps a snapshot's image, which the kernel cannot write-protect".to_owned()
-                } else {
-                    format!("cannot write-protect the VM's RAM: {errno}")
-                })
-            }
-        }
+        let Err(errno) = past.protect(blocks) else {
+            return Ok(past);
+        };
+        past.end();
+        Err(if errno == Errno::INVAL {
+            "part of this VM's RAM maps a snapshot's image, which the kernel cannot write-protect"
+                .to_owned()
+        } else {
+            format!("cannot write-protect the VM's RAM: {errno}")
+        })
     }
 
     fn protect(&self, blocks: &[Area]) -> Result<(), Errno> {
@@ -116,13 +114,7 @@ impl Past {
             self.keeper.registered().push(block);
         }
         for &(area, _) in &self.keeper.ranges {
-            loop {
-                match uffd.write_protect(area) {
-                    Ok(()) => break,
-                    Err(Errno::AGAIN) => std::thread::yield_now(),
-                    Err(errno) => return Err(errno),
-                }
-            }
+            while_again(|| uffd.write_protect(area))?;
         }
         // The thread may have failed before these areas were registered, and then has not released
         // them.
@@ -168,10 +160,7 @@ impl Keeper {
             (area, first)
         });
         let ranges: Vec<(Area, u64)> = numbered.collect();
-        if ranges
-            .windows(2)
-            .any(|two| two[0].0.end() > two[1].0.start())
-        {
+        if !ranges.is_sorted_by(|(a, _), (b, _)| a.end() <= b.start()) {
             return Err("the ranges are not in ascending order".to_owned());
         }
         let layout = Layout::new(next).ok_or("too many pages to number")?;
@@ -241,15 +230,11 @@ impl Keeper {
     /// threads that wait for `page`.
     fn lift(&self, area: Area, page: Area) {
         for area in [area, page] {
-            loop {
-                match self.uffd.lift(area) {
-                    Ok(()) => return,
-                    Err(Errno::AGAIN) => std::thread::yield_now(),
-                    // A discard has replaced part of the area by another mapping. In this case the
-                    // kernel has woken no thread.
-                    Err(_) => break,
-                }
+            if while_again(|| self.uffd.lift(area)).is_ok() {
+                return;
             }
+            // A discard has replaced part of the area by another mapping. In this case the kernel
+            // has woken no thread.
         }
         let _ = self.uffd.wake(page);
     }
@@ -328,5 +313,15 @@ impl Keeper {
     fn fail(&self, errno: Errno) {
         self.note(errno);
         self.release();
+    }
+}
+
+/// Calls `call` again as long as it returns `EAGAIN`.
+fn while_again(call: impl Fn() -> Result<(), Errno>) -> Result<(), Errno> {
+    loop {
+        match call() {
+            Err(Errno::AGAIN) => std::thread::yield_now(),
+            outcome => return outcome,
+        }
     }
 }

@@ -15,11 +15,12 @@ impl State {
         if let Some(past) = &self.past {
             past.keep(start, end);
         }
-        let mut met = false;
-        for block in self.ram.blocks() {
-            let area = block.area();
+        let mut inside = false;
+        for block in &mut self.ram.blocks {
+            let area = block.area;
             let from = start.max(area.start().0);
             let to = end.min(area.end().0);
+            inside |= from < to;
             if from >= to || block.is_untouched() {
                 continue;
             }
@@ -28,7 +29,6 @@ impl State {
             while !rest.is_empty() {
                 let (kind, part) = block.first_kind(rest);
                 if kind != Kind::Anonymous {
-                    met = true;
                     if let Err(errno) = block.refresh(part) {
                         // The process has too many mappings. QEMU then reports a failed discard;
                         // the guest's bytes are unchanged.
@@ -39,17 +39,10 @@ impl State {
                 rest = rest.after(part.pages());
             }
         }
-        if !met {
-            // No page of the range is folded: the plain system call is enough, but under the lock.
-            let inside = self
-                .ram
-                .blocks()
-                .iter()
-                .any(|block| start < block.area().end().0 && block.area().start().0 < end);
-            if !inside {
-                return None;
-            }
+        if !inside {
+            return None;
         }
+        // If no page of the range is folded, the plain system call is enough, but under the lock.
         let (Ok(address), Ok(length)) = (usize::try_from(start), usize::try_from(end - start))
         else {
             return None;

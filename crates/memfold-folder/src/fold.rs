@@ -1,5 +1,6 @@
 //! Folds one run of pages: freeze, compare with the store, replace the mapping, thaw.
 
+use std::os::fd::AsFd as _;
 use std::time::Duration;
 
 use memfold_sys::region::Area;
@@ -8,50 +9,21 @@ use memfold_wire::library::{FoldRun, Freeze, Outcome, Stats};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use crate::freeze::{Protected, Staged, Staging};
+use crate::freeze::{Frozen, Staged, Staging};
 use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 use crate::stores::Store;
-
-/// Reason why folding a run stopped before its end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stop {
-    Differs,
-    Busy,
-    Hole,
-    Refused,
-    Failed(Errno),
-}
-
-impl Stop {
-    fn outcome(self, folded: u64) -> Outcome {
-        let folded = u32::try_from(folded).unwrap_or(u32::MAX);
-        match self {
-            Self::Differs => Outcome::Differs { folded },
-            Self::Busy => Outcome::Busy { folded },
-            // `Refused` means that nothing was changed. After a folded part, the refused page is
-            // one that is no longer anonymous: a hole.
-            Self::Hole => Outcome::Hole { folded },
-            Self::Refused if folded > 0 => Outcome::Hole { folded },
-            Self::Refused => Outcome::Refused,
-            Self::Failed(errno) => Outcome::Failed {
-                errno: errno.raw_os_error(),
-                folded,
-            },
-        }
-    }
-}
 
 /// Result of one step: the number of pages folded from the start, the reason why the step stopped,
 /// and how long the pages were frozen.
 struct Step {
     folded: u64,
-    stop: Option<Stop>,
+    stop: Option<Outcome>,
     frozen: Option<Duration>,
 }
 
 impl Step {
-    const fn nothing(stop: Stop) -> Self {
+    const fn nothing(stop: Outcome) -> Self {
         Self {
             folded: 0,
             stop: Some(stop),
@@ -66,9 +38,9 @@ impl State {
         &mut self,
         uffd: Option<&Userfaultfd>,
         freeze: Freeze,
-        run: &FoldRun,
+        order: &FoldRun,
     ) -> Outcome {
-        let pages = u64::from(run.pages);
+        let pages = u64::from(order.pages);
         let Self {
             ram,
             stores,
@@ -76,50 +48,55 @@ impl State {
             stats,
             ..
         } = self;
-        let Some((block, area)) = ram.find(run.hva, pages) else {
+        let Some((block, area)) = ram.find(order.hva, pages) else {
             return Outcome::Refused;
         };
-        let Some(store) = stores.get(run.store) else {
+        let Some(store) = stores.get(order.store) else {
             return Outcome::Refused;
         };
-        let Some(window) = store.window(run.store_page, pages) else {
+        let Some(window) = store.window(order.store_page, pages) else {
             return Outcome::Refused;
         };
         let mut folded = 0;
         let mut end = None;
         while folded < pages && end.is_none() {
-            let (kind, part) = block.first_kind(area.after(folded));
-            let first = run.store_page + folded;
-            let bytes = window.part(folded, part.pages());
+            let (kind, run) = block.first_kind(area.after(folded));
+            let first = order.store_page + folded;
+            let part = Part {
+                run,
+                bytes: window.part(folded, run.pages()),
+                store,
+                first,
+                back: kind == Kind::Template && block.shows(run, store.identity, first),
+            };
             let step = match (freeze, kind, uffd, staging.as_mut()) {
-                (Freeze::Stopped { .. }, ..) => {
-                    let back = kind == Kind::Template && block.shows(part, store.identity(), first);
-                    at_rest(part, bytes, store, first, back)
-                }
+                (Freeze::Stopped { .. }, ..) => part.at_rest(),
                 // Anonymous pages are moved even if the order says write protection, because a move
                 // is also safe with DMA.
-                (_, Kind::Anonymous, Some(uffd), Some(staging)) => {
-                    by_move(uffd, staging, part, bytes, store, first)
-                }
+                (_, Kind::Anonymous, Some(uffd), Some(staging)) => part.by_move(uffd, staging),
                 (Freeze::WriteProtect, _, Some(uffd), _) if uffd.protection_lasts() => {
-                    let back = kind == Kind::Template && block.shows(part, store.identity(), first);
-                    by_write_protection(uffd, part, bytes, store, first, back)
+                    part.by_write_protection(uffd)
                 }
-                _ => Step::nothing(Stop::Refused),
+                _ => Err(Outcome::Refused),
             };
-            if step.folded > 0 {
-                let done = part.part(0, step.folded);
-                let back = kind == Kind::Template && block.shows(part, store.identity(), first);
-                if !back {
-                    block.set(done, Kind::Folded);
-                    block.advise_later(done);
-                }
+            let step = step.unwrap_or_else(Step::nothing);
+            if step.folded > 0 && !part.back {
+                let done = run.part(0, step.folded);
+                block.set(done, Kind::Folded);
+                block.advise_later(done);
             }
             record(stats, kind, &step);
             folded += step.folded;
             end = step.stop;
         }
-        end.map_or(Outcome::Done, |stop| stop.outcome(folded))
+        let folded = u32::try_from(folded).unwrap_or(u32::MAX);
+        match end {
+            None => Outcome::Done,
+            // `Refused` means that nothing was changed. After a folded part, the refused page is
+            // one that is no longer anonymous: a hole.
+            Some(Outcome::Refused) if folded > 0 => Outcome::Hole { folded },
+            Some(stop) => stop.at(folded),
+        }
     }
 }
 
@@ -129,8 +106,8 @@ fn record(stats: &mut Stats, kind: Kind, step: &Step) {
         Kind::Folded | Kind::Template => stats.refolded_pages += step.folded,
     }
     match step.stop {
-        Some(Stop::Differs) => stats.differing_pages += 1,
-        Some(Stop::Busy) => stats.busy_runs += 1,
+        Some(Outcome::Differs { .. }) => stats.differing_pages += 1,
+        Some(Outcome::Busy { .. }) => stats.busy_runs += 1,
         _ => {}
     }
     if let Some(frozen) = step.frozen {
@@ -138,87 +115,86 @@ fn record(stats: &mut Stats, kind: Kind, step: &Step) {
     }
 }
 
-/// Folds anonymous pages: freezes the pages by a move to staging, compares them, maps the store and
-/// thaws the run.
-fn by_move(
-    uffd: &Userfaultfd,
-    staging: &mut Staging,
+/// Pages of one kind, and the store's pages that they shall show.
+struct Part<'a> {
     run: Area,
+    /// The store's pages, mapped for comparison.
     bytes: Area,
-    store: &Store,
+    store: &'a Store,
+    /// Index in the store of the first page.
     first: u64,
-) -> Step {
-    let slot = staging.slot(run);
-    // The compare faults in 16 pages of the store's window at a time. Measured on a memfd, in µs of
-    // CPU per page in runs of 64: 1.03-1.09 in this way; 1.16-1.28 with MADV_POPULATE_READ before
-    // the freeze; 1.6 with the store's bytes read into a buffer instead of mapped. For a store in
-    // huge pages, see docs/decisions/0011-store-in-tmpfs.md.
-    let (staged, stop) = match Staged::freeze(uffd, staging.pagemap(), run, slot) {
-        Ok(frozen) => frozen,
-        Err(errno) => return Step::nothing(Stop::Failed(errno)),
-    };
-    let contents = staged.contents();
-    let equal = contents.equal_pages(bytes);
-    let mut stop = match stop {
-        _ if equal < contents.pages() => Some(Stop::Differs),
-        Some(Errno::BUSY) => Some(Stop::Busy),
-        Some(Errno::NOENT) => Some(Stop::Hole),
-        Some(errno) => Some(Stop::Failed(errno)),
-        None => None,
-    };
-    let mut folded = equal;
-    if let Err(errno) = run.part(0, equal).map_file(store.descriptor(), first) {
-        folded = 0;
-        stop = Some(Stop::Failed(errno));
-    }
-    let frozen = staged.finish(folded, true);
-    Step {
-        folded,
-        stop,
-        frozen: Some(frozen),
-    }
-}
-
-/// Folds pages that map a file; write protection stops writes meanwhile.
-fn by_write_protection(
-    uffd: &Userfaultfd,
-    run: Area,
-    bytes: Area,
-    store: &Store,
-    first: u64,
+    /// Whether the run maps the same pages of the same file already. Then dropping the guest's
+    /// private copies is enough, and the mapping stays whole.
     back: bool,
-) -> Step {
-    let guard = match Protected::freeze(uffd, run) {
-        Ok(guard) => guard,
-        // The run is a private view of a file that is not shmem, which the kernel cannot
-        // write-protect.
-        Err(Errno::INVAL) => return Step::nothing(Stop::Refused),
-        Err(errno) => return Step::nothing(Stop::Failed(errno)),
-    };
-    let mut step = at_rest(run, bytes, store, first, back);
-    // After a fold-back the mapping is the old one, which is still registered.
-    let frozen = guard.finish(if back { 0 } else { step.folded });
-    step.frozen = Some(frozen);
-    step
 }
 
-/// Compares and replaces pages that nobody writes. If `back` is set, the run maps the same pages of
-/// the same file already; then dropping the guest's private copies is enough, and the mapping stays
-/// whole.
-fn at_rest(run: Area, bytes: Area, store: &Store, first: u64, back: bool) -> Step {
-    let equal = run.equal_pages(bytes);
-    let same = run.part(0, equal);
-    let done = if back {
-        same.advise(Advice::LinuxDontNeed)
-    } else {
-        same.map_file(store.descriptor(), first)
-    };
-    match done {
-        Ok(()) => Step {
-            folded: equal,
-            stop: (equal < run.pages()).then_some(Stop::Differs),
+impl Part<'_> {
+    /// Folds anonymous pages: freezes the pages by a move to staging, compares them, maps the store
+    /// and thaws the run.
+    fn by_move(&self, uffd: &Userfaultfd, staging: &mut Staging) -> Result<Step, Outcome> {
+        let slot = staging.slot(self.run);
+        // The compare faults in 16 pages of the store's window at a time. Measured on a memfd, in
+        // µs of CPU per page in runs of 64: 1.03-1.09 in this way; 1.16-1.28 with
+        // MADV_POPULATE_READ before the freeze; 1.6 with the store's bytes read into a buffer
+        // instead of mapped. For a store in huge pages, see docs/decisions/0011-store-in-tmpfs.md.
+        let (staged, stop) =
+            Staged::freeze(uffd, &staging.pagemap, self.run, slot).map_err(failed)?;
+        let contents = staged.contents();
+        let mut folded = contents.equal_pages(self.bytes);
+        let mut stop = match stop {
+            _ if folded < contents.pages() => Some(Outcome::Differs { folded: 0 }),
+            Some(Errno::BUSY) => Some(Outcome::Busy { folded: 0 }),
+            Some(Errno::NOENT) => Some(Outcome::Hole { folded: 0 }),
+            stop => stop.map(failed),
+        };
+        let equal = self.run.part(0, folded);
+        if let Err(errno) = equal.map_file(self.store.file.as_fd(), self.first) {
+            folded = 0;
+            stop = Some(failed(errno));
+        }
+        Ok(Step {
+            folded,
+            stop,
+            frozen: Some(staged.finish(folded, true)),
+        })
+    }
+
+    /// Folds pages that map a file; write protection stops writes meanwhile.
+    fn by_write_protection(&self, uffd: &Userfaultfd) -> Result<Step, Outcome> {
+        let guard = Frozen::protect(uffd, self.run).map_err(|errno| match errno {
+            // The run is a private view of a file that is not shmem, which the kernel cannot
+            // write-protect.
+            Errno::INVAL => Outcome::Refused,
+            errno => failed(errno),
+        })?;
+        let mut step = self.at_rest()?;
+        // After a fold-back the mapping is the old one, which is still registered.
+        step.frozen = Some(guard.finish(if self.back { 0 } else { step.folded }));
+        Ok(step)
+    }
+
+    /// Compares and replaces pages that nobody writes.
+    fn at_rest(&self) -> Result<Step, Outcome> {
+        let folded = self.run.equal_pages(self.bytes);
+        let same = self.run.part(0, folded);
+        let done = if self.back {
+            same.advise(Advice::LinuxDontNeed)
+        } else {
+            same.map_file(self.store.file.as_fd(), self.first)
+        };
+        done.map_err(failed)?;
+        Ok(Step {
+            folded,
+            stop: (folded < self.run.pages()).then_some(Outcome::Differs { folded: 0 }),
             frozen: None,
-        },
-        Err(errno) => Step::nothing(Stop::Failed(errno)),
+        })
+    }
+}
+
+/// Makes the outcome of a failed system call before which no page was done.
+pub(crate) const fn failed(errno: Errno) -> Outcome {
+    Outcome::Failed {
+        errno: errno.raw_os_error(),
+        folded: 0,
     }
 }

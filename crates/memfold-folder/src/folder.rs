@@ -1,6 +1,6 @@
 //! Executes the daemon's orders.
 
-use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use crate::copy_before_write::Past;
 use crate::freeze::Staging;
 use crate::monitor::Monitor;
-use crate::ram::{Block, Ram, TemplateMap};
+use crate::ram::{Ram, TemplateMap};
 use crate::state::State;
 use crate::stores::identity;
 use crate::zero::CHUNK_PAGES;
@@ -81,43 +81,31 @@ impl Folder {
         folder
     }
 
-    /// Opens the userfaultfds that are not open yet.
+    /// Opens the userfaultfds that are not open yet. Returns why that failed.
     fn open(&self, device: Option<RawFd>) -> Missing {
+        let open_uffd = || {
+            let uffd = Userfaultfd::open(device).map_err(|error| {
+                format!(
+                    "no userfaultfd that catches faults from kernel mode ({error}): run QEMU as root, or give it \
+                     or memfold's daemon access to /dev/userfaultfd, or set sysctl vm.unprivileged_userfaultfd=1"
+                )
+            })?;
+            if uffd.can_move() {
+                let staging = Staging::new(&uffd)
+                    .map_err(|errno| format!("cannot create the staging area: {errno}"))?;
+                self.lock().staging = Some(staging);
+            }
+            Ok(Arc::new(uffd))
+        };
+        let open_tracker = || {
+            Userfaultfd::open_async(device).map_err(|error| {
+                format!("cannot track writes on this host ({error}): Linux 6.7 or newer is needed")
+            })
+        };
         Missing {
-            uffd: self.open_uffd(device).err(),
-            tracker: self.open_tracker(device).err(),
+            uffd: open_once(&self.uffd, open_uffd).err(),
+            tracker: open_once(&self.tracker, open_tracker).err(),
         }
-    }
-
-    fn open_uffd(&self, device: Option<RawFd>) -> Result<(), String> {
-        if self.uffd.get().is_some() {
-            return Ok(());
-        }
-        let uffd = Userfaultfd::open(device).map_err(|error| {
-            format!(
-                "no userfaultfd that catches faults from kernel mode ({error}): run QEMU as root, or give it \
-                 or memfold's daemon access to /dev/userfaultfd, or set sysctl vm.unprivileged_userfaultfd=1"
-            )
-        })?;
-        if uffd.can_move() {
-            let staging = Staging::new(&uffd)
-                .map_err(|errno| format!("cannot create the staging area: {errno}"))?;
-            self.lock().staging = Some(staging);
-        }
-        // Only one thread opens userfaultfds, because the library serves one daemon at a time.
-        let _ = self.uffd.set(Arc::new(uffd));
-        Ok(())
-    }
-
-    fn open_tracker(&self, device: Option<RawFd>) -> Result<(), String> {
-        if self.tracker.get().is_some() {
-            return Ok(());
-        }
-        let tracker = Userfaultfd::open_async(device).map_err(|error| {
-            format!("cannot track writes on this host ({error}): Linux 6.7 or newer is needed")
-        })?;
-        let _ = self.tracker.set(tracker);
-        Ok(())
     }
 
     /// Takes the lock, even after a panic of its holder: guards have put every page back, and each
@@ -146,70 +134,69 @@ impl Folder {
         if changes_mappings(order) && self.lock().past.is_some() {
             return refuse("a copy-before-write of the VM's memory is under way".to_owned());
         }
-        let result = match order {
+        self.reply(order, descriptor).unwrap_or_else(refuse)
+    }
+
+    fn reply(&self, order: &Order, descriptor: Option<OwnedFd>) -> Result<Reply, String> {
+        match order {
             Order::Hello { version } => {
                 // A QEMU without root's rights may not open the device; the daemon then sends an
                 // open one.
                 if let Some(device) = descriptor {
                     self.open(Some(device.as_raw_fd()));
                 }
-                Ok(self.hello(*version))
+                return Ok(self.hello(*version));
             }
             Order::AddRam { hva, pages, advice } => {
-                self.change_ram(|ram| ram.add(*hva, *pages, *advice))
+                self.change_ram(|ram| ram.add(*hva, *pages, *advice))?;
             }
-            Order::RemoveRam { hva } => self.change_ram(|ram| ram.remove(*hva)),
-            Order::AddStore { store, max_pages } => sent(descriptor, "page store")
-                .and_then(|file| self.lock().stores.add(*store, *max_pages, file))
-                .map(|()| Reply::Ok),
-            Order::RemoveStore { store } => self.lock().stores.remove(*store).map(|()| Reply::Ok),
-            Order::Map {
+            Order::RemoveRam { hva } => self.change_ram(|ram| ram.remove(*hva))?,
+            Order::AddStore { store, max_pages } => {
+                let file = sent(descriptor, "page store")?;
+                self.lock().stores.add(*store, *max_pages, file)?;
+            }
+            Order::RemoveStore { store } => self.lock().stores.remove(*store)?,
+            &Order::Map {
                 hva,
                 pages,
                 file_page,
             } => {
-                sent(descriptor, "file").and_then(|file| self.map(*hva, *pages, *file_page, &file))
+                let run = MapRun {
+                    hva,
+                    pages,
+                    file_page,
+                };
+                self.map(&[run], &sent(descriptor, "file")?)?;
             }
-            Order::MapRuns { runs } => {
-                sent(descriptor, "file").and_then(|file| self.map_runs(runs, &file))
+            Order::MapRuns { runs } => self.map(runs, &sent(descriptor, "file")?)?,
+            Order::Fold { freeze, runs } => return self.fold(*freeze, runs),
+            Order::Release { freeze, ranges } => {
+                return self.each(*freeze, ranges, |range| match freeze {
+                    Freeze::Move => Outcome::Refused,
+                    _ => self.lock_in_turn().release(self.uffd(), *freeze, range),
+                });
             }
-            Order::Fold { freeze, runs } => self.fold(*freeze, runs),
-            Order::Release { freeze, ranges } => self.each(*freeze, ranges, |range| match freeze {
-                Freeze::Move => Outcome::Refused,
-                _ => self.lock_in_turn().release(self.uffd(), *freeze, range),
-            }),
-            Order::DropZero { ranges } => self.drop_zero(ranges),
+            Order::DropZero { ranges } => return self.drop_zero(ranges),
             Order::Stop => self.with_monitor(|monitor| match monitor.hold() {
-                Ok(true) => Ok(Reply::Ok),
+                Ok(true) => Ok(()),
                 Ok(false) => Err("the VM does not run".to_owned()),
-                Err(error) => Err(format!("QEMU did not stop the VM: {error}")),
-            }),
+                Err(error) => Err(not_stopped(&error)),
+            })?,
             Order::Continue => self.with_monitor(|monitor| {
-                if monitor.release() {
-                    Ok(Reply::Ok)
-                } else {
-                    Err("this connection has not stopped the VM".to_owned())
-                }
-            }),
-            Order::TrackWrites => self.track_writes().map(|()| Reply::Ok),
-            Order::UntrackWrites => {
-                self.untrack_writes();
-                Ok(Reply::Ok)
-            }
-            Order::KeepPast { ranges } => sent(descriptor, "file")
-                .and_then(|file| self.keep_past(ranges, file))
-                .map(|()| Reply::Ok),
-            Order::ForgetPast => {
-                self.forget_past();
-                Ok(Reply::Ok)
-            }
+                let stopped = monitor.release().then_some(());
+                stopped.ok_or_else(|| "this connection has not stopped the VM".to_owned())
+            })?,
+            Order::TrackWrites => self.track_writes()?,
+            Order::UntrackWrites => self.untrack_writes(),
+            Order::KeepPast { ranges } => self.keep_past(ranges, sent(descriptor, "file")?)?,
+            Order::ForgetPast => self.forget_past(),
             Order::Stats => {
                 let mut stats = self.lock().stats.clone();
                 stats.thread_cpu_ns = thread_cpu_ns();
-                Ok(Reply::Stats(Box::new(stats)))
+                return Ok(Reply::Stats(Box::new(stats)));
             }
-        };
-        result.unwrap_or_else(refuse)
+        }
+        Ok(Reply::Ok)
     }
 
     fn fold(&self, freeze: Freeze, runs: &[FoldRun]) -> Result<Reply, String> {
@@ -234,34 +221,22 @@ impl Folder {
     ) -> Result<Reply, String> {
         let began = thread_cpu_ns();
         let (outcomes, stopped) = match freeze {
-            Freeze::Move | Freeze::WriteProtect => (in_time(ORDER_TIME, items, work), None),
-            Freeze::Stopped { limit_us } => self.each_stopped(limit_us, items, work)?,
+            Freeze::Move | Freeze::WriteProtect => {
+                (in_time(ORDER_TIME, items, work), Duration::ZERO)
+            }
+            Freeze::Stopped { limit_us } => self.with_monitor(|monitor| {
+                let Some(stopped) = monitor.stop().map_err(|error| not_stopped(&error))? else {
+                    return Ok((vec![Outcome::Late; items.len()], Duration::ZERO));
+                };
+                let limit = Duration::from_micros(limit_us.into());
+                let outcomes = in_time(limit.saturating_sub(stopped.since()), items, work);
+                Ok((outcomes, stopped.go_on()))
+            })?,
         };
         Ok(Reply::Outcomes {
             outcomes,
             cpu_ns: thread_cpu_ns() - began,
-            stopped_ns: stopped.map_or(0, |time: Duration| {
-                u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-            }),
-        })
-    }
-
-    fn each_stopped<T>(
-        &self,
-        limit_us: u32,
-        items: &[T],
-        work: impl Fn(&T) -> Outcome,
-    ) -> Result<(Vec<Outcome>, Option<Duration>), String> {
-        self.with_monitor(|monitor| {
-            let stopped = monitor
-                .stop()
-                .map_err(|error| format!("QEMU did not stop the VM: {error}"))?;
-            let Some(stopped) = stopped else {
-                return Ok((vec![Outcome::Late; items.len()], None));
-            };
-            let limit = Duration::from_micros(limit_us.into());
-            let outcomes = in_time(limit.saturating_sub(stopped.since()), items, work);
-            Ok((outcomes, Some(stopped.go_on())))
+            stopped_ns: u64::try_from(stopped.as_nanos()).unwrap_or(u64::MAX),
         })
     }
 
@@ -289,7 +264,7 @@ impl Folder {
         if !state.tracked.is_empty() {
             return Err("writes are already tracked".to_owned());
         }
-        state.tracked = state.ram.blocks().iter().map(Block::area).collect();
+        state.tracked = state.ram.blocks.iter().map(|block| block.area).collect();
         let outcome = state.tracked.iter().try_for_each(|&area| {
             tracker.register(area, Mode::WriteProtect)?;
             tracker.write_protect(area)
@@ -326,8 +301,8 @@ impl Folder {
             let found = state.ram.find(range.hva, range.pages);
             let (block, area) = found.ok_or_else(|| outside(range.hva, range.pages))?;
             areas.push(area);
-            if !blocks.contains(&block.area()) {
-                blocks.push(block.area());
+            if !blocks.contains(&block.area) {
+                blocks.push(block.area);
             }
         }
         state.past = Some(Past::start(
@@ -394,20 +369,17 @@ impl Folder {
     }
 
     fn hello(&self, version: u16) -> Reply {
-        let problem = if version == VERSION {
-            match self.uffd() {
-                None => Some(self.missing.uffd.clone().unwrap_or_default()),
-                Some(uffd) if !uffd.can_move() => Some(
-                    "the host's kernel has no UFFDIO_MOVE: folding a running VM needs Linux 6.8 or newer"
-                        .to_owned(),
-                ),
-                Some(_) => None,
-            }
-        } else {
-            Some(format!(
+        let problem = match self.uffd() {
+            _ if version != VERSION => Some(format!(
                 "the daemon speaks version {version} of the protocol and this library {VERSION}: \
                  restart the VM with the library of the installed memfold"
-            ))
+            )),
+            None => Some(self.missing.uffd.clone().unwrap_or_default()),
+            Some(uffd) if !uffd.can_move() => Some(
+                "the host's kernel has no UFFDIO_MOVE: folding a running VM needs Linux 6.8 or newer"
+                    .to_owned(),
+            ),
+            Some(_) => None,
         };
         Reply::Hello {
             version: VERSION,
@@ -422,46 +394,42 @@ impl Folder {
     fn change_ram(
         &self,
         change: impl FnOnce(&mut Ram) -> Result<(), String>,
-    ) -> Result<Reply, String> {
+    ) -> Result<(), String> {
         let mut state = self.lock();
         change(&mut state.ram)?;
         let (low, high) = state.ram.span();
         self.low.store(low, Ordering::Release);
         self.high.store(high, Ordering::Release);
-        Ok(Reply::Ok)
+        Ok(())
     }
 
-    fn map(&self, hva: u64, pages: u64, file_page: u64, file: &OwnedFd) -> Result<Reply, String> {
+    fn map(&self, runs: &[MapRun], file: &OwnedFd) -> Result<(), String> {
         let (identity, file_pages) = identity(file)?;
-        if file_page
-            .checked_add(pages)
-            .is_none_or(|end| end > file_pages)
-        {
-            return Err(format!(
-                "{pages} pages from page {file_page} exceed the file's {file_pages} pages"
-            ));
-        }
-        let mut state = self.lock();
-        let (block, area) = state
-            .ram
-            .find(hva, pages)
-            .ok_or_else(|| outside(hva, pages))?;
-        area.map_file(std::os::fd::AsFd::as_fd(file), file_page)
-            .map_err(|errno| format!("cannot map the file at {hva:#x}: {errno}"))?;
-        block.advise_file(area);
-        block.add_template(TemplateMap {
-            area,
-            file: identity,
+        for &MapRun {
+            hva,
+            pages,
             file_page,
-        });
-        Ok(Reply::Ok)
-    }
-
-    fn map_runs(&self, runs: &[MapRun], file: &OwnedFd) -> Result<Reply, String> {
-        for run in runs {
-            self.map(run.hva, run.pages, run.file_page, file)?;
+        } in runs
+        {
+            let end = file_page.checked_add(pages);
+            if end.is_none_or(|end| end > file_pages) {
+                return Err(format!(
+                    "{pages} pages from page {file_page} exceed the file's {file_pages} pages"
+                ));
+            }
+            let mut state = self.lock();
+            let found = state.ram.find(hva, pages);
+            let (block, area) = found.ok_or_else(|| outside(hva, pages))?;
+            area.map_file(file.as_fd(), file_page)
+                .map_err(|errno| format!("cannot map the file at {hva:#x}: {errno}"))?;
+            block.advise_file(area);
+            block.add_template(TemplateMap {
+                area,
+                file: identity,
+                file_page,
+            });
         }
-        Ok(Reply::Ok)
+        Ok(())
     }
 
     fn drop_zero(&self, ranges: &[Range]) -> Result<Reply, String> {
@@ -475,23 +443,17 @@ impl Folder {
         for range in ranges {
             let mut done = 0;
             while done < range.pages && began.elapsed() < ORDER_TIME {
-                let Some(hva) = done
-                    .checked_mul(PAGE_SIZE)
-                    .and_then(|o| range.hva.checked_add(o))
-                else {
-                    return Err(format!(
-                        "the range at {:#x} is not a valid address",
-                        range.hva
-                    ));
-                };
+                let offset = done.checked_mul(PAGE_SIZE);
+                let hva = offset.and_then(|offset| range.hva.checked_add(offset));
+                let hva = hva.ok_or_else(|| {
+                    format!("the range at {:#x} is not a valid address", range.hva)
+                })?;
                 let chunk = Range {
                     hva,
                     pages: CHUNK_PAGES.min(range.pages - done),
                 };
-                let (looked, gone) = self
-                    .lock_in_turn()
-                    .drop_zero(uffd, pagemap, &chunk)
-                    .ok_or_else(|| outside(hva, chunk.pages))?;
+                let looked = self.lock_in_turn().drop_zero(uffd, pagemap, &chunk);
+                let (looked, gone) = looked.ok_or_else(|| outside(hva, chunk.pages))?;
                 scanned += looked;
                 dropped += gone;
                 done += chunk.pages;
@@ -511,14 +473,29 @@ impl Folder {
         if let Some(staging) = state.staging.as_mut() {
             staging.free();
         }
-        for block in state.ram.blocks() {
+        for block in &mut state.ram.blocks {
             block.advise_now();
         }
     }
 }
 
+fn open_once<T>(
+    cell: &OnceLock<T>,
+    open: impl FnOnce() -> Result<T, String>,
+) -> Result<(), String> {
+    if cell.get().is_none() {
+        // Only one thread opens userfaultfds, because the library serves one daemon at a time.
+        let _ = cell.set(open()?);
+    }
+    Ok(())
+}
+
 fn sent(descriptor: Option<OwnedFd>, of: &str) -> Result<OwnedFd, String> {
     descriptor.ok_or_else(|| format!("the {of}'s descriptor did not come with the order"))
+}
+
+fn not_stopped(error: &std::io::Error) -> String {
+    format!("QEMU did not stop the VM: {error}")
 }
 
 fn outside(hva: u64, pages: u64) -> String {

@@ -33,7 +33,8 @@ const PATIENCE: u32 = 64;
 pub struct Staging {
     mapping: Mapping,
     used: u64,
-    pagemap: Pagemap,
+    /// Page map of this process.
+    pub(crate) pagemap: Pagemap,
 }
 
 impl Staging {
@@ -83,11 +84,6 @@ impl Staging {
         self.mapping.area().part(first, run.pages())
     }
 
-    /// Returns this process's page map.
-    pub(crate) const fn pagemap(&self) -> &Pagemap {
-        &self.pagemap
-    }
-
     /// Frees the staged pages, whose place in the guest store pages have taken.
     pub fn free(&mut self) {
         if self.used > 0 {
@@ -103,107 +99,35 @@ impl Staging {
     }
 }
 
-/// Pages moved out of a run into staging. Dropping the guard puts back all pages that
-/// [`Staged::finish`] did not report as replaced.
+/// A run that is registered with a userfaultfd. Dropping the guard thaws the run.
 #[derive(Debug)]
-pub struct Staged<'a> {
+pub struct Frozen<'a> {
     uffd: &'a Userfaultfd,
-    pagemap: &'a Pagemap,
     run: Area,
-    slot: Area,
-    pages: u64,
-    /// Number of pages from the start that need not return to the run.
-    gone: u64,
     /// Number of pages from the start that have a new, unregistered mapping.
     replaced: u64,
     began: Instant,
 }
 
-impl<'a> Staged<'a> {
-    /// Freezes pages from the start of `run` by moving them to `slot`, as many as can be moved.
-    /// Also returns the error that ended the move early.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the run cannot be registered; then nothing is frozen.
-    pub fn freeze(
-        uffd: &'a Userfaultfd,
-        pagemap: &'a Pagemap,
-        run: Area,
-        slot: Area,
-    ) -> Result<(Self, Option<Errno>), Errno> {
+impl<'a> Frozen<'a> {
+    fn register(uffd: &'a Userfaultfd, run: Area, mode: Mode) -> Result<Self, Errno> {
         let began = Instant::now();
-        uffd.register(run, Mode::Missing)?;
-        let mut staged = Self {
+        uffd.register(run, mode)?;
+        Ok(Self {
             uffd,
-            pagemap,
             run,
-            slot,
-            pages: 0,
-            gone: 0,
             replaced: 0,
             began,
-        };
-        let (pages, stop) = transfer(uffd, pagemap, run, slot);
-        staged.pages = pages;
-        Ok((staged, stop))
+        })
     }
 
-    /// Returns the part of the staging area that holds the frozen pages.
-    #[must_use]
-    pub fn contents(&self) -> Area {
-        self.slot.part(0, self.pages)
-    }
-
-    /// Thaws the run. The first `gone` pages do not return: if `mapped` is set, a new mapping has
-    /// replaced them; otherwise they become empty anonymous memory. Returns how long the run was
-    /// frozen.
-    pub fn finish(mut self, gone: u64, mapped: bool) -> Duration {
-        self.gone = gone.min(self.pages);
-        self.replaced = if mapped { self.gone } else { 0 };
-        let began = self.began;
-        drop(self);
-        began.elapsed()
-    }
-}
-
-impl Drop for Staged<'_> {
-    fn drop(&mut self) {
-        put_back(
-            self.uffd,
-            self.pagemap,
-            self.slot.part(self.gone, self.pages - self.gone),
-            self.run.part(self.gone, self.pages - self.gone),
-        );
-        thaw(self.uffd, self.run, self.replaced);
-    }
-}
-
-/// A run that is protected against writes. Dropping the guard lifts the protection.
-#[derive(Debug)]
-pub struct Protected<'a> {
-    uffd: &'a Userfaultfd,
-    run: Area,
-    replaced: u64,
-    began: Instant,
-}
-
-impl<'a> Protected<'a> {
     /// Protects all of `run` against writes.
-    pub fn freeze(uffd: &'a Userfaultfd, run: Area) -> Result<Self, Errno> {
-        let began = Instant::now();
-        uffd.register(run, Mode::WriteProtect)?;
-        let guard = Self {
-            uffd,
-            run,
-            replaced: 0,
-            began,
-        };
+    pub fn protect(uffd: &'a Userfaultfd, run: Area) -> Result<Self, Errno> {
+        let guard = Self::register(uffd, run, Mode::WriteProtect)?;
         for _ in 0..PATIENCE {
             match uffd.write_protect(run) {
-                Ok(()) => return Ok(guard),
                 Err(Errno::AGAIN) => std::thread::yield_now(),
-                Err(errno) => return Err(errno),
+                outcome => return outcome.map(|()| guard),
             }
         }
         Err(Errno::AGAIN)
@@ -219,9 +143,88 @@ impl<'a> Protected<'a> {
     }
 }
 
-impl Drop for Protected<'_> {
+impl Drop for Frozen<'_> {
+    /// Unregisters the pages whose mapping was not replaced, and wakes all waiting threads.
+    ///
+    /// The range to unregister was registered as a whole, so no mapping must be split, and `ENOMEM`
+    /// can only be temporary. Waking needs a separate call: the kernel's unregister wakes threads
+    /// that wait for a missing page, but not threads that wait for the end of write protection
+    /// (`userfaultfd_unregister` in `fs/userfaultfd.c`).
     fn drop(&mut self) {
-        thaw(self.uffd, self.run, self.replaced);
+        let rest = self.run.after(self.replaced);
+        if !rest.is_empty() {
+            for _ in 0..1_000_000 {
+                if self.uffd.unregister(rest).is_ok() {
+                    break;
+                }
+                std::thread::yield_now();
+            }
+        }
+        let _ = self.uffd.wake(self.run);
+    }
+}
+
+/// Pages moved out of a run into staging. Dropping the guard puts back all pages that
+/// [`Staged::finish`] did not report as replaced.
+#[derive(Debug)]
+pub struct Staged<'a> {
+    /// Dropped, and thereby thawed, after the pages were put back.
+    frozen: Frozen<'a>,
+    pagemap: &'a Pagemap,
+    slot: Area,
+    pages: u64,
+    /// Number of pages from the start that need not return to the run.
+    gone: u64,
+}
+
+impl<'a> Staged<'a> {
+    /// Freezes pages from the start of `run` by moving them to `slot`, as many as can be moved.
+    /// Also returns the error that ended the move early.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the run cannot be registered; then nothing is frozen.
+    pub fn freeze(
+        uffd: &'a Userfaultfd,
+        pagemap: &'a Pagemap,
+        run: Area,
+        slot: Area,
+    ) -> Result<(Self, Option<Errno>), Errno> {
+        let frozen = Frozen::register(uffd, run, Mode::Missing)?;
+        let (pages, stop) = transfer(uffd, pagemap, run, slot);
+        let staged = Self {
+            frozen,
+            pagemap,
+            slot,
+            pages,
+            gone: 0,
+        };
+        Ok((staged, stop))
+    }
+
+    /// Returns the part of the staging area that holds the frozen pages.
+    #[must_use]
+    pub fn contents(&self) -> Area {
+        self.slot.part(0, self.pages)
+    }
+
+    /// Thaws the run. The first `gone` pages do not return: if `mapped` is set, a new mapping has
+    /// replaced them; otherwise they become empty anonymous memory. Returns how long the run was
+    /// frozen.
+    pub fn finish(mut self, gone: u64, mapped: bool) -> Duration {
+        self.gone = gone.min(self.pages);
+        self.frozen.replaced = if mapped { self.gone } else { 0 };
+        let began = self.frozen.began;
+        drop(self);
+        began.elapsed()
+    }
+}
+
+impl Drop for Staged<'_> {
+    fn drop(&mut self) {
+        let Frozen { uffd, run, .. } = self.frozen;
+        let left = |area: Area| area.part(self.gone, self.pages - self.gone);
+        put_back(uffd, self.pagemap, left(self.slot), left(run));
     }
 }
 
@@ -302,23 +305,4 @@ fn put_back(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) {
             _ => {}
         }
     }
-}
-
-/// Unregisters the pages whose mapping was not replaced, and wakes all waiting threads.
-///
-/// The range to unregister was registered as a whole, so no mapping must be split, and `ENOMEM` can
-/// only be temporary. Waking needs a separate call: the kernel's unregister wakes threads that wait
-/// for a missing page, but not threads that wait for the end of write protection
-/// (`userfaultfd_unregister` in `fs/userfaultfd.c`).
-fn thaw(uffd: &Userfaultfd, run: Area, replaced: u64) {
-    let rest = run.after(replaced);
-    if !rest.is_empty() {
-        for _ in 0..1_000_000 {
-            if uffd.unregister(rest).is_ok() {
-                break;
-            }
-            std::thread::yield_now();
-        }
-    }
-    let _ = uffd.wake(run);
 }

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 const PATIENCE: Duration = Duration::from_secs(4);
 
 /// Connection to QEMU's monitor (QMP).
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Monitor {
     /// Path of the QMP socket, for the first connection and for new connections after errors.
     /// `None` if the given connection is the only one.
@@ -28,11 +28,10 @@ pub struct Monitor {
 impl Monitor {
     /// Creates a monitor that connects to the QMP socket at `path`, which no other client may use.
     #[must_use]
-    pub const fn new(path: PathBuf) -> Self {
+    pub fn new(path: PathBuf) -> Self {
         Self {
             path: Some(path),
-            link: None,
-            held: false,
+            ..Self::default()
         }
     }
 
@@ -40,9 +39,8 @@ impl Monitor {
     /// after QEMU has dropped its privileges.
     pub fn connected(stream: UnixStream) -> io::Result<Self> {
         Ok(Self {
-            path: None,
             link: Some(Link::new(stream)?),
-            held: false,
+            ..Self::default()
         })
     }
 
@@ -85,12 +83,8 @@ impl Monitor {
     fn go_on(&mut self) {
         // QEMU executes commands in order, so `cont` follows a `stop` that is still unanswered.
         for _ in 0..100 {
-            match self.ask("cont") {
-                Ok(_) => return,
-                Err(error) => {
-                    say!("memfold: QEMU's monitor refused 'cont' ({error}); retrying");
-                }
-            }
+            let Err(error) = self.ask("cont") else { return };
+            say!("memfold: QEMU's monitor refused 'cont' ({error}); retrying");
             std::thread::sleep(Duration::from_millis(100));
         }
     }

@@ -39,8 +39,9 @@ const ADVISE_GAP_PAGES: u64 = 128;
 /// One RAM block of the VM, and which of its pages are folded.
 #[derive(Debug)]
 pub struct Block {
-    area: Area,
-    advice: Advice,
+    /// Address range of the block.
+    pub area: Area,
+    pub advice: Advice,
     folded: Bitmap,
     template: Bitmap,
     /// Mapped files of a template, by the first address of their area; areas do not overlap.
@@ -51,12 +52,6 @@ pub struct Block {
 }
 
 impl Block {
-    /// Returns the block's address range.
-    #[must_use]
-    pub const fn area(&self) -> Area {
-        self.area
-    }
-
     /// Returns whether every page of the block is anonymous.
     #[must_use]
     pub const fn is_untouched(&self) -> bool {
@@ -142,10 +137,8 @@ impl Block {
             (self.advice.hugepage, Madvise::LinuxHugepage),
             (self.advice.nohugepage, Madvise::LinuxNoHugepage),
         ];
-        for (wanted, advice) in wishes {
-            if wanted {
-                let _ = area.advise(advice);
-            }
+        for (_, advice) in wishes.into_iter().filter(|(wanted, _)| *wanted) {
+            let _ = area.advise(advice);
         }
         self.advise_file(area);
     }
@@ -171,23 +164,15 @@ impl Block {
     /// share a call; the pages between them have the same advice already. A single call for all
     /// areas would walk thousands of mappings.
     pub fn advise_now(&mut self) {
-        let mut areas = std::mem::take(&mut self.unadvised);
-        areas.sort_unstable();
-        let mut areas_left = areas.iter().copied();
-        let mut current = areas_left.next();
-        while let Some((first, mut end)) = current {
-            current = None;
-            for (low, high) in areas_left.by_ref() {
-                if low > end + ADVISE_GAP_PAGES {
-                    current = Some((low, high));
-                    break;
-                }
-                end = end.max(high);
-            }
-            self.advise_file(self.area.part(first, end - first));
+        self.unadvised.sort_unstable();
+        for near in self
+            .unadvised
+            .chunk_by(|a, b| b.0 <= a.1 + ADVISE_GAP_PAGES)
+        {
+            let end = near.iter().fold(0, |end, area| end.max(area.1));
+            self.advise_file(self.area.part(near[0].0, end - near[0].0));
         }
-        areas.clear();
-        self.unadvised = areas;
+        self.unadvised.clear();
     }
 
     /// Replaces `area` by fresh anonymous memory (zeroes).
@@ -197,18 +182,12 @@ impl Block {
         self.set(area, Kind::Anonymous);
         Ok(())
     }
-
-    /// Returns whether new anonymous memory of the block must be mapped with `MAP_NORESERVE`.
-    #[must_use]
-    pub const fn noreserve(&self) -> bool {
-        self.advice.noreserve
-    }
 }
 
 /// All RAM blocks of the VM.
 #[derive(Debug, Default)]
 pub struct Ram {
-    blocks: Vec<Block>,
+    pub blocks: Vec<Block>,
 }
 
 impl Ram {
@@ -222,11 +201,9 @@ impl Ram {
                 "RAM block at {hva:#x} with {pages} pages is empty, unaligned or not a user address"
             )
         })?;
-        if let Some(block) = self
-            .blocks
-            .iter_mut()
-            .find(|b| b.area.start() < area.end() && area.start() < b.area.end())
-        {
+        let mut blocks = self.blocks.iter_mut();
+        let overlaps = |b: &&mut Block| b.area.start() < area.end() && area.start() < b.area.end();
+        if let Some(block) = blocks.find(overlaps) {
             if block.area != area {
                 return Err(format!(
                     "RAM block at {hva:#x} with {pages} pages overlaps the block at {} with {} pages",
@@ -282,11 +259,6 @@ impl Ram {
             .area
             .part(start.pages_since(block.area.start()), pages);
         Some((block, area))
-    }
-
-    /// Returns all blocks.
-    pub fn blocks(&mut self) -> &mut [Block] {
-        &mut self.blocks
     }
 
     /// Returns the lowest address of RAM and the end of the highest block.

@@ -5,7 +5,8 @@ use memfold_sys::userfaultfd::Userfaultfd;
 use memfold_wire::library::{Freeze, Outcome, Range};
 use rustix::io::Errno;
 
-use crate::freeze::Protected;
+use crate::fold;
+use crate::freeze::Frozen;
 use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 
@@ -32,20 +33,14 @@ impl State {
                 done += part.pages();
                 continue;
             }
-            let failed = |errno: Errno| Outcome::Failed {
-                errno: errno.raw_os_error(),
-                folded: u32::try_from(done).unwrap_or(u32::MAX),
-            };
-            let fresh = match Mapping::anonymous(part.pages(), block.noreserve()) {
+            let failed = |errno| fold::failed(errno).at(u32::try_from(done).unwrap_or(u32::MAX));
+            let fresh = match Mapping::anonymous(part.pages(), block.advice.noreserve) {
                 Ok(fresh) => fresh,
                 Err(errno) => return failed(errno),
             };
             // Give all advice now, while no vCPU waits; `mremap` keeps the advice.
             block.advise_anonymous(fresh.area());
-            let guard = match protect
-                .map(|uffd| Protected::freeze(uffd, part))
-                .transpose()
-            {
+            let guard = match protect.map(|uffd| Frozen::protect(uffd, part)).transpose() {
                 Ok(guard) => guard,
                 // A template's file that is not shmem cannot be write-protected; such a range can
                 // be released only with `Stopped`.

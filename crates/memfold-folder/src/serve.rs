@@ -73,10 +73,10 @@ pub fn connection(stream: &UnixStream, folder: &Folder) {
                 Ok(None) => break,
                 Err(_) => return,
             };
-            let reply = if let Order::Hello { version } = order {
+            if let Order::Hello { version } = order {
                 greeted = version == VERSION;
-                folder.execute(&order, pending.take())
-            } else if greeted {
+            }
+            let reply = if greeted || matches!(order, Order::Hello { .. }) {
                 folder.execute(&order, pending.take())
             } else {
                 Reply::Error {

@@ -25,9 +25,7 @@ pub(crate) struct State {
 /// Records in the statistics how long a run was frozen.
 pub(crate) fn record_freeze(stats: &mut Stats, frozen: Duration) {
     let ns = u64::try_from(frozen.as_nanos()).unwrap_or(u64::MAX).max(1);
-    let bucket = usize::try_from(ns.ilog2())
-        .unwrap_or(0)
-        .min(HISTOGRAM_BUCKETS - 1);
+    let bucket = (ns.ilog2() as usize).min(HISTOGRAM_BUCKETS - 1);
     stats.freeze_histogram[bucket] += 1;
     stats.freeze_max_ns = stats.freeze_max_ns.max(ns);
 }

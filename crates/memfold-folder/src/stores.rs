@@ -1,6 +1,6 @@
 //! Page stores of this VM: read-only descriptors, and windows (mappings) for comparison.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
@@ -14,8 +14,10 @@ const MAX_STORE_PAGES: u64 = 1 << 32;
 #[derive(Debug)]
 pub struct Store {
     number: u32,
-    descriptor: OwnedFd,
-    identity: (u64, u64),
+    /// Descriptor for mapping the store.
+    pub(crate) file: OwnedFd,
+    /// Device and inode number of the store's file.
+    pub(crate) identity: (u64, u64),
     window: Mapping,
     /// Number of pages of the store's file at the last [`Stores::refresh`]. A page store never
     /// shrinks.
@@ -23,18 +25,6 @@ pub struct Store {
 }
 
 impl Store {
-    /// Returns the descriptor for mapping the store.
-    #[must_use]
-    pub fn descriptor(&self) -> BorrowedFd<'_> {
-        self.descriptor.as_fd()
-    }
-
-    /// Returns device and inode number of the store's file.
-    #[must_use]
-    pub const fn identity(&self) -> (u64, u64) {
-        self.identity
-    }
-
     /// Returns the mapped bytes of `pages` pages from `first`; `None` if the file is shorter.
     /// (Touching a mapped page beyond the end of a file causes `SIGBUS`.)
     #[must_use]
@@ -51,17 +41,14 @@ pub struct Stores(Vec<Store>);
 
 impl Stores {
     /// Adds a store. If the number is in use, the existing window remains unless it is too small.
-    pub fn add(&mut self, number: u32, max_pages: u64, descriptor: OwnedFd) -> Result<(), String> {
+    pub fn add(&mut self, number: u32, max_pages: u64, file: OwnedFd) -> Result<(), String> {
         if max_pages == 0 || max_pages > MAX_STORE_PAGES {
             return Err(format!(
                 "a page store has 1 to {MAX_STORE_PAGES} pages, not {max_pages}"
             ));
         }
-        let identity = identity(&descriptor)?.0;
+        let identity = identity(&file)?.0;
         let known = self.0.iter().position(|store| store.number == number);
-        if known.is_none() && self.0.len() >= MAX_STORES {
-            return Err(format!("more than {MAX_STORES} page stores"));
-        }
         if let Some(store) = known.and_then(|n| self.0.get_mut(n)) {
             if store.identity != identity {
                 return Err(format!(
@@ -69,18 +56,20 @@ impl Stores {
                 ));
             }
             if max_pages <= store.window.area().pages() {
-                store.descriptor = descriptor;
+                store.file = file;
                 return Ok(());
             }
+        } else if self.0.len() >= MAX_STORES {
+            return Err(format!("more than {MAX_STORES} page stores"));
         }
-        let window = Mapping::window(&descriptor, max_pages)
+        let window = Mapping::window(&file, max_pages)
             .map_err(|errno| format!("cannot map page store {number}: {errno}"))?;
         // khugepaged looks at the mappings of processes. Without this advice, it would fill the
         // store's punched holes to make huge pages. A kernel without huge pages refuses the advice.
         let _ = window.area().advise(Advice::LinuxNoHugepage);
         let store = Store {
             number,
-            descriptor,
+            file,
             identity,
             window,
             pages: 0,
@@ -105,7 +94,7 @@ impl Stores {
     /// Reads the size of store `number` from the kernel.
     pub fn refresh(&mut self, number: u32) {
         if let Some(store) = self.0.iter_mut().find(|store| store.number == number) {
-            store.pages = identity(&store.descriptor).map_or(0, |(_, pages)| pages);
+            store.pages = identity(&store.file).map_or(0, |(_, pages)| pages);
         }
     }
 

@@ -61,8 +61,7 @@ impl State {
             let rest = part.after(at);
             let zeroes = rest.zero_pages();
             if zeroes > 0 {
-                let gone = self.drop_run(uffd, rest.part(0, zeroes));
-                dropped += gone;
+                dropped += self.drop_run(uffd, rest.part(0, zeroes));
             }
             // The page after the run is not zero, or no longer in memory.
             at += zeroes + 1;
@@ -83,7 +82,7 @@ impl State {
             return 0;
         }
         let slot = staging.slot(run);
-        let Ok((staged, _)) = Staged::freeze(uffd, staging.pagemap(), run, slot) else {
+        let Ok((staged, _)) = Staged::freeze(uffd, &staging.pagemap, run, slot) else {
             return 0;
         };
         let zeroes = staged.contents().zero_pages();

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A reason why memory is not merged.
+/// A reason why memory is not merged. The reasons up to [`Cause::Pmem`] block all merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
@@ -63,21 +63,7 @@ pub enum Cause {
 impl Cause {
     /// Returns whether the affected pages cannot merge at all until somebody changes something.
     #[must_use]
-    pub const fn blocks(self) -> bool {
-        matches!(
-            self,
-            Self::NoKsm
-                | Self::Stopped
-                | Self::Unmerged
-                | Self::Held
-                | Self::AnotherDomain
-                | Self::NoDomain
-                | Self::MergeOff
-                | Self::Refused
-                | Self::NotAdvised
-                | Self::Shared
-                | Self::Hugetlb
-                | Self::Pmem
-        )
+    pub fn blocks(self) -> bool {
+        self <= Self::Pmem
     }
 }

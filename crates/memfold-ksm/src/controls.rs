@@ -8,7 +8,9 @@ use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 use super::error::KsmError;
 
@@ -53,6 +55,24 @@ impl Settings {
     }
 }
 
+/// Settings of Linux 6.18: name, unit, first Linux version that has the setting, meaning.
+#[rustfmt::skip] // this is a table
+pub(super) const CONTROLS: [[&str; 4]; 13] = [
+    ["run", "state", "2.6.32", "0: ksmd is stopped, merged pages stay merged; 1: ksmd runs; 2: ksmd is stopped and everything was unmerged"],
+    ["pages_to_scan", "pages", "2.6.32", "pages that ksmd scans before it sleeps; set by the advisor while one is on"],
+    ["sleep_millisecs", "ms", "2.6.32", "how long ksmd sleeps between two batches"],
+    ["merge_across_nodes", "0 or 1", "3.9", "1: pages of different NUMA nodes may merge; can be changed only while nothing is merged"],
+    ["use_zero_pages", "0 or 1", "4.11", "1: pages of zeroes are mapped to the kernel's zero page instead of being merged with each other"],
+    ["max_page_sharing", "mappings", "4.13", "most mappings that share one merged page; further mappings get a copy; can be changed only while nothing is merged"],
+    ["stable_node_chains_prune_millisecs", "ms", "4.13", "how often the copies due to max_page_sharing are searched for stale ones"],
+    ["smart_scan", "0 or 1", "6.7", "1: pages that did not merge in several passes are skipped in some later ones"],
+    ["advisor_mode", "mode", "6.8", "none, or scan-time: the kernel sets pages_to_scan itself after each full scan"],
+    ["advisor_max_cpu", "percent of a CPU", "6.8", "most CPU that the advisor lets ksmd use"],
+    ["advisor_target_scan_time", "s", "6.8", "time that the advisor wants a full scan to take"],
+    ["advisor_min_pages_to_scan", "pages", "6.8", "lowest pages_to_scan that the advisor sets"],
+    ["advisor_max_pages_to_scan", "pages", "6.8", "highest pages_to_scan that the advisor sets"],
+];
+
 /// Directory of KSM's settings and counters.
 #[derive(Clone, Debug)]
 pub struct Controls {
@@ -76,14 +96,9 @@ impl Controls {
         let path = self.root.join(name);
         match fs::read_to_string(&path) {
             Ok(text) => Ok(Some(text.trim().to_owned())),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                if self.root.join("run").exists() {
-                    Ok(None)
-                } else {
-                    Err(KsmError::Missing(self.root.clone()))
-                }
-            }
-            Err(source) => Err(KsmError::Read { path, source }),
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(KsmError::read(path)(e)),
+            Err(_) if self.root.join("run").exists() => Ok(None),
+            Err(_) => Err(KsmError::Missing(self.root.clone())),
         }
     }
 
@@ -130,26 +145,28 @@ impl Controls {
 
     /// Reads all settings from the directory.
     pub fn settings(&self) -> Result<Settings, KsmError> {
-        Ok(Settings {
-            run: self.number("run")?,
-            pages_to_scan: self.number("pages_to_scan")?,
-            sleep_millisecs: self.number("sleep_millisecs")?,
-            merge_across_nodes: self.number("merge_across_nodes")?,
-            use_zero_pages: self.number("use_zero_pages")?,
-            max_page_sharing: self.number("max_page_sharing")?,
-            stable_node_chains_prune_millisecs: self
-                .number("stable_node_chains_prune_millisecs")?,
-            smart_scan: self.number("smart_scan")?,
-            // The file lists all modes; the mode in use is in brackets.
-            advisor_mode: self.text("advisor_mode")?.map(|modes| {
-                let used = modes.split(['[', ']']).nth(1);
-                used.unwrap_or(&modes).to_owned()
-            }),
-            advisor_max_cpu: self.number("advisor_max_cpu")?,
-            advisor_min_pages_to_scan: self.number("advisor_min_pages_to_scan")?,
-            advisor_max_pages_to_scan: self.number("advisor_max_pages_to_scan")?,
-            advisor_target_scan_time: self.number("advisor_target_scan_time")?,
-        })
+        self.read(&CONTROLS)
+    }
+
+    /// Reads the files that `table` names into a structure whose fields have the same names.
+    pub(super) fn read<T: DeserializeOwned>(&self, table: &[[&str; 4]]) -> Result<T, KsmError> {
+        let bad = |path: PathBuf, text: String| KsmError::Format { path, text };
+        let mut found = Map::new();
+        for &[name, ..] in table {
+            let Some(text) = self.text(name)? else {
+                continue;
+            };
+            let value = match text.parse() {
+                Ok(number) => Value::Number(number),
+                // The file lists all modes; the mode in use is in brackets.
+                Err(_) if name == "advisor_mode" => {
+                    text.split(['[', ']']).nth(1).unwrap_or(&text).into()
+                }
+                Err(_) => return Err(bad(self.root.join(name), text)),
+            };
+            found.insert(name.to_owned(), value);
+        }
+        serde_json::from_value(found.into()).map_err(|e| bad(self.root.clone(), e.to_string()))
     }
 
     /// Writes every setting in `wanted` that this kernel has and that differs; `run` comes last.
@@ -159,42 +176,26 @@ impl Controls {
     /// refuses changes of `pages_to_scan`; this function switches the advisor off first, and on
     /// last.
     pub fn apply(&self, wanted: &Settings) -> Result<(), KsmError> {
-        let now = self.settings()?;
-        let set = |name: &str, now: Option<u64>, wanted: Option<u64>| match (now, wanted) {
-            (Some(now), Some(wanted)) if now != wanted => self.write(name, &wanted),
-            _ => Ok(()),
-        };
+        let mut now = self.settings()?;
         if now.advisor_mode.as_deref().is_some_and(|m| m != "none") {
             self.write("advisor_mode", &"none")?;
         }
         // Without the advisor, the kernel returns to its own choice of pages_to_scan, so the value
         // must be read again.
-        set(
-            "pages_to_scan",
-            self.number("pages_to_scan")?,
-            wanted.pages_to_scan,
-        )?;
-        macro_rules! set_all {
-            ($($name:ident),*) => { $(set(stringify!($name), now.$name, wanted.$name)?;)* };
-        }
-        set_all!(
-            sleep_millisecs,
-            merge_across_nodes,
-            use_zero_pages,
-            max_page_sharing,
-            stable_node_chains_prune_millisecs,
-            smart_scan,
-            advisor_max_cpu,
-            advisor_min_pages_to_scan,
-            advisor_max_pages_to_scan,
-            advisor_target_scan_time
-        );
+        now.pages_to_scan = self.number("pages_to_scan")?;
+        let [has, wants] = [&now, wanted].map(|settings| json!(settings));
+        let set = |name: &str| match (has[name].as_u64(), wants[name].as_u64()) {
+            (Some(now), Some(wanted)) if now != wanted => self.write(name, &wanted),
+            _ => Ok(()),
+        };
+        let [run, others @ ..] = CONTROLS.map(|[name, ..]| name);
+        others.iter().try_for_each(|name| set(name))?;
         if let Some(mode) = wanted.advisor_mode.as_ref().or(now.advisor_mode.as_ref()) {
             if now.advisor_mode.is_some() && mode != "none" {
                 self.write("advisor_mode", mode)?;
             }
         }
-        set("run", now.run, wanted.run)
+        set(run)
     }
 
     /// Gives every process its own copy of each merged page again (`run` = 2), then sets `run` to

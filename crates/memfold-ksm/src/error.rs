@@ -32,3 +32,17 @@ pub enum KsmError {
     #[error("cannot parse {path}: unexpected text '{text}'")]
     Format { path: PathBuf, text: String },
 }
+
+impl KsmError {
+    /// Makes the error of a file that cannot be read.
+    pub(crate) fn read(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        |source| Self::Read { path, source }
+    }
+
+    /// Makes the error of the file with KSM's previous settings.
+    pub(crate) fn note(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        |source| Self::Note { path, source }
+    }
+}

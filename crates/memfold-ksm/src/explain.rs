@@ -92,9 +92,8 @@ pub fn weigh(facts: &Facts) -> Explanation {
             fix: fix(cause, facts),
         })
         .collect();
-    let zero = facts.process.status.ksm_zero_pages.unwrap_or(0);
     let status = &facts.process.status;
-    let merged = places.merged + zero;
+    let merged = places.merged + status.ksm_zero_pages.unwrap_or(0);
     let run = facts.host.as_ref().and_then(|host| host.settings.run);
     let waits = run == Some(1) && merged == 0 && passes.young;
     let first_merge_s = waits.then(|| passes.first_merge_s()).flatten();
@@ -172,45 +171,29 @@ fn of_host(facts: &Facts, places: &Places, found: &mut Found) {
 }
 
 fn of_kind(facts: &Facts, places: &Places, found: &mut Found) {
-    let unadvised = if places.unadvised == 0 {
-        None
-    } else if facts.merge_off && facts.known && facts.domain.is_none() {
-        Some(Cause::NoDomain)
-    } else if facts.merge_off
-        && facts.known
-        && facts
-            .steered
-            .as_ref()
-            .is_some_and(|s| facts.domain.as_ref() != Some(&s.domain))
-    {
-        Some(Cause::AnotherDomain)
-    } else if facts.merge_off {
-        Some(Cause::MergeOff)
-    } else if facts.filtered {
-        Some(Cause::Refused)
-    } else {
-        Some(Cause::NotAdvised)
+    let steered = facts.steered.as_ref();
+    let unadvised = match (facts.merge_off, facts.known) {
+        (true, true) if facts.domain.is_none() => Cause::NoDomain,
+        (true, true) if steered.is_some_and(|s| facts.domain.as_ref() != Some(&s.domain)) => {
+            Cause::AnotherDomain
+        }
+        (true, _) => Cause::MergeOff,
+        (false, _) if facts.filtered => Cause::Refused,
+        (false, _) => Cause::NotAdvised,
     };
+    let there = places.present + places.swapped;
     let kinds = [
         (unadvised, places.unadvised),
-        (Some(Cause::Shared), places.shared),
-        (Some(Cause::Hugetlb), places.hugetlb),
-        (Some(Cause::Pmem), places.pmem),
-        (Some(Cause::Folded), places.folded),
-        (Some(Cause::FileView), places.file),
-        (Some(Cause::Swapped), places.swapped),
-        (
-            Some(Cause::NotPresent),
-            places
-                .mergeable
-                .saturating_sub(places.present + places.swapped),
-        ),
-        (Some(Cause::HugePages), places.huge),
+        (Cause::Shared, places.shared),
+        (Cause::Hugetlb, places.hugetlb),
+        (Cause::Pmem, places.pmem),
+        (Cause::Folded, places.folded),
+        (Cause::FileView, places.file),
+        (Cause::Swapped, places.swapped),
+        (Cause::NotPresent, places.mergeable.saturating_sub(there)),
+        (Cause::HugePages, places.huge),
     ];
-    found.extend(kinds.into_iter().filter_map(|(cause, pages)| {
-        let cause = cause?;
-        (pages > 0).then_some((cause, pages))
-    }));
+    found.extend(kinds.into_iter().filter(|(_, pages)| *pages > 0));
 }
 
 fn of_content(facts: &Facts, places: &Places, passes: &Passes, found: &mut Found) {
@@ -230,26 +213,18 @@ fn of_content(facts: &Facts, places: &Places, passes: &Passes, found: &mut Found
     .min(places.unmerged());
     // The kernel counts unshared and volatile pages only for the whole host. This VM is assumed to
     // have the same ratio.
-    let (unshared, volatile) = (
-        host.status.pages_unshared.unwrap_or(0),
-        host.status.pages_volatile.unwrap_or(0),
-    );
-    let volatile = match unshared + volatile {
-        0 => 0,
-        both => (u128::from(visited) * u128::from(volatile) / u128::from(both))
-            .try_into()
-            .unwrap_or(0),
-    };
+    let unshared = host.status.pages_unshared.unwrap_or(0);
+    let volatile = host.status.pages_volatile.unwrap_or(0);
+    let share = u128::from(visited) * u128::from(volatile);
+    let share = share.checked_div(u128::from(unshared + volatile));
+    let volatile = share.unwrap_or(0).try_into().unwrap_or(0);
     let skipped = host.status.pages_skipped.is_some_and(|n| n > 0);
-    for (cause, pages) in [
+    let contents = [
         (Cause::NotVisited, places.unmerged() - visited),
         (Cause::Unique, visited - volatile),
         (Cause::Volatile, volatile),
-    ] {
-        if pages > 0 {
-            found.push((cause, pages));
-        }
-    }
+    ];
+    found.extend(contents.into_iter().filter(|(_, pages)| *pages > 0));
     if host.settings.smart_scan == Some(1) && skipped && visited > volatile {
         found.push((Cause::SmartScan, 0));
     }

@@ -19,26 +19,8 @@ fn number(value: Option<u64>) -> String {
 
 /// Returns the description of a cause.
 pub(super) fn words(cause: Cause, facts: &Facts, passes: &Passes) -> String {
-    match cause {
-        Cause::NoKsm
-        | Cause::Stopped
-        | Cause::Unmerged
-        | Cause::Held
-        | Cause::MaxPageSharing
-        | Cause::UseZeroPages
-        | Cause::AcrossNodes
-        | Cause::SmartScan => of_host(cause, facts, passes),
-        Cause::TooYoung
-        | Cause::NotVisited
-        | Cause::Unique
-        | Cause::Volatile
-        | Cause::HugePages => of_content(cause, facts, passes),
-        _ => of_kind(cause, facts),
-    }
-}
-
-fn of_host(cause: Cause, facts: &Facts, passes: &Passes) -> String {
     let host = facts.host.clone().unwrap_or_default();
+    let steered = facts.steered.as_ref();
     match cause {
         Cause::NoKsm => "this kernel has no KSM (no /sys/kernel/mm/ksm)".into(),
         Cause::Stopped => {
@@ -54,11 +36,8 @@ fn of_host(cause: Cause, facts: &Facts, passes: &Passes) -> String {
         }
         Cause::Unmerged => "KSM is stopped and everything was unmerged (/sys/kernel/mm/ksm/run is 2)".into(),
         Cause::Held => {
-            let why = facts.steered.as_ref().and_then(|s| s.held.clone());
-            format!(
-                "memfold steers KSM and has paused it: {}",
-                why.unwrap_or_default()
-            )
+            let why = steered.and_then(|s| s.held.as_deref());
+            format!("memfold steers KSM and has paused it: {}", why.unwrap_or_default())
         }
         Cause::MaxPageSharing => format!(
             "{} contents on this host have more than max_page_sharing ({}) mappings and take one more page for each so many mappings",
@@ -67,18 +46,13 @@ fn of_host(cause: Cause, facts: &Facts, passes: &Passes) -> String {
         ),
         Cause::UseZeroPages => "use_zero_pages is 0: zero pages (their number is from a sample of this VM's memory) merge with each other, and each max_page_sharing of them keep one page".into(),
         Cause::AcrossNodes => "merge_across_nodes is 0: equal pages of different NUMA nodes do not merge".into(),
-        _ => format!(
+        Cause::SmartScan => format!(
             "smart_scan skips pages that did not merge in several passes ({} visits skipped so far on this host): an equal page that appears later is found later",
             number(host.status.pages_skipped)
         ),
-    }
-}
-
-fn of_kind(cause: Cause, facts: &Facts) -> String {
-    let other = facts.steered.as_ref().map_or("another", |s| &s.domain);
-    match cause {
         Cause::AnotherDomain => format!(
-            "KSM runs for trust domain '{other}', and this VM belongs to '{}': KSM merges across VMs, so memfold started the VM with mem-merge=off",
+            "KSM runs for trust domain '{}', and this VM belongs to '{}': KSM merges across VMs, so memfold started the VM with mem-merge=off",
+            steered.map_or("another", |s| &s.domain),
             facts.domain.as_deref().unwrap_or("none")
         ),
         Cause::NoDomain => "the VM has no trust domain and so shares with no other VM: memfold started it with mem-merge=off".into(),
@@ -91,13 +65,7 @@ fn of_kind(cause: Cause, facts: &Facts) -> String {
         Cause::Folded => "folded: these pages lie in memfold's page store and are already shared; KSM does not scan them".into(),
         Cause::FileView => "a private view of a file (a snapshot's image, or a memory backend on a file): KSM scans neither the file's pages nor the guest's private copies of them".into(),
         Cause::Swapped => "swapped out: KSM scans only pages in memory".into(),
-        _ => "not in memory: never used by the guest, or given back".into(),
-    }
-}
-
-fn of_content(cause: Cause, facts: &Facts, passes: &Passes) -> String {
-    let host = facts.host.clone().unwrap_or_default();
-    match cause {
+        Cause::NotPresent => "not in memory: never used by the guest, or given back".into(),
         Cause::TooYoung => {
             let pass = passes.pass_s.map_or_else(
                 || "pages_to_scan is 0: ksmd scans no pages".to_owned(),
@@ -119,7 +87,7 @@ fn of_content(cause: Cause, facts: &Facts, passes: &Passes) -> String {
         Cause::NotVisited => "used since ksmd's last pass".into(),
         Cause::Unique => "scanned in two passes or more, and no other page was equal (pages_unshared)".into(),
         Cause::Volatile => "changed between two passes (pages_volatile): pages that change faster than ksmd scans do not merge".into(),
-        _ => "in transparent huge pages: KSM splits one when a page of it merges, which costs the guest TLB misses (its zero pages then map the kernel's zero page, Linux 6.13); khugepaged may build the huge page again".into(),
+        Cause::HugePages => "in transparent huge pages: KSM splits one when a page of it merges, which costs the guest TLB misses (its zero pages then map the kernel's zero page, Linux 6.13); khugepaged may build the huge page again".into(),
     }
 }
 

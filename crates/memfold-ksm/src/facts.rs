@@ -80,9 +80,8 @@ impl HostSide {
     /// Reads the host's figures. Returns `None` if the host's kernel has no KSM.
     pub fn read(controls: &Controls, proc_root: &Path) -> Result<Option<Self>, KsmError> {
         let settings = match controls.settings() {
-            Ok(settings) => settings,
             Err(KsmError::Missing(_)) => return Ok(None),
-            Err(error) => return Err(error),
+            settings => settings?,
         };
         let processes = processes::mergeable(proc_root)?;
         Ok(Some(Self {
@@ -91,10 +90,7 @@ impl HostSide {
             ksmd_cpu_s: Ksmd::find_in(proc_root)
                 .and_then(|ksmd| ksmd.cpu_time().ok())
                 .map(|time| time.as_secs_f64()),
-            mergeable_pages: processes
-                .iter()
-                .map(|process| process.anonymous_pages)
-                .sum(),
+            mergeable_pages: processes.iter().map(|p| p.anonymous_pages).sum(),
             nodes: nodes(Path::new("/sys/devices/system/node")),
         }))
     }
@@ -102,12 +98,11 @@ impl HostSide {
 
 fn nodes(directory: &Path) -> u64 {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    let is_node = |name: &str| {
-        let number = name.strip_prefix("node");
-        number.is_some_and(|n| n.parse::<u32>().is_ok())
+    let number = |entry: fs::DirEntry| {
+        let name = entry.file_name();
+        name.to_str()?.strip_prefix("node")?.parse::<u32>().ok()
     };
-    let nodes = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_node));
-    u64::try_from(nodes.count()).unwrap_or(1).max(1)
+    (entries.filter_map(number).count() as u64).max(1)
 }
 
 impl Facts {
@@ -124,16 +119,13 @@ impl Facts {
         steered: Option<Steered>,
     ) -> Result<Self, KsmError> {
         let directory = proc_root.join(pid.to_string());
-        let failed = |source| KsmError::Read {
-            path: directory.clone(),
-            source,
-        };
-        let gone = || failed(io::Error::from(io::ErrorKind::NotFound));
+        let failed = || KsmError::read(&directory);
+        let gone = || failed()(io::ErrorKind::NotFound.into());
         let process = Process::read(proc_root, pid).ok_or_else(gone)?;
         let ram = known.map_or(&[][..], |known| &known.ram);
-        let mappings = ranges::guest(proc_root, pid, ram).map_err(failed)?;
-        let words = words(&directory).map_err(failed)?;
-        let status = fs::read_to_string(directory.join("status")).map_err(failed)?;
+        let mappings = ranges::guest(proc_root, pid, ram).map_err(failed())?;
+        let words = words(&directory).map_err(failed())?;
+        let status = fs::read_to_string(directory.join("status")).map_err(failed())?;
         let vm = match known {
             Some(known) => known.name.clone(),
             None => memfold_vm::endpoints::guest_name(&words)

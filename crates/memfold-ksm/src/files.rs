@@ -5,8 +5,9 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::controls::Controls;
+use super::controls::{CONTROLS, Controls};
 use super::error::KsmError;
+use super::status::COUNTERS;
 
 /// Role of a file in `/sys/kernel/mm/ksm`: setting or counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -55,40 +56,6 @@ pub struct Entry {
     pub since: String,
 }
 
-/// Settings of Linux 6.18: name, unit, first Linux version that has the setting, meaning.
-#[rustfmt::skip] // this is a table
-const CONTROLS: [[&str; 4]; 13] = [
-    ["run", "state", "2.6.32", "0: ksmd is stopped, merged pages stay merged; 1: ksmd runs; 2: ksmd is stopped and everything was unmerged"],
-    ["pages_to_scan", "pages", "2.6.32", "pages that ksmd scans before it sleeps; set by the advisor while one is on"],
-    ["sleep_millisecs", "ms", "2.6.32", "how long ksmd sleeps between two batches"],
-    ["merge_across_nodes", "0 or 1", "3.9", "1: pages of different NUMA nodes may merge; can be changed only while nothing is merged"],
-    ["use_zero_pages", "0 or 1", "4.11", "1: pages of zeroes are mapped to the kernel's zero page instead of being merged with each other"],
-    ["max_page_sharing", "mappings", "4.13", "most mappings that share one merged page; further mappings get a copy; can be changed only while nothing is merged"],
-    ["stable_node_chains_prune_millisecs", "ms", "4.13", "how often the copies due to max_page_sharing are searched for stale ones"],
-    ["smart_scan", "0 or 1", "6.7", "1: pages that did not merge in several passes are skipped in some later ones"],
-    ["advisor_mode", "mode", "6.8", "none, or scan-time: the kernel sets pages_to_scan itself after each full scan"],
-    ["advisor_max_cpu", "percent of a CPU", "6.8", "most CPU that the advisor lets ksmd use"],
-    ["advisor_target_scan_time", "s", "6.8", "time that the advisor wants a full scan to take"],
-    ["advisor_min_pages_to_scan", "pages", "6.8", "lowest pages_to_scan that the advisor sets"],
-    ["advisor_max_pages_to_scan", "pages", "6.8", "highest pages_to_scan that the advisor sets"],
-];
-
-/// Counters of Linux 6.18: name, unit, first Linux version that has the counter, meaning.
-#[rustfmt::skip] // this is a table
-const COUNTERS: [[&str; 4]; 11] = [
-    ["pages_shared", "pages", "2.6.32", "merged pages in memory"],
-    ["pages_sharing", "pages", "2.6.32", "further mappings of merged pages: the pages saved"],
-    ["pages_unshared", "pages", "2.6.32", "pages whose content was nowhere else, scanned again in each pass"],
-    ["pages_volatile", "pages", "2.6.32", "pages that change too fast to be compared with others"],
-    ["pages_scanned", "pages, total", "6.6", "pages that ksmd has scanned"],
-    ["pages_skipped", "pages, total", "6.7", "pages that smart_scan has skipped"],
-    ["full_scans", "passes, total", "2.6.32", "complete passes over all mergeable memory"],
-    ["stable_node_chains", "chains", "4.13", "contents with more than one page, because of max_page_sharing"],
-    ["stable_node_dups", "pages", "4.13", "pages in these chains"],
-    ["ksm_zero_pages", "pages", "6.6", "pages of zeroes that use_zero_pages has mapped to the kernel's zero page"],
-    ["general_profit", "bytes", "6.4", "bytes that merging saves less its metadata; while KSM is stopped, ended processes still count"],
-];
-
 /// Returns all settings and counters in the order of ksm.rst. Files that this memfold does not know
 /// come last.
 pub fn entries(controls: &Controls) -> Result<Vec<Entry>, KsmError> {
@@ -99,14 +66,14 @@ pub fn entries(controls: &Controls) -> Result<Vec<Entry>, KsmError> {
     let controlled = CONTROLS.iter().map(|file| (Role::Control, file));
     let counted = COUNTERS.iter().map(|file| (Role::Counter, file));
     let mut found = Vec::new();
-    for (role, [name, unit, since, meaning]) in controlled.chain(counted) {
+    for (role, &[name, unit, since, meaning]) in controlled.chain(counted) {
         found.push(Entry {
-            name: (*name).to_owned(),
+            name: name.to_owned(),
             role,
             value: read(name)?,
-            unit: (*unit).to_owned(),
-            meaning: (*meaning).to_owned(),
-            since: (*since).to_owned(),
+            unit: unit.to_owned(),
+            meaning: meaning.to_owned(),
+            since: since.to_owned(),
         });
     }
     for name in controls.names() {

@@ -102,10 +102,7 @@ impl Guard {
             .map_err(io::Error::other)
             .and_then(|text| fs::write(&aside, text))
             .and_then(|()| fs::rename(&aside, &note_path))
-            .map_err(|source| KsmError::Note {
-                path: note_path.clone(),
-                source,
-            })?;
+            .map_err(KsmError::note(&note_path))?;
         HELD.fetch_add(1, Ordering::AcqRel);
         Ok(Self {
             note,
@@ -134,10 +131,9 @@ impl Guard {
         self.restored = true;
         HELD.fetch_sub(1, Ordering::AcqRel);
         match fs::remove_file(&self.note_path) {
-            Err(source) if source.kind() != io::ErrorKind::NotFound => Err(KsmError::Note {
-                path: self.note_path.clone(),
-                source,
-            }),
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(KsmError::note(&self.note_path)(source))
+            }
             _ => Ok(()),
         }
     }
@@ -176,23 +172,18 @@ pub fn restore_own(state_dir: &Path) -> Result<bool, KsmError> {
 
 fn restore_note(state_dir: &Path) -> Result<bool, KsmError> {
     let path = note_path(state_dir);
-    let failed = |source| KsmError::Note {
-        path: path.clone(),
-        source,
-    };
     let text = match fs::read(&path) {
-        Ok(text) => text,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
-        Err(source) => return Err(failed(source)),
+        text => text.map_err(KsmError::note(&path))?,
     };
     let note: Note = serde_json::from_slice(&text)
         .map_err(io::Error::other)
-        .map_err(failed)?;
+        .map_err(KsmError::note(&path))?;
     let this_boot = note.boot_id == boot_id();
     if this_boot {
         note.restore()?;
     }
-    fs::remove_file(&path).map_err(failed)?;
+    fs::remove_file(&path).map_err(KsmError::note(path))?;
     Ok(this_boot)
 }
 
@@ -207,17 +198,11 @@ pub(super) fn lock(state_dir: &Path) -> Result<File, KsmError> {
         .truncate(false)
         .write(true)
         .open(&path)
-        .map_err(|source| KsmError::Note {
-            path: path.clone(),
-            source,
-        })?;
+        .map_err(KsmError::note(&path))?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
         Err(rustix::io::Errno::WOULDBLOCK) => Err(KsmError::Busy(path)),
-        Err(e) => Err(KsmError::Note {
-            path,
-            source: e.into(),
-        }),
+        Err(e) => Err(KsmError::note(path)(e.into())),
     }
 }
 

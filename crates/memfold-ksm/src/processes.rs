@@ -15,6 +15,7 @@ use std::time::Duration;
 use memfold_units::PAGE_SIZE;
 
 use super::error::KsmError;
+use super::ranges;
 use super::status::ProcessStatus;
 
 /// Time limit for reading all processes. Thousands of processes take some milliseconds of CPU time.
@@ -51,10 +52,8 @@ impl Process {
     fn look(proc_root: &Path, pid: i32, wanted: Wanted) -> Option<Self> {
         let directory = proc_root.join(pid.to_string());
         let status = ProcessStatus::read(proc_root, pid).ok()?;
-        let told = match (status.ksm_mergeable, status.ksm_merge_any) {
-            (_, Some(true)) => Some(true),
-            (told, _) => told,
-        };
+        let any = status.ksm_merge_any.filter(|any| *any);
+        let told = any.or(status.ksm_mergeable);
         if wanted == Wanted::Mergeable && told == Some(false) {
             return None;
         }
@@ -79,14 +78,13 @@ impl Process {
         if !is_wanted {
             return None;
         }
-        let anonymous_pages = anonymous_pages(&directory)?;
         Some(Self {
             pid,
             comm,
             qemu: named_qemu || runs_qemu(&directory),
             mergeable,
             status,
-            anonymous_pages,
+            anonymous_pages: anonymous_pages(&directory)?,
         })
     }
 
@@ -146,10 +144,7 @@ impl Look {
         std::thread::Builder::new()
             .name("processes".into())
             .spawn(move || drop(done.send(find(&root, wanted, &pid))))
-            .map_err(|source| KsmError::Read {
-                path: proc_root.into(),
-                source,
-            })?;
+            .map_err(KsmError::read(proc_root))?;
         Ok(Self {
             proc_root: proc_root.into(),
             at,
@@ -196,16 +191,9 @@ fn find(proc_root: &Path, wanted: Wanted, at: &AtomicI32) -> Vec<Process> {
 /// for a kernel thread, which has no memory.
 fn anonymous_pages(directory: &Path) -> Option<u64> {
     let text = fs::read_to_string(directory.join("statm")).ok()?;
-    let mut fields = text.split_ascii_whitespace();
-    let size: u64 = fields.next()?.parse().ok()?;
-    let resident: u64 = fields.next()?.parse().ok()?;
-    let shared: u64 = fields.next()?.parse().ok()?;
-    let pages = resident.saturating_sub(shared);
-    (size > 0).then_some(pages * (page_bytes() / PAGE_SIZE))
-}
-
-fn page_bytes() -> u64 {
-    u64::try_from(rustix::param::page_size()).unwrap_or(PAGE_SIZE)
+    let mut fields = text.split_ascii_whitespace().map_while(|f| f.parse().ok());
+    let [size, resident, shared]: [u64; 3] = std::array::from_fn(|_| fields.next().unwrap_or(0));
+    (size > 0).then_some(resident.saturating_sub(shared))
 }
 
 /// Returns whether the process's program is a QEMU, whatever the process's name is
@@ -219,9 +207,8 @@ fn runs_qemu(directory: &Path) -> bool {
 
 fn has_mergeable_mapping(directory: &Path) -> bool {
     fs::read(directory.join("smaps")).is_ok_and(|smaps| {
-        let smaps = String::from_utf8_lossy(&smaps);
-        let mut flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));
-        flags.any(|flags| flags.split_ascii_whitespace().any(|flag| flag == "mg"))
+        let mappings = ranges::parse(&String::from_utf8_lossy(&smaps));
+        mappings.iter().any(ranges::Mapping::is_mergeable)
     })
 }
 

@@ -83,27 +83,14 @@ pub fn guest(proc_root: &Path, pid: i32, ram: &[(u64, u64)]) -> io::Result<Vec<M
     Ok(guest_of(parse(&text), ram))
 }
 
-fn guest_of(mappings: Vec<Mapping>, ram: &[(u64, u64)]) -> Vec<Mapping> {
+fn guest_of(mut mappings: Vec<Mapping>, ram: &[(u64, u64)]) -> Vec<Mapping> {
+    mappings.retain(Mapping::may_be_guest);
     let mut found = Vec::new();
-    let mut span: Vec<Mapping> = Vec::new();
-    let mut close = |span: &mut Vec<Mapping>| {
-        let bytes: u64 = span.iter().map(|m| m.end - m.start).sum();
-        if bytes >= GUEST_BYTES {
-            found.append(span);
-        } else {
-            found.extend(span.drain(..).filter(|m| is_known(ram, m)));
-        }
-    };
-    for mapping in mappings {
-        let next = span.last().is_some_and(|last| last.end == mapping.start);
-        if !next || !mapping.may_be_guest() {
-            close(&mut span);
-        }
-        if mapping.may_be_guest() {
-            span.push(mapping);
-        }
+    for span in mappings.chunk_by(|a, b| a.end == b.start) {
+        let is_large = span.iter().map(|m| m.end - m.start).sum::<u64>() >= GUEST_BYTES;
+        let guest = span.iter().filter(|m| is_large || is_known(ram, m));
+        found.extend(guest.cloned());
     }
-    close(&mut span);
     // QEMU's own large buffers are anonymous and not offered to KSM, like RAM that must not merge.
     // Such RAM is recognized by its address, or because nothing else was offered.
     let offered = found.iter().any(Mapping::is_mergeable);

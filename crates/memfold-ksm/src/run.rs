@@ -209,16 +209,14 @@ impl EqualCpu {
             pages_to_scan,
             sleep_millisecs,
         };
-        if wanted.pages_to_scan != self.set.pages_to_scan {
-            self.controls
-                .write("pages_to_scan", &wanted.pages_to_scan)?;
-        }
-        if wanted.sleep_millisecs != self.set.sleep_millisecs {
-            self.controls
-                .write("sleep_millisecs", &wanted.sleep_millisecs)?;
-        }
-        if wanted.running != self.set.running {
-            self.controls.write("run", &u64::from(wanted.running))?;
+        for (name, now, wanted) in [
+            ("pages_to_scan", self.set.pages_to_scan, pages_to_scan),
+            ("sleep_millisecs", self.set.sleep_millisecs, sleep_millisecs),
+            ("run", self.set.running.into(), running.into()),
+        ] {
+            if now != wanted {
+                self.controls.write(name, &wanted)?;
+            }
         }
         self.set = wanted;
         self.last = now;

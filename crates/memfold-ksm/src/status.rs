@@ -9,6 +9,22 @@ use serde::{Deserialize, Serialize};
 use super::controls::Controls;
 use super::error::KsmError;
 
+/// Counters of Linux 6.18: name, unit, first Linux version that has the counter, meaning.
+#[rustfmt::skip] // this is a table
+pub(super) const COUNTERS: [[&str; 4]; 11] = [
+    ["pages_shared", "pages", "2.6.32", "merged pages in memory"],
+    ["pages_sharing", "pages", "2.6.32", "further mappings of merged pages: the pages saved"],
+    ["pages_unshared", "pages", "2.6.32", "pages whose content was nowhere else, scanned again in each pass"],
+    ["pages_volatile", "pages", "2.6.32", "pages that change too fast to be compared with others"],
+    ["pages_scanned", "pages, total", "6.6", "pages that ksmd has scanned"],
+    ["pages_skipped", "pages, total", "6.7", "pages that smart_scan has skipped"],
+    ["full_scans", "passes, total", "2.6.32", "complete passes over all mergeable memory"],
+    ["stable_node_chains", "chains", "4.13", "contents with more than one page, because of max_page_sharing"],
+    ["stable_node_dups", "pages", "4.13", "pages in these chains"],
+    ["ksm_zero_pages", "pages", "6.6", "pages of zeroes that use_zero_pages has mapped to the kernel's zero page"],
+    ["general_profit", "bytes", "6.4", "bytes that merging saves less its metadata; while KSM is stopped, ended processes still count"],
+];
+
 /// Counters in `/sys/kernel/mm/ksm`, by the names of the kernel's files, in pages unless ksm.rst
 /// says otherwise. A counter is `None` if the kernel does not have it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,19 +48,7 @@ pub struct Status {
 impl Status {
     /// Reads all counters in the directory of `controls`.
     pub fn read(controls: &Controls) -> Result<Self, KsmError> {
-        Ok(Self {
-            pages_shared: controls.number("pages_shared")?,
-            pages_sharing: controls.number("pages_sharing")?,
-            pages_unshared: controls.number("pages_unshared")?,
-            pages_volatile: controls.number("pages_volatile")?,
-            pages_skipped: controls.number("pages_skipped")?,
-            pages_scanned: controls.number("pages_scanned")?,
-            full_scans: controls.number("full_scans")?,
-            stable_node_chains: controls.number("stable_node_chains")?,
-            stable_node_dups: controls.number("stable_node_dups")?,
-            ksm_zero_pages: controls.number("ksm_zero_pages")?,
-            general_profit: controls.number("general_profit")?,
-        })
+        controls.read(&COUNTERS)
     }
 }
 
@@ -69,10 +73,8 @@ impl ProcessStatus {
     pub fn read(proc_root: &Path, pid: i32) -> Result<Self, KsmError> {
         let directory = proc_root.join(pid.to_string());
         let mut status = Self::default();
-        for line in text(&directory.join("ksm_stat"))?
-            .unwrap_or_default()
-            .lines()
-        {
+        let figures = text(&directory.join("ksm_stat"))?.unwrap_or_default();
+        for line in figures.lines() {
             let mut words = line.split_whitespace();
             let (Some(key), Some(value)) = (words.next(), words.next()) else {
                 continue;
@@ -103,27 +105,19 @@ impl ProcessStatus {
 /// them.
 #[must_use]
 pub fn merging_pages(proc_root: &Path) -> Option<u64> {
-    let processes = fs::read_dir(proc_root).ok()?;
-    let mut sum = None;
-    for process in processes.flatten() {
-        let pages = fs::read_to_string(process.path().join("ksm_merging_pages"))
-            .ok()
-            .and_then(|pages| pages.trim().parse::<u64>().ok());
-        if let Some(pages) = pages {
-            *sum.get_or_insert(0) += pages;
-        }
-    }
-    sum
+    let pages = |process: fs::DirEntry| -> Option<u64> {
+        let text = fs::read_to_string(process.path().join("ksm_merging_pages")).ok()?;
+        text.trim().parse().ok()
+    };
+    let processes = fs::read_dir(proc_root).ok()?.flatten();
+    processes.filter_map(pages).reduce(|a, b| a + b)
 }
 
 fn text(path: &Path) -> Result<Option<String>, KsmError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(KsmError::Read {
-            path: path.to_owned(),
-            source,
-        }),
+        Err(source) => Err(KsmError::read(path)(source)),
     }
 }
 
@@ -145,27 +139,21 @@ impl Ksmd {
     /// (PID 2).
     #[must_use]
     pub fn find_in(proc_root: &Path) -> Option<Self> {
-        fs::read_dir(proc_root)
-            .ok()?
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .find(|directory| {
-                fs::read_to_string(directory.join("stat"))
-                    .ok()
-                    .is_some_and(|stat| {
-                        stat.contains(" (ksmd) ") && stat_field(&stat, 4) == Some(2)
-                    })
-            })
-            .map(|directory| Self { directory })
+        let is_ksmd = |directory: &PathBuf| {
+            fs::read_to_string(directory.join("stat"))
+                .is_ok_and(|stat| stat.contains(" (ksmd) ") && stat_field(&stat, 4) == Some(2))
+        };
+        let mut processes = fs::read_dir(proc_root).ok()?.flatten();
+        let directory = processes.find_map(|entry| Some(entry.path()).filter(is_ksmd))?;
+        Some(Self { directory })
     }
 
     /// Returns ksmd's CPU time since boot from `schedstat` (nanoseconds), or from `utime` and
     /// `stime` (ticks of 10 ms) if the kernel does not have `schedstat`.
     pub fn cpu_time(&self) -> Result<Duration, KsmError> {
-        let path = self.directory.join("schedstat");
-        if let Some(nanoseconds) = text(&path)?
-            .as_deref()
-            .and_then(|t| t.split_whitespace().next()?.parse().ok())
-        {
+        let scheduled = text(&self.directory.join("schedstat"))?.unwrap_or_default();
+        let nanoseconds = scheduled.split_whitespace().next();
+        if let Some(nanoseconds) = nanoseconds.and_then(|number| number.parse().ok()) {
             return Ok(Duration::from_nanos(nanoseconds));
         }
         let path = self.directory.join("stat");
@@ -182,12 +170,8 @@ impl Ksmd {
 /// Returns field `number` of `/proc/PID/stat`, as `proc_pid_stat(5)` counts fields, from 3 on.
 /// These fields follow the process's name, which may contain any characters.
 pub(super) fn stat_field(stat: &str, number: usize) -> Option<u64> {
-    let behind_name = &stat[stat.rfind(')')? + 1..];
-    behind_name
-        .split_whitespace()
-        .nth(number.checked_sub(3)?)?
-        .parse()
-        .ok()
+    let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
+    fields.nth(number.checked_sub(3)?)?.parse().ok()
 }
 
 #[cfg(test)]

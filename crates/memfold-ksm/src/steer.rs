@@ -23,7 +23,7 @@ use super::pressure::Pressure;
 use super::run::pace;
 
 /// Limits and target of steering.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Goal {
     /// Maximum CPU use of ksmd, as a fraction of one CPU.
     pub cpu_share: f64,
@@ -114,7 +114,7 @@ const LEAST_PAGES: f64 = 50.0;
 const FIRST_COST_S: f64 = 3e-6;
 
 /// Controller of ksmd's scan rate.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Steer {
     goal: Goal,
     last: Option<Sample>,
@@ -142,20 +142,11 @@ pub struct Steer {
 impl Steer {
     /// Creates a controller without measurements, which begins with a boost.
     #[must_use]
-    pub const fn new(goal: Goal) -> Self {
+    pub fn new(goal: Goal) -> Self {
         Self {
             goal,
-            last: None,
             cost_s: FIRST_COST_S,
-            measured: None,
-            rate: 0.0,
-            asked: 0.0,
-            boost_until: None,
-            boost_pages: 0,
-            pass: (0, 0),
-            barren: 0,
-            idle: false,
-            used_share: 0.0,
+            ..Self::default()
         }
     }
 
@@ -243,18 +234,17 @@ impl Steer {
         if self.idle && moved {
             self.idle = false;
             self.barren = 0;
-            self.pass = (now.full_scans, now.merged_pages);
-        } else if self.last.is_none() || now.full_scans < scans {
-            self.pass = (now.full_scans, now.merged_pages);
-        } else if now.full_scans > scans {
+        } else if self.last.is_some() && now.full_scans == scans {
+            return;
+        } else if self.last.is_some() && now.full_scans > scans {
             self.barren = if moved {
                 0
             } else {
                 self.barren + now.full_scans - scans
             };
-            self.pass = (now.full_scans, now.merged_pages);
             self.idle = self.barren >= PASSES && self.boost_until.is_none();
         }
+        self.pass = (now.full_scans, now.merged_pages);
     }
 
     fn boost(&mut self, now: &Sample) {
@@ -343,25 +333,20 @@ impl Steer {
 
 /// Returns the fraction of the speed that the pressure allows, and a description of the pressure.
 fn factor(pressure: Pressure) -> (f64, Option<String>) {
-    let left = |value: Option<f64>, (from, to): (f64, f64)| {
-        let over = (value.unwrap_or(0.0) - from) / (to - from);
-        1.0 - over.clamp(0.0, 1.0) * (1.0 - LEAST)
-    };
-    let cpu = left(pressure.cpu_some_avg10, CPU_PRESSURE);
-    let memory = left(pressure.memory_some_avg10, MEMORY_PRESSURE);
-    let waits = |what: &str, value: Option<f64>| {
+    let [cpu, memory] = [
+        ("cpu", pressure.cpu_some_avg10, CPU_PRESSURE),
+        ("memory", pressure.memory_some_avg10, MEMORY_PRESSURE),
+    ]
+    .map(|(what, value, (from, to))| {
         let value = value.unwrap_or(0.0);
-        Some(format!(
-            "tasks wait for {what} (some avg10 of /proc/pressure/{what} is {value:.0} %)"
-        ))
-    };
-    if cpu >= 1.0 && memory >= 1.0 {
-        (1.0, None)
-    } else if memory < cpu {
-        (memory, waits("memory", pressure.memory_some_avg10))
-    } else {
-        (cpu, waits("cpu", pressure.cpu_some_avg10))
-    }
+        let over = ((value - from) / (to - from)).clamp(0.0, 1.0);
+        (1.0 - over * (1.0 - LEAST), what, value)
+    });
+    let (left, what, value) = if memory.0 < cpu.0 { memory } else { cpu };
+    let waits = (left < 1.0).then(|| {
+        format!("tasks wait for {what} (some avg10 of /proc/pressure/{what} is {value:.0} %)")
+    });
+    (left, waits)
 }
 
 #[cfg(test)]

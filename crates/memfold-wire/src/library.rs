@@ -277,6 +277,18 @@ impl Outcome {
             | Self::Failed { folded, .. } => folded.min(asked),
         }
     }
+
+    /// Returns this outcome with `folded` as the number of pages folded from the start.
+    #[must_use]
+    pub const fn at(self, folded: u32) -> Self {
+        match self {
+            Self::Done | Self::Refused | Self::Late => self,
+            Self::Differs { .. } => Self::Differs { folded },
+            Self::Busy { .. } => Self::Busy { folded },
+            Self::Hole { .. } => Self::Hole { folded },
+            Self::Failed { errno, .. } => Self::Failed { errno, folded },
+        }
+    }
 }
 
 /// Number of buckets of [`Stats::freeze_histogram`].
