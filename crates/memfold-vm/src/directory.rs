@@ -206,7 +206,8 @@ impl VmDirectory {
     }
 }
 
-fn missing_is_fine(result: io::Result<()>) -> io::Result<()> {
+/// Makes an operation on a file that does not exist a success.
+pub fn missing_is_fine(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
