@@ -15,11 +15,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
 use memfold_host::progress::Progress;
+use memfold_store::data_ranges;
 use memfold_units::PAGE_SIZE;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, SUM_BYTES, write_nonzero};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, SUM_BYTES, write_nonzero};
 use super::pack::{self, Frame};
 use super::pipeline;
 use super::refer::Reference;
@@ -51,7 +52,7 @@ pub enum Pages {
 impl Pages {
     /// Returns the pages of a sparse file `ram`.
     pub fn plain(ram: File) -> io::Result<Self> {
-        let data = Data::of(&ram)?.collect();
+        let data = data_ranges(&ram)?;
         Ok(Self::Plain(ram, data))
     }
 

@@ -302,8 +302,9 @@ mod tests {
     use memfold_units::Hva;
 
     use crate::candidates::{Run, SourceFile};
-    use crate::image::{Data, is_zero};
+    use crate::image::is_zero;
     use crate::stored::{Pages, Stored};
+    use memfold_store::data_ranges;
     use memfold_sys::pagemap::{Filter, category};
     use memfold_sys::region::Mapping;
 
@@ -387,7 +388,8 @@ mod tests {
             (0..700).chain(0..10).filter(|page| page % 7 == 3).count() as u64
         );
         // The size on disk is not compared, because a file system counts its own tables, too.
-        let data = Data::of(&ram).unwrap().map(|part| part.end - part.start);
+        let data = data_ranges(&ram).unwrap().into_iter();
+        let data = data.map(|part| part.end - part.start);
         assert_eq!(data.sum::<u64>(), saved as u64 * PAGE_SIZE);
         let mut page = [0; PAGE_BYTES];
         for (place, source) in placed.iter().zip(&sources) {
@@ -649,7 +651,8 @@ mod tests {
             .count();
         assert_eq!(counts.saved_pages, full as u64);
         let referred: u64 = told.iter().map(|told| u64::from(told.1)).sum();
-        let data = Data::of(&ram).unwrap().map(|part| part.end - part.start);
+        let data = data_ranges(&ram).unwrap().into_iter();
+        let data = data.map(|part| part.end - part.start);
         assert_eq!(data.sum::<u64>(), (full as u64 - referred) * PAGE_SIZE);
         let mut all = vec![0; usize::try_from(sums.metadata().unwrap().len()).unwrap()];
         sums.read_exact_at(&mut all, 0).unwrap();
