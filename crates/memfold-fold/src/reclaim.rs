@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use memfold_store::mapped;
-use memfold_store::mapped::StoreMapping;
+use memfold_store::mapped::FileMapping;
 use memfold_sys::cpu::thread_cpu_ns;
 use memfold_sys::pagemap::Filter;
 use memfold_units::StorePage;
@@ -375,9 +375,9 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
 }
 
 /// Enters the store page of each page of a mapping into `truth`, plus one.
-fn mark_mapping(table: &VmTable, mapping: &StoreMapping, truth: &mut [u32]) {
+fn mark_mapping(table: &VmTable, mapping: &FileMapping, truth: &mut [u32]) {
     for step in 0..mapping.pages {
-        let Ok(store_page) = u32::try_from(mapping.store_page.0 + step) else {
+        let Ok(store_page) = u32::try_from(mapping.file_page + step) else {
             return;
         };
         if let Some(entry) = table

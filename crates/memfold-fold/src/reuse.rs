@@ -69,8 +69,8 @@ fn gaps(domain: &Domain, vms: impl Iterator<Item = Pid>) -> io::Result<Vec<Range
             mappings => mappings?,
         };
         for mapping in mappings.store {
-            let end = mapping.store_page.0 + mapping.pages;
-            used.extend(huge(mapping.store_page.0)..=huge(end - 1));
+            let end = mapping.file_page + mapping.pages;
+            used.extend(huge(mapping.file_page)..=huge(end - 1));
         }
     }
     let known = domain.contents.known_store_pages();

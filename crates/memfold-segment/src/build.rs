@@ -18,12 +18,11 @@ use std::time::SystemTime;
 use memfold_host::progress::Progress;
 use memfold_units::ByteSize;
 
-use super::digest::digest;
 use super::error::{SegmentError, failed};
 use super::manifest::{FORMAT, Manifest};
 use super::name::Reference;
 use super::rank::Ranked;
-use super::shelf::{Draft, IMAGE, Shelf};
+use super::shelf::{Draft, IMAGE, Shelf, digest};
 use super::source::{EROFS_MAGIC, Source};
 use super::tools::{run, tool};
 use super::tree::{Filter, PROGRAMS, Tree, is_full};
@@ -147,8 +146,8 @@ pub fn build(
             Some(origin) => vec![origin.clone()],
             None => request.from.clone(),
         },
-        created_s: SystemTime::now()
-            .duration_since(SystemTime::UNIX_EPOCH)
+        created_s: SystemTime::UNIX_EPOCH
+            .elapsed()
             .map_or(0, |time| time.as_secs()),
         memfold: env!("CARGO_PKG_VERSION").to_owned(),
     };
@@ -158,20 +157,14 @@ pub fn build(
 
 /// Opens all sources, and returns the root directory of their files.
 fn open_sources(from: &[String], draft: &Draft) -> Result<std::path::PathBuf, SegmentError> {
-    let sources: Vec<Source> = from
-        .iter()
-        .map(|text| Source::find(text))
-        .collect::<Result<_, _>>()?;
+    let sources = from.iter().map(|text| Source::find(text));
+    let sources: Vec<Source> = sources.collect::<Result<_, _>>()?;
     let is_package = |s: &Source| matches!(s, Source::Package(_) | Source::PackageFile(_));
-    let refuse = |why: &str| SegmentError::Source {
-        from: from.join(", "),
-        why: why.into(),
-    };
     if sources.is_empty() {
-        return Err(refuse("give a directory, a disk image or packages"));
+        return Err(refused(from, "give a directory, a disk image or packages"));
     }
     if sources.len() > 1 && !sources.iter().all(is_package) {
-        return Err(refuse("only packages can be given several times"));
+        return Err(refused(from, "only packages can be given several times"));
     }
     let room = draft.path().join("source");
     fs::create_dir(&room).map_err(failed(&room))?;
@@ -195,21 +188,22 @@ fn choose(request: &Request, root: &Path) -> Result<Tree, SegmentError> {
     };
     let tree = Tree::choose(root, &filter, request.root).map_err(failed(root))?;
     if tree.is_empty() {
-        return Err(SegmentError::Source {
-            from: request.from.join(", "),
-            why: format!(
-                "no file is chosen (include: {}; exclude: {}){}",
-                include.join(" "),
-                request.exclude.join(" "),
-                if request.top.is_some() {
-                    ", or no ranked file is among them"
-                } else {
-                    ""
-                }
-            ),
-        });
+        let (include, exclude) = (include.join(" "), request.exclude.join(" "));
+        let or = match request.top {
+            Some(_) => ", or no ranked file is among them",
+            None => "",
+        };
+        let why = format!("no file is chosen (include: {include}; exclude: {exclude}){or}");
+        return Err(refused(&request.from, why));
     }
     Ok(tree)
+}
+
+fn refused(from: &[String], why: impl Into<String>) -> SegmentError {
+    SegmentError::Source {
+        from: from.join(", "),
+        why: why.into(),
+    }
 }
 
 /// Returns the files with the highest savings per byte of the image that fit into `budget`. Lengths
@@ -219,11 +213,10 @@ fn best(ranked: &[Ranked], budget: ByteSize, root: &Path) -> Vec<Vec<u8>> {
     let mut left = budget.0;
     let mut taken = Vec::new();
     for file in ranked {
-        let path = root.join(file.path.trim_start_matches('/'));
-        let facts = fs::symlink_metadata(path)
-            .ok()
-            .filter(fs::Metadata::is_file);
-        let Some(facts) = facts else { continue };
+        let facts = fs::symlink_metadata(root.join(file.path.trim_start_matches('/')));
+        let Some(facts) = facts.ok().filter(fs::Metadata::is_file) else {
+            continue;
+        };
         let bytes = facts.len().div_ceil(4096).saturating_mul(4096);
         if file.net_bytes > 0 && bytes <= left {
             left -= bytes;
@@ -240,16 +233,12 @@ fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError>
         return Ok(Vec::new());
     }
     let mut tops = tree.tops();
-    if let Some(own) = tops
-        .iter()
-        .find(|top| OWN.contains(&top.trim_start_matches('/')))
-    {
-        return Err(SegmentError::Source {
-            from: request.from.join(", "),
-            why: format!(
-                "{own} is each guest's own, so no segment can be laid over it; leave it out (--include '/usr/**'), or build a whole root (--root)"
-            ),
-        });
+    let is_own = |top: &&String| OWN.contains(&top.trim_start_matches('/'));
+    if let Some(own) = tops.iter().find(is_own) {
+        let why = format!(
+            "{own} is each guest's own, so no segment can be laid over it; leave it out (--include '/usr/**'), or build a whole root (--root)"
+        );
+        return Err(refused(&request.from, why));
     }
     tops.retain(|top| top.len() > 1);
     Ok(tops)
@@ -257,11 +246,7 @@ fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError>
 
 fn write_mark(files: &Path, name: &str, generation: u32, lay: &[String]) -> io::Result<()> {
     let mut text = format!("format {FORMAT}\nname {name}\ngeneration {generation}\n");
-    for directory in lay {
-        text.push_str("lay ");
-        text.push_str(directory);
-        text.push('\n');
-    }
+    text.extend(lay.iter().map(|directory| format!("lay {directory}\n")));
     let place = files.join(MARK);
     fs::write(&place, text)?;
     let times = fs::FileTimes::new()
@@ -275,17 +260,15 @@ fn write_mark(files: &Path, name: &str, generation: u32, lay: &[String]) -> io::
 /// Returns a UUID for the file system, derived from all that determines the bytes of the image.
 fn uuid(name: &str, generation: u32, content: &str) -> String {
     let sum = blake3::hash(format!("{name}\n{generation}\n{content}").as_bytes());
-    let hex = sum.to_hex();
-    let part = |range: std::ops::Range<usize>| hex.get(range).unwrap_or_default().to_owned();
+    let mut uuid = sum.to_hex()[..32].to_owned();
     // The UUID has version 8, "custom" (RFC 9562).
-    format!(
-        "{}-{}-8{}-8{}-{}",
-        part(0..8),
-        part(8..12),
-        part(13..16),
-        part(17..20),
-        part(20..32)
-    )
+    for at in [12, 16] {
+        uuid.replace_range(at..=at, "8");
+    }
+    for at in [20, 16, 12, 8] {
+        uuid.insert(at, '-');
+    }
+    uuid
 }
 
 /// Removes the build time and the checksum from the superblock (the kernel does not need the

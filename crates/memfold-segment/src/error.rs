@@ -48,6 +48,11 @@ pub enum SegmentError {
     Impossible(String),
 }
 
+pub(super) fn broken(segment: &str, why: String) -> SegmentError {
+    let name = segment.to_owned();
+    SegmentError::Broken { name, why }
+}
+
 /// Returns a function that adds the path to an I/O error.
 pub(super) fn failed(path: &Path) -> impl Fn(io::Error) -> SegmentError {
     move |source| SegmentError::Files {

@@ -49,22 +49,22 @@ pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
         }
     }
     let request = format!("rdump / \"{}\"", room.display());
-    let said = run(
-        "debugfs",
-        confined(&debugfs, room)?.args(["-R", &request]).arg(image),
-    )?;
+    let mut command = confined(&debugfs, room)?;
+    let said = run("debugfs", command.args(["-R", &request]).arg(image))?;
     // debugfs always exits with 0. The lines that it prints, except its version, are errors.
     let errors: Vec<&str> = said
         .lines()
         .filter(|line| !line.starts_with("debugfs ") && !line.contains("lost+found"))
         .collect();
     if let Some(first) = errors.first() {
-        return Err(SegmentError::Tool {
-            program: "debugfs",
-            why: format!("{first} ({} lines)", errors.len()),
-        });
+        return Err(wrong(format!("{first} ({} lines)", errors.len())));
     }
     restore_all(&debugfs, image, room)
+}
+
+fn wrong(why: String) -> SegmentError {
+    let program = "debugfs";
+    SegmentError::Tool { program, why }
 }
 
 /// Restores the times of symbolic links, the set-user-ID bits of programs, and capabilities and
@@ -73,32 +73,20 @@ fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentE
     let mut found = Vec::new();
     find_all(room, &mut found).map_err(failed(room))?;
     // The language of debugfs cannot express these characters.
-    let is_plain = |path: &PathBuf| {
-        let text = path.to_str();
-        text.is_some_and(|text| !text.contains(['"', '\n', '\r', '\\']))
-    };
-    found.retain(is_plain);
+    let is_plain = |text: &str| !text.contains(['"', '\n', '\r', '\\']);
+    found.retain(|path| path.to_str().is_some_and(is_plain));
     let requests = room.with_extension("requests");
-    let mut text = String::new();
-    for path in &found {
+    let stat = |path: &PathBuf| {
         let path = path.strip_prefix(room).unwrap_or(path);
-        text.push_str("stat \"/");
-        text.push_str(&path.to_string_lossy());
-        text.push_str("\"\n");
-    }
-    fs::write(&requests, text).map_err(failed(&requests))?;
-    let said = confined(debugfs, room)?
-        .arg("-f")
-        .arg(&requests)
-        .arg(image)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(failed(image))?;
-    fs::remove_file(&requests).map_err(failed(&requests))?;
-    let wrong = |why: String| SegmentError::Tool {
-        program: "debugfs",
-        why,
+        format!("stat \"/{}\"\n", path.display())
     };
+    let text: String = found.iter().map(stat).collect();
+    fs::write(&requests, text).map_err(failed(&requests))?;
+    let mut command = confined(debugfs, room)?;
+    command.arg("-f").args([&requests, image]);
+    let said = command.stdin(Stdio::null()).output();
+    let said = said.map_err(failed(image))?;
+    fs::remove_file(&requests).map_err(failed(&requests))?;
     let told = facts(&String::from_utf8_lossy(&said.stdout)).map_err(wrong)?;
     if told.len() != found.len() {
         let why = format!("debugfs reported {} of {} files", told.len(), found.len());

@@ -11,7 +11,6 @@
 //! is kept in memory instead.
 
 mod build;
-mod digest;
 mod error;
 mod ext;
 mod manifest;

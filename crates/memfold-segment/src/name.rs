@@ -22,15 +22,11 @@ impl Reference {
         };
         memfold_vm::check_name("segment", name)
             .map_err(|error| SegmentError::Name(error.to_string()))?;
-        let number = |text: &str| {
-            text.parse()
-                .ok()
-                .filter(|&number: &u32| number > 0 && !text.starts_with(['0', '+']))
-                .ok_or_else(|| {
-                    SegmentError::Name(format!(
-                        "'{text}' is not a generation of segment '{name}'; generations are 1, 2, ..."
-                    ))
-                })
+        let number = |text: &str| match text.parse() {
+            Ok(number) if !text.starts_with(['0', '+']) => Ok(number),
+            _ => Err(SegmentError::Name(format!(
+                "'{text}' is not a generation of segment '{name}'; generations are 1, 2, ..."
+            ))),
         };
         Ok(Self {
             name: name.to_owned(),

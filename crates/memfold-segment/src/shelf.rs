@@ -15,17 +15,19 @@ use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use memfold_host::progress::Progress;
 use memfold_store::{StoreIdentity, mapped};
+use memfold_vm::missing_is_fine;
+use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, IFlags, flock, ioctl_getflags, ioctl_setflags};
 use rustix::process::Pid;
 
-use super::digest::digest;
-use super::error::{SegmentError, failed};
+use super::error::{SegmentError, broken, failed};
 use super::manifest::{FORMAT, Manifest};
 use super::name::Reference;
+use super::tree::sum_up;
 
 /// Default directory of segments.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/segments";
@@ -119,15 +121,11 @@ impl Shelf {
     /// Returns the generations of a segment, in order; none if there is no such segment.
     fn generations(&self, name: &str) -> Result<Vec<u32>, SegmentError> {
         let place = self.root.join(name);
-        let entries = match fs::read_dir(&place) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-            other => other.map_err(failed(&place))?,
-        };
-        let mut found: Vec<u32> = entries
-            .flatten()
+        let mut found: Vec<u32> = names(&place)?
+            .iter()
             // A directory without a manifest is not complete, or is being removed.
-            .filter(|entry| entry.path().join(MANIFEST).exists())
-            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .filter(|name| place.join(name).join(MANIFEST).exists())
+            .filter_map(|name| name.parse().ok())
             .collect();
         found.sort_unstable();
         Ok(found)
@@ -136,28 +134,17 @@ impl Shelf {
     /// Returns all generations of all segments, sorted by name and generation. Generations that
     /// cannot be read are logged.
     pub fn all(&self) -> Result<Vec<Manifest>, SegmentError> {
-        let entries = match fs::read_dir(&self.root) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-            other => other.map_err(failed(&self.root))?,
-        };
-        let mut names: Vec<String> = entries
-            .flatten()
-            .filter_map(|entry| entry.file_name().into_string().ok())
-            .filter(|name| !name.starts_with('.'))
-            .collect();
+        let mut names = names(&self.root)?;
+        names.retain(|name| !name.starts_with('.'));
         names.sort();
         let mut all = Vec::new();
         for name in names {
             for generation in self.generations(&name)? {
-                let reference = Reference {
-                    name: name.clone(),
-                    generation: Some(generation),
-                };
-                match self.manifest(&reference) {
+                match self.manifest_of(&name, generation) {
                     Ok(manifest) => all.push(manifest),
                     Err(error) => {
                         let error: &dyn std::error::Error = &error;
-                        tracing::warn!(segment = %reference, error, "cannot read the segment, so it cannot be attached; build the segment again");
+                        tracing::warn!(segment = %format_args!("{name}@{generation}"), error, "cannot read the segment, so it cannot be attached; build the segment again");
                     }
                 }
             }
@@ -167,48 +154,40 @@ impl Shelf {
 
     /// Returns the newest generation of a segment; `None` if there is none.
     pub fn newest(&self, name: &str) -> Result<Option<Manifest>, SegmentError> {
-        let Some(&generation) = self.generations(name)?.last() else {
-            return Ok(None);
-        };
-        let reference = Reference {
-            name: name.to_owned(),
-            generation: Some(generation),
-        };
-        self.manifest(&reference).map(Some)
+        let generations = self.generations(name)?;
+        let newest = generations.last();
+        newest.map(|&n| self.manifest_of(name, n)).transpose()
     }
 
     /// Returns the manifest of a generation; if the reference has no number, of the newest one.
     pub fn manifest(&self, reference: &Reference) -> Result<Manifest, SegmentError> {
-        let unknown = || SegmentError::Unknown(reference.to_string());
-        let Some(generation) = reference.generation else {
-            return self.newest(&reference.name)?.ok_or_else(unknown);
-        };
-        let path = self.place(&reference.name, generation).join(MANIFEST);
+        match reference.generation {
+            Some(generation) => self.manifest_of(&reference.name, generation),
+            None => (self.newest(&reference.name)?)
+                .ok_or_else(|| SegmentError::Unknown(reference.to_string())),
+        }
+    }
+
+    fn manifest_of(&self, name: &str, generation: u32) -> Result<Manifest, SegmentError> {
+        let reference = format!("{name}@{generation}");
+        let path = self.place(name, generation).join(MANIFEST);
         let text = fs::read(&path).map_err(|source| match source.kind() {
-            ErrorKind::NotFound => unknown(),
+            ErrorKind::NotFound => SegmentError::Unknown(reference.clone()),
             _ => failed(&path)(source),
         })?;
-        let broken = |why: String| SegmentError::Broken {
-            name: reference.to_string(),
-            why,
-        };
-        let value: serde_json::Value =
-            serde_json::from_slice(&text).map_err(|e| broken(format!("{MANIFEST}: {e}")))?;
+        let broken = |why| broken(&reference, why);
+        let unreadable = |error| broken(format!("{MANIFEST}: {error}"));
+        let value: serde_json::Value = serde_json::from_slice(&text).map_err(unreadable)?;
         if value["format"] != FORMAT {
             return Err(broken(format!(
                 "the format is {}, this memfold reads format {FORMAT} only",
                 value["format"]
             )));
         }
-        let manifest: Manifest =
-            serde_json::from_value(value).map_err(|e| broken(format!("{MANIFEST}: {e}")))?;
-        if (&manifest.name, manifest.generation) == (&reference.name, generation) {
-            Ok(manifest)
-        } else {
-            Err(broken(format!(
-                "{MANIFEST} belongs to {}",
-                manifest.reference()
-            )))
+        let manifest: Manifest = serde_json::from_value(value).map_err(unreadable)?;
+        match manifest.reference() {
+            own if own == reference => Ok(manifest),
+            other => Err(broken(format!("{MANIFEST} belongs to {other}"))),
         }
     }
 
@@ -224,8 +203,8 @@ impl Shelf {
         self.runtime.join(manifest.reference())
     }
 
-    fn right(&self) -> MutexGuard<'_, HashMap<PathBuf, Stamp>> {
-        self.right.lock().unwrap_or_else(PoisonError::into_inner)
+    fn images(&self, manifest: &Manifest) -> [PathBuf; 2] {
+        [self.stored_image(manifest), self.pinned_image(manifest)]
     }
 
     /// Returns the file that VMs map. The file's digest is verified unless this was done since the
@@ -237,18 +216,16 @@ impl Shelf {
             self.check(&manifest, &stored)?;
             return Ok((manifest, stored));
         }
-        let _alone = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.pinning.lock();
         let pinned = self.pinned_image(&manifest);
         if self.check(&manifest, &pinned).is_ok() {
             return Ok((manifest, pinned));
         }
+        let runtime = failed(&self.runtime);
         let mut builder = DirBuilder::new();
         builder.mode(0o700).recursive(true);
-        builder
-            .create(&self.runtime)
-            .map_err(failed(&self.runtime))?;
-        let place = rustix::fs::statfs(&self.runtime)
-            .map_err(|errno| failed(&self.runtime)(errno.into()))?;
+        builder.create(&self.runtime).map_err(&runtime)?;
+        let place = rustix::fs::statfs(&self.runtime).map_err(|errno| runtime(errno.into()))?;
         if place.f_type != TMPFS_MAGIC {
             return Err(SegmentError::Impossible(format!(
                 "cannot hold segment '{}' in memory, because {} is on a disk; start the daemon with --state on a tmpfs such as /run",
@@ -275,38 +252,28 @@ impl Shelf {
     /// Reads all of a segment, including its copy in memory, and compares it with its digest.
     pub fn verify(&self, reference: &Reference) -> Result<(), SegmentError> {
         let manifest = self.manifest(reference)?;
-        let stored = self.stored_image(&manifest);
-        let pinned = self.pinned_image(&manifest);
-        for image in [stored, pinned].iter().filter(|image| image.exists()) {
-            self.right().remove(image);
-            self.check(&manifest, image)?;
-        }
-        Ok(())
+        let mut images = self.images(&manifest).into_iter().filter(|i| i.exists());
+        images.try_for_each(|image| {
+            self.right.lock().remove(&image);
+            self.check(&manifest, &image)
+        })
     }
 
     /// Compares an image with its digest, unless this was done since the image's last change.
     fn check(&self, manifest: &Manifest, image: &Path) -> Result<(), SegmentError> {
         let facts = fs::metadata(image).map_err(failed(image))?;
         let now = stamp(&facts);
-        if self.right().get(image) == Some(&now) {
+        if self.right.lock().get(image) == Some(&now) {
             return Ok(());
         }
-        let broken = |why: String| SegmentError::Broken {
-            name: manifest.reference(),
-            why,
-        };
-        if facts.len() != manifest.image_bytes {
-            return Err(broken(format!(
-                "the image has {} bytes instead of {}",
-                facts.len(),
-                manifest.image_bytes
-            )));
+        let broken = |why| Err(broken(&manifest.reference(), why));
+        if let Some(why) = wrong_length(manifest, &facts) {
+            return broken(why);
         }
-        let found = digest(image, &Progress::default()).map_err(failed(image))?;
-        if found != manifest.digest {
-            return Err(broken("the image was changed after the build".into()));
+        if digest(image, &Progress::default()).map_err(failed(image))? != manifest.digest {
+            return broken("the image was changed after the build".into());
         }
-        self.right().insert(image.to_owned(), now);
+        self.right.lock().insert(image.to_owned(), now);
         Ok(())
     }
 
@@ -319,31 +286,20 @@ impl Shelf {
             Ok(facts) => facts,
             Err(error) => return Some(format!("{}: {error}", image.display())),
         };
-        let right = self.right();
-        match right.get(&image) {
-            Some(seen) if *seen != stamp(&facts) => Some(
-                "the image was changed or replaced after its check; running VMs keep what they map, new VMs are refused if it differs"
-                    .into(),
-            ),
-            _ if facts.len() != manifest.image_bytes => Some(format!(
-                "the image has {} bytes instead of {}",
-                facts.len(),
-                manifest.image_bytes
-            )),
-            _ => None,
+        let seen = self.right.lock().get(&image).copied();
+        if seen.is_some_and(|seen| seen != stamp(&facts)) {
+            return Some("the image was changed or replaced after its check; running VMs keep what they map, new VMs are refused if it differs".into());
         }
+        wrong_length(manifest, &facts)
     }
 
     /// Returns how the image is protected against changes.
     #[must_use]
     pub fn protection(&self, manifest: &Manifest) -> &'static str {
-        let pinned = self.pinned_image(manifest);
-        let image = if manifest.pinned && pinned.exists() {
-            pinned
-        } else {
-            self.stored_image(manifest)
-        };
-        let flags = File::open(image).map(|file| ioctl_getflags(&file));
+        let [stored, pinned] = self.images(manifest);
+        let is_pinned = manifest.pinned && pinned.exists();
+        let flags =
+            File::open(if is_pinned { pinned } else { stored }).map(|file| ioctl_getflags(&file));
         match flags {
             Ok(Ok(flags)) if flags.contains(IFlags::IMMUTABLE) => "immutable",
             // Only this daemon can access the directory of the copy in memory.
@@ -355,12 +311,8 @@ impl Shelf {
     /// Returns how many bytes of the image are in the host's memory.
     #[must_use]
     pub fn resident_bytes(&self, manifest: &Manifest) -> u64 {
-        let path = if manifest.pinned {
-            self.pinned_image(manifest)
-        } else {
-            self.stored_image(manifest)
-        };
-        File::open(path)
+        let [stored, pinned] = self.images(manifest);
+        File::open(if manifest.pinned { pinned } else { stored })
             .ok()
             .and_then(|file| memfold_sys::page_cache::cached_pages(&file).ok())
             .map_or(0, |pages| pages * memfold_units::PAGE_SIZE)
@@ -369,23 +321,17 @@ impl Shelf {
     /// Returns the identities of the files that VMs may map.
     #[must_use]
     pub fn identities(&self, manifest: &Manifest) -> Vec<StoreIdentity> {
-        let files = [self.stored_image(manifest), self.pinned_image(manifest)];
-        files
-            .iter()
-            .filter_map(|path| File::open(path).ok())
-            .filter_map(|file| StoreIdentity::of(&file).ok())
-            .collect()
+        let files = self.images(manifest).into_iter().map(fs::metadata);
+        files.flatten().map(|f| StoreIdentity::from(&f)).collect()
     }
 
     /// Returns, for each of these segments, the processes that map it.
     pub fn users(&self, manifests: &[Manifest]) -> Result<Vec<Vec<Pid>>, SegmentError> {
-        let texts: Vec<Vec<String>> = manifests
-            .iter()
-            .map(|manifest| {
-                let files = self.identities(manifest).into_iter();
-                files.map(mapped::identity_text).collect()
-            })
-            .collect();
+        let texts = |manifest: &Manifest| {
+            let files = self.identities(manifest).into_iter();
+            files.map(mapped::identity_text).collect()
+        };
+        let texts: Vec<Vec<String>> = manifests.iter().map(texts).collect();
         mapped::processes_with(&texts).map_err(failed(Path::new("/proc")))
     }
 
@@ -399,27 +345,19 @@ impl Shelf {
     /// Records the VM that writes the next generation of an existing segment; `None`: no VM does.
     pub fn set_writer(&self, name: &str, vm: Option<&str>) -> Result<(), SegmentError> {
         let place = self.root.join(name).join(WRITER);
-        let Some(vm) = vm else {
-            return match fs::remove_file(&place) {
-                Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(&place)(error)),
-                _ => Ok(()),
-            };
+        let written = match vm {
+            Some(vm) => write_at_once(&place, vm),
+            None => missing_is_fine(fs::remove_file(&place)),
         };
-        // The rename makes the file appear with its whole content.
-        let part = place.with_extension("part");
-        fs::write(&part, vm).map_err(failed(&part))?;
-        fs::rename(&part, &place).map_err(failed(&place))
+        written.map_err(failed(&place))
     }
 
     /// Creates a draft for a build.
     pub fn draft(&self, name: &str) -> Result<Draft, SegmentError> {
         let path = self.root.join(format!(".{name}.draft"));
         let mut builder = DirBuilder::new();
-        builder.mode(0o700);
-        builder
-            .recursive(true)
-            .create(&self.root)
-            .map_err(failed(&self.root))?;
+        let of_root = builder.mode(0o700).recursive(true).create(&self.root);
+        of_root.map_err(failed(&self.root))?;
         match builder.recursive(false).create(&path) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 return Err(SegmentError::Impossible(format!(
@@ -442,35 +380,26 @@ impl Shelf {
             fs::write(&facts, serde_json::to_vec_pretty(manifest)?)?;
             File::open(&facts)?.sync_all()?;
             for part in ["source", "source.packages", "tree"] {
-                match fs::remove_dir_all(draft.path.join(part)) {
-                    Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-                    _ => {}
-                }
+                missing_is_fine(fs::remove_dir_all(draft.path.join(part)))?;
             }
             File::open(&draft.path)?.sync_all()
         };
         write().map_err(failed(&draft.path))?;
         let place = self.place(&manifest.name, manifest.generation);
         let parent = self.root.join(&manifest.name);
-        let (last, number) = (self.last(&manifest.name), manifest.generation.to_string());
         let name = || -> io::Result<()> {
-            let part = last.with_extension("part");
-            let written = fs::write(&part, &number).and_then(|()| fs::rename(&part, &last));
-            if written.is_err() {
-                let _ = fs::remove_file(&part);
-            }
-            written?;
+            write_at_once(&self.last(&manifest.name), &manifest.generation.to_string())?;
             fs::create_dir_all(&parent)?;
             fs::rename(&draft.path, &place)?;
             File::open(&parent)?.sync_all()
         };
-        let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
+        let naming = self.naming.lock();
         name().map_err(failed(&place))?;
         drop(naming);
         let image = place.join(IMAGE);
         protect(&image, true);
         if let Ok(facts) = fs::metadata(&image) {
-            self.right().insert(image, stamp(&facts));
+            self.right.lock().insert(image, stamp(&facts));
         }
         Ok(())
     }
@@ -484,25 +413,21 @@ impl Shelf {
         // The rename removes the generation at once (with the last generation, the whole segment).
         // If the deletion below is interrupted, the next daemon completes it.
         let gone = self.root.join(format!(".{}.draft", manifest.reference()));
-        let naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
+        let naming = self.naming.lock();
         let is_last = self.generations(&manifest.name)? == [manifest.generation];
         let all = self.root.join(&manifest.name);
         let whole = if is_last { &all } else { &place };
         fs::rename(whole, &gone).map_err(failed(whole))?;
         drop(naming);
         fs::remove_dir_all(&gone).map_err(failed(&gone))?;
-        self.right().remove(&image);
+        self.right.lock().remove(&image);
         Ok(())
     }
 
     /// Removes copies of images in memory that no process maps.
     pub fn let_go(&self) {
-        let pinned: Vec<Manifest> = self
-            .all()
-            .unwrap_or_default()
-            .into_iter()
-            .filter(|m| m.pinned)
-            .collect();
+        let mut pinned = self.all().unwrap_or_default();
+        pinned.retain(|manifest| manifest.pinned);
         let Ok(users) = self.users(&pinned) else {
             return;
         };
@@ -519,11 +444,10 @@ impl Shelf {
     /// Clears the immutable flag of all images, so that a laboratory can remove the files.
     pub fn unprotect(&self) {
         for manifest in self.all().unwrap_or_default() {
-            protect(&self.stored_image(&manifest), false);
-            let pinned = self.pinned_image(&manifest);
-            if pinned.exists() {
-                protect(&pinned, false);
-            }
+            let images = self.images(&manifest).into_iter();
+            images
+                .filter(|i| i.exists())
+                .for_each(|i| protect(&i, false));
         }
     }
 }
@@ -534,10 +458,42 @@ fn unpin(copy: &Path) -> io::Result<()> {
         return Ok(());
     }
     protect(copy, false);
-    match fs::remove_file(copy) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+    missing_is_fine(fs::remove_file(copy))
+}
+
+/// Returns the names in a directory; none if there is no such directory.
+fn names(place: &Path) -> Result<Vec<String>, SegmentError> {
+    let entries = match fs::read_dir(place) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.map_err(failed(place))?.flatten(),
+    };
+    Ok(entries
+        .filter_map(|e| e.file_name().into_string().ok())
+        .collect())
+}
+
+/// Writes a file. The rename makes the file appear with its whole content.
+fn write_at_once(place: &Path, text: &str) -> io::Result<()> {
+    let part = place.with_extension("part");
+    let written = fs::write(&part, text).and_then(|()| fs::rename(&part, place));
+    if written.is_err() {
+        let _ = fs::remove_file(&part);
     }
+    written
+}
+
+fn wrong_length(manifest: &Manifest, image: &fs::Metadata) -> Option<String> {
+    let (length, wanted) = (image.len(), manifest.image_bytes);
+    (length != wanted).then(|| format!("the image has {length} bytes instead of {wanted}"))
+}
+
+/// Returns the BLAKE3 digest of a file, 64 hexadecimal digits.
+pub(super) fn digest(path: &Path, progress: &Progress) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    progress.begin("checksum made", file.metadata()?.len());
+    let mut sum = blake3::Hasher::new();
+    sum_up(&mut file, &mut sum, progress, |_| Ok(()))?;
+    Ok(sum.finalize().to_hex().to_string())
 }
 
 /// Sets or clears a file's immutable flag (`chattr +i`), because truncating the file would kill

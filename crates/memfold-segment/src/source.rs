@@ -71,22 +71,18 @@ impl Source {
             file.read_exact_at(&mut found, at).is_ok() && found == magic
         };
         if is_at(EXT_MAGIC.0, &EXT_MAGIC.1) {
-            Ok(Self::Ext(path))
-        } else if is_at(EROFS_MAGIC.0, &EROFS_MAGIC.1) {
-            Ok(Self::Erofs(path))
-        } else if is_at(0, &QCOW_MAGIC) {
-            Err(bad(
-                "the image is qcow2; convert it (qemu-img convert -O raw)",
-            ))
-        } else if is_at(510, &MBR_MAGIC) {
-            Err(bad(
-                "the image has partitions; give an image of the file system alone (cut it out with partx and dd)",
-            ))
-        } else {
-            Err(bad(
-                "the image contains neither an ext2, ext3 or ext4 nor an EROFS file system",
-            ))
+            return Ok(Self::Ext(path));
         }
+        if is_at(EROFS_MAGIC.0, &EROFS_MAGIC.1) {
+            return Ok(Self::Erofs(path));
+        }
+        Err(bad(if is_at(0, &QCOW_MAGIC) {
+            "the image is qcow2; convert it (qemu-img convert -O raw)"
+        } else if is_at(510, &MBR_MAGIC) {
+            "the image has partitions; give an image of the file system alone (cut it out with partx and dd)"
+        } else {
+            "the image contains neither an ext2, ext3 or ext4 nor an EROFS file system"
+        }))
     }
 
     /// Returns the root directory of the source's files. A source that must be unpacked is unpacked
@@ -97,26 +93,19 @@ impl Source {
             Self::Ext(image) => ext::unpack(image, room)?,
             Self::Erofs(image) => {
                 let fsck = tool("fsck.erofs", "reads EROFS images", "erofs-utils")?;
-                let into = format!("--extract={}", room.display());
-                let words = [
-                    into.as_ref(),
-                    "--preserve".as_ref(),
-                    "--overwrite".as_ref(),
-                    image.as_os_str(),
-                ];
-                run("fsck.erofs", confined(&fsck, room)?.args(words))?;
+                let mut command = confined(&fsck, room)?;
+                command.arg(format!("--extract={}", room.display()));
+                command.args(["--preserve", "--overwrite"]).arg(image);
+                run("fsck.erofs", &mut command)?;
             }
             Self::PackageFile(file) => unpack_package(file, room)?,
             Self::Package(name) => {
                 let apt = tool("apt-get", "fetches packages", "apt")?;
                 let place = room.with_extension("packages");
                 fs::create_dir(&place).map_err(failed(&place))?;
-                run(
-                    "apt-get",
-                    Command::new(apt)
-                        .args(["-q", "download", name])
-                        .current_dir(&place),
-                )?;
+                let mut command = Command::new(apt);
+                command.args(["-q", "download", name]);
+                run("apt-get", command.current_dir(&place))?;
                 for entry in fs::read_dir(&place).map_err(failed(&place))? {
                     unpack_package(&entry.map_err(failed(&place))?.path(), room)?;
                 }
@@ -163,13 +152,12 @@ fn unpack_package(file: &Path, room: &Path) -> Result<(), SegmentError> {
     let ended = unpacked.wait().map_err(failed(file))?;
     taken?;
     if ended.success() {
-        Ok(())
-    } else {
-        Err(SegmentError::Source {
-            from: file.display().to_string(),
-            why: "dpkg-deb cannot read the package".into(),
-        })
+        return Ok(());
     }
+    Err(SegmentError::Source {
+        from: file.display().to_string(),
+        why: "dpkg-deb cannot read the package".into(),
+    })
 }
 
 #[cfg(test)]

@@ -17,33 +17,17 @@ const LIMIT: Duration = Duration::from_secs(3600);
 /// root, and names in these may lead anywhere. So it sees the host read-only, without devices and
 /// network, and can write only to `room`.
 pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
-    let bwrap = tool(
-        "bwrap",
-        "confines the programs that unpack images and packages",
-        "bubblewrap",
-    )?;
+    let what = "confines the programs that unpack images and packages";
+    let bwrap = tool("bwrap", what, "bubblewrap")?;
     let mut command = Command::new(bwrap);
     command
-        .args([
-            "--ro-bind",
-            "/",
-            "/",
-            "--dev",
-            "/dev",
-            "--proc",
-            "/proc",
-            "--bind",
-        ])
+        .args(["--ro-bind", "/", "/", "--dev", "/dev"])
+        .args(["--proc", "/proc", "--bind"])
         .args([room, room])
         // The program needs capabilities to set the owners of files.
-        .args([
-            "--cap-add",
-            "ALL",
-            "--unshare-net",
-            "--unshare-pid",
-            "--unshare-ipc",
-        ])
-        .args(["--die-with-parent", "--chdir", "/", "--"])
+        .args(["--cap-add", "ALL", "--unshare-net"])
+        .args(["--unshare-pid", "--unshare-ipc", "--die-with-parent"])
+        .args(["--chdir", "/", "--"])
         .arg(program);
     Ok(command)
 }
@@ -72,22 +56,17 @@ pub(super) fn run_with_input(
     command: &mut Command,
 ) -> Result<String, SegmentError> {
     let why = |why: String| SegmentError::Tool { program: name, why };
-    let child = command
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .process_group(0)
-        .spawn()
-        .map_err(|error| why(error.to_string()))?;
-    let done = helper::output_of(child, LIMIT).map_err(|error| why(error.to_string()))?;
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.process_group(0).spawn();
+    let done = child.and_then(|child| helper::output_of(child, LIMIT));
+    let done = done.map_err(|error| why(error.to_string()))?;
     let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
-    let ended = done.status;
-    if ended.success() {
-        Ok(said)
-    } else {
-        let tail: Vec<&str> = said.lines().rev().take(3).collect();
-        let words: Vec<&str> = tail.into_iter().rev().collect();
-        Err(why(format!("{} ({ended})", words.join("; "))))
+    if done.status.success() {
+        return Ok(said);
     }
+    let lines: Vec<&str> = said.lines().collect();
+    let tail = &lines[lines.len().saturating_sub(3)..];
+    Err(why(format!("{} ({})", tail.join("; "), done.status)))
 }
 
 #[cfg(test)]

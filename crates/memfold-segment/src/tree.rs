@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
@@ -60,47 +60,26 @@ impl Filter {
     }
 
     fn wants(&self, path: &Path, is_file: bool) -> bool {
-        let listed = || {
-            !is_file
-                || self
-                    .only
-                    .as_ref()
-                    .is_none_or(|only| only.contains(path.as_os_str().as_bytes()))
-        };
-        self.include.is_match(path) && !self.exclude.is_match(path) && listed()
+        let only = self.only.as_ref().filter(|_| is_file);
+        self.include.is_match(path)
+            && !self.exclude.is_match(path)
+            && only.is_none_or(|only| only.contains(path.as_os_str().as_bytes()))
     }
 }
 
 /// Compiles glob patterns of paths, each beginning with a slash.
 pub fn globs(texts: &[String]) -> Result<GlobSet, SegmentError> {
-    let bad = |text: &str, why: &dyn std::fmt::Display| {
-        SegmentError::Name(format!("'{text}' is not a glob of paths: {why}"))
-    };
     let mut set = GlobSetBuilder::new();
     for text in texts {
+        let bad = |why: &str| SegmentError::Name(format!("'{text}' is not a glob of paths: {why}"));
         if !text.starts_with('/') {
-            return Err(bad(
-                text,
-                &"a glob begins with a slash, as in '/usr/lib/**'",
-            ));
+            return Err(bad("a glob begins with a slash, as in '/usr/lib/**'"));
         }
-        let glob = GlobBuilder::new(text)
-            .literal_separator(true)
-            .build()
-            .map_err(|error| bad(text, &error))?;
-        set.add(glob);
+        let glob = GlobBuilder::new(text).literal_separator(true).build();
+        set.add(glob.map_err(|error| bad(&error.to_string()))?);
     }
     set.build()
         .map_err(|error| SegmentError::Name(error.to_string()))
-}
-
-/// Kind of an entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Directory,
-    File,
-    Link,
-    Device,
 }
 
 /// One entry of the chosen tree.
@@ -108,7 +87,6 @@ enum Kind {
 struct Entry {
     /// Path of the entry, relative to the root.
     path: PathBuf,
-    kind: Kind,
     facts: fs::Metadata,
 }
 
@@ -121,7 +99,7 @@ pub struct Tree {
 }
 
 /// Digest and size of a tree.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
     /// BLAKE3 over all entries, 64 hexadecimal digits.
     pub digest: String,
@@ -139,34 +117,23 @@ impl Tree {
         walk(root, Path::new(""), filter, everything, &mut entries)?;
         // The entries are sorted by bytes, because the order in the file system must not influence
         // the build.
-        entries.sort_by(|a, b| {
-            a.path
-                .as_os_str()
-                .as_bytes()
-                .cmp(b.path.as_os_str().as_bytes())
-        });
-        Ok(Self {
-            root: root.to_owned(),
-            entries,
-        })
+        entries.sort_by(|a, b| a.path.as_os_str().cmp(b.path.as_os_str()));
+        let root = root.to_owned();
+        Ok(Self { root, entries })
     }
 
     /// Returns whether only directories were chosen.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.entries
-            .iter()
-            .all(|entry| entry.kind == Kind::Directory)
+        self.entries.iter().all(|entry| entry.facts.is_dir())
     }
 
     /// Returns the top directories of the tree, each beginning with a slash.
     #[must_use]
     pub fn tops(&self) -> Vec<String> {
-        let is_top =
-            |entry: &&Entry| entry.kind == Kind::Directory && entry.path.components().count() == 1;
-        self.entries
-            .iter()
-            .filter(is_top)
+        let directories = self.entries.iter().filter(|entry| entry.facts.is_dir());
+        directories
+            .filter(|entry| entry.path.components().count() == 1)
             .filter_map(|entry| Some(format!("/{}", entry.path.to_str()?)))
             .collect()
     }
@@ -174,14 +141,10 @@ impl Tree {
     /// Copies the tree into the empty directory `to`, with owners, modes, times, links and the
     /// extended attributes that matter.
     pub fn copy(&self, to: &Path, progress: &Progress) -> io::Result<Contents> {
-        let bytes = self.entries.iter().filter(|e| e.kind == Kind::File);
+        let bytes = self.entries.iter().filter(|e| e.facts.is_file());
         progress.begin("files copied", bytes.map(|e| e.facts.len()).sum());
         let mut sum = blake3::Hasher::new();
-        let mut contents = Contents {
-            digest: String::new(),
-            files: 0,
-            bytes: 0,
-        };
+        let mut contents = Contents::default();
         let mut first_names: HashMap<(u64, u64), PathBuf> = HashMap::new();
         for entry in &self.entries {
             let (from, place) = (self.root.join(&entry.path), to.join(&entry.path));
@@ -191,33 +154,31 @@ impl Tree {
                 io::Error::new(error.kind(), format!("{}: {error}", file.display()))
             };
             note(&mut sum, entry);
-            match entry.kind {
-                Kind::Directory => fs::create_dir(&place).map_err(at)?,
-                Kind::File => {
-                    contents.files += 1;
-                    let inode = (entry.facts.dev(), entry.facts.ino());
-                    if entry.facts.nlink() > 1 {
-                        if let Some(first) = first_names.get(&inode) {
-                            sum.update(b"=").update(first.as_os_str().as_bytes());
-                            fs::hard_link(to.join(first), &place).map_err(at)?;
-                            continue;
-                        }
-                        first_names.insert(inode, entry.path.clone());
+            let facts = &entry.facts;
+            if facts.is_dir() {
+                fs::create_dir(&place).map_err(at)?;
+            } else if facts.is_file() {
+                contents.files += 1;
+                if facts.nlink() > 1 {
+                    let inode = (facts.dev(), facts.ino());
+                    if let Some(first) = first_names.get(&inode) {
+                        sum.update(b"=").update(first.as_os_str().as_bytes());
+                        fs::hard_link(to.join(first), &place).map_err(at)?;
+                        continue;
                     }
-                    contents.bytes += copy_file(&from, &place, &mut sum, progress).map_err(at)?;
+                    first_names.insert(inode, entry.path.clone());
                 }
-                Kind::Link => {
-                    let target = fs::read_link(&from).map_err(at)?;
-                    sum.update(target.as_os_str().as_bytes());
-                    std::os::unix::fs::symlink(target, &place).map_err(at)?;
-                }
-                Kind::Device => {
-                    let kind = FileType::from_raw_mode(entry.facts.mode());
-                    let mode = rustix::fs::Mode::from_raw_mode(entry.facts.mode() & 0o7777);
-                    sum.update(&entry.facts.rdev().to_le_bytes());
-                    rustix::fs::mknodat(CWD, &place, kind, mode, entry.facts.rdev())
-                        .map_err(|errno| at(errno.into()))?;
-                }
+                contents.bytes += copy_file(&from, &place, &mut sum, progress).map_err(at)?;
+            } else if facts.is_symlink() {
+                let target = fs::read_link(&from).map_err(at)?;
+                sum.update(target.as_os_str().as_bytes());
+                std::os::unix::fs::symlink(target, &place).map_err(at)?;
+            } else {
+                let kind = FileType::from_raw_mode(facts.mode());
+                let mode = rustix::fs::Mode::from_raw_mode(facts.mode() & 0o7777);
+                sum.update(&facts.rdev().to_le_bytes());
+                rustix::fs::mknodat(CWD, &place, kind, mode, facts.rdev())
+                    .map_err(|errno| at(errno.into()))?;
             }
             attributes(&from, &place, entry, &mut sum).map_err(at)?;
         }
@@ -249,28 +210,21 @@ fn walk(
         let entry = entry.map_err(named)?;
         let path = below.join(entry.file_name());
         let facts = entry.metadata().map_err(named)?;
-        let kind = match facts.file_type() {
-            t if t.is_dir() => Kind::Directory,
-            t if t.is_file() => Kind::File,
-            t if t.is_symlink() => Kind::Link,
-            _ if FileType::from_raw_mode(facts.mode()) == FileType::Socket => continue,
-            _ => Kind::Device,
-        };
         let seen = Path::new("/").join(&path);
-        if kind == Kind::Directory {
+        if facts.file_type().is_socket() {
+            continue;
+        }
+        if facts.is_dir() {
             let before = entries.len();
-            entries.push(Entry {
-                path: path.clone(),
-                kind,
-                facts,
-            });
-            walk(root, &path, filter, everything, entries)?;
+            let below = path.clone();
+            entries.push(Entry { path, facts });
+            walk(root, &below, filter, everything, entries)?;
             let is_used = entries.len() > before + 1;
             if !(is_used || everything && filter.wants(&seen, false)) {
                 entries.truncate(before);
             }
-        } else if filter.wants(&seen, kind == Kind::File) {
-            entries.push(Entry { path, kind, facts });
+        } else if filter.wants(&seen, facts.is_file()) {
+            entries.push(Entry { path, facts });
         }
     }
     Ok(())
@@ -286,7 +240,7 @@ fn note(sum: &mut blake3::Hasher, entry: &Entry) {
         sum.update(&number.to_le_bytes());
     }
     // The length of a directory or a link depends on its file system, so it is not added.
-    if entry.kind == Kind::File {
+    if facts.is_file() {
         sum.update(&facts.len().to_le_bytes());
     }
     for number in [facts.mtime(), facts.mtime_nsec()] {
@@ -314,15 +268,25 @@ fn copy_file(
         .custom_flags(nofollow)
         .open(from)?;
     let mut to = File::options().write(true).create_new(true).open(to)?;
-    let mut piece = vec![0; PIECE];
-    let mut done = 0;
+    sum_up(&mut from, sum, progress, |piece| to.write_all(piece))
+}
+
+/// Adds the bytes of a file to a sum, and passes them to `each` piece by piece. Returns their
+/// number.
+pub(super) fn sum_up(
+    file: &mut File,
+    sum: &mut blake3::Hasher,
+    progress: &Progress,
+    mut each: impl FnMut(&[u8]) -> io::Result<()>,
+) -> io::Result<u64> {
+    let (mut piece, mut done) = (vec![0; PIECE], 0);
     loop {
-        let length = from.read(&mut piece)?;
+        let length = file.read(&mut piece)?;
         if length == 0 {
             return Ok(done);
         }
         sum.update(&piece[..length]);
-        to.write_all(&piece[..length])?;
+        each(&piece[..length])?;
         done += length as u64;
         progress.add(length as u64);
     }
@@ -332,7 +296,7 @@ fn copy_file(
 fn attributes(from: &Path, to: &Path, entry: &Entry, sum: &mut blake3::Hasher) -> io::Result<()> {
     let facts = &entry.facts;
     std::os::unix::fs::lchown(to, Some(facts.uid()), Some(facts.gid()))?;
-    if entry.kind == Kind::Link {
+    if facts.is_symlink() {
         return Ok(());
     }
     // The mode is set after the owner, whose change clears set-user-ID and capabilities.

@@ -15,22 +15,30 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// Number of consecutive polls that may fail, because QEMU's main loop may be busy for long.
 const PATIENCE: u32 = 3;
 
+/// A VM's monitor, which other tasks may use between two uses.
+pub trait Monitor {
+    /// Locks the monitor.
+    fn qmp(&self) -> impl DerefMut<Target = Qmp>;
+}
+
+impl<F: Fn() -> M, M: DerefMut<Target = Qmp>> Monitor for F {
+    fn qmp(&self) -> impl DerefMut<Target = Qmp> {
+        self()
+    }
+}
+
 /// Returns QEMU's record of the job with this name, if it exists.
-pub(super) fn find<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-    id: &str,
-) -> Result<Option<Value>, String> {
-    let jobs = monitor()
-        .execute("query-jobs", json!({}))
-        .map_err(|error| error.to_string())?;
+pub(super) fn find(monitor: &impl Monitor, id: &str) -> Result<Option<Value>, String> {
+    let jobs = monitor.qmp().execute("query-jobs", json!({}));
+    let jobs = jobs.map_err(|error| error.to_string())?;
     let mut jobs = jobs.as_array().into_iter().flatten();
     Ok(jobs.find(|job| job["id"] == id).cloned())
 }
 
 /// Waits until a job that was started without `auto-dismiss` has ended, and returns its result. A
 /// job that becomes ready is completed. `mind` is called between polls; its error ends the wait.
-pub(super) fn finish<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
+pub(super) fn finish(
+    monitor: &impl Monitor,
     id: &str,
     timeout: Duration,
     progress: Option<&Progress>,
@@ -40,16 +48,14 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
     let (mut done, mut failed, mut look) = (0, 0, FIRST_LOOK);
     loop {
         mind()?;
-        let found = match find(monitor, id) {
-            Err(_) if failed < PATIENCE => {
-                failed += 1;
-                std::thread::sleep(LOOK_EVERY);
-                continue;
-            }
-            found => found?,
-        };
+        let found = find(monitor, id);
+        if found.is_err() && failed < PATIENCE {
+            failed += 1;
+            std::thread::sleep(LOOK_EVERY);
+            continue;
+        }
         failed = 0;
-        let job = found.ok_or("its block job is gone")?;
+        let job = found?.ok_or("its block job is gone")?;
         let now = job["current-progress"].as_u64().unwrap_or(done).max(done);
         if let Some(progress) = progress {
             progress.add(now - done);
@@ -68,7 +74,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
         if job["status"] == "ready" {
             // QEMU refuses the command if the job has ended meanwhile; the next poll shows the
             // result.
-            let _ = monitor().execute("job-complete", json!({ "id": id }));
+            let _ = monitor.qmp().execute("job-complete", json!({ "id": id }));
         }
         std::thread::sleep(look);
         look = (look * 2).min(LOOK_EVERY);
@@ -76,10 +82,7 @@ pub(super) fn finish<M: DerefMut<Target = Qmp>>(
 }
 
 /// Dismisses a job that has ended.
-pub(super) fn dismiss<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-    id: &str,
-) -> Result<(), String> {
-    let done = monitor().execute("job-dismiss", json!({ "id": id }));
+pub(super) fn dismiss(monitor: &impl Monitor, id: &str) -> Result<(), String> {
+    let done = monitor.qmp().execute("job-dismiss", json!({ "id": id }));
     done.map(drop).map_err(|error| error.to_string())
 }

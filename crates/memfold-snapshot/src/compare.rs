@@ -5,6 +5,7 @@
 //! touches. Several workers compare pieces of chunks in any order. A worker does not know the
 //! results for the neighbouring pieces, so it assumes that they are equal, too.
 
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -14,6 +15,7 @@ use super::candidates::{Candidates, FEWEST_PAGES, Run};
 use super::image::{CHUNK_PAGES, Source, bytes};
 use super::manifest::MOST_MAPPINGS;
 use super::pipeline::PIECE_BYTES;
+use super::ranges::joined;
 use super::refer::Reference;
 
 /// Number of pages that a worker reads, hashes and writes at a time.
@@ -65,10 +67,10 @@ impl Comparison {
             for run in self.candidates.within(at(from)..at(to)) {
                 let page = |hva: Hva| hva.clamp(at(from), at(to)).pages_since(piece.block.hva);
                 let here = (page(run.hva), page(run.hva.add_pages(run.pages)));
-                for equal in self.equal(piece, run, here, other) {
-                    if self.note(piece, run, equal, references) {
-                        left.extend((next < equal.0).then_some((next, equal.0)));
-                        next = equal.1;
+                for Range { start, end } in self.equal(piece, run, here, other) {
+                    if self.note(piece, run, (start, end), references) {
+                        left.extend((next < start).then_some((next, start)));
+                        next = end;
                     }
                 }
             }
@@ -85,7 +87,7 @@ impl Comparison {
         run: &Run,
         (from, to): (u64, u64),
         other: &mut [u8],
-    ) -> Vec<(u64, u64)> {
+    ) -> Vec<Range<u64>> {
         let source = usize::try_from(run.file).ok();
         let source = source.and_then(|number| self.candidates.files.get(number));
         let part = &piece.bytes[bytes(from - piece.first)..bytes(to - piece.first)];
@@ -96,18 +98,13 @@ impl Comparison {
         if source.is_none_or(|source| source.file.read_exact_at(other, place).is_err()) {
             return Vec::new();
         }
-        let mut found: Vec<(u64, u64)> = Vec::new();
         let pages = part
             .chunks_exact(PAGE_BYTES)
             .zip(other.chunks_exact(PAGE_BYTES));
-        for (page, (own, theirs)) in (from..).zip(pages) {
-            match found.last_mut() {
-                _ if own != theirs => {}
-                Some(last) if last.1 == page => last.1 += 1,
-                _ => found.push((page, page + 1)),
-            }
-        }
-        found
+        let equal = (from..)
+            .zip(pages)
+            .filter(|(_, (own, theirs))| own == theirs);
+        joined(equal.map(|(page, _)| page..page + 1))
     }
 
     /// Adds a reference for pages `from` to `to` of a block, unless the run is too short for a
@@ -130,10 +127,8 @@ impl Comparison {
             file: run.file,
             block: run.block + skipped,
         };
-        if let Some(last) = references
-            .last_mut()
-            .filter(|last| last.goes_on_with(&found))
-        {
+        let last = references.last_mut();
+        if let Some(last) = last.filter(|last| last.goes_on_with(&found)) {
             last.pages += pages;
             return true;
         }
@@ -143,10 +138,8 @@ impl Comparison {
             to % PIECE_PAGES == 0 && run.hva.add_pages(run.pages) > piece.block.hva.add_pages(to);
         let begins = || {
             let take = |left: usize| left.checked_sub(1);
-            let taken = self
-                .beginnings
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
-            taken.is_ok()
+            let (relaxed, left) = (Ordering::Relaxed, &self.beginnings);
+            left.fetch_update(relaxed, relaxed, take).is_ok()
         };
         let is_wanted =
             comes_from_before || ((u64::from(pages) >= FEWEST_PAGES || goes_on) && begins());

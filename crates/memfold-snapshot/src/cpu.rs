@@ -5,7 +5,7 @@
 //! bits (`feature-words`) and by name (one property for each feature). The bits take one query, the
 //! names take hundreds. So names are read only to save a VM, and to report missing features.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use memfold_vm::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
@@ -29,6 +29,9 @@ const NO_FEATURES: [&str; 9] = [
 /// Maximum number of features that an error message lists.
 const NAMED: usize = 12;
 
+/// CPUID registers with features: leaf, sub-leaf and register in QEMU's notation, and the set bits.
+type Words = Vec<(String, u64)>;
+
 /// Model and features of a guest's CPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cpu {
@@ -36,7 +39,7 @@ pub struct Cpu {
     pub model: String,
     /// CPUID registers with features: leaf, sub-leaf and register in QEMU's notation, and the set
     /// bits.
-    pub words: Vec<(String, u64)>,
+    pub words: Words,
     /// Names of enabled features in QEMU.
     pub features: BTreeSet<String>,
 }
@@ -44,25 +47,20 @@ pub struct Cpu {
 impl Cpu {
     /// Reads the CPU of a VM. Returns `None` if QEMU does not report it.
     pub fn of(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
-        let Some((path, model)) = first(qmp)? else {
+        let Some((path, model, words)) = first(qmp)? else {
             return Ok(None);
         };
-        let Some(words) = words(qmp, &path)? else {
-            return Ok(None);
-        };
+        let features = features(qmp, &path)?;
         Ok(Some(Self {
             model,
             words,
-            features: features(qmp, &path)?,
+            features,
         }))
     }
 
     /// Refuses a VM whose CPU lacks features of this CPU. The error lists the missing features.
     pub fn check(&self, name: &str, qmp: &mut Qmp) -> Result<(), SnapshotError> {
-        let Some((path, model)) = first(qmp)? else {
-            return Ok(());
-        };
-        let Some(now) = words(qmp, &path)? else {
+        let Some((path, model, now)) = first(qmp)? else {
             return Ok(());
         };
         let lacks = lacking_bits(&self.words, &now);
@@ -76,30 +74,28 @@ impl Cpu {
         }
         let more = missing.len().saturating_sub(NAMED);
         missing.truncate(NAMED);
-        let more = if more == 0 {
-            String::new()
-        } else {
-            format!(" and {more} more")
+        let more = match more {
+            0 => String::new(),
+            _ => format!(" and {more} more"),
         };
-        Err(SnapshotError::Broken {
-            name: name.into(),
-            why: format!(
-                "the saved guest's CPU ({}) has {}{more}, which this host's CPU ({model}) lacks; restore on a host with these features, or save a VM started with a model that all hosts have (--cpu)",
-                self.model,
-                missing.join(", ")
-            ),
-        })
+        let why = format!(
+            "the saved guest's CPU ({}) has {}{more}, which this host's CPU ({model}) lacks; restore on a host with these features, or save a VM started with a model that all hosts have (--cpu)",
+            self.model,
+            missing.join(", ")
+        );
+        Err(SnapshotError::broken(name, why))
     }
 }
 
-/// Returns path and type of the first CPU in QEMU's object tree.
-fn first(qmp: &mut Qmp) -> Result<Option<(String, String)>, QmpError> {
+/// Returns path, type and CPUID registers of the first CPU in QEMU's object tree.
+fn first(qmp: &mut Qmp) -> Result<Option<(String, String, Words)>, QmpError> {
     let cpus = qmp.query("query-cpus-fast")?;
     let Some(path) = cpus[0]["qom-path"].as_str().map(str::to_owned) else {
         return Ok(None);
     };
     let model = get(qmp, &path, "type")?.as_str().map(str::to_owned);
-    Ok(model.map(|model| (path, model)))
+    let words = words(qmp, &path)?;
+    Ok(model.zip(words).map(|(model, words)| (path, model, words)))
 }
 
 /// Reads a property; the result is null if the property does not exist.
@@ -110,7 +106,7 @@ fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, QmpError> {
     }
 }
 
-fn words(qmp: &mut Qmp, path: &str) -> Result<Option<Vec<(String, u64)>>, QmpError> {
+fn words(qmp: &mut Qmp, path: &str) -> Result<Option<Words>, QmpError> {
     let word = |word: &Value| {
         let leaf = word["cpuid-input-eax"].as_u64()?;
         let sub = word["cpuid-input-ecx"].as_u64();
@@ -119,9 +115,8 @@ fn words(qmp: &mut Qmp, path: &str) -> Result<Option<Vec<(String, u64)>>, QmpErr
         Some((name, word["features"].as_u64().filter(|bits| *bits != 0)?))
     };
     let words = get(qmp, path, "feature-words")?;
-    Ok(words
-        .as_array()
-        .map(|words| words.iter().filter_map(word).collect()))
+    let words = words.as_array();
+    Ok(words.map(|words| words.iter().filter_map(word).collect()))
 }
 
 fn features(qmp: &mut Qmp, path: &str) -> Result<BTreeSet<String>, QmpError> {
@@ -141,11 +136,8 @@ fn features(qmp: &mut Qmp, path: &str) -> Result<BTreeSet<String>, QmpError> {
 
 /// Returns as text the bits that are set in `then` but not in `now`.
 fn lacking_bits(then: &[(String, u64)], now: &[(String, u64)]) -> Vec<String> {
-    let bits = |word: &str| {
-        now.iter()
-            .find(|(name, _)| name == word)
-            .map_or(0, |(_, bits)| *bits)
-    };
+    let now: BTreeMap<_, _> = now.iter().cloned().collect();
+    let bits = |word| now.get(word).copied().unwrap_or(0);
     let lacking = then.iter().map(|(word, saved)| (word, saved & !bits(word)));
     lacking
         .filter(|(_, bits)| *bits != 0)

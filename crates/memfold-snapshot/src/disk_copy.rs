@@ -14,7 +14,6 @@
 //! not the VM.
 
 use std::fs::File;
-use std::ops::DerefMut;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -28,7 +27,7 @@ use memfold_vm::{Qmp, VmSpec, overlay};
 use rustix::fs::OFlags;
 use serde_json::json;
 
-use super::block_job;
+use super::block_job::{self, Monitor};
 use super::disk_chain::{delete_node, device};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
@@ -61,28 +60,12 @@ pub(super) struct Copied {
     old: PathBuf,
 }
 
-/// Names of the nodes and the job for the copy of a disk. They are the same for every save, because
-/// only one save runs at a time, and the next save removes remains of an interrupted one.
-struct Names {
-    disk: String,
-    before: String,
-    access: String,
-    old: String,
-    new: String,
-    job: String,
-}
-
-impl Names {
-    fn of(spec: &VmSpec, disk: usize) -> Self {
-        Self {
-            disk: spec.disk_node(disk),
-            before: format!("save-before{disk}"),
-            access: format!("save-access{disk}"),
-            old: format!("save-old{disk}"),
-            new: format!("save-new{disk}"),
-            job: format!("save-disk{disk}"),
-        }
-    }
+/// Returns the name of a node or of the job for the copy of a disk: of the filter (`before`), of
+/// the node for reading (`access`), of the files (`old`, `new`), or of the job (`disk`). The names
+/// are the same for every save, because only one save runs at a time, and the next save removes
+/// remains of an interrupted one.
+fn name(part: &str, disk: usize) -> String {
+    format!("save-{part}{disk}")
 }
 
 /// Returns the disks that the VM writes in place. For a VM that memfold did not start, returns the
@@ -107,11 +90,8 @@ pub(super) fn prepare(
         // The copy also contains the data of the disk's backing files.
         let image = &device["inserted"]["image"];
         let chain = std::iter::successors(Some(image), |image| image.get("backing-image"));
-        Some(
-            chain
-                .filter_map(|image| image["actual-size"].as_u64())
-                .sum::<u64>(),
-        )
+        let sizes = chain.filter_map(|image| image["actual-size"].as_u64());
+        Some(sizes.sum::<u64>())
     };
     let bytes = in_place(spec).filter_map(held).sum();
     if in_place(spec).next().is_some() {
@@ -123,20 +103,18 @@ pub(super) fn prepare(
     }
     let mut copies = Vec::new();
     for disk in in_place(spec) {
-        let names = Names::of(spec, disk);
         let device = device(&devices, spec, disk)
-            .filter(|device| device["inserted"]["node-name"] == *names.disk)
+            .filter(|device| device["inserted"]["node-name"] == *spec.disk_node(disk))
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU does not report disk {disk}")))?;
+        let bytes = device["inserted"]["image"]["virtual-size"].as_u64();
         let copy = Copied {
             disk,
             device: device["qdev"].as_str().unwrap_or_default().to_owned(),
-            bytes: device["inserted"]["image"]["virtual-size"]
-                .as_u64()
-                .unwrap_or(0),
+            bytes: bytes.unwrap_or(0),
             old: draft.path().join(format!("old{disk}.qcow2")),
         };
         let new = draft.path().join(disk_name(disk));
-        for (node, file) in [(&names.old, &copy.old), (&names.new, &new)] {
+        for (part, file) in [("old", &copy.old), ("new", &new)] {
             let failed = failed(file);
             overlay::create_empty(file, copy.bytes).map_err(failed)?;
             // The copies use the page cache without flushes: otherwise QEMU would wait for the
@@ -149,7 +127,7 @@ pub(super) fn prepare(
             let added = qmp.execute_on_disks(
                 "blockdev-add",
                 json!({
-                    "driver": "qcow2", "node-name": node, "discard": "unmap", "cache": cache,
+                    "driver": "qcow2", "node-name": name(part, disk), "discard": "unmap", "cache": cache,
                     // The filter does not report which parts of a disk over a backing file are
                     // empty.
                     "detect-zeroes": "unmap",
@@ -173,64 +151,57 @@ pub(super) fn prepare(
     Ok(copies)
 }
 
-fn written<'a>(spec: &'a VmSpec, copies: &'a [Copied]) -> impl Iterator<Item = &'a Copied> {
-    copies
-        .iter()
-        .filter(|copy| !spec.disks[copy.disk].read_only)
-}
-
 /// Inserts the filters, which save old data before the VM overwrites them. The VM must be stopped.
 pub(super) fn begin(qmp: &mut Qmp, spec: &VmSpec, copies: &[Copied]) -> Result<(), SnapshotError> {
-    for copy in written(spec, copies) {
-        let names = Names::of(spec, copy.disk);
+    let is_written = |copy: &&Copied| !spec.disks[copy.disk].read_only;
+    for Copied { disk, device, .. } in copies.iter().filter(is_written) {
+        let (before, old) = (name("before", *disk), name("old", *disk));
         qmp.execute_on_disks(
             "blockdev-add",
             json!({
-                "driver": "copy-before-write", "node-name": names.before, "file": names.disk, "target": names.old,
+                "driver": "copy-before-write", "node-name": before, "file": spec.disk_node(*disk), "target": old,
                 "on-cbw-error": "break-snapshot", "cbw-timeout": ASIDE_TIMEOUT_S, "discard": "unmap",
             }),
         )?;
-        set_drive(qmp, &copy.device, &names.before)?;
+        set_drive(qmp, device, &before)?;
     }
     Ok(())
 }
 
 /// Copies the disks as of the snapshot's instant while the VM runs, and removes the filters.
 /// Returns how long the copying took.
-pub(super) fn finish<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
+pub(super) fn finish(
+    monitor: &impl Monitor,
     copies: &[Copied],
     spec: &VmSpec,
     draft: &Draft,
     progress: &Progress,
 ) -> Result<Duration, SnapshotError> {
     let began = Instant::now();
-    let bytes = copies.iter().map(|copy| copy.bytes).sum();
-    progress.begin("disks copied", bytes);
-    for copy in copies {
-        let names = Names::of(spec, copy.disk);
+    progress.begin("disks copied", copies.iter().map(|copy| copy.bytes).sum());
+    for &Copied { disk, .. } in copies {
         // A disk that nobody writes is copied directly.
         let mut job = json!({
-            "job-id": names.job, "device": names.disk, "target": names.new, "sync": "full", "auto-dismiss": false,
+            "job-id": name("disk", disk), "device": spec.disk_node(disk), "target": name("new", disk), "sync": "full", "auto-dismiss": false,
         });
-        if !spec.disks[copy.disk].read_only {
-            monitor().execute_on_disks(
+        if !spec.disks[disk].read_only {
+            let access = name("access", disk);
+            monitor.qmp().execute_on_disks(
                 "blockdev-add",
-                json!({ "driver": "snapshot-access", "node-name": names.access, "file": names.before, "discard": "unmap" }),
+                json!({ "driver": "snapshot-access", "node-name": access, "file": name("before", disk), "discard": "unmap" }),
             )?;
-            job["device"] = names.access.into();
+            job["device"] = access.into();
             // Saved old data that were copied are no longer needed.
             job["discard-source"] = true.into();
         }
-        monitor().execute_on_disks("blockdev-backup", job)?;
+        monitor.qmp().execute_on_disks("blockdev-backup", job)?;
     }
     // All copy jobs run in parallel, because the saved old data of a disk grow until the disk is
     // copied.
-    for copy in copies {
-        let names = Names::of(spec, copy.disk);
-        let enough = || enough_room(draft.path(), 0);
-        block_job::finish(monitor, &names.job, COPY_TIMEOUT, Some(progress), enough)
-            .map_err(|why| SnapshotError::Impossible(words(copy.disk, &why)))?;
+    for &Copied { disk, .. } in copies {
+        let (job, enough) = (name("disk", disk), || enough_room(draft.path(), 0));
+        block_job::finish(monitor, &job, COPY_TIMEOUT, Some(progress), enough)
+            .map_err(|why| SnapshotError::Impossible(words(disk, &why)))?;
     }
     remove(monitor, spec)?;
     for copy in copies {
@@ -259,15 +230,13 @@ fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     let room = rustix::fs::statvfs(place).map_err(|error| error.to_string())?;
     let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
     let free = room.f_bavail * room.f_frsize;
-    if free < bytes + reserve {
-        return Err(format!(
-            "No space left: {} free, {} needed, {} must stay free",
-            ByteSize(free),
-            ByteSize(bytes),
-            ByteSize(reserve)
-        ));
+    if free >= bytes + reserve {
+        return Ok(());
     }
-    Ok(())
+    let (free, needed, reserve) = (ByteSize(free), ByteSize(bytes), ByteSize(reserve));
+    Err(format!(
+        "No space left: {free} free, {needed} needed, {reserve} must stay free"
+    ))
 }
 
 /// Checks that a copy is complete, because QEMU does not report errors from closing the file.
@@ -284,44 +253,36 @@ fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
 
 /// Removes filters and copy jobs from the VM's disks, whether this daemon or a killed one added
 /// them.
-pub(super) fn remove<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-    spec: &VmSpec,
-) -> Result<(), SnapshotError> {
+pub(super) fn remove(monitor: &impl Monitor, spec: &VmSpec) -> Result<(), SnapshotError> {
     // The other disks' filters are removed, too, if one cannot be removed.
     let all = in_place(spec).map(|disk| remove_one(monitor, spec, disk));
     all.fold(Ok(()), Result::and)
 }
 
-fn remove_one<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-    spec: &VmSpec,
-    disk: usize,
-) -> Result<(), SnapshotError> {
-    let names = Names::of(spec, disk);
-    cancel(monitor, &names.job).map_err(SnapshotError::Qemu)?;
-    let mut qmp = monitor();
-    delete_node(&mut qmp, &names.access)?;
+fn remove_one(monitor: &impl Monitor, spec: &VmSpec, disk: usize) -> Result<(), SnapshotError> {
+    cancel(monitor, &name("disk", disk)).map_err(SnapshotError::Qemu)?;
+    let mut qmp = monitor.qmp();
+    delete_node(&mut qmp, &name("access", disk))?;
     let devices = qmp.query("query-block")?;
-    if let Some(device) = device(&devices, spec, disk) {
-        if device["inserted"]["node-name"] == *names.before {
-            let path = device["qdev"].as_str().unwrap_or_default();
-            set_drive(&mut qmp, path, &names.disk)?;
-        }
+    let device = device(&devices, spec, disk);
+    let filtered = device.filter(|of| of["inserted"]["node-name"] == name("before", disk));
+    if let Some(device) = filtered {
+        let path = device["qdev"].as_str().unwrap_or_default();
+        set_drive(&mut qmp, path, &spec.disk_node(disk))?;
     }
-    for node in [&names.before, &names.old, &names.new] {
-        delete_node(&mut qmp, node)?;
+    for part in ["before", "old", "new"] {
+        delete_node(&mut qmp, &name(part, disk))?;
     }
     Ok(())
 }
 
-fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M, id: &str) -> Result<(), String> {
+fn cancel(monitor: &impl Monitor, id: &str) -> Result<(), String> {
     let Some(job) = block_job::find(monitor, id)? else {
         return Ok(());
     };
     if job["status"] != "concluded" {
         // QEMU refuses the command if the job has ended meanwhile.
-        let _ = monitor().execute("job-cancel", json!({ "id": id }));
+        let _ = monitor.qmp().execute("job-cancel", json!({ "id": id }));
     }
     // The job's result is an error because it was cancelled.
     let _ = block_job::finish(monitor, id, CANCEL_TIMEOUT, None, || Ok(()));

@@ -48,6 +48,13 @@ pub enum SnapshotError {
     Broken { name: String, why: String },
 }
 
+impl SnapshotError {
+    pub(super) fn broken(name: &str, why: impl Into<String>) -> Self {
+        let (name, why) = (name.into(), why.into());
+        Self::Broken { name, why }
+    }
+}
+
 /// Returns a function that adds a path to an I/O error.
 pub(super) fn failed<P: AsRef<Path> + Copy>(path: P) -> impl Fn(io::Error) -> SnapshotError + Copy {
     move |source| SnapshotError::Files {

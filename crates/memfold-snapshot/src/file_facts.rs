@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use memfold_store::StoreIdentity;
 use memfold_vm::block_device::BlockDevice;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -15,23 +16,21 @@ use super::pipeline;
 /// Attributes of a file that change as soon as somebody writes to the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
-    device: u64,
-    inode: u64,
+    identity: StoreIdentity,
     bytes: u64,
-    modified_ns: i128,
+    modified: (i64, i64),
     /// Time of the last change of the inode, which nobody can set without setting the host's clock.
-    changed_ns: i128,
+    changed: (i64, i64),
 }
 
 impl Stamp {
     pub(super) fn of(file: &File) -> io::Result<Self> {
         let facts = file.metadata()?;
         Ok(Self {
-            device: facts.dev(),
-            inode: facts.ino(),
+            identity: (&facts).into(),
             bytes: facts.len(),
-            modified_ns: modified_ns(&facts),
-            changed_ns: i128::from(facts.ctime()) * 1_000_000_000 + i128::from(facts.ctime_nsec()),
+            modified: (facts.mtime(), facts.mtime_nsec()),
+            changed: (facts.ctime(), facts.ctime_nsec()),
         })
     }
 }
@@ -58,25 +57,26 @@ pub(super) fn device(path: &Path) -> Result<Option<BlockDevice>, SnapshotError> 
 }
 
 /// Returns a file's modification time, in nanoseconds since 1970.
-pub(super) fn modified_ns(facts: &fs::Metadata) -> i128 {
-    i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
+pub(super) fn modified_ns(facts: &fs::Metadata) -> i64 {
+    let seconds = facts.mtime().saturating_mul(1_000_000_000);
+    seconds.saturating_add(facts.mtime_nsec())
 }
 
 /// Returns the present facts of files and block devices. Leaves out paths that lead to no file.
 pub(super) fn backing_files(
     paths: impl Iterator<Item = PathBuf>,
 ) -> Result<Vec<BackingFile>, SnapshotError> {
-    let mut found = Vec::new();
-    for path in paths {
-        let Ok(facts) = fs::metadata(&path) else {
-            continue;
-        };
-        found.push(BackingFile {
-            bytes: facts.len(),
-            modified_ns: modified_ns(&facts),
-            device: device(&path)?,
-            path,
-        });
-    }
-    Ok(found)
+    let files = paths.filter(|path| path.exists());
+    files.map(|path| backing_file(&path, &path)).collect()
+}
+
+/// Returns the present facts of the file or block device at `at`, to be recorded as `path`.
+pub(super) fn backing_file(at: &Path, path: &Path) -> Result<BackingFile, SnapshotError> {
+    let facts = fs::metadata(at).map_err(failed(at))?;
+    Ok(BackingFile {
+        path: path.into(),
+        bytes: facts.len(),
+        modified_ns: modified_ns(&facts),
+        device: device(at)?,
+    })
 }

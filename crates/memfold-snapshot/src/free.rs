@@ -19,6 +19,8 @@ use rustix::process::Pid;
 
 use memfold_vm::RamLayout;
 
+use super::ranges::{joined, without};
+
 /// Script that runs the agent's own program in the guest. The script's shell is a child of the
 /// agent, so the agent's program is that of the shell's parent.
 pub const LIST: &str = "exec /proc/$PPID/exe --free-pages";
@@ -37,12 +39,7 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     let run = |line: &str| -> Option<Frames> {
         let (first, count) = line.split_once(' ')?;
         let first: u64 = first.parse().ok()?;
-        let count: u64 = count.parse().ok()?;
-        Some(first..first.checked_add(count)?)
-    };
-    let wrong = |line: &str| {
-        let shown: String = line.chars().take(40).collect();
-        format!("not a line of the list: '{shown}'")
+        Some(first..first.checked_add(count.parse().ok()?)?)
     };
     // A hostile guest may send a list of any length.
     let most = usize::try_from(pages / FRAMES_A_RUN + 64).unwrap_or(usize::MAX);
@@ -51,15 +48,14 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     }
     let mut runs: Vec<Frames> = Vec::new();
     for line in text.lines() {
-        let run = run(line)
-            .filter(|run| !run.is_empty())
-            .ok_or_else(|| wrong(line))?;
         // The agent writes runs in ascending order. Overlapping runs would make later steps process
         // the same memory several times.
-        if runs.last().is_some_and(|last| last.end > run.start) {
-            return Err(wrong(line));
-        }
-        runs.push(run);
+        let next = runs.last().map_or(0, |last| last.end);
+        let run = run(line).filter(|run| !run.is_empty() && run.start >= next);
+        runs.push(run.ok_or_else(|| {
+            let shown: String = line.chars().take(40).collect();
+            format!("not a line of the list: '{shown}'")
+        })?);
     }
     Ok(runs)
 }
@@ -78,10 +74,8 @@ pub fn unwritten(pid: Pid, layout: &RamLayout, free: &[Frames]) -> io::Result<Ve
         let regions = pagemap.scan(slot.hva, slot.hva.add_pages(slot.pages), filter)?;
         unwritten.extend(regions.iter().map(|region| region.start..region.end));
     }
-    let mut free: Vec<Range<Hva>> = free
-        .iter()
-        .flat_map(|frames| addresses(layout, frames))
-        .collect();
+    let free = free.iter().flat_map(|frames| addresses(layout, frames));
+    let mut free: Vec<Range<Hva>> = free.collect();
     free.sort_unstable_by_key(|range| range.start);
     unwritten.sort_unstable_by_key(|range| range.start);
     Ok(intersection(&unwritten, &free))
@@ -101,22 +95,7 @@ fn addresses(layout: &RamLayout, frames: &Frames) -> Vec<Range<Hva>> {
 /// Returns the intersection of two lists of ranges, each sorted by start. Ranges in `b` may
 /// overlap.
 fn intersection(a: &[Range<Hva>], b: &[Range<Hva>]) -> Vec<Range<Hva>> {
-    let mut both: Vec<Range<Hva>> = Vec::new();
-    let mut done = Hva(0);
-    let mut next = 0;
-    for range in b {
-        while a.get(next).is_some_and(|a| a.end <= range.start) {
-            next += 1;
-        }
-        for a in a[next..].iter().take_while(|a| a.start < range.end) {
-            let part = a.start.max(range.start).max(done)..a.end.min(range.end);
-            if part.start < part.end {
-                done = part.end;
-                both.push(part);
-            }
-        }
-    }
-    both
+    without(a, &without(a, &joined(b.iter().cloned())))
 }
 
 #[cfg(test)]

@@ -15,12 +15,14 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
+use memfold_store::data_ranges;
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE};
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
 use super::pipeline;
+use super::ranges::{joined, without};
 
 /// Number of pages that one checksum covers: one huge page.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
@@ -28,6 +30,12 @@ pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
 /// Length of a chunk in bytes.
 pub const CHUNK_BYTES: usize = 2 << 20;
 const _: () = assert!(CHUNK_BYTES as u64 == CHUNK_PAGES * PAGE_SIZE);
+
+/// Pages of a process that hold bytes of their own.
+pub(super) const HELD: Filter = Filter {
+    none_of: category::ZERO,
+    ..Filter::THERE
+};
 
 /// Length in bytes of a checksum in `ram.sums`, little endian.
 pub const SUM_BYTES: usize = 16;
@@ -71,17 +79,17 @@ pub struct ImageCounts {
 /// Returns the places in an image of blocks with these lengths.
 #[must_use]
 pub fn place(blocks: &[Source]) -> Vec<ImageBlock> {
-    let mut first_page = 0;
-    let mut placed = Vec::new();
-    for block in blocks {
-        placed.push(ImageBlock {
+    let mut next = 0;
+    let place = |block: &Source| {
+        let first_page = next;
+        next += block.pages.next_multiple_of(CHUNK_PAGES);
+        ImageBlock {
             name: block.name.clone(),
             first_page,
             pages: block.pages,
-        });
-        first_page += block.pages.next_multiple_of(CHUNK_PAGES);
-    }
-    placed
+        }
+    };
+    blocks.iter().map(place).collect()
 }
 
 /// Returns the ranges where a process maps files. The pages there need not be in the process's page
@@ -98,66 +106,18 @@ fn mapped_files(pid: Pid) -> io::Result<Vec<Range<Hva>>> {
     Ok(maps.lines().filter_map(file).collect())
 }
 
-/// Returns the pages of `block` that must be saved, as ascending ranges of page numbers in the
-/// block.
-fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Result<Vec<(u64, u64)>> {
-    let end = block.hva.add_pages(block.pages);
-    let filter = Filter {
-        any_of: category::PRESENT | category::SWAPPED,
-        none_of: category::ZERO,
-        ..Filter::default()
-    };
-    let inside = |start: Hva, stop: Hva| {
-        let first = start.max(block.hva).pages_since(block.hva);
-        let last = stop.min(end).pages_since(block.hva);
-        (first, last)
-    };
-    let mut ranges: Vec<(u64, u64)> = pagemap
-        .scan(block.hva, end, filter)?
-        .iter()
-        .map(|region| inside(region.start, region.end))
+/// Returns the addresses of the pages of `block` that must be saved, ascending.
+fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Result<Vec<Range<Hva>>> {
+    let (start, end) = (block.hva, block.hva.add_pages(block.pages));
+    let regions = pagemap.scan(start, end, HELD)?;
+    let regions = regions.iter().map(|region| region.start..region.end);
+    let mut ranges: Vec<Range<Hva>> = regions
+        .chain(files.iter().cloned())
+        .map(|part| part.start.max(start)..part.end.min(end))
+        .filter(|part| part.start < part.end)
         .collect();
-    ranges.extend(
-        files
-            .iter()
-            .filter(|file| file.start < end && file.end > block.hva)
-            .map(|file| inside(file.start, file.end)),
-    );
-    ranges.sort_unstable();
-    let mut joined: Vec<(u64, u64)> = Vec::new();
-    for (first, last) in ranges {
-        match joined.last_mut() {
-            Some(before) if first <= before.1 => before.1 = before.1.max(last),
-            _ => joined.push((first, last)),
-        }
-    }
-    Ok(joined)
-}
-
-/// Returns the parts of `ranges` (page numbers in `block`) that are not in `out` (addresses). Both
-/// lists and the result are ascending.
-fn without(block: &Source, ranges: &[(u64, u64)], out: &[Range<Hva>]) -> Vec<(u64, u64)> {
-    let page = |hva: Hva| hva.max(block.hva).pages_since(block.hva);
-    let mut left = Vec::new();
-    let mut next = 0;
-    for &(mut first, last) in ranges {
-        while out.get(next).is_some_and(|range| page(range.end) <= first) {
-            next += 1;
-        }
-        for range in out[next..]
-            .iter()
-            .take_while(|range| page(range.start) < last)
-        {
-            if first < page(range.start) {
-                left.push((first, page(range.start)));
-            }
-            first = first.max(page(range.end));
-        }
-        if first < last {
-            left.push((first, last));
-        }
-    }
-    left
+    ranges.sort_unstable_by_key(|range| range.start);
+    Ok(joined(ranges))
 }
 
 /// The memory of a process that must be saved, according to its page tables at one instant.
@@ -179,14 +139,17 @@ impl Plan {
             ranges: Vec::new(),
             counts: ImageCounts::default(),
         };
-        let pages = |ranges: &[(u64, u64)]| ranges.iter().map(|(a, b)| b - a).sum::<u64>();
+        let length = |range: &Range<Hva>| range.end.pages_since(range.start);
+        let pages = |ranges: &[Range<Hva>]| ranges.iter().map(length).sum::<u64>();
         let (pagemap, files) = (Pagemap::open(pid)?, mapped_files(pid)?);
         for block in &plan.blocks {
             let all = present(&pagemap, &files, block)?;
-            let ranges = without(block, &all, free);
+            let left = without(&all, free);
             plan.counts.pages += block.pages;
-            plan.counts.free_pages += pages(&all) - pages(&ranges);
-            plan.ranges.push(ranges);
+            plan.counts.free_pages += pages(&all) - pages(&left);
+            let page = |hva: Hva| hva.pages_since(block.hva);
+            let ranges = left.iter().map(|r| (page(r.start), page(r.end)));
+            plan.ranges.push(ranges.collect());
         }
         Ok(plan)
     }
@@ -245,71 +208,22 @@ impl Plan {
 /// Writes the pages of `buffer` that are not zero to a file, at their places after byte `at`.
 /// Returns the number of written pages.
 pub(super) fn write_nonzero(buffer: &[u8], file: &File, at: u64) -> io::Result<u64> {
+    let pages = (0..).zip(buffer.chunks_exact(PAGE_BYTES));
+    let held = pages.filter(|(_, bytes)| !is_zero(bytes));
     let mut written = 0;
-    let mut start = None;
-    let ends = buffer.len() / PAGE_BYTES;
-    for page in 0..=ends {
-        let holds = page < ends && !is_zero(&buffer[page * PAGE_BYTES..][..PAGE_BYTES]);
-        match (holds, start) {
-            (true, None) => start = Some(page),
-            (false, Some(begun)) => {
-                let from = begun * PAGE_BYTES;
-                let run = &buffer[from..page * PAGE_BYTES];
-                pipeline::write_all_at(file, run, at + from as u64)?;
-                written += (page - begun) as u64;
-                start = None;
-            }
-            _ => {}
-        }
+    for run in joined(held.map(|(page, _)| page..page + 1)) {
+        let part = &buffer[run.start * PAGE_BYTES..run.end * PAGE_BYTES];
+        pipeline::write_all_at(file, part, at + (run.start * PAGE_BYTES) as u64)?;
+        written += run.len() as u64;
     }
     Ok(written)
-}
-
-/// Iterator over the parts of a file that are not holes, in ascending order.
-pub(super) struct Data<'a> {
-    file: &'a File,
-    next: u64,
-    length: u64,
-}
-
-impl<'a> Data<'a> {
-    pub(super) fn of(file: &'a File) -> io::Result<impl Iterator<Item = Range<u64>> + 'a> {
-        let length = file.metadata()?.len();
-        let parts: io::Result<Vec<_>> = Data {
-            file,
-            next: 0,
-            length,
-        }
-        .collect();
-        Ok(parts?.into_iter())
-    }
-}
-
-impl Iterator for Data<'_> {
-    type Item = io::Result<Range<u64>>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        use rustix::fs::{SeekFrom, seek};
-        if self.next >= self.length {
-            return None;
-        }
-        let start = match seek(self.file, SeekFrom::Data(self.next)) {
-            Err(rustix::io::Errno::NXIO) => return None,
-            other => other,
-        };
-        let part = start.and_then(|start| Ok(start..seek(self.file, SeekFrom::Hole(start))?));
-        self.next = part.as_ref().map_or(self.length, |part| part.end);
-        Some(part.map_err(io::Error::from))
-    }
 }
 
 /// Returns the numbers of the chunks of a file that contain data, in ascending order.
 pub(super) fn chunks_with_data(file: &File) -> io::Result<Vec<u64>> {
     let chunk = CHUNK_BYTES as u64;
-    let parts = Data::of(file)?;
-    let mut chunks: Vec<u64> = parts
-        .flat_map(|part| part.start / chunk..part.end.div_ceil(chunk))
-        .collect();
+    let of_part = |part: Range<u64>| part.start / chunk..part.end.div_ceil(chunk);
+    let mut chunks: Vec<u64> = data_ranges(file)?.into_iter().flat_map(of_part).collect();
     // Several parts may be in the same chunk.
     chunks.dedup();
     Ok(chunks)

@@ -35,6 +35,7 @@ pub mod pack;
 mod parts;
 pub mod past;
 pub mod pipeline;
+mod ranges;
 pub mod refer;
 mod request;
 pub mod restore;

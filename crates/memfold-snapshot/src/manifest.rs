@@ -93,22 +93,15 @@ pub(super) const MOST_MAPPINGS: usize = 40_960;
 /// A disk at the instant of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedDisk {
-    /// File with the saved contents, which is frozen or was always read-only. A path without a
-    /// slash is in the snapshot's directory.
-    pub path: PathBuf,
+    /// File with the saved contents, which is frozen or was always read-only, when the disk was
+    /// frozen. A path without a slash is in the snapshot's directory. Length and modification time
+    /// reveal a later change; a changed disk no longer matches the saved RAM.
+    #[serde(flatten)]
+    pub file: BackingFile,
     /// Name of the disk's format in QEMU.
     pub format: String,
     /// Whether the VM cannot write to the disk, so that clones need no overlay.
     pub read_only: bool,
-    /// Length in bytes when the disk was frozen. Together with `modified_ns`, it reveals a later
-    /// change; a changed disk no longer matches the saved RAM.
-    pub bytes: u64,
-    /// Modification time when the disk was frozen, in nanoseconds since 1970.
-    pub modified_ns: i128,
-    /// Identity of a block device, because a device node has no length, and its modification time
-    /// changes at each boot.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub device: Option<BlockDevice>,
     /// XXH3-128 (hexadecimal) of a disk file in the snapshot's directory, for `snapshot verify`.
     /// Unset for other disks, and in older snapshots.
     #[serde(default)]
@@ -118,7 +111,7 @@ pub struct SavedDisk {
     pub backing: Vec<BackingFile>,
 }
 
-/// State of a disk's backing file when the disk was frozen.
+/// State of a disk's file or backing file when the disk was frozen.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BackingFile {
     /// Path of the file.
@@ -126,8 +119,9 @@ pub struct BackingFile {
     /// Length of the file in bytes.
     pub bytes: u64,
     /// Modification time, in nanoseconds since 1970.
-    pub modified_ns: i128,
-    /// Identity of the file if it is a block device.
+    pub modified_ns: i64,
+    /// Identity of the file if it is a block device, because a device node has no length, and its
+    /// modification time changes at each boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<BlockDevice>,
 }
@@ -282,10 +276,8 @@ impl Manifest {
     /// it.
     #[must_use]
     pub fn is_mappable(&self) -> bool {
-        let can_map = |of: &References| {
-            of.mappings
-                .is_some_and(|count| count <= MOST_MAPPINGS as u64)
-        };
+        let most = MOST_MAPPINGS as u64;
+        let can_map = |of: &References| of.mappings.is_some_and(|count| count <= most);
         self.packed.is_none() && self.references.as_ref().is_none_or(can_map)
     }
 
@@ -293,25 +285,21 @@ impl Manifest {
     /// checksums if there are any.
     #[must_use]
     pub fn parts(&self) -> Vec<(&'static str, u64, Option<&FileFacts>)> {
-        fn whole<'a>(
-            part: &'static str,
-            facts: &'a FileFacts,
-        ) -> (&'static str, u64, Option<&'a FileFacts>) {
-            (part, facts.bytes, Some(facts))
-        }
-        let mut parts = vec![whole(SUMS, &self.sums), whole(DEVICES, &self.devices)];
-        if let Some(packed) = &self.packed {
-            parts.push((PACKED, packed.bytes, None));
-            parts.push(whole(INDEX, &packed.index));
-        } else {
-            parts.push((RAM, self.ram_bytes, None));
-        }
-        parts.extend(
-            self.references
-                .iter()
-                .map(|refs| whole(REFERENCES, &refs.table)),
-        );
+        let mut whole = vec![(SUMS, &self.sums), (DEVICES, &self.devices)];
+        whole.extend(self.packed.iter().map(|packed| (INDEX, &packed.index)));
+        whole.extend(self.references.iter().map(|refs| (REFERENCES, &refs.table)));
+        let image = match &self.packed {
+            Some(packed) => (PACKED, packed.bytes, None),
+            None => (RAM, self.ram_bytes, None),
+        };
+        let whole = whole.into_iter();
+        let mut parts: Vec<_> = whole.map(|(part, of)| (part, of.bytes, Some(of))).collect();
+        parts.insert(2, image);
         parts
+    }
+
+    pub(super) fn broken(&self, why: impl Into<String>) -> SnapshotError {
+        SnapshotError::broken(&self.name, why)
     }
 
     /// Returns whether VMs that run from the snapshot can get different identities.
@@ -334,31 +322,24 @@ pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, Snapsho
     };
     let text = file(MANIFEST)?;
     let sum = file(MANIFEST_SUM)?;
-    let bad = |why: String| SnapshotError::Broken {
-        name: name.into(),
-        why,
-    };
+    let bad = |why: String| SnapshotError::broken(name, why);
     if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
         return Err(bad(format!("{MANIFEST} was changed after it was written")));
     }
-    let version: serde_json::Value =
-        serde_json::from_slice(&text).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+    let unreadable = |error| bad(format!("{MANIFEST}: {error}"));
+    let version: serde_json::Value = serde_json::from_slice(&text).map_err(unreadable)?;
     if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
         return Err(bad(format!(
             "the format is {}, this memfold reads formats {FORMAT} and {FORMAT_IN_PARTS}",
             version["format"]
         )));
     }
-    let manifest: Manifest =
-        serde_json::from_value(version).map_err(|e| bad(format!("{MANIFEST}: {e}")))?;
+    let manifest: Manifest = serde_json::from_value(version).map_err(unreadable)?;
     for (part, bytes, _) in manifest.parts() {
-        let length = fs::metadata(path.join(part)).map(|m| m.len());
-        match length {
-            Ok(length) if length == bytes => {}
-            Ok(length) => {
-                return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
-            }
-            Err(error) => return Err(bad(format!("{part}: {error}"))),
+        let facts = fs::metadata(path.join(part)).map_err(|e| bad(format!("{part}: {e}")))?;
+        if facts.len() != bytes {
+            let length = facts.len();
+            return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
         }
     }
     Ok(manifest)
@@ -382,6 +363,16 @@ pub(super) fn file_name(number: usize) -> String {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+
+    #[test]
+    fn a_saved_disk_has_the_facts_about_its_file_beside_its_own() {
+        let text = r#"{"path":"disk0.qcow2","bytes":7,"modified_ns":1764210000123456789,"format":"qcow2","read_only":false,"xxh3_128":null,"backing":[{"path":"/base","bytes":8,"modified_ns":-1}]}"#;
+        let value: serde_json::Value = serde_json::from_str(text).unwrap();
+        let disk: SavedDisk = serde_json::from_value(value).unwrap();
+        assert_eq!(disk.file.modified_ns, 1_764_210_000_123_456_789);
+        assert_eq!(disk.backing[0].modified_ns, -1);
+        assert_eq!(serde_json::to_string(&disk).unwrap(), text);
+    }
 
     /// Returns the manifest of an empty snapshot.
     pub fn manifest(name: &str, memory: ByteSize) -> Manifest {

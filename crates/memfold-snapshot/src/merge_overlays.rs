@@ -11,15 +11,14 @@
 //! written itself would change.
 
 use std::fs;
-use std::ops::DerefMut;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use memfold_vm::{Qmp, VmSpec};
-use serde_json::json;
+use memfold_vm::VmSpec;
+use serde_json::{Value, json};
 
-use super::block_job;
+use super::block_job::{self, Monitor};
 use super::disk_chain::{Below, Chains};
 use super::error::SnapshotError;
 use super::users::mappers;
@@ -29,17 +28,16 @@ const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Makes QEMU write to the older of `overlays` again (all temporary overlays of the VM), and
 /// removes the newer ones.
-pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
+pub(super) fn merge_overlays(
+    monitor: &impl Monitor,
     spec: &VmSpec,
     overlays: &[PathBuf],
 ) -> Result<(), SnapshotError> {
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
-        loop {
-            let Some(active) = Chains::read(&mut monitor())?.active(spec, disk) else {
-                break;
-            };
+        while let Some(active) = Chains::read(&mut monitor.qmp())?.active(spec, disk) {
             let (top, file) = (active.node, active.file);
+            // An overlay with a second name is in a snapshot.
+            let has_one_name = |file: &Path| fs::metadata(file).is_ok_and(|f| f.nlink() == 1);
             let is_own =
                 |below: &Below| overlays.contains(&below.file) && has_one_name(&below.file);
             let Some(below) = active.below.filter(is_own) else {
@@ -51,7 +49,9 @@ pub(super) fn merge_overlays<M: DerefMut<Target = Qmp>>(
                     "disk {disk} has an extra overlay of a failed save, and QEMU cannot merge it with the older overlay: {why}"
                 ))
             })?;
-            monitor().execute_on_disks("blockdev-del", json!({ "node-name": top }))?;
+            monitor
+                .qmp()
+                .execute_on_disks("blockdev-del", json!({ "node-name": top }))?;
             tracing::info!(overlay = %file.display(), "extra overlay of a failed save merged with the older overlay");
             // If the file cannot be removed now, it is removed with the VM.
             let _ = fs::remove_file(&file);
@@ -73,33 +73,20 @@ fn refuse_mapped(disk: usize, file: &Path) -> Result<(), SnapshotError> {
     )))
 }
 
-/// Returns whether a file has only one name, so that no snapshot contains it.
-fn has_one_name(file: &Path) -> bool {
-    fs::metadata(file).is_ok_and(|facts| facts.nlink() == 1)
-}
-
 /// Writes the contents of `top` into the overlay below it, and makes the VM write to that overlay.
-fn commit<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-    disk: usize,
-    top: &str,
-    below: &Below,
-) -> Result<(), String> {
+fn commit(monitor: &impl Monitor, disk: usize, top: &str, below: &Below) -> Result<(), String> {
     let id = format!("memfold-disk{disk}");
-    let mut begun = block_job::find(monitor, &id)?;
-    if begun
-        .as_ref()
-        .is_some_and(|job| job["status"] == "concluded")
-    {
+    let begun = block_job::find(monitor, &id)?;
+    let is_over = |job: &Value| job["status"] == "concluded";
+    if begun.as_ref().is_some_and(is_over) {
         // The old job's result was never read, and says nothing about the present state.
         block_job::dismiss(monitor, &id)?;
-        begun = None;
     }
     // A job that an earlier daemon has started continues.
-    if begun.is_none() {
+    if begun.as_ref().is_none_or(is_over) {
         let commit =
             json!({ "job-id": id, "device": top, "base-node": below.node, "auto-dismiss": false });
-        let done = monitor().execute_on_disks("block-commit", commit);
+        let done = monitor.qmp().execute_on_disks("block-commit", commit);
         done.map_err(|error| error.to_string())?;
     }
     block_job::finish(monitor, &id, TIMEOUT, None, || Ok(()))

@@ -9,9 +9,9 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use memfold_host::progress::Progress;
+use parking_lot::Mutex;
 
 use super::image::{CHUNK_BYTES, chunks_with_data};
 use super::pipeline::{self, Writeback};
@@ -32,10 +32,8 @@ pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8
     let holds = chunks_with_data(ram)?;
     let writeback = Writeback::start(packed)?;
     let end = AtomicU64::new(0);
-    let frames = Mutex::new(vec![
-        (0, 0);
-        usize::try_from(chunks).map_err(io::Error::other)?
-    ]);
+    let chunks = usize::try_from(chunks).map_err(io::Error::other)?;
+    let frames = Mutex::new(vec![(0, 0); chunks]);
     pipeline::run(holds.len() as u64, CHUNK_BYTES, |number, buffer| {
         let number = usize::try_from(number).map_err(io::Error::other)?;
         let chunk = holds[number];
@@ -45,12 +43,14 @@ pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8
         pipeline::write_all_at(packed, &frame, at)?;
         writeback.add(at..at + frame.len() as u64);
         let chunk = usize::try_from(chunk).map_err(io::Error::other)?;
-        frames.lock().unwrap_or_else(PoisonError::into_inner)[chunk] = (at, frame.len() as u64);
+        frames.lock()[chunk] = (at, frame.len() as u64);
         progress.add(CHUNK_BYTES as u64);
         Ok(())
     })?;
-    let frames = frames.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let numbers = frames.into_iter().flat_map(|(at, length)| [at, length]);
+    let numbers = frames
+        .into_inner()
+        .into_iter()
+        .flat_map(|(at, length)| [at, length]);
     Ok(numbers.flat_map(u64::to_le_bytes).collect())
 }
 
@@ -76,12 +76,11 @@ const LARGEST_FRAME: u64 = CHUNK_BYTES as u64 + (64 << 10);
 pub fn unpack(packed: &File, (at, length): Frame, buffer: &mut [u8]) -> io::Result<()> {
     let mut frame = vec![0; usize::try_from(length).map_err(io::Error::other)?];
     packed.read_exact_at(&mut frame, at)?;
-    let bytes = zstd::bulk::decompress_to_buffer(&frame, buffer)?;
-    if bytes != buffer.len() {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("a chunk of {bytes} bytes"),
-        ));
+    match zstd::bulk::decompress_to_buffer(&frame, buffer)? {
+        bytes if bytes == buffer.len() => Ok(()),
+        bytes => {
+            let why = format!("a chunk of {bytes} bytes");
+            Err(io::Error::new(io::ErrorKind::InvalidData, why))
+        }
     }
-    Ok(())
 }

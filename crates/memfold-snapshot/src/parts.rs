@@ -65,7 +65,7 @@ fn name_in_snapshot(source: &SourceFile, disks: &[SavedDisk]) -> Result<PathBuf,
         .ok();
     let files = disks.iter().flat_map(|disk| {
         let backing = disk.backing.iter().map(|file| &file.path);
-        std::iter::once(&disk.path).chain(backing)
+        std::iter::once(&disk.file.path).chain(backing)
     });
     let mut absolute = files.filter(|path| path.is_absolute());
     let named = absolute.find(|path| own.is_some() && identity(path).ok() == own);

@@ -27,6 +27,8 @@ use std::thread::JoinHandle;
 
 use memfold_sys::writeback;
 
+use super::ranges::joined;
+
 /// Number of bytes that one call writes to a file. Linux 6.18 gives a write of 2 MiB to ext4 one
 /// folio of 2 MiB; on a host that is itself a VM, the copy into such a folio takes ten times the
 /// CPU time of pieces of this size (decision 37).
@@ -163,18 +165,6 @@ fn write_back(file: &File, written: &Receiver<Range<u64>>, is_over: &AtomicBool)
     }
 }
 
-/// Returns ascending ranges with adjacent and overlapping ones joined.
-fn joined(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    let mut joined: Vec<Range<u64>> = Vec::new();
-    for range in ranges {
-        match joined.last_mut() {
-            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            _ => joined.push(range),
-        }
-    }
-    joined
-}
-
 /// Reads a whole file, and passes it to `each` piece by piece, in order. Another thread reads the
 /// next pieces meanwhile. Returns the length of the file.
 pub fn read_ahead(file: &File, mut each: impl FnMut(&[u8])) -> io::Result<u64> {
@@ -272,13 +262,6 @@ mod tests {
         });
         // The first worker is the caller's own thread, whose panic goes on to the caller.
         assert!(!matches!(caught, Ok(Ok(()))));
-    }
-
-    #[test]
-    fn adjacent_writeback_ranges_are_joined() {
-        let ranges = vec![0..2, 2..4, 6..8, 7..9];
-        assert_eq!(joined(ranges), [0..4, 6..9]);
-        assert_eq!(joined(Vec::new()), []);
     }
 
     #[test]

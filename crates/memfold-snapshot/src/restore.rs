@@ -11,12 +11,14 @@
 //! Other RAM blocks (firmware, tables) are small and are copied. Then QEMU reads the device
 //! state.
 
+use std::fmt::Display;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use memfold_store::data_ranges;
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_SIZE};
 use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec};
@@ -26,8 +28,8 @@ use serde_json::json;
 
 use super::error::{SnapshotError, failed};
 use super::file_facts::{device, facts_at, modified_ns};
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, ImageBlock};
-use super::manifest::{BackingFile, DEVICES, Manifest, RAM, REFERENCES, SavedDisk, file_name};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, ImageBlock};
+use super::manifest::{BackingFile, DEVICES, Manifest, RAM, REFERENCES, file_name};
 use super::refer::Reference;
 use super::shelf::{CheckedImage, Shelf};
 
@@ -62,16 +64,20 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
         *file = place.join(&file);
     }
     for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
-        check_disk(&manifest.name, &place, saved)?;
-        if is_copied(saved) && saved.read_only {
-            *disk = DiskSpec::new(place.join(&saved.path));
-            (disk.format, disk.read_only) = (Some(DiskFormat::Qcow2), true);
-        } else if !saved.read_only {
-            let cache = disk.cache;
-            let aio = disk.aio;
-            *disk = DiskSpec::new(place.join(&saved.path));
+        for file in std::iter::once(&saved.file).chain(&saved.backing) {
+            check_file(manifest, &place, "disk", file)?;
+        }
+        let (cache, aio) = (disk.cache, disk.aio);
+        // Files in the snapshot have a checksum.
+        let is_copied = saved.xxh3_128.is_some() && saved.file.path.is_relative();
+        if is_copied || !saved.read_only {
+            *disk = DiskSpec::new(place.join(&saved.file.path));
             disk.format = Some(DiskFormat::Qcow2);
+        }
+        if !saved.read_only {
             (disk.cache, disk.aio, disk.snapshot) = (cache, aio, true);
+        } else if is_copied {
+            disk.read_only = true;
         } else if saved.format == DiskFormat::Raw.driver() {
             // The disk keeps the format with which the VM was started, whatever a guest has written
             // to the disk.
@@ -79,7 +85,7 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
         }
     }
     for medium in &manifest.media {
-        check_file(&manifest.name, &place, "medium", medium)?;
+        check_file(manifest, &place, "medium", medium)?;
     }
     Ok(spec)
 }
@@ -112,65 +118,40 @@ pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), Snap
     Ok(())
 }
 
-/// Returns whether a disk's file is in the snapshot.
-fn is_copied(saved: &SavedDisk) -> bool {
-    saved.xxh3_128.is_some() && saved.path.is_relative()
-}
-
 /// Checks that the copied files in the snapshot are unchanged.
 fn check_files(manifest: &Manifest, place: &Path) -> Result<(), SnapshotError> {
     for (number, saved) in manifest.files.iter().enumerate() {
         let path = place.join(file_name(number));
         if facts_at(&path)? != *saved {
-            return Err(SnapshotError::Broken {
-                name: manifest.name.clone(),
-                why: format!("{} was changed since the save", path.display()),
-            });
+            let why = format!("{} was changed since the save", path.display());
+            return Err(manifest.broken(why));
         }
     }
     Ok(())
 }
 
-fn check_disk(name: &str, place: &Path, saved: &SavedDisk) -> Result<(), SnapshotError> {
-    let own = BackingFile {
-        path: saved.path.clone(),
-        bytes: saved.bytes,
-        modified_ns: saved.modified_ns,
-        device: saved.device.clone(),
-    };
-    let mut files = std::iter::once(&own).chain(&saved.backing);
-    files.try_for_each(|file| check_file(name, place, "disk", file))
-}
-
 /// Checks that a file or a block device is unchanged since the save.
 fn check_file(
-    name: &str,
+    manifest: &Manifest,
     place: &Path,
     what: &str,
     saved: &BackingFile,
 ) -> Result<(), SnapshotError> {
     let path = place.join(&saved.path);
     let facts = std::fs::metadata(&path).map_err(failed(&path))?;
+    let is_same = facts.len() == saved.bytes && modified_ns(&facts) == saved.modified_ns;
     let changed = match &saved.device {
         Some(then) => match device(&path)? {
             Some(now) => then.differs(&now),
             None => Some("is not a block device any more".to_owned()),
         },
-        None if facts.len() != saved.bytes || modified_ns(&facts) != saved.modified_ns => {
-            Some("was changed since the save".to_owned())
-        }
-        None => None,
+        None => (!is_same).then(|| "was changed since the save".to_owned()),
     };
-    match changed {
-        None => Ok(()),
-        Some(why) => Err(SnapshotError::Broken {
-            name: name.into(),
-            why: format!(
-                "{what} {} {why}; the saved RAM would not match it",
-                path.display()
-            ),
-        }),
-    }
+    let path = path.display();
+    changed.map_or(Ok(()), |why| {
+        let why = format!("{what} {path} {why}; the saved RAM would not match it");
+        Err(manifest.broken(why))
+    })
 }
 
 /// Checks that a VM that was started for a snapshot has the saved CPU and memory.
@@ -182,13 +163,10 @@ pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     let lacks =
         |saved: &&ImageBlock| saved.pages > 0 && !there.iter().any(|b| b.name == saved.name);
     if let Some(saved) = manifest.blocks.iter().find(lacks) {
-        return Err(SnapshotError::Broken {
-            name: manifest.name.clone(),
-            why: format!(
-                "the snapshot has a RAM block '{}' of {} pages that this QEMU lacks",
-                saved.name, saved.pages
-            ),
-        });
+        return Err(manifest.broken(format!(
+            "the snapshot has a RAM block '{}' of {} pages that this QEMU lacks",
+            saved.name, saved.pages
+        )));
     }
     Ok(())
 }
@@ -205,14 +183,10 @@ pub fn fill(
     let ram: &File = &image.ram;
     fits(qmp, manifest)?;
     let layout = vm.layout(qmp)?;
-    let mut link = vm
-        .library_link()
-        .ok_or_else(|| SnapshotError::Impossible("QEMU runs without memfold's library".into()))?
-        .map_err(|error| SnapshotError::Library(error.to_string()))?;
-    let mut ask = |order: &Order, descriptor| {
-        let done = link.order(order, descriptor).map(drop);
-        done.map_err(|error| SnapshotError::Library(error.to_string()))
-    };
+    let no_library = || SnapshotError::Impossible("QEMU runs without memfold's library".into());
+    let mut link = vm.library_link().ok_or_else(no_library)?.map_err(library)?;
+    let mut ask =
+        |order: &Order, descriptor| link.order(order, descriptor).map(drop).map_err(library);
     for block in memfold_vm::ram::read_blocks(qmp)? {
         // A block without a name is a segment, whose file QEMU maps already.
         if block.name.is_empty() {
@@ -224,23 +198,16 @@ pub fn fill(
             if pages == 0 {
                 continue;
             }
-            return Err(SnapshotError::Broken {
-                name: manifest.name.clone(),
-                why: format!(
-                    "this QEMU has a RAM block '{}' of {pages} pages that the snapshot lacks",
-                    block.name
-                ),
-            });
+            return Err(manifest.broken(format!(
+                "this QEMU has a RAM block '{}' of {pages} pages that the snapshot lacks",
+                block.name
+            )));
         };
-        let main = layout.blocks.iter().find(|b| b.name == block.name);
-        if let Some(main) = main {
-            let advice = vm
-                .advice(main)
-                .map_err(|error| SnapshotError::Library(error.to_string()))?;
+        if let Some(main) = layout.blocks.iter().find(|b| b.name == block.name) {
+            let advice = vm.advice(main).map_err(library)?;
             let (hva, pages) = (main.hva.0, main.pages);
             ask(&Order::AddRam { hva, pages, advice }, None)?;
-            let views = views(manifest, saved, ram);
-            for (page, pages) in views.map_err(failed(RAM))? {
+            for (page, pages) in views(manifest, saved, ram).map_err(failed(RAM))? {
                 let map = Order::Map {
                     hva: main.hva.add_pages(page).0,
                     pages,
@@ -256,14 +223,11 @@ pub fn fill(
                 }
             }
         } else {
-            if refers(&image.references, saved) {
-                return Err(SnapshotError::Broken {
-                    name: manifest.name.clone(),
-                    why: format!(
-                        "{} refers to disks for '{}', which is no RAM",
-                        REFERENCES, block.name
-                    ),
-                });
+            if !of_block(&image.references, saved).is_empty() {
+                return Err(manifest.broken(format!(
+                    "{REFERENCES} refers to disks for '{}', which is no RAM",
+                    block.name
+                )));
             }
             copy(vm.pid(), block.hva, saved, ram).map_err(failed(RAM))?;
         }
@@ -282,7 +246,8 @@ fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result
         return Ok(vec![(0, block.pages)]);
     }
     let page = |byte: u64| (byte / PAGE_SIZE).saturating_sub(block.first_page);
-    let parts: Vec<(u64, u64)> = Data::of(ram)?
+    let parts: Vec<(u64, u64)> = data_ranges(ram)?
+        .iter()
         .map(|data| (page(data.start), page(data.end).min(block.pages)))
         .filter(|(first, end)| first < end)
         .collect();
@@ -310,8 +275,8 @@ fn of_block<'a>(references: &'a [Reference], block: &ImageBlock) -> &'a [Referen
     &references[from..to]
 }
 
-fn refers(references: &[Reference], block: &ImageBlock) -> bool {
-    !of_block(references, block).is_empty()
+fn library(error: impl Display) -> SnapshotError {
+    SnapshotError::Library(error.to_string())
 }
 
 /// Returns the pages of a block that file `number` contains, as few mappings as possible. The block
@@ -354,10 +319,8 @@ fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<(
 fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), SnapshotError> {
     let devices = shelf.file(&manifest.name, DEVICES)?;
     let place = qmp.lend(devices.as_fd())?;
-    let begun = qmp.execute(
-        "migrate-incoming",
-        json!({ "uri": format!("file:{}", place.path()) }),
-    );
+    let uri = json!({ "uri": format!("file:{}", place.path()) });
+    let begun = qmp.execute("migrate-incoming", uri);
     let loaded = begun.map_err(SnapshotError::from).and_then(|_| {
         let end = Instant::now() + LOAD_TIMEOUT;
         loop {
@@ -367,10 +330,10 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 Some("paused" | "running" | "prelaunch" | "postmigrate" | "save-vm") => {
-                    return Ok(());
+                    break Ok(());
                 }
                 other => {
-                    return Err(SnapshotError::Qemu(format!(
+                    break Err(SnapshotError::Qemu(format!(
                         "QEMU did not load the device state (QEMU's state is {other:?})"
                     )));
                 }
@@ -388,14 +351,9 @@ pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, 
     let place = shelf.path(&manifest.name)?;
     let mut changed = Vec::new();
     for disk in &manifest.disks {
-        let Some(saved) = &disk.xxh3_128 else {
-            continue;
-        };
-        if facts_at(&place.join(&disk.path))?.xxh3_128 != *saved {
-            changed.push(format!(
-                "{} was changed since it was saved",
-                disk.path.display()
-            ));
+        let (path, saved) = (&disk.file.path, &disk.xxh3_128);
+        if saved.is_some() && Some(facts_at(&place.join(path))?.xxh3_128) != *saved {
+            changed.push(format!("{} was changed since it was saved", path.display()));
         }
     }
     Ok(changed)

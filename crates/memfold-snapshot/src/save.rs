@@ -20,7 +20,6 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::ops::DerefMut;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
@@ -48,26 +47,26 @@ use super::shelf::Shelf;
 use super::still::{Still, go_on, stand_still};
 use super::writer::Writer;
 
+pub use super::block_job::Monitor;
 pub use super::request::{Request, milliseconds};
 pub use super::still::Hold;
 pub use super::subject::Subject;
 
 /// Refuses a VM that cannot be saved now, and cleans up after an interrupted save, while the VM
 /// runs.
-pub fn mend<M: DerefMut<Target = Qmp>>(
-    subject: &Subject,
-    monitor: impl Fn() -> M,
-) -> Result<(), SnapshotError> {
+#[allow(clippy::needless_pass_by_value)] // callers pass a closure
+pub fn mend(subject: &Subject, monitor: impl Monitor) -> Result<(), SnapshotError> {
     let spec = &subject.spec;
-    hardware::check(&mut monitor(), spec)?;
+    hardware::check(&mut monitor.qmp(), spec)?;
     disk_copy::remove(&monitor, spec)?;
     merge_overlays(&monitor, spec, &subject.record_now().overlays)
 }
 
 /// Saves a VM. `monitor` returns the VM's monitor, which other tasks may use while RAM is copied.
-pub fn save<M: DerefMut<Target = Qmp>>(
+#[allow(clippy::needless_pass_by_value)] // callers pass a closure
+pub fn save(
     (vm, subject): (&Vm, &Subject),
-    monitor: impl Fn() -> M,
+    monitor: impl Monitor,
     shelf: &Shelf,
     request: &Request,
     hold: &impl Hold,
@@ -84,67 +83,67 @@ pub fn save<M: DerefMut<Target = Qmp>>(
     let made = attempt.run(shelf);
     if made.is_err() {
         let_go_of_disks(&subject.spec, &monitor);
-        go_on_with_room(vm, &monitor);
+        attempt.go_on_with_room();
     }
     made
 }
 
-/// Returns the description of the VM that is saved, and the parts of the snapshot other than memory
-/// and disks. Other tasks may use the monitor before the VM is stopped.
-fn take_beside<M: DerefMut<Target = Qmp>>(
-    (vm, subject): (&Vm, &Subject),
-    monitor: &impl Fn() -> M,
-    draft: &Draft,
-) -> Result<(VmSpec, Beside), SnapshotError> {
-    let mut qmp = monitor();
-    // An overlay that a killed save left is open for writing, but is not one of the VM's files.
-    freeze::drop_unused(&mut qmp, &subject.spec, &subject.overlays_now())?;
-    let mut now = spec_now(vm, &subject.spec, &mut qmp)?;
-    let beside = Beside::take(vm, subject, &mut qmp, &mut now, draft)?;
-    drop(qmp);
-    start_once(subject, &now, draft, monitor)?;
-    Ok((now, beside))
-}
-
 /// A running save: the VM, and the options of the save.
-struct Attempt<'a, F, H> {
+struct Attempt<'a, M, H> {
     vm: &'a Vm,
     subject: &'a Subject,
-    monitor: &'a F,
+    monitor: &'a M,
     request: &'a Request,
     hold: &'a H,
     progress: &'a Progress,
 }
 
-impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
+impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
     fn run(&self, shelf: &Shelf) -> Result<Manifest, SnapshotError> {
-        let who = (self.vm, self.subject);
         let draft = shelf.draft(&self.request.name)?;
         let (ram, sums) = (draft.file(RAM)?, draft.file(SUMS)?);
         let before = self.subject.overlays_now();
-        let described = take_beside(who, self.monitor, &draft)?;
+        let described = self.take_beside(&draft)?;
         let (frozen, copies, still) = self.stand_still(&before, &draft, &ram)?;
         // From here on, the VM's chain of overlays is longer by one.
         let place = draft.place().to_owned();
         let mut compared = Vec::new();
-        let disks = (frozen.as_slice(), copies.as_slice());
-        let made = match self.finish((&draft, &ram, sums), described, disks, still, &mut compared) {
-            Ok(manifest) => draft.commit(&manifest).map(|()| manifest),
-            // Dropping the draft removes its names of the frozen overlays, so they belong only to
-            // the VM again.
-            Err(error) => {
-                drop(draft);
-                Err(error)
-            }
-        };
-        let snapshot = made.is_ok().then_some(&place);
+        let (files, disks) = ((&draft, &ram, sums), (frozen.as_slice(), copies.as_slice()));
+        // Dropping the draft after an error removes its names of the frozen overlays, so they belong
+        // only to the VM again.
+        let made = self
+            .finish(files, described, disks, still, &mut compared)
+            .and_then(|manifest| draft.commit(&manifest).map(|()| manifest));
+        // The frozen overlays belong to the snapshot if their files are in it; otherwise to the VM,
+        // which could not be saved again without them. The snapshot has copies instead if it is on
+        // another file system, or if the VM's QEMU runs as a user.
+        let is_there = |frozen: &Frozen| made.is_ok() && frozen.is_in(&place);
+        let (lain, own): (Vec<Frozen>, Vec<Frozen>) = frozen.into_iter().partition(is_there);
+        if made.is_ok() {
+            self.hand_over(&lain);
+        }
+        if !own.is_empty() || made.is_err() {
+            self.go_back(&own);
+        }
         // A copy of an overlay was not compared with memory.
-        let no_copy = frozen.iter().all(|frozen| frozen.is_in(&place));
-        share_out(who, self.monitor, frozen, snapshot);
-        if let Some(manifest) = made.as_ref().ok().filter(|_| no_copy) {
+        if let Some(manifest) = made.as_ref().ok().filter(|_| own.is_empty()) {
             shelf.trust(manifest, &compared);
         }
         made
+    }
+
+    /// Returns the description of the VM that is saved, and the parts of the snapshot other than
+    /// memory and disks. Other tasks may use the monitor before the VM is stopped.
+    fn take_beside(&self, draft: &Draft) -> Result<(VmSpec, Beside), SnapshotError> {
+        let (vm, subject) = (self.vm, self.subject);
+        let mut qmp = self.monitor.qmp();
+        // An overlay that a killed save left is open for writing, but is not one of the VM's files.
+        freeze::drop_unused(&mut qmp, &subject.spec, &subject.overlays_now())?;
+        let mut now = spec_now(vm, &subject.spec, &mut qmp)?;
+        let beside = Beside::take(vm, subject, &mut qmp, &mut now, draft)?;
+        drop(qmp);
+        self.start_once(&now, draft)?;
+        Ok((now, beside))
     }
 
     /// Does the steps that must happen at one instant. After an error, the VM runs as before.
@@ -159,7 +158,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
             let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
             self.subject.write_overlays(&all)
         };
-        let mut qmp = (self.monitor)();
+        let mut qmp = self.monitor.qmp();
         let frozen = freeze::prepare(&mut qmp, spec, draft, before, note)?;
         let stood = check_files(vm.pid(), &mut qmp, spec)
             .and_then(|()| disk_copy::prepare(&mut qmp, spec, draft))
@@ -203,7 +202,7 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
             .map_or(Ok(0), |past| copy_ram(past, writer, plan, progress));
         // The VM is released first, because the steps after a failure may wait for QEMU.
         self.hold.let_go();
-        freeze::check_frozen(&mut (self.monitor)(), frozen)?;
+        freeze::check_frozen(&mut self.monitor.qmp(), frozen)?;
         let kept_pages = copied.map_err(draft.failed(RAM))?;
         let references = still.writer.take_references();
         compared.extend(references.1.files.iter().filter_map(|file| file.stamp));
@@ -214,21 +213,21 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
         let disks = take_over(spec, frozen, copies, draft)?;
         let ram_bytes = ram.metadata().map_err(draft.failed(RAM))?.len();
         let references = parts::write_references(draft, references, &disks)?;
-        let packed = if request.compress {
-            let began = Instant::now();
-            let packed = parts::compress(draft, ram, progress)?;
+        let began = Instant::now();
+        let packed = (request.compress).then(|| parts::compress(draft, ram, progress));
+        let packed = packed.transpose()?;
+        if packed.is_some() {
             steps.pack_ms = milliseconds(began.elapsed());
-            Some(packed)
-        } else {
-            None
-        };
+        }
         let is_in_parts = references.is_some() || packed.is_some();
         Ok(Manifest {
             format: if is_in_parts { FORMAT_IN_PARTS } else { FORMAT },
             name: request.name.clone(),
             domain: request.domain.clone(),
             vm: spec.name.clone(),
-            created_s: seconds_now(),
+            created_s: SystemTime::UNIX_EPOCH
+                .elapsed()
+                .map_or(0, |time| time.as_secs()),
             memfold: env!("CARGO_PKG_VERSION").to_owned(),
             keep: request.keep,
             keep_reason: request.keep_reason.clone(),
@@ -260,45 +259,74 @@ impl<F: Fn() -> M, M: DerefMut<Target = Qmp>, H: Hold> Attempt<'_, F, H> {
             steps,
         })
     }
-}
 
-/// Decides who owns the frozen overlays: the snapshot, if their files are in it; otherwise the VM,
-/// which could not be saved again without them. The snapshot has copies instead if it is on another
-/// file system, or if the VM's QEMU runs as a user.
-fn share_out<M: DerefMut<Target = Qmp>>(
-    (vm, subject): (&Vm, &Subject),
-    monitor: &impl Fn() -> M,
-    frozen: Vec<Frozen>,
-    snapshot: Option<&PathBuf>,
-) {
-    let is_there = |frozen: &Frozen| snapshot.is_some_and(|place| frozen.is_in(place));
-    let (lain, own): (Vec<Frozen>, Vec<Frozen>) = frozen.into_iter().partition(is_there);
-    if snapshot.is_some() {
-        hand_over(vm, subject, &lain);
+    /// Resumes the VM if it was stopped because a write to its disk failed during the save. The VM
+    /// ran before the save, and the files that used up the space on its disk's file system are
+    /// gone, so QEMU tries the write again.
+    fn go_on_with_room(&self) {
+        let status = self.monitor.qmp().query("query-status");
+        if status.is_ok_and(|now| now["status"] == "io-error") {
+            let on = self.monitor.qmp().execute("cont", json!({}));
+            tracing::warn!(
+                vm = self.vm.name(),
+                went_on = on.is_ok(),
+                "a disk write of the VM failed during its save; free space, then run 'memfold vm resume' if the VM is paused"
+            );
+        }
     }
-    if !own.is_empty() || snapshot.is_none() {
-        go_back(monitor, subject, &own);
-    }
-}
 
-/// Resumes a VM that was stopped because a write to its disk failed during a save. The VM ran
-/// before the save, and the files that used up the space on its disk's file system are gone, so
-/// QEMU tries the write again.
-fn go_on_with_room<M: DerefMut<Target = Qmp>>(vm: &Vm, monitor: &impl Fn() -> M) {
-    let status = monitor().query("query-status");
-    if status.is_ok_and(|now| now["status"] == "io-error") {
-        let on = monitor().execute("cont", json!({}));
-        tracing::warn!(
-            vm = vm.name(),
-            went_on = on.is_ok(),
-            "a disk write of the VM failed during its save; free space, then run 'memfold vm resume' if the VM is paused"
-        );
+    /// Makes the VM write to its older overlays again, which were frozen for a snapshot that
+    /// failed, or that has copies of them.
+    fn go_back(&self, frozen: &[Frozen]) {
+        let (monitor, subject) = (self.monitor, self.subject);
+        let back = || -> Result<(), SnapshotError> {
+            for frozen in frozen {
+                // The newer overlay's header names the snapshot's file, so it is corrected before
+                // the merge.
+                freeze::name_backing(&mut monitor.qmp(), &frozen.node, &frozen.path)?;
+            }
+            merge_overlays(monitor, &subject.spec, &subject.record_now().overlays)?;
+            subject.write_overlays(&subject.overlays_now())
+        };
+        if let Err(error) = back() {
+            tracing::warn!(vm = subject.spec.name, %error, "cannot merge the extra overlay of a failed save; the overlay ends with the VM's next save or with the VM");
+        }
+    }
+
+    /// Hands the frozen overlays over to the finished snapshot, even if the VM has died meanwhile.
+    fn hand_over(&self, frozen: &[Frozen]) {
+        let mut overlays = self.subject.record_now().overlays;
+        overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
+        if let Err(error) = self.subject.write_overlays(&overlays) {
+            tracing::warn!(vm = self.vm.name(), %error, "cannot remove the names of the snapshot's overlays from process.json; no action is needed");
+        }
+        for frozen in frozen {
+            // If the name remains, it takes no space, because the file belongs to the snapshot.
+            let _ = fs::remove_file(&frozen.path);
+        }
+    }
+
+    /// Does a trial start of the saved description, if memfold has never started the VM.
+    fn start_once(&self, spec: &VmSpec, draft: &Draft) -> Result<(), SnapshotError> {
+        if self.subject.directory.is_some() {
+            return Ok(());
+        }
+        let parts = trial::MachineParts::of(&mut self.monitor.qmp())?;
+        let mut spec = spec.clone();
+        for file in spec.foreign.iter_mut().flat_map(|of| &mut of.files) {
+            *file = draft.path().join(&file);
+        }
+        trial::start_once(&spec, &parts).map_err(|why| {
+            SnapshotError::Impossible(format!(
+                "a snapshot of this VM could not be restored: its trial start failed: {why}"
+            ))
+        })
     }
 }
 
 /// Removes the filters of a failed or interrupted save from the disks that a VM writes in place.
 /// Returns whether all filters are removed.
-pub fn let_go_of_disks<M: DerefMut<Target = Qmp>>(spec: &VmSpec, monitor: &impl Fn() -> M) -> bool {
+pub fn let_go_of_disks(spec: &VmSpec, monitor: &impl Monitor) -> bool {
     let gone = disk_copy::remove(monitor, spec);
     if let Err(error) = &gone {
         tracing::warn!(vm = spec.name, %error, "cannot remove the copy-before-write job of a disk; the job ends with the VM's next save or with the VM");
@@ -320,48 +348,15 @@ fn copy_ram(
     Ok(past.kept_pages())
 }
 
-/// Makes the VM write to its older overlays again, which were frozen for a snapshot that failed, or
-/// that has copies of them.
-fn go_back<M: DerefMut<Target = Qmp>>(
-    monitor: &impl Fn() -> M,
-    subject: &Subject,
-    frozen: &[Frozen],
-) {
-    let back = || -> Result<(), SnapshotError> {
-        for frozen in frozen {
-            // The newer overlay's header names the snapshot's file, so it is corrected before the
-            // merge.
-            freeze::name_backing(&mut monitor(), &frozen.node, &frozen.path)?;
-        }
-        merge_overlays(monitor, &subject.spec, &subject.record_now().overlays)?;
-        subject.write_overlays(&subject.overlays_now())
-    };
-    if let Err(error) = back() {
-        tracing::warn!(vm = subject.spec.name, %error, "cannot merge the extra overlay of a failed save; the overlay ends with the VM's next save or with the VM");
-    }
-}
-
-/// Hands the frozen overlays over to the finished snapshot, even if the VM has died meanwhile.
-fn hand_over(vm: &Vm, subject: &Subject, frozen: &[Frozen]) {
-    let mut overlays = subject.record_now().overlays;
-    overlays.retain(|overlay| frozen.iter().all(|f| f.path != *overlay));
-    if let Err(error) = subject.write_overlays(&overlays) {
-        tracing::warn!(vm = vm.name(), %error, "cannot remove the names of the snapshot's overlays from process.json; no action is needed");
-    }
-    for frozen in frozen {
-        // If the name remains, it takes no space, because the file belongs to the snapshot.
-        let _ = fs::remove_file(&frozen.path);
-    }
-}
-
 /// Returns frozen overlays to a VM whose snapshot is about to be removed. The VM's next save merges
 /// them with newer overlays. Does nothing if the VM's disks are not in the snapshot.
-pub fn take_back<M: DerefMut<Target = Qmp>>(
+#[allow(clippy::needless_pass_by_value)] // callers pass a closure
+pub fn take_back(
     (vm, subject): (&Vm, &Subject),
-    monitor: impl Fn() -> M,
+    monitor: impl Monitor,
     snapshot: &Path,
 ) -> Result<(), SnapshotError> {
-    let mut qmp = monitor();
+    let mut qmp = monitor.qmp();
     let lain = freeze::lain(vm.pid(), &mut qmp, &subject.spec, snapshot)?;
     if lain.is_empty() {
         return Ok(());
@@ -371,11 +366,6 @@ pub fn take_back<M: DerefMut<Target = Qmp>>(
     overlays.extend(lain.iter().map(|overlay| overlay.path.clone()));
     subject.write_overlays(&overlays)?;
     freeze::take_back(&mut qmp, &lain)
-}
-
-fn seconds_now() -> u64 {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    now.map_or(0, |time| time.as_secs())
 }
 
 /// Returns the VM's description with the segments that the VM maps now, and their addresses in the
@@ -413,26 +403,4 @@ fn of_one_vm(spec: &VmSpec) -> Vec<String> {
     // A VM that runs from a snapshot has none of these resources.
     all.extend(of_others.filter(|_| spec.left_out.is_empty()));
     all
-}
-
-/// Does a trial start of the saved description, if memfold has never started the VM.
-fn start_once<M: DerefMut<Target = Qmp>>(
-    subject: &Subject,
-    spec: &VmSpec,
-    draft: &Draft,
-    monitor: &impl Fn() -> M,
-) -> Result<(), SnapshotError> {
-    if subject.directory.is_some() {
-        return Ok(());
-    }
-    let parts = trial::MachineParts::of(&mut monitor())?;
-    let mut spec = spec.clone();
-    for file in spec.foreign.iter_mut().flat_map(|of| &mut of.files) {
-        *file = draft.path().join(&file);
-    }
-    trial::start_once(&spec, &parts).map_err(|why| {
-        SnapshotError::Impossible(format!(
-            "a snapshot of this VM could not be restored: its trial start failed: {why}"
-        ))
-    })
 }

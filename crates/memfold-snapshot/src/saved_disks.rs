@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use memfold_vm::{DiskFormat, VmSpec};
 use rustix::fs::{Mode, OFlags};
@@ -13,7 +13,7 @@ use super::disk_chain::chain;
 use super::disk_copy::Copied;
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
-use super::file_facts::{backing_files, device, facts_at, modified_ns};
+use super::file_facts::{backing_file, backing_files, facts_at};
 use super::freeze::Frozen;
 use super::manifest::{SavedDisk, disk_name};
 
@@ -40,33 +40,25 @@ pub(super) fn take_over(
             }
         }
         let is_ours = found.is_some() || copies.iter().any(|copy| copy.disk == number);
-        let (at, path) = if is_ours {
-            (own, PathBuf::from(disk_name(number)))
+        let (file, format, sum) = if is_ours {
+            let file = backing_file(&own, Path::new(&disk_name(number)))?;
+            (file, DiskFormat::Qcow2, Some(facts_at(&own)?.xxh3_128))
         } else {
-            (disk.path.clone(), disk.path.clone())
+            (backing_file(&disk.path, &disk.path)?, disk.format(), None)
         };
-        let facts = fs::metadata(&at).map_err(failed(&at))?;
-        let is_qcow2 = is_ours || disk.format() == DiskFormat::Qcow2;
         // The guest writes the contents of a raw disk, which may look like a header that names
         // files of the host.
-        let files = if is_qcow2 { chain(&at)? } else { Vec::new() };
-        // The first file of the chain is the disk itself.
-        let backing = backing_files(files.into_iter().skip(1))?;
+        let files = match format {
+            DiskFormat::Qcow2 => chain(if is_ours { &own } else { &disk.path })?,
+            DiskFormat::Raw => Vec::new(),
+        };
         disks.push(SavedDisk {
-            path,
-            format: if is_ours {
-                "qcow2".to_owned()
-            } else {
-                disk.format().driver().to_owned()
-            },
+            file,
+            format: format.driver().to_owned(),
             read_only: !is_ours || disk.read_only,
-            bytes: facts.len(),
-            modified_ns: modified_ns(&facts),
-            device: device(&at)?,
-            xxh3_128: is_ours
-                .then(|| facts_at(&at).map(|facts| facts.xxh3_128))
-                .transpose()?,
-            backing,
+            xxh3_128: sum,
+            // The first file of the chain is the disk itself.
+            backing: backing_files(files.into_iter().skip(1))?,
         });
     }
     Ok(disks)

@@ -19,11 +19,12 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use memfold_host::progress::Progress;
 use memfold_store::StoreIdentity;
 use memfold_units::{ByteSize, PAGE_SIZE};
+use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 
 use super::draft::Draft;
@@ -86,15 +87,11 @@ impl Shelf {
         };
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
-            let is_draft = name.to_string_lossy().starts_with('.')
-                && name.to_string_lossy().ends_with(".draft");
-            if !is_draft {
-                continue;
-            }
+            let name = name.to_string_lossy();
+            let is_draft = name.starts_with('.') && name.ends_with(".draft");
             // A draft on which another daemon works is locked.
-            let unlocked = File::open(entry.path())
-                .is_ok_and(|dir| flock(&dir, FlockOperation::NonBlockingLockExclusive).is_ok());
-            if unlocked {
+            let lock = |dir| flock(dir, FlockOperation::NonBlockingLockExclusive).is_ok();
+            if is_draft && File::open(entry.path()).is_ok_and(lock) {
                 if let Err(error) = fs::remove_dir_all(entry.path()) {
                     tracing::warn!(path = %entry.path().display(), %error, "cannot remove the draft directory of an interrupted snapshot; remove the directory by hand");
                 }
@@ -121,11 +118,11 @@ impl Shelf {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             other => other?,
         };
-        let mut names: Vec<String> = entries
+        let names = entries
             .flatten()
-            .filter_map(|entry| entry.file_name().into_string().ok())
-            .filter(|name| !name.starts_with('.'))
-            .collect();
+            .map(|entry| entry.file_name().into_string());
+        let mut names: Vec<String> = names.flatten().collect();
+        names.retain(|name| !name.starts_with('.'));
         names.sort();
         Ok(names)
     }
@@ -151,10 +148,7 @@ impl Shelf {
     ) -> Result<CheckedImage, SnapshotError> {
         let name = &manifest.name;
         if let Some(part) = self.changed_parts(manifest)?.first() {
-            return Err(SnapshotError::Broken {
-                name: name.clone(),
-                why: format!("{part} was changed since it was saved"),
-            });
+            return Err(manifest.broken(format!("{part} was changed since it was saved")));
         }
         if !manifest.is_mappable() {
             return Ok(CheckedImage {
@@ -168,7 +162,7 @@ impl Shelf {
         let stamps = || stamps(&ram, &sources);
         // The stamps are taken before the files are read, so that a later write changes them.
         let before = stamps().map_err(self.failed(name, RAM))?;
-        if self.right().get(name) != Some(&before) {
+        if self.right.lock().get(name) != Some(&before) {
             let stored = self.stored(manifest)?;
             progress.begin("checksums compared", stored.bytes);
             let wrong = stored.verify(progress).map_err(self.failed(name, RAM))?;
@@ -177,15 +171,10 @@ impl Shelf {
             }
             // If a stamp has changed, a part that was written meanwhile may have been read before.
             if stamps().map_err(self.failed(name, RAM))? != before {
-                return Err(SnapshotError::Broken {
-                    name: name.clone(),
-                    why: format!(
-                        "{} was written to while it was checked",
-                        Self::image_of(manifest)
-                    ),
-                });
+                let image = Self::image_of(manifest);
+                return Err(manifest.broken(format!("{image} was written to while it was checked")));
             }
-            self.right().insert(name.clone(), before);
+            self.right.lock().insert(name.clone(), before);
         }
         Ok(CheckedImage {
             ram: Arc::new(ram),
@@ -199,17 +188,15 @@ impl Shelf {
     /// of files outside the snapshot with which memory was compared, from before the comparison.
     /// Records nothing if such a file was changed since.
     pub(super) fn trust(&self, manifest: &Manifest, compared: &[Stamp]) {
-        let outside = |path: &PathBuf| path.is_absolute();
-        let stamps = || -> Result<Vec<Stamp>, SnapshotError> {
-            let ram = self.file(&manifest.name, RAM)?;
-            let (_, sources) = self.references(manifest)?;
-            stamps(&ram, &sources).map_err(self.failed(&manifest.name, RAM))
+        let files = self.file(&manifest.name, RAM).ok();
+        let files = files.zip(self.references(manifest).ok());
+        let Some(Ok(stamps)) = files.map(|(ram, (_, sources))| stamps(&ram, &sources)) else {
+            return;
         };
-        let Ok(stamps) = stamps() else { return };
         let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
         let mut of_sources = sources.zip(&stamps[1..]);
-        if of_sources.all(|(path, stamp)| !outside(path) || compared.contains(stamp)) {
-            self.right().insert(manifest.name.clone(), stamps);
+        if of_sources.all(|(path, stamp)| path.is_relative() || compared.contains(stamp)) {
+            self.right.lock().insert(manifest.name.clone(), stamps);
         }
     }
 
@@ -229,14 +216,10 @@ impl Shelf {
     /// Opens the image of a snapshot for reading.
     pub fn stored(&self, manifest: &Manifest) -> Result<Stored, SnapshotError> {
         let name = &manifest.name;
-        let bad = |part: &str, why: String| SnapshotError::Broken {
-            name: name.clone(),
-            why: format!("{part}: {why}"),
-        };
         let pages = if manifest.packed.is_some() {
             let chunks = manifest.ram_bytes.div_ceil(CHUNK_BYTES as u64);
-            let frames =
-                pack::frames(&self.read(name, INDEX)?, chunks).map_err(|why| bad(INDEX, why))?;
+            let frames = pack::frames(&self.read(name, INDEX)?, chunks);
+            let frames = frames.map_err(|why| manifest.broken(format!("{INDEX}: {why}")))?;
             Pages::Packed(self.file(name, PACKED)?, frames)
         } else {
             Pages::plain(self.file(name, RAM)?).map_err(self.failed(name, RAM))?
@@ -262,12 +245,8 @@ impl Shelf {
             return Ok((Vec::new(), Vec::new()));
         };
         let (pages, table) = (manifest.ram_bytes / PAGE_SIZE, self.read(name, REFERENCES)?);
-        let references = refer::decode(&table, pages, saved.sources.len()).map_err(|why| {
-            SnapshotError::Broken {
-                name: name.clone(),
-                why: format!("{REFERENCES}: {why}"),
-            }
-        })?;
+        let references = refer::decode(&table, pages, saved.sources.len())
+            .map_err(|why| manifest.broken(format!("{REFERENCES}: {why}")))?;
         let open = |source: &PathBuf| {
             let path = self.root.join(name).join(source);
             File::open(&path).map_err(failed(&path))
@@ -279,9 +258,8 @@ impl Shelf {
     /// Reads a whole file of a snapshot. The file must be small.
     fn read(&self, name: &str, part: &str) -> Result<Vec<u8>, SnapshotError> {
         let mut bytes = Vec::new();
-        let mut file = self.file(name, part)?;
-        file.read_to_end(&mut bytes)
-            .map_err(self.failed(name, part))?;
+        let read = self.file(name, part)?.read_to_end(&mut bytes);
+        read.map_err(self.failed(name, part))?;
         Ok(bytes)
     }
 
@@ -292,21 +270,22 @@ impl Shelf {
         progress: &Progress,
     ) -> Result<Arc<File>, SnapshotError> {
         let name = &manifest.name;
-        let place = self.places().entry(name.clone()).or_default().clone();
+        let place = (self.laid_out.lock().entry(name.clone()))
+            .or_default()
+            .clone();
         // The lock is held meanwhile, so that another thread that wants the same image waits for
         // it.
-        let mut laid_out = place.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut laid_out = place.lock();
         let sum = &manifest.sums.xxh3_128;
         if let Some((_, ram)) = laid_out.as_ref().filter(|(of, _)| of == sum) {
             return Ok(ram.clone());
         }
-        let needed = (manifest.counts.saved_pages) * PAGE_SIZE;
+        let needed = ByteSize(manifest.counts.saved_pages * PAGE_SIZE);
         let available = host_available_pages().map_err(self.failed(name, RAM))? * PAGE_SIZE;
-        if needed > available / 100 * LAID_OUT_PERCENT {
+        if needed.0 > available / 100 * LAID_OUT_PERCENT {
+            let available = ByteSize(available);
             return Err(SnapshotError::Impossible(format!(
-                "the uncompressed memory of snapshot '{name}' takes {}, and this host has {} available",
-                ByteSize(needed),
-                ByteSize(available)
+                "the uncompressed memory of snapshot '{name}' takes {needed}, and this host has {available} available"
             )));
         }
         let stored = self.stored(manifest)?;
@@ -321,10 +300,6 @@ impl Shelf {
         Ok(ram)
     }
 
-    fn places(&self) -> MutexGuard<'_, HashMap<String, LaidOut>> {
-        self.laid_out.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the name of an assembled image's memory in `/proc/PID/maps`. The name remains valid
     /// after the daemon has ended.
     pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
@@ -337,24 +312,21 @@ impl Shelf {
     #[must_use]
     pub fn laid_out_bytes(&self) -> ByteSize {
         let bytes = |place: &LaidOut| {
-            let laid_out = place.try_lock().ok()?;
+            let laid_out = place.try_lock()?;
             let (_, ram) = laid_out.as_ref()?;
             Some(ram.metadata().ok()?.blocks() * 512)
         };
-        ByteSize(self.places().values().filter_map(bytes).sum())
+        ByteSize(self.laid_out.lock().values().filter_map(bytes).sum())
     }
 
     /// Frees assembled images from which no VM runs or is being started.
     pub fn let_go(&self) {
         // Only one thread at a time does this; a later one sees more VMs that have ended.
-        let _turn = self
-            .letting_go
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let places: Vec<LaidOut> = self.places().values().cloned().collect();
+        let _turn = self.letting_go.lock();
+        let places: Vec<LaidOut> = self.laid_out.lock().values().cloned().collect();
         for place in places {
             // A locked image is being assembled, so somebody needs it.
-            let Ok(mut laid_out) = place.try_lock() else {
+            let Some(mut laid_out) = place.try_lock() else {
                 continue;
             };
             let is_wanted =
@@ -364,44 +336,31 @@ impl Shelf {
             }
         }
         // Entries that only this map holds, and that contain no image, are removed.
-        self.places().retain(|_, place| {
-            Arc::strong_count(place) > 1 || place.try_lock().map_or(true, |l| l.is_some())
+        self.laid_out.lock().retain(|_, place| {
+            Arc::strong_count(place) > 1 || place.try_lock().is_none_or(|l| l.is_some())
         });
     }
 
     /// Returns the name of the file that contains the image's bytes, for error messages.
     #[must_use]
     pub const fn image_of(manifest: &Manifest) -> &'static str {
-        match manifest {
-            Manifest {
-                references: Some(_),
-                ..
-            } => "the RAM image, or a disk that it refers to,",
-            Manifest {
-                packed: Some(_), ..
-            } => PACKED,
-            _ => RAM,
+        match (&manifest.references, &manifest.packed) {
+            (Some(_), _) => "the RAM image, or a disk that it refers to,",
+            (None, Some(_)) => PACKED,
+            (None, None) => RAM,
         }
     }
 
     fn wrong(manifest: &Manifest, chunks: &[u64]) -> SnapshotError {
-        SnapshotError::Broken {
-            name: manifest.name.clone(),
-            why: format!(
-                "{} was changed since it was saved, in {} of its chunks of 2 MiB",
-                Self::image_of(manifest),
-                chunks.len()
-            ),
-        }
+        let (image, number) = (Self::image_of(manifest), chunks.len());
+        manifest.broken(format!(
+            "{image} was changed since it was saved, in {number} of its chunks of 2 MiB"
+        ))
     }
 
     fn failed(&self, name: &str, part: &str) -> impl FnOnce(io::Error) -> SnapshotError + use<> {
         let path = self.root.join(name).join(part);
         move |source| SnapshotError::Files { path, source }
-    }
-
-    fn right(&self) -> MutexGuard<'_, HashMap<String, Vec<Stamp>>> {
-        self.right.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Opens a file of a snapshot for reading.
@@ -428,7 +387,7 @@ impl Shelf {
         let gone = self.root.join(format!(".{name}.draft"));
         let failed = failed(path.as_path());
         fs::rename(&path, &gone).map_err(failed)?;
-        self.right().remove(name);
+        self.right.lock().remove(name);
         self.let_go();
         fs::remove_dir_all(&gone).map_err(failed)
     }
@@ -436,11 +395,7 @@ impl Shelf {
 
 /// Returns whether any process maps a file.
 fn is_mapped(file: &File) -> bool {
-    let identity = file.metadata().map(|facts| StoreIdentity {
-        dev: facts.dev(),
-        ino: facts.ino(),
-    });
-    let pids = identity.and_then(memfold_store::mapped::processes);
+    let pids = StoreIdentity::of(file).and_then(memfold_store::mapped::processes);
     // If this cannot be found out, the image stays.
     pids.map_or(true, |pids| !pids.is_empty())
 }

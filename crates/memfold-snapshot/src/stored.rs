@@ -10,16 +10,18 @@
 
 use std::fs::File;
 use std::io;
+use std::io::ErrorKind::{InvalidData, InvalidInput, Other, UnexpectedEof};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::sync::{Mutex, PoisonError};
 
 use memfold_host::progress::Progress;
+use memfold_store::data_ranges;
 use memfold_units::PAGE_SIZE;
+use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, Data, SUM_BYTES, write_nonzero};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, SUM_BYTES, write_nonzero};
 use super::pack::{self, Frame};
 use super::pipeline;
 use super::refer::Reference;
@@ -51,7 +53,7 @@ pub enum Pages {
 impl Pages {
     /// Returns the pages of a sparse file `ram`.
     pub fn plain(ram: File) -> io::Result<Self> {
-        let data = Data::of(&ram)?.collect();
+        let data = data_ranges(&ram)?;
         Ok(Self::Plain(ram, data))
     }
 
@@ -61,9 +63,8 @@ impl Pages {
         match self {
             Self::Plain(ram, data) => {
                 let next = data.partition_point(|part| part.end <= start);
-                let holds = data
-                    .get(next)
-                    .is_some_and(|part| part.start < start + CHUNK_BYTES as u64);
+                let end = start + CHUNK_BYTES as u64;
+                let holds = data.get(next).is_some_and(|part| part.start < end);
                 if holds {
                     ram.read_exact_at(buffer, start)?;
                 }
@@ -91,9 +92,8 @@ impl Stored {
         let holds = self.pages.read(chunk, buffer)?;
         let first = chunk * CHUNK_PAGES;
         let from = self.references.partition_point(|r| r.page < first);
-        let here = self.references[from..]
-            .iter()
-            .take_while(|r| r.page < first + CHUNK_PAGES);
+        let here = self.references[from..].iter();
+        let here = here.take_while(|r| r.page < first + CHUNK_PAGES);
         let mut refers = false;
         for reference in here {
             if !holds && !refers {
@@ -130,32 +130,21 @@ impl Stored {
             let sum = match self.read(chunk, buffer) {
                 Ok(true) => Some(xxh3_128(buffer)),
                 Ok(false) => Some(empty),
-                // The file is too short, or the bytes are not a valid frame.
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        io::ErrorKind::UnexpectedEof
-                            | io::ErrorKind::InvalidInput
-                            | io::ErrorKind::InvalidData
-                            | io::ErrorKind::Other
-                    ) =>
-                {
-                    None
-                }
-                Err(error) => return Err(error),
+                Err(error) => match error.kind() {
+                    // The file is too short, or the bytes are not a valid frame.
+                    UnexpectedEof | InvalidInput | InvalidData | Other => None,
+                    _ => return Err(error),
+                },
             };
             if sum != Some(self.sum(chunk)?) {
-                wrong
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(chunk);
+                wrong.lock().push(chunk);
             } else if sum != Some(empty) {
                 right(chunk, buffer)?;
             }
             progress.add(CHUNK_BYTES as u64);
             Ok(())
         })?;
-        let mut wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut wrong = wrong.into_inner();
         wrong.sort_unstable();
         Ok(wrong)
     }

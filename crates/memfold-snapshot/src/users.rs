@@ -3,10 +3,9 @@
 
 use std::fs;
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use memfold_store::{StoreIdentity, mapped};
+use memfold_store::mapped;
 use memfold_vm::VmSpec;
 use rustix::process::Pid;
 
@@ -18,18 +17,11 @@ use super::shelf::Shelf;
 /// Returns the names of the snapshots on which a VM's disks are built.
 #[must_use]
 pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
-    let files: Vec<PathBuf> = spec
-        .disks
-        .iter()
-        .filter_map(|disk| chain(&disk.path).ok())
-        .flatten()
-        .collect();
+    let chains = spec.disks.iter().filter_map(|disk| chain(&disk.path).ok());
+    let files: Vec<PathBuf> = chains.flatten().collect();
+    let holds = |place: PathBuf| files.iter().any(|file| file.starts_with(&place));
     let mut names = shelf.names().unwrap_or_default();
-    names.retain(|name| {
-        shelf
-            .path(name)
-            .is_ok_and(|place| files.iter().any(|file| file.starts_with(&place)))
-    });
+    names.retain(|name| shelf.path(name).is_ok_and(holds));
     names
 }
 
@@ -45,7 +37,7 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
         let own = shelf.path(&other)?;
         let builds = |disk: &SavedDisk| {
             !disk.read_only
-                && chain(&own.join(&disk.path))
+                && chain(&own.join(&disk.file.path))
                     .is_ok_and(|files| files.iter().any(|file| file.starts_with(&place)))
         };
         if other != name && manifest.disks.iter().any(builds) {
@@ -58,8 +50,7 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
 /// Returns the processes that map the RAM image of a snapshot, from its file or assembled in
 /// memory.
 pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
-    let found = users_of_each(&[in_maps(shelf, name)?])?;
-    Ok(found.into_iter().flatten().collect())
+    Ok(users_of_each(&[in_maps(shelf, name)?])?.concat())
 }
 
 /// Returns the processes that map files of a snapshot: its [`users`], and processes whose memory
@@ -69,29 +60,25 @@ pub fn holders(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let mut texts = in_maps(shelf, name)?;
     // A broken snapshot may lack any of its files.
     let disks = shelf.manifest(name).map_or(Vec::new(), |saved| saved.disks);
-    for disk in disks.iter().filter(|disk| disk.path.is_relative()) {
-        let path = shelf.path(name)?.join(&disk.path);
+    let files = disks.iter().map(|disk| &disk.file.path);
+    for file in files.filter(|file| file.is_relative()) {
+        let path = shelf.path(name)?.join(file);
         texts.extend(text_of(&path).map_err(failed(&path))?);
     }
-    let found = users_of_each(&[texts])?;
-    Ok(found.into_iter().flatten().collect())
+    Ok(users_of_each(&[texts])?.concat())
 }
 
 /// Returns the processes whose memory maps a file.
 pub(super) fn mappers(file: &Path) -> Result<Vec<Pid>, SnapshotError> {
     let text = text_of(file).map_err(failed(file))?;
-    let found = users_of_each(&[text.into_iter().collect()])?;
-    Ok(found.into_iter().flatten().collect())
+    Ok(users_of_each(&[Vec::from_iter(text)])?.concat())
 }
 
 /// Returns the text that identifies a file in lines of `/proc/PID/maps`; `None` if the file does
 /// not exist.
 fn text_of(path: &Path) -> io::Result<Option<String>> {
     match fs::metadata(path) {
-        Ok(facts) => Ok(Some(mapped::identity_text(StoreIdentity {
-            dev: facts.dev(),
-            ino: facts.ino(),
-        }))),
+        Ok(facts) => Ok(Some(mapped::identity_text((&facts).into()))),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }

@@ -12,13 +12,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use memfold_sys::memory;
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::Pagemap;
 use memfold_units::{Hva, PAGE_SIZE};
 use memfold_vm::RamLayout;
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::image::ImageBlock;
+use super::image::{HELD, ImageBlock};
 use super::manifest::Manifest;
 
 /// File of the working set in a snapshot. The file is only a hint: without it, or with a wrong one,
@@ -70,15 +70,10 @@ impl WorkingSet {
     /// the image's checksums.
     pub fn of(pid: Pid, image: &str, places: &[Place]) -> io::Result<Self> {
         let pagemap = Pagemap::open(pid)?;
-        let filter = Filter {
-            any_of: category::PRESENT | category::SWAPPED,
-            none_of: category::ZERO,
-            ..Filter::default()
-        };
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for place in places {
             let end = place.hva.add_pages(place.pages);
-            for region in pagemap.scan(place.hva, end, filter)? {
+            for region in pagemap.scan(place.hva, end, HELD)? {
                 let first = place.first_page + region.start.pages_since(place.hva);
                 let end = first + region.end.pages_since(region.start);
                 match runs.last_mut() {

@@ -4,13 +4,12 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memfold_host::progress::Progress;
 use memfold_sys::memory;
 use memfold_units::{PAGE_BYTES, PAGE_SIZE};
+use parking_lot::Mutex;
 use rustix::process::Pid;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
@@ -39,23 +38,11 @@ pub struct Stages {
     pub write: Duration,
 }
 
-/// Times of the [`Stages`] in nanoseconds, which several workers update.
-#[derive(Debug, Default)]
-struct Clocks {
-    read: AtomicU64,
-    hash: AtomicU64,
-    compare: AtomicU64,
-    write: AtomicU64,
-}
-
-impl Clocks {
-    fn measure<T>(clock: &AtomicU64, work: impl FnOnce() -> T) -> T {
-        let began = Instant::now();
-        let done = work();
-        let took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(0);
-        clock.fetch_add(took, Ordering::Relaxed);
-        done
-    }
+fn measure<T>(time: &mut Duration, work: impl FnOnce() -> T) -> T {
+    let began = Instant::now();
+    let done = work();
+    *time += began.elapsed();
+    done
 }
 
 /// Writer of an image, which writes block by block.
@@ -63,20 +50,30 @@ impl Clocks {
 pub struct Writer<'a> {
     ram: &'a File,
     placed: Vec<ImageBlock>,
-    sums: Vec<u8>,
-    counts: ImageCounts,
     writeback: Option<Writeback>,
-    clocks: Clocks,
     comparison: Comparison,
-    references: Vec<Reference>,
+    sums: Vec<u8>,
+    written: Written,
 }
 
-/// Result of writing a chunk.
-#[derive(Debug)]
+/// Result of writing chunks.
+#[derive(Debug, Default)]
 struct Written {
-    sum: u128,
     counts: ImageCounts,
     references: Vec<Reference>,
+    stages: Stages,
+}
+
+impl Written {
+    fn add(&mut self, more: Self) {
+        self.counts.saved_pages += more.counts.saved_pages;
+        self.counts.zero_pages += more.counts.zero_pages;
+        self.references.extend(more.references);
+        self.stages.read += more.stages.read;
+        self.stages.hash += more.stages.hash;
+        self.stages.compare += more.stages.compare;
+        self.stages.write += more.stages.write;
+    }
 }
 
 impl<'a> Writer<'a> {
@@ -89,12 +86,13 @@ impl<'a> Writer<'a> {
         Ok(Self {
             ram,
             placed: place(&plan.blocks),
-            sums: empty.repeat(usize::try_from(chunks).map_err(io::Error::other)?),
-            counts: plan.counts,
             writeback: None,
-            clocks: Clocks::default(),
             comparison: Comparison::new(Candidates::default()),
-            references: Vec::new(),
+            sums: empty.repeat(usize::try_from(chunks).map_err(io::Error::other)?),
+            written: Written {
+                counts: plan.counts,
+                ..Written::default()
+            },
         })
     }
 
@@ -112,10 +110,9 @@ impl<'a> Writer<'a> {
 
     /// Returns the references, sorted by page, and the files that the references name.
     pub(super) fn take_references(&mut self) -> (Vec<Reference>, Candidates) {
-        self.references
-            .sort_unstable_by_key(|reference| reference.page);
-        let candidates = std::mem::take(&mut self.comparison.candidates);
-        (std::mem::take(&mut self.references), candidates)
+        let mut references = std::mem::take(&mut self.written.references);
+        references.sort_unstable_by_key(|reference| reference.page);
+        (references, std::mem::take(&mut self.comparison.candidates))
     }
 
     /// Writes the blocks of the plan with these numbers. The process must be stopped, or `past`
@@ -134,18 +131,16 @@ impl<'a> Writer<'a> {
         // The other pages need no work.
         let wanted: u64 = chunks.iter().map(chunk_pages).sum();
         progress.add((pages - wanted) * PAGE_SIZE);
-        let references = std::mem::take(&mut self.references);
-        let made = Mutex::new((std::mem::take(&mut self.sums), self.counts, references));
+        let sums = std::mem::take(&mut self.sums);
+        let made = Mutex::new((sums, std::mem::take(&mut self.written)));
         let done = pipeline::run(chunks.len() as u64, 2 * PIECE_BYTES, |number, buffers| {
             let chunk = &chunks[usize::try_from(number).map_err(io::Error::other)?];
-            let written = self.chunk(plan, chunk, past, buffers)?;
+            let (sum, written) = self.chunk(plan, chunk, past, buffers)?;
             let at = self.placed[chunk.block].first_page + chunk.first;
             let sum_at = usize::try_from(at / CHUNK_PAGES).map_err(io::Error::other)? * SUM_BYTES;
-            let mut made = made.lock().unwrap_or_else(PoisonError::into_inner);
-            made.0[sum_at..][..SUM_BYTES].copy_from_slice(&written.sum.to_le_bytes());
-            made.1.saved_pages += written.counts.saved_pages;
-            made.1.zero_pages += written.counts.zero_pages;
-            made.2.extend(written.references);
+            let mut made = made.lock();
+            made.0[sum_at..][..SUM_BYTES].copy_from_slice(&sum.to_le_bytes());
+            made.1.add(written);
             drop(made);
             if let Some(writeback) = &self.writeback {
                 writeback.add(at * PAGE_SIZE..(at + CHUNK_PAGES) * PAGE_SIZE);
@@ -153,26 +148,26 @@ impl<'a> Writer<'a> {
             progress.add(chunk_pages(chunk) * PAGE_SIZE);
             Ok(())
         });
-        (self.sums, self.counts, self.references) =
-            made.into_inner().unwrap_or_else(PoisonError::into_inner);
+        (self.sums, self.written) = made.into_inner();
         done
     }
 
-    /// Writes the pages of a chunk that must be saved. `buffers` has space for two pieces.
+    /// Writes the pages of a chunk that must be saved. `buffers` has space for two pieces. Returns
+    /// also the chunk's checksum.
     fn chunk(
         &self,
         plan: &Plan,
         chunk: &Chunk,
         past: Option<&Past>,
         buffers: &mut [u8],
-    ) -> io::Result<Written> {
+    ) -> io::Result<(u128, Written)> {
         let block = &plan.blocks[chunk.block];
         let ranges = &plan.ranges[chunk.block][chunk.ranges.clone()];
         let place = self.placed[chunk.block].first_page;
         let (buffer, other) = buffers.split_at_mut(PIECE_BYTES);
         let mut hasher = Xxh3::new();
-        let mut counts = ImageCounts::default();
-        let mut references = Vec::new();
+        let mut written = Written::default();
+        let times = &mut written.stages;
         for first in (chunk.first..chunk.first + CHUNK_PAGES).step_by(PIECE_BYTES / PAGE_BYTES) {
             let end = first + PIECE_PAGES;
             let here: Vec<(u64, u64)> = ranges
@@ -181,68 +176,55 @@ impl<'a> Writer<'a> {
                 .filter(|(from, to)| from < to)
                 .collect();
             if here.is_empty() {
-                Clocks::measure(&self.clocks.hash, || hasher.update(&ZEROES));
+                measure(&mut times.hash, || hasher.update(&ZEROES));
                 continue;
             }
-            Clocks::measure(&self.clocks.read, || {
+            measure(&mut times.read, || {
                 read(plan.pid, block, first, &here, buffer)?;
                 here.iter().try_for_each(|&(from, to)| {
                     let part = &mut buffer[bytes(from - first)..bytes(to - first)];
                     past.map_or(Ok(()), |past| past.settle(block.hva.add_pages(from), part))
                 })
             })?;
-            Clocks::measure(&self.clocks.hash, || hasher.update(buffer));
+            measure(&mut times.hash, || hasher.update(buffer));
             let piece = Piece {
                 block,
                 place,
                 first,
                 bytes: buffer,
             };
-            let left = Clocks::measure(&self.clocks.compare, || {
-                self.comparison.refer(&piece, &here, other, &mut references)
+            let references = &mut written.references;
+            let left = measure(&mut times.compare, || {
+                self.comparison.refer(&piece, &here, other, references)
             });
             let at = (place + first) * PAGE_SIZE;
-            Clocks::measure(&self.clocks.write, || {
-                save(buffer, at, first, &left, self.ram, &mut counts)
+            measure(&mut times.write, || {
+                save(buffer, at, first, &left, self.ram, &mut written.counts)
             })?;
         }
-        counts.saved_pages += references.iter().map(|r| u64::from(r.pages)).sum::<u64>();
-        Ok(Written {
-            sum: hasher.digest128(),
-            counts,
-            references,
-        })
+        let referred = written.references.iter().map(|r| u64::from(r.pages));
+        written.counts.saved_pages += referred.sum::<u64>();
+        Ok((hasher.digest128(), written))
     }
 
     /// Returns the time of each stage so far.
     #[must_use]
-    pub fn stages(&self) -> Stages {
-        let time = |clock: &AtomicU64| Duration::from_nanos(clock.load(Ordering::Relaxed));
-        Stages {
-            read: time(&self.clocks.read),
-            hash: time(&self.clocks.hash),
-            compare: time(&self.clocks.compare),
-            write: time(&self.clocks.write),
-        }
+    pub const fn stages(&self) -> Stages {
+        self.written.stages
     }
 
     /// Completes the image and writes its checksums to `sums`.
     pub fn finish(self, sums: &File) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
-        let Stages {
-            read,
-            hash,
-            compare,
-            write,
-        } = self.stages();
+        let times = self.stages();
         tracing::debug!(
-            ?read,
-            ?hash,
-            ?compare,
-            ?write,
+            read = ?times.read,
+            hash = ?times.hash,
+            compare = ?times.compare,
+            write = ?times.write,
             "RAM image written; the fields are the total times of all workers"
         );
         sums.write_all_at(&self.sums, 0)?;
-        Ok((self.placed, self.counts))
+        Ok((self.placed, self.written.counts))
     }
 }
 
@@ -302,8 +284,9 @@ mod tests {
     use memfold_units::Hva;
 
     use crate::candidates::{Run, SourceFile};
-    use crate::image::{Data, is_zero};
+    use crate::image::is_zero;
     use crate::stored::{Pages, Stored};
+    use memfold_store::data_ranges;
     use memfold_sys::pagemap::{Filter, category};
     use memfold_sys::region::Mapping;
 
@@ -387,7 +370,8 @@ mod tests {
             (0..700).chain(0..10).filter(|page| page % 7 == 3).count() as u64
         );
         // The size on disk is not compared, because a file system counts its own tables, too.
-        let data = Data::of(&ram).unwrap().map(|part| part.end - part.start);
+        let data = data_ranges(&ram).unwrap().into_iter();
+        let data = data.map(|part| part.end - part.start);
         assert_eq!(data.sum::<u64>(), saved as u64 * PAGE_SIZE);
         let mut page = [0; PAGE_BYTES];
         for (place, source) in placed.iter().zip(&sources) {
@@ -649,7 +633,8 @@ mod tests {
             .count();
         assert_eq!(counts.saved_pages, full as u64);
         let referred: u64 = told.iter().map(|told| u64::from(told.1)).sum();
-        let data = Data::of(&ram).unwrap().map(|part| part.end - part.start);
+        let data = data_ranges(&ram).unwrap().into_iter();
+        let data = data.map(|part| part.end - part.start);
         assert_eq!(data.sum::<u64>(), (full as u64 - referred) * PAGE_SIZE);
         let mut all = vec![0; usize::try_from(sums.metadata().unwrap().len()).unwrap()];
         sums.read_exact_at(&mut all, 0).unwrap();

@@ -1,15 +1,16 @@
 //! The page store of one trust domain: creates or adopts its file, appends pages, and punches pages
 //! out.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
 
 use memfold_sys::memory;
-use memfold_units::{ByteSize, HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE, PageCount, StorePage};
-use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
+use memfold_units::{ByteSize, HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE, StorePage};
+use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom, seek};
 use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount,
@@ -38,6 +39,15 @@ impl StoreIdentity {
             dev: stat.st_dev,
             ino: stat.st_ino,
         })
+    }
+}
+
+impl From<&Metadata> for StoreIdentity {
+    fn from(facts: &Metadata) -> Self {
+        Self {
+            dev: facts.dev(),
+            ino: facts.ino(),
+        }
     }
 }
 
@@ -70,8 +80,11 @@ pub enum StoreError {
     },
 }
 
-fn io_error(what: &'static str) -> impl Fn(io::Error) -> StoreError {
-    move |source| StoreError::Io { what, source }
+fn io_error<E: Into<io::Error>>(what: &'static str) -> impl Fn(E) -> StoreError {
+    move |error| {
+        let source = error.into();
+        StoreError::Io { what, source }
+    }
 }
 
 /// Pages of a process that are to be copied into the page store. The process's memory may end
@@ -127,7 +140,7 @@ impl Store {
             memfd(domain)
         })?;
         // Only root may open the file through /proc; other processes get a read-only descriptor.
-        rustix::fs::fchmod(&file, Mode::RUSR).map_err(|e| io_error("fchmod")(e.into()))?;
+        rustix::fs::fchmod(&file, Mode::RUSR).map_err(io_error("fchmod"))?;
         Self::from_file(file, cap)
     }
 
@@ -136,26 +149,18 @@ impl Store {
     pub fn adopt(pid: Pid, domain: &str, cap: ByteSize) -> Result<Option<Self>, StoreError> {
         let directory = format!("/proc/{}/fd", pid.as_raw_nonzero());
         let name = file_name(domain);
-        let wanted = [
-            format!("/{name} (deleted)"),
-            format!("/memfd:{name} (deleted)"),
-        ];
-        for entry in std::fs::read_dir(directory)
+        let wanted = ["/", "/memfd:"].map(|kind| format!("{kind}{name} (deleted)"));
+        let is_ours = |target: PathBuf| wanted.iter().any(|w| target.as_os_str() == w.as_str());
+        let mut files = std::fs::read_dir(directory)
             .map_err(io_error("listing a VM's descriptors"))?
             .flatten()
-        {
-            let is_ours = std::fs::read_link(entry.path())
-                .is_ok_and(|target| wanted.iter().any(|w| target.as_os_str() == w.as_str()));
-            if is_ours {
-                let file = File::options()
-                    .read(true)
-                    .write(true)
-                    .open(entry.path())
-                    .map_err(io_error("opening the store of a running VM"))?;
-                return Self::from_file(file, cap).map(Some);
-            }
-        }
-        Ok(None)
+            .map(|entry| entry.path());
+        let Some(path) = files.find(|path| std::fs::read_link(path).is_ok_and(is_ours)) else {
+            return Ok(None);
+        };
+        let file = File::options().read(true).write(true).open(path);
+        let file = file.map_err(io_error("opening the store of a running VM"))?;
+        Self::from_file(file, cap).map(Some)
     }
 
     fn from_file(file: File, cap: ByteSize) -> Result<Self, StoreError> {
@@ -164,10 +169,7 @@ impl Store {
             .map_err(io_error("opening read-only"))?
             .into();
         Ok(Self {
-            identity: StoreIdentity {
-                dev: facts.dev(),
-                ino: facts.ino(),
-            },
+            identity: StoreIdentity::from(&facts),
             frontier: StorePage(facts.size().div_ceil(PAGE_SIZE)),
             limit: StorePage(MAX_PAGES),
             gaps: Vec::new(),
@@ -193,7 +195,7 @@ impl Store {
         self.read_only.as_fd()
     }
 
-    /// Returns the number of the page that the next append will get.
+    /// Returns the number of the page that will be reserved next.
     #[must_use]
     pub const fn frontier(&self) -> StorePage {
         self.frontier
@@ -205,47 +207,20 @@ impl Store {
         Ok(ByteSize(facts.blocks() * 512))
     }
 
-    /// Changes the cap on the bytes held. The page store keeps its pages, even above the cap.
-    pub const fn set_cap(&mut self, cap: ByteSize) {
-        self.cap = cap;
-    }
-
     /// Returns the cap: the most bytes that the page store may hold.
     #[must_use]
     pub const fn cap(&self) -> ByteSize {
         self.cap
     }
 
-    /// Appends a copy of `pages` pages at `from` in process `pid`. Returns the first new page and
-    /// the number of pages copied. A page may be copied between two writes of the guest; the
-    /// comparison before folding detects that.
-    pub fn append(
-        &mut self,
-        pid: Pid,
-        from: Hva,
-        pages: u64,
-    ) -> Result<(StorePage, PageCount), StoreError> {
-        let first = self.reserve(pages)?;
-        let filled = self.fill(first, &[Source { pid, from, pages }]);
-        if let Some(error) = filled.error {
-            return Err(error);
-        }
-        let missing: u64 = filled.missing.iter().map(|m| m.end.0 - m.start.0).sum();
-        Ok((first, PageCount(pages - missing)))
-    }
-
     /// Reserves the next `pages` page numbers, to be filled by [`Store::fill`]. These pages read as
     /// zeroes until then.
     pub fn reserve(&mut self, pages: u64) -> Result<StorePage, StoreError> {
-        if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
-            let held = self.held()?;
-            // The kernel's count does not include pages that are reserved and not filled yet.
-            self.held_pages = held.pages().0 + self.unfilled_pages;
-            if self.held_pages.saturating_add(pages) > self.cap.pages().0 {
-                return Err(StoreError::Full {
-                    held,
-                    cap: self.cap,
-                });
+        let cap = self.cap;
+        if self.held_pages.saturating_add(pages) > cap.pages().0 {
+            let held = self.count_held()?;
+            if self.held_pages.saturating_add(pages) > cap.pages().0 {
+                return Err(StoreError::Full { held, cap });
             }
         }
         if self.room() < pages {
@@ -256,6 +231,14 @@ impl Store {
         self.held_pages += pages;
         self.unfilled_pages += pages;
         Ok(first)
+    }
+
+    /// Sets `held_pages` to the kernel's count, plus the pages that are reserved and not filled yet,
+    /// which that count does not include. Returns the kernel's count.
+    fn count_held(&mut self) -> Result<ByteSize, StoreError> {
+        let held = self.held()?;
+        self.held_pages = held.pages().0 + self.unfilled_pages;
+        Ok(held)
     }
 
     /// Aligns the next reserved page to a huge page. This is worthwhile if many pages are reserved
@@ -307,49 +290,37 @@ impl Store {
     /// Copies sources, one after another, to the reserved pages from `first` on, with few system
     /// calls. Whole huge pages are written as huge pages. A smaller piece gets ordinary pages,
     /// because the kernel would clear a huge page before a partial write, which takes several times
-    /// as long as the copy.
+    /// as long as the copy. A page may be copied between two writes of the guest; the comparison
+    /// before folding detects that.
     pub fn fill(&mut self, first: StorePage, sources: &[Source]) -> Filled {
-        let mut filled = Filled::default();
-        let mut at = first;
-        let mut rest = sources.iter().copied();
-        let mut source = rest.next();
-        let mut buffer = std::mem::take(&mut self.buffer);
-        while source.is_some() {
-            let room = HUGE_PAGE_PAGES - at.0 % HUGE_PAGE_PAGES;
-            let mut chunk: Vec<Source> = Vec::new();
-            let mut pages = 0;
-            while let Some(next) = source.filter(|_| pages < room) {
-                let take = next.pages.min(room - pages);
-                chunk.push(Source {
-                    pages: take,
-                    ..next
-                });
-                pages += take;
-                source = if take < next.pages {
-                    Some(Source {
-                        from: next.from.add_pages(take),
-                        pages: next.pages - take,
-                        ..next
-                    })
-                } else {
-                    rest.next()
-                };
+        // Each piece is within a huge page of the store, and has its first page in the store.
+        let (mut pieces, mut end) = (Vec::new(), first);
+        for &Source { pid, from, pages } in sources {
+            let mut done = 0;
+            while done < pages {
+                let room = HUGE_PAGE_PAGES - end.0 % HUGE_PAGE_PAGES;
+                let (from, pages) = (from.add_pages(done), room.min(pages - done));
+                pieces.push((end, Source { pid, from, pages }));
+                (end, done) = (end.add_pages(pages), done + pages);
             }
-            let bytes = bytes_of(pages);
-            read_chunk(&chunk, at, &mut buffer[..bytes], &mut filled.missing);
-            if let Err(error) = self.write_chunk(at, &buffer[..bytes]) {
-                let end = first.add_pages(sources.iter().map(|s| s.pages).sum());
+        }
+        let mut filled = Filled::default();
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let huge_page = |piece: &(StorePage, Source)| piece.0.0 / HUGE_PAGE_PAGES;
+        for chunk in pieces.chunk_by(|a, b| huge_page(a) == huge_page(b)) {
+            let at = chunk[0].0;
+            let bytes = &mut buffer[..bytes_of(chunk.iter().map(|(_, s)| s.pages).sum())];
+            read_chunk(chunk, bytes, &mut filled.missing);
+            if let Err(error) = self.write_chunk(at, bytes) {
                 filled.missing.retain(|missing| missing.start < at);
                 filled.missing.push(at..end);
                 filled.error = Some(error);
                 break;
             }
-            at = at.add_pages(pages);
         }
         self.buffer = buffer;
-        let asked: u64 = sources.iter().map(|s| s.pages).sum();
-        self.unfilled_pages = self.unfilled_pages.saturating_sub(asked);
-        let missing: u64 = filled.missing.iter().map(|m| m.end.0 - m.start.0).sum();
+        self.unfilled_pages = self.unfilled_pages.saturating_sub(end.0 - first.0);
+        let missing = filled.missing.iter().map(|m| m.end.0 - m.start.0).sum();
         self.held_pages = self.held_pages.saturating_sub(missing);
         filled
     }
@@ -377,32 +348,32 @@ impl Store {
             first.offset(),
             pages * PAGE_SIZE,
         )
-        .map_err(|e| io_error("punching")(e.into()))?;
+        .map_err(io_error("punching"))?;
         // Some of the pages may have been holes already.
-        self.held_pages = self.held()?.pages().0 + self.unfilled_pages;
-        Ok(())
+        self.count_held().map(drop)
     }
 
     /// Returns the pages that hold data, ascending.
     pub fn filled(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
-        let seek = |to: SeekFrom| match rustix::fs::seek(&self.file, to) {
-            Ok(offset) => Ok(Some(offset)),
-            Err(Errno::NXIO) => Ok(None), // nothing behind it
-            Err(error) => Err(io_error("looking for holes")(error.into())),
-        };
-        let mut filled = Vec::new();
-        let mut at = 0;
-        while let Some(data) = seek(SeekFrom::Data(at))? {
-            at = seek(SeekFrom::Hole(data))?.unwrap_or(self.frontier.offset());
-            let page = |offset: u64| StorePage(offset.div_ceil(PAGE_SIZE));
-            filled.push(page(data)..page(at));
-        }
-        Ok(filled)
+        let data = data_ranges(&self.file).map_err(io_error("looking for holes"))?;
+        let page = |offset: u64| StorePage(offset.div_ceil(PAGE_SIZE));
+        let pages = data
+            .into_iter()
+            .map(|part| page(part.start)..page(part.end));
+        Ok(pages.collect())
     }
+}
 
-    /// Copies one page to `buffer`, for samples and tests.
-    pub fn read_page(&self, page: StorePage, buffer: &mut [u8; PAGE_BYTES]) -> io::Result<()> {
-        self.file.read_exact_at(buffer, page.offset())
+/// Returns the parts of a file that are not holes, ascending (`SEEK_DATA` of `lseek(2)`).
+pub fn data_ranges(file: &File) -> io::Result<Vec<Range<u64>>> {
+    let (mut parts, mut at) = (Vec::new(), 0);
+    loop {
+        let start = match seek(file, SeekFrom::Data(at)) {
+            Err(Errno::NXIO) => return Ok(parts), // nothing behind it
+            other => other?,
+        };
+        at = seek(file, SeekFrom::Hole(start))?;
+        parts.push(start..at);
     }
 }
 
@@ -411,46 +382,34 @@ fn bytes_of(pages: u64) -> usize {
     usize::try_from(pages).unwrap_or(0) * PAGE_BYTES
 }
 
-/// Reads sources one after another into `buffer`. `at`: the page of the store to which they belong.
-/// Pages that cannot be read become zeroes in `buffer` and are added to `missing`.
+/// Reads sources one after another into `buffer`, each with its first page in the store. Pages that
+/// cannot be read become zeroes in `buffer` and are added to `missing`.
 fn read_chunk(
-    sources: &[Source],
-    at: StorePage,
+    sources: &[(StorePage, Source)],
     buffer: &mut [u8],
     missing: &mut Vec<Range<StorePage>>,
 ) {
-    let mut at = at;
     let mut rest = buffer;
-    for same in sources.chunk_by(|a, b| a.pid == b.pid) {
-        let mut left = same;
-        while let Some(pid) = left.first().map(|s| s.pid) {
-            let ranges: Vec<(Hva, usize)> =
-                left.iter().map(|s| (s.from, bytes_of(s.pages))).collect();
+    for mut left in sources.chunk_by(|a, b| a.1.pid == b.1.pid) {
+        while let Some(pid) = left.first().map(|(_, s)| s.pid) {
+            let parts = left.iter().map(|(_, s)| (s.from, bytes_of(s.pages)));
+            let ranges: Vec<(Hva, usize)> = parts.collect();
             let total: usize = ranges.iter().map(|r| r.1).sum();
-            let mut whole =
-                memory::read_many(pid, &ranges, &mut rest[..total]).unwrap_or(0) / PAGE_BYTES;
-            // Counts the sources that were read completely. If reading ended early, it ended in the
-            // next source.
-            let read = left
-                .iter()
-                .take_while(|s| {
-                    let pages = bytes_of(s.pages) / PAGE_BYTES;
-                    let fits = pages <= whole;
-                    whole -= if fits { pages } else { 0 };
-                    fits
-                })
-                .count();
-            let done: u64 = left[..read].iter().map(|s| s.pages).sum();
-            at = at.add_pages(done);
-            rest = &mut rest[bytes_of(done)..];
-            left = &left[read..];
-            if let Some((broken, behind)) = left.split_first() {
-                rest[..bytes_of(broken.pages)][whole * PAGE_BYTES..].fill(0);
-                let end = at.add_pages(broken.pages);
-                missing.push(at.add_pages(whole as u64)..end);
-                at = end;
-                rest = &mut rest[bytes_of(broken.pages)..];
-                left = behind;
+            let mut read = memory::read_many(pid, &ranges, &mut rest[..total]).unwrap_or(0);
+            // If reading ended early, the sources after the broken one are read in the next turn.
+            while let Some(((at, source), behind)) = left.split_first() {
+                let (own, more) = rest.split_at_mut(bytes_of(source.pages));
+                let whole = own.len().min(read) / PAGE_BYTES;
+                read -= own.len().min(read);
+                let is_broken = whole * PAGE_BYTES < own.len();
+                if is_broken {
+                    own[whole * PAGE_BYTES..].fill(0);
+                    missing.push(at.add_pages(whole as u64)..at.add_pages(source.pages));
+                }
+                (rest, left) = (more, behind);
+                if is_broken {
+                    break;
+                }
             }
         }
     }
@@ -488,23 +447,46 @@ fn huge_file(domain: &str) -> io::Result<File> {
 /// Creates a memfd, for hosts where no tmpfs can be mounted.
 fn memfd(domain: &str) -> Result<File, StoreError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let fd = rustix::fs::memfd_create(file_name(domain), flags)
-        .map_err(|e| io_error("memfd_create")(e.into()))?;
+    let fd =
+        rustix::fs::memfd_create(file_name(domain), flags).map_err(io_error("memfd_create"))?;
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK)
-        .map_err(|e| io_error("sealing against shrinking")(e.into()))?;
+        .map_err(io_error("sealing against shrinking"))?;
     Ok(fd.into())
 }
 
 #[cfg(test)]
 impl Store {
     /// Skips `pages` page numbers, as if that many more pages had been used.
-    pub fn skip(&mut self, pages: u64) {
+    fn skip(&mut self, pages: u64) {
         self.frontier = self.frontier.add_pages(pages);
+    }
+
+    /// Appends a copy of `pages` pages at `from` in process `pid`. Returns the first new page and
+    /// the number of pages copied.
+    fn append(
+        &mut self,
+        pid: Pid,
+        from: Hva,
+        pages: u64,
+    ) -> Result<(StorePage, memfold_units::PageCount), StoreError> {
+        let first = self.reserve(pages)?;
+        let filled = self.fill(first, &[Source { pid, from, pages }]);
+        if let Some(error) = filled.error {
+            return Err(error);
+        }
+        let missing: u64 = filled.missing.iter().map(|m| m.end.0 - m.start.0).sum();
+        Ok((first, memfold_units::PageCount(pages - missing)))
+    }
+
+    fn read_page(&self, page: StorePage, buffer: &mut [u8; PAGE_BYTES]) -> io::Result<()> {
+        self.file.read_exact_at(buffer, page.offset())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use memfold_units::PageCount;
+
     use super::*;
 
     fn me() -> Pid {

@@ -24,4 +24,4 @@
 mod file;
 pub mod mapped;
 
-pub use file::{Filled, MAX_PAGES, Source, Store, StoreError, StoreIdentity};
+pub use file::{Filled, MAX_PAGES, Source, Store, StoreError, StoreIdentity, data_ranges};

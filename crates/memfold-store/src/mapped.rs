@@ -4,23 +4,12 @@
 use std::fs::File;
 use std::io;
 
-use memfold_units::{Hva, PAGE_SIZE, StorePage};
+use memfold_units::{Hva, PAGE_SIZE};
 use rustix::process::Pid;
 
 use super::StoreIdentity;
 
-/// A private mapping of consecutive pages of a page store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StoreMapping {
-    /// Address of the first page in the process.
-    pub hva: Hva,
-    /// Length of the mapping in pages.
-    pub pages: u64,
-    /// Number of the mapping's first page in the page store.
-    pub store_page: StorePage,
-}
-
-/// A private mapping of consecutive pages of another file.
+/// A private mapping of consecutive pages of a page store, or of another file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileMapping {
     /// Device and inode of the file, as `/proc/PID/maps` shows them.
@@ -52,7 +41,7 @@ impl FileMapping {
 pub struct Mappings {
     /// Private mappings of the page store, sorted by address. Shared read-only mappings, which are
     /// used for comparison, are not included.
-    pub store: Vec<StoreMapping>,
+    pub store: Vec<FileMapping>,
     /// Private mappings of other files, sorted by address.
     pub others: Vec<FileMapping>,
     /// Number of mappings of all kinds, which the kernel setting `vm.max_map_count` limits.
@@ -67,23 +56,17 @@ pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
 
 /// Returns every other process that maps a part of the page store in any way.
 pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
-    let found = processes_with(&[vec![identity_text(store)]])?;
-    Ok(found.into_iter().flatten().collect())
+    Ok(processes_with(&[vec![identity_text(store)]])?.concat())
 }
 
 /// Returns, for each group of texts, every other process that has a mapping whose line in `maps`
 /// contains one of the texts. Each process is read once; a process with thousands of mappings takes
 /// milliseconds.
 pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
-    let mut found = vec![Vec::new(); groups.len()];
+    let (mut found, own) = (vec![Vec::new(); groups.len()], rustix::process::getpid());
     for entry in std::fs::read_dir("/proc")?.flatten() {
-        let Some(pid) = entry
-            .file_name()
-            .to_str()
-            .and_then(|n| n.parse().ok())
-            .and_then(Pid::from_raw)
-            .filter(|pid| *pid != rustix::process::getpid())
-        else {
+        let pid = (entry.file_name().to_str()).and_then(|name| Pid::from_raw(name.parse().ok()?));
+        let Some(pid) = pid.filter(|pid| *pid != own) else {
             continue;
         };
         // A process that ends meanwhile maps nothing any more.
@@ -106,13 +89,7 @@ fn parse(text: &str, store: StoreIdentity) -> Mappings {
         mappings.total += 1;
         // Searching for the text first is fast, even with thousands of lines.
         if line.contains(&store) {
-            mappings
-                .store
-                .extend(private_mapping(line).map(|found| StoreMapping {
-                    hva: found.hva,
-                    pages: found.pages,
-                    store_page: StorePage(found.file_page),
-                }));
+            mappings.store.extend(private_mapping(line));
         } else if !line.contains(" 00:00 0 ") {
             mappings.others.extend(private_mapping(line));
         }
@@ -130,15 +107,13 @@ pub fn identity_text(file: StoreIdentity) -> String {
 /// Parses a line such as `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
 fn private_mapping(line: &str) -> Option<FileMapping> {
     let mut fields = line.split_ascii_whitespace();
+    let number = |hex| u64::from_str_radix(hex, 16).ok();
     let (start, end) = fields.next()?.split_once('-')?;
-    let (start, end) = (
-        u64::from_str_radix(start, 16).ok()?,
-        u64::from_str_radix(end, 16).ok()?,
-    );
+    let (start, end) = (number(start)?, number(end)?);
     let private = fields.next()?.ends_with('p');
-    let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
+    let offset = number(fields.next()?)?;
     let (major, minor) = fields.next()?.split_once(':')?;
-    let device = |text| u32::from_str_radix(text, 16).ok();
+    let device = |hex| u32::try_from(number(hex)?).ok();
     let is_image = line.ends_with("/ram") || line.contains(" /memfd:memfold-image:");
     private.then_some(FileMapping {
         is_image,
@@ -188,10 +163,12 @@ mod tests {
         }
         assert_eq!(
             mappings.store,
-            [StoreMapping {
+            [FileMapping {
+                file: (0, 1, 1043),
                 hva: Hva(0x7f00_0000_4000),
                 pages: 2,
-                store_page: StorePage(0x10)
+                file_page: 0x10,
+                is_image: false,
             }]
         );
     }

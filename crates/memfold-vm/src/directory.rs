@@ -205,7 +205,8 @@ impl VmDirectory {
     }
 }
 
-pub(super) fn missing_is_fine<T: Default>(result: io::Result<T>) -> io::Result<T> {
+/// Makes an operation on a file that does not exist a success with the default value.
+pub fn missing_is_fine<T: Default>(result: io::Result<T>) -> io::Result<T> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(T::default()),
         other => other,

@@ -47,7 +47,7 @@ pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
 };
 pub use conditions::{Reason, VmConditions};
-pub use directory::{DEFAULT_STATE, Record, VmDirectory};
+pub use directory::{DEFAULT_STATE, Record, VmDirectory, missing_is_fine};
 pub use forward::Forward;
 pub use launch::{Cancel, Incoming, LaunchError, last_words, log_tail, start, start_unless};
 pub use layout::{RamBlock, RamLayout, RamSlot};
