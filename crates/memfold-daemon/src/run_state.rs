@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use memfold_vm::{Qmp, QmpError};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, refused};
 
 /// Run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -108,10 +108,8 @@ impl RunState {
 
     /// Returns the error for an operation (`what`) that is refused because the VM is not running.
     pub fn refusal(&self, vm: &str, what: &str) -> DaemonError {
-        DaemonError::StandsStill {
-            why: format!("VM '{vm}' stands still ({}): {what}", self.words()),
-            fix: self.fix.clone().unwrap_or_default(),
-        }
+        let why = format!("VM '{vm}' stands still ({}): {what}", self.words());
+        refused(why, self.fix.clone().unwrap_or_default())
     }
 
     fn new(name: &str, cause: String, fix: String) -> Self {

@@ -23,7 +23,7 @@ use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::error::{DaemonError, check};
+use crate::error::{DaemonError, check, refused};
 use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
 use crate::sampling::Sampling;
@@ -224,7 +224,7 @@ impl Views {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Busy`] while another proposal or estimate is computed.
+    /// [`DaemonError::Refused`] while another proposal or estimate is computed.
     pub fn place(&self, order: &PlaceOrder) -> Result<Proposal, DaemonError> {
         let (bytes, percent) = (order.least_bytes, order.leave_percent);
         let is_fine = (0.0..100.0).contains(&percent);
@@ -238,9 +238,11 @@ impl Views {
 
     /// Takes the right to compute an estimate or a proposal; only one is computed at a time.
     fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
-        self.estimating.try_lock().ok_or_else(|| DaemonError::Busy {
-            why: "another estimate is being made".into(),
-            fix: "wait until that estimate is complete".into(),
+        self.estimating.try_lock().ok_or_else(|| {
+            refused(
+                "another estimate is being made",
+                "wait until that estimate is complete",
+            )
         })
     }
 
@@ -273,7 +275,7 @@ impl Views {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Busy`] while another proposal or estimate is computed.
+    /// [`DaemonError::Refused`] while another proposal or estimate is computed.
     pub fn estimate(&self, order: &EstimateOrder) -> Result<EstimateReport, DaemonError> {
         let (cpu, seconds) = (order.cpu_percent, order.seconds);
         let is_fine = cpu > 0.0 && cpu <= 50.0;

@@ -104,7 +104,7 @@ impl VmRegistry {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::NoSuchVm`] if there is no such VM, [`DaemonError::Busy`] while the VM is
+    /// [`DaemonError::NoSuchVm`] if there is no such VM, [`DaemonError::Refused`] while the VM is
     /// being started or adopted.
     pub fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
         let find = || self.vms.lock().get(name).cloned();

@@ -22,11 +22,8 @@ impl Segments {
             _ => None,
         };
         if let Some(writer) = self.writer(&request.name).filter(|w| vm != Some(w)) {
-            return Err(SegmentError::Written {
-                name: request.name.clone(),
-                writer,
-            }
-            .into());
+            let name = request.name.clone();
+            return Err(SegmentError::Written { name, writer }.into());
         }
         let top = match request.top_files_bytes {
             None => None,
@@ -81,10 +78,8 @@ impl Segments {
             self.registry.machine(vm)?;
         }
         uses.retain(|used| {
-            let of_domain = request
-                .domain
-                .as_ref()
-                .is_none_or(|domain| *domain == used.domain);
+            let domain = request.domain.as_ref();
+            let of_domain = domain.is_none_or(|domain| *domain == used.domain);
             let of_vm = request.vms.is_empty() || request.vms.contains(&used.vm);
             of_domain && of_vm
         });

@@ -38,11 +38,9 @@ impl Segments {
             }
             let then = segment.digest.as_ref();
             if then.is_some_and(|then| *then != found.digest) {
-                return Err(SegmentError::Broken {
-                    name: found.reference(),
-                    why: "its content differs from the segment that this VM was saved with".into(),
-                }
-                .into());
+                let why = "its content differs from the segment that this VM was saved with".into();
+                let name = found.reference();
+                return Err(SegmentError::Broken { name, why }.into());
             }
             segment.name = found.reference();
             segment.bytes = found.image_bytes;
@@ -70,11 +68,8 @@ impl Segments {
             .into());
         }
         if let Some(writer) = self.writer(&manifest.name).filter(|writer| writer != vm) {
-            return Err(SegmentError::Written {
-                name: manifest.name,
-                writer,
-            }
-            .into());
+            let name = manifest.name;
+            return Err(SegmentError::Written { name, writer }.into());
         }
         // The generation is chosen here, even if a newer one is built meanwhile.
         let reference = Reference::parse(&manifest.reference())?;

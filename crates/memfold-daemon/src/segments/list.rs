@@ -69,11 +69,8 @@ impl Segments {
         for manifest in &chosen {
             let users = self.users_of(manifest)?;
             if !users.is_empty() {
-                return Err(SegmentError::InUse {
-                    name: manifest.reference(),
-                    users: users.join(", "),
-                }
-                .into());
+                let (name, users) = (manifest.reference(), users.join(", "));
+                return Err(SegmentError::InUse { name, users }.into());
             }
         }
         for manifest in &chosen {

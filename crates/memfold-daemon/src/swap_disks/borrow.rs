@@ -16,7 +16,7 @@ use memfold_units::ByteSize;
 use memfold_vm::{VmDirectory, swap};
 use tracing::{info, warn};
 
-use crate::error::{DaemonError, lending, state_error};
+use crate::error::{DaemonError, refused, state_error};
 use crate::leases::{RENEW, RESUMED, lease_ttl, ms};
 use crate::locks::SwapRight;
 use crate::machine::Machine;
@@ -81,7 +81,7 @@ impl SwapDisks {
         let directory = swap_directory(&machine)?;
         let right = machine.swap_right();
         if asker == Asker::SavedRequest && saved_request(&machine).as_ref() != Some(request) {
-            return Err(lending(
+            return Err(refused(
                 format!("the request that VM '{vm}' borrow was withdrawn"),
                 "no action is needed",
             ));
@@ -103,10 +103,10 @@ impl SwapDisks {
     ) -> Result<Borrowed, DaemonError> {
         let (began, vm) = (Instant::now(), machine.name());
         self.leases.check_host()?;
-        let guard = self.reconciled_guard(machine, directory, right)?;
+        let guard = self.reconciled_guard(machine, right)?;
         let top = graph::top(&mut machine.monitor(), vm)?;
         if let Some(bytes) = request.bytes.filter(|bytes| *bytes < top.bytes) {
-            return Err(lending(
+            return Err(refused(
                 format!(
                     "the swap disk of VM '{vm}' has {}, and {} of lent RAM cannot hold it",
                     ByteSize(top.bytes),
@@ -125,7 +125,7 @@ impl SwapDisks {
                 return Ok(now);
             }
             if now.place != SwapPlace::OnCopy {
-                return Err(lending(
+                return Err(refused(
                     format!(
                         "VM '{vm}' has already borrowed, with other durability, copies or stripes"
                     ),
@@ -133,7 +133,7 @@ impl SwapDisks {
                 ));
             }
             // The disk is on this host, even if the note of a loan says otherwise.
-            self.drop_note(machine, directory, right);
+            self.drop_note(machine, right);
         }
         let mut begun = BorrowAttempt::default();
         let by_itself = asker == Asker::Itself;
@@ -180,7 +180,7 @@ impl SwapDisks {
                 }
                 self.leases
                     .release(begun.leases.iter().map(|lease| lease.id));
-                remove_note(directory);
+                remove_note(machine);
                 Err(error)
             }
         }
@@ -297,7 +297,7 @@ impl SwapDisks {
         let ended = graph::cancel(&|| machine.monitor()).map_err(GraphError::from);
         let top = ended.and_then(|()| graph::top(&mut machine.monitor(), machine.name()));
         if top.as_ref().is_ok_and(|top| top.node != borrowing.top()) {
-            remove_note(directory);
+            remove_note(machine);
             for part in &borrowing.parts {
                 hear_end_of(&self.leases, machine.name(), part);
             }
@@ -337,7 +337,7 @@ fn reach(
         return Ok(endpoint);
     }
     bridge::begin(directory.path(), lease.id, &endpoint).map_err(|error| {
-        lending(
+        refused(
             format!(
                 "lender '{}' exports by iSCSI and cannot be reached ({error})",
                 lease.lender.host

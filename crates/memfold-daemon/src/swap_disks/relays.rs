@@ -12,7 +12,7 @@ use memfold_lend::{Address, Endpoint};
 use memfold_vm::VmDirectory;
 use tracing::{error, warn};
 
-use crate::error::{DaemonError, lending, state_error};
+use crate::error::{DaemonError, refused, state_error};
 use crate::leases::Leases;
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
@@ -45,13 +45,14 @@ pub(crate) fn connect(
     };
     let part = &borrowing.parts[number];
     let program = own_program().map_err(failed)?;
-    let running = start::start(&program, &orders, log).map_err(|error| refused(&error, part))?;
+    let running =
+        start::start(&program, &orders, log).map_err(|error| relay_failed(&error, part))?;
     let address = Address::Unix(running.socket.clone());
     let node = borrowing.lent(number);
     let connected = graph::connect(&mut machine.monitor(), &node, &running.socket);
     let ended = || {
         let lenders = part.lenders();
-        lending(
+        refused(
             format!("the connection to the relay of lenders {lenders} ended right after it began"),
             format!("try again; {} may say why", directory.relay_log().display()),
         )
@@ -68,7 +69,7 @@ pub(crate) fn connect(
     Ok(Connected { running, wire })
 }
 
-fn refused(error: &RelayError, part: &Part) -> DaemonError {
+fn relay_failed(error: &RelayError, part: &Part) -> DaemonError {
     let fix = "the log of the lender's daemon says why; 'memfold leases' shows other offers";
     match error {
         RelayError::Failed {
@@ -77,9 +78,9 @@ fn refused(error: &RelayError, part: &Part) -> DaemonError {
         } => {
             let name = part.stripes().nth(*lender).map(|s| s.lender.clone());
             let name = name.unwrap_or_default();
-            lending(format!("cannot use lender '{name}': {why}"), fix)
+            refused(format!("cannot use lender '{name}': {why}"), fix)
         }
-        error => lending(
+        error => refused(
             format!("no relay to {}: {}", part.lenders(), chain(error)),
             "relay.log in the VM's directory may say more",
         ),

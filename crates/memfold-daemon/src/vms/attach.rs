@@ -74,10 +74,8 @@ impl Vms {
     }
 
     pub(super) fn read_attached(&self) -> Vec<AttachRequest> {
-        std::fs::read(self.attached_file())
-            .ok()
-            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
-            .unwrap_or_default()
+        let bytes = std::fs::read(self.attached_file()).unwrap_or_default();
+        serde_json::from_slice(&bytes).unwrap_or_default()
     }
 
     /// Records the attached VMs for the next daemon.
