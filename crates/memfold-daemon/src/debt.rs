@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::Receiver;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use memfold_fold::{Owed, VmOwed};
 use memfold_host::Group;
@@ -15,6 +15,7 @@ use memfold_units::{ByteSize, PageCount};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::DaemonError;
+use crate::threads::unix_time;
 
 pub(crate) mod brake;
 
@@ -269,9 +270,8 @@ impl State {
         if self.events.len() == EVENTS {
             self.events.pop_front();
         }
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         self.events.push_back(BrakeEvent {
-            at_unix_s: now.map_or(0.0, |now| now.as_millis() as f64 / 1e3),
+            at_unix_s: unix_time().as_millis() as f64 / 1e3,
             level: self.brake.level(),
             mem_available_bytes: report.mem_available_bytes,
             debt_bytes: report.debt_bytes,

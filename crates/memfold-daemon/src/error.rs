@@ -183,6 +183,14 @@ pub(crate) fn check(
     is_fine.then_some(()).ok_or_else(wrong)
 }
 
+/// Returns a function that makes a [`SegmentError::Files`] from an error of the file system at `path`.
+pub(crate) fn segment_files(path: &Path) -> impl Fn(io::Error) -> SegmentError + Copy + '_ {
+    |source| SegmentError::Files {
+        path: path.to_owned(),
+        source,
+    }
+}
+
 /// Makes the error of a segment's operation that is impossible, with the reason and the fix.
 pub(crate) fn impossible(why: impl Into<String>) -> DaemonError {
     SegmentError::Impossible(why.into()).into()

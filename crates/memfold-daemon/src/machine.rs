@@ -34,7 +34,6 @@ mod clock;
 mod info;
 pub(crate) mod pauses;
 mod renewal;
-mod room;
 mod running;
 mod watch;
 

@@ -9,9 +9,10 @@ use memfold_snapshot::clock::{self, ClockStep, LOOK, Offset, RTC, in_words};
 use memfold_vm::{AgentError, Qmp};
 use tracing::{info, warn};
 
-use crate::machine::pauses::{LONG, now};
+use crate::machine::pauses::LONG;
 use crate::machine::{Machine, is_disconnected, text};
 use crate::run_state::RunState;
+use crate::threads::unix_time;
 
 /// Time limit for a guest to report its time, or to set its clock.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -124,9 +125,7 @@ impl Machine {
             self.marks.clock_set.wait_for(&mut clock, left);
         }
     }
-}
 
-impl Machine {
     /// Processes QEMU's STOP and RESUME events. After a long pause, sets the guest's clock.
     /// `before`: the VM's state when it was last read.
     pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
@@ -165,7 +164,7 @@ impl Machine {
     /// Records that the VM is stopped by the save of a snapshot, until the result is dropped.
     pub fn note_saving(&self) -> impl Drop + '_ {
         self.marks.being_saved.store(true, Ordering::Relaxed);
-        BeingSaved(self, now())
+        BeingSaved(self, unix_time())
     }
 }
 
@@ -174,7 +173,7 @@ struct BeingSaved<'a>(&'a Machine, Duration);
 impl Drop for BeingSaved<'_> {
     fn drop(&mut self) {
         let mut pauses = self.0.marks.pauses.lock();
-        pauses.saved = Some((self.1, now()));
+        pauses.saved = Some((self.1, unix_time()));
         self.0.marks.being_saved.store(false, Ordering::Relaxed);
     }
 }

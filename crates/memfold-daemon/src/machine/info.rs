@@ -25,9 +25,9 @@ impl Machine {
         let seen = self.seen.lock();
         let costs = seen.conditions.costs.iter();
         let spec = self.vm().spec();
-        let forwards = spec.map_or_else(Vec::new, |spec| spec.forwards.clone());
+        let forwards = spec.into_iter().flat_map(|spec| &spec.forwards);
         VmInfo {
-            forwards: forwards.iter().map(ToString::to_string).collect(),
+            forwards: forwards.map(ToString::to_string).collect(),
             left_out: spec.map_or_else(Vec::new, |spec| spec.left_out.clone()),
             name: self.role.name.clone(),
             domain: self.role.domain.clone(),

@@ -9,6 +9,7 @@ use tracing::info;
 
 use crate::error::DaemonError;
 use crate::segments::Segments;
+use crate::segments::copy_out::IMAGE;
 
 impl Segments {
     /// Builds a new generation of a segment. Nothing is built if the newest generation has the same
@@ -45,7 +46,7 @@ impl Segments {
             domain: request.domain.clone(),
             from: copy.as_ref().map_or_else(
                 || request.from.clone(),
-                |copy| vec![copy.image().display().to_string()],
+                |copy| vec![copy.path().join(IMAGE).display().to_string()],
             ),
             origin: copy.is_some().then(|| request.from.join(" ")),
             include: request.include.clone(),

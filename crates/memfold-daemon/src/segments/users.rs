@@ -7,7 +7,7 @@ use memfold_segment::{Manifest, SegmentError};
 use memfold_vm::{SegmentSpec, VmDirectory};
 use tracing::{info, warn};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, segment_files};
 use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
@@ -45,10 +45,7 @@ impl Segments {
             }
         }
         let names = self.snapshots.names();
-        let names = names.map_err(|source| SegmentError::Files {
-            path: self.snapshots.root().to_owned(),
-            source,
-        })?;
+        let names = names.map_err(segment_files(self.snapshots.root()))?;
         for name in names {
             users.extend(match self.snapshots.manifest(&name) {
                 Ok(saved) => named(&saved.spec.segments).then(|| format!("snapshot {name}")),

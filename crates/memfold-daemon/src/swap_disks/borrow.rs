@@ -9,7 +9,6 @@ use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
 use memfold_lend::graph::{self, Borrowing, GraphError, Part, Phase, Stripe, Top};
 use memfold_lend::iscsi::bridge;
-use memfold_lend::relay::start::Running;
 use memfold_lend::wire::Wire;
 use memfold_lend::{Durability, Endpoint, Lease, Transport};
 use memfold_units::ByteSize;
@@ -26,7 +25,7 @@ use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{
     note, remove_note, save_request, saved_request, swap_directory, write_note,
 };
-use crate::swap_disks::relays::{connect, hear_end, hear_end_of};
+use crate::swap_disks::relays::{connect, hear_end_of};
 
 /// Initiator of a loan of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,8 +42,8 @@ pub(crate) enum Asker {
 #[derive(Default)]
 pub(crate) struct BorrowAttempt {
     pub leases: Vec<Lease>,
-    /// Relay processes, each with the names of its lenders.
-    pub relays: Vec<(Running, Vec<String>)>,
+    /// Parts of the loan whose relay was started.
+    pub parts: Vec<Part>,
     pub wires: Vec<Option<Wire>>,
     /// Number of the monitor connection that has received all events about the new block nodes
     /// since their creation.
@@ -175,8 +174,8 @@ impl SwapDisks {
                 );
                 begun.cut();
                 Self::clean_up(machine);
-                for (relay, lenders) in &begun.relays {
-                    hear_end(&self.leases, vm, relay, lenders);
+                for part in &begun.parts {
+                    hear_end_of(&self.leases, vm, part);
                 }
                 self.leases
                     .release(begun.leases.iter().map(|lease| lease.id));
@@ -225,12 +224,11 @@ impl SwapDisks {
             machine.vm().change_temporary(add).map_err(place)?;
         }
         for (number, endpoints) in endpoints.chunks(usize::from(stripes)).enumerate() {
-            let relay = connect(machine, directory, &borrowing, number, endpoints)?;
-            let lenders = borrowing.parts[number].stripes();
-            let lenders = lenders.map(|stripe| stripe.lender.clone()).collect();
-            borrowing.parts[number].relay = Some(relay.running.clone());
-            begun.relays.push((relay.running, lenders));
-            begun.wires.push(Some(relay.wire));
+            let (relay, wire) = connect(machine, directory, &borrowing, number, endpoints)?;
+            let part = &mut borrowing.parts[number];
+            part.relay = Some(relay);
+            begun.parts.push(part.clone());
+            begun.wires.push(Some(wire));
         }
         // Relays are recorded now, so that the next daemon finds them if this one dies.
         write_note(directory, &borrowing).map_err(place)?;

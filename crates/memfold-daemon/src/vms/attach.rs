@@ -24,11 +24,10 @@ impl Vms {
 
     fn check_free(&self, request: &AttachRequest) -> Result<(), DaemonError> {
         let name = &request.name;
-        for (field, text) in [("name", Some(name)), ("domain", request.domain.as_ref())] {
-            if let Some(text) = text {
-                memfold_vm::check_name(field, text)
-                    .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
-            }
+        let domain = request.domain.iter().map(|domain| ("domain", domain));
+        for (field, text) in std::iter::once(("name", name)).chain(domain) {
+            memfold_vm::check_name(field, text)
+                .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
         }
         // Each of the two locks is released before the other is taken.
         let is_arriving = self.below.registry.arrivals().get(name).is_some();
