@@ -20,7 +20,7 @@ use memfold_api::{AttachRequest, VmInfo};
 use memfold_vm::{Cancel, Record, VmDirectory, VmSpec};
 use parking_lot::{Condvar, Mutex};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, refused};
 
 /// Longest time that requests wait, at the daemon's start, for the adoption of VMs whose QEMU
 /// answers.
@@ -87,34 +87,30 @@ impl Arrival {
             Way::Starting => "is being started",
             Way::Adopting | Way::Attaching(_) => "is not adopted yet",
         };
-        let why = self
-            .problem()
-            .map_or_else(String::new, |why| format!(": {why}"));
-        DaemonError::Busy {
-            why: format!("VM '{}' {what}{why}", self.name),
-            fix: format!(
+        let problem = self.problem();
+        let why = problem.map_or_else(String::new, |why| format!(": {why}"));
+        refused(
+            format!("VM '{}' {what}{why}", self.name),
+            format!(
                 "wait until 'memfold vm list' shows the VM as running, or run: memfold vm stop {}",
                 self.name
             ),
-        }
+        )
     }
 
     /// Returns this VM's entry for the list of VMs that users see.
     pub fn info(&self, state: &Path) -> VmInfo {
         let record: Option<Record> =
             VmDirectory::read_json(&VmDirectory::of(state, &self.name).record()).ok();
+        let is_attached = self.attach_request().is_some();
+        let origin = if is_attached { "attached" } else { "started" };
         let version = record.as_ref().map(|record| record.version);
         VmInfo {
             name: self.name.clone(),
             domain: self.domain.clone(),
             pid: record.map_or(0, |record| record.process.pid),
             ram_bytes: self.ram_bytes,
-            origin: if self.attach_request().is_some() {
-                "attached"
-            } else {
-                "started"
-            }
-            .to_owned(),
+            origin: origin.to_owned(),
             qemu: version.map_or_else(String::new, |(a, b, c)| format!("{a}.{b}.{c}")),
             state: self.state().to_owned(),
             state_cause: self.problem(),
@@ -132,9 +128,8 @@ struct State {
 
 impl State {
     fn is_starting(&self) -> bool {
-        self.all
-            .values()
-            .any(|arrival| arrival.way == Way::Starting)
+        let mut all = self.all.values();
+        all.any(|arrival| arrival.way == Way::Starting)
     }
 }
 

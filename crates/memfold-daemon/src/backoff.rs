@@ -1,8 +1,9 @@
 //! Repeats work on a thread, with a pause after each failure that grows from 30 s to 10 min.
 
-use std::io;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
+
+use tracing::warn;
 
 /// Pause after the first failure. The pause doubles with each further failure.
 const FIRST_WAIT: Duration = Duration::from_secs(30);
@@ -30,15 +31,21 @@ impl<T> Default for Backoff<T> {
 }
 
 impl<T: Send + 'static> Backoff<T> {
-    /// Begins an attempt. The attempt has failed if `work` returns `None` or panics.
+    /// Begins an attempt to move the swap disk of `vm`. The attempt has failed if `work` returns
+    /// `None` or panics, or if its thread cannot be started.
     pub fn begin(
         &mut self,
         name: &str,
+        vm: &str,
         work: impl FnOnce() -> Option<T> + Send + 'static,
-    ) -> io::Result<()> {
-        let thread = Builder::new().name(name.into());
-        self.under_way = Some(thread.spawn(work)?);
-        Ok(())
+    ) {
+        match Builder::new().name(name.into()).spawn(work) {
+            Ok(thread) => self.under_way = Some(thread),
+            Err(error) => {
+                warn!(vm, %error, "cannot start the thread that moves the swap disk; retrying later");
+                self.failed(Instant::now());
+            }
+        }
     }
 
     /// Returns the result of an attempt that has ended since the last call. If the attempt failed,
@@ -88,7 +95,7 @@ mod tests {
                 let _ = ended.recv();
                 outcome
             };
-            tries.begin("try", work).unwrap();
+            tries.begin("try", "a", work);
             let now = Instant::now();
             assert_eq!(tries.ended(now), None);
             assert!(tries.is_under_way());

@@ -72,7 +72,11 @@ impl Daemon {
             vms: vms.clone(),
             snapshots: snapshots.clone(),
         };
-        let libvirt = LibvirtDomains::new(&below, vms.clone(), options.libvirt.clone());
+        let libvirt = LibvirtDomains {
+            registry: below.registry.clone(),
+            vms: vms.clone(),
+            run: options.libvirt.clone(),
+        };
         let reports = Arc::new(Reports::new(below.clone(), vms.clone()));
         let history = options.history.as_deref();
         let sampling = Sampling::new(below.clone(), vms.clone(), reports.clone(), history);

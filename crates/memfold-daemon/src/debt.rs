@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::Receiver;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use memfold_fold::{Owed, VmOwed};
 use memfold_host::Group;
@@ -15,6 +15,7 @@ use memfold_units::{ByteSize, PageCount};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::DaemonError;
+use crate::threads::unix_time;
 
 pub(crate) mod brake;
 
@@ -207,18 +208,15 @@ impl State {
     /// Reports the debt, the available memory and the level of the brake.
     fn report(&self, memory: Memory) -> DebtReport {
         let bytes = |pages: u64| PageCount(pages).bytes().0;
-        let vms: Vec<VmDebt> = self
-            .owed
-            .vms
-            .iter()
-            .map(|vm| VmDebt {
-                name: vm.name.clone(),
-                folded_bytes: bytes(vm.folded_pages),
-                snapshot_bytes: bytes(vm.snapshot_pages),
-                zero_bytes: bytes(vm.zero_pages),
-            })
-            .collect();
+        let debt = |vm: &VmOwed| VmDebt {
+            name: vm.name.clone(),
+            folded_bytes: bytes(vm.folded_pages),
+            snapshot_bytes: bytes(vm.snapshot_pages),
+            zero_bytes: bytes(vm.zero_pages),
+        };
+        let vms: Vec<VmDebt> = self.owed.vms.iter().map(debt).collect();
         let sum = |of: fn(&VmDebt) -> u64| vms.iter().map(of).sum::<u64>();
+        let limits = memory.limited_by.and_then(|number| self.groups.get(number));
         let mut report = DebtReport {
             folded_bytes: sum(|vm| vm.folded_bytes),
             snapshot_bytes: sum(|vm| vm.snapshot_bytes),
@@ -228,10 +226,7 @@ impl State {
             store_bytes: self.owed.store_bytes,
             cover_percent: self.policy.cover_percent,
             mem_available_bytes: memory.available,
-            limited_by: memory
-                .limited_by
-                .and_then(|number| self.groups.get(number))
-                .map(|group| group.directory().display().to_string()),
+            limited_by: limits.map(|group| group.directory().display().to_string()),
             reserve_bytes: self.policy.reserve.of(memory.total),
             swap_free_bytes: memory.swap_free,
             given_back_bytes: bytes(self.given_back_pages),
@@ -275,9 +270,8 @@ impl State {
         if self.events.len() == EVENTS {
             self.events.pop_front();
         }
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         self.events.push_back(BrakeEvent {
-            at_unix_s: now.map_or(0.0, |now| now.as_millis() as f64 / 1e3),
+            at_unix_s: unix_time().as_millis() as f64 / 1e3,
             level: self.brake.level(),
             mem_available_bytes: report.mem_available_bytes,
             debt_bytes: report.debt_bytes,

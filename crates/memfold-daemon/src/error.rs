@@ -71,14 +71,6 @@ pub enum DaemonError {
     /// KSM's files cannot be read or written.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// KSM cannot be steered now.
-    #[error("cannot steer KSM: {why}")]
-    Merging {
-        /// The condition that failed.
-        why: String,
-        /// The action that would change the condition.
-        fix: String,
-    },
     /// The brake is on: guests can claim more memory than is available.
     #[error("{what}, because the brake is on: {why}")]
     Braked {
@@ -96,28 +88,13 @@ pub enum DaemonError {
     /// An LVM volume cannot be put on lent RAM, or taken off.
     #[error(transparent)]
     Lvm(#[from] LvmError),
-    /// Memory cannot be lent, borrowed or given back now.
+    /// The request cannot be carried out now: KSM cannot be steered; memory cannot be lent, borrowed
+    /// or given back; another operation is in progress; or the VM is not running.
     #[error("{why}")]
-    Lending {
+    Refused {
         /// The condition that failed.
         why: String,
         /// The action that would change the condition.
-        fix: String,
-    },
-    /// Another operation is in progress, and only one at a time is possible.
-    #[error("{why}")]
-    Busy {
-        /// The operation in progress.
-        why: String,
-        /// The action that would change the condition.
-        fix: String,
-    },
-    /// The VM is not running.
-    #[error("{why}")]
-    StandsStill {
-        /// The VM, the refused action, the VM's state and the cause, as text.
-        why: String,
-        /// The action that would make the VM run.
         fix: String,
     },
     /// The daemon keeps no history.
@@ -159,9 +136,7 @@ impl DaemonError {
             _ if self.impossible_here() => {
                 Some("'memfold doctor' shows what this host lacks, and how to fix it".into())
             }
-            Self::Merging { fix, .. } | Self::Lending { fix, .. } | Self::Busy { fix, .. } | Self::StandsStill { fix, .. } => {
-                Some(fix.clone())
-            }
+            Self::Refused { fix, .. } => Some(fix.clone()),
             Self::Lvm(error) => error.fix(),
             Self::Braked { .. } => Some(
                 "end VMs, or free memory on this host; 'memfold debt' shows how much each VM could claim, its --reserve and --cover change the limits, and --despite-brake starts a VM anyway".into(),
@@ -208,14 +183,22 @@ pub(crate) fn check(
     is_fine.then_some(()).ok_or_else(wrong)
 }
 
+/// Returns a function that makes a [`SegmentError::Files`] from an error of the file system at `path`.
+pub(crate) fn segment_files(path: &Path) -> impl Fn(io::Error) -> SegmentError + Copy + '_ {
+    |source| SegmentError::Files {
+        path: path.to_owned(),
+        source,
+    }
+}
+
 /// Makes the error of a segment's operation that is impossible, with the reason and the fix.
 pub(crate) fn impossible(why: impl Into<String>) -> DaemonError {
     SegmentError::Impossible(why.into()).into()
 }
 
-/// Makes a [`DaemonError::Lending`] from a failed condition and the action that would change it.
-pub(crate) fn lending(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
-    DaemonError::Lending {
+/// Makes a [`DaemonError::Refused`] from a failed condition and the action that would change it.
+pub(crate) fn refused(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
+    DaemonError::Refused {
         why: why.into(),
         fix: fix.into(),
     }

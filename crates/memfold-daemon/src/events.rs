@@ -22,14 +22,6 @@ struct SeenVm {
     problems: BTreeSet<String>,
 }
 
-/// This host as a lender.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct SeenLender {
-    max_bytes: u64,
-    lent_bytes: u64,
-    problem: Option<String>,
-}
-
 /// Parts of a sample that the ledger's report does not contain.
 #[derive(Debug)]
 pub(crate) struct Beside {
@@ -57,7 +49,8 @@ pub(crate) struct Seen {
     /// Swap disks that are or were lent, by VM name: the present place, and whether the place is a
     /// normal one.
     borrowed: BTreeMap<String, (String, bool)>,
-    lending: Option<SeenLender>,
+    /// This host as a lender.
+    lending: Option<LenderStatus>,
     snapshots: Option<BTreeSet<String>>,
 }
 
@@ -102,11 +95,7 @@ impl Seen {
             distrusted: beside.distrusted.iter().map(lied).collect(),
             brake: debt.map_or_else(Vec::new, |debt| debt.events.clone()),
             borrowed: beside.borrowed.iter().map(borrowed).collect(),
-            lending: beside.lending.as_ref().map(|lender| SeenLender {
-                max_bytes: lender.max_bytes,
-                lent_bytes: lender.lent_bytes,
-                problem: lender.problem.clone(),
-            }),
+            lending: beside.lending.clone(),
             snapshots: snapshots.map(|names| names.iter().cloned().collect()),
         }
     }
@@ -382,10 +371,11 @@ mod tests {
     #[test]
     fn a_moved_swap_disk_and_a_changed_amount_of_lent_memory_are_events() {
         let lender = |max_bytes, lent_bytes, problem: Option<&str>| {
-            Some(SeenLender {
+            Some(LenderStatus {
                 max_bytes,
                 lent_bytes,
                 problem: problem.map(str::to_owned),
+                ..LenderStatus::default()
             })
         };
         let mut old = Seen {

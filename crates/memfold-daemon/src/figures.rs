@@ -56,13 +56,6 @@ pub struct Figures {
     pub lies: u64,
 }
 
-impl Figures {
-    /// Returns whether these figures are young enough to be returned again.
-    fn is_fresh(&self) -> bool {
-        self.taken.elapsed() < keep_for(self.cpu)
-    }
-}
-
 fn keep_for(cpu: Duration) -> Duration {
     cpu.saturating_mul(KEPT_FOR).clamp(LEAST_AGE, GREATEST_AGE)
 }
@@ -81,7 +74,8 @@ impl CachedFigures {
     }
 
     fn fresh(&self) -> Option<Arc<Figures>> {
-        self.last().filter(|figures| figures.is_fresh())
+        let is_fresh = |figures: &Arc<Figures>| figures.taken.elapsed() < keep_for(figures.cpu);
+        self.last().filter(is_fresh)
     }
 
     /// Returns the cached figures if they are fresh, else new ones from `take`. While another

@@ -3,7 +3,6 @@
 //! writes a note first. The next save or the next daemon then undoes the steps that the note
 //! records.
 
-use std::cell::RefCell;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,7 +31,7 @@ pub(crate) struct NotedSave<'a> {
     state: &'a Path,
     machine: &'a Arc<Machine>,
     right: &'a SaveRight<'a>,
-    note: RefCell<SaveNote>,
+    spec: &'a VmSpec,
 }
 
 impl<'a> NotedSave<'a> {
@@ -41,17 +40,13 @@ impl<'a> NotedSave<'a> {
         state: &'a Path,
         machine: &'a Arc<Machine>,
         right: &'a SaveRight<'a>,
-        spec: &VmSpec,
+        spec: &'a VmSpec,
     ) -> io::Result<Self> {
         let noted = Self {
             state,
             machine,
             right,
-            note: RefCell::new(SaveNote {
-                process: machine.vm().process().identity(),
-                spec: spec.clone(),
-                stopped: false,
-            }),
+            spec,
         };
         std::fs::create_dir_all(state.join("saving"))?;
         noted.stopped(false)?;
@@ -60,9 +55,12 @@ impl<'a> NotedSave<'a> {
 
     /// Records in the note that the VM is about to be stopped (`true`), or was resumed (`false`).
     pub(crate) fn stopped(&self, stopped: bool) -> io::Result<()> {
-        let mut note = self.note.borrow_mut();
-        note.stopped = stopped;
-        write_json(&note_of(self.state, self.machine), &*note)
+        let note = SaveNote {
+            process: self.machine.vm().process().identity(),
+            spec: self.spec.clone(),
+            stopped,
+        };
+        write_json(&note_of(self.state, self.machine), &note)
     }
 }
 
@@ -74,9 +72,7 @@ impl Drop for NotedSave<'_> {
 }
 
 fn note_of(state: &Path, machine: &Machine) -> PathBuf {
-    state
-        .join("saving")
-        .join(format!("{}.json", machine.name()))
+    state.join(format!("saving/{}.json", machine.name()))
 }
 
 /// Returns whether a save of this VM was interrupted.

@@ -31,7 +31,7 @@ use tracing::{info, warn};
 
 use self::steered::{LONGEST_TARGET_S, Ours, SteeredKsm, notes};
 use crate::debt::DebtWatch;
-use crate::error::{DaemonError, check};
+use crate::error::{self, DaemonError, check};
 use crate::locks::{MergingRight, StartRight};
 use crate::machine::Machine;
 use crate::threads;
@@ -93,11 +93,8 @@ pub(crate) fn restore() {
     }
 }
 
-fn refused(why: impl Into<String>, fix: impl Into<String>) -> DaemonError {
-    DaemonError::Merging {
-        why: why.into(),
-        fix: fix.into(),
-    }
+fn refused(why: impl std::fmt::Display, fix: impl Into<String>) -> DaemonError {
+    error::refused(format!("cannot steer KSM: {why}"), fix)
 }
 
 impl KsmSteering {
@@ -124,7 +121,7 @@ impl KsmSteering {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Merging`] while a VM is saved live.
+    /// [`DaemonError::Refused`] while a VM is saved live.
     fn alone(&self) -> Result<MergingRight<'_>, DaemonError> {
         MergingRight::try_take(|| self.merging.try_lock()).ok_or_else(|| {
             refused(
@@ -150,7 +147,7 @@ impl KsmSteering {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Merging`] if a VM is being started or saved live, or if memory outside one
+    /// [`DaemonError::Refused`] if a VM is being started or saved live, or if memory outside one
     /// trust domain is mergeable; [`DaemonError::Braked`] while the brake is on.
     pub fn start(self: &Arc<Self>, request: &KsmStartRequest) -> Result<Overview, DaemonError> {
         let goal = goal(request)?;
@@ -211,7 +208,7 @@ impl KsmSteering {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Merging`] if memory outside this domain is mergeable.
+    /// [`DaemonError::Refused`] if memory outside this domain is mergeable.
     fn only_domain(&self, asked: Option<&str>) -> Result<String, DaemonError> {
         let mergeable = processes::mergeable(Path::new("/proc"))?;
         let machines = self.registry.machines();
@@ -251,10 +248,8 @@ impl KsmSteering {
         memfold_vm::check_name("domain", wanted)
             .map_err(|error| DaemonError::BadRequest(error.to_string()))?;
         if domains.keys().any(|domain| *domain != wanted) {
-            let list: Vec<String> = domains
-                .iter()
-                .map(|(domain, vm)| format!("'{domain}' (VM '{vm}')"))
-                .collect();
+            let named = |(domain, vm): (&&str, &&str)| format!("'{domain}' (VM '{vm}')");
+            let list: Vec<String> = domains.iter().map(named).collect();
             return Err(refused(
                 format!(
                     "VMs of trust domain {} have mergeable memory, and KSM merges all mergeable memory of a host; KSM may run for one trust domain only",

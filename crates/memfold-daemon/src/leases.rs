@@ -21,7 +21,7 @@ use memfold_lend::{
 use parking_lot::{Mutex, MutexGuard};
 use tracing::warn;
 
-use crate::error::{DaemonError, lending};
+use crate::error::{DaemonError, refused};
 use crate::options::DaemonOptions;
 
 /// Time without a call to the registry after which the connection to the registry counts as
@@ -186,15 +186,10 @@ impl Leases {
 
     /// Recalls a lease that this host has granted as a lender. Returns the lease as it was before.
     pub fn recall(&self, id: LeaseId) -> Result<Lease, DaemonError> {
-        let host = &self.host;
-        let leases = self.registry.picture()?.leases;
-        let lease = leases
-            .into_iter()
-            .find(|lease| lease.id == id && lease.lender.host == *host)
-            .ok_or_else(|| RegistryError::NoLease {
-                id,
-                who: host.clone(),
-            })?;
+        let who = self.host.clone();
+        let mut leases = self.registry.picture()?.leases.into_iter();
+        let lease = leases.find(|lease| lease.id == id && lease.lender.host == who);
+        let lease = lease.ok_or(RegistryError::NoLease { id, who })?;
         let within = lease.durability.time_to_give_back(lease.bytes);
         self.registry.recall(id, &lease.lender, within)?;
         Ok(lease)
@@ -255,7 +250,7 @@ impl Leases {
                 apart_from: ours.chain(distrusted.clone()).collect(),
             };
             let lease = self.registry.take(&want, ttl).map_err(|error| match error {
-                RegistryError::NothingToSpare { .. } if !distrusted.is_empty() => lending(
+                RegistryError::NothingToSpare { .. } if !distrusted.is_empty() => refused(
                     format!("{error}; not asked: {}", distrusted.join(", ")),
                     "these lenders served wrong bytes: 'memfold leases' names them, 'memfold leases --trust HOST' trusts one again",
                 ),
@@ -337,7 +332,7 @@ impl Leases {
         let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
         let end = Instant::now() + patience;
         let failed = |why: &str| {
-            lending(
+            refused(
                 format!("lender '{}' {why}", lease.lender.host),
                 "the log of the lender's daemon says why; 'memfold leases' shows other offers",
             )

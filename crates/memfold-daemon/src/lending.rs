@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::error::{DaemonError, lending, state_error};
+use crate::error::{DaemonError, refused, state_error};
 use crate::json_file::write_json;
 use crate::leases::Leases;
 
@@ -136,7 +136,7 @@ impl Lending {
             let status = old.status();
             let listens = self.lender_options(request)?.listen.to_string();
             if status.is_ending || status.listens != listens {
-                return Err(lending(
+                return Err(refused(
                     format!("this host already lends, on {}", status.listens),
                     "stop lending first (memfold lend --stop), and wait until all leases have ended; only --max can be changed while lending",
                 ));

@@ -18,8 +18,7 @@ use memfold_libvirt::{
 use memfold_vm::{Identity, Qmp, Vm};
 use tracing::{debug, info, warn};
 
-use crate::error::{DaemonError, state_error};
-use crate::mechanisms::Mechanisms;
+use crate::error::{self, DaemonError, state_error};
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
@@ -62,17 +61,14 @@ const fn key_of(process: Identity) -> (i32, u64) {
 
 impl KnownQemu {
     fn note(&mut self, domain: &Running, result: Result<VmInfo, Refusal>) {
+        let libvirt = &domain.domain;
         match result {
-            Ok(vm) => {
-                info!(
-                    vm = vm.name,
-                    libvirt = domain.domain,
-                    "libvirt domain adopted"
-                );
+            Ok(VmInfo { name: vm, .. }) => {
+                info!(vm, libvirt, "libvirt domain adopted");
                 self.again = None;
             }
             Err(Refusal::NotOurs(why)) => {
-                debug!(libvirt = domain.domain, why, "libvirt domain not adopted");
+                debug!(libvirt, why, "libvirt domain not adopted");
                 // libvirt records the PID before the process has executed the wrapper or QEMU.
                 let begins = self.first.elapsed() < BEGINNING;
                 self.again = begins.then(|| Instant::now() + LOOK_INTERVAL);
@@ -82,7 +78,7 @@ impl KnownQemu {
                 // A QEMU that starts or ends may not answer, so only a lasting failure is logged.
                 if self.pause == LOOK_INTERVAL * 4 {
                     warn!(
-                        libvirt = domain.domain,
+                        libvirt,
                         error = &error as &dyn std::error::Error,
                         "cannot adopt the libvirt domain; the daemon keeps retrying, at intervals of at most 2 minutes"
                     );
@@ -97,19 +93,14 @@ impl KnownQemu {
 /// Adopts, enables and lists libvirt domains.
 #[derive(Debug)]
 pub struct LibvirtDomains {
-    registry: Arc<VmRegistry>,
-    vms: Arc<Vms>,
+    pub(crate) registry: Arc<VmRegistry>,
+    pub(crate) vms: Arc<Vms>,
     /// Directory where libvirt records its QEMU processes; `None` if this daemon does not use
     /// libvirt.
-    run: Option<PathBuf>,
+    pub(crate) run: Option<PathBuf>,
 }
 
 impl LibvirtDomains {
-    pub(crate) fn new(below: &Mechanisms, vms: Arc<Vms>, run: Option<PathBuf>) -> Self {
-        let registry = below.registry.clone();
-        Self { registry, vms, run }
-    }
-
     /// Starts the thread that searches for libvirt domains, unless this daemon does not use
     /// libvirt.
     pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
@@ -147,12 +138,9 @@ impl LibvirtDomains {
     ///
     /// [`DaemonError::BadRequest`] if this daemon does not use libvirt.
     fn place(&self) -> Result<&Path, DaemonError> {
-        self.run.as_deref().ok_or_else(|| {
-            DaemonError::BadRequest(
-                "this daemon leaves libvirt alone; start it with --libvirt /run/libvirt/qemu"
-                    .into(),
-            )
-        })
+        let why = "this daemon leaves libvirt alone; start it with --libvirt /run/libvirt/qemu";
+        let run = self.run.as_deref();
+        run.ok_or_else(|| DaemonError::BadRequest(why.into()))
     }
 
     /// Returns all domains of libvirt and their state; `None` if libvirt is not installed or this
@@ -161,12 +149,8 @@ impl LibvirtDomains {
         if self.run.is_none() {
             return Ok(None);
         }
-        let vms: Vec<_> = self
-            .vms
-            .list()
-            .iter()
-            .filter_map(VmInfo::of_libvirt)
-            .collect();
+        let vms = self.vms.list();
+        let vms: Vec<_> = vms.iter().filter_map(VmInfo::of_libvirt).collect();
         match libvirt::status(Some(&vms)) {
             Ok(domains) => Ok(Some(domains)),
             Err(LibvirtError::Virsh(VirshError::Missing)) => Ok(None),
@@ -193,12 +177,8 @@ impl LibvirtDomains {
     /// A [`DaemonError`] that says why the domain cannot be adopted.
     pub fn attach(&self, domain: &str) -> Result<VmInfo, DaemonError> {
         let run = self.place()?;
-        if let Some(known) = self
-            .vms
-            .list()
-            .into_iter()
-            .find(|vm| vm.libvirt.as_deref() == Some(domain))
-        {
+        let mut known = self.vms.list().into_iter();
+        if let Some(known) = known.find(|vm| vm.libvirt.as_deref() == Some(domain)) {
             return Ok(known);
         }
         let running = Running::all(run).map_err(state_error(run))?;
@@ -210,10 +190,10 @@ impl LibvirtDomains {
         })?;
         self.take_on(&running).map_err(|refusal| match refusal {
             Refusal::NotOurs(why) => DaemonError::BadRequest(why),
-            Refusal::Incoming => DaemonError::Busy {
-                why: format!("memory of '{domain}' is still being received"),
-                fix: "memfold adopts the domain by itself when it runs".into(),
-            },
+            Refusal::Incoming => error::refused(
+                format!("memory of '{domain}' is still being received"),
+                "memfold adopts the domain by itself when it runs",
+            ),
             Refusal::Failed(error) => error,
         })
     }

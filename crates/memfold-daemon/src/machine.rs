@@ -24,7 +24,7 @@ use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
 use self::pauses::Pauses;
-use crate::error::DaemonError;
+use crate::error::{DaemonError, refused};
 use crate::locks::{SaveRight, SwapRight};
 use crate::run_state::RunState;
 
@@ -33,7 +33,6 @@ mod clock;
 mod info;
 pub(crate) mod pauses;
 mod renewal;
-mod room;
 mod running;
 mod watch;
 
@@ -76,19 +75,11 @@ pub(crate) enum Origin {
     Libvirt(String),
 }
 
-/// A VM that the daemon manages.
-#[derive(Debug)]
-pub(crate) struct Machine {
-    vm: Vm,
-    role: Role,
-    monitor: Arc<SharedQmp>,
-    seen: Mutex<Seen>,
+/// What is recorded about a VM while it runs; all empty in the beginning.
+#[derive(Debug, Default)]
+struct Marks {
     /// The VM's run state, and the reason if it is not running.
     state: Mutex<RunState>,
-    /// The reason why the fold library cannot be used, whatever the VM's state; `None` if it can.
-    library_problem: Option<String>,
-    library_state: Mutex<SharedLibraryState>,
-    library_watch: Mutex<LibraryWatch>,
     saving: Mutex<()>,
     /// Whether the VM is stopped for a snapshot that is being saved.
     being_saved: AtomicBool,
@@ -99,8 +90,8 @@ pub(crate) struct Machine {
     swapping: Mutex<()>,
     renewal: Mutex<Option<Renewal>>,
     /// State of setting the guest's clock after a pause. `clock_set` is notified when it changes.
-    pub(crate) clock: Mutex<Option<ClockStep>>,
-    pub(crate) clock_set: Condvar,
+    clock: Mutex<Option<ClockStep>>,
+    clock_set: Condvar,
     /// Smallest unused number for the swap disk's next block nodes in QEMU.
     swap_generation: Mutex<u64>,
     /// Whether the swap disk was moved back to the local disk because one of its copies was lost.
@@ -108,8 +99,22 @@ pub(crate) struct Machine {
     boot_snapshot: Mutex<Option<BootSnapshot>>,
     /// State of each segment in the guest, by the segment's name.
     segments: Mutex<BTreeMap<String, SegmentState>>,
-    can_stop: bool,
     agent: Mutex<Option<Arc<AgentLink>>>,
+}
+
+/// A VM that the daemon manages.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    vm: Vm,
+    role: Role,
+    monitor: Arc<SharedQmp>,
+    seen: Mutex<Seen>,
+    /// The reason why the fold library cannot be used, whatever the VM's state; `None` if it can.
+    library_problem: Option<String>,
+    library_state: Mutex<SharedLibraryState>,
+    library_watch: Mutex<LibraryWatch>,
+    marks: Marks,
+    can_stop: bool,
     commands: SyncSender<Command>,
     qemu: String,
 }
@@ -146,26 +151,13 @@ impl Machine {
             role,
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
-            state: Mutex::default(),
             library_problem,
             library_state: Mutex::new(library),
             library_watch: Mutex::new(LibraryWatch {
                 connected: Instant::now(),
                 pause: INTERVAL,
             }),
-            saving: Mutex::default(),
-            being_saved: AtomicBool::new(false),
-            pauses: Mutex::default(),
-            had_agent: AtomicBool::new(false),
-            swapping: Mutex::default(),
-            renewal: Mutex::default(),
-            clock: Mutex::default(),
-            clock_set: Condvar::new(),
-            swap_generation: Mutex::default(),
-            lost_a_copy: AtomicBool::new(false),
-            boot_snapshot: Mutex::default(),
-            segments: Mutex::default(),
-            agent: Mutex::default(),
+            marks: Marks::default(),
             commands: commands.clone(),
             qemu: format!("{major}.{minor}.{micro}"),
             vm,
@@ -192,7 +184,7 @@ impl Machine {
                 machine.agent_event(event);
             }
         });
-        *machine.agent.lock() = link.map(Arc::new);
+        *machine.marks.agent.lock() = link.map(Arc::new);
         machine.renew();
         Ok(machine)
     }
@@ -205,7 +197,7 @@ impl Machine {
     fn agent_event(&self, event: AgentEvent) {
         match event {
             AgentEvent::Session(facts) => {
-                self.had_agent.store(true, Ordering::Relaxed);
+                self.marks.had_agent.store(true, Ordering::Relaxed);
                 info!(
                     vm = self.name(),
                     kernel = facts.kernel,
@@ -293,7 +285,7 @@ impl Machine {
     /// Removes the files of the VM after it has ended.
     pub fn clean_up(&self) {
         // Dropping the link waits for its thread, so the lock is released before.
-        let link = self.agent.lock().take();
+        let link = self.marks.agent.lock().take();
         drop(link);
         if let Some(directory) = self.vm.directory() {
             if let Err(error) = Vm::clear_if_stale(directory) {
@@ -366,15 +358,15 @@ impl Machine {
     }
 
     pub fn segment_state(&self, name: &str) -> Option<SegmentState> {
-        self.segments.lock().get(name).cloned()
+        self.marks.segments.lock().get(name).cloned()
     }
 
     pub fn set_segment_state(&self, name: &str, state: SegmentState) {
-        self.segments.lock().insert(name.to_owned(), state);
+        self.marks.segments.lock().insert(name.to_owned(), state);
     }
 
     pub fn set_boot_snapshot(&self, now: BootSnapshot) {
-        *self.boot_snapshot.lock() = Some(now);
+        *self.marks.boot_snapshot.lock() = Some(now);
     }
 
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {
@@ -400,7 +392,7 @@ impl Machine {
     /// Returns a handle of the agent's connection, if there is one. The handle is shared, so that a
     /// long command does not block other callers.
     pub fn agent(&self) -> Option<Arc<AgentLink>> {
-        self.agent.lock().clone()
+        self.marks.agent.lock().clone()
     }
 
     fn agent_or_error(&self) -> Result<Arc<AgentLink>, AgentError> {
@@ -427,42 +419,43 @@ impl Machine {
 
     /// Takes the right to save the VM or to change its memory mappings. Waits without a time limit.
     pub fn save_right(&self) -> SaveRight<'_> {
-        SaveRight::take(|| self.saving.lock())
+        SaveRight::take(|| self.marks.saving.lock())
     }
 
     /// Takes the right to save the VM or to change its memory mappings, for a user's request.
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Busy`] after [`RIGHT_TIMEOUT`]: the holder may wait for a guest that does not
+    /// [`DaemonError::Refused`] after [`RIGHT_TIMEOUT`]: the holder may wait for a guest that does not
     /// answer.
     pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
-        let right = SaveRight::try_take(|| self.saving.try_lock_for(RIGHT_TIMEOUT));
-        right.ok_or_else(|| DaemonError::Busy {
-            why: format!(
-                "VM '{}' is being saved, or its segments are being changed",
-                self.name()
-            ),
-            fix: "try again when the save or change is complete".into(),
-        })
+        let right = SaveRight::try_take(|| self.marks.saving.try_lock_for(RIGHT_TIMEOUT));
+        let vm = self.name();
+        let busy = || {
+            refused(
+                format!("VM '{vm}' is being saved, or its segments are being changed"),
+                "try again when the save or change is complete",
+            )
+        };
+        right.ok_or_else(busy)
     }
 
     /// Takes the right to change the VM's swap disk. This right is separate from the right to save:
     /// a lender that needs its memory back does not wait for an hour-long copy of files from the
     /// guest. (A VM with a swap disk is not saved, so the two do not conflict.)
     pub fn swap_right(&self) -> SwapRight<'_> {
-        SwapRight::take(|| self.swapping.lock())
+        SwapRight::take(|| self.marks.swapping.lock())
     }
 
     /// Takes the right to save the VM if it is free.
     pub fn try_save(&self) -> Option<SaveRight<'_>> {
-        SaveRight::try_take(|| self.saving.try_lock())
+        SaveRight::try_take(|| self.marks.saving.try_lock())
     }
 
     /// Reserves a number for the swap disk's next block nodes: `free`, or the smallest greater
     /// number that was not used. Returns the number.
     pub fn use_generation(&self, free: u64) -> u64 {
-        let mut least = self.swap_generation.lock();
+        let mut least = self.marks.swap_generation.lock();
         let number = free.max(*least);
         *least = number + 1;
         number
@@ -471,13 +464,13 @@ impl Machine {
     /// Records whether the swap disk is about to return to the local disk because one of its copies
     /// was lost.
     pub fn comes_home(&self, lost_a_copy: bool) {
-        self.lost_a_copy.store(lost_a_copy, Ordering::Release);
+        self.marks.lost_a_copy.store(lost_a_copy, Ordering::Release);
     }
 
     /// Returns whether the swap disk returned to the local disk because a copy was lost, as far as
     /// this daemon knows.
     pub fn has_lost_a_copy(&self) -> bool {
-        self.lost_a_copy.load(Ordering::Acquire)
+        self.marks.lost_a_copy.load(Ordering::Acquire)
     }
 
     /// Returns begin and end of each block of the VM's RAM in QEMU's address space.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{Borrowed, FullReport, LeaseReport};
+use memfold_fold::DomainStats;
 use memfold_ledger::{self as ledger, StoreAccount};
 use memfold_lend::blast::blast;
 use memfold_lend::{Picture, RegistryError};
@@ -41,27 +42,19 @@ impl Reports {
     /// Makes the ledger's report now. Reads the page maps of all VMs.
     pub fn report(&self) -> Result<FullReport, DaemonError> {
         let (fold, owed) = self.below.folding.look()?;
-        let stores: Vec<StoreAccount> = fold
-            .domains
-            .iter()
-            .map(|d| StoreAccount {
-                domain: d.domain.clone(),
-                identity: d.store(),
-                allocated_bytes: ByteSize(d.store_bytes),
-            })
-            .collect();
+        let store = |d: &DomainStats| StoreAccount {
+            domain: d.domain.clone(),
+            identity: d.store(),
+            allocated_bytes: ByteSize(d.store_bytes),
+        };
+        let stores: Vec<StoreAccount> = fold.domains.iter().map(store).collect();
         let identities: Vec<StoreIdentity> = stores.iter().map(|s| s.identity).collect();
         let machines = self.below.registry.machines();
         // A VM that ends while the report is made is left out.
-        let vms: Vec<_> = machines
-            .iter()
-            .filter_map(|m| m.account(&identities))
-            .collect();
-        let own = ledger::take::own(
-            ByteSize(fold.own_bytes),
-            &identities,
-            &self.below.swap_disks.relays(),
-        )?;
+        let vms = machines.iter().filter_map(|m| m.account(&identities));
+        let vms: Vec<_> = vms.collect();
+        let relays = self.below.swap_disks.relays();
+        let own = ledger::take::own(ByteSize(fold.own_bytes), &identities, &relays)?;
         let zero: u64 = fold.vms.iter().map(|vm| vm.zero_saved_pages).sum();
         let mut host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
         host.images_bytes = self.below.snapshots.laid_out_bytes();

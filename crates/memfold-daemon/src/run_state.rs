@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use memfold_vm::{Qmp, QmpError};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, refused};
 
 /// Run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,58 +29,47 @@ pub(crate) const SILENT: &str = "silent";
 /// Names of the QMP events that explain a run state.
 const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
 
+const NOTHING: &str = "no action is needed";
+
 /// Command that resumes the VM.
 const AGAIN: &str = "memfold vm resume {vm}";
 
-/// Run states of QEMU: name, cause, and what the operator can do; `{vm}` is the VM's name.
-const STATES: [(&str, &str, &str); 12] = [
-    ("paused", "a QMP client has stopped the VM ('stop')", AGAIN),
-    (
-        "prelaunch",
-        "QEMU was started with -S and waits for 'cont'",
-        AGAIN,
-    ),
-    (
-        "guest-panicked",
-        "the guest's kernel has crashed",
-        "read the VM's console log, then end the VM (memfold vm stop {vm}) and start it again",
-    ),
-    (
-        "watchdog",
-        "the guest's watchdog has expired: the guest hangs",
-        "memfold vm resume {vm}, or end the VM (memfold vm stop {vm}) and start it again",
-    ),
-    (
-        "suspended",
-        "the guest sleeps (ACPI S3)",
-        "wake the guest: 'system_wakeup' on the QMP socket",
-    ),
-    (
-        "shutdown",
-        "the guest has shut down, and QEMU was told to stay (-no-shutdown)",
-        "memfold vm stop {vm}",
-    ),
-    (
-        "postmigrate",
-        "the VM was migrated away by another program",
-        "if the VM does not run at the destination: memfold vm resume {vm}; else memfold vm stop {vm}",
-    ),
-    (
-        "internal-error",
-        "QEMU or KVM failed; qemu.log in the VM's directory says why",
-        "end the VM (memfold vm stop {vm}) and start it again",
-    ),
-    (
-        "inmigrate",
-        "the VM's memory is still being received",
-        NOTHING,
-    ),
-    ("save-vm", SAVED, NOTHING),
-    ("restore-vm", SAVED, NOTHING),
-    ("finish-migrate", SAVED, NOTHING),
-];
-const SAVED: &str = "the VM's state is being saved or loaded";
-const NOTHING: &str = "no action is needed";
+/// Returns the cause of a run state of QEMU, and what the operator can do; `{vm}` is the VM's name.
+fn explain(state: &str) -> (&'static str, &'static str) {
+    match state {
+        "paused" => ("a QMP client has stopped the VM ('stop')", AGAIN),
+        "prelaunch" => ("QEMU was started with -S and waits for 'cont'", AGAIN),
+        "guest-panicked" => (
+            "the guest's kernel has crashed",
+            "read the VM's console log, then end the VM (memfold vm stop {vm}) and start it again",
+        ),
+        "watchdog" => (
+            "the guest's watchdog has expired: the guest hangs",
+            "memfold vm resume {vm}, or end the VM (memfold vm stop {vm}) and start it again",
+        ),
+        "suspended" => (
+            "the guest sleeps (ACPI S3)",
+            "wake the guest: 'system_wakeup' on the QMP socket",
+        ),
+        "shutdown" => (
+            "the guest has shut down, and QEMU was told to stay (-no-shutdown)",
+            "memfold vm stop {vm}",
+        ),
+        "postmigrate" => (
+            "the VM was migrated away by another program",
+            "if the VM does not run at the destination: memfold vm resume {vm}; else memfold vm stop {vm}",
+        ),
+        "internal-error" => (
+            "QEMU or KVM failed; qemu.log in the VM's directory says why",
+            "end the VM (memfold vm stop {vm}) and start it again",
+        ),
+        "inmigrate" => ("the VM's memory is still being received", NOTHING),
+        "save-vm" | "restore-vm" | "finish-migrate" => {
+            ("the VM's state is being saved or loaded", NOTHING)
+        }
+        _ => ("QEMU gives no reason", AGAIN),
+    }
+}
 
 impl Default for RunState {
     fn default() -> Self {
@@ -108,10 +97,8 @@ impl RunState {
 
     /// Returns the error for an operation (`what`) that is refused because the VM is not running.
     pub fn refusal(&self, vm: &str, what: &str) -> DaemonError {
-        DaemonError::StandsStill {
-            why: format!("VM '{vm}' stands still ({}): {what}", self.words()),
-            fix: self.fix.clone().unwrap_or_default(),
-        }
+        let why = format!("VM '{vm}' stands still ({}): {what}", self.words());
+        refused(why, self.fix.clone().unwrap_or_default())
     }
 
     fn new(name: &str, cause: String, fix: String) -> Self {
@@ -159,8 +146,7 @@ impl RunState {
             let block = qmp.query("query-block")?;
             return Ok(io_error(vm, &block, last("BLOCK_IO_ERROR")));
         }
-        let known = STATES.iter().find(|(state, ..)| *state == name);
-        let &(_, cause, fix) = known.unwrap_or(&("", "QEMU gives no reason", AGAIN));
+        let (cause, fix) = explain(name);
         let mut cause = cause.to_owned();
         if let Some(data) = last("GUEST_PANICKED").filter(|_| name == "guest-panicked") {
             cause = panic_words(data);

@@ -7,7 +7,7 @@
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use memfold_api::{Borrowed, FullReport, SwapPlace, VmInfo};
 use memfold_host::chain;
@@ -25,7 +25,7 @@ use crate::error::DaemonError;
 use crate::events::{Beside, Seen, changes, event};
 use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
-use crate::threads::{self, thread_cpu};
+use crate::threads::{self, thread_cpu, unix_time};
 use crate::vms::Vms;
 
 /// Shortest time between two samples for the history.
@@ -135,8 +135,7 @@ fn interval(cost: Duration, watched: bool) -> Duration {
 }
 
 fn now_unix_s() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(0, |t| i64::try_from(t.as_secs()).unwrap_or(i64::MAX))
+    i64::try_from(unix_time().as_secs()).unwrap_or(i64::MAX)
 }
 
 /// Takes samples, and writes them to the history.

@@ -20,7 +20,6 @@ use crate::vm_registry::VmRegistry;
 mod attach;
 mod build;
 mod copy_out;
-mod find;
 pub(crate) mod in_guest;
 mod list;
 mod slots;

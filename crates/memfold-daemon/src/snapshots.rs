@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use memfold_snapshot::save::Subject;
 use memfold_snapshot::{Manifest, SnapshotError, SnapshotInfo, Step, restore, save};
 use parking_lot::Mutex;
 use rustix::process::Pid;
 use tracing::warn;
 
 use crate::error::DaemonError;
+use crate::machine::Machine;
 use crate::mechanisms::Mechanisms;
 use crate::vms::Vms;
 
@@ -21,7 +23,6 @@ mod save_vm;
 mod verify;
 mod working_set;
 
-use self::save_vm::subject;
 pub(crate) use self::verify::clear_trials;
 
 /// The snapshots of this host, and the operations on them.
@@ -54,17 +55,14 @@ impl Snapshots {
 
     /// Returns all snapshots, with the VMs that run from them.
     pub fn list(&self) -> Result<Vec<SnapshotInfo>, DaemonError> {
-        let names = self
-            .below
-            .snapshots
-            .names()
-            .map_err(|source| SnapshotError::Files {
-                path: self.below.snapshots.root().to_owned(),
-                source,
-            })?;
+        let shelf = &self.below.snapshots;
+        let names = shelf.names().map_err(|source| SnapshotError::Files {
+            path: shelf.root().to_owned(),
+            source,
+        })?;
         let in_maps = names
             .iter()
-            .map(|name| restore::in_maps(&self.below.snapshots, name).unwrap_or_default());
+            .map(|name| restore::in_maps(shelf, name).unwrap_or_default());
         let users = restore::users_of_each(&in_maps.collect::<Vec<_>>())?;
         let infos = names.iter().zip(&users);
         Ok(infos.map(|(name, pids)| self.info(name, pids)).collect())
@@ -75,11 +73,7 @@ impl Snapshots {
         let problem = manifest.as_ref().err().map(ToString::to_string);
         let manifest = manifest.as_ref().ok();
         let machines = self.below.registry.machines();
-        let users = machines
-            .iter()
-            .filter(|m| pids.contains(&m.pid()))
-            .map(|m| m.name().to_owned())
-            .collect();
+        let users = machines.iter().filter(|m| pids.contains(&m.pid()));
         let disk_bytes = self.below.snapshots.disk_bytes(name).unwrap_or(0);
         SnapshotInfo {
             name: name.to_owned(),
@@ -88,7 +82,7 @@ impl Snapshots {
             created_s: manifest.map_or(0, |m| m.created_s),
             memory_bytes: manifest.map_or(0, |m| m.memory().0),
             disk_bytes,
-            users,
+            users: users.map(|m| m.name().to_owned()).collect(),
             problem,
         }
     }
@@ -109,20 +103,14 @@ impl Snapshots {
         let pids = restore::holders(&self.below.snapshots, name)?;
         if !pids.is_empty() {
             let pids = pids.iter().map(|pid| pid.as_raw_nonzero().to_string());
-            let pids: Vec<String> = pids.collect();
-            return Err(SnapshotError::InUse {
-                name: name.to_owned(),
-                pids: pids.join(", "),
-            }
-            .into());
+            let pids = pids.collect::<Vec<_>>().join(", ");
+            let name = name.to_owned();
+            return Err(SnapshotError::InUse { name, pids }.into());
         }
         let others = restore::built_on(&self.below.snapshots, name)?;
         if !others.is_empty() {
-            return Err(SnapshotError::BuiltOn {
-                name: name.to_owned(),
-                others: others.join(", "),
-            }
-            .into());
+            let (name, others) = (name.to_owned(), others.join(", "));
+            return Err(SnapshotError::BuiltOn { name, others }.into());
         }
         let saved = self.below.snapshots.manifest(name);
         if let Ok(saved) = &saved {
@@ -142,9 +130,9 @@ impl Snapshots {
         let place = self.below.snapshots.path(name)?;
         let machine = match self.below.registry.machine(vm) {
             Ok(machine) => machine,
+            Err(DaemonError::NoSuchVm(_)) => return Ok(()),
             // The VM runs, but its QEMU cannot be asked yet.
-            Err(error @ DaemonError::Busy { .. }) => return Err(error),
-            Err(_) => return Ok(()),
+            Err(error) => return Err(error),
         };
         let _alone = machine.save_right_soon()?;
         // A VM that memfold did not start uses its own disks, and the snapshot has copies.
@@ -159,4 +147,9 @@ impl Snapshots {
         }
         Ok(())
     }
+}
+
+fn subject(machine: &Machine) -> Result<Subject, SnapshotError> {
+    let known = (machine.name(), machine.domain());
+    Subject::of(machine.vm(), known, &mut machine.monitor())
 }

@@ -20,7 +20,7 @@ use tracing::{info, warn};
 
 use self::keeper::Keeper;
 use self::on_lvm::{FAILED, Fit, check_tools, fit, forgotten, gone, images, off_lent, random};
-use crate::error::{DaemonError, lending, state_error};
+use crate::error::{DaemonError, refused, state_error};
 use crate::json_file::write_json;
 use crate::leases::{Leases, RESUMED, lease_ttl, ms, returned};
 use crate::locks::GroupRight;
@@ -109,7 +109,7 @@ impl SwapVolumes {
             if now.place == SwapPlace::Lent && now.durability == Some(request.durability) {
                 return Ok(now);
             }
-            return Err(lending(
+            return Err(refused(
                 format!(
                     "{volume} has already borrowed, with other durability, or was not taken off a lender that is gone"
                 ),
@@ -193,7 +193,7 @@ impl SwapVolumes {
             let lease = match self.leases.registry.take(&want, ttl) {
                 Ok(lease) => lease,
                 Err(error @ RegistryError::NothingToSpare { .. }) if !by_nbd.is_empty() => {
-                    return Err(lending(
+                    return Err(refused(
                         format!(
                             "{error}; not asked: {}, because they export by NBD",
                             by_nbd.join(", ")
@@ -410,7 +410,7 @@ fn wait_synced(keeper: &Keeper) -> Result<(), DaemonError> {
         }
         let loan = keeper.loan();
         if let Some(why) = gone(&loan, images(&loan).as_deref()) {
-            return Err(lending(why, "'memfold leases' shows other offers"));
+            return Err(refused(why, "'memfold leases' shows other offers"));
         }
         std::thread::sleep(LOOK_AT_SYNC);
     }
@@ -420,7 +420,7 @@ fn wait_synced(keeper: &Keeper) -> Result<(), DaemonError> {
 ///
 /// # Errors
 ///
-/// [`DaemonError::Lending`] if the lender is lost or recalls its memory.
+/// [`DaemonError::Refused`] if the lender is lost or recalls its memory.
 fn still_good(keeper: &Keeper) -> Result<(), DaemonError> {
     let wanted = keeper.is_wanted.load(Ordering::Acquire);
     let why = keeper
@@ -428,7 +428,7 @@ fn still_good(keeper: &Keeper) -> Result<(), DaemonError> {
         .or_else(|| wanted.then(|| "the lender needs its own memory".into()));
     why.map_or(Ok(()), |why| {
         let lender = keeper.loan().lender;
-        Err(lending(
+        Err(refused(
             format!("lender '{lender}': {why}"),
             "'memfold leases' shows other offers",
         ))

@@ -1,9 +1,9 @@
-//! Starts the daemon's threads, and measures their CPU time.
+//! Starts the daemon's threads, and measures time.
 
 use std::io;
 use std::sync::Arc;
 use std::thread::{Builder, sleep};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -41,6 +41,12 @@ pub(crate) fn wait_until(limit: Duration, pause: Duration, done: impl Fn() -> bo
         sleep(pause);
     }
     true
+}
+
+/// Returns the time since 1970.
+pub(crate) fn unix_time() -> Duration {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.unwrap_or_default()
 }
 
 /// Returns the CPU time of the calling thread.

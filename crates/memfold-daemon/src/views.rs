@@ -1,18 +1,21 @@
 //! Makes views of memory for user interfaces: on request, one view at a time, cached for some
 //! seconds.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
-use memfold_fold::DomainStats;
+use memfold_fold::{CachedRun, Command, DomainStats};
 use memfold_host::{HostFacts, Report, chain, examine};
 use memfold_ksm::Explanation;
 use memfold_ledger::estimate::fingerprint::Fingerprint;
 use memfold_ledger::estimate::place::{Proposal, propose};
-use memfold_ledger::estimate::{Domains, EstimateReport, Options, Pace, estimate, targets};
+use memfold_ledger::estimate::{
+    Domains, EstimateReport, FileRun, KnownFile, KnownVm, Options, Pace, VmFacts, estimate, targets,
+};
 use memfold_ledger::memory_map::{MOST_CELLS, MemoryMap, memory_map};
 use memfold_ledger::plan::{Order, Plan};
 use memfold_ledger::sharing::{Sharing, files_of, sharing};
@@ -23,12 +26,12 @@ use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::error::{DaemonError, check};
+use crate::error::{DaemonError, check, refused};
+use crate::folding::ended;
+use crate::machine::Machine;
 use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
 use crate::sampling::Sampling;
-
-mod estimate_facts;
 
 /// Time for which maps of memory are cached.
 const MEMORY_LIFE: Duration = Duration::from_secs(4);
@@ -43,6 +46,9 @@ const MOST_LEAST: u64 = 1 << 50;
 /// Time limit for a guest to report the use of its swap disk. The next constant: time for which the
 /// answer is cached.
 const SWAP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Time limit for a guest to report its free memory.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// Body of `POST /v1/estimate`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -224,7 +230,7 @@ impl Views {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Busy`] while another proposal or estimate is computed.
+    /// [`DaemonError::Refused`] while another proposal or estimate is computed.
     pub fn place(&self, order: &PlaceOrder) -> Result<Proposal, DaemonError> {
         let (bytes, percent) = (order.least_bytes, order.leave_percent);
         let is_fine = (0.0..100.0).contains(&percent);
@@ -238,9 +244,11 @@ impl Views {
 
     /// Takes the right to compute an estimate or a proposal; only one is computed at a time.
     fn estimate_turn(&self) -> Result<MutexGuard<'_, ()>, DaemonError> {
-        self.estimating.try_lock().ok_or_else(|| DaemonError::Busy {
-            why: "another estimate is being made".into(),
-            fix: "wait until that estimate is complete".into(),
+        self.estimating.try_lock().ok_or_else(|| {
+            refused(
+                "another estimate is being made",
+                "wait until that estimate is complete",
+            )
         })
     }
 
@@ -273,7 +281,7 @@ impl Views {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Busy`] while another proposal or estimate is computed.
+    /// [`DaemonError::Refused`] while another proposal or estimate is computed.
     pub fn estimate(&self, order: &EstimateOrder) -> Result<EstimateReport, DaemonError> {
         let (cpu, seconds) = (order.cpu_percent, order.seconds);
         let is_fine = cpu > 0.0 && cpu <= 50.0;
@@ -299,6 +307,64 @@ impl Views {
             ..report
         })
     }
+
+    /// Returns names, trust domains, RAM ranges and cached files of all VMs, and the guests' free
+    /// memory.
+    pub fn estimate_facts(&self) -> Result<VmFacts, DaemonError> {
+        let (answer, cached) = sync_channel(1);
+        self.below.folding.tell(Command::CachedFiles(answer))?;
+        let machines = self.below.registry.machines();
+        // All guests are asked at the same time, so a guest that does not answer delays only its
+        // own part.
+        let free: Vec<Option<u64>> = std::thread::scope(|scope| {
+            let asked = machines.iter().map(|vm| scope.spawn(|| free_bytes(vm)));
+            let asked: Vec<_> = asked.collect();
+            let answers = asked.into_iter();
+            answers.map(|thread| thread.join().ok().flatten()).collect()
+        });
+        let cached = cached.recv().map_err(|_| ended())?;
+        let mut runs: HashMap<String, Vec<CachedRun>> = cached.vms.into_iter().collect();
+        let known = |(machine, free_bytes): (&Arc<Machine>, Option<u64>)| {
+            let runs = runs.remove(machine.name());
+            KnownVm {
+                name: machine.name().to_owned(),
+                domain: machine.domain().map(str::to_owned),
+                pid: machine.raw_pid(),
+                ram: machine.ram_ranges(),
+                free_bytes,
+                runs: runs.map(|runs| runs.into_iter().map(file_run).collect()),
+            }
+        };
+        let vms = machines.iter().zip(free).map(known);
+        let file = |(path, file_bytes): (Vec<u8>, u64)| KnownFile {
+            path: String::from_utf8_lossy(&path).into_owned(),
+            file_bytes,
+        };
+        Ok(VmFacts {
+            vms: vms.collect(),
+            files: cached.files.into_iter().map(file).collect(),
+        })
+    }
+}
+
+fn file_run(run: CachedRun) -> FileRun {
+    FileRun {
+        hva: run.hva.0,
+        pages: run.pages,
+        file: run.file,
+        page: run.page,
+    }
+}
+
+/// Returns `MemFree` of a guest, in bytes; `None` if the guest's agent does not answer.
+fn free_bytes(machine: &Machine) -> Option<u64> {
+    machine.info().agent?;
+    let answer = machine.run("cat /proc/meminfo", ANSWER).ok()?;
+    let text = String::from_utf8_lossy(&answer.stdout);
+    let mut lines = text.lines();
+    let line = lines.find_map(|line| line.strip_prefix("MemFree:"))?;
+    let kib: u64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib << 10)
 }
 
 #[cfg(test)]

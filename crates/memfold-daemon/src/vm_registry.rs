@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use memfold_fold::VmId;
@@ -30,7 +30,7 @@ pub(crate) struct VmRegistry {
     vms: Mutex<BTreeMap<String, Arc<Machine>>>,
     /// VMs that are being started or adopted.
     arrivals: Arc<Arrivals>,
-    next: Mutex<VmId>,
+    next: AtomicU32,
     /// Whether starting VMs is refused from now on, because the daemon ends.
     closed: AtomicBool,
     /// Write-locked while KSM steering begins. Read-locked while a thread decides whether a new
@@ -57,7 +57,7 @@ impl VmRegistry {
             state: state.to_owned(),
             vms: Mutex::default(),
             arrivals: Arc::default(),
-            next: Mutex::new(1),
+            next: AtomicU32::new(2),
             closed: AtomicBool::new(false),
             starts: RwLock::default(),
             _lock: lock,
@@ -104,7 +104,7 @@ impl VmRegistry {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::NoSuchVm`] if there is no such VM, [`DaemonError::Busy`] while the VM is
+    /// [`DaemonError::NoSuchVm`] if there is no such VM, [`DaemonError::Refused`] while the VM is
     /// being started or adopted.
     pub fn machine(&self, name: &str) -> Result<Arc<Machine>, DaemonError> {
         let find = || self.vms.lock().get(name).cloned();
@@ -112,10 +112,9 @@ impl VmRegistry {
             return Ok(found);
         }
         if let Some(arrival) = self.arrivals.get(name) {
-            let limit = if arrival.way == Way::Starting {
-                Duration::ZERO
-            } else {
-                ADOPTION_PATIENCE
+            let limit = match arrival.way {
+                Way::Starting => Duration::ZERO,
+                Way::Adopting | Way::Attaching(_) => ADOPTION_PATIENCE,
             };
             if !self.arrivals.wait_gone(&arrival, limit) {
                 return Err(arrival.refusal());
@@ -126,9 +125,7 @@ impl VmRegistry {
 
     /// Returns a number that no VM of this daemon has had.
     pub fn new_id(&self) -> VmId {
-        let mut next = self.next.lock();
-        *next += 1;
-        *next
+        self.next.fetch_add(1, Ordering::Relaxed)
     }
 
     pub fn insert(&self, machine: Arc<Machine>) {

@@ -98,16 +98,13 @@ impl IntoResponse for Failure {
             | DaemonError::Snapshot(SnapshotError::Unknown(_))
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
-            | DaemonError::Lending { .. }
+            | DaemonError::Refused { .. }
             | DaemonError::Lvm(LvmError::Unfit { .. })
-            | DaemonError::Busy { .. }
-            | DaemonError::StandsStill { .. }
             | DaemonError::Registry(
                 RegistryError::NothingToSpare { .. }
                 | RegistryError::State { .. }
                 | RegistryError::Superseded { .. },
             )
-            | DaemonError::Merging { .. }
             | DaemonError::Braked { .. }
             | DaemonError::Ksm(KsmError::Busy(_))
             | DaemonError::Launch(LaunchError::NameTaken { .. } | LaunchError::Forward { .. })

@@ -342,20 +342,17 @@ fn is_own_child(pid: i32) -> bool {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
     let stat = String::from_utf8_lossy(&stat);
-    let parent = stat
-        .rsplit(')')
-        .next()
-        .and_then(|rest| rest.split_ascii_whitespace().nth(1));
+    let rest = stat.rsplit(')').next();
+    let parent = rest.and_then(|rest| rest.split_ascii_whitespace().nth(1));
     parent.and_then(|parent| parent.parse().ok()) == Some(own)
 }
 
 /// Returns the processes outside `members` that have mergeable memory, as text.
 fn others(processes: &[Process], members: &BTreeSet<i32>) -> Option<String> {
-    let others: Vec<String> = processes
-        .iter()
-        .filter(|process| process.mergeable && !members.contains(&process.pid))
-        .map(|process| format!("process {} ({})", process.pid, process.comm))
-        .collect();
+    let is_other = |p: &&Process| p.mergeable && !members.contains(&p.pid);
+    let others = processes.iter().filter(is_other);
+    let named = others.map(|p| format!("process {} ({})", p.pid, p.comm));
+    let others: Vec<String> = named.collect();
     match others.len() {
         0 => None,
         n if n > 3 => Some(format!(

@@ -9,9 +9,10 @@ use memfold_snapshot::clock::{self, ClockStep, LOOK, Offset, RTC, in_words};
 use memfold_vm::{AgentError, Qmp};
 use tracing::{info, warn};
 
-use crate::machine::pauses::{LONG, now};
+use crate::machine::pauses::LONG;
 use crate::machine::{Machine, is_disconnected, text};
 use crate::run_state::RunState;
+use crate::threads::unix_time;
 
 /// Time limit for a guest to report its time, or to set its clock.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -101,13 +102,13 @@ impl Machine {
     }
 
     fn set_clock_state(&self, step: ClockStep) {
-        *self.clock.lock() = Some(step);
-        self.clock_set.notify_all();
+        *self.marks.clock.lock() = Some(step);
+        self.marks.clock_set.notify_all();
     }
 
     /// Returns the state of setting the guest's clock; `None` if setting was never necessary.
     pub(crate) fn clock_step(&self) -> Option<ClockStep> {
-        self.clock.lock().clone()
+        self.marks.clock.lock().clone()
     }
 
     /// Waits until the guest's clock is set, so that a command sees the right time. Waits for 10 s
@@ -115,26 +116,24 @@ impl Machine {
     pub(crate) fn wait_clock(&self) {
         let end = Instant::now() + PATIENCE;
         let has_agent = || self.agent().is_some_and(|agent| agent.session().is_some());
-        let mut clock = self.clock.lock();
+        let mut clock = self.marks.clock.lock();
         while clock.as_ref().is_some_and(|step| step.pending) && has_agent() {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            self.clock_set.wait_for(&mut clock, left);
+            self.marks.clock_set.wait_for(&mut clock, left);
         }
     }
-}
 
-impl Machine {
     /// Processes QEMU's STOP and RESUME events. After a long pause, sets the guest's clock.
     /// `before`: the VM's state when it was last read.
     pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
         let events = qmp.take_events_named(&["STOP", "RESUME"]);
         let is_known = !before.is_running() && !["prelaunch", "inmigrate"].contains(&&*before.name);
-        let length = self.pauses.lock().hear(&events, is_known);
+        let length = self.marks.pauses.lock().hear(&events, is_known);
         let is_long = length.is_some_and(|length| length >= LONG);
-        if is_long && self.had_agent.load(Ordering::Relaxed) && !self.keeps_clock() {
+        if is_long && self.marks.had_agent.load(Ordering::Relaxed) && !self.keeps_clock() {
             info!(
                 vm = self.name(),
                 "VM runs again after a pause; the daemon now sets the guest's clock"
@@ -151,10 +150,8 @@ impl Machine {
 
     /// Records in the VM's directory that the guest keeps its clock, also for later daemons.
     pub(crate) fn keep_clock(&self) {
-        let noted = self
-            .vm
-            .directory()
-            .map(|directory| std::fs::write(directory.path().join(KEEPS_CLOCK), ""));
+        let file = self.vm.directory().map(|d| d.path().join(KEEPS_CLOCK));
+        let noted = file.map(|file| std::fs::write(file, ""));
         if let Some(Err(error)) = noted {
             warn!(
                 vm = self.name(),
@@ -166,8 +163,8 @@ impl Machine {
 
     /// Records that the VM is stopped by the save of a snapshot, until the result is dropped.
     pub fn note_saving(&self) -> impl Drop + '_ {
-        self.being_saved.store(true, Ordering::Relaxed);
-        BeingSaved(self, now())
+        self.marks.being_saved.store(true, Ordering::Relaxed);
+        BeingSaved(self, unix_time())
     }
 }
 
@@ -175,8 +172,8 @@ struct BeingSaved<'a>(&'a Machine, Duration);
 
 impl Drop for BeingSaved<'_> {
     fn drop(&mut self) {
-        let mut pauses = self.0.pauses.lock();
-        pauses.saved = Some((self.1, now()));
-        self.0.being_saved.store(false, Ordering::Relaxed);
+        let mut pauses = self.0.marks.pauses.lock();
+        pauses.saved = Some((self.1, unix_time()));
+        self.0.marks.being_saved.store(false, Ordering::Relaxed);
     }
 }

@@ -25,9 +25,9 @@ impl Machine {
         let seen = self.seen.lock();
         let costs = seen.conditions.costs.iter();
         let spec = self.vm().spec();
-        let forwards = spec.map_or_else(Vec::new, |spec| spec.forwards.clone());
+        let forwards = spec.into_iter().flat_map(|spec| &spec.forwards);
         VmInfo {
-            forwards: forwards.iter().map(ToString::to_string).collect(),
+            forwards: forwards.map(ToString::to_string).collect(),
             left_out: spec.map_or_else(Vec::new, |spec| spec.left_out.clone()),
             name: self.role.name.clone(),
             domain: self.role.domain.clone(),
@@ -53,7 +53,7 @@ impl Machine {
             costs: costs.map(ToString::to_string).collect(),
             segments: self.segments(),
             clock: self.clock_step(),
-            renewal: self.renewal.lock().clone(),
+            renewal: self.marks.renewal.lock().clone(),
             // This is right unless the swap disk is lent; the daemon then replaces this value.
             swap: spec.and_then(|spec| spec.swap).map(|size| VmSwap {
                 bytes: size.0,
@@ -61,7 +61,7 @@ impl Machine {
                 durability: None,
                 lent: Vec::new(),
             }),
-            boot_snapshot: self.boot_snapshot.lock().clone(),
+            boot_snapshot: self.marks.boot_snapshot.lock().clone(),
             state: state.name,
             state_cause: state.cause,
             state_fix: state.fix,

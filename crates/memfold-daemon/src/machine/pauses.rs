@@ -3,7 +3,7 @@
 //! After a pause the guest's wall clock is behind, so memfold sets it to the host's. Pauses of a
 //! save are ignored here, because the save itself sets the clock if necessary.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -52,11 +52,6 @@ fn time_of(event: &Value) -> Option<Duration> {
     let time = &event["timestamp"];
     let microseconds = Duration::from_micros(time["microseconds"].as_u64()?);
     Some(Duration::from_secs(time["seconds"].as_u64()?) + microseconds)
-}
-
-pub(crate) fn now() -> Duration {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    since.unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -84,6 +84,6 @@ impl Machine {
     }
 
     fn set_renewal(&self, renewal: Renewal) {
-        *self.renewal.lock() = Some(renewal);
+        *self.marks.renewal.lock() = Some(renewal);
     }
 }

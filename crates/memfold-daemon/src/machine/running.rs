@@ -31,7 +31,7 @@ impl Machine {
     /// Returns whether the VM may be resumed automatically now, which excludes a VM that is being
     /// saved.
     pub(crate) fn may_resume_when_room(&self) -> bool {
-        self.resumes_when_room() && !self.being_saved.load(Ordering::Relaxed)
+        self.resumes_when_room() && !self.marks.being_saved.load(Ordering::Relaxed)
     }
 
     /// Replaces the advice in `state` by [`GOES_ON`] if this VM resumes by itself.
@@ -44,7 +44,7 @@ impl Machine {
 
     /// Returns the VM's state when it was last read.
     pub fn state(&self) -> RunState {
-        self.state.lock().clone()
+        self.marks.state.lock().clone()
     }
 
     /// Reads the VM's run state. Returns the previous state while a snapshot is being saved, or if
@@ -65,7 +65,7 @@ impl Machine {
         if let Some(stopped) = self.stopped() {
             return stopped;
         }
-        if self.being_saved.load(Ordering::Relaxed) {
+        if self.marks.being_saved.load(Ordering::Relaxed) {
             return self.state();
         }
         let mut qmp = self.monitor.lock_within(patience);
@@ -86,7 +86,7 @@ impl Machine {
 
     /// Stores the VM's run state, and logs a change.
     pub(crate) fn note_state(&self, now: &RunState) {
-        let before = std::mem::replace(&mut *self.state.lock(), now.clone());
+        let before = std::mem::replace(&mut *self.marks.state.lock(), now.clone());
         if before == *now {
             return;
         }
@@ -137,7 +137,7 @@ impl Machine {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::StandsStill`] if the VM is stopped.
+    /// [`DaemonError::Refused`] if the VM is stopped.
     pub fn check_runs(&self, what: &str) -> Result<(), DaemonError> {
         let stands = self.stands_still();
         stands.map_or(Ok(()), |state| Err(state.refusal(self.name(), what)))

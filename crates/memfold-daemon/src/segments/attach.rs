@@ -4,12 +4,12 @@ use std::fs::File;
 use std::os::fd::AsFd as _;
 
 use memfold_api::{AttachSegmentRequest, AttachedSegment, SegmentState, VmSegment};
-use memfold_segment::{Reference, SegmentError};
+use memfold_segment::Reference;
 use memfold_vm::segments::{MAX_SLOTS, plug};
 use memfold_vm::{SegmentSpec, VmSpec};
 use tracing::{info, warn};
 
-use crate::error::{DaemonError, impossible};
+use crate::error::{DaemonError, impossible, segment_files};
 use crate::machine::Machine;
 use crate::segments::Segments;
 use crate::segments::in_guest::{lay, take_off};
@@ -67,11 +67,10 @@ impl Segments {
             let plugged = match &file {
                 Ok(file) => plug(&mut machine.monitor(), slot, &segment, file.as_fd())
                     .map_err(DaemonError::from),
-                Err(error) => Err(SegmentError::Files {
-                    path: image,
-                    source: std::io::Error::new(error.kind(), error.to_string()),
+                Err(error) => {
+                    let error = std::io::Error::new(error.kind(), error.to_string());
+                    Err(segment_files(&image)(error).into())
                 }
-                .into()),
             };
             if let Err(error) = plugged {
                 now.pop();

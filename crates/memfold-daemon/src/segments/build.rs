@@ -9,6 +9,7 @@ use tracing::info;
 
 use crate::error::DaemonError;
 use crate::segments::Segments;
+use crate::segments::copy_out::IMAGE;
 
 impl Segments {
     /// Builds a new generation of a segment. Nothing is built if the newest generation has the same
@@ -22,11 +23,8 @@ impl Segments {
             _ => None,
         };
         if let Some(writer) = self.writer(&request.name).filter(|w| vm != Some(w)) {
-            return Err(SegmentError::Written {
-                name: request.name.clone(),
-                writer,
-            }
-            .into());
+            let name = request.name.clone();
+            return Err(SegmentError::Written { name, writer }.into());
         }
         let top = match request.top_files_bytes {
             None => None,
@@ -48,7 +46,7 @@ impl Segments {
             domain: request.domain.clone(),
             from: copy.as_ref().map_or_else(
                 || request.from.clone(),
-                |copy| vec![copy.image().display().to_string()],
+                |copy| vec![copy.path().join(IMAGE).display().to_string()],
             ),
             origin: copy.is_some().then(|| request.from.join(" ")),
             include: request.include.clone(),
@@ -81,10 +79,8 @@ impl Segments {
             self.registry.machine(vm)?;
         }
         uses.retain(|used| {
-            let of_domain = request
-                .domain
-                .as_ref()
-                .is_none_or(|domain| *domain == used.domain);
+            let domain = request.domain.as_ref();
+            let of_domain = domain.is_none_or(|domain| *domain == used.domain);
             let of_vm = request.vms.is_empty() || request.vms.contains(&used.vm);
             of_domain && of_vm
         });

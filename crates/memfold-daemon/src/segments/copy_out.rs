@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use memfold_segment::{self as segment, Draft, PROGRAMS, SegmentError};
 use memfold_vm::{Qmp, QmpError, VmSpec};
 use serde_json::{Value, json};
 
-use crate::error::{DaemonError, impossible};
+use crate::error::{DaemonError, impossible, segment_files};
 use crate::machine::{Machine, text};
 use crate::segments::Segments;
 use crate::segments::slots::{directory, noted};
@@ -77,25 +77,18 @@ done
 sync -f $place
 "#;
 
-/// A copy of a guest's files on this host. Dropping it removes the copy.
-pub(crate) struct CopiedFiles {
-    draft: Draft,
-}
-
-impl CopiedFiles {
-    pub(crate) fn image(&self) -> PathBuf {
-        self.draft.path().join("image.ext4")
-    }
-}
+/// Name of the image in the draft.
+pub(crate) const IMAGE: &str = "image.ext4";
 
 impl Segments {
-    /// Copies all files of a guest that the build's glob patterns may match.
+    /// Copies all files of a guest that the build's glob patterns may match, to [`IMAGE`] in a draft.
+    /// Dropping the draft removes the copy.
     pub(crate) fn copy_out(
         &self,
         vm: &str,
         request: &BuildRequest,
         progress: &Progress,
-    ) -> Result<CopiedFiles, DaemonError> {
+    ) -> Result<Draft, DaemonError> {
         let machine = self.registry.machine(vm)?;
         let refuse = |why: String| SegmentError::Source {
             from: format!("vm:{vm}"),
@@ -125,10 +118,8 @@ impl Segments {
             );
             return Err(refuse(why).into());
         }
-        let copy = CopiedFiles {
-            draft: self.shelf.draft(&format!("{}.copy", request.name))?,
-        };
-        let image = copy.image();
+        let copy = self.shelf.draft(&format!("{}.copy", request.name))?;
+        let image = copy.path().join(IMAGE);
         make(&image)?;
         progress.begin("guest's files copied", 0);
         // An earlier daemon may have left its disk.
@@ -147,20 +138,14 @@ fn copy_to(
     request: &BuildRequest,
 ) -> Result<(), DaemonError> {
     let file = File::options().read(true).write(true).open(image);
-    let file = file.map_err(|source| SegmentError::Files {
-        path: image.to_owned(),
-        source,
-    })?;
+    let file = file.map_err(segment_files(image))?;
     plug(&mut machine.monitor(), slot, file.as_fd())?;
     run(machine, &tops(&request.include))?;
     all_written(machine)
 }
 
 fn make(image: &Path) -> Result<(), DaemonError> {
-    let failed = |source| SegmentError::Files {
-        path: image.to_owned(),
-        source,
-    };
+    let failed = segment_files(image);
     let file = File::create(image).map_err(failed)?;
     file.set_len(ROOM).map_err(failed)?;
     let mke2fs = segment::tool("mke2fs", "makes ext4 file systems", "e2fsprogs")?;

@@ -1,10 +1,9 @@
 //! The record of a VM's segments, in the order of their device slots in QEMU.
 
-use memfold_segment::SegmentError;
 use memfold_vm::segments::unplug_backend;
 use memfold_vm::{SegmentSpec, VmDirectory};
 
-use crate::error::{DaemonError, impossible};
+use crate::error::{DaemonError, impossible, segment_files};
 use crate::machine::Machine;
 
 /// Returns the recorded segments that QEMU has as devices. A segment that an earlier daemon
@@ -32,9 +31,8 @@ pub(super) fn noted(
 
 pub(super) fn note(directory: &VmDirectory, now: &[SegmentSpec]) -> Result<(), DaemonError> {
     let path = directory.segments();
-    directory
-        .write_json(&path, &now)
-        .map_err(|source| SegmentError::Files { path, source }.into())
+    let written = directory.write_json(&path, &now);
+    Ok(written.map_err(segment_files(&path))?)
 }
 
 pub(super) fn directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {

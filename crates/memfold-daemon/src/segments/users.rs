@@ -7,7 +7,7 @@ use memfold_segment::{Manifest, SegmentError};
 use memfold_vm::{SegmentSpec, VmDirectory};
 use tracing::{info, warn};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, segment_files};
 use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
@@ -44,13 +44,8 @@ impl Segments {
                 users.insert(format!("VM {}", arrival.name()));
             }
         }
-        let names = self
-            .snapshots
-            .names()
-            .map_err(|source| SegmentError::Files {
-                path: self.snapshots.root().to_owned(),
-                source,
-            })?;
+        let names = self.snapshots.names();
+        let names = names.map_err(segment_files(self.snapshots.root()))?;
         for name in names {
             users.extend(match self.snapshots.manifest(&name) {
                 Ok(saved) => named(&saved.spec.segments).then(|| format!("snapshot {name}")),
@@ -91,11 +86,9 @@ impl Segments {
         if others.is_empty() {
             return Ok(());
         }
-        Err(SegmentError::InUse {
-            name: name.to_owned(),
-            users: others.into_iter().collect::<Vec<_>>().join(", "),
-        }
-        .into())
+        let users = others.into_iter().collect::<Vec<_>>().join(", ");
+        let name = name.to_owned();
+        Err(SegmentError::InUse { name, users }.into())
     }
 
     /// Removes generations of a segment that are not the newest and have no users.

@@ -108,15 +108,10 @@ impl HeldVm<'_> {
         what: &str,
         command: impl FnOnce(VmId, SyncSender<Result<(), String>>) -> Command,
     ) -> Result<(), String> {
-        let (answer, answered) = sync_channel(1);
-        let failed = |why: &str| format!("the VM cannot be {what}: {why}");
-        self.folding
-            .tell(command(self.machine.id(), answer))
-            .map_err(|error| failed(&error.to_string()))?;
-        answered
-            .recv()
-            .map_err(|_| failed("the fold engine has ended"))?
-            .map_err(|why| failed(&why))
+        let command = |answer| command(self.machine.id(), answer);
+        let done = self.folding.ask(command).map_err(|error| error.to_string());
+        let done = done.and_then(|done| done);
+        done.map_err(|why| format!("the VM cannot be {what}: {why}"))
     }
 }
 
@@ -132,12 +127,9 @@ fn list_free_pages(machine: &Machine) -> FreePages {
 
 impl save::Hold for HeldVm<'_> {
     fn free_pages(&self) -> FreePages {
-        let listing = self
-            .listing
-            .replace(Err("the guest was asked before".into()))?;
-        listing
-            .recv()
-            .unwrap_or_else(|_| Err("the thread that asked the guest has ended".into()))
+        let before = Err("the guest was asked before".into());
+        let listing = self.listing.replace(before)?.recv();
+        listing.unwrap_or_else(|_| Err("the thread that asked the guest has ended".into()))
     }
 
     fn stop(&self, qmp: &mut Qmp) -> Result<(), String> {

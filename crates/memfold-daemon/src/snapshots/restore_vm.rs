@@ -12,7 +12,7 @@ use memfold_vm::{Incoming, LaunchError};
 use rustix::process::Pid;
 
 use crate::boot_snapshot;
-use crate::error::DaemonError;
+use crate::error::{DaemonError, refused};
 use crate::locks::TwinRight;
 use crate::segments::in_guest::recall_segments;
 use crate::snapshots::Snapshots;
@@ -98,12 +98,11 @@ impl Snapshots {
             let vm = memfold_vm::start_unless(cancel, state, spec, Some(&incoming))?;
             self.vms.share_kernel(&vm);
             let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
+            let shelf = &self.below.snapshots;
             let filled = noted
                 .map_err(|error| no_plan(&error))
                 .and_then(|()| Ok(vm.daemon_qmp()?))
-                .and_then(|mut qmp| {
-                    restore::fill(&vm, &mut qmp, &self.below.snapshots, &manifest, &image)
-                });
+                .and_then(|mut qmp| restore::fill(&vm, &mut qmp, shelf, &manifest, &image));
             if let Err(error) = filled {
                 // The log is removed with the VM's directory, so it is read first.
                 let said = vm.directory().map(memfold_vm::log_tail).unwrap_or_default();
@@ -140,10 +139,10 @@ impl Snapshots {
 }
 
 fn others_are_restored() -> DaemonError {
-    DaemonError::Busy {
-        why: "another VM is being restored whose guest cannot be set apart from this one".into(),
-        fix: "wait until the restore ends, or stop that VM if its QEMU hangs".into(),
-    }
+    refused(
+        "another VM is being restored whose guest cannot be set apart from this one",
+        "wait until the restore ends, or stop that VM if its QEMU hangs",
+    )
 }
 
 fn no_plan(error: &std::io::Error) -> SnapshotError {

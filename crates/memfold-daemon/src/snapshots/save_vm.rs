@@ -18,11 +18,11 @@ use crate::locks::SaveRight;
 use crate::machine::Machine;
 use crate::machine::pauses::LONG;
 use crate::snapshot_locks::being_saved;
-use crate::snapshots::Snapshots;
 use crate::snapshots::candidates;
 use crate::snapshots::choose::{Facts, disk_speed, drop_limit};
 use crate::snapshots::guest_caches::{drop_caches, trace_again, write_back};
 use crate::snapshots::hold::HeldVm;
+use crate::snapshots::{Snapshots, subject};
 
 /// Time limit for a guest to report whether it has a VM generation ID.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
@@ -59,10 +59,8 @@ impl Snapshots {
         let began = Instant::now();
         let machine = self.below.registry.machine(&request.vm)?;
         let Some(right) = machine.try_save() else {
-            return Err(SnapshotError::Impossible(
-                "a snapshot of this VM is being made; wait until it is complete".into(),
-            )
-            .into());
+            let why = "a snapshot of this VM is being made; wait until it is complete";
+            return Err(SnapshotError::Impossible(why.into()).into());
         };
         let _noted = machine.note_saving();
         // A taken name is refused before the guest drops anything.
@@ -293,9 +291,4 @@ fn has_generation_id(machine: &Machine) -> bool {
     let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
     let asked = ask().or_else(|_| ask());
     asked.is_ok_and(|answer| answer.code == 0)
-}
-
-pub(super) fn subject(machine: &Machine) -> Result<Subject, SnapshotError> {
-    let known = (machine.name(), machine.domain());
-    Subject::of(machine.vm(), known, &mut machine.monitor())
 }

@@ -46,9 +46,7 @@ impl Snapshots {
             drop(machine);
             let found = loop {
                 std::thread::sleep(working_set::TIME);
-                let machine = registry
-                    .upgrade()
-                    .and_then(|registry| registry.machine(&name).ok());
+                let machine = registry.upgrade().and_then(|all| all.machine(&name).ok());
                 let Some(machine) = machine.filter(|machine| machine.id() == id) else {
                     return;
                 };

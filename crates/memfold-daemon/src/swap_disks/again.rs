@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{BorrowRequest, SwapPlace};
 use memfold_host::chain;
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::backoff::{Backoff, LONGEST_WAIT};
 use crate::machine::Machine;
@@ -111,11 +111,9 @@ impl SwapDisks {
                 continue;
             }
             let (disks, name) = (self.clone(), vm.clone());
-            let begun = tries.begin("borrow-again", move || disks.try_again(&name, &request));
-            if let Err(error) = begun {
-                warn!(vm, %error, "cannot start the thread that moves the swap disk; retrying later");
-                tries.failed(now);
-            }
+            tries.begin("borrow-again", &vm, move || {
+                disks.try_again(&name, &request)
+            });
         }
     }
 
@@ -162,7 +160,7 @@ mod tests {
         let mut waiting = BTreeMap::new();
         for (id, outcome) in [(1, Some(())), (2, None)] {
             let mut tries = Backoff::default();
-            tries.begin("try", move || outcome).unwrap();
+            tries.begin("try", "a", move || outcome);
             waiting.insert(id, tries);
         }
         while waiting.values().any(Backoff::is_under_way) {

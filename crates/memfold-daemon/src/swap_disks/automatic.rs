@@ -121,10 +121,8 @@ impl Habit {
 /// report them.
 fn moved(qmp: &mut Qmp, node: &str) -> Option<u64> {
     let stats = qmp.execute("query-blockstats", json!({})).ok()?;
-    let of_it = stats
-        .as_array()?
-        .iter()
-        .find(|device| device["node-name"] == node)?;
+    let mut devices = stats.as_array()?.iter();
+    let of_it = devices.find(|device| device["node-name"] == node)?;
     let bytes = |name: &str| of_it["stats"][name].as_u64();
     Some(bytes("rd_bytes")?.saturating_add(bytes("wr_bytes")?))
 }
@@ -169,11 +167,9 @@ impl SwapDisks {
                 BorrowStep::GiveBack => Self::give_back_by_itself,
             };
             let (disks, name) = (self.clone(), vm.to_owned());
-            let begun = habit.tries.begin("borrow-one", move || work(&disks, &name));
-            if let Err(error) = begun {
-                warn!(vm, %error, "cannot start the thread that moves the swap disk; retrying later");
-                habit.tries.failed(Instant::now());
-            }
+            habit
+                .tries
+                .begin("borrow-one", vm, move || work(&disks, &name));
         }
     }
 
@@ -289,7 +285,7 @@ mod tests {
                 by_itself: before,
                 ..Habit::default()
             };
-            habit.tries.begin("switch", move || done).unwrap();
+            habit.tries.begin("switch", "a", move || done);
             let now = Instant::now();
             while habit.is_switching(now) {
                 std::thread::yield_now();

@@ -9,14 +9,13 @@ use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
 use memfold_lend::graph::{self, Borrowing, GraphError, Part, Phase, Stripe, Top};
 use memfold_lend::iscsi::bridge;
-use memfold_lend::relay::start::Running;
 use memfold_lend::wire::Wire;
 use memfold_lend::{Durability, Endpoint, Lease, Transport};
 use memfold_units::ByteSize;
 use memfold_vm::{VmDirectory, swap};
 use tracing::{info, warn};
 
-use crate::error::{DaemonError, lending, state_error};
+use crate::error::{DaemonError, refused, state_error};
 use crate::leases::{RENEW, RESUMED, lease_ttl, ms};
 use crate::locks::SwapRight;
 use crate::machine::Machine;
@@ -26,7 +25,7 @@ use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{
     note, remove_note, save_request, saved_request, swap_directory, write_note,
 };
-use crate::swap_disks::relays::{connect, hear_end, hear_end_of};
+use crate::swap_disks::relays::{connect, hear_end_of};
 
 /// Initiator of a loan of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,8 +42,8 @@ pub(crate) enum Asker {
 #[derive(Default)]
 pub(crate) struct BorrowAttempt {
     pub leases: Vec<Lease>,
-    /// Relay processes, each with the names of its lenders.
-    pub relays: Vec<(Running, Vec<String>)>,
+    /// Parts of the loan whose relay was started.
+    pub parts: Vec<Part>,
     pub wires: Vec<Option<Wire>>,
     /// Number of the monitor connection that has received all events about the new block nodes
     /// since their creation.
@@ -81,7 +80,7 @@ impl SwapDisks {
         let directory = swap_directory(&machine)?;
         let right = machine.swap_right();
         if asker == Asker::SavedRequest && saved_request(&machine).as_ref() != Some(request) {
-            return Err(lending(
+            return Err(refused(
                 format!("the request that VM '{vm}' borrow was withdrawn"),
                 "no action is needed",
             ));
@@ -103,10 +102,10 @@ impl SwapDisks {
     ) -> Result<Borrowed, DaemonError> {
         let (began, vm) = (Instant::now(), machine.name());
         self.leases.check_host()?;
-        let guard = self.reconciled_guard(machine, directory, right)?;
+        let guard = self.reconciled_guard(machine, right)?;
         let top = graph::top(&mut machine.monitor(), vm)?;
         if let Some(bytes) = request.bytes.filter(|bytes| *bytes < top.bytes) {
-            return Err(lending(
+            return Err(refused(
                 format!(
                     "the swap disk of VM '{vm}' has {}, and {} of lent RAM cannot hold it",
                     ByteSize(top.bytes),
@@ -125,7 +124,7 @@ impl SwapDisks {
                 return Ok(now);
             }
             if now.place != SwapPlace::OnCopy {
-                return Err(lending(
+                return Err(refused(
                     format!(
                         "VM '{vm}' has already borrowed, with other durability, copies or stripes"
                     ),
@@ -133,7 +132,7 @@ impl SwapDisks {
                 ));
             }
             // The disk is on this host, even if the note of a loan says otherwise.
-            self.drop_note(machine, directory, right);
+            self.drop_note(machine, right);
         }
         let mut begun = BorrowAttempt::default();
         let by_itself = asker == Asker::Itself;
@@ -175,12 +174,12 @@ impl SwapDisks {
                 );
                 begun.cut();
                 Self::clean_up(machine);
-                for (relay, lenders) in &begun.relays {
-                    hear_end(&self.leases, vm, relay, lenders);
+                for part in &begun.parts {
+                    hear_end_of(&self.leases, vm, part);
                 }
                 self.leases
                     .release(begun.leases.iter().map(|lease| lease.id));
-                remove_note(directory);
+                remove_note(machine);
                 Err(error)
             }
         }
@@ -225,12 +224,11 @@ impl SwapDisks {
             machine.vm().change_temporary(add).map_err(place)?;
         }
         for (number, endpoints) in endpoints.chunks(usize::from(stripes)).enumerate() {
-            let relay = connect(machine, directory, &borrowing, number, endpoints)?;
-            let lenders = borrowing.parts[number].stripes();
-            let lenders = lenders.map(|stripe| stripe.lender.clone()).collect();
-            borrowing.parts[number].relay = Some(relay.running.clone());
-            begun.relays.push((relay.running, lenders));
-            begun.wires.push(Some(relay.wire));
+            let (relay, wire) = connect(machine, directory, &borrowing, number, endpoints)?;
+            let part = &mut borrowing.parts[number];
+            part.relay = Some(relay);
+            begun.parts.push(part.clone());
+            begun.wires.push(Some(wire));
         }
         // Relays are recorded now, so that the next daemon finds them if this one dies.
         write_note(directory, &borrowing).map_err(place)?;
@@ -297,7 +295,7 @@ impl SwapDisks {
         let ended = graph::cancel(&|| machine.monitor()).map_err(GraphError::from);
         let top = ended.and_then(|()| graph::top(&mut machine.monitor(), machine.name()));
         if top.as_ref().is_ok_and(|top| top.node != borrowing.top()) {
-            remove_note(directory);
+            remove_note(machine);
             for part in &borrowing.parts {
                 hear_end_of(&self.leases, machine.name(), part);
             }
@@ -337,7 +335,7 @@ fn reach(
         return Ok(endpoint);
     }
     bridge::begin(directory.path(), lease.id, &endpoint).map_err(|error| {
-        lending(
+        refused(
             format!(
                 "lender '{}' exports by iSCSI and cannot be reached ({error})",
                 lease.lender.host

@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use memfold_api::{Borrowed, SwapPlace};
 use memfold_lend::graph::{self, GraphError, Phase};
-use memfold_vm::{QmpError, VmDirectory, swap};
+use memfold_vm::{QmpError, swap};
 use tracing::info;
 
-use crate::error::{DaemonError, lending, state_error};
+use crate::error::{DaemonError, refused, state_error};
 use crate::leases::{RENEW, lease_ttl, returned};
 use crate::locks::SwapRight;
 use crate::machine::Machine;
@@ -36,18 +36,18 @@ impl SwapDisks {
             // against the operator's decision.
             forget_request(directory);
         }
-        let guard = self.reconciled_guard(&machine, directory, &right)?;
+        let guard = self.reconciled_guard(&machine, &right)?;
         let top = graph::top(&mut machine.monitor(), vm)?;
         let mut changed = false;
         if let Some(guard) = guard {
             let before = guard.borrowed();
             if before.place == SwapPlace::Lost {
-                return Err(lending(
+                return Err(refused(
                     format!("the swap disk of VM '{vm}' is lost with its lender (durability none)"),
                     format!("end the VM: memfold vm stop {vm}"),
                 ));
             }
-            self.give_back(&machine, directory, &guard, &right)?;
+            self.give_back(&machine, &guard, &right)?;
             changed = before.place != SwapPlace::OnCopy;
         }
         Ok(returned(vm.to_owned(), top.bytes, changed, began))
@@ -56,7 +56,6 @@ impl SwapDisks {
     fn give_back(
         &self,
         machine: &Machine,
-        directory: &VmDirectory,
         guard: &Guard,
         right: &SwapRight<'_>,
     ) -> Result<(), DaemonError> {
@@ -74,11 +73,11 @@ impl SwapDisks {
                 guard.state.lock().borrowing.parts[part].lost = true;
             }
         } else {
-            self.move_to_disk(machine, directory, guard, right)?;
+            self.move_to_disk(machine, guard, right)?;
         }
         // The lease is released only after QEMU no longer uses it.
         Self::clean_up(machine);
-        self.drop_note(machine, directory, right);
+        self.drop_note(machine, right);
         info!(
             vm = machine.name(),
             "swap disk returned to this host's disk"
@@ -90,12 +89,11 @@ impl SwapDisks {
     fn move_to_disk(
         &self,
         machine: &Machine,
-        directory: &VmDirectory,
         guard: &Guard,
         _: &SwapRight<'_>,
     ) -> Result<(), DaemonError> {
         let borrowing = guard.borrowing();
-        let place = state_error(directory.path());
+        let place = state_error(swap_directory(machine)?.path());
         let file = swap::place(machine.name()).map_err(place)?;
         let add = |files: &mut Vec<PathBuf>| files.push(file.clone());
         machine.vm().change_temporary(add).map_err(place)?;

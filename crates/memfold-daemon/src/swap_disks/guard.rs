@@ -103,13 +103,8 @@ impl Guard {
 
     /// Returns the place of the swap disk, and the lender of each part.
     pub fn swap(&self) -> VmSwap {
-        let Borrowed {
-            place,
-            bytes,
-            durability,
-            ..
-        } = self.borrowed();
-        let borrowing = self.borrowing();
+        let (now, borrowing) = (self.borrowed(), self.borrowing());
+        let bytes = now.bytes;
         let copies = borrowing.reached().enumerate();
         let lent = copies.flat_map(|(copy, (_, part))| {
             let count = part.stripes().count() as u64;
@@ -122,8 +117,8 @@ impl Guard {
         });
         VmSwap {
             bytes,
-            place,
-            durability,
+            place: now.place,
+            durability: now.durability,
             lent: lent.collect(),
         }
     }

@@ -12,7 +12,7 @@ use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::{note, swap_directory};
+use crate::swap_disks::note::note;
 use crate::swap_disks::relays::{hear_end_of, wait_longer};
 
 impl SwapDisks {
@@ -25,9 +25,8 @@ impl SwapDisks {
         part: usize,
     ) -> Result<(), DaemonError> {
         let began = Instant::now();
-        let directory = swap_directory(machine)?;
         let right = machine.swap_right();
-        self.reconcile(machine, directory, guard, &right)?;
+        self.reconcile(machine, guard, &right)?;
         if guard.is_stopped() || guard.borrowing().parts[part].lost {
             return Ok(());
         }

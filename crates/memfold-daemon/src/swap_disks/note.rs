@@ -8,7 +8,7 @@ use memfold_lend::graph::{Borrowing, GraphError};
 use memfold_vm::VmDirectory;
 use tracing::warn;
 
-use crate::error::{DaemonError, lending};
+use crate::error::{DaemonError, refused};
 use crate::machine::Machine;
 
 pub(crate) fn write_note(directory: &VmDirectory, borrowing: &Borrowing) -> std::io::Result<()> {
@@ -23,9 +23,10 @@ pub(crate) fn note(machine: &Machine, borrowing: &Borrowing) {
     }
 }
 
-pub(crate) fn remove_note(directory: &VmDirectory) {
+pub(crate) fn remove_note(machine: &Machine) {
     // This fails if there is no note. If the note stays, the next daemon recognizes it as outdated.
-    let _ = std::fs::remove_file(directory.borrowed());
+    let note = machine.vm().directory().map(VmDirectory::borrowed);
+    drop(note.map(std::fs::remove_file));
 }
 
 /// Returns whether `path` is the name of a swap file made by [`memfold_vm::swap::place`].
@@ -39,7 +40,7 @@ pub(crate) fn is_swap_file(path: &Path) -> bool {
 ///
 /// # Errors
 ///
-/// [`GraphError::NoSwapDisk`] if the VM has no swap disk or no directory, [`DaemonError::Lending`]
+/// [`GraphError::NoSwapDisk`] if the VM has no swap disk or no directory, [`DaemonError::Refused`]
 /// if QEMU runs as another user.
 pub(crate) fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
     let spec = machine.vm().spec().filter(|spec| spec.swap.is_some());
@@ -47,7 +48,7 @@ pub(crate) fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonEr
         return Err(GraphError::NoSwapDisk(machine.name().to_owned()).into());
     };
     if spec.user.is_some() {
-        return Err(lending(
+        return Err(refused(
             format!(
                 "QEMU of VM '{}' has dropped its rights (user = ...) and cannot open a lender's socket or a new file",
                 machine.name()

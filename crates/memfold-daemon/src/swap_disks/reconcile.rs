@@ -17,7 +17,7 @@ use crate::locks::SwapRight;
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::{is_swap_file, note, remove_note, swap_directory};
+use crate::swap_disks::note::{is_swap_file, note, remove_note};
 use crate::swap_disks::relays::let_go;
 
 impl SwapDisks {
@@ -26,7 +26,6 @@ impl SwapDisks {
     pub(super) fn reconcile(
         &self,
         machine: &Machine,
-        directory: &VmDirectory,
         guard: &Guard,
         right: &SwapRight<'_>,
     ) -> Result<(), DaemonError> {
@@ -43,7 +42,7 @@ impl SwapDisks {
         );
         Self::clean_up(machine);
         if !is_lent {
-            self.drop_note(machine, directory, right);
+            self.drop_note(machine, right);
             return Ok(());
         }
         guard.state.lock().borrowing.phase = Phase::Lent;
@@ -61,9 +60,7 @@ impl SwapDisks {
         if guard.borrowing().phase == Phase::Lent {
             return Ok(());
         }
-        let directory = swap_directory(machine)?;
-        let right = machine.swap_right();
-        self.reconcile(machine, directory, guard, &right)
+        self.reconcile(machine, guard, &machine.swap_right())
     }
 
     /// Returns the guard of a VM's loan, after its state was reconciled; `None` if there is no
@@ -71,19 +68,18 @@ impl SwapDisks {
     pub(super) fn reconciled_guard(
         &self,
         machine: &Machine,
-        directory: &VmDirectory,
         right: &SwapRight<'_>,
     ) -> Result<Option<Arc<Guard>>, DaemonError> {
         let guard = || self.guard(machine.name());
         if let Some(guard) = guard() {
-            self.reconcile(machine, directory, &guard, right)?;
+            self.reconcile(machine, &guard, right)?;
         }
         Ok(guard())
     }
 
     /// Ends the watch of a loan that is no longer used: releases its leases and removes its note.
-    pub(super) fn drop_note(&self, machine: &Machine, directory: &VmDirectory, _: &SwapRight<'_>) {
-        remove_note(directory);
+    pub(super) fn drop_note(&self, machine: &Machine, _: &SwapRight<'_>) {
+        remove_note(machine);
         self.forget(machine);
     }
 

@@ -12,31 +12,23 @@ use memfold_lend::{Address, Endpoint};
 use memfold_vm::VmDirectory;
 use tracing::{error, warn};
 
-use crate::error::{DaemonError, lending, state_error};
+use crate::error::{DaemonError, refused, state_error};
 use crate::leases::Leases;
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
 
-/// A running relay with its connection to QEMU.
-pub(crate) struct Connected {
-    pub running: Running,
-    pub wire: Wire,
-}
-
-/// Starts a relay to the lenders of a loan's part, and connects QEMU to the relay.
+/// Starts a relay to the lenders of a loan's part, and connects QEMU to the relay. Returns the relay
+/// and the connection.
 pub(crate) fn connect(
     machine: &Machine,
     directory: &VmDirectory,
     borrowing: &Borrowing,
     number: usize,
     endpoints: &[Endpoint],
-) -> Result<Connected, DaemonError> {
+) -> Result<(Running, Wire), DaemonError> {
     let failed = state_error(directory.path());
-    let log = File::options()
-        .create(true)
-        .append(true)
-        .open(directory.relay_log())
-        .map_err(failed)?;
+    let log = directory.relay_log();
+    let log = File::options().create(true).append(true).open(log);
     let orders = Orders {
         socket: directory.relay(borrowing.generation, number),
         bytes: borrowing.bytes,
@@ -45,13 +37,14 @@ pub(crate) fn connect(
     };
     let part = &borrowing.parts[number];
     let program = own_program().map_err(failed)?;
-    let running = start::start(&program, &orders, log).map_err(|error| refused(&error, part))?;
+    let running = start::start(&program, &orders, log.map_err(failed)?)
+        .map_err(|error| relay_failed(&error, part))?;
     let address = Address::Unix(running.socket.clone());
     let node = borrowing.lent(number);
     let connected = graph::connect(&mut machine.monitor(), &node, &running.socket);
     let ended = || {
         let lenders = part.lenders();
-        lending(
+        refused(
             format!("the connection to the relay of lenders {lenders} ended right after it began"),
             format!("try again; {} may say why", directory.relay_log().display()),
         )
@@ -64,11 +57,10 @@ pub(crate) fn connect(
         // The relay has no client, or one that is about to disconnect.
         drop(running.end());
     }
-    let wire = wire?;
-    Ok(Connected { running, wire })
+    Ok((running, wire?))
 }
 
-fn refused(error: &RelayError, part: &Part) -> DaemonError {
+fn relay_failed(error: &RelayError, part: &Part) -> DaemonError {
     let fix = "the log of the lender's daemon says why; 'memfold leases' shows other offers";
     match error {
         RelayError::Failed {
@@ -77,9 +69,9 @@ fn refused(error: &RelayError, part: &Part) -> DaemonError {
         } => {
             let name = part.stripes().nth(*lender).map(|s| s.lender.clone());
             let name = name.unwrap_or_default();
-            lending(format!("cannot use lender '{name}': {why}"), fix)
+            refused(format!("cannot use lender '{name}': {why}"), fix)
         }
-        error => lending(
+        error => refused(
             format!("no relay to {}: {}", part.lenders(), chain(error)),
             "relay.log in the VM's directory may say more",
         ),
@@ -104,21 +96,12 @@ pub(crate) fn wait_longer(guard: &Guard) {
 }
 
 /// Collects the result of a part's relay. Returns why the relay ended, as text; `None` if the part
-/// has no relay or the relay left no result.
+/// has no relay or the relay left no result. A lender that served wrong bytes is distrusted from
+/// then on.
 pub(crate) fn hear_end_of(leases: &Leases, vm: &str, part: &Part) -> Option<String> {
-    let lenders: Vec<String> = part.stripes().map(|s| s.lender.clone()).collect();
-    hear_end(leases, vm, part.relay.as_ref()?, &lenders)
-}
-
-/// Collects a relay's result. A lender that served wrong bytes is distrusted from then on.
-pub(crate) fn hear_end(
-    leases: &Leases,
-    vm: &str,
-    relay: &Running,
-    lenders: &[String],
-) -> Option<String> {
-    let ended = relay.end()?;
-    let lender = ended.lender.and_then(|number| lenders.get(number));
+    let ended = part.relay.as_ref()?.end()?;
+    let stripe = ended.lender.and_then(|number| part.stripes().nth(number));
+    let lender = stripe.map(|stripe| &stripe.lender);
     let Some(lender) = lender else {
         warn!(
             vm,

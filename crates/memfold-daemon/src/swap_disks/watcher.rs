@@ -49,11 +49,12 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         let (Some(disks), Some(machine)) = (disks.upgrade(), machine.upgrade()) else {
             return;
         };
+        let vm = &guard.vm;
         for part in guard.ended() {
             if let Err(error) = disks.heal(&machine, guard, part) {
                 // The next check tries again. The monitor of a VM that ends fails, too.
                 warn!(
-                    vm = guard.vm,
+                    vm,
                     error = chain(&error),
                     "cannot remove the lost lender's block node from QEMU; retrying every second"
                 );
@@ -62,7 +63,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         }
         if stands_still(guard) {
             warn!(
-                vm = guard.vm,
+                vm,
                 "relay process was stopped (SIGSTOP), so its lender is no longer used; do not stop relay processes"
             );
             for (part, _) in guard.borrowing().reached() {
@@ -75,7 +76,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
             renewed = Instant::now();
             if let Err(error) = disks.reconcile_alone(&machine, guard) {
                 warn!(
-                    vm = guard.vm,
+                    vm,
                     error = chain(&error),
                     "location of the swap disk (this host or a lender) still unknown: QEMU did not answer; asking again every second"
                 );
@@ -86,7 +87,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
             }
             if let Err(error) = disks.renew(&machine, guard) {
                 warn!(
-                    vm = guard.vm,
+                    vm,
                     error = chain(&error),
                     "cannot return the swap disk to this host; retrying every second"
                 );
@@ -96,13 +97,13 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         if let Some(why) = guard.is_in_danger().filter(|_| is_due) {
             moved = Some(Instant::now());
             warn!(
-                vm = guard.vm,
+                vm,
                 why, "moving the swap disk to this host's disk; no action is needed"
             );
             machine.comes_home(guard.borrowing().hangs_on_one());
             if let Err(error) = disks.return_as(machine.name(), false) {
                 warn!(
-                    vm = guard.vm,
+                    vm,
                     error = chain(&error),
                     "cannot move the swap disk to this host's disk; retrying in 15 s"
                 );

@@ -7,7 +7,7 @@ use memfold_lend::lvm::tools::{self, Logical, Physical};
 use memfold_lend::lvm::{self, Loan, LvmError, Volume, session};
 use memfold_units::ByteSize;
 
-use crate::error::{DaemonError, lending};
+use crate::error::{DaemonError, refused};
 
 /// Letter with which the kernel reports a failed mirror image ([`tools::images`]).
 pub(super) const FAILED: char = 'D';
@@ -183,7 +183,7 @@ fn off_missing(
     // LVM removes all missing disks or none.
     let mut missing = disks.iter().filter(|other| other.is_missing);
     if let Some(other) = missing.find(|other| other.uuid != disk.uuid) {
-        return Err(lending(
+        return Err(refused(
             format!(
                 "group {} also lacks another disk (UUID {}); removing missing disks would lose the volumes on it",
                 volume.group, other.uuid
@@ -192,7 +192,7 @@ fn off_missing(
         ));
     }
     if is_moving {
-        return Err(lending(
+        return Err(refused(
             format!(
                 "the lender of {volume} was lost while the volume was moved there (durability none); the volume continues on this host's disk, but LVM cannot undo a move to a missing disk"
             ),
@@ -223,7 +223,7 @@ fn is_ours_alone(volume: &Volume, disk: &Physical) -> Result<(), DaemonError> {
     let Some(other) = disk.volumes.iter().find(|name| !is_its(name)) else {
         return Ok(());
     };
-    Err(lending(
+    Err(refused(
         format!(
             "{}/{other} also lies on the disk that is lent for {volume}",
             volume.group
@@ -236,7 +236,7 @@ fn is_ours_alone(volume: &Volume, disk: &Physical) -> Result<(), DaemonError> {
 }
 
 fn lost(volume: &Volume) -> DaemonError {
-    lending(
+    refused(
         format!("{volume} is lost with its lender (durability none)"),
         format!(
             "stop using the volume (swapoff {device}, which may end programs, or reboot), then lvremove {volume}, vgreduce --removemissing {group}, and create the volume again",
@@ -253,7 +253,7 @@ fn whole_here(volume: &Volume, logical: &Logical) -> Result<(), DaemonError> {
     }
     let states = tools::images(volume)?.unwrap_or_default();
     if states.starts_with(FAILED) {
-        return Err(lending(
+        return Err(refused(
             format!(
                 "a request to the image of {volume} on this host's disk has failed: the lender holds the only copy"
             ),

@@ -24,11 +24,10 @@ impl Vms {
 
     fn check_free(&self, request: &AttachRequest) -> Result<(), DaemonError> {
         let name = &request.name;
-        for (field, text) in [("name", Some(name)), ("domain", request.domain.as_ref())] {
-            if let Some(text) = text {
-                memfold_vm::check_name(field, text)
-                    .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
-            }
+        let domain = request.domain.iter().map(|domain| ("domain", domain));
+        for (field, text) in std::iter::once(("name", name)).chain(domain) {
+            memfold_vm::check_name(field, text)
+                .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
         }
         // Each of the two locks is released before the other is taken.
         let is_arriving = self.below.registry.arrivals().get(name).is_some();
@@ -74,10 +73,8 @@ impl Vms {
     }
 
     pub(super) fn read_attached(&self) -> Vec<AttachRequest> {
-        std::fs::read(self.attached_file())
-            .ok()
-            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
-            .unwrap_or_default()
+        let bytes = std::fs::read(self.attached_file()).unwrap_or_default();
+        serde_json::from_slice(&bytes).unwrap_or_default()
     }
 
     /// Records the attached VMs for the next daemon.

@@ -31,7 +31,7 @@ impl Vms {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::StandsStill`] if the VM does not run afterwards; [`DaemonError::BadRequest`]
+    /// [`DaemonError::Refused`] if the VM does not run afterwards; [`DaemonError::BadRequest`]
     /// for a libvirt domain.
     pub fn resume(&self, name: &str) -> Result<VmInfo, DaemonError> {
         let machine = self.below.registry.machine(name)?;
@@ -76,16 +76,13 @@ impl Vms {
         let Some(arrival) = self.below.registry.arrivals().get(name) else {
             return Ok(None);
         };
+        let owned = || name.to_owned();
         if arrival.attach_request().is_some() {
-            return Err(MachineError::NotOurs {
-                name: name.to_owned(),
-            }
-            .into());
+            return Err(MachineError::NotOurs { name: owned() }.into());
         }
+        let arrivals = self.below.registry.arrivals();
         // A VM whose QEMU answers is adopted soon, and then stopped in the usual way.
-        if arrival.way == Way::Adopting
-            && self.below.registry.arrivals().wait_gone(&arrival, SETTLE)
-        {
+        if arrival.way == Way::Adopting && arrivals.wait_gone(&arrival, SETTLE) {
             return Ok(None);
         }
         let (began, state) = (Instant::now(), self.below.registry.state());
@@ -98,13 +95,12 @@ impl Vms {
                 vm = name,
                 "VM was stopped while it started, so QEMU was killed; no action is needed"
             );
-            arrival
-                .cancel
-                .cancel(state, name)
-                .map_err(|source| MachineError::Look {
-                    name: name.to_owned(),
-                    source,
-                })?;
+            let cancelled = arrival.cancel.cancel(state, name);
+            let failed = |source| MachineError::Look {
+                name: owned(),
+                source,
+            };
+            cancelled.map_err(failed)?;
             Stopped {
                 kind: StopKind::Killed,
                 overdue: false,
@@ -112,19 +108,10 @@ impl Vms {
                 why: Some("the VM was still being started".into()),
             }
         };
-        if !self
-            .below
-            .registry
-            .arrivals()
-            .wait_gone(&arrival, ADOPTION_PATIENCE)
-        {
+        if !arrivals.wait_gone(&arrival, ADOPTION_PATIENCE) {
             let record = VmDirectory::read_json::<Record>(&VmDirectory::of(state, name).record());
-            let pid = record.map_or(0, |record| record.process.pid);
-            return Err(MachineError::Undying {
-                name: name.to_owned(),
-                pid,
-            }
-            .into());
+            let (name, pid) = (owned(), record.map_or(0, |record| record.process.pid));
+            return Err(MachineError::Undying { name, pid }.into());
         }
         Ok(Some(stopped))
     }

@@ -44,12 +44,9 @@ fn end_unknown(state: &Path, name: &str) {
     let ended = match Vm::find(state, name) {
         Ok(vm) => vm.stop(Duration::ZERO).map(drop),
         // The VM has ended by itself and left its files.
-        Err(MachineError::NotFound { .. }) => Vm::clear_if_stale(&VmDirectory::of(state, name))
+        Err(MachineError::NotFound { name }) => Vm::clear_if_stale(&VmDirectory::of(state, &name))
             .map(drop)
-            .map_err(|source| MachineError::Look {
-                name: name.to_owned(),
-                source,
-            }),
+            .map_err(|source| MachineError::Look { name, source }),
         Err(error) => Err(error),
     };
     if let Err(error) = ended {
