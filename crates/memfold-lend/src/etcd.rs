@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use super::endpoint::Endpoint;
 use super::etcd_api::{Kv, Txn};
-use super::etcd_keys::{Account, At, EtcdRegistry, Holds, What};
+use super::etcd_keys::{Account, At, EtcdRegistry, What};
 use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId, Picture};
 use super::registry::{Offer, Registry, Want};
 use super::registry_error::{
@@ -49,35 +49,36 @@ impl EtcdRegistry {
     /// meanwhile.
     fn try_offer(&self, offer: &Offer, ttl_ms: u64) -> Result<Option<bool>> {
         let lender = &offer.lender;
-        let (account, heard) = self.lender(&lender.host)?;
+        let (account_key, heard_key) =
+            (self.account_key(&lender.host), self.heard_key(&lender.host));
+        let [account, heard] = self.get([&account_key, &heard_key])?;
+        let account: Option<At<Account>> = account.map(|kv| self.at(&kv)).transpose()?;
         let revision = account.as_ref().map_or(0, |account| account.revision);
         let before = account.map(|account| account.value);
-        let incarnation = lender.incarnation.0;
-        let known = before.as_ref().map_or(0, |account| account.incarnation);
+        let mut after = before.clone().unwrap_or_default();
+        let (known, incarnation) = (after.incarnation, lender.incarnation.0);
         if known > incarnation {
             let lender = lender.host.clone();
             return Err(RegistryError::Superseded { lender });
         }
-        let mut leases = before.clone().unwrap_or_default().leases;
+        let mut txn = Txn::default().when_at(&account_key, revision);
         // Leases of the previous run have ended with that run. Remove as many as one transaction
         // can.
-        let old: Vec<u64> = if known < incarnation {
-            leases.keys().copied().take(ENDED_AT_ONCE).collect()
-        } else {
-            Vec::new()
-        };
-        leases.retain(|id, _| !old.contains(id));
-        let is_whole = known == incarnation || leases.is_empty();
-        let mut after = before.clone().unwrap_or_default();
-        after.leases = leases;
+        if known < incarnation {
+            for _ in 0..ENDED_AT_ONCE {
+                let Some((id, _)) = after.leases.pop_first() else {
+                    break;
+                };
+                let keys = self.lease_keys(LeaseId(id));
+                txn = txn.delete(&keys.all).delete(&keys.endpoint);
+            }
+        }
+        let is_whole = known == incarnation || after.leases.is_empty();
         if is_whole {
             after.incarnation = incarnation;
             after.bytes = offer.bytes;
             after.ttl_ms = ttl_ms;
         }
-        let account_key = self.account_key(&lender.host);
-        let heard_key = self.heard_key(&lender.host);
-        let mut txn = Txn::default().when_at(&account_key, revision);
         if before.as_ref() == Some(&after) {
             let said = heard.map(|kv| self.since(&heard_key, kv.revision));
             if said.is_some_and(|said| said < SAY_AGAIN) {
@@ -86,17 +87,8 @@ impl EtcdRegistry {
         } else {
             txn = txn.put(&account_key, &after);
         }
-        for id in old {
-            let keys = self.lease_keys(LeaseId(id));
-            txn = txn.delete(&keys.all).delete(&keys.endpoint);
-        }
-        let grant = self.grant(ttl_ms)?;
-        let holds = Holds { ms: ttl_ms };
-        let done = self.commit(&txn.put_for(&heard_key, &holds, grant))?;
-        Ok(done.map(|revision| {
-            self.since(&heard_key, revision);
-            is_whole
-        }))
+        let txn = txn.hold(&heard_key, ttl_ms, self.grant(ttl_ms)?);
+        Ok(self.commit(&txn)?.map(|()| is_whole))
     }
 }
 
@@ -112,7 +104,8 @@ impl Registry for EtcdRegistry {
     fn withdraw(&self, lender: &LenderId) -> Result<()> {
         let key = self.account_key(&lender.host);
         self.repeat(|| {
-            let (account, _) = self.lender(&lender.host)?;
+            let [account] = self.get([&key])?;
+            let account: Option<At<Account>> = account.map(|kv| self.at(&kv)).transpose()?;
             let is_ours = |account: &At<Account>| account.value.incarnation == lender.incarnation.0;
             let Some(mut account) = account.filter(is_ours) else {
                 return Ok(Some(()));
@@ -123,7 +116,7 @@ impl Registry for EtcdRegistry {
                 .when_at(&key, account.revision)
                 .put(&key, &account.value)
                 .delete(&self.heard_key(&lender.host));
-            Ok(self.commit(&txn)?.map(drop))
+            self.commit(&txn)
         })
     }
 
@@ -157,14 +150,10 @@ impl Registry for EtcdRegistry {
                 .put(&account_key, &account.value)
                 .put(&last_key, &id)
                 .put(&keys.what, &what)
-                .put_for(&keys.renewed, &Holds { ms: ttl }, grant);
-            let Some(revision) = self.commit(&txn)? else {
-                return Ok(None);
-            };
-            self.since(&keys.renewed, revision);
+                .hold(&keys.renewed, ttl, grant);
             let mut lease = self.lease(LeaseId(id), what, None, None)?;
             lease.left_ms = ttl;
-            Ok(Some(lease))
+            Ok(self.commit(&txn)?.map(|()| lease))
         })
     }
 
@@ -182,7 +171,7 @@ impl Registry for EtcdRegistry {
                 .when_at(&keys.what, what.revision)
                 .put(&keys.what, &what.value)
                 .put(&keys.endpoint, endpoint);
-            Ok(self.commit(&txn)?.map(drop))
+            self.commit(&txn)
         })
     }
 
@@ -213,14 +202,13 @@ impl Registry for EtcdRegistry {
             if lease.left_ms >= ttl / 4 * 3 && lease.left_ms > 0 {
                 return Ok(Some(lease));
             }
-            let (holds, grant) = (Holds { ms: ttl }, self.grant(ttl)?);
-            let txn = Txn::default().when_at(&keys.what, what.revision);
-            let done = self.commit(&txn.put_for(&keys.renewed, &holds, grant))?;
-            Ok(done.map(|revision| {
-                self.since(&keys.renewed, revision);
-                lease.left_ms = ttl;
-                lease
-            }))
+            lease.left_ms = ttl;
+            let txn = Txn::default().when_at(&keys.what, what.revision).hold(
+                &keys.renewed,
+                ttl,
+                self.grant(ttl)?,
+            );
+            Ok(self.commit(&txn)?.map(|()| lease))
         })
     }
 
@@ -228,34 +216,27 @@ impl Registry for EtcdRegistry {
         self.repeat(|| {
             let keys = self.lease_keys(id);
             let [what, renewed, recall] = self.get([&keys.what, &keys.renewed, &keys.recall])?;
-            let At {
-                value: mut what,
-                revision,
-            } = self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
-            let known = what.durability != Durability::Disk;
-            if !known {
-                what.durability = Durability::None;
-            }
-            let mut lease = self.lease(id, what.clone(), renewed.as_ref(), recall.as_ref())?;
-            if known {
+            let At { value, revision } =
+                self.what(id, borrower, what.as_ref(), |w| w.borrower == borrower)?;
+            let mut lease = self.lease(id, value.clone(), renewed.as_ref(), recall.as_ref())?;
+            if lease.durability != Durability::Disk {
                 return Ok(Some(lease));
             }
+            lease.durability = Durability::None;
+            let what = What {
+                durability: lease.durability,
+                ..value
+            };
             let mut txn = Txn::default()
                 .when_at(&keys.what, revision)
                 .put(&keys.what, &what);
             let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
             let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
             if is_asked_for_sooner {
-                txn = txn.put(&keys.recall, &Holds { ms: time });
+                txn = txn.hold(&keys.recall, time, None);
                 lease.recall_ms = Some(time);
             }
-            let done = self.commit(&txn)?;
-            Ok(done.map(|revision| {
-                if is_asked_for_sooner {
-                    self.since(&keys.recall, revision);
-                }
-                lease
-            }))
+            Ok(self.commit(&txn)?.map(|()| lease))
         })
     }
 
@@ -273,9 +254,8 @@ impl Registry for EtcdRegistry {
             }
             let txn = Txn::default()
                 .when_at(&keys.what, revision)
-                .put(&keys.recall, &Holds { ms: within });
-            let done = self.commit(&txn)?;
-            Ok(done.map(|revision| _ = self.since(&keys.recall, revision)))
+                .hold(&keys.recall, within, None);
+            self.commit(&txn)
         })
     }
 
@@ -294,7 +274,7 @@ impl Registry for EtcdRegistry {
                 .when_at(&keys.what, what.revision)
                 .put(&keys.what, &what.value)
                 .delete(&keys.endpoint);
-            Ok(self.commit(&txn)?.map(drop))
+            self.commit(&txn)
         })
     }
 
@@ -316,7 +296,7 @@ impl Registry for EtcdRegistry {
                 .put(&account_key, &account.value)
                 .delete(&keys.all)
                 .delete(&keys.endpoint);
-            Ok(self.commit(&txn)?.map(drop))
+            self.commit(&txn)
         })
     }
 

@@ -27,6 +27,9 @@ const PATIENCE: Duration = Duration::from_secs(3);
 pub(super) struct Txn {
     compare: Vec<Value>,
     success: Vec<Value>,
+    /// Keys that hold for a time from this transaction on.
+    #[serde(skip)]
+    pub held: Vec<String>,
 }
 
 /// One of etcd's own leases. When the lease expires, etcd removes the keys that were written with
@@ -60,17 +63,18 @@ impl Txn {
         self.put_for(key, value, None)
     }
 
-    /// Writes a key that etcd removes when the etcd lease `grant` expires.
-    pub fn put_for(
-        mut self,
-        key: &str,
-        value: &impl Serialize,
-        grant: impl Into<Option<Grant>>,
-    ) -> Self {
+    /// Writes for how many milliseconds a key holds. etcd removes the key when the etcd lease
+    /// `grant` expires, if it is given.
+    pub fn hold(mut self, key: &str, ms: u64, grant: impl Into<Option<Grant>>) -> Self {
+        self.held.push(key.to_owned());
+        self.put_for(key, &json!({ "ms": ms }), grant.into())
+    }
+
+    fn put_for(mut self, key: &str, value: &impl Serialize, grant: Option<Grant>) -> Self {
         // All values are plain structs of memfold, which serde can always write.
         let value = serde_json::to_vec(value).unwrap_or_default();
         let mut put = json!({ "key": base64(key), "value": base64(value) });
-        if let Some(Grant(id)) = grant.into() {
+        if let Some(Grant(id)) = grant {
             put["lease"] = id.to_string().into();
         }
         self.success.push(json!({ "request_put": put }));

@@ -44,9 +44,9 @@ pub(super) struct What {
 }
 
 /// Value of a key: how long the key holds after it was written, in milliseconds.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(super) struct Holds {
-    pub(super) ms: u64,
+#[derive(Deserialize)]
+struct Holds {
+    ms: u64,
 }
 
 /// A value with the revision at which it was written.
@@ -172,11 +172,17 @@ impl EtcdRegistry {
         Ok(self.ranges(&txn)?.map(|mut found| found.pop()))
     }
 
-    /// Runs a transaction that depends on values read before. Returns the new revision, or `None`
-    /// if those values have changed since.
-    pub(super) fn commit(&self, txn: &Txn) -> Result<Option<u64>> {
+    /// Runs a transaction that depends on values read before. Returns `None` if those values have
+    /// changed since.
+    pub(super) fn commit(&self, txn: &Txn) -> Result<Option<()>> {
         let done = self.api.txn(txn).map_err(|why| self.unusable(why))?;
-        Ok(done.succeeded.then_some(done.revision()))
+        if !done.succeeded {
+            return Ok(None);
+        }
+        for key in &txn.held {
+            self.since(key, done.revision());
+        }
+        Ok(Some(()))
     }
 
     /// Repeats `attempt` until no other client has changed the same keys, for at most
@@ -195,12 +201,6 @@ impl EtcdRegistry {
             std::thread::sleep(Duration::from_millis(chance * turn.min(10)));
         }
         Err(self.unusable("other clients keep changing the same keys"))
-    }
-
-    pub(super) fn lender(&self, host: &str) -> Result<(Option<At<Account>>, Option<Kv>)> {
-        let [account, heard] = self.get([&self.account_key(host), &self.heard_key(host)])?;
-        let account = account.map(|kv| self.at(&kv)).transpose()?;
-        Ok((account, heard))
     }
 
     /// Returns the lease in `kv`, if it belongs to the caller.

@@ -105,21 +105,14 @@ pub enum LeaseState {
     Released,
 }
 
-impl LeaseState {
-    /// Returns the name of this state in the registry.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
+impl fmt::Display for LeaseState {
+    /// Writes the name of this state in the registry.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
             Self::Taken => "taken",
             Self::Exported => "exported",
             Self::Released => "released",
-        }
-    }
-}
-
-impl fmt::Display for LeaseState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        })
     }
 }
 

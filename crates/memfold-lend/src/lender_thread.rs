@@ -225,7 +225,7 @@ impl Work {
 
     pub(super) fn judge(&mut self) -> Verdict {
         let lent = self.lent_bytes();
-        self.judge.set_max(self.set(|status| status.max_bytes));
+        self.judge.max_bytes = self.set(|status| status.max_bytes);
         match Sample::read(&self.proc, self.begun.elapsed()) {
             Ok(mut sample) => {
                 sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);

@@ -358,7 +358,7 @@ impl Registry for SqliteRegistry {
                     want.borrower,
                     want.vm,
                     stored(want.bytes),
-                    LeaseState::Taken.name(),
+                    LeaseState::Taken.to_string(),
                     now.after(ttl),
                     want.durability.name()
                 ],
@@ -379,7 +379,7 @@ impl Registry for SqliteRegistry {
             }
             now.change(
                 "UPDATE leases SET state = ?2, endpoint = ?3 WHERE id = ?1",
-                params![stored(id.0), LeaseState::Exported.name(), text],
+                params![stored(id.0), LeaseState::Exported.to_string(), text],
             )
         })
     }
@@ -444,7 +444,7 @@ impl Registry for SqliteRegistry {
         self.once(|now| {
             now.change(
                 "UPDATE leases SET state = ?3, endpoint = NULL WHERE id = ?1 AND borrower = ?2",
-                params![stored(id.0), borrower, LeaseState::Released.name()],
+                params![stored(id.0), borrower, LeaseState::Released.to_string()],
             )
         })
     }

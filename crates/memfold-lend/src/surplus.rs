@@ -108,7 +108,8 @@ pub struct Verdict {
 /// Decides from samples of the host's memory how much the host can lend.
 #[derive(Clone, Debug)]
 pub struct Judge {
-    max_bytes: u64,
+    /// Maximum that may ever be lent.
+    pub(super) max_bytes: u64,
     /// Samples of the last [`CALM`], each with the bytes that were lent then.
     looked: VecDeque<(Sample, u64)>,
     /// Number of consecutive samples that showed too little memory.
@@ -124,11 +125,6 @@ impl Judge {
             looked: VecDeque::new(),
             short: 0,
         }
-    }
-
-    /// Changes the maximum that may be lent.
-    pub const fn set_max(&mut self, bytes: u64) {
-        self.max_bytes = bytes;
     }
 
     /// Returns how many bytes a host with `total_bytes` of RAM keeps for itself.
@@ -300,7 +296,7 @@ mod tests {
     fn lent_memory_above_a_lowered_limit_is_recalled() {
         let mut judge = Judge::new(8 * GIB);
         assert_eq!(judge.judge(calm(0, 8 * GIB), 4 * GIB).recall_bytes, 0);
-        judge.set_max(3 * GIB);
+        judge.max_bytes = 3 * GIB;
         let verdict = judge.judge(calm(1, 8 * GIB), 4 * GIB);
         assert_eq!((verdict.offer_bytes, verdict.recall_bytes), (3 * GIB, GIB));
     }

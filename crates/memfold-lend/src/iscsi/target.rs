@@ -62,16 +62,13 @@ impl Files {
 /// that stays open for as long as the daemon lives.
 pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Command> {
     let mut command = process("target")?;
-    command
-        .args(["--bytes", &bytes.to_string()])
-        .args(["--portal", &portal.to_string()])
-        .arg("--key")
-        .arg(&files.key)
-        .arg("--socket")
-        .arg(&files.socket)
-        .arg("--ready")
-        .arg(&files.ready)
-        .stdout(Stdio::null());
+    let (key, socket, ready) = (&files.key, &files.socket, &files.ready);
+    for (option, file) in [("--key", key), ("--socket", socket), ("--ready", ready)] {
+        command.arg(option).arg(file);
+    }
+    let (bytes, portal) = (bytes.to_string(), portal.to_string());
+    command.args(["--bytes", &bytes, "--portal", &portal]);
+    command.stdout(Stdio::null());
     Ok(command)
 }
 

@@ -1,20 +1,25 @@
 //! Runs programs of LVM and of the iSCSI initiator with a time limit.
 
 use std::io;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_host::helper;
 
 use super::error::LvmError;
 
-/// Runs a program from Debian's `package` and waits for its end. A nonzero exit status is not an
-/// error of this function.
+/// Runs a program from Debian's `package`, waits for its end, and returns its output. An exit status
+/// other than 0 and `accepted` is an error.
 pub(super) fn run(
     (program, package): (&'static str, &'static str),
     words: &[&str],
     limit: Duration,
-) -> Result<Output, LvmError> {
+    accepted: i32,
+) -> Result<String, LvmError> {
+    let failed = |said: String| LvmError::Failed {
+        command: format!("{program} {}", words.join(" ")),
+        said,
+    };
     let began = Instant::now();
     let mut command = Command::new(program);
     command
@@ -24,32 +29,21 @@ pub(super) fn run(
         .env("LVM_SUPPRESS_FD_WARNINGS", "1")
         .current_dir("/")
         .stdin(Stdio::null());
-    let output = helper::output(&mut command, limit).map_err(|source| {
-        if source.kind() == io::ErrorKind::TimedOut {
-            return failed(program, words, source.to_string());
-        }
-        LvmError::Missing {
+    let output = helper::output(&mut command, limit).map_err(|source| match source.kind() {
+        io::ErrorKind::TimedOut => failed(source.to_string()),
+        _ => LvmError::Missing {
             program,
             package,
             source,
-        }
+        },
     })?;
-    let said = String::from_utf8_lossy(&output.stderr);
+    let (said, status) = (String::from_utf8_lossy(&output.stderr), output.status);
     let took = began.elapsed();
-    tracing::debug!(program, ?words, ?took, status = %output.status, said = said.trim(), "ran");
-    Ok(output)
-}
-
-pub(super) fn failed(program: &str, words: &[&str], said: String) -> LvmError {
-    LvmError::Failed {
-        command: format!("{program} {}", words.join(" ")),
-        said,
+    tracing::debug!(program, ?words, ?took, %status, said = said.trim(), "ran");
+    if status.success() || status.code() == Some(accepted) {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-}
-
-/// Returns the program's standard error as one line.
-pub(super) fn said(output: &Output) -> String {
-    let said = String::from_utf8_lossy(&output.stderr);
     let lines: Vec<&str> = said.lines().map(str::trim).collect();
-    lines.join("; ")
+    let said = Some(lines.join("; ")).filter(|said| !said.is_empty());
+    Err(failed(said.unwrap_or_else(|| status.to_string())))
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::error::LvmError;
-use super::run::{failed, run, said};
+use super::run::run;
 use crate::endpoint::Key;
 use crate::files;
 use crate::iscsi::{LUN, bridge, target_name};
@@ -175,11 +175,8 @@ fn node(target: &Target, words: &[&str]) -> Result<(), LvmError> {
 }
 
 fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
-    let output = run(("iscsiadm", "open-iscsi"), words, LIMIT)?;
-    if output.status.success() || output.status.code() == Some(NOTHING_THERE) {
-        return Ok(());
-    }
-    Err(failed("iscsiadm", words, said(&output)))
+    let program = ("iscsiadm", "open-iscsi");
+    run(program, words, LIMIT, NOTHING_THERE).map(drop)
 }
 
 /// Creates open-iscsi's record of a target. The secret is written into the record's file, which
