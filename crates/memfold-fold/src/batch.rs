@@ -16,8 +16,8 @@ use super::content::Member;
 use super::domain::{Domain, note_store_error};
 use super::guest::{GuestError, Refold, VmId};
 use super::hint_stack::Hint;
-use super::runs::{Group, Run, group, length};
-use super::state::{Engine, FileState, VmState};
+use super::runs::{Group, Run, append, group, length};
+use super::state::{Engine, VmState, foldable, with_domain};
 use super::task::{BATCH_PAGES, Task};
 use super::vm_table::{Index, PIECE, Piece};
 use super::{budget, huge};
@@ -46,11 +46,7 @@ impl Engine {
         let mut tasks = Vec::new();
         let mut pages = 0;
         for id in order {
-            let Some(vm) = self
-                .vms
-                .get_mut(&id)
-                .filter(|vm| vm.stats.problem.is_none())
-            else {
+            let Some(vm) = foldable(&mut self.vms, id) else {
                 continue;
             };
             let Some(domain) = self.domains.get(&vm.domain) else {
@@ -65,12 +61,7 @@ impl Engine {
                     continue;
                 };
                 self.last_turn = id;
-                if vm
-                    .files
-                    .get(&hint.file)
-                    .and_then(|f| f.skip_until)
-                    .is_some_and(|until| now < until)
-                {
+                if vm.files.get(&hint.file).is_some_and(|f| f.is_skipped(now)) {
                     continue;
                 }
                 // Pages that were refused before they had been read from disk are tried again.
@@ -100,11 +91,7 @@ impl Engine {
     /// first. Then folds every cached page of the ranges that is not folded yet.
     pub(super) fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
-        for vm in self
-            .vms
-            .values_mut()
-            .filter(|vm| vm.stats.problem.is_none())
-        {
+        for vm in self.vms.values_mut().filter(|vm| vm.is_foldable()) {
             vm.refold = vm.guest.refold();
         }
         self.make_room();
@@ -157,15 +144,14 @@ impl Engine {
         };
         let mut holders = Vec::new();
         for &member in &content.members {
-            let Some(vm) = self
-                .vms
-                .get_mut(&member.vm)
-                .filter(|vm| vm.stats.problem.is_none())
-            else {
+            let Some(vm) = foldable(&mut self.vms, member.vm) else {
                 continue;
             };
-            let skipped = |file: &FileState| file.skip_until.is_some_and(|until| now < until);
-            if vm.files.get(&member.file).is_some_and(skipped) {
+            if vm
+                .files
+                .get(&member.file)
+                .is_some_and(|f| f.is_skipped(now))
+            {
                 continue;
             }
             let Some(mut pages) = vm.table.usable(member.file, piece, range) else {
@@ -341,28 +327,18 @@ impl Engine {
                 if !vm.table.plan(index) {
                     continue;
                 }
-                let page = piece * PIECE + u32::try_from(at).unwrap_or(0);
-                let last = list.last_mut().filter(|run| {
-                    run.file == member.file
-                        && run.content == task.content
-                        && run.page + run.pages == page
-                        && run.continues(&vm.table, index, store_page, again)
-                });
-                if let Some(run) = last {
-                    run.pages += 1;
-                    continue;
-                }
-                list.push(Run {
+                let run = Run {
                     index,
                     pages: 1,
                     store_page,
                     file: member.file,
-                    page,
+                    page: piece * PIECE + u32::try_from(at).unwrap_or(0),
                     content: task.content,
                     at: (!task.swept).then_some(task.hint.at),
                     tries: task.hint.tries,
                     again,
-                });
+                };
+                append(list, run, &vm.table);
             }
             if wait && vm.wait_for_pause.len() < self.settings.stack_limit {
                 vm.wait_for_pause.push(Hint {
@@ -449,10 +425,7 @@ impl Engine {
         groups: Vec<Group>,
         queue: &mut VecDeque<Group>,
     ) -> Result<(), GuestError> {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return Ok(());
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return Ok(());
         };
         let store = domain.store_number();

@@ -8,7 +8,7 @@ use memfold_sys::cpu::thread_cpu_ns;
 use memfold_wire::library::Order;
 
 use super::command::Command;
-use super::owed::Owed;
+use super::debt::Owed;
 use super::state::{Engine, VmState};
 use super::stats::EngineStats;
 use super::task::BATCH_PAGES;
@@ -99,11 +99,10 @@ impl Engine {
         let work = self
             .vms
             .values()
-            .filter(|vm| vm.stats.problem.is_none())
+            .filter(|vm| vm.is_foldable())
             .flat_map(|vm| {
                 let sync = vm.look_due(settings.sync_interval);
-                let pause = (!vm.wait_for_pause.is_empty())
-                    .then(|| vm.last_pause + settings.pause_interval);
+                let pause = vm.pause_due(settings.pause_interval);
                 let back = vm.back_due();
                 [self.hints_due(vm, now), sync, pause, vm.zero.due, back]
             })
@@ -192,19 +191,11 @@ impl Engine {
                 cpu_share,
                 pages_per_second,
             } => self.set_budget(cpu_share, pages_per_second),
-            Command::ReportsCpu(answer) => {
-                let _ = answer.send(self.reports_ns);
-            }
-            Command::FileUses(answer) => {
-                // The receiver may be gone.
-                let _ = answer.send(self.file_uses());
-            }
-            Command::CachedFiles(answer) => {
-                let _ = answer.send(self.cached_files());
-            }
-            Command::CachedPages(id, answer) => {
-                let _ = answer.send(self.cached_pages(id));
-            }
+            Command::ReportsCpu(answer) => drop(answer.send(self.reports_ns)),
+            // The receiver may be gone.
+            Command::FileUses(answer) => drop(answer.send(self.file_uses())),
+            Command::CachedFiles(answer) => drop(answer.send(self.cached_files())),
+            Command::CachedPages(id, answer) => drop(answer.send(self.cached_pages(id))),
             Command::FilePaths(id, files, answer) => {
                 let _ = answer.send(self.file_paths(id, &files));
             }

@@ -22,7 +22,7 @@ use super::content::{Member, StorePageFacts};
 use super::domain::Domain;
 use super::guest::{GuestError, VmId};
 use super::hint_stack::Hint;
-use super::state::{Engine, VmState};
+use super::state::{Engine, VmState, foldable, with_domain};
 use super::vm_table::{Mapped, PIECE, VmTable};
 
 /// Time between two reclaims of a domain.
@@ -35,19 +35,21 @@ const QUIET_INTERVAL: Duration = Duration::from_secs(30);
 const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Engine {
+    /// Returns the VM whose time, as `due` tells it, came first.
+    pub(super) fn first_due(
+        &self,
+        now: Instant,
+        due: impl Fn(&VmState) -> Option<Instant>,
+    ) -> Option<VmId> {
+        let vms = self.vms.iter().filter(|(_, vm)| vm.is_foldable());
+        let due = vms.filter_map(|(&id, vm)| Some((due(vm)?, id)));
+        due.filter(|(due, _)| *due <= now).min().map(|(_, id)| id)
+    }
+
     /// Syncs the VM that has waited longest. Returns whether a VM was due.
     pub(super) fn sync_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.sync_interval;
-        let due = |vm: &VmState| {
-            vm.stats.problem.is_none() && vm.look_due(interval).is_some_and(|due| now >= due)
-        };
-        let Some(id) = self
-            .vms
-            .iter()
-            .filter(|(_, vm)| due(vm))
-            .min_by_key(|(_, vm)| vm.last_sync)
-            .map(|(&id, _)| id)
-        else {
+        let Some(id) = self.first_due(now, |vm| vm.look_due(interval)) else {
             return false;
         };
         self.sync(id);
@@ -56,13 +58,7 @@ impl Engine {
         };
         vm.active = false;
         vm.last_sync = now;
-        let hint = |file, page| Hint {
-            file,
-            page,
-            pages: 1,
-            at: now,
-            tries: 0,
-        };
+        let hint = |file, page| Hint::new(file, page, 1, now);
         for hint in vm.huge.worth_it_now(&vm.table, hint) {
             vm.stack.push(hint);
         }
@@ -100,14 +96,9 @@ impl Engine {
             return false;
         }
         self.note_company(id);
-        let Some(vm) = self
-            .vms
-            .get_mut(&id)
-            .filter(|vm| vm.stats.problem.is_none())
+        let Some((vm, domain)) =
+            with_domain(&mut self.vms, &mut self.domains, id).filter(|(vm, _)| vm.is_foldable())
         else {
-            return false;
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
             return false;
         };
         let full = vm.maps_stale || vm.last_full_sync.elapsed() > FULL_SYNC_INTERVAL;
@@ -129,11 +120,7 @@ impl Engine {
     }
 
     fn read_library_stats(&mut self, id: VmId) -> Result<(), GuestError> {
-        let Some(vm) = self
-            .vms
-            .get_mut(&id)
-            .filter(|vm| vm.stats.problem.is_none())
-        else {
+        let Some(vm) = foldable(&mut self.vms, id) else {
             return Ok(());
         };
         if let Reply::Stats(library) = vm.guest.order(&Order::Stats, None)? {
