@@ -25,8 +25,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::error::EstimateError;
 use super::options::Options;
-use super::pace::Pace;
-use super::pace::Told;
+use super::pace::{Pace, Told};
 use super::sample::{Again, Frequent, Sample, Seen};
 use super::targets::{Range, Target};
 
@@ -43,7 +42,7 @@ const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 const FIRST_LOOK: f64 = 0.75;
 
 /// One in this many pages without a twin (another page with the same content) is read again.
-const LONERS: u64 = 8;
+pub const LONERS: u32 = 8;
 
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
@@ -119,7 +118,8 @@ pub fn look(
     let (mut kept, mut vms) = (Vec::new(), Vec::new());
     let (mut pieces, mut batches) = (Vec::new(), Vec::new());
     for target in targets {
-        let Some(pagemap) = pagemap_of(&target)? else {
+        let pagemap = pid(&target).and_then(Pagemap::open);
+        let Some(pagemap) = unless_ended(&target, pagemap)? else {
             continue;
         };
         let vm = u32::try_from(kept.len()).unwrap_or(u32::MAX);
@@ -174,32 +174,18 @@ fn pid(target: &Target) -> io::Result<Pid> {
     Pid::from_raw(target.pid).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// Opens the page map of a VM; returns `None` if the VM has ended.
-fn pagemap_of(target: &Target) -> Result<Option<Pagemap>, EstimateError> {
-    match pid(target).and_then(Pagemap::open) {
-        Ok(pagemap) => Ok(Some(pagemap)),
+/// Returns `None` if the VM has ended meanwhile.
+fn unless_ended<T>(target: &Target, found: io::Result<T>) -> Result<Option<T>, EstimateError> {
+    match found {
+        Ok(found) => Ok(Some(found)),
         Err(error) if has_ended(&error) => Ok(None),
-        Err(source) => Err(failed(target.pid, source)),
+        Err(source) => Err(EstimateError::of(target.pid, source)),
     }
 }
 
 fn has_ended(error: &io::Error) -> bool {
     let ended = rustix::io::Errno::SRCH.raw_os_error();
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ended)
-}
-
-fn failed(pid: i32, source: io::Error) -> EstimateError {
-    let unknown = [rustix::io::Errno::NOTTY, rustix::io::Errno::INVAL];
-    if source.kind() == io::ErrorKind::PermissionDenied {
-        EstimateError::NotAllowed { pid, source }
-    } else if unknown
-        .iter()
-        .any(|errno| source.raw_os_error() == Some(errno.raw_os_error()))
-    {
-        EstimateError::NoScan
-    } else {
-        EstimateError::Read { pid, source }
-    }
 }
 
 /// Counts a VM's pages, and lists the pages to be read. Returns `None` if the VM has ended.
@@ -214,10 +200,9 @@ fn scan(
     let (mut first, mut in_batch) = (pieces.len(), 0);
     for range in &target.ranges {
         pages.memory += (range.end - range.start) / PAGE_SIZE;
-        let regions = match pagemap.scan(Hva(range.start), Hva(range.end), Filter::THERE) {
-            Ok(regions) => regions,
-            Err(error) if has_ended(&error) => return Ok(None),
-            Err(source) => return Err(failed(target.pid, source)),
+        let regions = pagemap.scan(Hva(range.start), Hva(range.end), Filter::THERE);
+        let Some(regions) = unless_ended(target, regions)? else {
+            return Ok(None);
         };
         for region in regions {
             if !count(&mut pages, range, &region, reads_files) {
@@ -428,7 +413,7 @@ fn second(
 
 /// Returns whether the pages of one content are read again.
 fn is_wanted(group: &[Seen]) -> bool {
-    group.len() > 1 || group[0].hash % LONERS == 0
+    group.len() > 1 || group[0].hash % u64::from(LONERS) == 0
 }
 
 fn wanted(sample: &Sample) -> usize {
@@ -436,12 +421,6 @@ fn wanted(sample: &Sample) -> usize {
     let groups = groups.filter(|group| is_wanted(group)).map(<[Seen]>::len);
     let frequent = sample.frequent.values().map(|frequent| frequent.kept.len());
     sample.zero.kept.len() + groups.chain(frequent).sum::<usize>()
-}
-
-/// Returns the number of pages without a twin that each of those that are read again stands for.
-#[must_use]
-pub const fn loners() -> f64 {
-    LONERS as f64
 }
 
 /// Marks copies of a frequent content that share a frame with other copies, because KSM has merged
@@ -505,8 +484,7 @@ impl Reader {
             let copied = match memory::read_many(process, &self.ranges, buffer) {
                 Ok(copied) => copied / PAGE,
                 Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
-                    let pid = target.pid;
-                    return Err(EstimateError::NotAllowed { pid, source });
+                    return Err(EstimateError::of(target.pid, source));
                 }
                 Err(_) => 0,
             };
