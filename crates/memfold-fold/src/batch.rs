@@ -35,10 +35,8 @@ impl Engine {
     /// Takes settled hints from the VMs in turn, the newest of each VM first, until they fill a
     /// batch.
     pub(super) fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
-        let allowed = self
-            .rate
-            .as_mut()
-            .map_or(u64::MAX, |rate| rate.available(now).max(1));
+        let rate = self.rate.as_mut();
+        let allowed = rate.map_or(u64::MAX, |rate| rate.available(now).max(1));
         let limit = u32::try_from(allowed).unwrap_or(u32::MAX).min(BATCH_PAGES);
         let mut order: Vec<VmId> = self.vms.keys().copied().collect();
         let next = order.partition_point(|&id| id <= self.last_turn);
@@ -124,10 +122,8 @@ impl Engine {
     }
 
     fn first_place(&self, task: &Task) -> Option<Index> {
-        self.vms
-            .get(&task.vm)?
-            .table
-            .place(task.hint.file, task.hint.page)
+        let table = &self.vms.get(&task.vm)?.table;
+        table.place(task.hint.file, task.hint.page)
     }
 
     /// Returns the members of a task's content that cache pages of a piece. Leaves out VMs that
@@ -135,11 +131,8 @@ impl Engine {
     /// the hint comes first, because its page was read last.
     fn holders(&mut self, task: &Task, piece: u32, range: &Range<usize>) -> Vec<Holder> {
         let now = Instant::now();
-        let Some(content) = self
-            .domains
-            .get(&task.domain)
-            .and_then(|d| d.contents.get(task.content))
-        else {
+        let domain = self.domains.get(&task.domain);
+        let Some(content) = domain.and_then(|d| d.contents.get(task.content)) else {
             return Vec::new();
         };
         let mut holders = Vec::new();
@@ -266,9 +259,8 @@ impl Engine {
                         let Ok(stored) = u32::try_from(stored.0 + step as u64) else {
                             break;
                         };
-                        domain
-                            .contents
-                            .index(task.content, page_of(at + step), stored);
+                        let page = page_of(at + step);
+                        domain.contents.index(task.content, page, stored);
                     }
                 }
                 Err(error) => {
@@ -405,11 +397,8 @@ impl Engine {
             }
             // A fold splits a mapping into up to three. A refold, where the mapping is split
             // already, adds at most one.
-            vm.mappings += if group.first().is_some_and(|run| run.again) {
-                1
-            } else {
-                2
-            };
+            let is_refold = group.first().is_some_and(|run| run.again);
+            vm.mappings += if is_refold { 1 } else { 2 };
             pages += length;
             order.push(group);
         }
@@ -489,16 +478,13 @@ impl Engine {
             for (content, facts) in domain.contents.shared() {
                 let mut pieces: Vec<u32> = Vec::new();
                 for member in &facts.members {
-                    if let Some(vm) = self.vms.get(&member.vm) {
-                        pieces.extend(vm.table.pieces(member.file));
-                    }
+                    let vm = self.vms.get(&member.vm);
+                    pieces.extend(vm.into_iter().flat_map(|vm| vm.table.pieces(member.file)));
                 }
                 pieces.sort_unstable();
                 // A piece that only one VM caches has no match.
-                let doubles = pieces
-                    .chunk_by(|a, b| a == b)
-                    .filter(|c| c.len() > 1)
-                    .map(|c| c[0]);
+                let alike = pieces.chunk_by(|a, b| a == b);
+                let doubles = alike.filter(|c| c.len() > 1).map(|c| c[0]);
                 let Some(first) = facts.members.first() else {
                     continue;
                 };

@@ -165,14 +165,17 @@ impl Engine {
                     vm.stats.agent_ready = false;
                 }
             }
-            Command::Track(id, answer) => self.hold(id, &Order::TrackWrites, None, &answer),
+            Command::Track(id, answer) => self.hold(id, Some(&Order::TrackWrites), None, &answer),
             Command::KeepPast(id, ranges, file, answer) => {
-                self.hold(id, &Order::KeepPast { ranges }, Some(file.as_fd()), &answer);
+                let order = Order::KeepPast { ranges };
+                self.hold(id, Some(&order), Some(file.as_fd()), &answer);
             }
-            Command::Untrack(id, answer) => self.hold(id, &Order::UntrackWrites, None, &answer),
-            Command::GoOn(id, answer) => self.hold(id, &Order::Continue, None, &answer),
-            Command::LeaveAlone(id, answer) => self.leave_alone(id, &answer),
-            Command::Hold(id, answer) => self.hold(id, &Order::Stop, None, &answer),
+            Command::Untrack(id, answer) => {
+                self.hold(id, Some(&Order::UntrackWrites), None, &answer)
+            }
+            Command::GoOn(id, answer) => self.hold(id, Some(&Order::Continue), None, &answer),
+            Command::LeaveAlone(id, answer) => self.hold(id, None, None, &answer),
+            Command::Hold(id, answer) => self.hold(id, Some(&Order::Stop), None, &answer),
             Command::Release(id) => self.release(id),
             Command::SetPaused(paused) => {
                 if self.paused && !paused {
@@ -196,9 +199,7 @@ impl Engine {
             Command::FileUses(answer) => drop(answer.send(self.file_uses())),
             Command::CachedFiles(answer) => drop(answer.send(self.cached_files())),
             Command::CachedPages(id, answer) => drop(answer.send(self.cached_pages(id))),
-            Command::FilePaths(id, files, answer) => {
-                let _ = answer.send(self.file_paths(id, &files));
-            }
+            Command::FilePaths(id, files, answer) => drop(answer.send(self.file_paths(id, &files))),
             Command::Stats(answer) => {
                 // The receiver may be gone.
                 let _ = answer.send(self.stats());

@@ -156,11 +156,8 @@ fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
     };
     let mut taken = 0;
     for step in 0..run.pages {
-        let Some(at) = run
-            .pfn
-            .checked_add(u64::from(step))
-            .and_then(|pfn| vm.table.index_of(Pfn(pfn)))
-        else {
+        let pfn = run.pfn.checked_add(u64::from(step));
+        let Some(at) = pfn.and_then(|pfn| vm.table.index_of(Pfn(pfn))) else {
             vm.stats.bogus_pages += u64::from(run.pages - step);
             break;
         };

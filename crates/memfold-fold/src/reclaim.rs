@@ -179,11 +179,8 @@ impl Engine {
     /// Returns whether a process lives that mapped the store when this daemon adopted it, and that
     /// is not a VM of this engine.
     fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
-        let known: Vec<_> = ids
-            .iter()
-            .filter_map(|id| self.vms.get(id))
-            .map(|vm| vm.guest.pid())
-            .collect();
+        let known = ids.iter().filter_map(|id| self.vms.get(id));
+        let known: Vec<_> = known.map(|vm| vm.guest.pid()).collect();
         let Some(domain) = self.domains.get_mut(name) else {
             return true;
         };
@@ -214,12 +211,9 @@ impl Engine {
             return false;
         };
         let cached = |m: &&Member| {
-            let Some(vm) = self.vms.get(&m.vm) else {
-                return false;
-            };
-            vm.table
-                .place(m.file, page)
-                .is_some_and(|at| !vm.table.is_refused(at) && !vm.table.is_template(at))
+            let table = self.vms.get(&m.vm).map(|vm| &vm.table);
+            let place = table.and_then(|table| Some((table, table.place(m.file, page)?)));
+            place.is_some_and(|(table, at)| !table.is_refused(at) && !table.is_template(at))
         };
         content.members.iter().filter(cached).count() > 1
     }
@@ -262,10 +256,8 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
             domain.contents.unindex_store_page(page);
             domain.contents.set_punched(page);
         }
-        match domain
-            .store
-            .punch(StorePage(u64::from(run[0])), run.len() as u64)
-        {
+        let first = StorePage(u64::from(run[0]));
+        match domain.store.punch(first, run.len() as u64) {
             Ok(()) => domain.punched += run.len() as u64,
             Err(error) => warn!(
                 domain = name,
@@ -312,11 +304,8 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
             let Some(first) = vm.table.index_at(region.start) else {
                 continue;
             };
-            for at in first
-                ..first
-                    .saturating_add(u32::try_from(region.pages()).unwrap_or(0))
-                    .min(pages)
-            {
+            let length = u32::try_from(region.pages()).unwrap_or(0);
+            for at in first..first.saturating_add(length).min(pages) {
                 own[at as usize / 64] |= 1 << (at % 64);
             }
         }
@@ -367,10 +356,8 @@ fn mark_mapping(table: &VmTable, mapping: &StoreMapping, truth: &mut [u32]) {
         let Ok(store_page) = u32::try_from(mapping.store_page.0 + step) else {
             return;
         };
-        if let Some(entry) = table
-            .index_at(mapping.hva.add_pages(step))
-            .and_then(|at| truth.get_mut(at as usize))
-        {
+        let at = table.index_at(mapping.hva.add_pages(step));
+        if let Some(entry) = at.and_then(|at| truth.get_mut(at as usize)) {
             *entry = store_page + 1;
         }
     }

@@ -120,11 +120,11 @@ pub fn memory_map(
         let count = pages(range).div_ceil(cell_pages);
         let mut of_range = vec![[0; 7]; usize::try_from(count).unwrap_or(0)];
         each_run(&looked.stretches, &looked.regions, |place, from, to, _| {
-            let page = |at: Hva| (at.0 - range.0.0) / PAGE_SIZE;
+            let [from, to] = [from, to].map(|at| (at.0 - range.0.0) / PAGE_SIZE);
             add(
                 &mut of_range,
-                page(from),
-                page(to),
+                from,
+                to,
                 cell_pages,
                 STATE_OF[place as usize],
             );

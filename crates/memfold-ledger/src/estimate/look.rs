@@ -13,7 +13,6 @@
 //! sampled by all of their bytes.
 
 use std::io;
-use std::ops::Range as Span;
 use std::time::Duration;
 
 use foldhash::HashMap;
@@ -96,11 +95,8 @@ struct Piece {
     huge: bool,
 }
 
-/// Pages of one VM that are read together.
-struct Batch {
-    vm: u32,
-    pieces: Span<usize>,
-}
+/// Pages of one VM that are read together: number of the VM, and its pages.
+type Batch = (u32, Vec<Piece>);
 
 /// Reads the memory of the VMs twice.
 ///
@@ -116,21 +112,15 @@ pub fn look(
 ) -> Result<Looked, EstimateError> {
     let mut open = Vec::new();
     let (mut kept, mut vms) = (Vec::new(), Vec::new());
-    let (mut pieces, mut batches) = (Vec::new(), Vec::new());
+    let mut batches = Vec::new();
     for target in targets {
         let pagemap = pid(&target).and_then(Pagemap::open);
         let Some(pagemap) = unless_ended(&target, pagemap)? else {
             continue;
         };
         let vm = u32::try_from(kept.len()).unwrap_or(u32::MAX);
-        let Some(pages) = scan(
-            &target,
-            &pagemap,
-            (vm, options.reads_files),
-            &mut pieces,
-            &mut batches,
-        )?
-        else {
+        let of_vm = (vm, options.reads_files);
+        let Some(pages) = scan(&target, &pagemap, of_vm, &mut batches)? else {
             continue;
         };
         open.push(pagemap);
@@ -149,7 +139,7 @@ pub fn look(
         complete: true,
         again_pages: 0,
     };
-    first(&mut looked, &open, &pieces, &batches, options, pace, told)?;
+    first(&mut looked, &open, &batches, options, pace, told)?;
     second(&mut looked, options, pace, told)?;
     looked.sample.pages.sort_unstable_by_key(|seen| seen.hash);
     mark_merged(&mut looked.sample.zero);
@@ -167,7 +157,7 @@ fn room(vms: &[Pages], options: &Options) -> usize {
 
 /// Returns the time at which the first read must end, if the time is limited.
 fn first_end(pace: &Pace<'_>) -> Option<Duration> {
-    pace.limit().map(|limit| limit.mul_f64(FIRST_LOOK))
+    pace.limit.map(|limit| limit.mul_f64(FIRST_LOOK))
 }
 
 fn pid(target: &Target) -> io::Result<Pid> {
@@ -193,11 +183,10 @@ fn scan(
     target: &Target,
     pagemap: &Pagemap,
     (vm, reads_files): (u32, bool),
-    pieces: &mut Vec<Piece>,
     batches: &mut Vec<Batch>,
 ) -> Result<Option<Pages>, EstimateError> {
     let mut pages = Pages::default();
-    let (mut first, mut in_batch) = (pieces.len(), 0);
+    let (mut pieces, mut room) = (Vec::new(), BATCH as u64);
     for range in &target.ranges {
         pages.memory += (range.end - range.start) / PAGE_SIZE;
         let regions = pagemap.scan(Hva(range.start), Hva(range.end), Filter::THERE);
@@ -210,31 +199,24 @@ fn scan(
             }
             let (mut at, mut left) = (region.start.0 / PAGE_SIZE, region.pages());
             while left > 0 {
-                let take = left.min((BATCH - in_batch) as u64);
-                let of_piece = u32::try_from(take).unwrap_or(u32::MAX);
+                let take = left.min(room);
                 pieces.push(Piece {
                     first: at,
-                    pages: of_piece,
+                    pages: u32::try_from(take).unwrap_or(u32::MAX),
                     huge: region.is(category::HUGE),
                 });
                 at += take;
                 left -= take;
-                in_batch += of_piece as usize;
-                if in_batch == BATCH {
-                    batches.push(Batch {
-                        vm,
-                        pieces: first..pieces.len(),
-                    });
-                    (first, in_batch) = (pieces.len(), 0);
+                room -= take;
+                if room == 0 {
+                    batches.push((vm, std::mem::take(&mut pieces)));
+                    room = BATCH as u64;
                 }
             }
         }
     }
-    if in_batch > 0 {
-        batches.push(Batch {
-            vm,
-            pieces: first..pieces.len(),
-        });
+    if !pieces.is_empty() {
+        batches.push((vm, pieces));
     }
     Ok(Some(pages))
 }
@@ -301,11 +283,9 @@ fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
     found
 }
 
-#[allow(clippy::too_many_arguments)] // everything that there is
 fn first(
     looked: &mut Looked,
     pagemaps: &[Pagemap],
-    pieces: &[Piece],
     batches: &[Batch],
     options: &Options,
     pace: &Pace<'_>,
@@ -316,11 +296,10 @@ fn first(
     let mut reader = Reader::new(options.seed);
     let (mut numbers, mut seen) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
     let mut done = 0;
-    for batch in batches {
+    for &(vm, ref of_batch) in batches {
         numbers.clear();
         seen.clear();
-        let of_batch = &pieces[batch.pieces.clone()];
-        let frames = frames(&pagemaps[batch.vm as usize], of_batch);
+        let frames = frames(&pagemaps[vm as usize], of_batch);
         for piece in of_batch {
             for page in piece.first..piece.first + u64::from(piece.pages) {
                 let frame = frames[seen.len()];
@@ -328,15 +307,15 @@ fn first(
                 seen.push(Seen {
                     page,
                     frame,
-                    vm: batch.vm,
+                    vm,
                     huge: piece.huge,
                     ..Seen::default()
                 });
             }
         }
-        let pages = &mut looked.vms[batch.vm as usize];
+        let pages = &mut looked.vms[vm as usize];
         let sample = &mut looked.sample;
-        reader.read(&looked.targets[batch.vm as usize], &numbers, |at, hash| {
+        reader.read(&looked.targets[vm as usize], &numbers, |at, hash| {
             let Some(hash) = hash else {
                 pages.gone += 1;
                 return;
@@ -370,11 +349,11 @@ fn second(
     // Reading single pages takes longer than reading consecutive ones.
     let cost = pace.cpu().mul_f64(1.5 / read.max(1) as f64);
     let from = pace.elapsed() + BETWEEN_LOOKS;
-    let from = pace.limit().map_or(from, |limit| from.min(limit));
+    let from = pace.limit.map_or(from, |limit| from.min(limit));
     let sample = &mut looked.sample;
     sample.pages.sort_unstable_by_key(|seen| seen.hash);
     // If there is no time to read all of the sample again, the sample shrinks.
-    if let Some(limit) = pace.limit() {
+    if let Some(limit) = pace.limit {
         while sample.pages.len() > 1024 && cost.mul_f64(wanted(sample) as f64) > pace.left(limit) {
             sample.halve();
             sample.zero.halve();
@@ -402,7 +381,7 @@ fn second(
             })?;
             looked.again_pages += numbers.len() as u64;
             told("second look", looked.again_pages, total);
-            if !pace.keep(pace.limit())? {
+            if !pace.keep(pace.limit)? {
                 // Pages that were not read again count as unchanged.
                 return Ok(());
             }

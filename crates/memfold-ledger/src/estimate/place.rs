@@ -280,11 +280,8 @@ pub fn propose(
 ) -> Result<Proposal, PlaceError> {
     check(prints)?;
     let mut model = model(prints, reserve_percent);
-    let all = |model: &Model<'_>| {
-        (0..prints.len())
-            .map(|h| model.taken(h))
-            .collect::<Vec<_>>()
-    };
+    let hosts = 0..prints.len();
+    let all = |model: &Model<'_>| hosts.clone().map(|h| model.taken(h)).collect::<Vec<_>>();
     let now = all(&model);
     let mut drawn = 0;
     let mut moves = Vec::new();
@@ -317,16 +314,13 @@ pub fn propose(
     // The number of sampled contents has the distribution of rare events: its deviation is its
     // square root.
     let plus_minus = 1.96 * (drawn as f64).sqrt() * model.bytes_a_content as f64;
+    let name = |&vm: &usize| model.vms[vm].print.name.clone();
     let hosts = prints.iter().enumerate().map(|(number, print)| PlacedHost {
         host: print.host.clone(),
         limit_bytes: model.hosts[number].limit,
         now_bytes: now[number],
         then_bytes: then[number],
-        vms: model.hosts[number]
-            .vms
-            .iter()
-            .map(|&vm| model.vms[vm].print.name.clone())
-            .collect(),
+        vms: model.hosts[number].vms.iter().map(name).collect(),
     });
     Ok(Proposal {
         hosts: hosts.collect(),
@@ -350,12 +344,8 @@ fn check(prints: &[Fingerprint]) -> Result<(), PlaceError> {
             format: other.format,
         });
     }
-    let [first, rest @ ..] = prints else {
-        return Err(PlaceError::OneHost);
-    };
-    if rest.is_empty() {
-        return Err(PlaceError::OneHost);
-    }
+    let first = prints.split_first().filter(|(_, rest)| !rest.is_empty());
+    let (first, rest) = first.ok_or(PlaceError::OneHost)?;
     if let Some(other) = rest.iter().find(|print| print.key != first.key) {
         return Err(PlaceError::Keys(first.host.clone(), other.host.clone()));
     }

@@ -250,7 +250,7 @@ fn how(looked: &Looked, pace: &Pace<'_>) -> How {
         seconds,
         cpu_seconds,
         cpu_percent: cpu_seconds * 100.0 / seconds.max(1e-3),
-        cpu_limit_percent: pace.share() * 100.0,
+        cpu_limit_percent: pace.share * 100.0,
         read_bytes: bytes(read),
         read_percent,
         read_again_bytes: bytes(looked.again_pages),
