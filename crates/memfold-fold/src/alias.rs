@@ -26,11 +26,8 @@ impl Engine {
                         domain = name,
                         "samples show that files with two different paths have the same content"
                     );
-                    let members = domain
-                        .contents
-                        .get(candidate.content)
-                        .map(|c| c.members.clone())
-                        .unwrap_or_default();
+                    let content = domain.contents.get(candidate.content);
+                    let members = content.map(|c| c.members.clone()).unwrap_or_default();
                     domain.contents.alias(candidate.other, candidate.content);
                     for member in members {
                         let Some(vm) = self.vms.get_mut(&member.vm) else {
@@ -66,11 +63,8 @@ fn sample(
         let vm_a = vms.get(&a.vm)?;
         for b in &other.members {
             let vm_b = vms.get(&b.vm)?;
-            for piece in vm_a
-                .table
-                .pieces(a.file)
-                .filter(|&p| vm_b.table.has_piece(b.file, p))
-            {
+            let pieces = vm_a.table.pieces(a.file);
+            for piece in pieces.filter(|&p| vm_b.table.has_piece(b.file, p)) {
                 for page in piece * PIECE..(piece + 1) * PIECE {
                     let Some((at_a, at_b)) =
                         usable(vm_a, a.file, page).zip(usable(vm_b, b.file, page))

@@ -16,8 +16,8 @@ use super::content::Member;
 use super::domain::{Domain, note_store_error};
 use super::guest::{GuestError, Refold, VmId};
 use super::hint_stack::Hint;
-use super::runs::{Group, Run, group, length};
-use super::state::{Engine, FileState, VmState};
+use super::runs::{Group, Run, append, group, length};
+use super::state::{Engine, VmState, foldable, with_domain};
 use super::task::{BATCH_PAGES, Task};
 use super::vm_table::{Index, PIECE, Piece};
 use super::{budget, huge};
@@ -35,10 +35,8 @@ impl Engine {
     /// Takes settled hints from the VMs in turn, the newest of each VM first, until they fill a
     /// batch.
     pub(super) fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
-        let allowed = self
-            .rate
-            .as_mut()
-            .map_or(u64::MAX, |rate| rate.available(now).max(1));
+        let rate = self.rate.as_mut();
+        let allowed = rate.map_or(u64::MAX, |rate| rate.available(now).max(1));
         let limit = u32::try_from(allowed).unwrap_or(u32::MAX).min(BATCH_PAGES);
         let mut order: Vec<VmId> = self.vms.keys().copied().collect();
         let next = order.partition_point(|&id| id <= self.last_turn);
@@ -46,11 +44,7 @@ impl Engine {
         let mut tasks = Vec::new();
         let mut pages = 0;
         for id in order {
-            let Some(vm) = self
-                .vms
-                .get_mut(&id)
-                .filter(|vm| vm.stats.problem.is_none())
-            else {
+            let Some(vm) = foldable(&mut self.vms, id) else {
                 continue;
             };
             let Some(domain) = self.domains.get(&vm.domain) else {
@@ -65,12 +59,7 @@ impl Engine {
                     continue;
                 };
                 self.last_turn = id;
-                if vm
-                    .files
-                    .get(&hint.file)
-                    .and_then(|f| f.skip_until)
-                    .is_some_and(|until| now < until)
-                {
+                if vm.files.get(&hint.file).is_some_and(|f| f.is_skipped(now)) {
                     continue;
                 }
                 // Pages that were refused before they had been read from disk are tried again.
@@ -100,11 +89,7 @@ impl Engine {
     /// first. Then folds every cached page of the ranges that is not folded yet.
     pub(super) fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
-        for vm in self
-            .vms
-            .values_mut()
-            .filter(|vm| vm.stats.problem.is_none())
-        {
+        for vm in self.vms.values_mut().filter(|vm| vm.is_foldable()) {
             vm.refold = vm.guest.refold();
         }
         self.make_room();
@@ -137,10 +122,8 @@ impl Engine {
     }
 
     fn first_place(&self, task: &Task) -> Option<Index> {
-        self.vms
-            .get(&task.vm)?
-            .table
-            .place(task.hint.file, task.hint.page)
+        let table = &self.vms.get(&task.vm)?.table;
+        table.place(task.hint.file, task.hint.page)
     }
 
     /// Returns the members of a task's content that cache pages of a piece. Leaves out VMs that
@@ -148,24 +131,20 @@ impl Engine {
     /// the hint comes first, because its page was read last.
     fn holders(&mut self, task: &Task, piece: u32, range: &Range<usize>) -> Vec<Holder> {
         let now = Instant::now();
-        let Some(content) = self
-            .domains
-            .get(&task.domain)
-            .and_then(|d| d.contents.get(task.content))
-        else {
+        let domain = self.domains.get(&task.domain);
+        let Some(content) = domain.and_then(|d| d.contents.get(task.content)) else {
             return Vec::new();
         };
         let mut holders = Vec::new();
         for &member in &content.members {
-            let Some(vm) = self
-                .vms
-                .get_mut(&member.vm)
-                .filter(|vm| vm.stats.problem.is_none())
-            else {
+            let Some(vm) = foldable(&mut self.vms, member.vm) else {
                 continue;
             };
-            let skipped = |file: &FileState| file.skip_until.is_some_and(|until| now < until);
-            if vm.files.get(&member.file).is_some_and(skipped) {
+            if vm
+                .files
+                .get(&member.file)
+                .is_some_and(|f| f.is_skipped(now))
+            {
                 continue;
             }
             let Some(mut pages) = vm.table.usable(member.file, piece, range) else {
@@ -280,9 +259,8 @@ impl Engine {
                         let Ok(stored) = u32::try_from(stored.0 + step as u64) else {
                             break;
                         };
-                        domain
-                            .contents
-                            .index(task.content, page_of(at + step), stored);
+                        let page = page_of(at + step);
+                        domain.contents.index(task.content, page, stored);
                     }
                 }
                 Err(error) => {
@@ -341,28 +319,18 @@ impl Engine {
                 if !vm.table.plan(index) {
                     continue;
                 }
-                let page = piece * PIECE + u32::try_from(at).unwrap_or(0);
-                let last = list.last_mut().filter(|run| {
-                    run.file == member.file
-                        && run.content == task.content
-                        && run.page + run.pages == page
-                        && run.continues(&vm.table, index, store_page, again)
-                });
-                if let Some(run) = last {
-                    run.pages += 1;
-                    continue;
-                }
-                list.push(Run {
+                let run = Run {
                     index,
                     pages: 1,
                     store_page,
                     file: member.file,
-                    page,
+                    page: piece * PIECE + u32::try_from(at).unwrap_or(0),
                     content: task.content,
                     at: (!task.swept).then_some(task.hint.at),
                     tries: task.hint.tries,
                     again,
-                });
+                };
+                append(list, run, &vm.table);
             }
             if wait && vm.wait_for_pause.len() < self.settings.stack_limit {
                 vm.wait_for_pause.push(Hint {
@@ -429,11 +397,8 @@ impl Engine {
             }
             // A fold splits a mapping into up to three. A refold, where the mapping is split
             // already, adds at most one.
-            vm.mappings += if group.first().is_some_and(|run| run.again) {
-                1
-            } else {
-                2
-            };
+            let is_refold = group.first().is_some_and(|run| run.again);
+            vm.mappings += if is_refold { 1 } else { 2 };
             pages += length;
             order.push(group);
         }
@@ -449,10 +414,7 @@ impl Engine {
         groups: Vec<Group>,
         queue: &mut VecDeque<Group>,
     ) -> Result<(), GuestError> {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return Ok(());
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return Ok(());
         };
         let store = domain.store_number();
@@ -516,16 +478,13 @@ impl Engine {
             for (content, facts) in domain.contents.shared() {
                 let mut pieces: Vec<u32> = Vec::new();
                 for member in &facts.members {
-                    if let Some(vm) = self.vms.get(&member.vm) {
-                        pieces.extend(vm.table.pieces(member.file));
-                    }
+                    let vm = self.vms.get(&member.vm);
+                    pieces.extend(vm.into_iter().flat_map(|vm| vm.table.pieces(member.file)));
                 }
                 pieces.sort_unstable();
                 // A piece that only one VM caches has no match.
-                let doubles = pieces
-                    .chunk_by(|a, b| a == b)
-                    .filter(|c| c.len() > 1)
-                    .map(|c| c[0]);
+                let alike = pieces.chunk_by(|a, b| a == b);
+                let doubles = alike.filter(|c| c.len() > 1).map(|c| c[0]);
                 let Some(first) = facts.members.first() else {
                     continue;
                 };

@@ -7,10 +7,10 @@ use memfold_vm::RamLayout;
 use memfold_wire::agent::{FileNumber, FromAgent};
 use memfold_wire::library::{Advice, Range};
 
-use super::cached_files::{CachedFiles, FileUse};
 use super::cached_pages::CachedPages;
+use super::debt::Owed;
+use super::file_uses::{CachedFiles, FileUse};
 use super::guest::{Guest, VmId};
-use super::owed::Owed;
 use super::stats::EngineStats;
 
 /// Command to the engine. The engine answers a command that contains a sender through this sender.

@@ -45,8 +45,6 @@ pub struct Content {
     pub path: Box<[u8]>,
     /// Files that probably have these bytes.
     pub members: Vec<Member>,
-    /// Whether the members have different paths.
-    pub aliased: bool,
     key: PathKey,
     store: BTreeMap<u32, Box<Piece>>,
 }
@@ -55,7 +53,7 @@ impl Content {
     /// Returns the length of the content's files in bytes.
     #[must_use]
     pub const fn size(&self) -> u64 {
-        self.key.size
+        self.key.1
     }
 
     /// Returns the number of the store page that holds page `page` of the files with this content;
@@ -72,38 +70,24 @@ impl Content {
     }
 
     fn set_store_page(&mut self, page: u32, store_page: Option<u32>) {
-        let key = page / PIECE;
-        match store_page {
-            Some(stored) => {
-                let piece = self
-                    .store
-                    .entry(key)
-                    .or_insert_with(|| Box::new([0; PIECE as usize]));
-                piece[(page % PIECE) as usize] = stored + 1;
-            }
-            None => {
-                if let Some(piece) = self.store.get_mut(&key) {
-                    piece[(page % PIECE) as usize] = 0;
-                    if piece.iter().all(|&p| p == 0) {
-                        self.store.remove(&key);
-                    }
-                }
+        let (key, at) = (page / PIECE, (page % PIECE) as usize);
+        if let Some(stored) = store_page {
+            let piece = self.store.entry(key);
+            piece.or_insert_with(|| Box::new([0; PIECE as usize]))[at] = stored + 1;
+        } else if let Some(piece) = self.store.get_mut(&key) {
+            piece[at] = 0;
+            if piece.iter().all(|&p| p == 0) {
+                self.store.remove(&key);
             }
         }
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct PathKey {
-    path: u128,
-    size: u64,
-}
+/// Hash of a path, and size of the file.
+type PathKey = (u128, u64);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct NameKey {
-    name: u64,
-    size: u64,
-}
+/// Hash of a file's name, and size of the file.
+type NameKey = (u64, u64);
 
 /// State of one store page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -165,10 +149,7 @@ impl Contents {
     /// size, or starts a new content. Returns other contents of the same file name and size, which
     /// are candidates for [`Contents::alias`].
     pub fn join(&mut self, member: Member, path: &[u8], size: u64) -> Vec<ContentId> {
-        let key = PathKey {
-            path: xxh3_128(path),
-            size,
-        };
+        let key = (xxh3_128(path), size);
         if let Some(id) = self.of(member) {
             if self.all.get(&id).is_some_and(|c| c.key == key) {
                 return Vec::new();
@@ -199,7 +180,6 @@ impl Contents {
         let content = Content {
             path: path.into(),
             members: vec![member],
-            aliased: false,
             key,
             store: BTreeMap::new(),
         };
@@ -227,19 +207,16 @@ impl Contents {
         let Some(id) = self.of.remove(&member) else {
             return;
         };
-        let Some(content) = self.all.get_mut(&id) else {
-            return;
-        };
-        content.members.retain(|&m| m != member);
-        if content.members.is_empty() {
-            self.end(id);
+        if let Some(content) = self.all.get_mut(&id) {
+            content.members.retain(|&m| m != member);
+            if content.members.is_empty() {
+                self.end(id);
+            }
         }
     }
 
-    fn end(&mut self, id: ContentId) {
-        let Some(content) = self.all.remove(&id) else {
-            return;
-        };
+    fn end(&mut self, id: ContentId) -> Option<Content> {
+        let content = self.all.remove(&id)?;
         for piece in content.store.values() {
             for stored in piece.iter().filter_map(|p| p.checked_sub(1)) {
                 self.facts_mut(stored).holds = None;
@@ -255,10 +232,11 @@ impl Contents {
         if remove(self.by_path.get_mut(&content.key)) {
             self.by_path.remove(&content.key);
         }
-        let name = name_key(&content.path, content.key.size);
+        let name = name_key(&content.path, content.size());
         if remove(self.by_name.get_mut(&name)) {
             self.by_name.remove(&name);
         }
+        Some(content)
     }
 
     /// Removes all files of a VM.
@@ -274,35 +252,31 @@ impl Contents {
         if id == other || !self.all.contains_key(&id) {
             return;
         }
-        let (members, path) = self
-            .all
-            .get(&other)
-            .map(|c| (c.members.clone(), c.path.clone()))
-            .unwrap_or_default();
-        self.end(other);
-        for member in members {
-            self.own_paths.entry(member).or_insert_with(|| path.clone());
+        let Some(old) = self.end(other) else { return };
+        for member in old.members {
+            let path = || old.path.clone();
+            self.own_paths.entry(member).or_insert_with(path);
             self.add_member(id, member);
-        }
-        if let Some(content) = self.all.get_mut(&id) {
-            content.aliased = true;
         }
     }
 
     /// Moves a member whose bytes keep differing to the next variant of its path and size. Returns
     /// `false` if there is no other variant.
     pub fn try_variant(&mut self, member: Member) -> bool {
-        let Some(id) = self.of(member) else {
+        let known = self
+            .of(member)
+            .and_then(|id| Some((id, self.all.get(&id)?)));
+        let Some((id, content)) = known else {
             return false;
         };
-        let Some((key, path)) = self.all.get(&id).map(|c| (c.key, c.path.clone())) else {
-            return false;
-        };
+        let (key, path, alone) = (
+            content.key,
+            content.path.clone(),
+            content.members.len() == 1,
+        );
         let variants = self.by_path.get(&key).cloned().unwrap_or_default();
-        let next = variants
-            .iter()
-            .position(|&v| v == id)
-            .map_or(0, |at| at + 1);
+        let at = variants.iter().position(|&v| v == id);
+        let next = at.map_or(0, |at| at + 1);
         if next >= MAX_VARIANTS {
             return false;
         }
@@ -311,7 +285,7 @@ impl Contents {
                 self.leave_content(member);
                 self.add_member(variant, member);
             }
-            None if self.all.get(&id).is_some_and(|c| c.members.len() > 1) => {
+            None if !alone => {
                 self.leave_content(member);
                 self.begin(member, &path, key);
             }
@@ -338,17 +312,6 @@ impl Contents {
         &mut piece[(store_page % PIECE) as usize]
     }
 
-    fn forget_facts(&mut self, store_page: u32) {
-        let key = store_page / PIECE;
-        if self
-            .pages
-            .get(&key)
-            .is_some_and(|p| p.iter().all(|f| *f == StorePageFacts::default()))
-        {
-            self.pages.remove(&key);
-        }
-    }
-
     /// Counts one more VM page that maps each of these store pages.
     pub fn add_references(&mut self, mut first: u32, mut pages: u32) {
         while pages > 0 {
@@ -368,12 +331,10 @@ impl Contents {
     /// Counts one more VM page that maps a store page (`more`), or one fewer.
     pub fn count_reference(&mut self, store_page: u32, more: bool) {
         let facts = self.facts_mut(store_page);
-        facts.references = if more {
-            facts.references + 1
+        if more {
+            facts.references += 1;
         } else {
-            facts.references.saturating_sub(1)
-        };
-        if !more {
+            facts.references = facts.references.saturating_sub(1);
             self.release_facts(store_page);
         }
     }
@@ -391,15 +352,16 @@ impl Contents {
     /// Removes the index entry of a file page, so that no VM is folded onto its store page any
     /// more.
     pub fn unindex(&mut self, content: ContentId, page: u32) {
-        let Some(entry) = self.all.get_mut(&content) else {
-            return;
-        };
-        let Some(stored) = entry.store_page(page) else {
-            return;
-        };
-        entry.set_store_page(page, None);
-        self.facts_mut(stored).holds = None;
-        self.release_facts(stored);
+        let entry = self.all.get_mut(&content);
+        let stored = entry.and_then(|entry| {
+            let stored = entry.store_page(page)?;
+            entry.set_store_page(page, None);
+            Some(stored)
+        });
+        if let Some(stored) = stored {
+            self.facts_mut(stored).holds = None;
+            self.release_facts(stored);
+        }
     }
 
     /// Removes the index entry that refers to a store page.
@@ -423,9 +385,12 @@ impl Contents {
         if facts.references > 0 || facts.holds.is_some() {
             return;
         }
-        let punched = facts.punched;
-        *facts = StorePageFacts::default();
-        self.forget_facts(store_page);
+        let punched = std::mem::take(facts).punched;
+        let key = store_page / PIECE;
+        let piece = self.pages.get(&key);
+        if piece.is_some_and(|p| p.iter().all(|f| *f == StorePageFacts::default())) {
+            self.pages.remove(&key);
+        }
         if !punched {
             self.add_orphans(store_page..store_page + 1);
         }
@@ -433,11 +398,8 @@ impl Contents {
 
     /// Adds orphans: pages in the store's file that no table of this engine refers to.
     pub fn add_orphans(&mut self, pages: Range<u32>) {
-        match self
-            .orphans
-            .last_mut()
-            .filter(|last| last.end == pages.start)
-        {
+        let last = self.orphans.last_mut();
+        match last.filter(|last| last.end == pages.start) {
             Some(last) => last.end = pages.end,
             None => self.orphans.push(pages),
         }
@@ -466,28 +428,18 @@ impl Contents {
     /// Returns the approximate memory use of the tables in bytes.
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
-        let pieces: usize = self
-            .all
-            .values()
-            .map(|c| c.store.len() * (PIECE as usize * 4 + 24) + c.path.len() + 200)
-            .sum();
-        (pieces
-            + self.pages.len() * PIECE as usize * size_of::<StorePageFacts>()
-            + self
-                .own_paths
-                .values()
-                .map(|path| path.len() + 32)
-                .sum::<usize>()
-            + self.of.len() * 24) as u64
+        let contents = self.all.values();
+        let contents =
+            contents.map(|c| c.store.len() * (PIECE as usize * 4 + 24) + c.path.len() + 200);
+        let paths = self.own_paths.values().map(|path| path.len() + 32);
+        let facts = self.pages.len() * PIECE as usize * size_of::<StorePageFacts>();
+        (contents.chain(paths).sum::<usize>() + facts + self.of.len() * 24) as u64
     }
 }
 
 fn name_key(path: &[u8], size: u64) -> NameKey {
     let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
-    NameKey {
-        name: xxh3_64(name),
-        size,
-    }
+    (xxh3_64(name), size)
 }
 
 #[cfg(test)]
@@ -521,7 +473,6 @@ mod tests {
         assert_ne!(contents.of(A), contents.of(B));
         contents.alias(candidates[0], contents.of(B).unwrap());
         assert_eq!(contents.of(A), contents.of(B));
-        assert!(contents.get(candidates[0]).unwrap().aliased);
         let paths = |contents: &Contents| [A, B].map(|m| contents.path(m).map(<[u8]>::to_vec));
         let own = [
             Some(b"/usr/lib/x/libz.so".to_vec()),

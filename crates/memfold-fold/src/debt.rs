@@ -6,8 +6,35 @@ use std::time::Instant;
 
 use memfold_sys::cpu::thread_cpu_ns;
 
-use super::owed::{Owed, VmOwed};
 use super::state::Engine;
+
+/// Pages for which one VM would need memory if its guest wrote to them. Each page is counted once.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VmOwed {
+    /// Name of the VM.
+    pub name: String,
+    /// Pages that map the page store and that the guest has not written since they were folded.
+    pub folded_pages: u64,
+    /// Pages that map data of the snapshot's image and that the guest has not written.
+    pub snapshot_pages: u64,
+    /// Pages that were discarded because they held only zeroes, and that the guest has not written
+    /// since.
+    pub zero_pages: u64,
+    /// Pages of the guest's page cache, as the VM's agent reports them.
+    pub cached_pages: u64,
+}
+
+/// Memory that all VMs would need if their guests wrote to all shared pages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Owed {
+    /// Figures of each VM.
+    pub vms: Vec<VmOwed>,
+    /// Memory that page stores use, in bytes. It becomes free when guests have written to all
+    /// folded pages.
+    pub store_bytes: u64,
+    /// Number of store pages that were freed for this answer.
+    pub given_back_pages: u64,
+}
 
 impl Engine {
     /// Stops all new sharing for a reason, or allows it again (`None`).
@@ -64,7 +91,7 @@ impl Engine {
     /// Returns when the next sync with the kernel's tables is due while sharing is stopped.
     pub(super) fn look_again_due(&mut self, now: Instant) -> Option<Instant> {
         let interval = self.settings.sync_interval;
-        let foldable = self.vms.values().filter(|vm| vm.stats.problem.is_none());
+        let foldable = self.vms.values().filter(|vm| vm.is_foldable());
         let due = foldable.filter_map(|vm| vm.look_due(interval)).min()?;
         let budget = self.cpu.wait(now).unwrap_or_default();
         Some(due.max(now + budget))

@@ -8,7 +8,7 @@ use memfold_sys::cpu::thread_cpu_ns;
 use memfold_wire::library::Order;
 
 use super::command::Command;
-use super::owed::Owed;
+use super::debt::Owed;
 use super::state::{Engine, VmState};
 use super::stats::EngineStats;
 use super::task::BATCH_PAGES;
@@ -99,11 +99,10 @@ impl Engine {
         let work = self
             .vms
             .values()
-            .filter(|vm| vm.stats.problem.is_none())
+            .filter(|vm| vm.is_foldable())
             .flat_map(|vm| {
                 let sync = vm.look_due(settings.sync_interval);
-                let pause = (!vm.wait_for_pause.is_empty())
-                    .then(|| vm.last_pause + settings.pause_interval);
+                let pause = vm.pause_due(settings.pause_interval);
                 let back = vm.back_due();
                 [self.hints_due(vm, now), sync, pause, vm.zero.due, back]
             })
@@ -166,14 +165,17 @@ impl Engine {
                     vm.stats.agent_ready = false;
                 }
             }
-            Command::Track(id, answer) => self.hold(id, &Order::TrackWrites, None, &answer),
+            Command::Track(id, answer) => self.hold(id, Some(&Order::TrackWrites), None, &answer),
             Command::KeepPast(id, ranges, file, answer) => {
-                self.hold(id, &Order::KeepPast { ranges }, Some(file.as_fd()), &answer);
+                let order = Order::KeepPast { ranges };
+                self.hold(id, Some(&order), Some(file.as_fd()), &answer);
             }
-            Command::Untrack(id, answer) => self.hold(id, &Order::UntrackWrites, None, &answer),
-            Command::GoOn(id, answer) => self.hold(id, &Order::Continue, None, &answer),
-            Command::LeaveAlone(id, answer) => self.leave_alone(id, &answer),
-            Command::Hold(id, answer) => self.hold(id, &Order::Stop, None, &answer),
+            Command::Untrack(id, answer) => {
+                self.hold(id, Some(&Order::UntrackWrites), None, &answer)
+            }
+            Command::GoOn(id, answer) => self.hold(id, Some(&Order::Continue), None, &answer),
+            Command::LeaveAlone(id, answer) => self.hold(id, None, None, &answer),
+            Command::Hold(id, answer) => self.hold(id, Some(&Order::Stop), None, &answer),
             Command::Release(id) => self.release(id),
             Command::SetPaused(paused) => {
                 if self.paused && !paused {
@@ -192,22 +194,12 @@ impl Engine {
                 cpu_share,
                 pages_per_second,
             } => self.set_budget(cpu_share, pages_per_second),
-            Command::ReportsCpu(answer) => {
-                let _ = answer.send(self.reports_ns);
-            }
-            Command::FileUses(answer) => {
-                // The receiver may be gone.
-                let _ = answer.send(self.file_uses());
-            }
-            Command::CachedFiles(answer) => {
-                let _ = answer.send(self.cached_files());
-            }
-            Command::CachedPages(id, answer) => {
-                let _ = answer.send(self.cached_pages(id));
-            }
-            Command::FilePaths(id, files, answer) => {
-                let _ = answer.send(self.file_paths(id, &files));
-            }
+            Command::ReportsCpu(answer) => drop(answer.send(self.reports_ns)),
+            // The receiver may be gone.
+            Command::FileUses(answer) => drop(answer.send(self.file_uses())),
+            Command::CachedFiles(answer) => drop(answer.send(self.cached_files())),
+            Command::CachedPages(id, answer) => drop(answer.send(self.cached_pages(id))),
+            Command::FilePaths(id, files, answer) => drop(answer.send(self.file_paths(id, &files))),
             Command::Stats(answer) => {
                 // The receiver may be gone.
                 let _ = answer.send(self.stats());

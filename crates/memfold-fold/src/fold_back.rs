@@ -178,9 +178,7 @@ impl Engine {
 
     /// Does the next step of the pass that has waited longest, if a step is due.
     pub(super) fn fold_back_due(&mut self, now: Instant) {
-        let due = |vm: &VmState| vm.back_due().filter(|_| vm.stats.problem.is_none());
-        let waiting = self.vms.iter().filter_map(|(&id, vm)| Some((due(vm)?, id)));
-        let Some((_, id)) = waiting.filter(|(due, _)| *due <= now).min() else {
+        let Some(id) = self.first_due(now, VmState::back_due) else {
             return;
         };
         let began = thread_cpu_ns();
@@ -281,12 +279,7 @@ fn next_runs(vm: &mut VmState) -> (Vec<FoldRun>, u64) {
             continue;
         };
         for region in there {
-            let part = Part {
-                hva: region.start,
-                pages: region.pages(),
-                file_page: part.file_page + region.start.pages_since(part.hva),
-            };
-            equal_runs(vm, image, part, &mut runs);
+            equal_runs(vm, image, part.at(&region), &mut runs);
         }
     }
     (runs, looked)
@@ -346,11 +339,7 @@ fn written(vm: &VmState) -> Vec<Part> {
         let Ok(regions) = map.scan(view.hva, view.hva.add_pages(view.pages), Filter::COPIES) else {
             return Vec::new();
         };
-        parts.extend(regions.iter().map(|region| Part {
-            hva: region.start,
-            pages: region.pages(),
-            file_page: view.file_page + region.start.pages_since(view.hva),
-        }));
+        parts.extend(regions.iter().map(|region| view.at(region)));
     }
     parts
 }
@@ -361,21 +350,16 @@ fn equal_runs(vm: &VmState, image: &Image, part: Part, runs: &mut Vec<FoldRun>) 
     let length = usize::try_from(part.pages * PAGE_SIZE).unwrap_or(0);
     let (mut ours, mut theirs) = (vec![0; length], vec![0; length]);
     // The read fails if the VM is ending or the memory was discarded meanwhile.
-    if !memory::read(vm.guest.pid(), part.hva, &mut ours).is_ok_and(|n| n == length) {
-        return;
-    }
-    if image.read(part.file_page, &mut theirs).is_none() {
+    let is_read = memory::read(vm.guest.pid(), part.hva, &mut ours).is_ok_and(|n| n == length);
+    if !is_read || image.read(part.file_page, &mut theirs).is_none() {
         return;
     }
     let pages = ours.chunks(PAGE_BYTES).zip(theirs.chunks(PAGE_BYTES));
     for (step, _) in (0..).zip(pages).filter(|(_, (a, b))| a == b) {
         let (hva, page) = (part.hva.add_pages(step), part.file_page + step);
         // The page was folded onto the page store after the pass had begun.
-        if !vm
-            .table
-            .index_at(hva)
-            .is_some_and(|at| vm.table.is_in_view(at))
-        {
+        let at = vm.table.index_at(hva);
+        if !at.is_some_and(|at| vm.table.is_in_view(at)) {
             continue;
         }
         let hva = hva.0;

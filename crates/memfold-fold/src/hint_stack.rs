@@ -29,16 +29,22 @@ pub struct Hint {
 }
 
 impl Hint {
-    /// Creates a hint for all pages of a piece of a file, without earlier attempts.
+    /// Creates a hint that was not tried yet.
     #[must_use]
-    pub const fn of_piece(file: FileNumber, piece: u32, at: Instant) -> Self {
+    pub const fn new(file: FileNumber, page: u32, pages: u32, at: Instant) -> Self {
         Self {
             file,
-            page: piece * PIECE,
-            pages: PIECE,
+            page,
+            pages,
             at,
             tries: 0,
         }
+    }
+
+    /// Creates a hint for a whole piece.
+    #[must_use]
+    pub const fn of_piece(file: FileNumber, piece: u32, at: Instant) -> Self {
+        Self::new(file, piece * PIECE, PIECE, at)
     }
 }
 

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use memfold_store::mapped::FileMapping;
+use memfold_sys::pagemap::Region;
 use memfold_units::{Hva, PAGE_SIZE};
 use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags};
@@ -91,6 +92,15 @@ impl Image {
 }
 
 impl Part {
+    /// Returns the part of `self` that is a region of the page map.
+    pub fn at(self, region: &Region) -> Self {
+        Self {
+            hva: region.start,
+            pages: region.pages(),
+            file_page: self.file_page + region.start.pages_since(self.hva),
+        }
+    }
+
     /// Returns the part after the first `pages` pages, if there is one.
     pub fn after(self, pages: u64) -> Option<Self> {
         (pages < self.pages).then(|| Self {

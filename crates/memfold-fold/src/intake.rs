@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use memfold_units::Pfn;
-use memfold_wire::agent::{AgentCounters, FileFacts, FileNumber, FileRange, FromAgent, HintRun};
+use memfold_wire::agent::{FileFacts, FileNumber, FileRange, FromAgent, HintRun};
 use tracing::debug;
 
 use super::budget::TokenBucket;
@@ -13,8 +13,7 @@ use super::content::Member;
 use super::domain::Domain;
 use super::guest::VmId;
 use super::hint_stack::Hint;
-use super::state::{Engine, FileState, VmState};
-use super::stats::VmStats;
+use super::state::{Engine, FileState, VmState, with_domain};
 use super::vm_table::PIECE;
 
 /// Number of files that every VM may introduce. The VM may introduce one more for each page of RAM.
@@ -57,10 +56,7 @@ impl Engine {
     }
 
     pub(super) fn agent(&mut self, id: VmId, message: FromAgent) {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return;
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return;
         };
         match message {
@@ -90,24 +86,8 @@ impl Engine {
                 }
                 vm.active = true;
             }
-            FromAgent::Dirty(ranges) => {
-                for range in ranges {
-                    if !allow(vm, range.pages) {
-                        break;
-                    }
-                    set_dirty(vm, range, true);
-                }
-            }
-            FromAgent::Clean(ranges) => {
-                let now = Instant::now();
-                for range in ranges {
-                    if !allow(vm, range.pages) {
-                        break;
-                    }
-                    set_dirty(vm, range, false);
-                    offer_again(vm, range, now);
-                }
-            }
+            FromAgent::Dirty(ranges) => set_dirty(vm, &ranges, true),
+            FromAgent::Clean(ranges) => set_dirty(vm, &ranges, false),
             FromAgent::InventoryBegin => vm.table.inventory_begin(),
             FromAgent::InventoryEnd { files, pages } => {
                 vm.table.inventory_end();
@@ -117,7 +97,11 @@ impl Engine {
                     files, pages, "inventory of the guest's page cache complete"
                 );
             }
-            FromAgent::Counters(counters) => take_counters(&mut vm.stats, &counters),
+            FromAgent::Counters(counters) => {
+                vm.stats.events_lost = counters.events_lost;
+                vm.stats.agent_cpu_us = counters.cpu_us;
+                vm.stats.agent_rss_bytes = counters.rss_bytes;
+            }
             // The connection to the agent handles sessions and commands.
             FromAgent::Hello { .. } | FromAgent::Output { .. } | FromAgent::Exited { .. } => {}
         }
@@ -166,17 +150,14 @@ fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
         return;
     }
     let known = vm.files.contains_key(&run.file);
-    let Some((page, _)) = file_pages(run.page, run.pages).filter(|_| known) else {
+    let Some(page) = first_page(run.page, run.pages).filter(|_| known) else {
         vm.stats.bogus_pages += u64::from(run.pages);
         return;
     };
     let mut taken = 0;
     for step in 0..run.pages {
-        let Some(at) = run
-            .pfn
-            .checked_add(u64::from(step))
-            .and_then(|pfn| vm.table.index_of(Pfn(pfn)))
-        else {
+        let pfn = run.pfn.checked_add(u64::from(step));
+        let Some(at) = pfn.and_then(|pfn| vm.table.index_of(Pfn(pfn))) else {
             vm.stats.bogus_pages += u64::from(run.pages - step);
             break;
         };
@@ -194,28 +175,8 @@ fn offer(vm: &mut VmState, file: FileNumber, page: u32, pages: u32, at: Instant)
     let mut done = 0;
     while done < pages {
         let length = (pages - done).min(HINT_PAGES);
-        vm.stack.push(Hint {
-            file,
-            page: page + done,
-            pages: length,
-            at,
-            tries: 0,
-        });
+        vm.stack.push(Hint::new(file, page + done, length, at));
         done += length;
-    }
-}
-
-/// Puts the cached pages of a file range on the stack again, after the guest has written them back
-/// to disk.
-fn offer_again(vm: &mut VmState, range: FileRange, now: Instant) {
-    let Some((page, pages)) = file_pages(range.page, range.pages) else {
-        return;
-    };
-    let end = page + pages;
-    for piece in vm.table.pieces_in(range.file, page..end) {
-        let first = page.max(piece * PIECE);
-        let last = end.min((piece * PIECE).saturating_add(PIECE));
-        offer(vm, range.file, first, last - first, now);
     }
 }
 
@@ -230,21 +191,31 @@ fn allow(vm: &mut VmState, pages: u32) -> bool {
     true
 }
 
-/// Converts a file range to 32-bit page numbers; `None` for files larger than 16 TiB.
-fn file_pages(page: u64, pages: u32) -> Option<(u32, u32)> {
+/// Converts the first page of a file range to 32 bits; `None` for files larger than 16 TiB.
+fn first_page(page: u64, pages: u32) -> Option<u32> {
     let first = u32::try_from(page).ok()?;
-    first.checked_add(pages)?;
-    Some((first, pages))
+    first.checked_add(pages).map(|_| first)
 }
 
-fn set_dirty(vm: &mut VmState, range: FileRange, dirty: bool) {
-    if let Some((page, pages)) = file_pages(range.page, range.pages) {
-        vm.table.set_dirty(range.file, page..page + pages, dirty);
+/// Records that the guest has written to file ranges, or has written them back to disk. The cached
+/// pages of the latter are put on the stack again.
+fn set_dirty(vm: &mut VmState, ranges: &[FileRange], dirty: bool) {
+    let now = Instant::now();
+    for &FileRange { file, page, pages } in ranges {
+        if !allow(vm, pages) {
+            break;
+        }
+        let Some(page) = first_page(page, pages) else {
+            continue;
+        };
+        let end = page + pages;
+        vm.table.set_dirty(file, page..end, dirty);
+        for piece in vm.table.pieces_in(file, page..end) {
+            let first = page.max(piece * PIECE);
+            let last = end.min((piece * PIECE).saturating_add(PIECE));
+            if !dirty {
+                offer(vm, file, first, last - first, now);
+            }
+        }
     }
-}
-
-fn take_counters(stats: &mut VmStats, counters: &AgentCounters) {
-    stats.events_lost = counters.events_lost;
-    stats.agent_cpu_us = counters.cpu_us;
-    stats.agent_rss_bytes = counters.rss_bytes;
 }

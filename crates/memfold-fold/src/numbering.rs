@@ -33,26 +33,20 @@ impl Numbering {
 
     /// Returns the index of page frame `pfn`; `None` for a page frame outside RAM.
     pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
-        let at = self
-            .layout
-            .slots
-            .partition_point(|s| s.pfn <= pfn)
-            .checked_sub(1)?;
-        let inside = pfn.pages_since(self.layout.slots[at].pfn);
-        (inside < self.layout.slots[at].pages)
-            .then(|| u32::try_from(inside).ok().map(|i| self.starts[at] + i))?
+        let slots = &self.layout.slots;
+        let at = slots.partition_point(|s| s.pfn <= pfn).checked_sub(1)?;
+        let inside = pfn.pages_since(slots[at].pfn);
+        let inside = u32::try_from(inside)
+            .ok()
+            .filter(|_| inside < slots[at].pages)?;
+        Some(self.starts[at] + inside)
     }
 
     /// Returns the host virtual address of a page in QEMU.
     pub fn hva(&self, at: Index) -> Option<Hva> {
         let slot = self.starts.partition_point(|&s| s <= at).checked_sub(1)?;
-        Some(
-            self.layout
-                .slots
-                .get(slot)?
-                .hva
-                .add_pages(u64::from(at - self.starts[slot])),
-        )
+        let first = self.layout.slots.get(slot)?.hva;
+        Some(first.add_pages(u64::from(at - self.starts[slot])))
     }
 
     /// Returns whether page `next` follows page `at` in one slot, so that both are neighbours in

@@ -10,7 +10,7 @@ use super::content::Member;
 use super::guest::VmId;
 use super::hint_stack::Hint;
 use super::runs::{Group, Run, length};
-use super::state::Engine;
+use super::state::{Engine, with_domain};
 use super::vm_table::{Mapped, PIECE};
 
 /// Number of differing pages of a file after which the engine judges whether to skip the file.
@@ -40,7 +40,7 @@ impl Engine {
                 self.book(id, run, Outcome::Done, queue);
                 continue;
             }
-            self.book(id, run, stopped_at(outcome, done), queue);
+            self.book(id, run, outcome.at(done), queue);
             break;
         }
         let rest: Group = runs.collect();
@@ -53,14 +53,8 @@ impl Engine {
         let done = outcome.pages_done(run.pages);
         self.book_done(id, &run, done);
         let rest = match outcome {
-            Outcome::Done => None,
-            Outcome::Differs { .. } => {
-                if self.differs(id, &run, done) {
-                    run.rest(done + 1)
-                } else {
-                    None
-                }
-            }
+            Outcome::Differs { .. } if self.differs(id, &run, done) => run.rest(done + 1),
+            Outcome::Done | Outcome::Differs { .. } => None,
             Outcome::Busy { .. } => {
                 if let Some(vm) = self.vms.get_mut(&id) {
                     vm.stats.busy_pages += 1;
@@ -119,10 +113,7 @@ impl Engine {
 
     /// Records the first `done` pages of a run as folded.
     fn book_done(&mut self, id: VmId, run: &Run, done: u32) {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return;
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return;
         };
         domain.contents.add_references(run.store_page, done);
@@ -132,13 +123,8 @@ impl Engine {
                 domain.contents.count_reference(before.store_page, false);
             }
             let store_page = run.store_page + step;
-            vm.table.set_mapped(
-                at,
-                Some(Mapped {
-                    store_page,
-                    shared: true,
-                }),
-            );
+            let shared = true;
+            vm.table.set_mapped(at, Some(Mapped { store_page, shared }));
         }
         if done > 0 {
             vm.active = true;
@@ -171,10 +157,7 @@ impl Engine {
     /// Records that page `offset` of `run` differs from the store. Returns whether the rest of the
     /// run is worth trying.
     fn differs(&mut self, id: VmId, run: &Run, offset: u32) -> bool {
-        let Some(vm) = self.vms.get_mut(&id) else {
-            return false;
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return false;
         };
         vm.stats.differing_pages += 1;
@@ -221,16 +204,5 @@ impl Engine {
             self.stats.files_given_up += 1;
         }
         false
-    }
-}
-
-/// Returns the same outcome, but with `folded` pages done.
-fn stopped_at(outcome: Outcome, folded: u32) -> Outcome {
-    match outcome {
-        Outcome::Done | Outcome::Refused | Outcome::Late => outcome,
-        Outcome::Differs { .. } => Outcome::Differs { folded },
-        Outcome::Busy { .. } => Outcome::Busy { folded },
-        Outcome::Hole { .. } => Outcome::Hole { folded },
-        Outcome::Failed { errno, .. } => Outcome::Failed { errno, folded },
     }
 }

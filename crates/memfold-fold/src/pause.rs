@@ -2,26 +2,28 @@
 //! I/O are at rest.
 
 use std::collections::HashSet;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::content::Member;
 use super::guest::{GuestError, VmId};
 use super::hint_stack::Hint;
-use super::runs::{Run, group};
+use super::runs::{Run, append, group};
 use super::state::{Engine, VmState, usable};
 use super::vm_table::Index;
+
+impl VmState {
+    /// Returns the time at which the VM may be stopped to fold the pages that wait for that.
+    pub(super) fn pause_due(&self, interval: Duration) -> Option<Instant> {
+        (!self.wait_for_pause.is_empty()).then(|| self.last_pause + interval)
+    }
+}
 
 impl Engine {
     /// Refolds pages in a VM with direct I/O while the library stops the VM. Returns whether such
     /// work was due.
     pub(super) fn pause_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.pause_interval;
-        let due = |vm: &VmState| {
-            !vm.wait_for_pause.is_empty()
-                && now >= vm.last_pause + interval
-                && vm.stats.problem.is_none()
-        };
-        let Some(id) = self.vms.iter().find(|(_, vm)| due(vm)).map(|(&id, _)| id) else {
+        let Some(id) = self.first_due(now, |vm| vm.pause_due(interval)) else {
             return false;
         };
         if let Err(error) = self.fold_paused(id, now) {
@@ -99,26 +101,18 @@ impl Engine {
                 continue;
             }
             let again = mapped.is_some() || vm.table.is_in_view(index);
-            if let Some(run) = runs.last_mut() {
-                if run.page + run.pages == page
-                    && run.continues(&vm.table, index, store_page, again)
-                {
-                    run.pages += 1;
-                    continue;
-                }
-            }
-            let at = Some(hint.at);
-            runs.push(Run {
+            let run = Run {
                 index,
                 pages: 1,
                 store_page,
                 file: hint.file,
                 page,
                 content,
-                at,
+                at: Some(hint.at),
                 tries: hint.tries,
                 again,
-            });
+            };
+            append(&mut runs, run, &vm.table);
         }
         runs
     }

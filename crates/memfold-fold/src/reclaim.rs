@@ -22,7 +22,7 @@ use super::content::{Member, StorePageFacts};
 use super::domain::Domain;
 use super::guest::{GuestError, VmId};
 use super::hint_stack::Hint;
-use super::state::{Engine, VmState};
+use super::state::{Engine, VmState, foldable, with_domain};
 use super::vm_table::{Mapped, PIECE, VmTable};
 
 /// Time between two reclaims of a domain.
@@ -35,19 +35,21 @@ const QUIET_INTERVAL: Duration = Duration::from_secs(30);
 const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Engine {
+    /// Returns the VM whose time, as `due` tells it, came first.
+    pub(super) fn first_due(
+        &self,
+        now: Instant,
+        due: impl Fn(&VmState) -> Option<Instant>,
+    ) -> Option<VmId> {
+        let vms = self.vms.iter().filter(|(_, vm)| vm.is_foldable());
+        let due = vms.filter_map(|(&id, vm)| Some((due(vm)?, id)));
+        due.filter(|(due, _)| *due <= now).min().map(|(_, id)| id)
+    }
+
     /// Syncs the VM that has waited longest. Returns whether a VM was due.
     pub(super) fn sync_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.sync_interval;
-        let due = |vm: &VmState| {
-            vm.stats.problem.is_none() && vm.look_due(interval).is_some_and(|due| now >= due)
-        };
-        let Some(id) = self
-            .vms
-            .iter()
-            .filter(|(_, vm)| due(vm))
-            .min_by_key(|(_, vm)| vm.last_sync)
-            .map(|(&id, _)| id)
-        else {
+        let Some(id) = self.first_due(now, |vm| vm.look_due(interval)) else {
             return false;
         };
         self.sync(id);
@@ -56,13 +58,7 @@ impl Engine {
         };
         vm.active = false;
         vm.last_sync = now;
-        let hint = |file, page| Hint {
-            file,
-            page,
-            pages: 1,
-            at: now,
-            tries: 0,
-        };
+        let hint = |file, page| Hint::new(file, page, 1, now);
         for hint in vm.huge.worth_it_now(&vm.table, hint) {
             vm.stack.push(hint);
         }
@@ -100,14 +96,9 @@ impl Engine {
             return false;
         }
         self.note_company(id);
-        let Some(vm) = self
-            .vms
-            .get_mut(&id)
-            .filter(|vm| vm.stats.problem.is_none())
+        let Some((vm, domain)) =
+            with_domain(&mut self.vms, &mut self.domains, id).filter(|(vm, _)| vm.is_foldable())
         else {
-            return false;
-        };
-        let Some(domain) = self.domains.get_mut(&vm.domain) else {
             return false;
         };
         let full = vm.maps_stale || vm.last_full_sync.elapsed() > FULL_SYNC_INTERVAL;
@@ -129,11 +120,7 @@ impl Engine {
     }
 
     fn read_library_stats(&mut self, id: VmId) -> Result<(), GuestError> {
-        let Some(vm) = self
-            .vms
-            .get_mut(&id)
-            .filter(|vm| vm.stats.problem.is_none())
-        else {
+        let Some(vm) = foldable(&mut self.vms, id) else {
             return Ok(());
         };
         if let Reply::Stats(library) = vm.guest.order(&Order::Stats, None)? {
@@ -192,11 +179,8 @@ impl Engine {
     /// Returns whether a process lives that mapped the store when this daemon adopted it, and that
     /// is not a VM of this engine.
     fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
-        let known: Vec<_> = ids
-            .iter()
-            .filter_map(|id| self.vms.get(id))
-            .map(|vm| vm.guest.pid())
-            .collect();
+        let known = ids.iter().filter_map(|id| self.vms.get(id));
+        let known: Vec<_> = known.map(|vm| vm.guest.pid()).collect();
         let Some(domain) = self.domains.get_mut(name) else {
             return true;
         };
@@ -227,12 +211,9 @@ impl Engine {
             return false;
         };
         let cached = |m: &&Member| {
-            let Some(vm) = self.vms.get(&m.vm) else {
-                return false;
-            };
-            vm.table
-                .place(m.file, page)
-                .is_some_and(|at| !vm.table.is_refused(at) && !vm.table.is_template(at))
+            let table = self.vms.get(&m.vm).map(|vm| &vm.table);
+            let place = table.and_then(|table| Some((table, table.place(m.file, page)?)));
+            place.is_some_and(|(table, at)| !table.is_refused(at) && !table.is_template(at))
         };
         content.members.iter().filter(cached).count() > 1
     }
@@ -275,10 +256,8 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
             domain.contents.unindex_store_page(page);
             domain.contents.set_punched(page);
         }
-        match domain
-            .store
-            .punch(StorePage(u64::from(run[0])), run.len() as u64)
-        {
+        let first = StorePage(u64::from(run[0]));
+        match domain.store.punch(first, run.len() as u64) {
             Ok(()) => domain.punched += run.len() as u64,
             Err(error) => warn!(
                 domain = name,
@@ -325,11 +304,8 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
             let Some(first) = vm.table.index_at(region.start) else {
                 continue;
             };
-            for at in first
-                ..first
-                    .saturating_add(u32::try_from(region.pages()).unwrap_or(0))
-                    .min(pages)
-            {
+            let length = u32::try_from(region.pages()).unwrap_or(0);
+            for at in first..first.saturating_add(length).min(pages) {
                 own[at as usize / 64] |= 1 << (at % 64);
             }
         }
@@ -380,10 +356,8 @@ fn mark_mapping(table: &VmTable, mapping: &FileMapping, truth: &mut [u32]) {
         let Ok(store_page) = u32::try_from(mapping.file_page + step) else {
             return;
         };
-        if let Some(entry) = table
-            .index_at(mapping.hva.add_pages(step))
-            .and_then(|at| truth.get_mut(at as usize))
-        {
+        let at = table.index_at(mapping.hva.add_pages(step));
+        if let Some(entry) = at.and_then(|at| truth.get_mut(at as usize)) {
             *entry = store_page + 1;
         }
     }

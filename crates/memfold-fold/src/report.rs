@@ -4,7 +4,7 @@ use memfold_sys::cpu::thread_cpu_ns;
 
 use super::content::Member;
 use super::guest::VmId;
-use super::state::Engine;
+use super::state::{Engine, VmState};
 use super::stats::{DomainStats, EngineStats, VmStats};
 
 impl Engine {
@@ -23,6 +23,8 @@ impl Engine {
             punched_pages: domain.punched,
         });
         let tables: u64 = self.vms.values().map(|vm| vm.table.own_bytes()).sum();
+        let contents: u64 = self.domains.values().map(|d| d.contents.own_bytes()).sum();
+        let waiting = |vm: &VmState| (vm.stack.len() + vm.wait_for_pause.len()) as u64;
         EngineStats {
             paused: self.paused,
             braked: self.braked.clone(),
@@ -32,17 +34,8 @@ impl Engine {
             pages_per_second: self.settings.pages_per_second,
             hint_to_fold_p50_s: self.latencies.percentile_s(50),
             hint_to_fold_p95_s: self.latencies.percentile_s(95),
-            hints_waiting: self
-                .vms
-                .values()
-                .map(|vm| (vm.stack.len() + vm.wait_for_pause.len()) as u64)
-                .sum(),
-            own_bytes: tables
-                + self
-                    .domains
-                    .values()
-                    .map(|d| d.contents.own_bytes())
-                    .sum::<u64>(),
+            hints_waiting: self.vms.values().map(waiting).sum(),
+            own_bytes: tables + contents,
             vms,
             domains: domains.collect(),
             ..self.stats.clone()
@@ -64,29 +57,20 @@ impl Engine {
             let before = at.checked_sub(1).and_then(|before| vm.table.cached(before));
             stats.cached_runs += u64::from(before != page.checked_sub(1).map(|page| (file, page)));
             let member = Member { vm: id, file };
-            let Some(content) = domain
-                .contents
-                .of(member)
-                .and_then(|c| domain.contents.get(c))
-            else {
+            let content = domain.contents.of(member);
+            let Some(content) = content.and_then(|c| domain.contents.get(c)) else {
                 continue;
             };
             let stored = content.store_page(page);
-            let elsewhere = || {
-                content.members.iter().any(|m| {
-                    *m != member
-                        && self
-                            .vms
-                            .get(&m.vm)
-                            .is_some_and(|o| o.table.place(m.file, page).is_some())
-                })
+            let caches = |m: &Member| {
+                let other = self.vms.get(&m.vm);
+                other.is_some_and(|other| other.table.place(m.file, page).is_some())
             };
+            let elsewhere = || content.members.iter().any(|m| *m != member && caches(m));
             if stored.is_some() || elsewhere() {
                 stats.matched_pages += 1;
-                let folded = vm
-                    .table
-                    .mapped(at)
-                    .is_some_and(|m| m.shared && Some(m.store_page) == stored)
+                let mapped = vm.table.mapped(at);
+                let folded = mapped.is_some_and(|m| m.shared && Some(m.store_page) == stored)
                     || vm.table.is_template(at);
                 stats.matched_folded_pages += u64::from(folded);
             }

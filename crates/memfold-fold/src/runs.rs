@@ -33,15 +33,6 @@ pub struct Run {
 }
 
 impl Run {
-    /// Returns whether the pages `index` and `store_page` continue the run.
-    #[must_use]
-    pub fn continues(&self, table: &VmTable, index: Index, store_page: u32, again: bool) -> bool {
-        self.pages < MAX_RUN_PAGES
-            && self.again == again
-            && table.adjacent(self.index + self.pages - 1, index)
-            && self.store_page + self.pages == store_page
-    }
-
     /// Returns the part of the run after its first `pages` pages; `None` if nothing is left.
     #[must_use]
     pub fn rest(&self, pages: u32) -> Option<Self> {
@@ -58,6 +49,21 @@ impl Run {
 /// Runs that are consecutive in guest memory and in the store. The library folds a group as one
 /// run, even if its pages belong to several files.
 pub type Group = Vec<Run>;
+
+/// Adds a run of one page to the last run if it continues that run, otherwise as a new run.
+pub fn append(runs: &mut Vec<Run>, run: Run, table: &VmTable) {
+    let last = runs.last_mut().filter(|last| {
+        (last.file, last.content, last.page + last.pages) == (run.file, run.content, run.page)
+            && last.pages < MAX_RUN_PAGES
+            && last.again == run.again
+            && last.store_page + last.pages == run.store_page
+            && table.adjacent(last.index + last.pages - 1, run.index)
+    });
+    match last {
+        Some(last) => last.pages += 1,
+        None => runs.push(run),
+    }
+}
 
 /// Returns the number of pages in a group.
 pub fn length(group: &[Run]) -> u32 {

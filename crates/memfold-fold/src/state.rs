@@ -36,6 +36,13 @@ pub(super) struct FileState {
     pub skip_until: Option<Instant>,
 }
 
+impl FileState {
+    /// Returns whether the file's pages must not be folded for a while.
+    pub fn is_skipped(&self, now: Instant) -> bool {
+        self.skip_until.is_some_and(|until| now < until)
+    }
+}
+
 /// State of a VM that the engine leaves alone for a snapshot.
 pub(super) struct Held {
     /// Reason why the VM must not be folded after the snapshot either, if there is one.
@@ -85,6 +92,11 @@ pub(super) struct VmState {
 }
 
 impl VmState {
+    /// Returns whether the VM can be folded.
+    pub fn is_foldable(&self) -> bool {
+        self.stats.problem.is_none()
+    }
+
     /// Puts every cached page of a file on the stack of hints.
     pub fn offer_file(&mut self, file: FileNumber, at: Instant) {
         for piece in self.table.pieces(file).collect::<Vec<_>>() {
@@ -167,6 +179,22 @@ impl std::fmt::Debug for Engine {
             .field("settings", &self.settings)
             .finish_non_exhaustive()
     }
+}
+
+/// Returns a VM that can be folded.
+pub(super) fn foldable(vms: &mut BTreeMap<VmId, VmState>, id: VmId) -> Option<&mut VmState> {
+    vms.get_mut(&id).filter(|vm| vm.is_foldable())
+}
+
+/// Returns a VM and its trust domain.
+pub(super) fn with_domain<'a>(
+    vms: &'a mut BTreeMap<VmId, VmState>,
+    domains: &'a mut HashMap<String, Domain>,
+    id: VmId,
+) -> Option<(&'a mut VmState, &'a mut Domain)> {
+    let vm = vms.get_mut(&id)?;
+    let domain = domains.get_mut(&vm.domain)?;
+    Some((vm, domain))
 }
 
 /// Returns the guest page that caches a file page, unless the page is dirty or was found to differ.

@@ -5,25 +5,16 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Histogram of the times from a page's hint to its folding, in steps of 100 ms up to 60 s.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Latencies {
     steps: Vec<u64>,
-}
-
-impl Default for Latencies {
-    fn default() -> Self {
-        Self {
-            steps: vec![0; 600],
-        }
-    }
 }
 
 impl Latencies {
     /// Counts `pages` pages that were folded `ms` milliseconds after their hint.
     pub fn count(&mut self, ms: u128, pages: u64) {
-        let step = usize::try_from(ms / 100)
-            .unwrap_or(usize::MAX)
-            .min(self.steps.len() - 1);
+        self.steps.resize(600, 0);
+        let step = usize::try_from(ms / 100).unwrap_or(usize::MAX).min(599);
         self.steps[step] += pages;
     }
 

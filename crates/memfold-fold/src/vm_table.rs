@@ -34,6 +34,13 @@ impl Bits {
         Self(vec![0; length.div_ceil(64) as usize])
     }
 
+    /// Returns `length` bits, of which those in `set` are set.
+    fn of(length: u32, set: impl Iterator<Item = Range<Index>>) -> Self {
+        let mut bits = Self::new(length);
+        set.flatten().for_each(|at| bits.set(at, true));
+        bits
+    }
+
     fn has(&self, at: Index) -> bool {
         self.0
             .get(at as usize / 64)
@@ -195,8 +202,7 @@ impl VmTable {
 
     /// Records that guest page `at` no longer caches a file page.
     pub fn uncache(&mut self, at: Index) {
-        let Cached { file, page } = self.cached.get(at);
-        let Some(file) = file.checked_sub(1) else {
+        let Some((file, page)) = self.cached(at) else {
             return;
         };
         self.cached.set(at, Cached::default());
@@ -264,19 +270,27 @@ impl VmTable {
     /// Marks the cached pages of a file range as dirty or clean. The cost depends on the number of
     /// cached pages, not on the length of the range.
     pub fn set_dirty(&mut self, file: FileNumber, pages: Range<u32>, dirty: bool) {
-        for piece in self.pieces_in(file, pages.clone()) {
-            let first = piece * PIECE;
-            for page in first.max(pages.start)..first.saturating_add(PIECE).min(pages.end) {
-                if let Some(at) = self.place(file, page) {
-                    self.dirty.set(at, dirty);
-                    if dirty {
-                        self.foldable.set(at, true);
-                    } else {
-                        self.refused.set(at, false);
-                    }
-                }
+        for at in self.places_in(file, pages) {
+            self.dirty.set(at, dirty);
+            if dirty {
+                self.foldable.set(at, true);
+            } else {
+                self.refused.set(at, false);
             }
         }
+    }
+
+    fn places_in(&self, file: FileNumber, pages: Range<u32>) -> Vec<Index> {
+        let mut found = Vec::new();
+        for first in self
+            .pieces_in(file, pages.clone())
+            .iter()
+            .map(|p| p * PIECE)
+        {
+            let within = first.max(pages.start)..first.saturating_add(PIECE).min(pages.end);
+            found.extend(within.filter_map(|page| self.place(file, page)));
+        }
+        found
     }
 
     /// Returns the pieces of a file range that have cached pages, in ascending order.
@@ -306,13 +320,8 @@ impl VmTable {
     /// Allows refused pages of a file range to be tried again, because their bytes have been read
     /// from disk since.
     pub fn settle(&mut self, file: FileNumber, pages: Range<u32>) {
-        for piece in self.pieces_in(file, pages.clone()) {
-            let first = piece * PIECE;
-            for page in first.max(pages.start)..first.saturating_add(PIECE).min(pages.end) {
-                if let Some(at) = self.place(file, page) {
-                    self.refused.set(at, false);
-                }
-            }
+        for at in self.places_in(file, pages) {
+            self.refused.set(at, false);
         }
     }
 
@@ -355,18 +364,12 @@ impl VmTable {
 
     /// Sets which pages are views of a snapshot's image.
     pub fn set_views(&mut self, views: impl Iterator<Item = Range<Index>>) {
-        self.view = Bits::new(self.pages());
-        for at in views.flatten() {
-            self.view.set(at, true);
-        }
+        self.view = Bits::of(self.pages(), views);
     }
 
     /// Sets for which pages the snapshot's image holds data.
     pub fn set_image_data(&mut self, data: impl Iterator<Item = Range<Index>>) {
-        self.image_data = Bits::new(self.pages());
-        for at in data.flatten() {
-            self.image_data.set(at, true);
-        }
+        self.image_data = Bits::of(self.pages(), data);
     }
 
     /// Returns the number of pages that still map data of the image, without a private copy. `own`

@@ -111,16 +111,12 @@ impl Engine {
                 warn!(domain, error = %error, "cannot reopen the page store of an earlier daemon, so a new store was created; run the daemon as root");
                 None
             });
-            let guardians = match &adopted {
-                Some(store) => {
-                    memfold_store::mapped::processes(store.identity()).map_err(|e| e.to_string())?
-                }
-                None => Vec::new(),
-            };
+            let mapped_by = |store: &Store| memfold_store::mapped::processes(store.identity());
+            let guardians = adopted.as_ref().map(mapped_by).transpose();
+            let guardians = guardians.map_err(|e| e.to_string())?.unwrap_or_default();
             let store = adopted
                 .map_or_else(|| Store::create(domain, cap), Ok)
                 .map_err(|e| e.to_string())?;
-            let now = Instant::now();
             let mut contents = Contents::default();
             // Pages of a former daemon that nobody maps can be freed.
             for filled in store.filled().map_err(|e| e.to_string())? {
@@ -135,7 +131,7 @@ impl Engine {
                 full: false,
                 appended: 0,
                 punched: 0,
-                last_reclaim: now,
+                last_reclaim: Instant::now(),
                 reserved: None,
                 next_search: None,
             };
@@ -150,21 +146,13 @@ impl Engine {
             Err(error) => Err(error.to_string()),
         };
         for (block, &advice) in layout.blocks.iter().zip(advice) {
-            ask(
-                &Order::AddRam {
-                    hva: block.hva.0,
-                    pages: block.pages,
-                    advice,
-                },
-                None,
-            )?;
+            ask(&add_ram(block, advice), None)?;
         }
         let order = Order::AddStore {
             store: domain.store_number(),
             max_pages: memfold_store::MAX_PAGES,
         };
-        ask(&order, Some(domain.store.read_only()))?;
-        Ok(())
+        ask(&order, Some(domain.store.read_only())).map(drop)
     }
 
     pub(super) fn remove(&mut self, id: VmId) {
@@ -202,28 +190,36 @@ impl Engine {
     }
 
     /// Sends an order for a snapshot (track writes, stop, continue, save old bytes) to the library.
-    /// The engine then leaves the VM alone until [`Engine::release`].
+    /// Without an order, another component may track the VM's writes. The engine then leaves the VM
+    /// alone until [`Engine::release`]. If the receiver of the answer is gone, releases the VM at
+    /// once, because nobody else would.
     pub(super) fn hold(
         &mut self,
         id: VmId,
-        order: &Order,
+        order: Option<&Order>,
         descriptor: Option<BorrowedFd<'_>>,
         answer: &SyncSender<Result<(), String>>,
     ) {
-        let held = self.try_to_hold(id, order, descriptor);
-        self.tell_held(id, answer, held);
+        if answer
+            .send(self.try_to_hold(id, order, descriptor))
+            .is_err()
+        {
+            self.release(id);
+        }
     }
 
     fn try_to_hold(
         &mut self,
         id: VmId,
-        order: &Order,
+        order: Option<&Order>,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<(), String> {
         let vm = self.vms.get_mut(&id).ok_or(ENDED)?;
-        match vm.guest.order(order, descriptor) {
+        let reply = order.map_or(Ok(Reply::Ok), |order| vm.guest.order(order, descriptor));
+        match reply {
             Ok(Reply::Ok) => {
-                vm.be_held();
+                let after = vm.stats.problem.replace(HELD.to_owned());
+                vm.held.get_or_insert(Held { after });
                 Ok(())
             }
             Ok(Reply::Error { reason }) => Err(reason),
@@ -232,27 +228,6 @@ impl Engine {
                 self.lost(id, &error);
                 Err(error.to_string())
             }
-        }
-    }
-
-    /// Makes the engine leave a VM alone until [`Engine::release`]. Another component may track its
-    /// writes.
-    pub(super) fn leave_alone(&mut self, id: VmId, answer: &SyncSender<Result<(), String>>) {
-        let vm = self.vms.get_mut(&id);
-        let held = vm.map(VmState::be_held).ok_or(ENDED.to_owned());
-        self.tell_held(id, answer, held);
-    }
-
-    /// Sends the answer. If the receiver is gone, releases the VM at once, because nobody else
-    /// would.
-    fn tell_held(
-        &mut self,
-        id: VmId,
-        answer: &SyncSender<Result<(), String>>,
-        held: Result<(), String>,
-    ) {
-        if answer.send(held).is_err() {
-            self.release(id);
         }
     }
 
@@ -322,11 +297,8 @@ impl Engine {
     }
 
     pub(super) fn set_layout(&mut self, id: VmId, layout: &RamLayout, advice: Vec<Advice>) {
-        let Some(vm) = self
-            .vms
-            .get_mut(&id)
-            .filter(|vm| vm.table.layout() != layout)
-        else {
+        let vm = self.vms.get_mut(&id);
+        let Some(vm) = vm.filter(|vm| vm.table.layout() != layout) else {
             return;
         };
         info!(
@@ -359,6 +331,14 @@ impl Engine {
     }
 }
 
+const fn add_ram(block: &RamBlock, advice: Advice) -> Order {
+    Order::AddRam {
+        hva: block.hva.0,
+        pages: block.pages,
+        advice,
+    }
+}
+
 impl VmState {
     /// Decrements the reference counts of the store pages that the VM maps, before the VM's table
     /// is dropped.
@@ -366,11 +346,6 @@ impl VmState {
         for mapped in (0..self.table.pages()).filter_map(|at| self.table.mapped(at)) {
             domain.contents.count_reference(mapped.store_page, false);
         }
-    }
-
-    fn be_held(&mut self) {
-        let before = self.stats.problem.replace(HELD.to_owned());
-        self.held.get_or_insert(Held { after: before });
     }
 
     /// Makes the library remove RAM blocks that are gone, before other memory is mapped at their
@@ -391,12 +366,7 @@ impl VmState {
         self.forget_blocks()?;
         let new = layout.blocks.iter().zip(&self.advice);
         for (block, &advice) in new.filter(|(block, _)| !known.contains(block)) {
-            let order = Order::AddRam {
-                hva: block.hva.0,
-                pages: block.pages,
-                advice,
-            };
-            if let Reply::Error { reason } = self.guest.order(&order, None)? {
+            if let Reply::Error { reason } = self.guest.order(&add_ram(block, advice), None)? {
                 warn!(
                     vm = self.stats.name,
                     block = block.name,

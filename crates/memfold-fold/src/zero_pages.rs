@@ -19,9 +19,7 @@ const ORDER_PAGES: u64 = 16_384;
 impl Engine {
     /// Sends the next order of a pass. Returns whether an order was due.
     pub(super) fn zero_due(&mut self, now: Instant) -> bool {
-        let due =
-            |vm: &VmState| vm.stats.problem.is_none() && vm.zero.due.is_some_and(|due| due <= now);
-        let Some(id) = self.vms.iter().find(|(_, vm)| due(vm)).map(|(&id, _)| id) else {
+        let Some(id) = self.first_due(now, |vm| vm.zero.due) else {
             return false;
         };
         self.zero_step(id, now);

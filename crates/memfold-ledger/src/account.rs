@@ -147,6 +147,19 @@ pub struct OwnCost {
     pub metadata_bytes: ByteSize,
 }
 
+impl OwnCost {
+    /// Returns the whole cost: PSS without shares of page stores, and page tables.
+    #[must_use]
+    pub fn total_bytes(&self) -> ByteSize {
+        self.pss_bytes - self.store_pss_bytes + self.page_table_bytes
+    }
+}
+
+/// Returns a number of bytes as a signed one.
+pub(crate) fn signed(bytes: ByteSize) -> i64 {
+    i64::try_from(bytes.0).unwrap_or(i64::MAX)
+}
+
 /// Figures of KSM, the kernel's same-page merging.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KsmAccount {

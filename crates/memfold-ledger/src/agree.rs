@@ -2,7 +2,7 @@
 
 use memfold_units::ByteSize;
 
-use super::account::{HostAccount, Report, VmAccount};
+use super::account::{HostAccount, Report, VmAccount, signed};
 use super::disagreement::Disagreement;
 
 /// Largest difference between two sums that counts as agreement.
@@ -135,16 +135,11 @@ fn not_available(report: &Report) -> ByteSize {
 /// `MemAvailable`'s change.
 #[must_use]
 pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
-    let taken = |report: &Report| report.host.mem_total_bytes - report.host.mem_available_bytes;
     // Memory sizes are far below 2^63.
-    let size = |bytes: ByteSize| i64::try_from(bytes.0).unwrap_or(i64::MAX);
-    let signed = |a: ByteSize, b: ByteSize| size(b) - size(a);
-    let ledger = signed(not_available(before), not_available(after));
-    let kernel = signed(taken(before), taken(after));
-    let vms = signed(
-        before.host.unreclaimable_bytes,
-        after.host.unreclaimable_bytes,
-    );
+    let change = |of: fn(&Report) -> ByteSize| signed(of(after)) - signed(of(before));
+    let ledger = change(not_available);
+    let kernel = change(|report| report.host.mem_total_bytes - report.host.mem_available_bytes);
+    let vms = change(|report| report.host.unreclaimable_bytes);
     let scale = vms.unsigned_abs().max(kernel.unsigned_abs());
     let off = ledger.abs_diff(kernel);
     let off_percent = off_percent(scale.saturating_add(off), scale);

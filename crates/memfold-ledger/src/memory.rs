@@ -29,28 +29,12 @@ pub struct Stretch {
     pub kind: Kind,
 }
 
-/// Numbers of pages by class. Pages in `huge` are also counted in another class.
+/// Numbers of pages by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Places {
-    /// Anonymous pages in memory, outside page-store mappings.
-    pub private: u64,
-    /// Private copies inside page-store mappings.
-    pub unfolded: u64,
-    /// Pages of a page store that are in the page table.
-    pub folded_resident: u64,
-    /// Pages of a page store that are not in the page table.
-    pub folded_untouched: u64,
-    /// Pages of other files that are in the page table.
-    pub file_resident: u64,
-    /// Pages of other files that are not in the page table.
-    pub file_untouched: u64,
-    /// Pages mapped to the zero page.
-    pub zero: u64,
-    /// Pages in swap.
-    pub swapped: u64,
-    /// Pages without memory.
-    pub free: u64,
-    /// Pages that huge pages map (also counted in another class).
+    /// Numbers of pages, in the order of the classes in [`Place`].
+    pub pages: [u64; 9],
+    /// Pages that huge pages map (also counted in their class).
     pub huge: u64,
 }
 
@@ -82,37 +66,27 @@ pub fn ram_ranges(layout: &RamLayout) -> Vec<(Hva, Hva)> {
 #[must_use]
 pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -> Vec<Stretch> {
     let mut found = Vec::new();
+    let mut push = |start, end, kind| {
+        if start < end {
+            found.push(Stretch { start, end, kind });
+        }
+    };
     let mut at = start;
     for vma in &vmas[vmas.partition_point(|v| v.end <= start)..] {
         if vma.start >= end {
             break;
         }
         let (from, to) = (vma.start.max(start), vma.end.min(end));
-        if at < from {
-            found.push(Stretch {
-                start: at,
-                end: from,
-                kind: Kind::Anonymous,
-            });
-        }
-        found.push(Stretch {
-            start: from,
-            end: to,
-            kind: match vma.file {
-                None => Kind::Anonymous,
-                Some(file) if stores.contains(&file) => Kind::Store,
-                Some(_) => Kind::File,
-            },
-        });
+        let kind = match vma.file {
+            None => Kind::Anonymous,
+            Some(file) if stores.contains(&file) => Kind::Store,
+            Some(_) => Kind::File,
+        };
+        push(at, from, Kind::Anonymous);
+        push(from, to, kind);
         at = to;
     }
-    if at < end {
-        found.push(Stretch {
-            start: at,
-            end,
-            kind: Kind::Anonymous,
-        });
-    }
+    push(at, end, Kind::Anonymous);
     found
 }
 
@@ -206,17 +180,7 @@ pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
     let mut places = Places::default();
     each_run(stretches, regions, |place, from, to, huge| {
         let pages = (to.0 - from.0) / PAGE_SIZE;
-        *match place {
-            Place::Private => &mut places.private,
-            Place::Unfolded => &mut places.unfolded,
-            Place::FoldedResident => &mut places.folded_resident,
-            Place::FoldedUntouched => &mut places.folded_untouched,
-            Place::FileResident => &mut places.file_resident,
-            Place::FileUntouched => &mut places.file_untouched,
-            Place::Zero => &mut places.zero,
-            Place::Swapped => &mut places.swapped,
-            Place::Free => &mut places.free,
-        } += pages;
+        places.pages[place as usize] += pages;
         if huge {
             places.huge += pages;
         }
@@ -272,15 +236,7 @@ mod tests {
         assert_eq!(
             places,
             Places {
-                private: 4,
-                unfolded: 2,
-                folded_resident: 4,
-                folded_untouched: 0,
-                file_resident: 2,
-                file_untouched: 7,
-                zero: 2,
-                swapped: 1,
-                free: 1 + 4 + 3,
+                pages: [4, 2, 4, 0, 2, 7, 2, 1, 1 + 4 + 3],
                 huge: 0,
             }
         );
@@ -302,13 +258,8 @@ mod tests {
             ],
         );
         assert_eq!(
-            (
-                places.folded_untouched,
-                places.private,
-                places.huge,
-                places.zero
-            ),
-            (8, 512, 512, 512)
+            (places.pages, places.huge),
+            ([512, 0, 0, 8, 0, 0, 512, 0, 0], 512)
         );
     }
 

@@ -7,7 +7,7 @@ use memfold_vm::RamLayout;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::memory::{Place, each_run, ram_ranges};
+use super::memory::{each_run, ram_ranges};
 use super::read::{Proc, ReadError, pagemap_of};
 use super::take::look;
 
@@ -60,17 +60,8 @@ pub struct MemoryMap {
     pub segments: Vec<MappedSegment>,
 }
 
-const fn state(place: Place) -> usize {
-    match place {
-        Place::Private => 0,
-        Place::Unfolded => 1,
-        Place::FoldedResident | Place::FoldedUntouched => 2,
-        Place::FileResident | Place::FileUntouched => 3,
-        Place::Zero => 4,
-        Place::Swapped => 5,
-        Place::Free => 6,
-    }
-}
+/// Number of the state in [`STATES`] for each class of pages, in the order of [`super::memory::Place`].
+const STATE_OF: [usize; 9] = [0, 1, 2, 2, 3, 3, 4, 5, 6];
 
 /// Adds the pages `[from, to)` of a range to its cells.
 fn add(cells: &mut [[u64; 7]], from: u64, to: u64, cell_pages: u64, state: usize) {
@@ -129,13 +120,13 @@ pub fn memory_map(
         let count = pages(range).div_ceil(cell_pages);
         let mut of_range = vec![[0; 7]; usize::try_from(count).unwrap_or(0)];
         each_run(&looked.stretches, &looked.regions, |place, from, to, _| {
-            let page = |at: Hva| (at.0 - range.0.0) / PAGE_SIZE;
+            let [from, to] = [from, to].map(|at| (at.0 - range.0.0) / PAGE_SIZE);
             add(
                 &mut of_range,
-                page(from),
-                page(to),
+                from,
+                to,
                 cell_pages,
-                state(place),
+                STATE_OF[place as usize],
             );
         });
         let first = map.len() as u64;

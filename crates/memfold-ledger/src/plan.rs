@@ -116,8 +116,7 @@ pub struct Plan {
 
 /// Returns the kinds of a plan whose order names none: one for each trust domain. A VM without a
 /// domain is a kind of its own.
-#[must_use]
-pub fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
+fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for vm in &report.vms {
         let name = vm.domain.as_ref().unwrap_or(&vm.name);
@@ -126,20 +125,13 @@ pub fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     kinds.into_iter().collect()
 }
 
-/// Returns for each VM, by name, the number of cached pages and how many of them are shared.
-#[must_use]
-pub fn caches(stats: &EngineStats) -> BTreeMap<String, (u64, u64)> {
-    let of = |vm: &VmStats| (vm.name.clone(), (vm.cached_pages, vm.matched_folded_pages));
-    stats.vms.iter().map(of).collect()
-}
-
 /// Growth of each VM by name, in bytes per hour.
 pub type Growths = BTreeMap<String, i64>;
 
 /// Input of a plan, as an operator orders it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Order {
-    /// Kinds: for each, a name and the names of its VMs. Empty: the kinds of [`kinds_by_domain`].
+    /// Kinds: for each, a name and the names of its VMs. Empty: the kinds of the trust domains.
     pub kinds: Vec<(String, Vec<String>)>,
     /// Wanted numbers of VMs, by kind, where the number should differ from that of the running VMs.
     pub vms: Vec<(String, u64)>,
@@ -161,11 +153,70 @@ impl Order {
         stats: &EngineStats,
         growths: &Growths,
     ) -> Result<Plan, PlanError> {
-        let mut order = self.clone();
-        if order.kinds.is_empty() {
-            order.kinds = kinds_by_domain(report);
+        if report.vms.is_empty() {
+            return Err(PlanError::NoVms);
         }
-        plan(report, &caches(stats), growths, &order)
+        let debt = report.debt.as_ref().ok_or(PlanError::NoDebt)?;
+        let mut kinds = self.kinds.clone();
+        if kinds.is_empty() {
+            kinds = kinds_by_domain(report);
+        }
+        let mut seen = BTreeSet::new();
+        for vm in kinds.iter().flat_map(|(_, vms)| vms) {
+            if !seen.insert(vm) {
+                return Err(PlanError::Twice(vm.clone()));
+            }
+        }
+        let host = &report.host;
+        let mut plan = Plan {
+            memory_bytes: self.memory_bytes.unwrap_or(host.mem_total_bytes.0),
+            ahead_hours: self.ahead_hours,
+            reserve_bytes: debt.reserve_bytes,
+            cover_percent: debt.cover_percent,
+            used_bytes: (host.mem_total_bytes - host.mem_available_bytes).0,
+            owed_bytes: debt.debt_bytes,
+            ..Plan::default()
+        };
+        for (name, vms) in &kinds {
+            let mut kind = Kind::measure(report, debt, stats, name, vms)?;
+            kind.grow(growths, self.ahead_hours);
+            plan.kinds.push(kind);
+        }
+        // Further VMs come beside the running VMs, which grow as well.
+        let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
+        let grown_now = sum(&|k| k.vms.len() as f64 * k.grown_bytes as f64);
+        let more_fit = |kind: &Kind, cover| plan.more(kind, grown_now, cover);
+        let fit: Vec<(u64, u64)> = plan
+            .kinds
+            .iter()
+            .map(|kind| (more_fit(kind, true), more_fit(kind, false)))
+            .collect();
+        for (kind, fit) in plan.kinds.iter_mut().zip(fit) {
+            (kind.more_fit, kind.more_fit_by_memory) = fit;
+        }
+        for (name, number) in &self.vms {
+            let names: Vec<String> = plan.kinds.iter().map(|k| format!("'{}'", k.name)).collect();
+            let found = plan.kinds.iter_mut().find(|kind| kind.name == *name);
+            let missing = || PlanError::NoSuchKind(name.clone(), names.join(", "));
+            found.ok_or_else(missing)?.wanted = *number;
+        }
+        let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
+        let grown = sum(&|k| k.wanted as f64 * k.grown_bytes as f64);
+        let used = plan.used_bytes as f64 + sum(&|k| k.more(k.wanted) * k.own_bytes as f64) + grown;
+        let owed = plan.owed_bytes as f64 + sum(&|k| k.more(k.wanted) * k.owed_bytes as f64);
+        let errors: Option<Vec<f64>> = plan
+            .kinds
+            .iter()
+            .map(|k| k.plus_minus(k.more(k.wanted)))
+            .collect();
+        // The kinds' errors are independent.
+        let error = errors.map(|all| all.iter().map(|e| e.powi(2)).sum::<f64>().sqrt());
+        plan.fits = plan.holds(used, error.unwrap_or(0.0), owed);
+        plan.predicted_bytes = whole(used);
+        plan.grown_bytes = whole(grown);
+        plan.plus_minus_bytes = error.map(whole);
+        plan.predicted_owed_bytes = whole(owed);
+        Ok(plan)
     }
 }
 
@@ -255,7 +306,7 @@ impl Kind {
     fn measure(
         report: &Report,
         debt: &DebtReport,
-        caches: &BTreeMap<String, (u64, u64)>,
+        stats: &EngineStats,
         name: &str,
         names: &[String],
     ) -> Result<Self, PlanError> {
@@ -283,8 +334,13 @@ impl Kind {
                 + vm.ksm_merged_bytes.unwrap_or_default().0
         };
         let cache = |vm: &VmAccount| {
-            let (cached, shared) = caches.get(&vm.name).copied().unwrap_or_default();
-            PageCount(cached.saturating_sub(shared)).bytes().0
+            let known = stats.vms.iter().find(|known| known.name == vm.name);
+            let own = |known: &VmStats| {
+                known
+                    .cached_pages
+                    .saturating_sub(known.matched_folded_pages)
+            };
+            PageCount(known.map_or(0, own)).bytes().0
         };
         let shared = |vm: &VmAccount| {
             (vm.folded_bytes + vm.file_resident_bytes + vm.ksm_merged_bytes.unwrap_or_default()).0
@@ -376,75 +432,6 @@ impl Plan {
         }
         low
     }
-}
-
-/// Computes a plan for an order whose kinds are known. For `caches`, see [`caches`].
-fn plan(
-    report: &Report,
-    caches: &BTreeMap<String, (u64, u64)>,
-    growths: &Growths,
-    order: &Order,
-) -> Result<Plan, PlanError> {
-    if report.vms.is_empty() {
-        return Err(PlanError::NoVms);
-    }
-    let debt = report.debt.as_ref().ok_or(PlanError::NoDebt)?;
-    let mut seen = BTreeSet::new();
-    for vm in order.kinds.iter().flat_map(|(_, vms)| vms) {
-        if !seen.insert(vm) {
-            return Err(PlanError::Twice(vm.clone()));
-        }
-    }
-    let host = &report.host;
-    let mut plan = Plan {
-        memory_bytes: order.memory_bytes.unwrap_or(host.mem_total_bytes.0),
-        ahead_hours: order.ahead_hours,
-        reserve_bytes: debt.reserve_bytes,
-        cover_percent: debt.cover_percent,
-        used_bytes: (host.mem_total_bytes - host.mem_available_bytes).0,
-        owed_bytes: debt.debt_bytes,
-        ..Plan::default()
-    };
-    for (name, vms) in &order.kinds {
-        let mut kind = Kind::measure(report, debt, caches, name, vms)?;
-        kind.grow(growths, order.ahead_hours);
-        plan.kinds.push(kind);
-    }
-    // Further VMs come beside the running VMs, which grow as well.
-    let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
-    let grown_now = sum(&|k| k.vms.len() as f64 * k.grown_bytes as f64);
-    let more_fit = |kind: &Kind, cover| plan.more(kind, grown_now, cover);
-    let fit: Vec<(u64, u64)> = plan
-        .kinds
-        .iter()
-        .map(|kind| (more_fit(kind, true), more_fit(kind, false)))
-        .collect();
-    for (kind, fit) in plan.kinds.iter_mut().zip(fit) {
-        (kind.more_fit, kind.more_fit_by_memory) = fit;
-    }
-    for (name, number) in &order.vms {
-        let names: Vec<String> = plan.kinds.iter().map(|k| format!("'{}'", k.name)).collect();
-        let found = plan.kinds.iter_mut().find(|kind| kind.name == *name);
-        let missing = || PlanError::NoSuchKind(name.clone(), names.join(", "));
-        found.ok_or_else(missing)?.wanted = *number;
-    }
-    let sum = |of: &dyn Fn(&Kind) -> f64| plan.kinds.iter().map(of).sum::<f64>();
-    let grown = sum(&|k| k.wanted as f64 * k.grown_bytes as f64);
-    let used = plan.used_bytes as f64 + sum(&|k| k.more(k.wanted) * k.own_bytes as f64) + grown;
-    let owed = plan.owed_bytes as f64 + sum(&|k| k.more(k.wanted) * k.owed_bytes as f64);
-    let errors: Option<Vec<f64>> = plan
-        .kinds
-        .iter()
-        .map(|k| k.plus_minus(k.more(k.wanted)))
-        .collect();
-    // The kinds' errors are independent.
-    let error = errors.map(|all| all.iter().map(|e| e.powi(2)).sum::<f64>().sqrt());
-    plan.fits = plan.holds(used, error.unwrap_or(0.0), owed);
-    plan.predicted_bytes = whole(used);
-    plan.grown_bytes = whole(grown);
-    plan.plus_minus_bytes = error.map(whole);
-    plan.predicted_owed_bytes = whole(owed);
-    Ok(plan)
 }
 
 #[cfg(test)]

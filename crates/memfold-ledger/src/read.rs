@@ -70,8 +70,6 @@ pub struct Vma {
     pub write: bool,
     /// Whether the mapping is executable.
     pub execute: bool,
-    /// Whether the mapping is shared (`MAP_SHARED`).
-    pub shared: bool,
     /// Offset of the mapping in the file, in bytes.
     pub offset: u64,
     /// Device and inode of the mapped file; `None` for anonymous memory.
@@ -89,25 +87,17 @@ pub struct Smap {
     pub pss_bytes: ByteSize,
     /// `Anonymous` of the mapping.
     pub anonymous_bytes: ByteSize,
-    /// `Swap` of the mapping.
-    pub swap_bytes: ByteSize,
     /// `KSM` of the mapping (Linux >= 6.6).
     pub ksm_bytes: Option<ByteSize>,
-    /// `VmFlags` of the mapping, two letters each.
-    pub vm_flags: String,
 }
 
 /// Figures of a process in `/proc/PID/smaps_rollup`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rollup {
-    /// `Rss` of the process.
-    pub rss_bytes: ByteSize,
     /// `Pss` of the process.
     pub pss_bytes: ByteSize,
     /// `Pss_Anon` of the process.
     pub pss_anon_bytes: ByteSize,
-    /// `Pss_File` of the process.
-    pub pss_file_bytes: ByteSize,
     /// `Pss_Shmem` of the process.
     pub pss_shmem_bytes: ByteSize,
 }
@@ -190,13 +180,7 @@ impl Proc {
                 b"Rss" => smap.rss_bytes = amount()?,
                 b"Pss" => smap.pss_bytes = amount()?,
                 b"Anonymous" => smap.anonymous_bytes = amount()?,
-                b"Swap" => smap.swap_bytes = amount()?,
                 b"KSM" => smap.ksm_bytes = Some(amount()?),
-                b"VmFlags" => {
-                    String::from_utf8_lossy(value)
-                        .trim()
-                        .clone_into(&mut smap.vm_flags);
-                }
                 _ => {}
             }
         }
@@ -211,10 +195,8 @@ impl Proc {
         let fields = fields(&path, lines(&text).skip(1))?;
         let field = |key: &str| fields.get(key).copied().unwrap_or_default();
         Ok(fields.get("Pss").map(|pss| Rollup {
-            rss_bytes: field("Rss"),
             pss_bytes: *pss,
             pss_anon_bytes: field("Pss_Anon"),
-            pss_file_bytes: field("Pss_File"),
             pss_shmem_bytes: field("Pss_Shmem"),
         }))
     }
@@ -352,7 +334,6 @@ fn vma(line: &[u8]) -> Option<Vma> {
         end: Hva(hex(&range[dash + 1..])?),
         write: mode[1] == b'w',
         execute: mode[2] == b'x',
-        shared: mode[3] == b's',
         offset,
         file: (ino != 0).then(|| StoreIdentity {
             dev: rustix::fs::makedev(major, minor),

@@ -58,16 +58,13 @@ fn mappings_and_their_page_counts_are_parsed_from_smaps() {
                 end: Hva(0x7f3a_a010_0000),
                 write: true,
                 execute: false,
-                shared: false,
                 offset: 0x20_0000,
                 file: Some(store),
             },
             rss_bytes: ByteSize::kib(768),
             pss_bytes: ByteSize::kib(640),
             anonymous_bytes: ByteSize::kib(512),
-            swap_bytes: ByteSize::kib(8),
             ksm_bytes: Some(ByteSize::kib(16)),
-            vm_flags: "rd wr mr mw me ac nh mg".to_owned(),
         }
     );
     assert_eq!((smaps[1].vma.file, smaps[1].ksm_bytes), (None, None));
@@ -95,8 +92,8 @@ fn smaps_rollup_is_parsed_and_is_absent_for_a_kernel_thread() {
     let (_tree, proc) = tree(&[("5/smaps_rollup", rollup), ("6/smaps_rollup", "")]);
     let read = proc.rollup(5).unwrap().unwrap();
     assert_eq!(
-        (read.pss_bytes, read.pss_anon_bytes, read.pss_file_bytes),
-        (ByteSize::kib(266), ByteSize::kib(112), ByteSize::kib(154))
+        (read.pss_bytes, read.pss_anon_bytes, read.pss_shmem_bytes),
+        (ByteSize::kib(266), ByteSize::kib(112), ByteSize(0))
     );
     assert_eq!(proc.rollup(6).unwrap(), None);
 }

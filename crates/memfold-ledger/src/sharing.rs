@@ -5,8 +5,6 @@
 //! pages count. Pages of snapshot images and of segments count if they are in both VMs' page
 //! tables. Pages merged by KSM are not included: the kernel does not tell which VMs share them.
 
-use std::collections::BTreeMap;
-
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::{Filter, Region, category};
 use memfold_units::{Hva, PAGE_SIZE};
@@ -104,9 +102,8 @@ pub fn files_of(
         } else {
             By::Template
         };
-        let regions = pagemap
-            .scan(vma.start, vma.end, Filter::THERE)
-            .map_err(failed)?;
+        let regions = pagemap.scan(vma.start, vma.end, Filter::THERE);
+        let regions = regions.map_err(failed)?;
         uncopied(&vma, &regions, by == By::Folding, |from, to| {
             let page = |at: Hva| (vma.offset + at.0 - vma.start.0) / PAGE_SIZE;
             pages.push(FilePages {
@@ -129,11 +126,10 @@ pub fn files_of(
 fn uncopied(vma: &Vma, regions: &[Region], untouched: bool, mut told: impl FnMut(Hva, Hva)) {
     let mut at = vma.start;
     for region in regions {
-        let own = region.is(category::PRESENT | category::FILE);
         if untouched && at < region.start {
             told(at, region.start);
         }
-        if own {
+        if region.is(category::PRESENT | category::FILE) {
             told(region.start, region.end);
         }
         at = region.end;
@@ -159,15 +155,13 @@ fn united(mut pages: Vec<FilePages>) -> Vec<FilePages> {
 }
 
 /// Returns the number of pages that both VMs map, by mechanism.
-fn common(a: &[FilePages], b: &[FilePages]) -> BTreeMap<By, u64> {
-    let mut found = BTreeMap::new();
+fn common(a: &[FilePages], b: &[FilePages]) -> [u64; 3] {
+    let mut found = [0; 3];
     let (mut i, mut j) = (0, 0);
     while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {
         if x.file == y.file {
             let pages = x.end.min(y.end).saturating_sub(x.first.max(y.first));
-            if pages > 0 {
-                *found.entry(x.by).or_default() += pages;
-            }
+            found[x.by as usize] += pages;
         }
         if (x.file, x.end) < (y.file, y.end) {
             i += 1;
@@ -185,8 +179,8 @@ pub fn sharing(vms: &[FilesOf]) -> Sharing {
     for (at, a) in vms.iter().enumerate() {
         for b in &vms[at + 1..] {
             let common = common(&a.pages, &b.pages);
-            let bytes = |by| common.get(&by).copied().unwrap_or(0) * PAGE_SIZE;
-            if !common.is_empty() {
+            let bytes = |by: By| common[by as usize] * PAGE_SIZE;
+            if common != [0; 3] {
                 pairs.push(SharedPair {
                     a: a.vm.clone(),
                     b: b.vm.clone(),

@@ -47,70 +47,48 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
+type Column = (&'static str, fn(&VmAccount) -> Option<ByteSize>);
+
+/// Columns of sizes in the table of VMs; `None`: unknown.
+const COLUMNS: [Column; 11] = [
+    ("RAM", |vm| Some(vm.ram_bytes)),
+    ("backed", |vm| Some(vm.backed_bytes)),
+    ("folded", |vm| Some(vm.folded_bytes)),
+    ("unfolded", |vm| Some(vm.unfolded_bytes)),
+    ("private", |vm| Some(vm.private_bytes)),
+    ("zero", |vm| Some(vm.zero_bytes)),
+    ("free", |vm| Some(vm.free_bytes)),
+    ("KSM", |vm| vm.ksm_merged_bytes),
+    ("huge", |vm| Some(vm.huge_bytes)),
+    ("PSS", |vm| Some(vm.pss_bytes)),
+    ("QEMU", |vm| Some(vm.overhead_bytes())),
+];
+
 fn vms(vms: &[VmAccount]) -> Table {
     let swapped = vms.iter().any(|v| v.swapped_bytes.0 > 0);
-    let mut header = vec![
-        "VM", "domain", "RAM", "backed", "folded", "unfolded", "private", "zero", "free", "KSM",
-        "huge", "PSS", "QEMU", "mappings",
-    ];
-    if swapped {
-        header.push("swapped");
-    }
+    let mut header = vec!["VM", "domain"];
+    header.extend(COLUMNS.map(|(name, _)| name));
+    header.push("mappings");
+    header.extend(swapped.then_some("swapped"));
     let mut table = table(&header);
-    let row = |vm: &VmAccount, name: &str, domain: &str| {
+    let row = |vms: &[VmAccount], name: &str, domain: &str| {
         let mut cells = vec![name.to_owned(), domain.to_owned()];
-        cells.extend(
-            [
-                vm.ram_bytes,
-                vm.backed_bytes,
-                vm.folded_bytes,
-                vm.unfolded_bytes,
-                vm.private_bytes,
-                vm.zero_bytes,
-                vm.free_bytes,
-            ]
-            .map(size),
-        );
-        cells.push(vm.ksm_merged_bytes.map_or_else(|| "?".into(), size));
-        cells.extend([vm.huge_bytes, vm.pss_bytes, vm.overhead_bytes()].map(size));
-        cells.push(vm.mappings.to_string());
-        if swapped {
-            cells.push(size(vm.swapped_bytes));
-        }
+        cells.extend(COLUMNS.map(|(_, bytes)| {
+            let sum = vms.iter().filter_map(bytes).reduce(|a, b| a + b);
+            sum.map_or_else(|| "?".into(), size)
+        }));
+        cells.push(vms.iter().map(|vm| vm.mappings).sum::<u64>().to_string());
+        cells.extend(swapped.then(|| size(vms.iter().map(|vm| vm.swapped_bytes).sum())));
         cells
     };
     for vm in vms {
-        table.add_row(row(vm, &vm.name, vm.domain.as_deref().unwrap_or("-")));
+        let domain = vm.domain.as_deref().unwrap_or("-");
+        table.add_row(row(std::slice::from_ref(vm), &vm.name, domain));
     }
     if vms.len() > 1 {
-        table.add_row(row(&total(vms), "all", ""));
+        table.add_row(row(vms, "all", ""));
     }
     table
-}
-
-/// Returns the sums of the table's columns.
-fn total(vms: &[VmAccount]) -> VmAccount {
-    let mut sum = VmAccount::default();
-    for vm in vms {
-        sum.ram_bytes += vm.ram_bytes;
-        sum.backed_bytes += vm.backed_bytes;
-        sum.folded_bytes += vm.folded_bytes;
-        sum.unfolded_bytes += vm.unfolded_bytes;
-        sum.private_bytes += vm.private_bytes;
-        sum.zero_bytes += vm.zero_bytes;
-        sum.free_bytes += vm.free_bytes;
-        sum.huge_bytes += vm.huge_bytes;
-        sum.pss_bytes += vm.pss_bytes;
-        sum.qemu_pss_bytes += vm.qemu_pss_bytes;
-        sum.segment_pss_bytes += vm.segment_pss_bytes;
-        sum.page_table_bytes += vm.page_table_bytes;
-        sum.swapped_bytes += vm.swapped_bytes;
-        sum.mappings += vm.mappings;
-        if let Some(merged) = vm.ksm_merged_bytes {
-            *sum.ksm_merged_bytes.get_or_insert_default() += merged;
-        }
-    }
-    sum
 }
 
 fn host(report: &Report) -> Table {
@@ -132,10 +110,7 @@ fn host(report: &Report) -> Table {
             size(store.allocated_bytes),
         );
     }
-    line(
-        "  memfold itself",
-        size(host.own.pss_bytes - host.own.store_pss_bytes + host.own.page_table_bytes),
-    );
+    line("  memfold itself", size(host.own.total_bytes()));
     if host.images_bytes.0 > 0 {
         line("snapshots laid out in memory", size(host.images_bytes));
     }

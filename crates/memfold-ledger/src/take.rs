@@ -8,8 +8,8 @@ use memfold_sys::pagemap::{Filter, Pagemap, Region};
 use memfold_units::{ByteSize, Hva, PageCount};
 use memfold_vm::RamLayout;
 
-use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount};
-use super::memory::{Kind, Places, Stretch, ram_ranges, sort_pages, stretches};
+use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount, signed};
+use super::memory::{Kind, Place, Stretch, ram_ranges, sort_pages, stretches};
 use super::read::{Proc, ReadError, Smap, Vma, pagemap_of};
 
 /// Number of attempts to read figures that change while they are read.
@@ -48,7 +48,9 @@ pub fn vm(
     let proc = Proc::default();
     let ram = ram_ranges(layout);
     let pagemap = pagemap_of(pid)?;
-    let (places, mappings, store_mappings) = scan(&proc, pid, &pagemap, &ram, stores)?;
+    let looked = look(&proc, pid, &pagemap, &ram, stores)?;
+    let places = sort_pages(&looked.stretches, &looked.regions);
+    let store_mappings = looked.stretches.iter().filter(|s| s.kind == Kind::Store);
     let smaps = proc.smaps(pid)?;
     let rollup = proc.rollup(pid)?.unwrap_or_default();
     let shares = shares(&smaps, &ram, stores, |start, end| {
@@ -56,38 +58,38 @@ pub fn vm(
         // reports the end.
         resident(&pagemap, start, end).unwrap_or(0)
     });
-    let bytes = |pages: u64| PageCount(pages).bytes();
+    let bytes = |place: Place| PageCount(places.pages[place as usize]).bytes();
+    let folded_resident_bytes = bytes(Place::FoldedResident);
+    let file_resident_bytes = bytes(Place::FileResident);
     Ok(VmAccount {
         name: name.to_owned(),
         domain: domain.map(str::to_owned),
         pid,
         ram_bytes: ByteSize(ram.iter().map(|(start, end)| end.0 - start.0).sum()),
-        private_bytes: bytes(places.private),
-        unfolded_bytes: bytes(places.unfolded),
-        folded_resident_bytes: bytes(places.folded_resident),
-        folded_untouched_bytes: bytes(places.folded_untouched),
-        file_resident_bytes: bytes(places.file_resident),
-        file_untouched_bytes: bytes(places.file_untouched),
-        zero_bytes: bytes(places.zero),
-        swapped_bytes: bytes(places.swapped),
-        free_bytes: bytes(places.free),
-        backed_bytes: bytes(
-            places.private + places.unfolded + places.folded_resident + places.file_resident,
-        ),
-        folded_bytes: bytes(places.folded_resident + places.folded_untouched),
+        private_bytes: bytes(Place::Private),
+        unfolded_bytes: bytes(Place::Unfolded),
+        folded_resident_bytes,
+        folded_untouched_bytes: bytes(Place::FoldedUntouched),
+        file_resident_bytes,
+        file_untouched_bytes: bytes(Place::FileUntouched),
+        zero_bytes: bytes(Place::Zero),
+        swapped_bytes: bytes(Place::Swapped),
+        free_bytes: bytes(Place::Free),
+        backed_bytes: bytes(Place::Private)
+            + bytes(Place::Unfolded)
+            + folded_resident_bytes
+            + file_resident_bytes,
+        folded_bytes: folded_resident_bytes + bytes(Place::FoldedUntouched),
         ksm_merged_bytes: shares.ram_ksm,
-        huge_bytes: bytes(places.huge),
+        huge_bytes: PageCount(places.huge).bytes(),
         ram_rss_bytes: shares.ram_rss,
         ram_pss_bytes: shares.ram_pss,
         qemu_pss_bytes: shares.other_pss,
         tcg_pss_bytes: shares.tcg_pss,
         segment_pss_bytes: of_segments(&smaps, segments, |smap| smap.pss_bytes),
         segment_shmem_bytes: of_segments(&smaps, segments, |smap| {
-            if is_in_memory(pid, smap) {
-                smap.pss_bytes
-            } else {
-                ByteSize(0)
-            }
+            let in_memory = is_in_memory(pid, smap).then_some(smap.pss_bytes);
+            in_memory.unwrap_or_default()
         }),
         segment_resident_bytes: of_segments(&smaps, segments, |smap| smap.rss_bytes),
         page_table_bytes: proc.page_tables(pid)?,
@@ -96,8 +98,8 @@ pub fn vm(
         pss_shmem_bytes: rollup.pss_shmem_bytes,
         store_pss_bytes: shares.store_pss,
         file_pss_bytes: shares.file_pss,
-        mappings,
-        store_mappings,
+        mappings: looked.mappings.len() as u64,
+        store_mappings: store_mappings.count() as u64,
     })
 }
 
@@ -202,7 +204,7 @@ fn host_from(
         ByteSize(zones.total_reserve_bytes.0 + kept(file_cache) + kept(field("KReclaimable").0));
 
     let stores_bytes: ByteSize = stores.iter().map(|s| s.allocated_bytes).sum();
-    let mut physical = stores_bytes + own.pss_bytes - own.store_pss_bytes + own.page_table_bytes;
+    let mut physical = stores_bytes + own.total_bytes();
     let mut unreclaimable = stores_bytes + own.pss_anon_bytes + own.pss_shmem_bytes
         - own.store_pss_bytes
         + own.page_table_bytes;
@@ -220,7 +222,6 @@ fn host_from(
     let saved_by_segments_bytes =
         images(|vm| vm.segment_resident_bytes) - images(|vm| vm.segment_pss_bytes);
     let saved_by_ksm_bytes = ksm.map_or(0, |k| k.saved_bytes());
-    let cost = signed(own.pss_bytes - own.store_pss_bytes + own.page_table_bytes);
     Ok(HostAccount {
         mem_total_bytes: field("MemTotal"),
         mem_available_bytes: field("MemAvailable"),
@@ -260,7 +261,7 @@ fn host_from(
             + saved_by_segments_bytes
             + saved_by_ksm_bytes
             + signed(zero_dropped_bytes)
-            - cost,
+            - signed(own.total_bytes()),
     })
 }
 
@@ -292,26 +293,6 @@ impl KsmAccount {
             .map_or(i64::MAX, signed);
         self.general_profit_bytes.min(most)
     }
-}
-
-fn signed(bytes: ByteSize) -> i64 {
-    i64::try_from(bytes.0).unwrap_or(i64::MAX)
-}
-
-/// Classifies all pages of `ram`. Also returns the number of mappings, and the number of those in
-/// `ram` that map a page store.
-fn scan(
-    proc: &Proc,
-    pid: i32,
-    pagemap: &Pagemap,
-    ram: &[(Hva, Hva)],
-    stores: &[StoreIdentity],
-) -> Result<(Places, u64, u64), ReadError> {
-    let looked = look(proc, pid, pagemap, ram, stores)?;
-    let folded = looked.stretches.iter().filter(|s| s.kind == Kind::Store);
-    let folded = folded.count() as u64;
-    let places = sort_pages(&looked.stretches, &looked.regions);
-    Ok((places, looked.mappings.len() as u64, folded))
 }
 
 /// A process's memory at one moment.
@@ -359,10 +340,7 @@ pub(super) fn look(
 /// page.
 fn resident(pagemap: &Pagemap, start: Hva, end: Hva) -> std::io::Result<u64> {
     let regions = pagemap.scan(start, end, Filter::RESIDENT)?;
-    Ok(regions
-        .iter()
-        .map(memfold_sys::pagemap::Region::pages)
-        .sum())
+    Ok(regions.iter().map(Region::pages).sum())
 }
 
 /// Returns whether guest RAM is mapped to the same files in both lists of mappings.
@@ -416,10 +394,7 @@ fn shares(
             // neighbour. This is rare, because QEMU aligns each block's start and adds a guard page
             // behind it. The PSS is divided by the resident pages.
             _ => {
-                let inside = parts
-                    .iter()
-                    .map(|(start, end)| resident(*start, *end))
-                    .sum();
+                let inside = parts.iter().map(|part| resident(part.0, part.1)).sum();
                 (inside, resident(vma.start, vma.end).max(inside).max(1))
             }
         };

@@ -33,7 +33,6 @@ fn the_pss_of_qemu_is_split_into_guest_ram_and_other_memory() {
     let window = Smap {
         vma: Vma {
             file: Some(STORE),
-            shared: true,
             ..smap(0x80_0000, 0x90_0000, 0).vma
         },
         pss_bytes: ByteSize::kib(7),

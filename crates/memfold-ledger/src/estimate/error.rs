@@ -2,6 +2,8 @@
 
 use std::io;
 
+use rustix::io::Errno;
+
 /// Reason why nothing could be estimated.
 #[derive(Debug, thiserror::Error)]
 pub enum EstimateError {
@@ -57,4 +59,18 @@ pub enum EstimateError {
     /// The user pressed Ctrl-C.
     #[error("interrupted; nothing was changed")]
     Interrupted,
+}
+
+impl EstimateError {
+    /// Makes the error of a file of process `pid` in `/proc`, or of a system call on it.
+    pub(super) fn of(pid: i32, source: io::Error) -> Self {
+        let unknown = [Errno::NOTTY, Errno::INVAL].map(|errno| Some(errno.raw_os_error()));
+        if source.kind() == io::ErrorKind::PermissionDenied {
+            Self::NotAllowed { pid, source }
+        } else if unknown.contains(&source.raw_os_error()) {
+            Self::NoScan
+        } else {
+            Self::Read { pid, source }
+        }
+    }
 }

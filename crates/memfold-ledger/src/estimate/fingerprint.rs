@@ -14,7 +14,6 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{self, Read, Write as _};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -58,6 +57,13 @@ pub enum KeyError {
     Open(PathBuf),
 }
 
+impl KeyError {
+    fn of(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        |source| Self::File { path, source }
+    }
+}
+
 /// The secret key that hosts share to compare fingerprints.
 #[derive(Clone)]
 pub struct Key([u8; 32]);
@@ -72,26 +78,17 @@ impl Key {
     /// Reads the key from a file, or creates the file with a new key. The boolean is true for a new
     /// key.
     pub fn open(path: &Path) -> Result<(Self, bool), KeyError> {
-        let failed = |source| KeyError::File {
-            path: path.into(),
-            source,
-        };
         match File::open(path) {
             Ok(file) => Self::read(path, file).map(|key| (key, false)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let key = Self::make(path).map_err(failed)?;
-                Ok((key, true))
+                Ok((Self::make(path).map_err(KeyError::of(path))?, true))
             }
-            Err(source) => Err(failed(source)),
+            Err(error) => Err(KeyError::of(path)(error)),
         }
     }
 
     fn read(path: &Path, mut file: File) -> Result<Self, KeyError> {
-        let failed = |source| KeyError::File {
-            path: path.into(),
-            source,
-        };
-        if file.metadata().map_err(failed)?.mode() & 0o077 != 0 {
+        if file.metadata().map_err(KeyError::of(path))?.mode() & 0o077 != 0 {
             return Err(KeyError::Open(path.into()));
         }
         let mut text = String::new();
@@ -99,24 +96,16 @@ impl Key {
         (&mut file)
             .take(128)
             .read_to_string(&mut text)
-            .map_err(failed)?;
-        let text = text.trim();
-        let wrong = || KeyError::Format(path.into());
-        if text.len() != 64 || !text.is_ascii() {
-            return Err(wrong());
-        }
-        let mut key = [0; 32];
-        for (at, byte) in key.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&text[2 * at..2 * at + 2], 16).map_err(|_| wrong())?;
-        }
-        Ok(Self(key))
+            .map_err(KeyError::of(path))?;
+        let key = blake3::Hash::from_hex(text.trim());
+        let key = key.map_err(|_| KeyError::Format(path.into()))?;
+        Ok(Self(key.into()))
     }
 
     fn make(path: &Path) -> io::Result<Self> {
         let mut key = [0; 32];
         File::open("/dev/urandom")?.read_exact(&mut key)?;
-        let mut text = hex(&key);
-        text.push('\n');
+        let text = format!("{}\n", blake3::Hash::from(key));
         let mut file = File::options()
             .write(true)
             .create_new(true)
@@ -127,40 +116,32 @@ impl Key {
         Ok(Self(key))
     }
 
-    fn hash(&self, what: &[u8]) -> [u8; 32] {
-        *blake3::keyed_hash(&self.0, what).as_bytes()
+    fn hash(&self, what: &[u8]) -> blake3::Hash {
+        blake3::keyed_hash(&self.0, what)
     }
 
     /// Returns an identifier of the key. It shows whether two fingerprints were made with the same
     /// key, and does not reveal the key.
     #[must_use]
     pub fn id(&self) -> String {
-        hex(&self.hash(b"memfold fingerprint: name of the key")[..8])
+        let hash = self.hash(b"memfold fingerprint: name of the key");
+        hash.to_hex()[..16].to_owned()
     }
 
     /// Returns the seed of the sampling hash.
     #[must_use]
     pub fn seed(&self) -> u64 {
-        first(&self.hash(b"memfold fingerprint: seed of the sample"))
+        first(self.hash(b"memfold fingerprint: seed of the sample"))
     }
 
     fn content(&self, hash: u64) -> u64 {
         let level = hash.leading_zeros().min(MOST_LEVEL);
-        u64::from(level) << 58 | first(&self.hash(&hash.to_le_bytes())) >> 6
+        u64::from(level) << 58 | first(self.hash(&hash.to_le_bytes())) >> 6
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
-fn first(hash: &[u8; 32]) -> u64 {
-    hash[..8]
-        .iter()
-        .fold(0, |value, byte| value << 8 | u64::from(*byte))
+fn first(hash: blake3::Hash) -> u64 {
+    u64::from_be_bytes(std::array::from_fn(|at| hash.as_bytes()[at]))
 }
 
 /// Returns the sample level up to which a content is drawn.
@@ -219,16 +200,10 @@ pub struct HostMemory {
 pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Result<Fingerprint> {
     let mut contents: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
     // A page that changed between the two reads is not shareable.
-    let stays = looked
-        .sample
-        .pages
-        .iter()
-        .filter(|seen| seen.again != Again::Changed);
-    for seen in stays {
-        contents
-            .entry(seen.vm)
-            .or_default()
-            .push(key.content(seen.hash));
+    let stays = looked.sample.pages.iter();
+    for seen in stays.filter(|seen| seen.again != Again::Changed) {
+        let of_vm = contents.entry(seen.vm).or_default();
+        of_vm.push(key.content(seen.hash));
     }
     let mut level = looked.sample.level();
     for (hash, frequent) in &looked.sample.frequent {
@@ -289,10 +264,8 @@ fn taken_by(target: &Target) -> io::Result<(u64, u64)> {
     for map in maps {
         let pss = map.extension.map.get("Pss").copied().unwrap_or(0);
         let (start, end) = map.address;
-        let is_ram = target
-            .ranges
-            .iter()
-            .any(|range| range.start < end && start < range.end);
+        let mut ranges = target.ranges.iter();
+        let is_ram = ranges.any(|range| range.start < end && start < range.end);
         *(if is_ram { &mut ram } else { &mut beside }) += pss;
     }
     Ok((ram, beside))

@@ -13,7 +13,6 @@
 //! sampled by all of their bytes.
 
 use std::io;
-use std::ops::Range as Span;
 use std::time::Duration;
 
 use foldhash::HashMap;
@@ -25,8 +24,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::error::EstimateError;
 use super::options::Options;
-use super::pace::Pace;
-use super::pace::Told;
+use super::pace::{Pace, Told};
 use super::sample::{Again, Frequent, Sample, Seen};
 use super::targets::{Range, Target};
 
@@ -43,7 +41,7 @@ const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 const FIRST_LOOK: f64 = 0.75;
 
 /// One in this many pages without a twin (another page with the same content) is read again.
-const LONERS: u64 = 8;
+pub const LONERS: u32 = 8;
 
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
@@ -97,11 +95,8 @@ struct Piece {
     huge: bool,
 }
 
-/// Pages of one VM that are read together.
-struct Batch {
-    vm: u32,
-    pieces: Span<usize>,
-}
+/// Pages of one VM that are read together: number of the VM, and its pages.
+type Batch = (u32, Vec<Piece>);
 
 /// Reads the memory of the VMs twice.
 ///
@@ -117,20 +112,15 @@ pub fn look(
 ) -> Result<Looked, EstimateError> {
     let mut open = Vec::new();
     let (mut kept, mut vms) = (Vec::new(), Vec::new());
-    let (mut pieces, mut batches) = (Vec::new(), Vec::new());
+    let mut batches = Vec::new();
     for target in targets {
-        let Some(pagemap) = pagemap_of(&target)? else {
+        let pagemap = pid(&target).and_then(Pagemap::open);
+        let Some(pagemap) = unless_ended(&target, pagemap)? else {
             continue;
         };
         let vm = u32::try_from(kept.len()).unwrap_or(u32::MAX);
-        let Some(pages) = scan(
-            &target,
-            &pagemap,
-            (vm, options.reads_files),
-            &mut pieces,
-            &mut batches,
-        )?
-        else {
+        let of_vm = (vm, options.reads_files);
+        let Some(pages) = scan(&target, &pagemap, of_vm, &mut batches)? else {
             continue;
         };
         open.push(pagemap);
@@ -149,7 +139,7 @@ pub fn look(
         complete: true,
         again_pages: 0,
     };
-    first(&mut looked, &open, &pieces, &batches, options, pace, told)?;
+    first(&mut looked, &open, &batches, options, pace, told)?;
     second(&mut looked, options, pace, told)?;
     looked.sample.pages.sort_unstable_by_key(|seen| seen.hash);
     mark_merged(&mut looked.sample.zero);
@@ -167,19 +157,19 @@ fn room(vms: &[Pages], options: &Options) -> usize {
 
 /// Returns the time at which the first read must end, if the time is limited.
 fn first_end(pace: &Pace<'_>) -> Option<Duration> {
-    pace.limit().map(|limit| limit.mul_f64(FIRST_LOOK))
+    pace.limit.map(|limit| limit.mul_f64(FIRST_LOOK))
 }
 
 fn pid(target: &Target) -> io::Result<Pid> {
     Pid::from_raw(target.pid).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// Opens the page map of a VM; returns `None` if the VM has ended.
-fn pagemap_of(target: &Target) -> Result<Option<Pagemap>, EstimateError> {
-    match pid(target).and_then(Pagemap::open) {
-        Ok(pagemap) => Ok(Some(pagemap)),
+/// Returns `None` if the VM has ended meanwhile.
+fn unless_ended<T>(target: &Target, found: io::Result<T>) -> Result<Option<T>, EstimateError> {
+    match found {
+        Ok(found) => Ok(Some(found)),
         Err(error) if has_ended(&error) => Ok(None),
-        Err(source) => Err(failed(target.pid, source)),
+        Err(source) => Err(EstimateError::of(target.pid, source)),
     }
 }
 
@@ -188,36 +178,20 @@ fn has_ended(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ended)
 }
 
-fn failed(pid: i32, source: io::Error) -> EstimateError {
-    let unknown = [rustix::io::Errno::NOTTY, rustix::io::Errno::INVAL];
-    if source.kind() == io::ErrorKind::PermissionDenied {
-        EstimateError::NotAllowed { pid, source }
-    } else if unknown
-        .iter()
-        .any(|errno| source.raw_os_error() == Some(errno.raw_os_error()))
-    {
-        EstimateError::NoScan
-    } else {
-        EstimateError::Read { pid, source }
-    }
-}
-
 /// Counts a VM's pages, and lists the pages to be read. Returns `None` if the VM has ended.
 fn scan(
     target: &Target,
     pagemap: &Pagemap,
     (vm, reads_files): (u32, bool),
-    pieces: &mut Vec<Piece>,
     batches: &mut Vec<Batch>,
 ) -> Result<Option<Pages>, EstimateError> {
     let mut pages = Pages::default();
-    let (mut first, mut in_batch) = (pieces.len(), 0);
+    let (mut pieces, mut room) = (Vec::new(), BATCH as u64);
     for range in &target.ranges {
         pages.memory += (range.end - range.start) / PAGE_SIZE;
-        let regions = match pagemap.scan(Hva(range.start), Hva(range.end), Filter::THERE) {
-            Ok(regions) => regions,
-            Err(error) if has_ended(&error) => return Ok(None),
-            Err(source) => return Err(failed(target.pid, source)),
+        let regions = pagemap.scan(Hva(range.start), Hva(range.end), Filter::THERE);
+        let Some(regions) = unless_ended(target, regions)? else {
+            return Ok(None);
         };
         for region in regions {
             if !count(&mut pages, range, &region, reads_files) {
@@ -225,31 +199,24 @@ fn scan(
             }
             let (mut at, mut left) = (region.start.0 / PAGE_SIZE, region.pages());
             while left > 0 {
-                let take = left.min((BATCH - in_batch) as u64);
-                let of_piece = u32::try_from(take).unwrap_or(u32::MAX);
+                let take = left.min(room);
                 pieces.push(Piece {
                     first: at,
-                    pages: of_piece,
+                    pages: u32::try_from(take).unwrap_or(u32::MAX),
                     huge: region.is(category::HUGE),
                 });
                 at += take;
                 left -= take;
-                in_batch += of_piece as usize;
-                if in_batch == BATCH {
-                    batches.push(Batch {
-                        vm,
-                        pieces: first..pieces.len(),
-                    });
-                    (first, in_batch) = (pieces.len(), 0);
+                room -= take;
+                if room == 0 {
+                    batches.push((vm, std::mem::take(&mut pieces)));
+                    room = BATCH as u64;
                 }
             }
         }
     }
-    if in_batch > 0 {
-        batches.push(Batch {
-            vm,
-            pieces: first..pieces.len(),
-        });
+    if !pieces.is_empty() {
+        batches.push((vm, pieces));
     }
     Ok(Some(pages))
 }
@@ -316,11 +283,9 @@ fn frames(pagemap: &Pagemap, pieces: &[Piece]) -> Vec<u64> {
     found
 }
 
-#[allow(clippy::too_many_arguments)] // everything that there is
 fn first(
     looked: &mut Looked,
     pagemaps: &[Pagemap],
-    pieces: &[Piece],
     batches: &[Batch],
     options: &Options,
     pace: &Pace<'_>,
@@ -331,11 +296,10 @@ fn first(
     let mut reader = Reader::new(options.seed);
     let (mut numbers, mut seen) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
     let mut done = 0;
-    for batch in batches {
+    for &(vm, ref of_batch) in batches {
         numbers.clear();
         seen.clear();
-        let of_batch = &pieces[batch.pieces.clone()];
-        let frames = frames(&pagemaps[batch.vm as usize], of_batch);
+        let frames = frames(&pagemaps[vm as usize], of_batch);
         for piece in of_batch {
             for page in piece.first..piece.first + u64::from(piece.pages) {
                 let frame = frames[seen.len()];
@@ -343,15 +307,15 @@ fn first(
                 seen.push(Seen {
                     page,
                     frame,
-                    vm: batch.vm,
+                    vm,
                     huge: piece.huge,
                     ..Seen::default()
                 });
             }
         }
-        let pages = &mut looked.vms[batch.vm as usize];
+        let pages = &mut looked.vms[vm as usize];
         let sample = &mut looked.sample;
-        reader.read(&looked.targets[batch.vm as usize], &numbers, |at, hash| {
+        reader.read(&looked.targets[vm as usize], &numbers, |at, hash| {
             let Some(hash) = hash else {
                 pages.gone += 1;
                 return;
@@ -385,11 +349,11 @@ fn second(
     // Reading single pages takes longer than reading consecutive ones.
     let cost = pace.cpu().mul_f64(1.5 / read.max(1) as f64);
     let from = pace.elapsed() + BETWEEN_LOOKS;
-    let from = pace.limit().map_or(from, |limit| from.min(limit));
+    let from = pace.limit.map_or(from, |limit| from.min(limit));
     let sample = &mut looked.sample;
     sample.pages.sort_unstable_by_key(|seen| seen.hash);
     // If there is no time to read all of the sample again, the sample shrinks.
-    if let Some(limit) = pace.limit() {
+    if let Some(limit) = pace.limit {
         while sample.pages.len() > 1024 && cost.mul_f64(wanted(sample) as f64) > pace.left(limit) {
             sample.halve();
             sample.zero.halve();
@@ -417,7 +381,7 @@ fn second(
             })?;
             looked.again_pages += numbers.len() as u64;
             told("second look", looked.again_pages, total);
-            if !pace.keep(pace.limit())? {
+            if !pace.keep(pace.limit)? {
                 // Pages that were not read again count as unchanged.
                 return Ok(());
             }
@@ -428,7 +392,7 @@ fn second(
 
 /// Returns whether the pages of one content are read again.
 fn is_wanted(group: &[Seen]) -> bool {
-    group.len() > 1 || group[0].hash % LONERS == 0
+    group.len() > 1 || group[0].hash % u64::from(LONERS) == 0
 }
 
 fn wanted(sample: &Sample) -> usize {
@@ -436,12 +400,6 @@ fn wanted(sample: &Sample) -> usize {
     let groups = groups.filter(|group| is_wanted(group)).map(<[Seen]>::len);
     let frequent = sample.frequent.values().map(|frequent| frequent.kept.len());
     sample.zero.kept.len() + groups.chain(frequent).sum::<usize>()
-}
-
-/// Returns the number of pages without a twin that each of those that are read again stands for.
-#[must_use]
-pub const fn loners() -> f64 {
-    LONERS as f64
 }
 
 /// Marks copies of a frequent content that share a frame with other copies, because KSM has merged
@@ -505,8 +463,7 @@ impl Reader {
             let copied = match memory::read_many(process, &self.ranges, buffer) {
                 Ok(copied) => copied / PAGE,
                 Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
-                    let pid = target.pid;
-                    return Err(EstimateError::NotAllowed { pid, source });
+                    return Err(EstimateError::of(target.pid, source));
                 }
                 Err(_) => 0,
             };

@@ -69,6 +69,18 @@ pub struct Mechanism {
     pub words: String,
 }
 
+impl Mechanism {
+    fn new(way: Way, saved: Option<Estimate>, words: impl Into<String>) -> Self {
+        Self {
+            way,
+            saved,
+            at_most_bytes: None,
+            cpu_seconds: None,
+            words: words.into(),
+        }
+    }
+}
+
 /// Returns the expected results of all mechanisms.
 #[must_use]
 pub fn all(looked: &Looked, split: &Split, files: &[KnownFile]) -> Vec<Mechanism> {
@@ -96,15 +108,12 @@ fn knows_files(looked: &Looked) -> bool {
 }
 
 fn segment(looked: &Looked, split: &Split, files: &[KnownFile]) -> Mechanism {
-    let mut mechanism = Mechanism {
-        way: Way::Segment,
-        saved: None,
-        at_most_bytes: None,
+    let free = |saved, words| Mechanism {
         cpu_seconds: Some(0.0),
-        words: NO_AGENT.to_owned(),
+        ..Mechanism::new(Way::Segment, saved, words)
     };
     if !knows_files(looked) {
-        return mechanism;
+        return free(None, NO_AGENT);
     }
     let chosen = rank::chosen(&[]).ok();
     let mut net = 0;
@@ -114,13 +123,10 @@ fn segment(looked: &Looked, split: &Split, files: &[KnownFile]) -> Mechanism {
         uses.retain(|used| chosen.as_ref().is_none_or(|chosen| chosen(&used.path)));
         net += rank::sums(&rank::rank(&uses, domain.vms.len() as u64, None)).1;
     }
-    mechanism.saved = Some(Estimate {
-        bytes: u64::try_from(net).unwrap_or(0),
-        plus_minus_bytes: 0,
-    });
-    "files below /usr and /opt that several VMs cache, less 1/64 of their size for each VM; costs no CPU while VMs run"
-        .clone_into(&mut mechanism.words);
-    mechanism
+    free(
+        Some(Estimate::exactly(u64::try_from(net).unwrap_or(0))),
+        "files below /usr and /opt that several VMs cache, less 1/64 of their size for each VM; costs no CPU while VMs run",
+    )
 }
 
 fn uses(vm: &Target, files: &[KnownFile]) -> Vec<FileUse> {
@@ -142,48 +148,45 @@ fn uses(vm: &Target, files: &[KnownFile]) -> Vec<FileUse> {
 }
 
 fn clone(looked: &Looked, split: &Split) -> Mechanism {
-    let (mut between, mut most) = (Sum::default(), 0);
-    for domain in split.domains.iter().filter(|d| d.vms.len() > 1) {
-        between.join(domain.between);
+    let domains = || split.domains.iter().filter(|d| d.vms.len() > 1);
+    let between: Sum = domains().map(|domain| domain.between).sum();
+    let most = domains().map(|domain| {
         let private = || domain.vms.iter().map(|&vm| looked.vms[vm].private);
-        most += private().sum::<u64>() - private().max().unwrap_or(0);
-    }
+        private().sum::<u64>() - private().max().unwrap_or(0)
+    });
     Mechanism {
-        way: Way::Clone,
-        saved: Some(between.bytes()),
-        at_most_bytes: Some(most * PAGE_SIZE),
+        at_most_bytes: Some(most.sum::<u64>() * PAGE_SIZE),
         cpu_seconds: Some(0.0),
-        words: "if VMs were clones of one snapshot: from what they have in common now up to all memory but one VM's, while they write little"
-            .to_owned(),
+        ..Mechanism::new(
+            Way::Clone,
+            Some(between.bytes()),
+            "if VMs were clones of one snapshot: from what they have in common now up to all memory but one VM's, while they write little",
+        )
     }
 }
 
 fn fold(looked: &Looked, split: &Split) -> Mechanism {
-    let mut saved = Sum::default();
-    for domain in split.domains.iter().filter(|d| d.name.is_some()) {
-        saved.join(domain.folded);
+    if !knows_files(looked) {
+        return Mechanism::new(Way::Fold, None, NO_AGENT);
     }
+    let domains = split.domains.iter().filter(|d| d.name.is_some());
+    let saved: Sum = domains.map(|domain| domain.folded).sum();
     let runs = || {
-        let all = looked.targets.iter().filter_map(|vm| vm.runs.as_ref());
-        all.flatten()
+        looked
+            .targets
+            .iter()
+            .flat_map(|vm| vm.runs.iter().flatten())
     };
     let pages: u64 = runs().map(|run| u64::from(run.pages)).sum();
     let mean = pages as f64 / runs().count().max(1) as f64;
-    let knows = knows_files(looked);
+    let words = format!(
+        "the same pages of the same files in VMs of a domain; runs of {mean:.0} pages on average"
+    );
     Mechanism {
-        way: Way::Fold,
-        saved: knows.then(|| saved.bytes()),
-        at_most_bytes: None,
         // Of `k` copies, all `k` are folded and `k - 1` are saved, so at most two folds for each
         // saved page.
-        cpu_seconds: knows.then(|| saved.total() * 2.0 * fold_us(mean) / 1e6),
-        words: if knows {
-            format!(
-                "the same pages of the same files in VMs of a domain; runs of {mean:.0} pages on average"
-            )
-        } else {
-            NO_AGENT.to_owned()
-        },
+        cpu_seconds: Some(saved.total() * 2.0 * fold_us(mean) / 1e6),
+        ..Mechanism::new(Way::Fold, Some(saved.bytes()), words)
     }
 }
 
@@ -202,26 +205,18 @@ fn fold_us(pages: f64) -> f64 {
 }
 
 fn zero(split: &Split) -> Mechanism {
-    let mut zero = Sum::default();
-    for vm in &split.vms {
-        zero.join(vm.zero_given_back);
-    }
-    Mechanism {
-        way: Way::Zero,
-        saved: Some(zero.bytes()),
-        at_most_bytes: None,
-        cpu_seconds: None,
-        words: "freed by memfold's library while folding; not from huge pages that hold other data"
-            .to_owned(),
-    }
+    let zero: Sum = split.vms.iter().map(|vm| vm.zero_given_back).sum();
+    let words =
+        "freed by memfold's library while folding; not from huge pages that hold other data";
+    Mechanism::new(Way::Zero, Some(zero.bytes()), words)
 }
 
 fn ksm(way: Way, split: &Split, saving: impl Fn(&DomainSplit) -> Sum) -> Mechanism {
-    let order = |a: &&DomainSplit, b: &&DomainSplit| {
-        let (a, b) = (saving(a).total(), saving(b).total());
-        a.total_cmp(&b)
-    };
-    let best = split.domains.iter().max_by(order);
+    let total = |domain: &DomainSplit| saving(domain).total();
+    let best = split
+        .domains
+        .iter()
+        .max_by(|a, b| total(a).total_cmp(&total(b)));
     let saved = best.map(&saving).unwrap_or_default();
     let alone = match best.and_then(|domain| domain.name.as_deref()) {
         _ if split.domains.len() < 2 => String::new(),
@@ -238,11 +233,8 @@ fn ksm(way: Way, split: &Split, saving: impl Fn(&DomainSplit) -> Sum) -> Mechani
         _ => format!("of the memory that is offered to KSM; scanning continues afterwards{alone}"),
     };
     Mechanism {
-        way,
-        saved: Some(saved.bytes()),
-        at_most_bytes: None,
         cpu_seconds: Some(saved.total() * KSM_US / 1e6),
-        words,
+        ..Mechanism::new(way, Some(saved.bytes()), words)
     }
 }
 
@@ -259,11 +251,9 @@ fn free_page_reporting(looked: &Looked) -> Mechanism {
         ),
     };
     Mechanism {
-        way: Way::FreePageReporting,
-        saved: None,
         at_most_bytes: (!known.is_empty()).then_some(most * PAGE_SIZE),
         cpu_seconds: (!known.is_empty()).then_some(most as f64 * GIVE_BACK_US / 1e6),
-        words,
+        ..Mechanism::new(Way::FreePageReporting, None, words)
     }
 }
 

@@ -20,8 +20,10 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// The CPU budget of the calling thread, counted from [`Pace::new`].
 #[derive(Debug)]
 pub struct Pace<'a> {
-    share: f64,
-    limit: Option<Duration>,
+    /// Allowed share of one core.
+    pub share: f64,
+    /// Longest duration of the work.
+    pub limit: Option<Duration>,
     began: Instant,
     cpu_before: Duration,
     stop: &'a AtomicBool,
@@ -38,18 +40,6 @@ impl<'a> Pace<'a> {
             cpu_before: thread_cpu(),
             stop,
         }
-    }
-
-    /// Returns the allowed share of one core.
-    #[must_use]
-    pub const fn share(&self) -> f64 {
-        self.share
-    }
-
-    /// Returns the longest duration of the work.
-    #[must_use]
-    pub const fn limit(&self) -> Option<Duration> {
-        self.limit
     }
 
     /// Returns the CPU time used since [`Pace::new`].

@@ -163,15 +163,19 @@ impl Model<'_> {
         let before = self.weight(step);
         self.apply(step);
         let after = self.weight(step);
-        self.apply(step.back());
+        self.apply(Step {
+            from: step.to,
+            to: step.from,
+            ..step
+        });
         (before, after)
     }
 
     fn weight(&self, step: Step) -> Weight {
-        let (from, to) = step.hosts();
+        let hosts = [step.from, step.to];
         Weight {
-            taken: i128::from(self.taken(from)) + i128::from(self.taken(to)),
-            lacks: [self.lacks(from), self.lacks(to)],
+            taken: hosts.iter().map(|&host| i128::from(self.taken(host))).sum(),
+            lacks: hosts.map(|host| self.lacks(host)),
         }
     }
 
@@ -180,18 +184,13 @@ impl Model<'_> {
     }
 
     fn apply(&mut self, step: Step) {
-        match step {
-            Step::Move { vm, from, to } => {
-                self.take(vm, from);
-                self.put(vm, to);
-            }
-            Step::Exchange { a, b } => {
-                self.take(a.0, a.1);
-                self.take(b.0, b.1);
-                self.put(a.0, b.1);
-                self.put(b.0, a.1);
-            }
+        let Step { vm, from, to, back } = step;
+        self.take(vm, from);
+        if let Some(back) = back {
+            self.take(back, to);
+            self.put(back, from);
         }
+        self.put(vm, to);
     }
 
     /// Returns all VMs, each with its host.
@@ -205,7 +204,8 @@ impl Model<'_> {
         let mut steps = Vec::new();
         for (vm, from) in self.places() {
             let others = (0..self.hosts.len()).filter(|&to| to != from);
-            steps.extend(others.map(|to| Step::Move { vm, from, to }));
+            let back = None;
+            steps.extend(others.map(|to| Step { vm, from, to, back }));
         }
         steps
     }
@@ -213,9 +213,14 @@ impl Model<'_> {
     fn exchanges(&self) -> Vec<Step> {
         let places = self.places();
         let mut steps = Vec::new();
-        for (at, &a) in places.iter().enumerate() {
-            let others = places[at + 1..].iter().filter(|b| b.1 != a.1);
-            steps.extend(others.map(|&b| Step::Exchange { a, b }));
+        for (at, &(vm, from)) in places.iter().enumerate() {
+            let others = places[at + 1..].iter().filter(|(_, to)| *to != from);
+            steps.extend(others.map(|&(back, to)| Step {
+                vm,
+                from,
+                to,
+                back: Some(back),
+            }));
         }
         steps
     }
@@ -231,7 +236,7 @@ impl Model<'_> {
             if (0..2).any(|host| after.lacks[host] > before.lacks[host]) {
                 continue;
             }
-            let least = i128::from(least_bytes * step.moves());
+            let least = i128::from(least_bytes * (1 + u64::from(step.back.is_some())));
             let lack = |weight: &Weight| i128::from(weight.lacks[0]) + i128::from(weight.lacks[1]);
             let relief = lack(&before) - lack(&after);
             let relieves = relief > 0 && (relief >= least || lack(&after) == 0);
@@ -252,49 +257,14 @@ struct Weight {
     lacks: [u64; 2],
 }
 
-/// A change of placement. VMs and hosts are numbers.
+/// A change of placement: a VM moves from one host to another. In an exchange, the VM `back` moves
+/// the opposite way. VMs and hosts are numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
-    Move {
-        vm: usize,
-        from: usize,
-        to: usize,
-    },
-    /// Two VMs, each with its host.
-    Exchange {
-        a: (usize, usize),
-        b: (usize, usize),
-    },
-}
-
-impl Step {
-    const fn hosts(self) -> (usize, usize) {
-        match self {
-            Self::Move { from, to, .. } => (from, to),
-            Self::Exchange { a, b } => (a.1, b.1),
-        }
-    }
-
-    const fn back(self) -> Self {
-        match self {
-            Self::Move { vm, from, to } => Self::Move {
-                vm,
-                from: to,
-                to: from,
-            },
-            Self::Exchange { a, b } => Self::Exchange {
-                a: (a.0, b.1),
-                b: (b.0, a.1),
-            },
-        }
-    }
-
-    const fn moves(self) -> u64 {
-        match self {
-            Self::Move { .. } => 1,
-            Self::Exchange { .. } => 2,
-        }
-    }
+struct Step {
+    vm: usize,
+    from: usize,
+    to: usize,
+    back: Option<usize>,
 }
 
 /// Proposes moves that save at least `least_bytes` each, and leave `reserve_percent` of each host's
@@ -310,11 +280,8 @@ pub fn propose(
 ) -> Result<Proposal, PlaceError> {
     check(prints)?;
     let mut model = model(prints, reserve_percent);
-    let all = |model: &Model<'_>| {
-        (0..prints.len())
-            .map(|h| model.taken(h))
-            .collect::<Vec<_>>()
-    };
+    let hosts = 0..prints.len();
+    let all = |model: &Model<'_>| hosts.clone().map(|h| model.taken(h)).collect::<Vec<_>>();
     let now = all(&model);
     let mut drawn = 0;
     let mut moves = Vec::new();
@@ -325,7 +292,7 @@ pub fn propose(
             break;
         };
         let before: u64 = all(&model).iter().sum();
-        let (from, to) = step.hosts();
+        let Step { from, to, .. } = step;
         let common = |model: &Model<'_>| [from, to].map(|host| model.hosts[host].common);
         let had = common(&model);
         model.apply(step);
@@ -340,28 +307,20 @@ pub fn propose(
             to: prints[to].host.clone(),
             saves_bytes: saves,
         };
-        match step {
-            Step::Move { vm, from, to } => moves.push(told(vm, from, to, saves)),
-            Step::Exchange { a, b } => {
-                moves.push(told(a.0, a.1, b.1, saves));
-                moves.push(told(b.0, b.1, a.1, 0));
-            }
-        }
+        moves.push(told(step.vm, from, to, saves));
+        moves.extend(step.back.map(|vm| told(vm, to, from, 0)));
     }
     let then = all(&model);
     // The number of sampled contents has the distribution of rare events: its deviation is its
     // square root.
     let plus_minus = 1.96 * (drawn as f64).sqrt() * model.bytes_a_content as f64;
+    let name = |&vm: &usize| model.vms[vm].print.name.clone();
     let hosts = prints.iter().enumerate().map(|(number, print)| PlacedHost {
         host: print.host.clone(),
         limit_bytes: model.hosts[number].limit,
         now_bytes: now[number],
         then_bytes: then[number],
-        vms: model.hosts[number]
-            .vms
-            .iter()
-            .map(|&vm| model.vms[vm].print.name.clone())
-            .collect(),
+        vms: model.hosts[number].vms.iter().map(name).collect(),
     });
     Ok(Proposal {
         hosts: hosts.collect(),
@@ -385,12 +344,8 @@ fn check(prints: &[Fingerprint]) -> Result<(), PlaceError> {
             format: other.format,
         });
     }
-    let [first, rest @ ..] = prints else {
-        return Err(PlaceError::OneHost);
-    };
-    if rest.is_empty() {
-        return Err(PlaceError::OneHost);
-    }
+    let first = prints.split_first().filter(|(_, rest)| !rest.is_empty());
+    let (first, rest) = first.ok_or(PlaceError::OneHost)?;
     if let Some(other) = rest.iter().find(|print| print.key != first.key) {
         return Err(PlaceError::Keys(first.host.clone(), other.host.clone()));
     }

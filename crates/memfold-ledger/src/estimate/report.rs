@@ -211,13 +211,8 @@ pub fn report(
     let vms = vms
         .map(|((target, pages), split)| vm(target, pages, split))
         .collect();
-    let (mut saved, mut broken) = (Sum::default(), Sum::default());
-    for domain in &split.domains {
-        saved.join(domain.saved);
-    }
-    for vm in &split.vms {
-        broken.join(vm.broken_huge_pages);
-    }
+    let saved: Sum = split.domains.iter().map(|domain| domain.saved).sum();
+    let broken: Sum = split.vms.iter().map(|vm| vm.broken_huge_pages).sum();
     let of_file = |file: &FileSplit| {
         let known = files.get(file.file as usize)?;
         Some(FileEstimate {
@@ -227,7 +222,7 @@ pub fn report(
             saved: file.saved.bytes(),
         })
     };
-    let mut report = EstimateReport {
+    EstimateReport {
         vms,
         domains: split.domains.iter().map(|d| domain(d, looked)).collect(),
         saved: saved.bytes(),
@@ -236,12 +231,10 @@ pub fn report(
         plus_minus_huge_pages: whole(broken.plus_minus()),
         files: split.files.iter().filter_map(of_file).collect(),
         mechanisms: mechanisms::all(looked, split, files),
-        how: How::default(),
         daemon: false,
-    };
-    // This comes last, so that the report's own CPU cost is included.
-    report.how = how(looked, pace);
-    report
+        // This comes last, so that the report's own CPU cost is included.
+        how: how(looked, pace),
+    }
 }
 
 fn how(looked: &Looked, pace: &Pace<'_>) -> How {
@@ -257,7 +250,7 @@ fn how(looked: &Looked, pace: &Pace<'_>) -> How {
         seconds,
         cpu_seconds,
         cpu_percent: cpu_seconds * 100.0 / seconds.max(1e-3),
-        cpu_limit_percent: pace.share() * 100.0,
+        cpu_limit_percent: pace.share * 100.0,
         read_bytes: bytes(read),
         read_percent,
         read_again_bytes: bytes(looked.again_pages),

@@ -16,7 +16,7 @@ use foldhash::{HashMap, HashSet};
 use memfold_fold::HUGE_SPLIT_PAGES;
 
 use super::facts::KnownFile;
-use super::look::{Looked, Pages, loners};
+use super::look::{LONERS, Looked, Pages};
 use super::options::Options;
 use super::sample::{Again, Frequent, Seen};
 use super::statistics::Sum;
@@ -175,7 +175,7 @@ impl<'a> Splitter<'a> {
         for &seen in copies {
             let volatile = &mut self.split.vms[seen.vm as usize].volatile;
             match seen.again {
-                Again::Changed if alone => volatile.add(1.0, weight * loners()),
+                Again::Changed if alone => volatile.add(1.0, weight * f64::from(LONERS)),
                 Again::Changed => volatile.add(1.0, weight),
                 Again::Same | Again::NotLooked => stable.push(seen),
             }
@@ -210,7 +210,7 @@ impl<'a> Splitter<'a> {
             1.0 - 1.0 / f64::from(together)
         };
         let mut frames = HashSet::default();
-        let (mut having, mut within, mut own) = (Vec::new(), 0.0, Vec::new());
+        let (mut having, mut own) = (Vec::new(), Vec::new());
         for of_vm in copies.chunk_by(|a, b| a.vm == b.vm) {
             let before = own.len();
             own.extend(
@@ -224,16 +224,10 @@ impl<'a> Splitter<'a> {
             split.merged.add(of_vm.iter().map(merged).sum(), weight);
             if new > 0 {
                 having.push(vm);
-                within += new as f64 - 1.0;
                 split.within.add(new as f64 - 1.0, weight);
             }
         }
         let saved = own.len() as f64 - 1.0;
-        let between = having.len() as f64 - 1.0;
-        for &vm in &having {
-            let part = between / having.len() as f64;
-            self.split.vms[vm].between.add(part, weight);
-        }
         let of_files = self.of_files(number, &own, saved, weight);
         let folded = self.folded(&own);
         let offered = |seen: &&Seen| self.targets[seen.vm as usize].is_mergeable(seen.page);
@@ -241,19 +235,38 @@ impl<'a> Splitter<'a> {
         let offered_own = own.iter().filter(|seen| offered(seen)).count();
         let ksm = self.merged(offered_pages as f64, offered_own as f64);
         let if_offered = self.merged(copies.len() as f64, own.len() as f64);
+        self.book(number, &having, own.len() as f64, (ksm, if_offered), weight);
         let domain = &mut self.split.domains[number];
-        domain.within.add(within, weight);
-        domain.between.add(between, weight);
-        domain.saved.add(saved, weight);
         domain.of_files.add(of_files, weight);
         domain.folded.add(folded, weight);
-        domain.ksm.add(ksm, weight);
-        domain.ksm_if_offered.add(if_offered, weight);
         if saved > 0.0 {
             for seen in copies.iter().filter(|seen| seen.huge) {
                 *self.shared_in_huge.entry(seen.huge_page()).or_default() += 1;
             }
         }
+    }
+
+    /// Books a content that the VMs `having` of a domain hold in `frames` pages of memory, of which
+    /// KSM would save the given numbers: with the memory that is offered to it, and with all.
+    fn book(
+        &mut self,
+        number: usize,
+        having: &[usize],
+        frames: f64,
+        (ksm, if_offered): (f64, f64),
+        weight: f64,
+    ) {
+        let (saved, between) = (frames - 1.0, having.len() as f64 - 1.0);
+        for &vm in having {
+            let part = between / having.len() as f64;
+            self.split.vms[vm].between.add(part, weight);
+        }
+        let domain = &mut self.split.domains[number];
+        domain.within.add(saved - between, weight);
+        domain.between.add(between, weight);
+        domain.saved.add(saved, weight);
+        domain.ksm.add(ksm, weight);
+        domain.ksm_if_offered.add(if_offered, weight);
     }
 
     /// Returns how many frames KSM frees, of `frames` frames that hold `pages` pages of one
@@ -325,20 +338,10 @@ impl<'a> Splitter<'a> {
                 continue;
             }
             domains += 1;
-            let between = having.len() as f64 - 1.0;
-            for &vm in &having {
-                let part = between / having.len() as f64;
-                self.split.vms[vm].between.add(part, frequent.weight);
-            }
             let share = frames / pages.max(1.0);
             let ksm = self.merged(offered, offered * share);
             let if_offered = self.merged(pages, frames);
-            let domain = &mut self.split.domains[number];
-            domain.within.add(frames - 1.0 - between, frequent.weight);
-            domain.between.add(between, frequent.weight);
-            domain.saved.add(frames - 1.0, frequent.weight);
-            domain.ksm.add(ksm, frequent.weight);
-            domain.ksm_if_offered.add(if_offered, frequent.weight);
+            self.book(number, &having, frames, (ksm, if_offered), frequent.weight);
         }
         if domains > 1 {
             let across = f64::from(domains) - 1.0;

@@ -95,6 +95,26 @@ pub struct Estimate {
     pub plus_minus_bytes: u64,
 }
 
+impl Estimate {
+    /// Makes an estimate without an error bar.
+    #[must_use]
+    pub const fn exactly(bytes: u64) -> Self {
+        Self {
+            bytes,
+            plus_minus_bytes: 0,
+        }
+    }
+}
+
+impl std::iter::Sum for Sum {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |mut sum, one| {
+            sum.join(one);
+            sum
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -72,66 +72,51 @@ pub(super) fn amount(estimate: Estimate) -> String {
     }
 }
 
+type Column = (&'static str, fn(&VmEstimate) -> Estimate);
+
+/// Columns of sizes in the table of VMs.
+const COLUMNS: [Column; 10] = [
+    ("MEMORY", |vm| Estimate::exactly(vm.memory_bytes)),
+    ("PRIVATE", |vm| Estimate::exactly(vm.private_bytes)),
+    ("FILE", |vm| Estimate::exactly(vm.file_bytes)),
+    ("ZERO", |vm| vm.zero),
+    ("WITHIN", |vm| vm.within),
+    ("BETWEEN", |vm| vm.between),
+    ("MERGED", |vm| vm.merged),
+    ("VOLATILE", |vm| vm.volatile),
+    ("REST", |vm| Estimate::exactly(vm.rest_bytes)),
+    ("HUGE", |vm| Estimate::exactly(vm.huge_bytes)),
+];
+
 fn vms(report: &EstimateReport) -> Table {
-    let header = [
-        "VM", "DOMAIN", "PID", "MEMORY", "PRIVATE", "FILE", "ZERO", "WITHIN", "BETWEEN", "MERGED",
-        "VOLATILE", "REST", "HUGE",
-    ];
+    let mut header = vec!["VM", "DOMAIN", "PID"];
+    header.extend(COLUMNS.map(|(name, _)| name));
     let mut table = table(&header, 2..header.len());
+    let row = |vms: &[VmEstimate], first: [String; 3]| {
+        let mut cells = first.to_vec();
+        cells.extend(COLUMNS.map(|(_, of)| {
+            // Errors are added linearly: if several VMs hold a content, they have the same error.
+            let mut sum = Estimate::default();
+            for one in vms.iter().map(of) {
+                sum.bytes += one.bytes;
+                sum.plus_minus_bytes += one.plus_minus_bytes;
+            }
+            amount(sum)
+        }));
+        cells
+    };
     for vm in &report.vms {
-        table.add_row(row(vm, &vm.name, &vm.pid.to_string()));
+        let domain = vm.domain.clone().unwrap_or_else(|| "-".to_owned());
+        let first = [vm.name.clone(), domain, vm.pid.to_string()];
+        table.add_row(row(std::slice::from_ref(vm), first));
     }
     if report.vms.len() > 1 {
-        table.add_row(row(&sum(&report.vms), "all", ""));
+        table.add_row(row(
+            &report.vms,
+            ["all".to_owned(), String::new(), String::new()],
+        ));
     }
     table
-}
-
-fn row(vm: &VmEstimate, name: &str, pid: &str) -> [String; 13] {
-    let domain = match (&vm.domain, pid) {
-        (Some(domain), _) => domain.as_str(),
-        (None, "") => "",
-        (None, _) => "-",
-    };
-    [
-        name.to_owned(),
-        domain.to_owned(),
-        pid.to_owned(),
-        size(vm.memory_bytes),
-        size(vm.private_bytes),
-        size(vm.file_bytes),
-        amount(vm.zero),
-        amount(vm.within),
-        amount(vm.between),
-        amount(vm.merged),
-        amount(vm.volatile),
-        size(vm.rest_bytes),
-        size(vm.huge_bytes),
-    ]
-}
-
-/// Sums the columns of the table. Errors are added linearly: if several VMs hold a content, they
-/// have the same error.
-fn sum(vms: &[VmEstimate]) -> VmEstimate {
-    let mut sum = VmEstimate::default();
-    for vm in vms {
-        sum.memory_bytes += vm.memory_bytes;
-        sum.private_bytes += vm.private_bytes;
-        sum.file_bytes += vm.file_bytes;
-        sum.rest_bytes += vm.rest_bytes;
-        sum.huge_bytes += vm.huge_bytes;
-        for (all, one) in [
-            (&mut sum.zero, vm.zero),
-            (&mut sum.within, vm.within),
-            (&mut sum.between, vm.between),
-            (&mut sum.merged, vm.merged),
-            (&mut sum.volatile, vm.volatile),
-        ] {
-            all.bytes += one.bytes;
-            all.plus_minus_bytes += one.plus_minus_bytes;
-        }
-    }
-    sum
 }
 
 fn domains(report: &EstimateReport) -> Table {

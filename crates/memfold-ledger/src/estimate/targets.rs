@@ -105,18 +105,14 @@ pub fn find(
     domains: &Domains,
     facts: &VmFacts,
 ) -> Result<Vec<Target>, EstimateError> {
-    let pids = processes::all(proc_root)?
-        .into_iter()
-        .filter(|process| process.qemu)
-        .map(|process| process.pid);
-    let mut found: Vec<(i32, String)> = pids.map(|pid| (pid, name_of(pid, facts))).collect();
+    let qemus = processes::all(proc_root)?.into_iter().filter(|p| p.qemu);
+    let mut found: Vec<_> = qemus.map(|p| (p.pid, name_of(p.pid, facts))).collect();
     if found.is_empty() && !rustix::process::geteuid().is_root() {
         return Err(EstimateError::NotRoot);
     }
-    for pid in domains.of.iter().map(|(pid, _)| *pid) {
-        if !found.iter().any(|(found, _)| *found == pid) {
-            return Err(EstimateError::NoSuchVm(pid.to_string()));
-        }
+    let is_found = |pid: &i32| found.iter().any(|(found, _)| found == pid);
+    if let Some((pid, _)) = domains.of.iter().find(|(pid, _)| !is_found(pid)) {
+        return Err(EstimateError::NoSuchVm(pid.to_string()));
     }
     if !selected.is_empty() {
         let mut chosen = Vec::new();
@@ -142,10 +138,7 @@ pub fn find(
             }),
             // The VM has ended meanwhile.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(source) if source.kind() == std::io::ErrorKind::PermissionDenied => {
-                return Err(EstimateError::NotAllowed { pid, source });
-            }
-            Err(source) => return Err(EstimateError::Read { pid, source }),
+            Err(source) => return Err(EstimateError::of(pid, source)),
         }
     }
     if targets.is_empty() {
@@ -191,10 +184,11 @@ fn memory(proc_root: &Path, pid: i32, known: Option<&KnownVm>) -> std::io::Resul
     let ram = known.map_or(&[][..], |vm| &vm.ram);
     let mut mappings = ranges::guest(proc_root, pid, ram)?;
     let text = std::fs::read_to_string(proc_root.join(pid.to_string()).join("smaps"))?;
-    let offered = ranges::parse(&text)
-        .into_iter()
-        .filter(ranges::Mapping::is_mergeable);
-    mappings.extend(offered);
+    mappings.extend(
+        ranges::parse(&text)
+            .into_iter()
+            .filter(|m| m.is_mergeable()),
+    );
     mappings.sort_unstable_by_key(|mapping| (mapping.start, mapping.end));
     // The mappings were read twice, and may have been merged or split in between.
     let mut found: Vec<Range> = Vec::new();

@@ -3,6 +3,7 @@
 use memfold_fold::EngineStats;
 use memfold_units::ByteSize;
 
+use crate::account::signed;
 use crate::{Report, VmAccount};
 
 /// Names of the host's figures. The first five, together with cache and free memory, add up to
@@ -42,10 +43,6 @@ pub const VM_SERIES: [&str; 8] = [
     "pss_bytes",
 ];
 
-fn whole(bytes: ByteSize) -> i64 {
-    i64::try_from(bytes.0).unwrap_or(i64::MAX)
-}
-
 fn milliseconds(seconds: f64) -> i64 {
     // CPU seconds since boot are far below 2^53 milliseconds.
     #[allow(clippy::cast_possible_truncation)]
@@ -71,29 +68,29 @@ pub fn host_values(
     lent: Lent,
 ) -> [Option<i64>; HOST_SERIES.len()] {
     let (host, debt) = (&ledger.host, ledger.debt.as_ref());
-    let memfold = host.own.pss_bytes - host.own.store_pss_bytes + host.own.page_table_bytes;
+    let memfold = host.own.total_bytes();
     let vms = host.physical_bytes - host.stores_bytes - memfold;
     [
-        Some(whole(vms)),
-        Some(whole(host.stores_bytes)),
-        Some(whole(memfold)),
-        Some(whole(host.others_anon_bytes)),
-        Some(whole(host.kernel_bytes)),
-        Some(whole(host.mem_available_bytes)),
-        Some(whole(host.mem_total_bytes)),
+        Some(signed(vms)),
+        Some(signed(host.stores_bytes)),
+        Some(signed(memfold)),
+        Some(signed(host.others_anon_bytes)),
+        Some(signed(host.kernel_bytes)),
+        Some(signed(host.mem_available_bytes)),
+        Some(signed(host.mem_total_bytes)),
         Some(host.saved_by_folding_bytes),
         Some(host.saved_by_clones_bytes),
         Some(host.saved_by_segments_bytes),
         Some(host.saved_by_ksm_bytes),
-        Some(whole(host.saved_by_zero_drop_bytes)),
+        Some(signed(host.saved_by_zero_drop_bytes)),
         Some(host.saved_net_bytes),
         Some(milliseconds(fold.engine_cpu_s)),
         Some(milliseconds(fold.library_cpu_s)),
         Some(milliseconds(host.ksm.map_or(0.0, |ksm| ksm.ksmd_cpu_s))),
-        debt.map(|debt| whole(ByteSize(debt.debt_bytes))),
-        debt.map(|debt| whole(ByteSize(debt.absorbable_bytes))),
-        Some(whole(ByteSize(lent.lent_bytes))),
-        Some(whole(ByteSize(lent.borrowed_bytes))),
+        debt.map(|debt| signed(ByteSize(debt.debt_bytes))),
+        debt.map(|debt| signed(ByteSize(debt.absorbable_bytes))),
+        Some(signed(ByteSize(lent.lent_bytes))),
+        Some(signed(ByteSize(lent.borrowed_bytes))),
     ]
 }
 
@@ -101,13 +98,13 @@ pub fn host_values(
 #[must_use]
 pub fn vm_values(vm: &VmAccount) -> [i64; VM_SERIES.len()] {
     [
-        whole(vm.private_bytes),
-        whole(vm.unfolded_bytes),
-        whole(vm.folded_bytes),
-        whole(vm.file_resident_bytes + vm.file_untouched_bytes),
-        whole(vm.zero_bytes),
-        whole(vm.swapped_bytes),
-        whole(vm.free_bytes),
-        whole(vm.pss_bytes),
+        signed(vm.private_bytes),
+        signed(vm.unfolded_bytes),
+        signed(vm.folded_bytes),
+        signed(vm.file_resident_bytes + vm.file_untouched_bytes),
+        signed(vm.zero_bytes),
+        signed(vm.swapped_bytes),
+        signed(vm.free_bytes),
+        signed(vm.pss_bytes),
     ]
 }

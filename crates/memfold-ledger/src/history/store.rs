@@ -256,24 +256,19 @@ impl History {
     fn make_coarse(&mut self, now_step: i64) -> rusqlite::Result<()> {
         let transaction = self.connection.transaction()?;
         let bucket = format!("t - t % {COARSE_STEP_S}");
-        transaction.execute(
-            &format!(
-                "INSERT OR IGNORE INTO host SELECT {COARSE_STEP_S}, {bucket} AS bucket, {} FROM host
-                 WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM host WHERE step = {COARSE_STEP_S} AND t < ?1) GROUP BY bucket",
-                means(&HOST_SERIES)
-            ),
-            [now_step],
-        )?;
-        transaction.execute(
-            &format!(
-                "INSERT OR IGNORE INTO vms SELECT {COARSE_STEP_S}, vm, {bucket} AS bucket, {} FROM vms
-                 WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM vms WHERE step = {COARSE_STEP_S} AND t < ?1)
-                 GROUP BY vm, bucket",
-                means(&VM_SERIES)
-            ),
-            [now_step],
-        )?;
-        for table in ["host", "vms"] {
+        for (table, key, names) in [
+            ("host", "", &HOST_SERIES[..]),
+            ("vms", "vm, ", &VM_SERIES[..]),
+        ] {
+            transaction.execute(
+                &format!(
+                    "INSERT OR IGNORE INTO {table} SELECT {COARSE_STEP_S}, {key}{bucket} AS bucket, {} FROM {table}
+                     WHERE step = 0 AND t < ?1 AND {bucket} > (SELECT IFNULL(MAX(t), 0) FROM {table} WHERE step = {COARSE_STEP_S} AND t < ?1)
+                     GROUP BY {key}bucket",
+                    means(names)
+                ),
+                [now_step],
+            )?;
             for (step, keep) in [(0, KEEP_FINE_S), (COARSE_STEP_S, KEEP_COARSE_S)] {
                 transaction.execute(
                     &format!("DELETE FROM {table} WHERE step = ? AND t < ?"),
