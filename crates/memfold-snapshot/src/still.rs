@@ -109,11 +109,8 @@ pub(super) fn stand_still<'a>(
     hold.untrack().map_err(SnapshotError::Impossible)?;
     let given = free.as_deref().unwrap_or_default();
     let plan = Plan::new(vm.pid(), sources(qmp)?, given).map_err(&failed)?;
-    let past = if request.live {
-        keep_past(vm, &layout, &plan, hold)?
-    } else {
-        None
-    };
+    let past = (request.live).then(|| keep_past(vm, &layout, &plan, hold));
+    let past = past.transpose()?.flatten();
     let mut writer = Writer::new(&plan, ram).map_err(&failed)?;
     writer.compare_with(candidates);
     // An image that will be compressed should not be written to the disk before.
@@ -123,12 +120,10 @@ pub(super) fn stand_still<'a>(
     let pages = plan.blocks().iter().map(|block| block.pages);
     progress.begin("RAM saved", pages.sum::<u64>() * PAGE_SIZE);
     let is_live = |number: &usize| past.as_ref().is_some_and(|(_, live)| live.contains(number));
-    let still: Vec<usize> = (0..plan.blocks().len())
-        .filter(|number| !is_live(number))
-        .collect();
-    writer
-        .blocks(&plan, &still, None, progress)
-        .map_err(&failed)?;
+    let mut still: Vec<usize> = (0..plan.blocks().len()).collect();
+    still.retain(|number| !is_live(number));
+    let written = writer.blocks(&plan, &still, None, progress);
+    written.map_err(&failed)?;
     steps.ram_ms = milliseconds(began.elapsed());
     let began = Instant::now();
     disk_copy::begin(qmp, spec, copies)?;
@@ -155,26 +150,16 @@ fn keep_past(
     hold: &impl Hold,
 ) -> Result<Option<(Past, Vec<usize>)>, SnapshotError> {
     let failed = |error: io::Error| {
-        SnapshotError::Impossible(format!(
-            "no space for copies of pages that the VM writes to: {error}"
-        ))
+        let why = format!("no space for copies of pages that the VM writes to: {error}");
+        SnapshotError::Impossible(why)
     };
     let is_ram = |source: &Source| layout.blocks.iter().any(|block| block.hva == source.hva);
-    let mut live: Vec<usize> = (0..plan.blocks().len())
-        .filter(|&number| is_ram(&plan.blocks()[number]))
-        .collect();
-    live.sort_by_key(|&number| plan.blocks()[number].hva);
-    let blocks: Vec<_> = live
-        .iter()
-        .map(|&number| {
-            let block = &plan.blocks()[number];
-            block.hva..block.hva.add_pages(block.pages)
-        })
-        .collect();
-    let wanted: Vec<_> = live
-        .iter()
-        .flat_map(|&number| plan.wanted(number))
-        .collect();
+    let all = plan.blocks().iter().enumerate();
+    let mut live: Vec<(usize, &Source)> = all.filter(|(_, block)| is_ram(block)).collect();
+    live.sort_by_key(|(_, block)| block.hva);
+    let ends = |block: &Source| block.hva..block.hva.add_pages(block.pages);
+    let blocks: Vec<_> = live.iter().map(|(_, block)| ends(block)).collect();
+    let wanted: Vec<_> = live.iter().flat_map(|(n, _)| plan.wanted(*n)).collect();
     // The other half of the available memory is for the guests.
     let room = host_available_pages().map_err(failed)? / 2;
     let Some(past) = Past::new(vm.pid(), &blocks, &wanted, room).map_err(failed)? else {
@@ -183,7 +168,7 @@ fn keep_past(
     let file = past.descriptor().map_err(failed)?;
     hold.keep_past(past.ranges(), file)
         .map_err(SnapshotError::Impossible)?;
-    Ok(Some((past, live)))
+    Ok(Some((past, live.into_iter().map(|(n, _)| n).collect())))
 }
 
 /// Makes QEMU write its device state into the draft.
@@ -193,10 +178,8 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
     let failed = failed(path.as_path());
     let writable = File::options().write(true).open(&path).map_err(failed)?;
     let place = qmp.lend(writable.as_fd())?;
-    let done = qmp.execute_on_disks(
-        "xen-save-devices-state",
-        json!({ "filename": place.path(), "live": false }),
-    );
+    let into = json!({ "filename": place.path(), "live": false });
+    let done = qmp.execute_on_disks("xen-save-devices-state", into);
     qmp.take_back(&place)?;
     // QEMU does not report the reason of a failed write.
     let is_full = || rustix::fs::fstatvfs(&writable).is_ok_and(|disk| disk.f_bavail == 0);
@@ -214,13 +197,12 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
 /// Returns all RAM blocks of QEMU that belong to the VM. Blocks without a name are files that QEMU
 /// maps (segments), which QEMU's migration would not include either.
 fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
-    let blocks = memfold_vm::ram::read_blocks(qmp)?;
+    let mut blocks = memfold_vm::ram::read_blocks(qmp)?;
+    blocks.retain(|block| block.used_bytes > 0 && !block.name.is_empty());
     let sources = blocks.into_iter().map(|block| Source {
         name: block.name,
         hva: block.hva,
         pages: block.used_bytes.div_ceil(PAGE_SIZE),
     });
-    Ok(sources
-        .filter(|source| source.pages > 0 && !source.name.is_empty())
-        .collect())
+    Ok(sources.collect())
 }
