@@ -14,7 +14,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -175,12 +175,6 @@ impl Past {
         let why = io::Error::from_raw_os_error(errno);
         let words = format!("cannot copy pages before the VM writes to them: {why}");
         Err(io::Error::new(why.kind(), words))
-    }
-}
-
-impl AsFd for Past {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
     }
 }
 
