@@ -39,6 +39,12 @@ pub(super) fn device<'a>(devices: &'a Value, spec: &VmSpec, disk: usize) -> Opti
     })
 }
 
+/// Returns the image of a device from the answer to `query-block`, and its backing images.
+pub(super) fn images(device: &Value) -> impl Iterator<Item = &Value> {
+    let image = &device["inserted"]["image"];
+    std::iter::successors(Some(image), |image| image.get("backing-image"))
+}
+
 /// All block devices and block nodes of a VM.
 pub(super) struct Chains {
     devices: Value,

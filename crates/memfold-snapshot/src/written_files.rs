@@ -15,7 +15,7 @@ use rustix::fs::OFlags;
 use rustix::process::Pid;
 use serde_json::Value;
 
-use super::disk_chain::identity;
+use super::disk_chain::{identity, images};
 use super::error::{SnapshotError, failed};
 
 /// Maximum size in bytes of a file that is copied. (Firmware variables have less than one MiB.)
@@ -73,13 +73,8 @@ pub(super) fn foreign(written: Vec<PathBuf>, disks: &[PathBuf], directory: &Path
 
 /// Returns the files of a device's image and of its backing images (from `query-block`).
 pub(super) fn chain(device: &Value) -> Vec<&str> {
-    let mut files = Vec::new();
-    let mut image = &device["inserted"]["image"];
-    while let Some(file) = image["filename"].as_str() {
-        files.push(file);
-        image = &image["backing-image"];
-    }
-    files
+    let files = images(device).map_while(|image| image["filename"].as_str());
+    files.collect()
 }
 
 /// Returns whether a process has a shared mapping of a file (`/proc/PID/maps`). Overlay file
