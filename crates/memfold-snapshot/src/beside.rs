@@ -64,11 +64,8 @@ fn take_files(
         let failed = failed(path.as_path());
         let name = file_name(number);
         let to = draft.file(&name)?;
-        let user = subject
-            .spec()
-            .user
-            .as_deref()
-            .filter(|_| subject.directory.is_none());
+        let user = subject.spec().user.as_deref();
+        let user = user.filter(|_| subject.directory.is_none());
         foreign::copy_file(path, &view, &to, user).map_err(failed)?;
         taken.push(facts(to).map_err(failed)?);
         *path = name.into();

@@ -41,7 +41,7 @@ pub(super) fn finish(
     monitor: &impl Monitor,
     id: &str,
     timeout: Duration,
-    progress: Option<&Progress>,
+    progress: &Progress,
     mind: impl Fn() -> Result<(), String>,
 ) -> Result<(), String> {
     let end = Instant::now() + timeout;
@@ -57,9 +57,7 @@ pub(super) fn finish(
         failed = 0;
         let job = found?.ok_or("its block job is gone")?;
         let now = job["current-progress"].as_u64().unwrap_or(done).max(done);
-        if let Some(progress) = progress {
-            progress.add(now - done);
-        }
+        progress.add(now - done);
         done = now;
         if job["status"] == "concluded" {
             dismiss(monitor, id)?;

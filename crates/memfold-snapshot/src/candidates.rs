@@ -11,17 +11,19 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::num::NonZeroU64;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use memfold_host::helper;
+use memfold_store::StoreIdentity;
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_vm::{DiskFormat, RamLayout, VmSpec};
-use rustix::fs::OFlags;
+use rustix::fs::{Advice, OFlags, fadvise};
 use rustix::process::Pid;
 use serde::Deserialize;
 
@@ -151,9 +153,8 @@ impl DiskMap {
             let pages = extent.length.saturating_sub(skipped) / PAGE_SIZE;
             let first = (extent.start + skipped) / PAGE_SIZE;
             let place = offset.saturating_add(skipped);
-            let follows = parts
-                .last()
-                .is_none_or(|last| last.first + last.pages <= first);
+            let last = parts.last();
+            let follows = last.is_none_or(|last| last.first + last.pages <= first);
             if pages > 0 && place % PAGE_SIZE == 0 && follows {
                 parts.push(Part {
                     first,
@@ -170,12 +171,9 @@ impl DiskMap {
     fn place(&self, candidate: &Candidate) -> impl Iterator<Item = Run> + '_ {
         let first = candidate.byte / PAGE_SIZE;
         let (end, hva) = (first.saturating_add(candidate.pages), candidate.hva);
-        let next = self
-            .0
-            .partition_point(|part| part.first + part.pages <= first);
-        let here = self.0[next..]
-            .iter()
-            .take_while(move |part| part.first < end);
+        let next = (self.0).partition_point(|part| part.first + part.pages <= first);
+        let here = self.0[next..].iter();
+        let here = here.take_while(move |part| part.first < end);
         here.map(move |part| {
             let (from, to) = (first.max(part.first), end.min(part.first + part.pages));
             Run {
@@ -225,10 +223,8 @@ fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
 /// open.)
 fn extents(target: &Target<'_>) -> Result<Vec<Extent>, String> {
     let mut command = Command::new("qemu-img");
-    command
-        .args(["map", "-U", "--output=json", "-f", target.format.driver()])
-        .arg(target.image)
-        .stdin(Stdio::null());
+    command.args(["map", "-U", "--output=json", "-f", target.format.driver()]);
+    command.arg(target.image).stdin(Stdio::null());
     let output = helper::output(&mut command, MAP_LIMIT).map_err(|error| error.to_string())?;
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned());
@@ -241,9 +237,8 @@ fn open(path: &Path) -> Option<File> {
     let nonblock = i32::try_from(OFlags::NONBLOCK.bits()).ok()?;
     let mut options = File::options();
     let file = options.read(true).custom_flags(nonblock).open(path).ok()?;
-    file.metadata()
-        .is_ok_and(|facts| facts.is_file())
-        .then_some(file)
+    let is_regular = file.metadata().is_ok_and(|facts| facts.is_file());
+    is_regular.then_some(file)
 }
 
 impl Candidates {
@@ -261,19 +256,18 @@ impl Candidates {
         }
         let mut maps = Vec::new();
         for target in targets(spec, frozen) {
-            match found.map(&target) {
-                Ok(map) => maps.push(map),
-                Err(why) => {
-                    tracing::info!(vm = spec.name, disk = %target.image.display(), why, "disk not searched for pages that the guest has cached");
-                }
-            }
+            let map = found.map(&target).inspect_err(|why| {
+                tracing::info!(vm = spec.name, disk = %target.image.display(), why, "disk not searched for pages that the guest has cached");
+            });
+            maps.extend(map);
         }
-        let is_ram = |candidate: &&Candidate| {
+        let is_ram = |candidate: &Candidate| {
             let end = candidate.hva.add_pages(candidate.pages);
             let mut blocks = layout.blocks.iter();
             blocks.any(|b| b.hva <= candidate.hva && end <= b.hva.add_pages(b.pages))
         };
-        let candidates: Vec<Candidate> = candidates.iter().filter(is_ram).copied().collect();
+        let mut candidates = candidates.to_vec();
+        candidates.retain(is_ram);
         let read = |hva, page: &mut [u8]| {
             memory::read(pid, hva, page).is_ok_and(|read| read == PAGE_BYTES)
         };
@@ -312,13 +306,9 @@ impl Candidates {
     }
 
     fn add(&mut self, target: &Target<'_>, path: &Path, file: File) -> Option<u32> {
-        let of = |file: &File| file.metadata().ok().map(|facts| (facts.dev(), facts.ino()));
-        let own = of(&file)?;
-        if let Some(number) = self
-            .files
-            .iter()
-            .position(|other| of(&other.file) == Some(own))
-        {
+        let own = StoreIdentity::of(&file).ok()?;
+        let is_own = |other: &SourceFile| StoreIdentity::of(&other.file).is_ok_and(|id| id == own);
+        if let Some(number) = self.files.iter().position(is_own) {
             return u32::try_from(number).ok();
         }
         let is_overlay = identity(target.image).is_ok_and(|image| image == own);
@@ -335,19 +325,20 @@ impl Candidates {
     /// comparison.
     fn fetch(&self) {
         for run in &self.runs {
-            let Ok(file) = usize::try_from(run.file) else {
-                continue;
-            };
-            let (at, length) = (run.block * PAGE_SIZE, run.pages * PAGE_SIZE);
-            let length = std::num::NonZeroU64::new(length);
-            // An error is harmless: without the advice, the comparison only takes longer.
-            let _ = rustix::fs::fadvise(
-                &self.files[file].file,
-                at,
-                length,
-                rustix::fs::Advice::WillNeed,
+            let (at, length) = (
+                run.block * PAGE_SIZE,
+                NonZeroU64::new(run.pages * PAGE_SIZE),
             );
+            if let Some(SourceFile { file, .. }) = self.file(run) {
+                // An error is harmless: without the advice, the comparison only takes longer.
+                let _ = fadvise(file, at, length, Advice::WillNeed);
+            }
         }
+    }
+
+    /// Returns the file that may contain a run.
+    pub(super) fn file(&self, run: &Run) -> Option<&SourceFile> {
+        self.files.get(usize::try_from(run.file).ok()?)
     }
 
     /// Returns the runs that overlap a range of addresses.
@@ -378,29 +369,24 @@ fn match_disks(
 ) -> BTreeMap<usize, usize> {
     let mut of_disk: BTreeMap<usize, Vec<&Candidate>> = BTreeMap::new();
     for candidate in candidates {
-        if of_disk.len() < MOST_GUEST_DISKS || of_disk.contains_key(&candidate.guest_disk) {
-            of_disk
-                .entry(candidate.guest_disk)
-                .or_default()
-                .push(candidate);
+        let disk = candidate.guest_disk;
+        if of_disk.len() < MOST_GUEST_DISKS || of_disk.contains_key(&disk) {
+            of_disk.entry(disk).or_default().push(candidate);
         }
     }
     let mut found = BTreeMap::new();
     let (mut page, mut block) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
     for (guest_disk, candidates) in of_disk {
         let mut equal = vec![0_usize; maps.len()];
-        for candidate in candidates
-            .iter()
-            .step_by(candidates.len().div_ceil(SAMPLES))
-        {
+        let step = candidates.len().div_ceil(SAMPLES);
+        for candidate in candidates.into_iter().step_by(step) {
             // Compare the middle of the run, because a guess is more often wrong at its ends.
+            let before = candidate.pages / 2;
             let middle = Candidate {
-                hva: candidate.hva.add_pages(candidate.pages / 2),
+                hva: candidate.hva.add_pages(before),
                 pages: 1,
-                byte: candidate
-                    .byte
-                    .saturating_add(candidate.pages / 2 * PAGE_SIZE),
-                ..**candidate
+                byte: candidate.byte.saturating_add(before * PAGE_SIZE),
+                ..*candidate
             };
             if !read(middle.hva, &mut page) || is_zero(&page) {
                 continue;
@@ -417,14 +403,9 @@ fn match_disks(
             }
         }
         // If several disks contain equally many samples, the first is taken.
-        let best = equal
-            .iter()
-            .enumerate()
-            .rev()
-            .max_by_key(|(_, equal)| **equal);
-        if let Some((disk, _)) = best.filter(|(_, equal)| **equal > 0) {
-            found.insert(guest_disk, disk);
-        }
+        let best = equal.into_iter().enumerate().rev().max_by_key(|(_, n)| *n);
+        let best = best.filter(|(_, equal)| *equal > 0);
+        found.extend(best.map(|(disk, _)| (guest_disk, disk)));
     }
     found
 }

@@ -5,13 +5,14 @@ use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use memfold_store::StoreIdentity;
 use memfold_vm::{Qmp, VmSpec};
 use rustix::process::Pid;
 
 use super::disk_chain::{Active, Chains, chain, header, identity};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
-use super::manifest::{MANIFEST, disk_name};
+use super::manifest::{MANIFEST, Manifest, disk_name};
 
 /// Checks that a disk's backing files exist at the paths in the headers.
 pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
@@ -26,9 +27,8 @@ pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotEr
     // The overlay below stays at its first place until it becomes part of a snapshot.
     let below = active.below.as_ref().map(|below| &below.file);
     if let Some(backing) = below.filter(|file| file.exists()) {
-        let named = chain(&active.file)
-            .ok()
-            .and_then(|files| files.get(1).cloned());
+        let named = chain(&active.file).ok();
+        let named = named.and_then(|files| files.get(1).cloned());
         // The overlay below must belong to a snapshot, otherwise it would have been merged. A new
         // snapshot must not build on a file that is removed with the VM.
         if !named.is_some_and(|named| named != *backing && same(&named, backing)) {
@@ -45,14 +45,12 @@ pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotEr
     })
 }
 
-/// Returns device and inode number of every file that QEMU has open.
-pub(super) fn open_files(pid: Pid) -> Result<HashSet<(u64, u64)>, SnapshotError> {
+/// Returns the identity of every file that QEMU has open.
+pub(super) fn open_files(pid: Pid) -> Result<HashSet<StoreIdentity>, SnapshotError> {
     let place = PathBuf::from(format!("/proc/{}/fd", pid.as_raw_nonzero()));
-    let entries = fs::read_dir(&place).map_err(failed(&place))?;
-    Ok(entries
-        .flatten()
-        .filter_map(|entry| identity(&entry.path()).ok())
-        .collect())
+    let entries = fs::read_dir(&place).map_err(failed(&place))?.flatten();
+    let files = entries.map(|entry| identity(&entry.path()));
+    Ok(files.flatten().collect())
 }
 
 /// Checks that the paths of a VM's backing files still lead to the files that QEMU has open. Files
@@ -114,28 +112,23 @@ pub(super) fn check_header(
     let Some(backing) = image["backing-filename"].as_str().map(Path::new) else {
         return Err(refused("has no backing file".into()));
     };
-    let own = spec.disks.get(disk).map(|disk| disk.path.as_path());
     let format = image["backing-filename-format"].as_str();
-    let own_format = spec.disks.get(disk).map(|disk| disk.format().driver());
-    let is_own = own == Some(backing) && format == own_format;
+    let is_own = spec
+        .disks
+        .get(disk)
+        .is_some_and(|disk| disk.path == backing && Some(disk.format().driver()) == format);
     if is_own || format == Some("qcow2") && is_of_its_domain(backing, spec, disk, draft) {
         return Ok(());
     }
-    Err(refused(format!(
-        "has the backing file {} ({})",
-        backing.display(),
-        format.unwrap_or("no format")
-    )))
+    let (file, format) = (backing.display(), format.unwrap_or("no format"));
+    Err(refused(format!("has the backing file {file} ({format})")))
 }
 
 /// Returns whether a file is this disk's file in another snapshot of this VM or its trust domain.
 /// Snapshots of other domains must stay inaccessible to the guest.
 fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -> bool {
-    let Some(name) = backing
-        .parent()
-        .and_then(Path::file_name)
-        .and_then(|name| name.to_str())
-    else {
+    let name = backing.parent().and_then(Path::file_name);
+    let Some(name) = name.and_then(|name| name.to_str()) else {
         return false;
     };
     let place = draft.place().with_file_name(name).join(disk_name(disk));
@@ -144,9 +137,8 @@ fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -
     {
         return false;
     }
-    draft
-        .beside(name)
-        .is_ok_and(|of| of.domain == spec.domain && (spec.domain.is_some() || of.vm == spec.name))
+    let is_own = |of: Manifest| spec.domain.is_some() || of.vm == spec.name;
+    (draft.beside(name)).is_ok_and(|of| of.domain == spec.domain && is_own(of))
 }
 
 #[cfg(test)]
@@ -157,7 +149,6 @@ mod tests {
     use memfold_units::ByteSize;
 
     use super::*;
-    use crate::Manifest;
     use crate::file_facts::facts;
     use crate::manifest::tests::manifest;
     use crate::manifest::{DEVICES, RAM, SUMS};

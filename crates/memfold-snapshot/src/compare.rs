@@ -88,8 +88,7 @@ impl Comparison {
         (from, to): (u64, u64),
         other: &mut [u8],
     ) -> Vec<Range<u64>> {
-        let source = usize::try_from(run.file).ok();
-        let source = source.and_then(|number| self.candidates.files.get(number));
+        let source = self.candidates.file(run);
         let part = &piece.bytes[bytes(from - piece.first)..bytes(to - piece.first)];
         let other = &mut other[..part.len()];
         let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);

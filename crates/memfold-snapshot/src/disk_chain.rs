@@ -2,12 +2,12 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use memfold_host::helper;
+use memfold_store::StoreIdentity;
 use memfold_vm::{Qmp, QmpError, VmSpec};
 use serde_json::{Value, json};
 
@@ -37,6 +37,12 @@ pub(super) fn device<'a>(devices: &'a Value, spec: &VmSpec, disk: usize) -> Opti
         let place = device["qdev"].as_str().unwrap_or_default();
         spec.is_disk(disk, place)
     })
+}
+
+/// Returns the image of a device from the answer to `query-block`, and its backing images.
+pub(super) fn images(device: &Value) -> impl Iterator<Item = &Value> {
+    let image = &device["inserted"]["image"];
+    std::iter::successors(Some(image), |image| image.get("backing-image"))
 }
 
 /// All block devices and block nodes of a VM.
@@ -101,11 +107,10 @@ pub(super) fn file_node(node: &str) -> String {
 /// Returns the file of a node in a disk's chain. The file has a node of its own, whose name follows
 /// from the node's name.
 pub(super) fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<PathBuf> {
-    let name = if node == spec.disk_node(disk) {
+    let name = match node {
         // `vm run` gives this name to the file node of the first overlay.
-        format!("overlay-file{disk}")
-    } else {
-        file_node(node)
+        node if node == spec.disk_node(disk) => format!("overlay-file{disk}"),
+        node => file_node(node),
     };
     let file = nodes.as_array()?.iter().find(|n| n["node-name"] == name)?;
     Some(file["file"].as_str()?.into())
@@ -121,9 +126,9 @@ pub(super) fn age(spec: &VmSpec, disk: usize, name: &str) -> Option<u64> {
     u64::from_str_radix(added, 16).ok()
 }
 
-/// Returns a file's device and inode number.
-pub(super) fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    fs::metadata(path).map(|facts| (facts.dev(), facts.ino()))
+/// Returns the identity of the file at a path.
+pub(super) fn identity(path: &Path) -> io::Result<StoreIdentity> {
+    fs::metadata(path).map(|facts| (&facts).into())
 }
 
 /// Runs `qemu-img info` on a qcow2 file. (`-U` is needed because a running VM may have it open.)
@@ -147,10 +152,9 @@ pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
     if !output.status.success() {
         return Err(refused(String::from_utf8_lossy(&output.stderr).trim()));
     }
-    let images: Value =
-        serde_json::from_slice(&output.stdout).map_err(|error| refused(&error.to_string()))?;
+    let images: Result<Value, _> = serde_json::from_slice(&output.stdout);
+    let images = images.map_err(|error| refused(&error.to_string()))?;
     let files = images.as_array().into_iter().flatten();
-    Ok(files
-        .filter_map(|image| Some(image["filename"].as_str()?.into()))
-        .collect())
+    let name = |image: &Value| Some(image["filename"].as_str()?.into());
+    Ok(files.filter_map(name).collect())
 }

@@ -28,7 +28,7 @@ use rustix::fs::OFlags;
 use serde_json::json;
 
 use super::block_job::{self, Monitor};
-use super::disk_chain::{delete_node, device};
+use super::disk_chain::{delete_node, device, images};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
@@ -88,9 +88,7 @@ pub(super) fn prepare(
     let held = |disk| {
         let device = device(&devices, spec, disk)?;
         // The copy also contains the data of the disk's backing files.
-        let image = &device["inserted"]["image"];
-        let chain = std::iter::successors(Some(image), |image| image.get("backing-image"));
-        let sizes = chain.filter_map(|image| image["actual-size"].as_u64());
+        let sizes = images(device).filter_map(|image| image["actual-size"].as_u64());
         Some(sizes.sum::<u64>())
     };
     let bytes = in_place(spec).filter_map(held).sum();
@@ -200,7 +198,7 @@ pub(super) fn finish(
     // copied.
     for &Copied { disk, .. } in copies {
         let (job, enough) = (name("disk", disk), || enough_room(draft.path(), 0));
-        block_job::finish(monitor, &job, COPY_TIMEOUT, Some(progress), enough)
+        block_job::finish(monitor, &job, COPY_TIMEOUT, progress, enough)
             .map_err(|why| SnapshotError::Impossible(words(disk, &why)))?;
     }
     remove(monitor, spec)?;
@@ -285,7 +283,8 @@ fn cancel(monitor: &impl Monitor, id: &str) -> Result<(), String> {
         let _ = monitor.qmp().execute("job-cancel", json!({ "id": id }));
     }
     // The job's result is an error because it was cancelled.
-    let _ = block_job::finish(monitor, id, CANCEL_TIMEOUT, None, || Ok(()));
+    let unseen = Progress::default();
+    let _ = block_job::finish(monitor, id, CANCEL_TIMEOUT, &unseen, || Ok(()));
     Ok(())
 }
 

@@ -59,12 +59,7 @@ impl Draft {
     /// Creates a new file in the draft.
     pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
         let path = self.path.join(part);
-        File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)
-            .map_err(failed(&path))
+        File::create_new(&path).map_err(failed(&path))
     }
 
     /// Returns the draft's present path.
@@ -87,22 +82,18 @@ impl Draft {
     /// Turns the draft into a snapshot: syncs all files to disk, writes the manifest last, and then
     /// renames the directory.
     pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
-        let place = self.place.clone();
-        let failed = failed(place.as_path());
-        let text =
-            serde_json::to_vec_pretty(manifest).map_err(|error| failed(io::Error::other(error)))?;
-        fs::write(self.path.join(MANIFEST), &text).map_err(failed)?;
-        let sum = format!("{}\n", hex(xxh3_128(&text)));
-        fs::write(self.path.join(MANIFEST_SUM), sum).map_err(failed)?;
-        for entry in fs::read_dir(&self.path).map_err(failed)?.flatten() {
-            File::open(entry.path())
-                .and_then(|file| file.sync_all())
-                .map_err(failed)?;
-        }
-        File::open(&self.path)
-            .and_then(|dir| dir.sync_all())
-            .map_err(failed)?;
-        fs::rename(&self.path, &self.place).map_err(failed)?;
+        let write = || -> io::Result<()> {
+            let text = serde_json::to_vec_pretty(manifest).map_err(io::Error::other)?;
+            fs::write(self.path.join(MANIFEST), &text)?;
+            let sum = format!("{}\n", hex(xxh3_128(&text)));
+            fs::write(self.path.join(MANIFEST_SUM), sum)?;
+            for entry in fs::read_dir(&self.path)?.flatten() {
+                File::open(entry.path())?.sync_all()?;
+            }
+            File::open(&self.path)?.sync_all()?;
+            fs::rename(&self.path, &self.place)
+        };
+        write().map_err(failed(&self.place))?;
         self.done = true;
         // The directory entry is synced, too. A crash before this leaves a draft or a snapshot, and
         // both are valid.

@@ -50,21 +50,20 @@ pub(super) fn prepare(
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
 ) -> Result<Vec<Frozen>, SnapshotError> {
     let chains = Chains::read(qmp)?;
-    let mut frozen: Vec<Frozen> = Vec::new();
-    let mut sizes: Vec<u64> = Vec::new();
+    let (mut frozen, mut sizes) = (Vec::new(), Vec::new());
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
         let active = chains
             .active(spec, disk)
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU does not report disk {disk}")))?;
         // The guest may control this QEMU, so root must not touch a file that QEMU names and that
         // is not the VM's.
-        if spec.user.is_some() && !overlays.contains(&active.file) {
-            return Err(SnapshotError::Impossible(format!(
-                "disk {disk} writes to {}, which is not an overlay of this VM",
-                active.file.display()
-            )));
-        }
         if spec.user.is_some() {
+            if !overlays.contains(&active.file) {
+                return Err(SnapshotError::Impossible(format!(
+                    "disk {disk} writes to {}, which is not an overlay of this VM",
+                    active.file.display()
+                )));
+            }
             check_header(&active.file, spec, disk, draft)?;
         }
         check_chain(disk, &active)?;
@@ -85,11 +84,9 @@ pub(super) fn prepare(
     }
     let overlays: Vec<PathBuf> = frozen.iter().map(|f| f.overlay.clone()).collect();
     note(&overlays)?;
-    let mut added = frozen
-        .iter()
-        .zip(sizes)
-        .map(|(new, bytes)| add(qmp, spec, draft, new, bytes));
-    if let Err(error) = added.try_for_each(|added| added) {
+    let mut new = frozen.iter().zip(sizes);
+    let added = new.try_for_each(|(new, bytes)| add(qmp, spec, draft, new, bytes));
+    if let Err(error) = added {
         undo(qmp, &frozen, note);
         return Err(error);
     }
@@ -147,13 +144,13 @@ pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), Snaps
         let mut nodes = nodes.as_array().into_iter().flatten();
         nodes.any(|node| node["node-name"] == name && node["ro"] == true)
     };
-    match frozen.iter().find(|new| !is_read_only(&new.active)) {
-        None => Ok(()),
-        Some(new) => Err(SnapshotError::Impossible(format!(
-            "QEMU cannot reopen {} read-only; give QEMU's user access to that directory",
-            new.path.display()
-        ))),
-    }
+    let Some(new) = frozen.iter().find(|new| !is_read_only(&new.active)) else {
+        return Ok(());
+    };
+    Err(SnapshotError::Impossible(format!(
+        "QEMU cannot reopen {} read-only; give QEMU's user access to that directory",
+        new.path.display()
+    )))
 }
 
 /// Makes QEMU close new overlays that are not in use, and removes their files.
@@ -214,11 +211,8 @@ pub(super) fn lain(
             };
             let named = header(&file).unwrap_or_default();
             if named["backing-filename"].as_str().map(Path::new) == Some(&kept) {
-                found.push(Lain {
-                    above,
-                    kept,
-                    path: next.file,
-                });
+                let path = next.file;
+                found.push(Lain { above, kept, path });
                 break;
             }
             (above, file) = (next.node, next.file);
@@ -258,12 +252,9 @@ pub(super) fn drop_unused(
             match qmp.execute_on_disks("blockdev-del", json!({ "node-name": name })) {
                 Ok(_) => {
                     tracing::info!(node = name, "overlay of an interrupted save removed");
-                    let file = file_of(&nodes, spec, disk, name);
-                    if let Some(file) =
-                        file.filter(|file| spec.user.is_none() || overlays.contains(file))
-                    {
-                        let _ = fs::remove_file(file);
-                    }
+                    let is_own = |file: &PathBuf| spec.user.is_none() || overlays.contains(file);
+                    let file = file_of(&nodes, spec, disk, name).filter(is_own);
+                    let _ = file.map(fs::remove_file);
                 }
                 Err(QmpError::Refused { .. }) => {}
                 Err(error) => return Err(error.into()),
@@ -275,9 +266,8 @@ pub(super) fn drop_unused(
 
 /// Writes the path of the backing file into the header of the node's file.
 pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
-    qmp.execute_on_disks(
-        "change-backing-file",
-        json!({ "device": node, "image-node-name": node, "backing-file": backing }),
-    )?;
-    Ok(())
+    let names = json!({ "device": node, "image-node-name": node, "backing-file": backing });
+    Ok(qmp
+        .execute_on_disks("change-backing-file", names)
+        .map(drop)?)
 }

@@ -10,24 +10,24 @@ use serde_json::{Value, json};
 
 use super::error::SnapshotError;
 
+/// Returns why a VM with this answer to a query cannot be saved.
+type Check<'a> = &'a dyn Fn(&Value) -> Option<String>;
+
 /// Checks that the VM can be saved. The error says why it cannot be.
 pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
-    let status = qmp.query("query-status")?;
-    if let Some(why) = not_running(&status) {
-        return Err(SnapshotError::Impossible(why));
+    let checks: [(&str, Check<'_>); 5] = [
+        ("query-status", &not_running),
+        ("query-migrate", &blocked),
+        ("query-tpm", &tpm),
+        ("query-block", &|disks| foreign_disk(disks, spec)),
+        ("query-memory-devices", &plugged_memory),
+    ];
+    for (query, problem) in checks {
+        if let Some(why) = problem(&qmp.query(query)?) {
+            return Err(SnapshotError::Impossible(why));
+        }
     }
-    let migration = qmp.query("query-migrate")?;
-    let disks = qmp.query("query-block")?;
-    let memory = qmp.query("query-memory-devices")?;
-    let tpms = qmp.query("query-tpm")?;
-    let problem = blocked(&migration)
-        .or_else(|| tpm(&tpms))
-        .or_else(|| foreign_disk(&disks, spec))
-        .or_else(|| plugged_memory(&memory));
-    match problem {
-        Some(why) => Err(SnapshotError::Impossible(why)),
-        None => plugged_device(qmp),
-    }
+    plugged_device(qmp)
 }
 
 fn not_running(status: &Value) -> Option<String> {
@@ -64,30 +64,23 @@ pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
 /// is copied (`written_files`). In a copy of a VM that memfold did not start, flash has no file.
 pub(super) fn is_flash(device: &Value, spec: &VmSpec) -> bool {
     let text = |key: &str| device[key].as_str().unwrap_or_default();
-    let is_file = device["inserted"]["file"]
-        .as_str()
-        .is_some_and(|file| file.starts_with('/'));
+    let file = device["inserted"]["file"].as_str().unwrap_or_default();
     (text("device").contains("pflash") || text("qdev").contains("/system.flash"))
-        && (is_file || spec.foreign.is_some())
+        && (file.starts_with('/') || spec.foreign.is_some())
 }
 
 /// Describes a writable disk that is not in the description, if there is one.
 fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
-    let name = |device: &Value| {
-        let named = ["device", "qdev"]
-            .iter()
-            .filter_map(|key| device[key].as_str());
-        named
-            .filter(|name| !name.is_empty())
-            .map(str::to_owned)
-            .next()
-    };
-    let devices = devices.as_array()?.iter();
-    let foreign = devices
-        .filter(|device| device["inserted"].is_object() && device["inserted"]["ro"] != true)
-        .filter(|device| !is_known(device, spec) && !is_flash(device, spec))
-        .map(|device| name(device).unwrap_or_else(|| "without a name".into()))
-        .next()?;
+    let mut devices = devices.as_array()?.iter().filter(|device| {
+        device["inserted"].is_object()
+            && device["inserted"]["ro"] != true
+            && !is_known(device, spec)
+            && !is_flash(device, spec)
+    });
+    let device = devices.next()?;
+    let names = ["device", "qdev"].map(|key| device[key].as_str().unwrap_or_default());
+    let foreign = names.into_iter().find(|name| !name.is_empty());
+    let foreign = foreign.unwrap_or("without a name");
     Some(format!(
         "the VM has a disk that is not in its description ('{foreign}') and would not be part of the snapshot; start the VM with that disk as --disk, or read-only"
     ))
@@ -96,9 +89,8 @@ fn foreign_disk(devices: &Value, spec: &VmSpec) -> Option<String> {
 /// Describes the VM's TPM, if there is one. The TPM's state is in another process or in hardware,
 /// which a second VM cannot have.
 fn tpm(tpms: &Value) -> Option<String> {
-    let id = tpms.as_array()?.first()?["id"]
-        .as_str()
-        .unwrap_or("without a name");
+    let tpm = tpms.as_array()?.first()?;
+    let id = tpm["id"].as_str().unwrap_or("without a name");
     Some(format!(
         "the VM has a TPM ('{id}'), whose state is in another process (swtpm) and would not be part of the snapshot; start the VM without a TPM"
     ))
@@ -107,11 +99,11 @@ fn tpm(tpms: &Value) -> Option<String> {
 /// Describes hot-plugged RAM, if there is any. Segments do not count: they are separate files,
 /// which a restored VM maps again.
 fn plugged_memory(devices: &Value) -> Option<String> {
-    let devices = devices.as_array()?.iter();
     let plugged = devices
-        .filter(|device| device["type"] != "virtio-pmem" && device["data"]["hotplugged"] == true)
-        .map(|device| device["data"]["id"].as_str().unwrap_or("without a name"))
-        .next()?;
+        .as_array()?
+        .iter()
+        .find(|device| device["type"] != "virtio-pmem" && device["data"]["hotplugged"] == true)?;
+    let plugged = plugged["data"]["id"].as_str().unwrap_or("without a name");
     Some(format!(
         "memory was plugged into the running VM (device '{plugged}'), and a VM of the snapshot would lack it; unplug it, or start the VM with more memory"
     ))
@@ -124,20 +116,13 @@ fn plugged_device(qmp: &mut Qmp) -> Result<(), SnapshotError> {
             let Some(name) = device["name"].as_str() else {
                 continue;
             };
-            let is_segment = name
-                .strip_prefix("seg")
-                .is_some_and(|number| number.parse::<u32>().is_ok());
-            if is_segment
-                || !device["type"]
-                    .as_str()
-                    .is_some_and(|t| t.starts_with("child<"))
-            {
+            let number = name.strip_prefix("seg").unwrap_or_default();
+            let is_child = |kind: &str| kind.starts_with("child<");
+            if number.parse::<u32>().is_ok() || !device["type"].as_str().is_some_and(is_child) {
                 continue;
             }
-            let asked = qmp.execute(
-                "qom-get",
-                json!({ "path": format!("{path}/{name}"), "property": "hotplugged" }),
-            );
+            let property = json!({ "path": format!("{path}/{name}"), "property": "hotplugged" });
+            let asked = qmp.execute("qom-get", property);
             // An object without this property is not a device.
             if asked.is_ok_and(|is_plugged| is_plugged == true) {
                 return Err(SnapshotError::Impossible(format!(
@@ -152,9 +137,8 @@ fn plugged_device(qmp: &mut Qmp) -> Result<(), SnapshotError> {
 /// Refuses device memory other than segments, because it would not be saved.
 pub(super) fn check_memory(spec: &VmSpec, qmp: &mut Qmp) -> Result<(), SnapshotError> {
     let blocks = memfold_vm::ram::read_blocks(qmp)?;
-    let unnamed = blocks
-        .iter()
-        .filter(|b| b.name.is_empty() && b.used_bytes > 0);
+    let blocks = blocks.iter();
+    let unnamed = blocks.filter(|b| b.name.is_empty() && b.used_bytes > 0);
     if unnamed.count() > spec.segments.len() {
         return Err(SnapshotError::Impossible(
             "the VM maps device memory that is not a memfold segment, which QEMU would not save either".into(),

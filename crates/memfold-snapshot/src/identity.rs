@@ -15,7 +15,7 @@ use std::io::{self, Read};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use memfold_vm::{VmDirectory, VmSpec};
+use memfold_vm::{VmDirectory, VmSpec, missing_is_fine};
 
 /// File in a VM's directory that contains a [`Plan`] until the plan is executed.
 const FILE: &str = "renewal.json";
@@ -86,16 +86,11 @@ impl Plan {
         let low = word()? & !(0b11 << 62) | 0b10 << 62;
         #[allow(clippy::cast_possible_truncation)] // only 24 bits are used
         let mac = (word()? & 0xff_ffff) as u32;
+        let seed = [word()?, word()?, word()?, word()?].map(|word| format!("{word:016x}"));
         Ok(Self {
             renew,
             host_name: host_name(&spec.name),
-            seed: format!(
-                "{:016x}{:016x}{:016x}{:016x}",
-                word()?,
-                word()?,
-                word()?,
-                word()?
-            ),
+            seed: seed.concat(),
             machine_id: format!("{high:016x}{low:016x}"),
             mac,
             cards: spec.cards(),
@@ -125,24 +120,18 @@ impl Plan {
 
     /// Removes the plan after it was executed.
     pub fn remove(directory: &VmDirectory) -> io::Result<()> {
-        match std::fs::remove_file(directory.path().join(FILE)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
-        }
+        missing_is_fine(std::fs::remove_file(directory.path().join(FILE)))
     }
 
     /// Returns the shell script for the guest. The shell must be a child of the agent.
     /// [`Renewal::read`] parses the script's output.
     pub fn script(&self) -> String {
-        let mut parts = vec![
-            REPORT.to_owned(),
-            format!("seed={}\n{RANDOM}{SMALL_REPORTS}", self.seed),
-        ];
+        let Self {
+            seed, mac, cards, ..
+        } = self;
+        let mut parts = vec![format!("{REPORT}seed={seed}\n{RANDOM}{SMALL_REPORTS}")];
         if self.renew >= Renew::Network {
-            parts.push(format!(
-                "mac={} cards={}\n{ADDRESSES}",
-                self.mac, self.cards
-            ));
+            parts.push(format!("mac={mac} cards={cards}\n{ADDRESSES}"));
         }
         if self.renew >= Renew::Identity {
             let (name, id) = (&self.host_name, &self.machine_id);
@@ -246,10 +235,8 @@ impl Renewal {
     /// Parses the script's output. Returns an error if the script did not reach its end.
     pub fn read(said: &str) -> Result<Self, String> {
         let told = |prefix: &str| {
-            let lines = said.lines();
-            lines
-                .filter_map(|line| Some(line.strip_prefix(prefix)?.trim().to_owned()))
-                .collect::<Vec<_>>()
+            let lines = said.lines().filter_map(|line| line.strip_prefix(prefix));
+            lines.map(|line| line.trim().to_owned()).collect()
         };
         if said.lines().last() != Some(END) {
             return Err("the guest did not finish the script".into());
@@ -272,11 +259,9 @@ impl Renewal {
 }
 
 fn host_name(name: &str) -> String {
-    let letters = name
-        .chars()
-        .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' });
-    let name: String = letters.take(HOST_NAME_MAX).collect();
-    name.trim_matches('-').to_owned()
+    let name = name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
+    let end = name.len().min(HOST_NAME_MAX);
+    name[..end].trim_matches('-').to_owned()
 }
 
 /// Returns whether the shell can parse a script.

@@ -154,12 +154,6 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Returns the blocks, whose numbers begin at 0.
-    #[must_use]
-    pub fn blocks(&self) -> &[Source] {
-        &self.blocks
-    }
-
     /// Returns the address ranges of block `number` that must be saved.
     pub fn wanted(&self, number: usize) -> impl Iterator<Item = Range<Hva>> + '_ {
         let block = self.blocks.get(number).zip(self.ranges.get(number));

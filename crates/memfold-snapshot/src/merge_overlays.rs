@@ -15,6 +15,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use memfold_host::progress::Progress;
 use memfold_vm::VmSpec;
 use serde_json::{Value, json};
 
@@ -89,7 +90,7 @@ fn commit(monitor: &impl Monitor, disk: usize, top: &str, below: &Below) -> Resu
         let done = monitor.qmp().execute_on_disks("block-commit", commit);
         done.map_err(|error| error.to_string())?;
     }
-    block_job::finish(monitor, &id, TIMEOUT, None, || Ok(()))
+    block_job::finish(monitor, &id, TIMEOUT, &Progress::default(), || Ok(()))
 }
 
 #[cfg(test)]

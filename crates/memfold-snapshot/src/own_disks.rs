@@ -32,10 +32,8 @@ impl OwnDisks {
         let bytes = written.map(|disk| fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
         progress.begin("disks copied", bytes.sum());
         let mut made = Self::default();
-        for (number, disk) in spec.disks.iter_mut().enumerate() {
-            if !disk.snapshot {
-                continue;
-            }
+        let disks = spec.disks.iter_mut().enumerate();
+        for (number, disk) in disks.filter(|(_, disk)| disk.snapshot) {
             let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
             copy_disk(&disk.path, &file, progress).map_err(failed(&file))?;
             made.0.push(file.clone());
@@ -47,10 +45,9 @@ impl OwnDisks {
             copy_disk(from, &file, progress).map_err(failed(&file))?;
             let token = own_files::token(number);
             let is_token = |path: &Path| path == Path::new(&token);
+            let path = file.to_string_lossy();
             for argument in &mut spec.qemu_args {
-                if let Some(renamed) =
-                    own_files::rename(argument, &is_token, &file.to_string_lossy())
-                {
+                if let Some(renamed) = own_files::rename(argument, &is_token, &path) {
                     *argument = renamed;
                 }
             }
@@ -115,11 +112,10 @@ fn write_alone(path: &Path) -> io::Result<File> {
         .custom_flags(nofollow)
         .open(path)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(Errno::WOULDBLOCK) => Err(io::Error::new(
-            ErrorKind::AlreadyExists,
-            "another restore is writing the disk",
-        )),
-        Err(errno) => Err(errno.into()),
+        Err(Errno::WOULDBLOCK) => {
+            let why = "another restore is writing the disk";
+            Err(io::Error::new(ErrorKind::AlreadyExists, why))
+        }
+        other => Ok(other.map(|()| file)?),
     }
 }

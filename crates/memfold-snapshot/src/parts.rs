@@ -8,6 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use memfold_host::progress::Progress;
+use memfold_store::StoreIdentity;
 
 use super::candidates::{Candidates, SourceFile};
 use super::disk_chain::identity;
@@ -29,21 +30,15 @@ pub(super) fn write_references(
     }
     let mut sources = Vec::new();
     for (file, number) in candidates.files.iter().zip(0..) {
-        let mut of_file = references
-            .iter_mut()
-            .filter(|r| r.file == number)
-            .peekable();
-        if of_file.peek().is_none() {
-            continue;
-        }
+        let of_file = references.iter_mut().filter(|r| r.file == number);
         let renumbered = u32::try_from(sources.len()).unwrap_or(u32::MAX);
-        of_file.for_each(|reference| reference.file = renumbered);
-        sources.push(name_in_snapshot(file, disks)?);
+        if of_file.map(|reference| reference.file = renumbered).count() > 0 {
+            sources.push(name_in_snapshot(file, disks)?);
+        }
     }
     let mut table = draft.file(REFERENCES)?;
-    table
-        .write_all(&refer::encode(&references))
-        .map_err(draft.failed(REFERENCES))?;
+    let written = table.write_all(&refer::encode(&references));
+    written.map_err(draft.failed(REFERENCES))?;
     Ok(Some(References {
         table: facts(table).map_err(draft.failed(REFERENCES))?,
         sources,
@@ -58,11 +53,7 @@ fn name_in_snapshot(source: &SourceFile, disks: &[SavedDisk]) -> Result<PathBuf,
     if let Some(disk) = source.overlay_of {
         return Ok(disk_name(disk).into());
     }
-    let own = source
-        .file
-        .metadata()
-        .map(|facts| (facts.dev(), facts.ino()))
-        .ok();
+    let own = StoreIdentity::of(&source.file).ok();
     let files = disks.iter().flat_map(|disk| {
         let backing = disk.backing.iter().map(|file| &file.path);
         std::iter::once(&disk.file.path).chain(backing)

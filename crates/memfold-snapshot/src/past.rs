@@ -11,11 +11,12 @@
 //! (`replace_page` in `mm/ksm.c` creates the new page table entry without the userfaultfd mark). So
 //! KSM is stopped during the save, and pages that have lost their protection are not accepted.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use memfold_sys::pagemap::{Filter, Pagemap};
 use memfold_sys::shared::SharedWords;
@@ -29,6 +30,8 @@ use rustix::process::Pid;
 /// Error message for a page that lost its protection.
 const UNPROTECTED: &str = "a page of the VM lost its write protection without a reported write: the kernel has put another page in its \
                            place (KSM does, if something starts it meanwhile); save the VM again, or without --live";
+
+type Span = std::ops::Range<Hva>;
 
 /// Pages of a running VM that will be read as of one instant.
 #[derive(Debug)]
@@ -46,19 +49,13 @@ impl Past {
     /// address ranges, each within one of `blocks`. Returns `None` if `wanted` has no pages. `room`
     /// is the maximum number of pages whose old contents are kept; if the VM writes to more pages
     /// before they are read, the snapshot fails.
-    pub fn new(
-        pid: Pid,
-        blocks: &[std::ops::Range<Hva>],
-        wanted: &[std::ops::Range<Hva>],
-        room: u64,
-    ) -> io::Result<Option<Self>> {
+    pub fn new(pid: Pid, blocks: &[Span], wanted: &[Span], room: u64) -> io::Result<Option<Self>> {
         let mut pages = 0;
-        let numbered = chunks(blocks, wanted, MAX_RUNS).into_iter().map(|range| {
-            let first = pages;
+        let mut ranges = Vec::new();
+        for range in chunks(blocks, wanted, MAX_RUNS) {
+            ranges.push((range, pages));
             pages += range.pages;
-            (range, first)
-        });
-        let ranges: Vec<(Range, u64)> = numbered.collect();
+        }
         let Some(layout) = Layout::new(pages) else {
             return Ok(None);
         };
@@ -108,21 +105,19 @@ impl Past {
             .map_or(0, |word| word.load(Ordering::Acquire).into())
     }
 
-    fn word(&self, at: u64) -> io::Result<&std::sync::atomic::AtomicU32> {
+    fn word(&self, at: u64) -> io::Result<&AtomicU32> {
         self.words.get(at).ok_or_else(|| other("no such entry"))
     }
 
-    fn entry(&self, index: u64) -> io::Result<&std::sync::atomic::AtomicU32> {
+    fn entry(&self, index: u64) -> io::Result<&AtomicU32> {
         self.word(self.layout.entry_word(index))
     }
 
     fn index(&self, page: Hva) -> io::Result<u64> {
         let end = |range: &Range| Hva(range.hva).add_pages(range.pages);
         let at = self.ranges.partition_point(|(range, _)| end(range) <= page);
-        let found = self
-            .ranges
-            .get(at)
-            .filter(|(range, _)| Hva(range.hva) <= page);
+        let found = self.ranges.get(at);
+        let found = found.filter(|(range, _)| Hva(range.hva) <= page);
         let (range, first) = found.ok_or_else(|| other("a page that is not kept"))?;
         Ok(first + page.pages_since(Hva(range.hva)))
     }
@@ -157,30 +152,29 @@ impl Past {
 
     /// Fails if any old contents could not be kept so far.
     fn check(&self) -> io::Result<()> {
-        match i32::try_from(self.word(ERRNO_WORD)?.load(Ordering::Acquire)) {
-            Ok(0) => Ok(()),
-            Ok(errno) if errno == Errno::STALE.raw_os_error() => Err(other(UNPROTECTED)),
-            Ok(errno) if errno == Errno::CANCELED.raw_os_error() => Err(other(
-                "the library in QEMU stopped copying before writes: the connection to it has ended",
-            )),
-            // This error means that the file has no free slot.
-            Ok(errno) if errno == Errno::PERM.raw_os_error() => Err(other(
-                "the VM writes to more pages than half of the host's available memory can hold; save the VM without --live",
-            )),
-            errno => {
-                let why = io::Error::from_raw_os_error(errno.unwrap_or(Errno::IO.raw_os_error()));
-                Err(io::Error::new(
-                    why.kind(),
-                    format!("cannot copy pages before the VM writes to them: {why}"),
-                ))
-            }
+        let errno = self.word(ERRNO_WORD)?.load(Ordering::Acquire);
+        if errno == 0 {
+            return Ok(());
         }
-    }
-}
-
-impl AsFd for Past {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+        let errno = i32::try_from(errno).unwrap_or(Errno::IO.raw_os_error());
+        let is = |kind: Errno| errno == kind.raw_os_error();
+        if is(Errno::STALE) {
+            return Err(other(UNPROTECTED));
+        }
+        if is(Errno::CANCELED) {
+            return Err(other(
+                "the library in QEMU stopped copying before writes: the connection to it has ended",
+            ));
+        }
+        // This error means that the file has no free slot.
+        if is(Errno::PERM) {
+            return Err(other(
+                "the VM writes to more pages than half of the host's available memory can hold; save the VM without --live",
+            ));
+        }
+        let why = io::Error::from_raw_os_error(errno);
+        let words = format!("cannot copy pages before the VM writes to them: {why}");
+        Err(io::Error::new(why.kind(), words))
     }
 }
 
@@ -190,17 +184,11 @@ fn other(why: &str) -> io::Error {
 
 /// Returns the huge pages that contain wanted pages, as at most `most` ranges. If there would be
 /// more ranges, the nearest ones are joined.
-fn chunks(
-    blocks: &[std::ops::Range<Hva>],
-    wanted: &[std::ops::Range<Hva>],
-    most: usize,
-) -> Vec<Range> {
-    let mut found: Vec<std::ops::Range<Hva>> = Vec::new();
+fn chunks(blocks: &[Span], wanted: &[Span], most: usize) -> Vec<Range> {
+    let mut found: Vec<Span> = Vec::new();
     for range in wanted {
-        let Some(block) = blocks
-            .iter()
-            .find(|block| block.start <= range.start && range.end <= block.end)
-        else {
+        let holds = |block: &&Span| block.start <= range.start && range.end <= block.end;
+        let Some(block) = blocks.iter().find(holds) else {
             continue;
         };
         let unit = HUGE_PAGE_PAGES * PAGE_SIZE;
@@ -213,37 +201,29 @@ fn chunks(
             _ => found.push(start..end),
         }
     }
-    let same_block = |a: Hva, b: Hva| {
-        blocks
-            .iter()
-            .any(|block| block.start <= a && b <= block.end)
-    };
-    let mut gaps: Vec<(u64, usize)> = found
-        .windows(2)
-        .enumerate()
+    // Each gap is given by its length, and by the index of the range after it.
+    let same_block = |a: Hva, b: Hva| blocks.iter().any(|of| of.start <= a && b <= of.end);
+    let mut gaps: Vec<(u64, usize)> = (1..)
+        .zip(found.windows(2))
         .filter(|(_, two)| same_block(two[0].start, two[1].end))
         .map(|(at, two)| (two[1].start.pages_since(two[0].end), at))
         .collect();
     gaps.sort_unstable();
-    let closed: std::collections::BTreeSet<usize> = gaps
-        .iter()
-        .take(found.len().saturating_sub(most))
-        .map(|&(_, at)| at)
-        .collect();
-    let mut ranges: Vec<std::ops::Range<Hva>> = Vec::new();
+    gaps.truncate(found.len().saturating_sub(most));
+    let closed: BTreeSet<usize> = gaps.into_iter().map(|(_, at)| at).collect();
+    let mut ranges: Vec<Range> = Vec::new();
     for (at, range) in found.into_iter().enumerate() {
         match ranges.last_mut() {
-            Some(last) if at > 0 && closed.contains(&(at - 1)) => last.end = range.end,
-            _ => ranges.push(range),
+            Some(last) if closed.contains(&at) => {
+                last.pages = range.end.pages_since(Hva(last.hva));
+            }
+            _ => ranges.push(Range {
+                hva: range.start.0,
+                pages: range.end.pages_since(range.start),
+            }),
         }
     }
     ranges
-        .iter()
-        .map(|range| Range {
-            hva: range.start.0,
-            pages: range.end.pages_since(range.start),
-        })
-        .collect()
 }
 
 #[cfg(test)]

@@ -44,7 +44,7 @@ use super::parts;
 use super::past::Past;
 use super::saved_disks::take_over;
 use super::shelf::Shelf;
-use super::still::{Still, go_on, stand_still};
+use super::still::{Attempt, Still};
 use super::writer::Writer;
 
 pub use super::block_job::Monitor;
@@ -86,16 +86,6 @@ pub fn save(
         attempt.go_on_with_room();
     }
     made
-}
-
-/// A running save: the VM, and the options of the save.
-struct Attempt<'a, M, H> {
-    vm: &'a Vm,
-    subject: &'a Subject,
-    monitor: &'a M,
-    request: &'a Request,
-    hold: &'a H,
-    progress: &'a Progress,
 }
 
 impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
@@ -153,29 +143,26 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         draft: &Draft,
         ram: &'r File,
     ) -> Result<(Vec<Frozen>, Vec<Copied>, Still<'r>), SnapshotError> {
-        let (vm, spec, hold) = (self.vm, &self.subject.spec, self.hold);
+        let spec = &self.subject.spec;
         let note = |new: &[PathBuf]| {
             let all: Vec<PathBuf> = before.iter().chain(new).cloned().collect();
             self.subject.write_overlays(&all)
         };
         let mut qmp = self.monitor.qmp();
         let frozen = freeze::prepare(&mut qmp, spec, draft, before, note)?;
-        let stood = check_files(vm.pid(), &mut qmp, spec)
+        let stood = check_files(self.vm.pid(), &mut qmp, spec)
             .and_then(|()| disk_copy::prepare(&mut qmp, spec, draft))
             .and_then(|copies| {
                 let disks = (frozen.as_slice(), copies.as_slice());
-                let (request, progress) = (self.request, self.progress);
-                let files = (draft, ram);
-                let still =
-                    stand_still((vm, spec), &mut qmp, files, disks, request, hold, progress)?;
+                let still = self.save_still(&mut qmp, (draft, ram), disks)?;
                 Ok((copies, still))
             });
         match stood {
             Ok((copies, still)) => Ok((frozen, copies, still)),
             Err(error) => {
                 // The VM resumes first, because the following steps may wait for QEMU.
-                go_on(vm, hold, &mut qmp);
-                hold.let_go();
+                self.go_on(&mut qmp);
+                self.hold.let_go();
                 freeze::undo(&mut qmp, &frozen, note);
                 Err(error)
             }
@@ -342,7 +329,7 @@ fn copy_ram(
     plan: &Plan,
     progress: &Progress,
 ) -> io::Result<u64> {
-    let copied = blocks.iter().map(|&number| plan.blocks()[number].pages);
+    let copied = blocks.iter().map(|&number| plan.blocks[number].pages);
     progress.begin("RAM copied", copied.sum::<u64>() * PAGE_SIZE);
     writer.blocks(plan, &blocks, Some(&past), progress)?;
     Ok(past.kept_pages())

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use memfold_host::progress::Progress;
 use memfold_units::PAGE_SIZE;
-use memfold_vm::{Qmp, RamLayout, Vm, VmSpec};
+use memfold_vm::{Qmp, RamLayout, Vm};
 use memfold_wire::library::Range;
 use rustix::io::Errno;
 use serde_json::json;
@@ -25,6 +25,7 @@ use super::image::{Plan, Source};
 use super::manifest::{DEVICES, FileFacts, RAM, Steps};
 use super::past::Past;
 use super::request::{Request, milliseconds};
+use super::subject::Subject;
 use super::writer::Writer;
 
 /// Stops and resumes a VM for its snapshot. Dropping the value resumes the VM and the folding of
@@ -64,86 +65,91 @@ pub(super) struct Still<'a> {
     pub(super) pause: Duration,
 }
 
-/// Resumes the VM. If this fails, the library resumes the VM when its connection ends.
-pub(super) fn go_on(vm: &Vm, hold: &impl Hold, qmp: &mut Qmp) {
-    if let Err(error) = hold.go_on(qmp) {
-        tracing::warn!(
-            vm = vm.name(),
-            error,
-            "cannot resume the VM after its save; run 'memfold vm resume'"
-        );
-    }
+/// A running save: the VM, and the options of the save.
+pub(super) struct Attempt<'a, M, H> {
+    pub(super) vm: &'a Vm,
+    pub(super) subject: &'a Subject,
+    pub(super) monitor: &'a M,
+    pub(super) request: &'a Request,
+    pub(super) hold: &'a H,
+    pub(super) progress: &'a Progress,
 }
 
-/// Stops the VM, saves the parts that must be from one instant, and resumes the VM.
-#[allow(clippy::too_many_arguments)] // these are the parts of one save
-pub(super) fn stand_still<'a>(
-    (vm, spec): (&Vm, &VmSpec),
-    qmp: &mut Qmp,
-    (draft, ram): (&Draft, &'a File),
-    (frozen, copies): (&[Frozen], &[Copied]),
-    request: &Request,
-    hold: &impl Hold,
-    progress: &Progress,
-) -> Result<Still<'a>, SnapshotError> {
-    let failed = draft.failed(RAM);
-    let mut steps = request.steps;
-    let began = Instant::now();
-    let layout = vm.layout(qmp)?;
-    let candidates = Candidates::find(vm.pid(), &layout, spec, frozen, &request.candidates);
-    steps.refer_ms = milliseconds(began.elapsed());
-    let waiting = Instant::now();
-    let free = hold.free_pages();
-    steps.list_ms = milliseconds(waiting.elapsed());
-    hold.stop(qmp).map_err(SnapshotError::Impossible)?;
-    let stopped = Instant::now();
-    let devices = device_state(qmp, draft)?;
-    steps.devices_ms = milliseconds(stopped.elapsed());
-    let began = Instant::now();
-    let layout = vm.layout(qmp)?;
-    let free = free.and_then(|frames| {
-        free::unwritten(vm.pid(), &layout, &frames)
-            .map_err(|error| format!("cannot read which pages were written: {error}"))
-    });
-    // Write tracking leaves a mark on untouched pages that looks like a page in swap.
-    hold.untrack().map_err(SnapshotError::Impossible)?;
-    let given = free.as_deref().unwrap_or_default();
-    let plan = Plan::new(vm.pid(), sources(qmp)?, given).map_err(&failed)?;
-    let past = if request.live {
-        keep_past(vm, &layout, &plan, hold)?
-    } else {
-        None
-    };
-    let mut writer = Writer::new(&plan, ram).map_err(&failed)?;
-    writer.compare_with(candidates);
-    // An image that will be compressed should not be written to the disk before.
-    if !request.compress {
-        writer.write_back().map_err(&failed)?;
+impl<M, H: Hold> Attempt<'_, M, H> {
+    /// Resumes the VM. If this fails, the library resumes the VM when its connection ends.
+    pub(super) fn go_on(&self, qmp: &mut Qmp) {
+        if let Err(error) = self.hold.go_on(qmp) {
+            tracing::warn!(
+                vm = self.vm.name(),
+                error,
+                "cannot resume the VM after its save; run 'memfold vm resume'"
+            );
+        }
     }
-    let pages = plan.blocks().iter().map(|block| block.pages);
-    progress.begin("RAM saved", pages.sum::<u64>() * PAGE_SIZE);
-    let is_live = |number: &usize| past.as_ref().is_some_and(|(_, live)| live.contains(number));
-    let still: Vec<usize> = (0..plan.blocks().len())
-        .filter(|number| !is_live(number))
-        .collect();
-    writer
-        .blocks(&plan, &still, None, progress)
-        .map_err(&failed)?;
-    steps.ram_ms = milliseconds(began.elapsed());
-    let began = Instant::now();
-    disk_copy::begin(qmp, spec, copies)?;
-    freeze::switch(qmp, frozen)?;
-    steps.disks_ms = milliseconds(began.elapsed());
-    go_on(vm, hold, qmp);
-    Ok(Still {
-        steps,
-        devices,
-        free_kept: free.err(),
-        plan,
-        past,
-        writer,
-        pause: stopped.elapsed(),
-    })
+
+    /// Stops the VM, saves the parts that must be from one instant, and resumes the VM.
+    pub(super) fn save_still<'r>(
+        &self,
+        qmp: &mut Qmp,
+        (draft, ram): (&Draft, &'r File),
+        (frozen, copies): (&[Frozen], &[Copied]),
+    ) -> Result<Still<'r>, SnapshotError> {
+        let (vm, spec, hold) = (self.vm, &self.subject.spec, self.hold);
+        let (request, progress) = (self.request, self.progress);
+        let failed = draft.failed(RAM);
+        let mut steps = request.steps;
+        let began = Instant::now();
+        let layout = vm.layout(qmp)?;
+        let candidates = Candidates::find(vm.pid(), &layout, spec, frozen, &request.candidates);
+        steps.refer_ms = milliseconds(began.elapsed());
+        let waiting = Instant::now();
+        let free = hold.free_pages();
+        steps.list_ms = milliseconds(waiting.elapsed());
+        hold.stop(qmp).map_err(SnapshotError::Impossible)?;
+        let stopped = Instant::now();
+        let devices = device_state(qmp, draft)?;
+        steps.devices_ms = milliseconds(stopped.elapsed());
+        let began = Instant::now();
+        let layout = vm.layout(qmp)?;
+        let free = free.and_then(|frames| {
+            free::unwritten(vm.pid(), &layout, &frames)
+                .map_err(|error| format!("cannot read which pages were written: {error}"))
+        });
+        // Write tracking leaves a mark on untouched pages that looks like a page in swap.
+        hold.untrack().map_err(SnapshotError::Impossible)?;
+        let given = free.as_deref().unwrap_or_default();
+        let plan = Plan::new(vm.pid(), sources(qmp)?, given).map_err(&failed)?;
+        let past = (request.live).then(|| keep_past(vm, &layout, &plan, hold));
+        let past = past.transpose()?.flatten();
+        let mut writer = Writer::new(&plan, ram).map_err(&failed)?;
+        writer.compare_with(candidates);
+        // An image that will be compressed should not be written to the disk before.
+        if !request.compress {
+            writer.write_back().map_err(&failed)?;
+        }
+        let pages = plan.blocks.iter().map(|block| block.pages);
+        progress.begin("RAM saved", pages.sum::<u64>() * PAGE_SIZE);
+        let is_live = |number: &usize| past.as_ref().is_some_and(|(_, live)| live.contains(number));
+        let mut still: Vec<usize> = (0..plan.blocks.len()).collect();
+        still.retain(|number| !is_live(number));
+        let written = writer.blocks(&plan, &still, None, progress);
+        written.map_err(&failed)?;
+        steps.ram_ms = milliseconds(began.elapsed());
+        let began = Instant::now();
+        disk_copy::begin(qmp, spec, copies)?;
+        freeze::switch(qmp, frozen)?;
+        steps.disks_ms = milliseconds(began.elapsed());
+        self.go_on(qmp);
+        Ok(Still {
+            steps,
+            devices,
+            free_kept: free.err(),
+            plan,
+            past,
+            writer,
+            pause: stopped.elapsed(),
+        })
+    }
 }
 
 /// Makes the library keep old contents of the VM's RAM. Returns the protected memory, and the
@@ -155,26 +161,16 @@ fn keep_past(
     hold: &impl Hold,
 ) -> Result<Option<(Past, Vec<usize>)>, SnapshotError> {
     let failed = |error: io::Error| {
-        SnapshotError::Impossible(format!(
-            "no space for copies of pages that the VM writes to: {error}"
-        ))
+        let why = format!("no space for copies of pages that the VM writes to: {error}");
+        SnapshotError::Impossible(why)
     };
     let is_ram = |source: &Source| layout.blocks.iter().any(|block| block.hva == source.hva);
-    let mut live: Vec<usize> = (0..plan.blocks().len())
-        .filter(|&number| is_ram(&plan.blocks()[number]))
-        .collect();
-    live.sort_by_key(|&number| plan.blocks()[number].hva);
-    let blocks: Vec<_> = live
-        .iter()
-        .map(|&number| {
-            let block = &plan.blocks()[number];
-            block.hva..block.hva.add_pages(block.pages)
-        })
-        .collect();
-    let wanted: Vec<_> = live
-        .iter()
-        .flat_map(|&number| plan.wanted(number))
-        .collect();
+    let all = plan.blocks.iter().enumerate();
+    let mut live: Vec<(usize, &Source)> = all.filter(|(_, block)| is_ram(block)).collect();
+    live.sort_by_key(|(_, block)| block.hva);
+    let ends = |block: &Source| block.hva..block.hva.add_pages(block.pages);
+    let blocks: Vec<_> = live.iter().map(|(_, block)| ends(block)).collect();
+    let wanted: Vec<_> = live.iter().flat_map(|(n, _)| plan.wanted(*n)).collect();
     // The other half of the available memory is for the guests.
     let room = host_available_pages().map_err(failed)? / 2;
     let Some(past) = Past::new(vm.pid(), &blocks, &wanted, room).map_err(failed)? else {
@@ -183,7 +179,7 @@ fn keep_past(
     let file = past.descriptor().map_err(failed)?;
     hold.keep_past(past.ranges(), file)
         .map_err(SnapshotError::Impossible)?;
-    Ok(Some((past, live)))
+    Ok(Some((past, live.into_iter().map(|(n, _)| n).collect())))
 }
 
 /// Makes QEMU write its device state into the draft.
@@ -193,10 +189,8 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
     let failed = failed(path.as_path());
     let writable = File::options().write(true).open(&path).map_err(failed)?;
     let place = qmp.lend(writable.as_fd())?;
-    let done = qmp.execute_on_disks(
-        "xen-save-devices-state",
-        json!({ "filename": place.path(), "live": false }),
-    );
+    let into = json!({ "filename": place.path(), "live": false });
+    let done = qmp.execute_on_disks("xen-save-devices-state", into);
     qmp.take_back(&place)?;
     // QEMU does not report the reason of a failed write.
     let is_full = || rustix::fs::fstatvfs(&writable).is_ok_and(|disk| disk.f_bavail == 0);
@@ -214,13 +208,12 @@ fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError
 /// Returns all RAM blocks of QEMU that belong to the VM. Blocks without a name are files that QEMU
 /// maps (segments), which QEMU's migration would not include either.
 fn sources(qmp: &mut Qmp) -> Result<Vec<Source>, SnapshotError> {
-    let blocks = memfold_vm::ram::read_blocks(qmp)?;
+    let mut blocks = memfold_vm::ram::read_blocks(qmp)?;
+    blocks.retain(|block| block.used_bytes > 0 && !block.name.is_empty());
     let sources = blocks.into_iter().map(|block| Source {
         name: block.name,
         hva: block.hva,
         pages: block.used_bytes.div_ceil(PAGE_SIZE),
     });
-    Ok(sources
-        .filter(|source| source.pages > 0 && !source.name.is_empty())
-        .collect())
+    Ok(sources.collect())
 }

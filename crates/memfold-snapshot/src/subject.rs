@@ -57,9 +57,8 @@ impl Subject {
 
     pub(super) fn record_now(&self) -> Record {
         let directory = self.directory.as_ref();
-        directory
-            .and_then(|place| VmDirectory::read_json(&place.record()).ok())
-            .filter(|now: &Record| now.process == self.record.process)
+        let now = directory.and_then(|place| VmDirectory::read_json(&place.record()).ok());
+        now.filter(|now: &Record| now.process == self.record.process)
             .unwrap_or_else(|| self.record.clone())
     }
 

@@ -82,10 +82,8 @@ impl WorkingSet {
                 }
             }
         }
-        Ok(Self {
-            image: image.to_owned(),
-            runs,
-        })
+        let image = image.to_owned();
+        Ok(Self { image, runs })
     }
 
     /// Returns the size of the working set in bytes.
@@ -120,31 +118,23 @@ impl WorkingSet {
     /// Loads the pages of the working set into the page tables of a VM that was restored from the
     /// image. Returns the number of pages that were loaded.
     pub fn prefetch(&self, pid: Pid, places: &[Place]) -> io::Result<u64> {
-        let mut done = 0;
-        let mut bytes = [0; BATCH];
-        let mut batch: Vec<(Hva, usize)> = Vec::with_capacity(BATCH);
-        let mut fetch = |batch: &mut Vec<(Hva, usize)>| {
-            // Reading a byte of another process's memory causes a page fault of that process.
-            let read = memory::read_many(pid, batch, &mut bytes);
-            batch.clear();
-            read.map(|read| done += read as u64)
+        let of_place = |place: &Place| {
+            let (hva, start, end) = (place.hva, place.first_page, place.first_page + place.pages);
+            let pages = self.runs.iter().flat_map(move |&(first, pages)| {
+                first.max(start)..first.saturating_add(pages).min(end)
+            });
+            pages.map(move |page| (hva.add_pages(page - start), 1))
         };
-        for place in places {
-            let end = place.first_page + place.pages;
-            for &(first, pages) in &self.runs {
-                let to = first.saturating_add(pages).min(end);
-                for page in first.max(place.first_page)..to {
-                    batch.push((place.hva.add_pages(page - place.first_page), 1));
-                    if batch.len() == BATCH {
-                        fetch(&mut batch)?;
-                    }
-                }
+        let mut pages = places.iter().flat_map(of_place);
+        let (mut done, mut bytes) = (0, [0; BATCH]);
+        loop {
+            let batch: Vec<(Hva, usize)> = pages.by_ref().take(BATCH).collect();
+            if batch.is_empty() {
+                return Ok(done);
             }
+            // Reading a byte of another process's memory causes a page fault of that process.
+            done += memory::read_many(pid, &batch, &mut bytes)? as u64;
         }
-        if !batch.is_empty() {
-            fetch(&mut batch)?;
-        }
-        Ok(done)
     }
 }
 

@@ -198,8 +198,15 @@ impl<'a> Writer<'a> {
                 self.comparison.refer(&piece, &here, other, references)
             });
             let at = (place + first) * PAGE_SIZE;
+            let counts = &mut written.counts;
             measure(&mut times.write, || {
-                save(buffer, at, first, &left, self.ram, &mut written.counts)
+                left.iter().try_for_each(|&(from, to)| {
+                    let (start, end) = (bytes(from - first), bytes(to - first));
+                    let saved = write_nonzero(&buffer[start..end], self.ram, at + start as u64)?;
+                    counts.saved_pages += saved;
+                    counts.zero_pages += to - from - saved;
+                    io::Result::Ok(())
+                })
             })?;
         }
         let referred = written.references.iter().map(|r| u64::from(r.pages));
@@ -253,25 +260,6 @@ fn read(
             "RAM block '{}' ends before its page {next}",
             block.name
         )));
-    }
-    Ok(())
-}
-
-/// Writes the pages in ranges of a piece that are not zero. The piece's first byte belongs at `at`.
-fn save(
-    buffer: &[u8],
-    at: u64,
-    first: u64,
-    ranges: &[(u64, u64)],
-    ram: &File,
-    counts: &mut ImageCounts,
-) -> io::Result<()> {
-    for &(from, to) in ranges {
-        let start = bytes(from - first);
-        let part = &buffer[start..bytes(to - first)];
-        let written = write_nonzero(part, ram, at + start as u64)?;
-        counts.saved_pages += written;
-        counts.zero_pages += to - from - written;
     }
     Ok(())
 }

@@ -4,37 +4,30 @@
 //! are, not its command line.
 
 use std::collections::HashSet;
-use std::fs::{self, File, Metadata};
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use memfold_store::StoreIdentity;
 use memfold_vm::own_files;
 use rustix::fs::OFlags;
 use rustix::process::Pid;
 use serde_json::Value;
 
+use super::disk_chain::{identity, images};
 use super::error::{SnapshotError, failed};
 
 /// Maximum size in bytes of a file that is copied. (Firmware variables have less than one MiB.)
 const MOST_BYTES: u64 = 64 << 20;
-
-/// Identity of a file: its device and inode number.
-type Id = (u64, u64);
-
-fn id(facts: &Metadata) -> Id {
-    (facts.dev(), facts.ino())
-}
 
 /// Returns the files and block devices that a process has open for writing. Leaves out the
 /// process's standard input and outputs, which its arguments do not name, and files that no longer
 /// have a name, such as a temporary overlay that became part of an earlier snapshot.
 pub(super) fn of(pid: Pid) -> io::Result<Vec<PathBuf>> {
     let place = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
-    let mut seen: HashSet<Id> = (0..3)
-        .filter_map(|number| fs::metadata(place.join(format!("fd/{number}"))).ok())
-        .map(|facts| id(&facts))
-        .collect();
+    let standard = (0..3).map(|number| identity(&place.join(format!("fd/{number}"))));
+    let mut seen: HashSet<StoreIdentity> = standard.flatten().collect();
     let mut found = Vec::new();
     for entry in fs::read_dir(place.join("fd"))?.flatten() {
         let at = entry.path();
@@ -42,13 +35,13 @@ pub(super) fn of(pid: Pid) -> io::Result<Vec<PathBuf>> {
         let (Ok(facts), Ok(path)) = (fs::metadata(&at), fs::read_link(&at)) else {
             continue;
         };
+        let id = StoreIdentity::from(&facts);
         let is_kept = facts.is_file() || facts.file_type().is_block_device();
-        let is_named =
-            path.is_absolute() && fs::metadata(&path).is_ok_and(|named| id(&named) == id(&facts));
+        let is_named = path.is_absolute() && identity(&path).is_ok_and(|named| named == id);
         if is_kept
             && is_named
             && is_writable(&place.join("fdinfo").join(entry.file_name()))
-            && seen.insert(id(&facts))
+            && seen.insert(id)
         {
             found.push(path);
         }
@@ -67,14 +60,12 @@ fn is_writable(info: &Path) -> bool {
 
 /// Returns the files in `written` that are neither disks of the VM nor in its directory.
 pub(super) fn foreign(written: Vec<PathBuf>, disks: &[PathBuf], directory: &Path) -> Vec<PathBuf> {
-    let known = disks.iter().filter_map(|path| fs::metadata(path).ok());
-    let known: HashSet<Id> = known.map(|facts| id(&facts)).collect();
-    let directory = directory
-        .canonicalize()
-        .unwrap_or_else(|_| directory.into());
+    let known = disks.iter().flat_map(|path| identity(path));
+    let known: HashSet<StoreIdentity> = known.collect();
+    let directory = directory.canonicalize().unwrap_or(directory.into());
     let mut left = written;
     left.retain(|path| {
-        let is_known = fs::metadata(path).is_ok_and(|facts| known.contains(&id(&facts)));
+        let is_known = identity(path).is_ok_and(|id| known.contains(&id));
         !path.starts_with(&directory) && !is_known
     });
     left
@@ -82,13 +73,8 @@ pub(super) fn foreign(written: Vec<PathBuf>, disks: &[PathBuf], directory: &Path
 
 /// Returns the files of a device's image and of its backing images (from `query-block`).
 pub(super) fn chain(device: &Value) -> Vec<&str> {
-    let mut files = Vec::new();
-    let mut image = &device["inserted"]["image"];
-    while let Some(file) = image["filename"].as_str() {
-        files.push(file);
-        image = &image["backing-image"];
-    }
-    files
+    let files = images(device).map_while(|image| image["filename"].as_str());
+    files.collect()
 }
 
 /// Returns whether a process has a shared mapping of a file (`/proc/PID/maps`). Overlay file
@@ -118,11 +104,9 @@ pub(super) fn take(
     };
     let failed = failed(path);
     let flags = i32::try_from((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits()).unwrap_or(0);
-    let file = File::options()
-        .read(true)
-        .custom_flags(flags)
-        .open(path)
-        .map_err(failed)?;
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(flags).open(path);
+    let file = file.map_err(failed)?;
     let facts = file.metadata().map_err(failed)?;
     if !facts.is_file() {
         return Err(refused(
@@ -139,7 +123,7 @@ pub(super) fn take(
             "is memory shared with every process that maps that file (share=on)",
         ));
     }
-    let is_it = |named: &Path| fs::metadata(named).is_ok_and(|named| id(&named) == id(&facts));
+    let is_it = |named: &Path| identity(named).is_ok_and(|named| named == (&facts).into());
     let mut is_named = false;
     for argument in arguments {
         if let Some(renamed) = own_files::rename(argument, &is_it, &own_files::token(number)) {
@@ -147,11 +131,8 @@ pub(super) fn take(
             is_named = true;
         }
     }
-    if is_named {
-        Ok(file)
-    } else {
-        Err(refused("no argument of QEMU names by its whole path"))
-    }
+    let unnamed = || refused("no argument of QEMU names by its whole path");
+    is_named.then_some(file).ok_or_else(unnamed)
 }
 
 #[cfg(test)]

@@ -333,10 +333,8 @@ fn a_live_save_fails_if_its_copy_file_is_unwritable_and_the_vm_continues_to_writ
     let wanted: Vec<_> = plan.wanted(0).collect();
     let past = Past::new(me(), &[whole], &wanted, PAGES).unwrap().unwrap();
     // The library cannot write to this descriptor, as if the host had no memory left.
-    let path = {
-        use std::os::fd::AsRawFd;
-        format!("/proc/self/fd/{}", past.as_fd().as_raw_fd())
-    };
+    let file = past.descriptor().unwrap();
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
     let ranges = past.ranges();
     let unwritable = File::open(&path).unwrap();
     let refused = ram
@@ -349,7 +347,11 @@ fn a_live_save_fails_if_its_copy_file_is_unwritable_and_the_vm_continues_to_writ
     // The same failure happens in the middle of the copy.
     drop(past);
     let past = ram.keep(&plan);
-    rustix::fs::fcntl_add_seals(past.as_fd(), rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
+    rustix::fs::fcntl_add_seals(
+        past.descriptor().unwrap(),
+        rustix::fs::SealFlags::FUTURE_WRITE,
+    )
+    .unwrap();
     ram.write(3, 77);
     let mut buffer = vec![0; PAGE_BYTES];
     let at = ram.area().part(2, 1).start();
