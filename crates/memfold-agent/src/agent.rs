@@ -118,11 +118,9 @@ impl Agent {
             self.welcome(Rules::default());
             self.inventory_wanted = true;
         }
-        loop {
+        self.deadlines()?;
+        while !self.wait()? {
             self.deadlines()?;
-            if self.wait()? {
-                break;
-            }
         }
         if let Some(tracer) = self.tracer.take() {
             tracer.remove();
@@ -132,10 +130,8 @@ impl Agent {
 
     /// Does the work that is due now, and the work that waited for space in the send queue.
     fn deadlines(&mut self) -> io::Result<()> {
-        if let State::Absent(when) = self.state {
-            if when <= Instant::now() {
-                self.look_for_host();
-            }
+        if matches!(self.state, State::Absent(when) if when <= Instant::now()) {
+            self.look_for_host();
         }
         if let State::Waiting(until) = self.state {
             if until <= Instant::now() {
@@ -152,10 +148,11 @@ impl Agent {
             }
             self.say_counters(false);
         }
-        if self.state != State::Refused && self.has_room() {
-            while let Some(message) = self.has_room().then(|| self.commands.next()).flatten() {
-                self.say(&message);
-            }
+        while self.state != State::Refused && self.has_room() {
+            let Some(message) = self.commands.next() else {
+                break;
+            };
+            self.say(&message);
         }
         if let Sink::Port(port) = &mut self.sink {
             if !matches!(self.state, State::Absent(_)) && port.send().is_err() {
@@ -179,10 +176,10 @@ impl Agent {
             self.read_mounts();
         }
         if !polled.worker.is_empty() {
-            self.worker.rest();
+            self.worker.wake.rest();
         }
         if !polled.commands.is_empty() {
-            self.commands.rest();
+            self.commands.wake.rest();
         }
         if polled.trace {
             let delay = if self.busy { GATHER_BUSY } else { GATHER };
@@ -200,10 +197,8 @@ impl Agent {
                 self.lost_host();
             }
         }
-        if let State::Absent(when) = &mut self.state {
-            if port_signal {
-                *when = Instant::now();
-            }
+        if port_signal && matches!(self.state, State::Absent(_)) {
+            self.state = State::Absent(Instant::now());
         }
         Ok(false)
     }
@@ -226,22 +221,19 @@ impl Agent {
         }
         let (worker_at, mut trace_at) = (set.len(), set.len());
         if room {
-            let answers = [self.worker.descriptor(), self.commands.descriptor()];
-            set.extend(answers.map(|d| PollFd::from_borrowed_fd(d, PollFlags::IN)));
+            let answers = [&*self.worker.wake, &*self.commands.wake];
+            set.extend(answers.map(|wake| PollFd::new(wake, PollFlags::IN)));
             trace_at += answers.len();
         }
         if let (Some(tracer), true, None) = (&self.tracer, working, self.gather) {
             let rings = tracer.descriptors();
             set.extend(rings.map(|d| PollFd::from_borrowed_fd(d, PollFlags::IN)));
         }
-        let timeout = self.next_deadline().map(|when| {
+        let timeout = self.next_deadline().and_then(|when| {
             // The timeout is rounded up, because a timeout that ends too early would cause a busy
             // loop.
             let left = when.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
-            Timespec {
-                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-                tv_nsec: left.subsec_nanos().into(),
-            }
+            Timespec::try_from(left).ok()
         });
         match poll(&mut set, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -360,14 +352,14 @@ impl Agent {
             self.inventory_running = true;
             self.repair.due = None;
             self.say(&FromAgent::InventoryBegin);
-            let job = Job::Inventory(self.cache.mounts().clone(), self.cache.rules().clone());
+            let job = Job::Inventory(self.cache.mounts.clone(), self.cache.rules.clone());
             self.worker.submit(job);
         }
         if !self.finding && self.find.take() {
             if let Some(wanted) = self.cache.take_wanted() {
                 self.finding = true;
-                self.worker
-                    .submit(Job::Find(self.cache.mounts().clone(), wanted));
+                let job = Job::Find(self.cache.mounts.clone(), wanted);
+                self.worker.submit(job);
             }
         }
     }
@@ -406,11 +398,8 @@ fn wait_for_port(signals: &OwnedFd) -> io::Result<Port> {
             );
         }
         let mut set = [PollFd::new(signals, PollFlags::IN)];
-        let pause = Timespec {
-            tv_sec: 1,
-            tv_nsec: 0,
-        };
-        if poll(&mut set, Some(&pause))? > 0 {
+        let pause = Timespec::try_from(Duration::from_secs(1)).ok();
+        if poll(&mut set, pause.as_ref())? > 0 {
             return Err(io::ErrorKind::Interrupted.into());
         }
     }

@@ -56,10 +56,9 @@ impl Batch {
     /// Adds pages that are cached now.
     pub fn hint(&mut self, run: HintRun) {
         self.mark(run.pfn, run.pages);
-        if let Some(last) = self.hints.last_mut() {
-            if join_hint(last, &run) {
-                return;
-            }
+        let last = self.hints.last_mut();
+        if last.is_some_and(|last| join_hint(last, &run)) {
+            return;
         }
         if self.hints.len() >= MAX_RUNS {
             self.flush();
@@ -81,10 +80,9 @@ impl Batch {
         {
             self.flush();
         }
-        if let Some(last) = self.gone.last_mut() {
-            if join_pfn(last, &run) {
-                return;
-            }
+        let last = self.gone.last_mut();
+        if last.is_some_and(|last| join_pfn(last, &run)) {
+            return;
         }
         if self.gone.len() >= MAX_RUNS {
             self.flush();
@@ -157,8 +155,13 @@ fn bits(pfn: u64, pages: u32) -> impl Iterator<Item = usize> {
     (0..count).map(move |i| usize::try_from(pfn.wrapping_add(i) % FILTER_BITS).unwrap_or(0))
 }
 
-fn fits(a: u32, b: u32) -> bool {
-    a.checked_add(b).is_some_and(|n| n <= MAX_RUN_PAGES)
+/// Adds the pages of the next run to `pages` if it `follows` and a run can be that long. Returns
+/// whether they were added.
+fn join(pages: &mut u32, next: u32, follows: bool) -> bool {
+    let sum = pages.checked_add(next).filter(|n| *n <= MAX_RUN_PAGES);
+    let sum = sum.filter(|_| follows);
+    *pages = sum.unwrap_or(*pages);
+    sum.is_some()
 }
 
 /// Adds `next` to `last` if `next` continues that run. Returns whether it was added.
@@ -166,31 +169,19 @@ fn join_hint(last: &mut HintRun, next: &HintRun) -> bool {
     let n = u64::from(last.pages);
     let follows = next.file == last.file
         && Some(next.page) == last.page.checked_add(n)
-        && Some(next.pfn) == last.pfn.checked_add(n)
-        && fits(last.pages, next.pages);
-    if follows {
-        last.pages += next.pages;
-    }
-    follows
+        && Some(next.pfn) == last.pfn.checked_add(n);
+    join(&mut last.pages, next.pages, follows)
 }
 
 fn join_pfn(last: &mut PfnRun, next: &PfnRun) -> bool {
-    let follows =
-        Some(next.pfn) == last.pfn.checked_add(last.pages.into()) && fits(last.pages, next.pages);
-    if follows {
-        last.pages += next.pages;
-    }
-    follows
+    let follows = Some(next.pfn) == last.pfn.checked_add(last.pages.into());
+    join(&mut last.pages, next.pages, follows)
 }
 
 fn join_range(last: &mut FileRange, next: &FileRange) -> bool {
-    let follows = next.file == last.file
-        && Some(next.page) == last.page.checked_add(last.pages.into())
-        && fits(last.pages, next.pages);
-    if follows {
-        last.pages += next.pages;
-    }
-    follows
+    let follows =
+        next.file == last.file && Some(next.page) == last.page.checked_add(last.pages.into());
+    join(&mut last.pages, next.pages, follows)
 }
 
 fn push_range(list: &mut Vec<FileRange>, range: FileRange) {

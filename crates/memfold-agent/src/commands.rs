@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, SyncSender};
@@ -39,7 +39,8 @@ pub struct Commands {
     running: Running,
     sender: SyncSender<(u32, FromAgent)>,
     receiver: Receiver<(u32, FromAgent)>,
-    wake: Arc<Wake>,
+    /// Readable when a message may be ready. Make it unreadable before calling [`Self::next`].
+    pub wake: Arc<Wake>,
     epoch: u32,
 }
 
@@ -115,17 +116,6 @@ impl Commands {
             }
         }
     }
-
-    /// Returns a descriptor that is readable when a message may be ready; [`Self::rest`] makes it
-    /// unreadable.
-    pub fn descriptor(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
-    }
-
-    /// Makes the descriptor unreadable. Call this before [`Self::next`].
-    pub fn rest(&self) {
-        self.wake.rest();
-    }
 }
 
 fn lock(running: &Running) -> std::sync::MutexGuard<'_, HashMap<(u32, u32), Option<Pid>>> {
@@ -155,10 +145,12 @@ impl Task {
 
     fn fail(&mut self, text: &str) {
         self.output(OutputStream::Stderr, text.as_bytes());
-        self.send(FromAgent::Exited {
-            command: self.key.1,
-            code: 127,
-        });
+        self.exited(127);
+    }
+
+    fn exited(&self, code: i32) {
+        let command = self.key.1;
+        self.send(FromAgent::Exited { command, code });
     }
 
     fn run(&mut self, script: &str) {
@@ -190,10 +182,7 @@ impl Task {
         match command.spawn() {
             Ok(mut child) => {
                 let code = self.follow(&mut child);
-                self.send(FromAgent::Exited {
-                    command: self.key.1,
-                    code,
-                });
+                self.exited(code);
             }
             Err(e) => {
                 lock(&self.running).remove(&self.key);
@@ -208,19 +197,15 @@ impl Task {
         let pid = Pid::from_child(child);
         lock(&self.running).insert(self.key, Some(pid));
         if let Err(e) = self.pass_on(child, pid) {
-            self.output(
-                OutputStream::Stderr,
-                format!("memfold-agent: {e}\n").as_bytes(),
-            );
+            let text = format!("memfold-agent: {e}\n");
+            self.output(OutputStream::Stderr, text.as_bytes());
         }
         lock(&self.running).remove(&self.key);
-        match child.wait() {
-            Ok(status) => status
-                .code()
-                .or_else(|| status.signal().map(|s| 128 + s))
-                .unwrap_or(127),
-            Err(_) => 127,
-        }
+        let code = child.wait().ok().and_then(|status| {
+            let signal = status.signal().map(|s| 128 + s);
+            status.code().or(signal)
+        });
+        code.unwrap_or(127)
     }
 
     fn pass_on(&self, child: &mut Child, pid: Pid) -> io::Result<()> {
@@ -228,36 +213,30 @@ impl Task {
         let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
             return Ok(());
         };
-        let mut open = [true; 2];
+        let mut open = vec![
+            (stdout.as_fd(), OutputStream::Stdout),
+            (stderr.as_fd(), OutputStream::Stderr),
+        ];
         let mut buffer = vec![0; PIECE];
         let mut rounds_after_end = 0;
         loop {
-            let pipes = [stdout.as_fd(), stderr.as_fd()];
             let mut set = vec![PollFd::new(&ended, PollFlags::IN)];
-            set.extend(
-                (0..2)
-                    .filter(|i| open[*i])
-                    .map(|i| PollFd::from_borrowed_fd(pipes[i], PollFlags::IN)),
-            );
+            let pipes = open.iter();
+            set.extend(pipes.map(|(pipe, _)| PollFd::from_borrowed_fd(*pipe, PollFlags::IN)));
             poll(&mut set, None)?;
             let ready: Vec<bool> = set.iter().map(|p| !p.revents().is_empty()).collect();
-            let (mut said, mut still_open) = (false, open);
-            for (at, i) in (0..2).filter(|i| open[*i]).enumerate() {
-                if !ready[at + 1] {
-                    continue;
-                }
-                // The pipe is readable, so this does not block.
-                let n = rustix::io::read(pipes[i], &mut buffer[..])?;
-                let stream = if i == 0 {
-                    OutputStream::Stdout
-                } else {
-                    OutputStream::Stderr
-                };
-                if n > 0 {
+            let (mut said, mut still_open) = (false, Vec::new());
+            for ((pipe, stream), is_ready) in open.into_iter().zip(&ready[1..]) {
+                if *is_ready {
+                    // The pipe is readable, so this does not block.
+                    let n = rustix::io::read(pipe, &mut buffer[..])?;
+                    if n == 0 {
+                        continue;
+                    }
                     said = true;
                     self.output(stream, &buffer[..n]);
                 }
-                still_open[i] = n > 0;
+                still_open.push((pipe, stream));
             }
             open = still_open;
             rounds_after_end += u32::from(ready[0]);

@@ -13,7 +13,7 @@ const MAX_RANGES: usize = 16;
 pub type Inode = (u32, u64);
 
 /// The agent's knowledge of a file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileEntry {
     pub number: u32,
     /// Hash of the path that was sent to the daemon; 0 if none was sent.
@@ -78,11 +78,6 @@ pub struct Files {
 }
 
 impl Files {
-    /// Forgets all files and frees the memory, for a new connection.
-    pub fn reset(&mut self) {
-        *self = Self::default();
-    }
-
     /// Forgets all files; they get new numbers when they are seen again.
     pub fn forget_all(&mut self) {
         self.map = HashMap::new();
@@ -106,13 +101,9 @@ impl Files {
             *next = next.wrapping_add(1);
             FileEntry {
                 number,
-                path_hash: 0,
-                size: 0,
                 allowed: true,
-                walks: 0,
-                order: 0,
                 used: now,
-                dirty: Vec::new(),
+                ..FileEntry::default()
             }
         });
         entry.used = now;

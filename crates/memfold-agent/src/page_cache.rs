@@ -14,10 +14,10 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::batch::Batch;
 use crate::files::{Files, Inode};
 use crate::glob::Rules;
-use crate::mounts::{Kind, Mounts, OVERLAY_DEVICE};
+use crate::mounts::{Kind, Mounts};
 use crate::resolve::{Found, Resolver};
 use crate::trace::{Event, UNNAMED_DISK, What};
-use crate::worker::{Finding, overlay_inode};
+use crate::worker::{Finding, inode_on};
 
 /// Most files that wait for a walk to find their paths.
 const MAX_WANTED: usize = 4096;
@@ -37,11 +37,13 @@ pub struct PageCache {
     /// are filled in when the counters are sent.
     pub counters: AgentCounters,
     files: Files,
-    mounts: Mounts,
+    /// Current table of mounts; [`Self::set_mounts`] replaces it.
+    pub mounts: Mounts,
     /// Device numbers of the file systems on each disk, because writeback events name only the
     /// disk.
     disks: HashMap<u32, Vec<u32>>,
-    rules: Rules,
+    /// The daemon's current rules for paths.
+    pub rules: Rules,
     wanted: HashSet<Inode>,
     /// Files with cached pages beyond the size that was reported.
     grown: HashSet<Inode>,
@@ -65,7 +67,7 @@ impl PageCache {
     /// Forgets everything that was reported, for a new connection.
     pub fn reset(&mut self, rules: Rules) {
         self.batch = Batch::default();
-        self.files.reset();
+        self.files = Files::default();
         self.wanted = HashSet::new();
         self.grown = HashSet::new();
         self.rules = rules;
@@ -88,16 +90,6 @@ impl PageCache {
         self.resolver.close();
         self.mounts = mounts;
         self.last_device = None;
-    }
-
-    /// Returns the current table of mounts.
-    pub const fn mounts(&self) -> &Mounts {
-        &self.mounts
-    }
-
-    /// Returns the daemon's current rules for paths.
-    pub const fn rules(&self) -> &Rules {
-        &self.rules
     }
 
     /// Returns and removes the files that a walk has to find; `None` if there are none.
@@ -144,12 +136,17 @@ impl PageCache {
         // their full size. They are looked up once a round, because a growing file has a page
         // behind its known end in every event.
         for inode in std::mem::take(&mut self.grown) {
-            match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
-                Found::Unknown => self.want(inode, 1),
-                found => self.news(inode, found),
-            }
+            self.look_again(inode);
         }
         self.resolver.close();
+    }
+
+    /// Looks up the path and size of a known file again.
+    fn look_again(&mut self, inode: Inode) {
+        match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
+            Found::Unknown => self.want(inode, 1),
+            found => self.news(inode, found),
+        }
     }
 
     fn device(&mut self, event_device: u32) -> Option<u32> {
@@ -167,7 +164,7 @@ impl PageCache {
         let Some(device) = self.device(event.device) else {
             return;
         };
-        let inode = (device, overlay_inode(device == OVERLAY_DEVICE, event.inode));
+        let inode = inode_on(device, event.inode);
         let file = match self.last {
             Some(last) if last.inode == inode && event.order <= last.order => last,
             _ => self.file(inode, event.order),
@@ -258,18 +255,18 @@ impl PageCache {
         });
     }
 
-    fn candidates(&self, disk: u32) -> Vec<u32> {
+    /// Returns the files that a writeback event may mean.
+    fn candidates(&self, event: &Event) -> Vec<Inode> {
         let unnamed = || self.disks.get(&UNNAMED_DISK);
-        self.disks
-            .get(&disk)
-            .or_else(unnamed)
-            .cloned()
-            .unwrap_or_default()
+        let devices = self.disks.get(&event.device).or_else(unnamed);
+        let devices = devices.into_iter().flatten();
+        devices
+            .map(|device| inode_on(*device, event.inode))
+            .collect()
     }
 
     fn dirty(&mut self, event: &Event) {
-        for device in self.candidates(event.device) {
-            let inode = (device, overlay_inode(device == OVERLAY_DEVICE, event.inode));
+        for inode in self.candidates(event) {
             let Some(entry) = self.files.get(inode) else {
                 continue;
             };
@@ -291,18 +288,14 @@ impl PageCache {
     }
 
     fn written(&mut self, event: &Event) {
-        for device in self.candidates(event.device) {
-            let inode = (device, overlay_inode(device == OVERLAY_DEVICE, event.inode));
+        for inode in self.candidates(event) {
             let Some(entry) = self.files.get(inode).filter(|e| e.is_dirty()) else {
                 continue;
             };
             let (file, allowed) = (entry.number, entry.allowed);
             let ranges = entry.take_dirty();
             // The file may have been renamed to its final name, and may have grown.
-            match self.resolver.by_handle(&self.mounts, inode.0, inode.1) {
-                Found::Unknown => self.want(inode, 1),
-                found => self.news(inode, found),
-            }
+            self.look_again(inode);
             for (start, end) in ranges.into_iter().filter(|_| allowed) {
                 let mut page = start;
                 while page < end {
@@ -316,17 +309,14 @@ impl PageCache {
         }
     }
 
-    /// Reports path and size of a known file if one of them has changed.
+    /// Reports path and size of a known file if one of them has changed, or was never reported.
     fn news(&mut self, inode: Inode, found: Found) {
         let Found::Path(path, size) = &found else {
             return;
         };
         let hash = xxh3_64(path) | 1;
-        let same = self
-            .files
-            .get(inode)
-            .is_some_and(|e| (e.path_hash, e.size) == (hash, *size));
-        if !same {
+        let known = self.files.get(inode);
+        if known.is_none_or(|e| (e.path_hash, e.size) != (hash, *size)) {
             self.introduce(inode, found);
         }
     }
@@ -340,13 +330,8 @@ impl PageCache {
                 size,
                 runs,
             } => {
-                let (_, new) = self.files.entry(inode);
-                let found = Found::Path(path, size);
-                if new {
-                    self.introduce(inode, found);
-                } else {
-                    self.news(inode, found);
-                }
+                self.files.entry(inode);
+                self.news(inode, Found::Path(path, size));
                 let (entry, _) = self.files.entry(inode);
                 let file = entry.number;
                 for (page, pfn, pages) in runs {

@@ -1,8 +1,7 @@
 //! The virtio-serial port to the daemon, and its send queue.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 use memfold_wire::agent::{FromAgent, PORT_NAME, ToAgent};
@@ -67,23 +66,21 @@ impl Port {
 
     /// Returns whether the host side of the port is open.
     pub fn host_is_there(&self) -> bool {
-        let mut set = [PollFd::new(&self.file, PollFlags::IN | PollFlags::OUT)];
-        let now = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        poll(&mut set, Some(&now)).is_ok()
-            && !set[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+        let closed = PollFlags::HUP | PollFlags::ERR;
+        self.events()
+            .is_some_and(|events| !events.intersects(closed))
     }
 
     /// Returns whether data can be read from the port.
     pub fn has_input(&self) -> bool {
-        let mut set = [PollFd::new(&self.file, PollFlags::IN)];
-        let now = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        poll(&mut set, Some(&now)).is_ok() && set[0].revents().contains(PollFlags::IN)
+        let events = self.events();
+        events.is_some_and(|events| events.contains(PollFlags::IN))
+    }
+
+    fn events(&self) -> Option<PollFlags> {
+        let mut set = [PollFd::new(&self.file, PollFlags::IN | PollFlags::OUT)];
+        poll(&mut set, Some(&Timespec::default())).ok()?;
+        Some(set[0].revents())
     }
 
     /// Drops all data of an earlier connection, in the send queue and in the port.
@@ -98,21 +95,12 @@ impl Port {
     /// Reads data from the host. Returns the number of bytes; 0 if there was none.
     pub fn receive(&mut self) -> io::Result<usize> {
         let mut buffer = [0; 4096];
-        match self.file.read(&mut buffer) {
-            Ok(n) => {
-                self.decoder.push(&buffer[..n]);
-                Ok(n)
-            }
-            Err(e)
-                if matches!(
-                    e.kind(),
-                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-                ) =>
-            {
-                Ok(0)
-            }
-            Err(e) => Err(e),
-        }
+        let n = match self.file.read(&mut buffer) {
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => 0,
+            read => read?,
+        };
+        self.decoder.push(&buffer[..n]);
+        Ok(n)
     }
 
     /// Returns the next complete message from the host; `None` if there is none.
@@ -162,8 +150,8 @@ impl Port {
             match self.file.write(&self.waiting[self.sent..]) {
                 Ok(0) => return Ok(()),
                 Ok(n) => self.sent += n,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
             }
         }
@@ -175,18 +163,9 @@ impl Port {
 
     /// Returns the entry for `poll`: for input always, for output if the send queue is not empty.
     pub fn poll_fd(&self) -> PollFd<'_> {
-        let out = if self.backlog() > 0 {
-            PollFlags::OUT
-        } else {
-            PollFlags::empty()
-        };
-        PollFd::new(&self.file, PollFlags::IN | out)
-    }
-}
-
-impl AsFd for Port {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+        let mut flags = PollFlags::IN;
+        flags.set(PollFlags::OUT, self.backlog() > 0);
+        PollFd::new(&self.file, flags)
     }
 }
 

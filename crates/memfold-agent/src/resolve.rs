@@ -116,13 +116,11 @@ fn handle(mount: &Mount, inode: u64) -> Option<(i32, Vec<u8>)> {
     match mount.kind {
         Kind::Plain => {
             let inode = u32::try_from(inode).ok()?;
-            let mut bytes = inode.to_ne_bytes().to_vec();
-            bytes.extend(0_u32.to_ne_bytes());
-            Some((INO32_GEN, bytes))
+            Some((INO32_GEN, [inode, 0].map(u32::to_ne_bytes).concat()))
         }
         Kind::Btrfs => {
-            let mut bytes = inode.to_ne_bytes().to_vec();
-            bytes.extend(mount.subvolume.unwrap_or(BTRFS_TOP).to_ne_bytes());
+            let subvolume = mount.subvolume.unwrap_or(BTRFS_TOP);
+            let mut bytes = [inode, subvolume].map(u64::to_ne_bytes).concat();
             bytes.extend(0_u32.to_ne_bytes());
             Some((BTRFS, bytes))
         }

@@ -70,135 +70,99 @@ pub struct Event {
     pub what: What,
 }
 
-/// Positions of the fields of the two page-cache events.
+/// Field that names a device: the number of a file system's device, or the name of a disk.
 #[derive(Clone, Copy, Debug)]
-struct CacheFields {
+enum Device {
+    Number(Field),
+    Name(Field),
+}
+
+/// Positions of an event's fields. A field that the event does not have stands for 0.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
     id: u16,
-    pfn: Field,
+    what: What,
     inode: Field,
-    index: Field,
-    device: Field,
+    index: Option<Field>,
+    pfn: Option<Field>,
     order: Option<Field>,
+    device: Device,
+    /// Number of pages that the flusher was allowed to write, and number of those it wrote.
+    written: Option<(Field, Field)>,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct DirtyFields {
-    id: u16,
-    name: Field,
-    inode: Field,
-    index: Field,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct WrittenFields {
-    id: u16,
-    name: Field,
-    inode: Field,
-    nr_to_write: Field,
-    wrote: Field,
+impl Layout {
+    /// Reads the layout of an event; `None` if a necessary field is missing.
+    fn new(what: What, f: &EventFormat) -> Option<Self> {
+        let is_cache = matches!(what, What::Add | What::Delete);
+        let has_page = what != What::Written;
+        // A field that the event must have, if it is an event that `has` it.
+        let need = |has: bool, name| {
+            if has {
+                f.field(name).map(Some)
+            } else {
+                Some(None)
+            }
+        };
+        let (limit, wrote) = (need(!has_page, "nr_to_write")?, need(!has_page, "wrote")?);
+        Some(Self {
+            id: f.id,
+            what,
+            inode: f.field(if is_cache { "i_ino" } else { "ino" })?,
+            index: need(has_page, "index")?,
+            pfn: need(is_cache, "pfn")?,
+            order: f.field("order").filter(|_| is_cache),
+            device: if is_cache {
+                Device::Number(f.field("s_dev")?)
+            } else {
+                Device::Name(f.field("name")?)
+            },
+            written: limit.zip(wrote),
+        })
+    }
 }
 
 /// Decodes records into events, by the event formats of the running kernel.
 #[derive(Clone, Debug)]
-pub struct EventDecoder {
-    add: CacheFields,
-    delete: CacheFields,
-    dirty: Option<DirtyFields>,
-    written: Option<WrittenFields>,
-}
+pub struct EventDecoder(Vec<Layout>);
 
 impl EventDecoder {
     /// Creates a decoder. `format` returns the text of the format file of an event, given as
     /// `system/event`. `None` if the kernel has no page-cache events; the writeback events may be
     /// missing.
     pub fn new(format: impl Fn(&str) -> Option<String>) -> Option<Self> {
-        let parse = |name| EventFormat::parse(&format(name)?);
-        let cache = |name| {
-            let f: EventFormat = parse(name)?;
-            Some(CacheFields {
-                id: f.id,
-                pfn: f.field("pfn")?,
-                inode: f.field("i_ino")?,
-                index: f.field("index")?,
-                device: f.field("s_dev")?,
-                order: f.field("order"),
-            })
-        };
-        let dirty = || {
-            let f = parse(DIRTY)?;
-            Some(DirtyFields {
-                id: f.id,
-                name: f.field("name")?,
-                inode: f.field("ino")?,
-                index: f.field("index")?,
-            })
-        };
-        let written = || {
-            let f = parse(WRITTEN)?;
-            Some(WrittenFields {
-                id: f.id,
-                name: f.field("name")?,
-                inode: f.field("ino")?,
-                nr_to_write: f.field("nr_to_write")?,
-                wrote: f.field("wrote")?,
-            })
-        };
-        Some(Self {
-            add: cache(ADD)?,
-            delete: cache(DELETE)?,
-            dirty: dirty(),
-            written: written(),
-        })
+        let layout = |what, name| Layout::new(what, &EventFormat::parse(&format(name)?)?);
+        let mut layouts = vec![layout(What::Add, ADD)?, layout(What::Delete, DELETE)?];
+        layouts.extend(layout(What::Dirty, DIRTY));
+        layouts.extend(layout(What::Written, WRITTEN));
+        Some(Self(layouts))
     }
 
     /// Decodes a record; returns `None` for malformed records and for those of other events.
     pub fn decode(&self, time: u64, record: &[u8]) -> Option<Event> {
         let id = u16::from_ne_bytes(*record.first_chunk()?);
-        let cache = |f: &CacheFields, what| {
-            let order = match f.order {
-                Some(order) => u8::try_from(order.number(record)?).ok()?,
-                None => 0,
-            };
-            Some(Event {
-                time,
-                inode: f.inode.number(record)?,
-                page: f.index.number(record)?,
-                pfn: f.pfn.number(record)?,
-                device: u32::try_from(f.device.number(record)?).ok()?,
-                // Order 18 is 1 GiB: the largest folio, and the longest run in a message.
-                order: (order <= 18).then_some(order)?,
-                what,
-            })
-        };
-        if id == self.add.id {
-            return cache(&self.add, What::Add);
+        let f = self.0.iter().find(|f| f.id == id)?;
+        let number = |field: Option<Field>| field.map_or(Some(0), |field| field.number(record));
+        if let Some((limit, wrote)) = f.written {
+            // If the flusher wrote fewer pages than it was allowed to, no dirty page is left. (The
+            // flag in `state` has another value since 6.12.)
+            if wrote.number(record)? >= limit.number(record)? {
+                return None;
+            }
         }
-        if id == self.delete.id {
-            return cache(&self.delete, What::Delete);
-        }
-        if let Some(f) = self.dirty.filter(|f| f.id == id) {
-            return Some(Event {
-                time,
-                inode: f.inode.number(record)?,
-                page: f.index.number(record)?,
-                pfn: 0,
-                device: disk(f.name.text(record)?),
-                order: 0,
-                what: What::Dirty,
-            });
-        }
-        let f = self.written.filter(|f| f.id == id)?;
-        // The flusher wrote fewer pages than it was allowed to, so no dirty page is left. (The flag
-        // in `state` has another value since 6.12.)
-        let all = f.wrote.number(record)? < f.nr_to_write.number(record)?;
-        all.then_some(Event {
+        // Order 18 is 1 GiB: the largest folio, and the longest run in a message.
+        let order = number(f.order)?;
+        Some(Event {
             time,
             inode: f.inode.number(record)?,
-            page: 0,
-            pfn: 0,
-            device: disk(f.name.text(record)?),
-            order: 0,
-            what: What::Written,
+            page: number(f.index)?,
+            pfn: number(f.pfn)?,
+            device: match f.device {
+                Device::Number(number) => u32::try_from(number.number(record)?).ok()?,
+                Device::Name(name) => disk(name.text(record)?),
+            },
+            order: u8::try_from(order).ok().filter(|order| *order <= 18)?,
+            what: f.what,
         })
     }
 }

@@ -4,16 +4,16 @@
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender, SyncSender, TryRecvError};
+use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
 
 use rustix::fs::FileType;
 
 use crate::files::Inode;
 use crate::glob::Rules;
-use crate::mounts::{Kind, Mount, Mounts};
+use crate::mounts::{Kind, Mount, Mounts, OVERLAY_DEVICE};
 use crate::residency::{Residency, Run};
 use crate::throttle::Throttle;
 use crate::wake::Wake;
@@ -74,7 +74,8 @@ pub struct Worker {
     jobs: Sender<(u32, Job)>,
     findings: Receiver<(u32, Vec<Finding>)>,
     epoch: Arc<AtomicU32>,
-    wake: Arc<Wake>,
+    /// Readable when findings may be ready. Make it unreadable before calling [`Self::next`].
+    pub wake: Arc<Wake>,
 }
 
 impl Worker {
@@ -117,25 +118,11 @@ impl Worker {
     /// Returns the next findings; `None` if there are none.
     pub fn next(&self) -> Option<Vec<Finding>> {
         loop {
-            match self.findings.try_recv() {
-                Ok((epoch, finding)) if epoch == self.epoch.load(Ordering::Relaxed) => {
-                    return Some(finding);
-                }
-                Ok(_) => {}
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return None,
+            let (epoch, findings) = self.findings.try_recv().ok()?;
+            if epoch == self.epoch.load(Ordering::Relaxed) {
+                return Some(findings);
             }
         }
-    }
-
-    /// Returns a descriptor that is readable when findings may be ready; [`Self::rest`] makes it
-    /// unreadable.
-    pub fn descriptor(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
-    }
-
-    /// Makes the descriptor unreadable. Call this before [`Self::next`].
-    pub fn rest(&self) {
-        self.wake.rest();
     }
 }
 
@@ -224,13 +211,11 @@ impl Thread {
         file: &OwnedFd,
         o: &mut Offer<'_>,
     ) -> io::Result<bool> {
-        let overlay = o.mount.kind == Kind::Overlay;
-        let quick = if overlay {
-            None
-        } else {
-            o.residency.quick(file)
+        let quick = match o.mount.kind {
+            Kind::Overlay => None,
+            _ => o.residency.quick(file),
         };
-        if quick.is_some_and(|cached| cached == 0) {
+        if quick == Some(0) {
             return Ok(true);
         }
         let stat = rustix::fs::fstat(file)?;
@@ -238,7 +223,7 @@ impl Thread {
         if size == 0 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Ok(true);
         }
-        let inode = (o.mount.hint_device(), overlay_inode(overlay, stat.st_ino));
+        let inode = inode_on(o.mount.hint_device(), stat.st_ino);
         if stat.st_nlink > 1 && !o.seen.insert(inode) {
             return Ok(true);
         }
@@ -284,7 +269,6 @@ impl Thread {
         let mut throttle = Throttle::of_this_thread();
         for mount in mounts.to_walk() {
             let device = mount.hint_device();
-            let overlay = mount.kind == Kind::Overlay;
             if !wanted.iter().any(|(d, _)| *d == device) {
                 continue;
             }
@@ -299,7 +283,7 @@ impl Thread {
                 let Some(stat) = entry.open().and_then(|f| rustix::fs::fstat(f).ok()) else {
                     return true;
                 };
-                let inode = (device, overlay_inode(overlay, stat.st_ino));
+                let inode = inode_on(device, stat.st_ino);
                 if !wanted.remove(&inode) {
                     return true;
                 }
@@ -323,8 +307,17 @@ struct Offer<'a> {
     pages: &'a mut u64,
 }
 
-/// Returns an inode number; on an overlay, without its highest bits. With `xino`, overlayfs stores
-/// the number of the layer's file system there (Documentation/filesystems/overlayfs.rst).
-pub fn overlay_inode(overlay: bool, inode: u64) -> u64 {
-    if overlay { inode & 0xffff_ffff } else { inode }
+/// Returns device and inode number of a file; on an overlay, the inode number without its highest
+/// bits. With `xino`, overlayfs stores the number of the layer's file system there
+/// (Documentation/filesystems/overlayfs.rst).
+pub fn inode_on(device: u32, inode: u64) -> Inode {
+    let is_overlay = device == OVERLAY_DEVICE;
+    (
+        device,
+        if is_overlay {
+            inode & 0xffff_ffff
+        } else {
+            inode
+        },
+    )
 }

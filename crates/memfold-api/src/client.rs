@@ -8,10 +8,21 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
-use crate::error::ErrorBody;
+/// The body of a response with an HTTP status of 400 and above.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct ErrorBody {
+    /// Message that names the failed condition.
+    pub error: String,
+    /// Action that would fix the failed condition, if known.
+    pub hint: Option<String>,
+    /// Whether the request is impossible on this host (the command line exits with 3).
+    #[serde(default)]
+    pub impossible_here: bool,
+}
 
 /// Error of a request to the daemon.
 #[derive(Debug, thiserror::Error)]
@@ -35,25 +46,27 @@ pub enum ClientError {
     Runtime(#[source] io::Error),
 }
 
+type Result<T> = std::result::Result<T, ClientError>;
+
 /// A blocking client of the daemon.
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,
-    patience: Option<Duration>,
+    patience: Duration,
     runtime: tokio::runtime::Runtime,
 }
 
 impl Client {
     /// Returns a client of the daemon at `socket`. The client opens a new connection for each
     /// request.
-    pub fn new(socket: &Path) -> Result<Self, ClientError> {
+    pub fn new(socket: &Path) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(ClientError::Runtime)?;
         Ok(Self {
             socket: socket.into(),
-            patience: None,
+            patience: Duration::MAX,
             runtime,
         })
     }
@@ -61,51 +74,38 @@ impl Client {
     /// Sets the time limit of each request.
     #[must_use]
     pub fn within(mut self, patience: Duration) -> Self {
-        self.patience = Some(patience);
+        self.patience = patience;
         self
     }
 
     /// Sends `GET path`.
-    pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+    pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T> {
         self.request(Method::GET, path, Bytes::new())
     }
 
     /// Sends `POST path` with a JSON body.
-    pub fn post<B: Serialize, T: DeserializeOwned>(
-        &self,
-        path: &str,
-        body: &B,
-    ) -> Result<T, ClientError> {
+    pub fn post<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T> {
         self.request(Method::POST, path, serde_json::to_vec(body)?.into())
     }
 
     /// Sends `PUT path` with a JSON body.
-    pub fn put<B: Serialize, T: DeserializeOwned>(
-        &self,
-        path: &str,
-        body: &B,
-    ) -> Result<T, ClientError> {
+    pub fn put<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T> {
         self.request(Method::PUT, path, serde_json::to_vec(body)?.into())
     }
 
     /// Sends `DELETE path`.
-    pub fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+    pub fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T> {
         self.request(Method::DELETE, path, Bytes::new())
     }
 
-    fn request<T: DeserializeOwned>(
-        &self,
-        method: Method,
-        path: &str,
-        body: Bytes,
-    ) -> Result<T, ClientError> {
+    fn request<T: DeserializeOwned>(&self, method: Method, path: &str, body: Bytes) -> Result<T> {
         let asked = async {
-            let stream = tokio::net::UnixStream::connect(&self.socket)
-                .await
-                .map_err(|source| ClientError::NoDaemon {
-                    path: self.socket.clone(),
-                    source,
-                })?;
+            let connected = tokio::net::UnixStream::connect(&self.socket).await;
+            let no_daemon = |source| ClientError::NoDaemon {
+                path: self.socket.clone(),
+                source,
+            };
+            let stream = connected.map_err(no_daemon)?;
             let (mut sender, connection) =
                 hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
             // An error of the connection also makes the request fail.
@@ -133,15 +133,12 @@ impl Client {
             });
             Err(ClientError::Refused(refused))
         };
-        let Some(patience) = self.patience else {
-            return self.runtime.block_on(asked);
-        };
         // The timer must be created inside the runtime.
-        let limited = async { tokio::time::timeout(patience, asked).await };
+        let limited = async { tokio::time::timeout(self.patience, asked).await };
         self.runtime.block_on(limited).unwrap_or_else(|_| {
             Err(ClientError::Slow {
                 path: self.socket.clone(),
-                seconds: patience.as_secs(),
+                seconds: self.patience.as_secs(),
             })
         })
     }

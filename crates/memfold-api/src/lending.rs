@@ -11,8 +11,6 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::swap::SwapPlace;
-
 /// `POST /v1/lend`
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -21,16 +19,13 @@ pub struct LendRequest {
     pub max_bytes: u64,
     /// Address on which exports listen, each with TLS and a key of its own; null: Unix sockets, for
     /// borrowers on this host.
-    #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub listen: Option<IpAddr>,
     /// Address that is announced to borrowers instead of `listen`, if a forwarder is in between;
     /// null: `listen`.
-    #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub announce: Option<IpAddr>,
     /// First and last port for exports; null: any free port.
-    #[serde(default)]
     #[schema(value_type = Option<Vec<u16>>)]
     pub ports: Option<(u16, u16)>,
     /// Protocol of exports. With iSCSI, a null `listen` means 127.0.0.1.
@@ -67,10 +62,8 @@ impl LendRequest {
                 "borrowers cannot connect to that address; pass an address that they can reach as --announce ADDRESS, or listen on it",
             );
         }
-        if self
-            .ports
-            .is_some_and(|(first, last)| first == 0 || first > last)
-        {
+        let is_wrong = |(first, last)| first == 0 || first > last;
+        if self.ports.is_some_and(is_wrong) {
             return Err("a range of ports is FIRST-LAST, and the first is not 0");
         }
         let stays = |ip: IpAddr| ip.is_loopback();
@@ -84,11 +77,8 @@ impl LendRequest {
             announce: self.announce,
             ports: self.ports,
         };
-        Ok(if is_iscsi {
-            Listen::Iscsi(tcp)
-        } else {
-            Listen::Tcp(tcp)
-        })
+        let listen = if is_iscsi { Listen::Iscsi } else { Listen::Tcp };
+        Ok(listen(tcp))
     }
 }
 
@@ -97,14 +87,12 @@ impl LendRequest {
 #[serde(deny_unknown_fields)]
 pub struct BorrowRequest {
     /// Bytes to borrow, at least the size of the VM's swap disk; absent: the size of the disk.
-    #[serde(default)]
     pub bytes: Option<u64>,
     /// Protection of the data if a lender dies.
     #[serde(default)]
     pub durability: Durability,
     /// Number of lenders over which the disk is striped, 1 to 8; absent: as few lenders as can hold
     /// the disk, or one if there is no copy on this host's disk.
-    #[serde(default)]
     pub stripes: Option<u8>,
 }
 
@@ -122,11 +110,9 @@ pub struct Borrowed {
     /// Names of the hosts that lend the RAM.
     pub lenders: Vec<String>,
     /// Number of lenders over which each copy of the disk is striped; null: nothing is lent.
-    #[serde(default)]
     pub stripes: Option<u8>,
     /// Time that the guest has waited for the swap disk since it first borrowed; null: unknown, or
     /// nothing is lent.
-    #[serde(default)]
     pub waits: Option<Waits>,
     /// Whether this request changed anything.
     pub changed: bool,
@@ -170,14 +156,12 @@ pub struct LeaseReport {
     pub registry: String,
     /// Why the registry cannot be used now; lenders, leases and blast radius are then unknown.
     /// Null: the registry answers.
-    #[serde(default)]
     pub registry_away: Option<String>,
     /// RAM that this host lends; null: this host does not lend.
     #[schema(value_type = Option<Object>)]
     pub lending: Option<LenderStatus>,
     /// The request by which this host lends, to be repeated with another `max_bytes`. Null: this
     /// host does not lend, or is recalling all its memory.
-    #[serde(default)]
     pub lends_as: Option<LendRequest>,
     /// Loans of this host's VMs and volumes.
     pub borrowed: Vec<Borrowed>,
@@ -200,6 +184,49 @@ pub struct LeaseReport {
     /// Number of times that lenders served wrong bytes to VMs of this host since its daemon
     /// started. No VM received any.
     pub lies: u64,
+}
+
+/// Status of a VM's swap disk. Its contents do not count as guest RAM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct VmSwap {
+    /// Size of the disk, in bytes.
+    pub bytes: u64,
+    /// Location of the disk's data.
+    pub place: SwapPlace,
+    /// Protection of the data if a lender dies; null: nothing is lent.
+    pub durability: Option<Durability>,
+    /// Parts of the disk on lent memory, one for each lender: all parts of the first copy, then
+    /// those of the second.
+    pub lent: Vec<LentPart>,
+}
+
+/// Part of a VM's swap disk that one lender holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LentPart {
+    /// Name of the lending host.
+    pub lender: String,
+    /// Bytes of the disk that this lender holds; rounded up if the disk is striped over several
+    /// lenders.
+    pub bytes: u64,
+    /// Number of the copy that this part belongs to: 0 or 1.
+    pub copy: usize,
+}
+
+/// Location of a VM's swap disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SwapPlace {
+    /// The data is on lent RAM.
+    Lent,
+    /// The data is on lent RAM, with fewer copies than requested.
+    Degraded,
+    /// The data is on this host's disk although lent RAM was requested, because the lender died or
+    /// recalled its RAM.
+    OnCopy,
+    /// The data is on this host's disk.
+    OnDisk,
+    /// The data is lost with its lender.
+    Lost,
 }
 
 #[cfg(test)]

@@ -3,32 +3,22 @@
 
 mod access;
 mod client;
-mod debt;
-mod error;
-mod fold;
-mod ksm;
 mod lending;
-mod libvirt;
 mod registry;
 mod report;
 mod segment;
+mod sharing;
 mod snapshot;
-mod swap;
 mod vm;
 
 pub use access::*;
 pub use client::*;
-pub use debt::*;
-pub use error::*;
-pub use fold::*;
-pub use ksm::*;
 pub use lending::*;
-pub use libvirt::*;
 pub use registry::*;
 pub use report::*;
 pub use segment::*;
+pub use sharing::*;
 pub use snapshot::*;
-pub use swap::*;
 pub use vm::*;
 
 /// Default path of the daemon's Unix socket.

@@ -12,8 +12,7 @@ use memfold_lend::https::{Https, Post};
 use memfold_lend::place::read_token;
 use memfold_lend::{EtcdRegistry, Registry, RegistryAt};
 
-use crate::client::Client;
-use crate::error::ErrorBody;
+use crate::client::{Client, ErrorBody};
 
 /// Path of the registry in the API of a daemon that serves one.
 pub const REGISTRY_PATH: &str = "/v1/registry";
@@ -29,10 +28,8 @@ pub fn registry_at(at: &RegistryAt) -> Arc<dyn Registry> {
             let socket = socket.clone();
             let transport = move |call: &Call| {
                 let client = Client::new(&socket).map_err(|error| error.to_string())?;
-                client
-                    .within(REGISTRY_TIMEOUT)
-                    .post(REGISTRY_PATH, call)
-                    .map_err(|error| chain(&error))
+                let answer = client.within(REGISTRY_TIMEOUT).post(REGISTRY_PATH, call);
+                answer.map_err(|error| chain(&error))
             };
             Arc::new(CallRegistry::new(place, transport))
         }
@@ -63,12 +60,11 @@ fn ask_daemon(http: &Https, token: &Path, call: &Call) -> Result<Answer, String>
             format!("cannot parse its answer ({error}); use daemons of the same version")
         });
     }
-    let refused: Option<ErrorBody> = serde_json::from_slice(&body).ok();
-    Err(refused.map_or_else(
-        || format!("it answered {status}"),
-        |refused| match refused.hint {
-            Some(hint) => format!("{} ({hint})", refused.error),
-            None => refused.error,
+    Err(match serde_json::from_slice(&body) {
+        Err(_) => format!("it answered {status}"),
+        Ok(ErrorBody { error, hint, .. }) => match hint {
+            Some(hint) => format!("{error} ({hint})"),
+            None => error,
         },
-    ))
+    })
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use memfold_fold::EngineStats;
-use memfold_ledger as ledger;
+
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -24,7 +24,7 @@ pub struct VersionInfo {
 pub struct FullReport {
     /// Memory use of the host and of each VM.
     #[schema(value_type = Object)]
-    pub ledger: ledger::Report,
+    pub ledger: memfold_ledger::Report,
     /// Counters of folding.
     pub fold: EngineStats,
 }

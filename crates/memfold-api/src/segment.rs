@@ -49,11 +49,9 @@ pub struct BuildRequest {
     pub exclude: Vec<String>,
     /// Most bytes of files to include. Files are then ranked by the page caches of the domain's
     /// VMs, and those with the highest savings are included. Unset: all files.
-    #[serde(default)]
     pub top_files_bytes: Option<u64>,
     /// Number of VMs that will map the segment, for the ranking of `top_files_bytes`; unset: the
     /// number of running VMs.
-    #[serde(default)]
     pub for_vms: Option<u64>,
     /// Whether the segment is a whole root file system.
     #[serde(default)]
@@ -74,19 +72,15 @@ pub struct BuildResult {
 
 /// `POST /v1/segments/rank`
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct RankRequest {
     /// VMs whose cached files are ranked; empty: all VMs of the domain.
-    #[serde(default)]
     pub vms: Vec<String>,
     /// Trust domain whose VMs are considered; unset: all domains.
-    #[serde(default)]
     pub domain: Option<String>,
     /// Number of VMs that will map the segment; unset: for each file, as many as cache it now.
-    #[serde(default)]
     pub for_vms: Option<u64>,
     /// Glob patterns of files to rank; empty: `/usr/**` and `/opt/**`.
-    #[serde(default)]
     pub include: Vec<String>,
 }
 

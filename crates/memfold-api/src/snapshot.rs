@@ -26,7 +26,7 @@ pub enum KeepChoice {
 }
 
 /// `POST /v1/snapshots`
-#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct SaveRequest {
     /// Name of the VM to save.
     pub vm: String,
@@ -44,7 +44,6 @@ pub struct SaveRequest {
     /// Longest time for the guest to drop its caches, in seconds. Unset: the time that the disk
     /// with the snapshots takes to write the page cache, from 5 s to 120 s. Caches that are not
     /// dropped by then are saved.
-    #[serde(default)]
     pub drop_s: Option<u32>,
     /// Whether the guest's clock stays behind by the time that the VM was stopped. Unset: the clock
     /// is set to the host's if that time was long.
@@ -58,18 +57,14 @@ impl SaveRequest {
         Self {
             vm: vm.into(),
             name: name.into(),
-            keep: KeepChoice::Auto,
-            live: false,
-            compress: false,
-            drop_s: None,
-            keep_clock: false,
+            ..Self::default()
         }
     }
 }
 
 /// `POST /v1/snapshots/{name}/restore`
 #[allow(clippy::struct_excessive_bools)] // what was asked for
-#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct RestoreRequest {
     /// Name of the restored VM.
     pub vm: String,
@@ -92,7 +87,6 @@ pub struct RestoreRequest {
     pub keep_clock: bool,
     /// Directory for the VM's own copies of its writable disks (`VM-diskN.qcow2`), which remain
     /// when the VM ends. Unset: writes go to temporary overlays.
-    #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub disks: Option<PathBuf>,
     /// Host ports to forward into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: any
@@ -108,13 +102,7 @@ impl RestoreRequest {
     pub fn new(vm: impl Into<String>) -> Self {
         Self {
             vm: vm.into(),
-            renew: Renew::default(),
-            force: false,
-            despite_brake: false,
-            prefetch: false,
-            keep_clock: false,
-            disks: None,
-            forwards: Vec::new(),
+            ..Self::default()
         }
     }
 }

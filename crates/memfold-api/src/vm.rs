@@ -7,9 +7,9 @@ use memfold_snapshot::{ClockStep, Renewal};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::lending::VmSwap;
 use crate::segment::VmSegment;
 use crate::snapshot::BootSnapshot;
-use crate::swap::VmSwap;
 
 /// A VM as `memfold vm list` shows it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
@@ -25,7 +25,6 @@ pub struct VmInfo {
     /// `started` if memfold started the VM, or `attached`.
     pub origin: String,
     /// Name of the domain in libvirt, if libvirt started the VM.
-    #[serde(default)]
     pub libvirt: Option<String>,
     /// QEMU's version.
     pub qemu: String,
@@ -45,17 +44,13 @@ pub struct VmInfo {
     #[serde(default)]
     pub segments: Vec<VmSegment>,
     /// Identities renewed when the VM was restored, if this daemon restored it.
-    #[serde(default)]
     pub renewal: Option<Renewal>,
     /// Correction of the guest's wall clock after the VM was stopped. Unset: the VM was not
     /// stopped, or keeps its clock.
-    #[serde(default)]
     pub clock: Option<ClockStep>,
     /// The VM's swap disk, if memfold created one.
-    #[serde(default)]
     pub swap: Option<VmSwap>,
     /// Status of the boot snapshot, if the VM was started with `boot_snapshot`.
-    #[serde(default)]
     pub boot_snapshot: Option<BootSnapshot>,
     /// State of the VM: `running`; another run state of QEMU (`paused`, `io-error`,
     /// `guest-panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`;
@@ -63,10 +58,8 @@ pub struct VmInfo {
     #[serde(default)]
     pub state: String,
     /// Cause of the state, if known.
-    #[serde(default)]
     pub state_cause: Option<String>,
     /// Action that would make the VM run again.
-    #[serde(default)]
     pub state_fix: Option<String>,
     /// Host ports forwarded into the guest: `ADDRESS:PORT:GUEST-PORT`.
     #[serde(default)]
@@ -154,4 +147,22 @@ pub struct RunOptions {
     /// Whether the VM is started although the brake is on.
     #[serde(default)]
     pub despite_brake: bool,
+}
+
+/// `POST /v1/libvirt/attach`, `POST /v1/libvirt/disable`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LibvirtRequest {
+    /// Name of the domain in libvirt.
+    pub domain: String,
+}
+
+/// `POST /v1/libvirt/enable`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LibvirtEnableRequest {
+    /// Name of the domain in libvirt.
+    pub domain: String,
+    /// Trust domain of the VM; null: it shares memory with no other.
+    pub trust_domain: Option<String>,
 }

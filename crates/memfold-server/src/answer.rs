@@ -1,11 +1,12 @@
 //! Responses of the API: request bodies, results, and errors with their HTTP status.
 
 use std::io;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::rejection::JsonRejection;
-use axum::extract::{FromRequest, State};
+use axum::extract::{FromRequest, Path as UrlPath, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use memfold_api::ErrorBody;
@@ -31,6 +32,14 @@ pub(crate) struct Told(pub String);
 pub(crate) struct Asked<T>(pub(crate) T);
 
 pub(crate) struct BadBody(JsonRejection);
+
+impl<T> Deref for Asked<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
 
 impl From<JsonRejection> for BadBody {
     fn from(rejection: JsonRejection) -> Self {
@@ -138,6 +147,9 @@ impl IntoResponse for Failure {
 
 /// The daemon, as an argument of handlers.
 pub(crate) type Served = State<Arc<Daemon>>;
+
+/// Name in the path of a request.
+pub(crate) type Named = UrlPath<String>;
 
 /// Result of most request handlers.
 pub(crate) type Answered<T> = Result<Json<T>, Failure>;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Extension, Path as UrlPath};
+use axum::extract::Extension;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use memfold_api::{ErrorBody, HostRequest, HostToken};
@@ -11,7 +11,7 @@ use memfold_lend::registry::check_name;
 use tokio::task::block_in_place;
 
 use super::access::Access;
-use super::answer::{Asked, failed, refusal, refusal_with_hint};
+use super::answer::{Asked, Named, failed, refusal, refusal_with_hint};
 
 /// Action that fails if the list cannot be written.
 const WRITE: &str = "write the list of hosts";
@@ -26,7 +26,7 @@ pub(super) async fn hosts(Extension(access): Extension<Arc<Access>>) -> Json<Vec
 #[utoipa::path(post, path = "/v1/hosts", request_body = HostRequest, responses((status = 200, body = HostToken), (status = 409, body = ErrorBody)))]
 pub(super) async fn add(
     Extension(access): Extension<Arc<Access>>,
-    Asked(request): Asked<HostRequest>,
+    request: Asked<HostRequest>,
 ) -> Response {
     if let Err(error) = check_name("host", &request.host) {
         return refusal(StatusCode::BAD_REQUEST, &error.to_string());
@@ -43,7 +43,7 @@ pub(super) async fn add(
     // This writes to a disk, which may take time.
     match block_in_place(|| access.hosts().add(&request.host)) {
         Ok(token) => Json(HostToken {
-            host: request.host,
+            host: request.0.host,
             token,
             urls: urls.collect(),
         })
@@ -54,10 +54,7 @@ pub(super) async fn add(
 
 /// Removes a host's token, which is refused from now on. Returns whether the host had one.
 #[utoipa::path(delete, path = "/v1/hosts/{name}", responses((status = 200, body = bool)))]
-pub(super) async fn remove(
-    Extension(access): Extension<Arc<Access>>,
-    UrlPath(name): UrlPath<String>,
-) -> Response {
+pub(super) async fn remove(Extension(access): Extension<Arc<Access>>, name: Named) -> Response {
     match block_in_place(|| access.hosts().remove(&name)) {
         Ok(was) => Json(was).into_response(),
         Err(error) => failed(WRITE, &error),

@@ -11,7 +11,7 @@ use memfold_lend::lvm::Volume;
 use memfold_lend::{Lease, LeaseId, LenderStatus};
 
 use super::access::Visitor;
-use super::answer::{Answered, Asked, Served, blocking, refusal_with_hint};
+use super::answer::{Answered, Asked, Named, Served, blocking, refusal_with_hint};
 
 /// Returns the status of this host's lending; null: this host does not lend.
 #[utoipa::path(get, path = "/v1/lend", responses((status = 200, body = Option<Object>)))]
@@ -21,10 +21,7 @@ pub(super) async fn lending(daemon: Served) -> Answered<Option<LenderStatus>> {
 
 /// Begins to lend RAM of this host, or changes the amount.
 #[utoipa::path(post, path = "/v1/lend", request_body = LendRequest, responses((status = 200, body = Object), (status = 501, body = ErrorBody)))]
-pub(super) async fn lend(
-    daemon: Served,
-    Asked(request): Asked<LendRequest>,
-) -> Answered<LenderStatus> {
+pub(super) async fn lend(daemon: Served, request: Asked<LendRequest>) -> Answered<LenderStatus> {
     blocking(daemon, move |d| d.lending().lend(&request)).await
 }
 
@@ -38,8 +35,8 @@ pub(super) async fn lend_no_more(daemon: Served) -> Answered<Option<LenderStatus
 #[utoipa::path(post, path = "/v1/vms/{name}/borrow", request_body = BorrowRequest, responses((status = 200, body = Borrowed), (status = 409, body = ErrorBody)))]
 pub(super) async fn borrow(
     daemon: Served,
-    UrlPath(name): UrlPath<String>,
-    Asked(request): Asked<BorrowRequest>,
+    name: Named,
+    request: Asked<BorrowRequest>,
 ) -> Answered<Borrowed> {
     blocking(daemon, move |d| {
         d.swap_disks().borrow_memory(&name, &request)
@@ -49,10 +46,7 @@ pub(super) async fn borrow(
 
 /// Moves a VM's swap disk back to this host's disk.
 #[utoipa::path(post, path = "/v1/vms/{name}/return", responses((status = 200, body = Borrowed), (status = 404, body = ErrorBody)))]
-pub(super) async fn give_back(
-    daemon: Served,
-    UrlPath(name): UrlPath<String>,
-) -> Answered<Borrowed> {
+pub(super) async fn give_back(daemon: Served, name: Named) -> Answered<Borrowed> {
     blocking(daemon, move |d| d.swap_disks().return_memory(&name)).await
 }
 
@@ -61,7 +55,7 @@ pub(super) async fn give_back(
 pub(super) async fn borrow_for_volume(
     daemon: Served,
     UrlPath((group, name)): UrlPath<(String, String)>,
-    Asked(request): Asked<BorrowRequest>,
+    request: Asked<BorrowRequest>,
 ) -> Answered<Borrowed> {
     blocking(daemon, move |d| {
         d.swap_volumes().borrow(&volume(&group, &name)?, &request)
@@ -103,7 +97,7 @@ pub(super) async fn recall_lease(daemon: Served, UrlPath(id): UrlPath<u64>) -> A
 /// Ends the distrust of a lender that has served wrong bytes. Returns whether the lender was
 /// distrusted.
 #[utoipa::path(delete, path = "/v1/lenders/{name}/distrust", responses((status = 200, body = bool)))]
-pub(super) async fn trust(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<bool> {
+pub(super) async fn trust(daemon: Served, name: Named) -> Answered<bool> {
     blocking(daemon, move |d| Ok(d.leases().trust(&name))).await
 }
 
@@ -112,7 +106,7 @@ pub(super) async fn trust(daemon: Served, UrlPath(name): UrlPath<String>) -> Ans
 pub(super) async fn registry(
     daemon: Served,
     Extension(visitor): Extension<Visitor>,
-    Asked(call): Asked<Call>,
+    call: Asked<Call>,
 ) -> Response {
     // A host may act only in its own name: it can neither end leases of other hosts nor read their
     // keys.
@@ -127,7 +121,7 @@ pub(super) async fn registry(
             );
         }
     }
-    if let (Some(_), Call::Publish { endpoint, .. }) = (&visitor.host, &call) {
+    if let (Some(_), Call::Publish { endpoint, .. }) = (&visitor.host, &call.0) {
         if let Err(error) = endpoint.check_of_another_host() {
             return Json(Answer::Refused(error)).into_response();
         }

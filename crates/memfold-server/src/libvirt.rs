@@ -16,7 +16,7 @@ pub(super) async fn domains(daemon: Served) -> Answered<Option<Vec<DomainStatus>
 #[utoipa::path(post, path = "/v1/libvirt/attach", request_body = LibvirtRequest, responses((status = 200, body = VmInfo)))]
 pub(super) async fn attach_libvirt(
     daemon: Served,
-    Asked(request): Asked<LibvirtRequest>,
+    request: Asked<LibvirtRequest>,
 ) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.libvirt().attach(&request.domain)).await
 }
@@ -25,7 +25,7 @@ pub(super) async fn attach_libvirt(
 #[utoipa::path(post, path = "/v1/libvirt/enable", request_body = LibvirtEnableRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
 pub(super) async fn enable(
     daemon: Served,
-    Asked(request): Asked<LibvirtEnableRequest>,
+    request: Asked<LibvirtEnableRequest>,
 ) -> Answered<Change> {
     blocking(daemon, move |d| {
         d.libvirt()
@@ -36,9 +36,6 @@ pub(super) async fn enable(
 
 /// Restores a domain's XML to its state before the domain was enabled.
 #[utoipa::path(post, path = "/v1/libvirt/disable", request_body = LibvirtRequest, responses((status = 200, body = Change), (status = 400, body = ErrorBody)))]
-pub(super) async fn disable(
-    daemon: Served,
-    Asked(request): Asked<LibvirtRequest>,
-) -> Answered<Change> {
+pub(super) async fn disable(daemon: Served, request: Asked<LibvirtRequest>) -> Answered<Change> {
     blocking(daemon, move |d| d.libvirt().disable(&request.domain)).await
 }

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Extension, Path as UrlPath, Query, State};
+use axum::extract::{Extension, Query, State};
 use axum::http::StatusCode;
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -20,7 +20,7 @@ use serde::Deserialize;
 
 use super::access::Access;
 use super::access::Visitor;
-use super::answer::{Answered, Asked, Served, blocking, refusal_with_hint};
+use super::answer::{Answered, Asked, Named, Served, blocking, refusal_with_hint};
 
 /// Time between keep-alive messages of an idle stream, which detect a client that no longer reads.
 const STILL_HERE: Duration = Duration::from_secs(15);
@@ -122,7 +122,7 @@ pub(super) async fn history(daemon: Served, Query(span): Query<Span>) -> Answere
 #[utoipa::path(get, path = "/v1/vms/{name}/history", params(("seconds" = Option<i64>, Query), ("points" = Option<i64>, Query)), responses((status = 200, body = Series), (status = 404, body = ErrorBody)))]
 pub(super) async fn vm_history(
     daemon: Served,
-    UrlPath(name): UrlPath<String>,
+    name: Named,
     Query(span): Query<Span>,
 ) -> Answered<Series> {
     let (seconds, points) = span.bounded();
@@ -152,7 +152,7 @@ pub(super) async fn events(daemon: Served, Query(query): Query<Count>) -> Answer
 #[utoipa::path(get, path = "/v1/vms/{name}/memory-map", params(("cells" = Option<u64>, Query)), responses((status = 200, body = MemoryMap), (status = 404, body = ErrorBody)))]
 pub(super) async fn memory_map(
     daemon: Served,
-    UrlPath(name): UrlPath<String>,
+    name: Named,
     Query(query): Query<Cells>,
 ) -> Answered<MemoryMap> {
     let cells = query.cells.unwrap_or(1024);
@@ -168,7 +168,7 @@ pub(super) async fn sharing(daemon: Served) -> Answered<Sharing> {
 /// Returns how many bytes of a VM's swap disk are in use, as the guest reports. The guest is asked
 /// at most every five seconds.
 #[utoipa::path(get, path = "/v1/vms/{name}/swap", responses((status = 200, body = SwapUse), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
-pub(super) async fn swap_use(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<SwapUse> {
+pub(super) async fn swap_use(daemon: Served, name: Named) -> Answered<SwapUse> {
     blocking(daemon, move |d| d.views().swap_use(&name)).await
 }
 
@@ -182,7 +182,7 @@ pub(super) async fn doctor(daemon: Served) -> Answered<Report> {
 #[utoipa::path(post, path = "/v1/estimate", request_body = EstimateOrder, responses((status = 200, body = EstimateReport), (status = 409, body = ErrorBody)))]
 pub(super) async fn estimate(
     daemon: Served,
-    Asked(order): Asked<EstimateOrder>,
+    order: Asked<EstimateOrder>,
 ) -> Answered<EstimateReport> {
     blocking(daemon, move |d| d.views().estimate(&order)).await
 }

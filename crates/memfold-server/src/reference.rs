@@ -119,11 +119,7 @@ fn body(schema: &Value) -> String {
         for (name, field) in fields {
             let is_required = required.is_some_and(|all| all.iter().any(|n| n == name.as_str()));
             let kind = kind(field);
-            let mark = if is_required || kind.ends_with('?') {
-                ""
-            } else {
-                "?"
-            };
+            let mark = optional(!is_required && !kind.ends_with('?'));
             let meaning = said(field);
             let _ = writeln!(text, "| `{name}` | {kind}{mark} | {meaning} |");
         }
@@ -158,11 +154,7 @@ fn kind(schema: &Value) -> String {
     }
     if let Some(choices) = schema["oneOf"].as_array() {
         let is_null = |choice: &&Value| choice["type"] == "null";
-        let mark = if choices.iter().any(|c| is_null(&c)) {
-            "?"
-        } else {
-            ""
-        };
+        let mark = optional(choices.iter().any(|c| is_null(&c)));
         let others: Vec<String> = choices.iter().filter(|c| !is_null(c)).map(kind).collect();
         return format!("{}{mark}", others.join(" or "));
     }
@@ -177,13 +169,16 @@ fn kind(schema: &Value) -> String {
     match name {
         "array" => format!("list of {}{mark}", kind(&schema["items"])),
         "object" if schema["additionalProperties"].is_object() => {
-            format!(
-                "map of names to {}{mark}",
-                kind(&schema["additionalProperties"])
-            )
+            let values = kind(&schema["additionalProperties"]);
+            format!("map of names to {values}{mark}")
         }
         name => format!("{name}{mark}"),
     }
+}
+
+/// Returns the mark of a type that may be absent or null.
+const fn optional(is: bool) -> &'static str {
+    if is { "?" } else { "" }
 }
 
 /// Formats text for a cell of a table.

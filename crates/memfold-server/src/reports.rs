@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path as UrlPath, State};
+use axum::extract::State;
 use memfold_api::{
     DebtRequest, ErrorBody, FoldRequest, FullReport, KsmStartRequest, KsmStopRequest, VersionInfo,
 };
@@ -12,7 +12,7 @@ use memfold_ksm::{Explanation, Overview};
 use memfold_ledger::DebtReport;
 use memfold_ledger::estimate::VmFacts;
 
-use super::answer::{Answered, Asked, Served, blocking};
+use super::answer::{Answered, Asked, Named, Served, blocking};
 
 /// Returns version, PID and state directory of the daemon.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionInfo)))]
@@ -34,10 +34,7 @@ pub(super) async fn fold(daemon: Served) -> Answered<EngineStats> {
 
 /// Pauses folding, resumes it, or changes its limits, until the daemon ends.
 #[utoipa::path(put, path = "/v1/fold", request_body = FoldRequest, responses((status = 200, body = EngineStats)))]
-pub(super) async fn set_fold(
-    daemon: Served,
-    Asked(request): Asked<FoldRequest>,
-) -> Answered<EngineStats> {
+pub(super) async fn set_fold(daemon: Served, request: Asked<FoldRequest>) -> Answered<EngineStats> {
     blocking(daemon, move |d| d.folding().set(&request)).await
 }
 
@@ -50,10 +47,7 @@ pub(super) async fn debt(daemon: Served) -> Answered<DebtReport> {
 
 /// Changes the brake's limits until the daemon ends.
 #[utoipa::path(put, path = "/v1/debt", request_body = DebtRequest, responses((status = 200, body = DebtReport), (status = 400, body = ErrorBody)))]
-pub(super) async fn set_debt(
-    daemon: Served,
-    Asked(request): Asked<DebtRequest>,
-) -> Answered<DebtReport> {
+pub(super) async fn set_debt(daemon: Served, request: Asked<DebtRequest>) -> Answered<DebtReport> {
     blocking(daemon, move |d| d.brake().set_debt(&request)).await
 }
 
@@ -67,26 +61,20 @@ pub(super) async fn ksm(daemon: Served) -> Answered<Overview> {
 #[utoipa::path(post, path = "/v1/ksm/start", request_body = KsmStartRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
 pub(super) async fn start_ksm(
     daemon: Served,
-    Asked(request): Asked<KsmStartRequest>,
+    request: Asked<KsmStartRequest>,
 ) -> Answered<Overview> {
     blocking(daemon, move |d| d.ksm().start(&request)).await
 }
 
 /// Ends the steering of KSM, and restores KSM's earlier settings.
 #[utoipa::path(post, path = "/v1/ksm/stop", request_body = KsmStopRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
-pub(super) async fn stop_ksm(
-    daemon: Served,
-    Asked(request): Asked<KsmStopRequest>,
-) -> Answered<Overview> {
+pub(super) async fn stop_ksm(daemon: Served, request: Asked<KsmStopRequest>) -> Answered<Overview> {
     blocking(daemon, move |d| d.ksm().stop(&request)).await
 }
 
 /// Explains why a VM's memory merges, or why it does not.
 #[utoipa::path(get, path = "/v1/ksm/explain/{name}", responses((status = 200, body = Explanation), (status = 404, body = ErrorBody)))]
-pub(super) async fn explain_ksm(
-    daemon: Served,
-    UrlPath(name): UrlPath<String>,
-) -> Answered<Explanation> {
+pub(super) async fn explain_ksm(daemon: Served, name: Named) -> Answered<Explanation> {
     blocking(daemon, move |d| d.views().explain_ksm(&name)).await
 }
 

@@ -7,7 +7,7 @@ use memfold_api::{
 use memfold_segment::{Ranked, SegmentInfo};
 use memfold_snapshot::Step;
 
-use super::answer::{Answered, Asked, Served, blocking};
+use super::answer::{Answered, Asked, Named, Served, blocking};
 
 /// Returns all segments, with their users and sizes.
 #[utoipa::path(get, path = "/v1/segments", responses((status = 200, body = Vec<SegmentInfo>)))]
@@ -19,7 +19,7 @@ pub(super) async fn segments(daemon: Served) -> Answered<Vec<SegmentInfo>> {
 #[utoipa::path(post, path = "/v1/segments", request_body = BuildRequest, responses((status = 200, body = BuildResult), (status = 400, body = ErrorBody)))]
 pub(super) async fn build_segment(
     daemon: Served,
-    Asked(request): Asked<BuildRequest>,
+    request: Asked<BuildRequest>,
 ) -> Answered<BuildResult> {
     blocking(daemon, move |d| d.segments().build(&request)).await
 }
@@ -28,35 +28,26 @@ pub(super) async fn build_segment(
 #[utoipa::path(post, path = "/v1/segments/rank", request_body = RankRequest, responses((status = 200, body = Vec<Ranked>)))]
 pub(super) async fn rank_segments(
     daemon: Served,
-    Asked(request): Asked<RankRequest>,
+    request: Asked<RankRequest>,
 ) -> Answered<Vec<Ranked>> {
     blocking(daemon, move |d| d.segments().rank(&request)).await
 }
 
 /// Removes a segment or one generation. Returns the removed generations.
 #[utoipa::path(delete, path = "/v1/segments/{name}", responses((status = 200, body = Vec<String>), (status = 409, body = ErrorBody)))]
-pub(super) async fn remove_segment(
-    daemon: Served,
-    UrlPath(name): UrlPath<String>,
-) -> Answered<Vec<String>> {
+pub(super) async fn remove_segment(daemon: Served, name: Named) -> Answered<Vec<String>> {
     blocking(daemon, move |d| d.segments().remove(&name)).await
 }
 
 /// Verifies a segment. Returns the problem; null if the segment is intact.
 #[utoipa::path(post, path = "/v1/segments/{name}/verify", responses((status = 200, body = Option<String>)))]
-pub(super) async fn verify_segment(
-    daemon: Served,
-    UrlPath(name): UrlPath<String>,
-) -> Answered<Option<String>> {
+pub(super) async fn verify_segment(daemon: Served, name: Named) -> Answered<Option<String>> {
     blocking(daemon, move |d| d.segments().verify(&name)).await
 }
 
 /// Returns the progress of a segment's build; null: no build is in progress.
 #[utoipa::path(get, path = "/v1/segments/{name}/progress", responses((status = 200, body = Option<Step>)))]
-pub(super) async fn segment_progress(
-    daemon: Served,
-    UrlPath(name): UrlPath<String>,
-) -> Answered<Option<Step>> {
+pub(super) async fn segment_progress(daemon: Served, name: Named) -> Answered<Option<Step>> {
     blocking(daemon, move |d| Ok(d.segments().progress(&name))).await
 }
 
@@ -64,8 +55,8 @@ pub(super) async fn segment_progress(
 #[utoipa::path(post, path = "/v1/vms/{name}/segments", request_body = AttachSegmentRequest, responses((status = 200, body = AttachedSegment), (status = 400, body = ErrorBody)))]
 pub(super) async fn attach_segment(
     daemon: Served,
-    UrlPath(name): UrlPath<String>,
-    Asked(request): Asked<AttachSegmentRequest>,
+    name: Named,
+    request: Asked<AttachSegmentRequest>,
 ) -> Answered<AttachedSegment> {
     blocking(daemon, move |d| d.segments().attach(&name, &request)).await
 }

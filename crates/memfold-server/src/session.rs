@@ -33,7 +33,7 @@ pub(super) async fn session(Extension(visitor): Extension<Visitor>) -> Json<Sess
 pub(super) async fn log_in(
     Extension(access): Extension<Arc<Access>>,
     headers: HeaderMap,
-    Asked(request): Asked<LoginRequest>,
+    request: Asked<LoginRequest>,
 ) -> Response {
     let begun = access.keys().log_in(&request.secret, Instant::now());
     match begun {
@@ -79,7 +79,7 @@ fn with_cookie(mut response: Response, cookie: &str) -> Response {
 pub(super) async fn new_code(
     Extension(access): Extension<Arc<Access>>,
     Extension(visitor): Extension<Visitor>,
-    Asked(request): Asked<CodeRequest>,
+    request: Asked<CodeRequest>,
 ) -> Response {
     if request.role == Role::Host {
         return refusal_with_hint(

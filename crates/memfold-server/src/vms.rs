@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use axum::extract::{Path as UrlPath, Query};
+use axum::extract::Query;
 use memfold_api::{
     AttachRequest, ErrorBody, ExecRequest, ExecResult, RebootRequest, RunOptions, StopReport,
     StopRequest, VmInfo,
@@ -10,7 +10,7 @@ use memfold_api::{
 use memfold_daemon::DaemonError;
 use memfold_vm::VmSpec;
 
-use super::answer::{Answered, Asked, Served, blocking};
+use super::answer::{Answered, Asked, Named, Served, blocking};
 
 /// Returns all VMs that the daemon knows.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
@@ -23,13 +23,13 @@ pub(super) async fn list(daemon: Served) -> Answered<Vec<VmInfo>> {
 pub(super) async fn run(
     daemon: Served,
     Query(options): Query<RunOptions>,
-    Asked(spec): Asked<VmSpec>,
+    spec: Asked<VmSpec>,
 ) -> Answered<VmInfo> {
     blocking(daemon, move |d| {
         if options.despite_brake {
-            d.boots().run_despite_brake(spec)
+            d.boots().run_despite_brake(spec.0)
         } else {
-            d.boots().run(spec)
+            d.boots().run(spec.0)
         }
     })
     .await
@@ -37,10 +37,7 @@ pub(super) async fn run(
 
 /// Attaches to a running QEMU.
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
-pub(super) async fn attach(
-    daemon: Served,
-    Asked(request): Asked<AttachRequest>,
-) -> Answered<VmInfo> {
+pub(super) async fn attach(daemon: Served, request: Asked<AttachRequest>) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.vms().attach(&request)).await
 }
 
@@ -49,14 +46,14 @@ pub(super) async fn attach(
 #[utoipa::path(post, path = "/v1/vms/{name}/stop", request_body = StopRequest, responses((status = 200, body = StopReport), (status = 404, body = ErrorBody)))]
 pub(super) async fn stop(
     daemon: Served,
-    UrlPath(name): UrlPath<String>,
-    Asked(request): Asked<StopRequest>,
+    name: Named,
+    request: Asked<StopRequest>,
 ) -> Answered<StopReport> {
     blocking(daemon, move |d| {
         let stopped = d.vms().stop(&name, seconds(request.timeout_s)?)?;
         let how = serde_json::to_value(stopped.kind).unwrap_or_default();
         Ok(StopReport {
-            name,
+            name: name.0,
             how: how.as_str().unwrap_or_default().to_owned(),
             overdue: stopped.overdue,
             took_s: stopped.took.as_secs_f64(),
@@ -68,7 +65,7 @@ pub(super) async fn stop(
 
 /// Resumes a stopped VM: after a pause, or after its full disk has free space again.
 #[utoipa::path(post, path = "/v1/vms/{name}/resume", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub(super) async fn resume(daemon: Served, UrlPath(name): UrlPath<String>) -> Answered<VmInfo> {
+pub(super) async fn resume(daemon: Served, name: Named) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.vms().resume(&name)).await
 }
 
@@ -76,8 +73,8 @@ pub(super) async fn resume(daemon: Served, UrlPath(name): UrlPath<String>) -> An
 #[utoipa::path(post, path = "/v1/vms/{name}/reboot", request_body = RebootRequest, responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody)))]
 pub(super) async fn reboot(
     daemon: Served,
-    UrlPath(name): UrlPath<String>,
-    Asked(request): Asked<RebootRequest>,
+    name: Named,
+    request: Asked<RebootRequest>,
 ) -> Answered<VmInfo> {
     blocking(daemon, move |d| {
         d.boots()
@@ -90,8 +87,8 @@ pub(super) async fn reboot(
 #[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
 pub(super) async fn exec(
     daemon: Served,
-    UrlPath(name): UrlPath<String>,
-    Asked(request): Asked<ExecRequest>,
+    name: Named,
+    request: Asked<ExecRequest>,
 ) -> Answered<ExecResult> {
     blocking(daemon, move |d| {
         let result = d

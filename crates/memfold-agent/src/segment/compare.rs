@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use rustix::fs::{Advice, FileType, OFlags, Statx, StatxAttributes};
 
@@ -22,23 +22,13 @@ const MAX_NAMED: usize = 10;
 /// Number of bytes compared in one step.
 const PIECE: usize = 128 << 10;
 
-/// Way in which an entry of the segment is hidden.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum How {
-    /// Hidden by a hard link to the guest's own file.
-    Link,
-    /// Hidden by a whiteout, because the guest has no file of this name.
-    Whiteout,
-}
-
 /// An entry of the segment that is to be hidden.
 #[derive(Debug)]
 pub struct Hidden {
     /// Path of the entry, relative to the directory over which the segment is mounted.
     pub path: Vec<u8>,
-    /// Way in which the entry is hidden.
-    pub how: How,
-    /// Facts of the guest's own file of this name, if there is one.
+    /// Facts of the guest's own file of this name: a hard link to that file hides the entry. If
+    /// there is none, a whiteout does.
     pub own: Option<Facts>,
 }
 
@@ -185,8 +175,8 @@ struct Walk<'a> {
 }
 
 /// The directories of the segment and of the guest that contain the same entry.
-struct Pair {
-    segment: OwnedFd,
+struct Pair<'a> {
+    segment: &'a OwnedFd,
     own: OwnedFd,
 }
 
@@ -197,10 +187,8 @@ impl Walk<'_> {
         let pair = if present {
             let own = tree::directory_below(self.own, path)
                 .during(|| format!("opening the guest's {}", shown(path)))?;
-            Some(Pair {
-                segment: dup(&segment)?,
-                own,
-            })
+            let segment = &segment;
+            Some(Pair { segment, own })
         } else {
             None
         };
@@ -245,12 +233,12 @@ impl Walk<'_> {
 
     /// Compares an entry of a directory that both sides have. Returns true if the entry is a
     /// directory that the guest has too.
-    fn entry(&mut self, pair: &Pair, entry: &Entry) -> Result<bool> {
+    fn entry(&mut self, pair: &Pair<'_>, entry: &Entry) -> Result<bool> {
         let path = &entry.path[..];
         let theirs = Facts::of(&entry.theirs);
         let is_directory = theirs.kind() == FileType::Directory;
         let Some(own) = &entry.own else {
-            self.hide(path, How::Whiteout, None);
+            self.hide(path, None);
             if !is_directory {
                 self.differs(path, "the guest has no such file");
             }
@@ -278,37 +266,31 @@ impl Walk<'_> {
         } else {
             self.why_different(pair, entry, &facts, &theirs)?
         };
-        match why {
-            None => self.keep(path, facts),
-            Some(why) => {
-                self.hide(path, How::Link, Some(facts));
-                if !is_directory {
-                    self.differs(path, why);
-                }
-            }
+        let Some(why) = why else {
+            self.keep(path, facts);
+            return Ok(false);
+        };
+        self.hide(path, Some(facts));
+        if !is_directory {
+            self.differs(path, why);
         }
         Ok(false)
     }
 
     fn keep(&mut self, path: &[u8], own: Facts) {
-        self.plan.same.push(Same {
-            path: path.to_vec(),
-            own,
-        });
+        let path = path.to_vec();
+        self.plan.same.push(Same { path, own });
     }
 
-    fn hide(&mut self, path: &[u8], how: How, own: Option<Facts>) {
-        self.plan.hidden.push(Hidden {
-            path: path.to_vec(),
-            how,
-            own,
-        });
+    fn hide(&mut self, path: &[u8], own: Option<Facts>) {
+        let path = path.to_vec();
+        self.plan.hidden.push(Hidden { path, own });
     }
 
     /// Compares two entries that are no directories, or that have different types.
     fn why_different(
         &self,
-        pair: &Pair,
+        pair: &Pair<'_>,
         entry: &Entry,
         own: &Facts,
         theirs: &Facts,
@@ -326,7 +308,7 @@ impl Walk<'_> {
                 let target = |directory: &OwnedFd| {
                     rustix::fs::readlinkat(directory, name, Vec::new()).during(what)
                 };
-                (target(&pair.own)? != target(&pair.segment)?).then_some("target")
+                (target(&pair.own)? != target(pair.segment)?).then_some("target")
             }
             FileType::RegularFile if self.content => {
                 (!same_bytes(pair, name).during(what)?).then_some("content")
@@ -348,7 +330,7 @@ struct Entry {
 }
 
 /// Lists a segment's directory, together with the guest's entries of the same names.
-fn entries(segment: &OwnedFd, pair: Option<&Pair>, path: &[u8]) -> Result<Vec<Entry>> {
+fn entries(segment: &OwnedFd, pair: Option<&Pair<'_>>, path: &[u8]) -> Result<Vec<Entry>> {
     let names = tree::names(segment).during(|| format!("reading the segment's {}", shown(path)))?;
     let mut entries = Vec::with_capacity(names.len());
     for name in names {
@@ -385,12 +367,12 @@ fn entries(segment: &OwnedFd, pair: Option<&Pair>, path: &[u8]) -> Result<Vec<En
 /// Compares extended attributes of the named entries. Refuses overlayfs' own attributes in a
 /// segment: such an attribute could make a directory hide the guest's directory, or a file use
 /// another file's bytes.
-fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
+fn same_xattrs(pair: &Pair<'_>, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
     let of = |directory: &OwnedFd| {
         tree::xattrs_of(directory, names.iter().copied())
             .during(|| format!("reading attributes in {}", shown(path)))
     };
-    let (theirs, own) = (of(&pair.segment)?, of(&pair.own)?);
+    let (theirs, own) = (of(pair.segment)?, of(&pair.own)?);
     for (name, xattrs) in names.iter().zip(&theirs) {
         if let Some(key) = xattrs.keys().find(|k| k.starts_with(tree::OVERLAY_XATTRS)) {
             return Err(Error::refused(
@@ -412,10 +394,10 @@ fn same_xattrs(pair: &Pair, path: &[u8], names: &[&CStr]) -> Result<Vec<bool>> {
 
 /// Compares the bytes of both files. Drops the guest's own file from the page cache, because the
 /// segment's file replaces it from now on.
-fn same_bytes(pair: &Pair, name: &CStr) -> io::Result<bool> {
+fn same_bytes(pair: &Pair<'_>, name: &CStr) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME;
     let own = tree::open_below(&pair.own, name.to_bytes(), flags)?;
-    let segment = tree::open_below(&pair.segment, name.to_bytes(), flags)?;
+    let segment = tree::open_below(pair.segment, name.to_bytes(), flags)?;
     let (mut a, mut b) = (vec![0; PIECE], vec![0; PIECE]);
     let same = loop {
         let n = fill(&own, &mut a)?;
@@ -443,12 +425,6 @@ fn fill(file: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
         }
     }
     Ok(filled)
-}
-
-fn dup(file: &OwnedFd) -> Result<OwnedFd> {
-    file.as_fd()
-        .try_clone_to_owned()
-        .during(|| "duplicating a descriptor".into())
 }
 
 /// Joins `directory/name`, without a leading slash.

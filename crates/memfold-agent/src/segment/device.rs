@@ -71,6 +71,12 @@ fn pmem_devices() -> usize {
         .count()
 }
 
+/// Runs a command without input and output. Its failure is ignored.
+pub fn run_quietly(command: &mut Command) {
+    let command = command.stdin(Stdio::null()).stdout(Stdio::null());
+    let _ = command.stderr(Stdio::null()).status();
+}
+
 /// Loads the drivers for segments if the machine has a virtio-pmem device, and waits up to 2 s for
 /// the device file. Errors are ignored, because drivers may be built in; if a driver is missing,
 /// the use of the device fails.
@@ -81,13 +87,9 @@ pub fn load_modules(places: &Places) {
     // Modules are loaded one by one: without -a, modprobe takes further words for options, and with
     // -a it may stop at an unknown module.
     for module in ["virtio_pmem", "nd_pmem", "erofs", "overlay"] {
-        let _ = Command::new("modprobe")
-            .args(["-q", module])
-            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status();
+        let mut modprobe = Command::new("modprobe");
+        modprobe.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+        run_quietly(modprobe.args(["-q", module]));
     }
     let start = Instant::now();
     while devices(places).len() < pmem_devices() && start.elapsed() < PATIENCE {
@@ -231,7 +233,18 @@ impl Segment {
             let device = PathBuf::from(OsStr::from_bytes(&mount.source));
             let root = tree::open(&mounted).during(|| format!("opening {}", mounted.display()))?;
             let manifest = read_manifest(&root)?;
-            return Self::new(&root, manifest, (name, generation), mounted, device, None);
+            if (manifest.name.as_str(), manifest.generation) != (name, generation) {
+                return Err(Error::refused(
+                    format!(
+                        "{} holds {}@{}",
+                        mounted.display(),
+                        manifest.name,
+                        manifest.generation
+                    ),
+                    "unmount it",
+                ));
+            }
+            return Ok(Self::new(&root, manifest, mounted, device, None));
         }
         let mut problems = Vec::new();
         for device in devices(places) {
@@ -282,15 +295,8 @@ impl Segment {
             MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH,
         )
         .during(what)?;
-        let wanted = (manifest.name.clone(), manifest.generation);
-        let segment = Self::new(
-            &image.root,
-            manifest,
-            (&wanted.0, wanted.1),
-            mounted,
-            device.to_path_buf(),
-            image.no_dax,
-        )?;
+        let (root, device) = (&image.root, device.to_path_buf());
+        let segment = Self::new(root, manifest, mounted, device, image.no_dax);
         Ok(Self {
             is_new: true,
             ..segment
@@ -300,31 +306,19 @@ impl Segment {
     fn new(
         root: &OwnedFd,
         manifest: Manifest,
-        wanted: (&str, u64),
         mounted: PathBuf,
         device: PathBuf,
         no_dax: Option<String>,
-    ) -> Result<Self> {
-        if (manifest.name.as_str(), manifest.generation) != wanted {
-            return Err(Error::refused(
-                format!(
-                    "{} holds {}@{}",
-                    mounted.display(),
-                    manifest.name,
-                    manifest.generation
-                ),
-                "unmount it",
-            ));
-        }
+    ) -> Self {
         let dax = dax(root);
-        Ok(Self {
+        Self {
             manifest,
             mounted,
             device,
             dax,
-            dax_reason: (dax != Some(true)).then_some(no_dax).flatten(),
+            dax_reason: no_dax.filter(|_| dax != Some(true)),
             is_new: false,
-        })
+        }
     }
 
     /// Unmounts the segment. Returns true if programs still use it.

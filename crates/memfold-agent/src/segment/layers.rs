@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{OFlags, StatVfsMountFlags, open};
+use rustix::fs::StatVfsMountFlags;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 use super::compare::Plan;
@@ -104,11 +104,7 @@ impl<'a> Layer<'a> {
                 "boot this guest from a disk of its own; a guest whose root is a segment needs no laying",
             ));
         }
-        let (ours, theirs) = (
-            tree::stat_of(&disk).during(what)?,
-            tree::stat_of(own).during(what)?,
-        );
-        if ours.stx_mnt_id != theirs.stx_mnt_id {
+        if !tree::on_one_mount(&disk, own).during(what)? {
             return Err(Error::refused(
                 format!(
                     "{} and {} are not on the same mount, so writes could not be merged back by renaming",
@@ -159,12 +155,8 @@ impl<'a> Layer<'a> {
         let segment = segment.join(std::ffi::OsStr::from_bytes(inner));
         let [mask, upper, work] = ["mask", "upper", "work"].map(|n| self.disk.join(n));
         for path in [&mask, &segment, &self.point] {
-            if path
-                .as_os_str()
-                .as_bytes()
-                .iter()
-                .any(|b| b":,\\\"".contains(b))
-            {
+            let mut bytes = path.as_os_str().as_bytes().iter();
+            if bytes.any(|b| b":,\\\"".contains(b)) {
                 return Err(Error::refused(
                     format!(
                         "{} has a character that separates overlayfs' options",
@@ -196,15 +188,13 @@ impl<'a> Layer<'a> {
         // Restrictions of the mount that holds the directory also apply to the overlay.
         let below = rustix::fs::fstatvfs(own).during(what)?.f_flag;
         let mut flags = MountFlags::empty();
-        flags.set(
-            MountFlags::NOSUID,
-            below.contains(StatVfsMountFlags::NOSUID),
-        );
-        flags.set(MountFlags::NODEV, below.contains(StatVfsMountFlags::NODEV));
-        flags.set(
-            MountFlags::NOEXEC,
-            below.contains(StatVfsMountFlags::NOEXEC),
-        );
+        for (flag, of_directory) in [
+            (MountFlags::NOSUID, StatVfsMountFlags::NOSUID),
+            (MountFlags::NODEV, StatVfsMountFlags::NODEV),
+            (MountFlags::NOEXEC, StatVfsMountFlags::NOEXEC),
+        ] {
+            flags.set(flag, below.contains(of_directory));
+        }
         self.places.steps.step().during(what)?;
         let source = format!("{LAID_SOURCE}{}@{generation}", self.name);
         mount(source, &self.point, "overlay", flags, &*data).during(what)
@@ -267,12 +257,8 @@ impl<'a> Layer<'a> {
     pub fn settle(&self) -> Result<Merged> {
         let upper = self.disk.join("upper");
         let mut merged = Merged::default();
-        match open(
-            &upper,
-            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
-            rustix::fs::Mode::empty(),
-        ) {
-            Err(rustix::io::Errno::NOENT) => {}
+        match tree::open(&upper) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             Err(e) => return Err(e).during(|| format!("opening {}", upper.display())),
             Ok(upper) => {
                 let own = self.own_for_merging()?;
@@ -302,9 +288,7 @@ impl<'a> Layer<'a> {
         };
         let what = || format!("looking at {}", self.point.display());
         let disk = tree::open(&self.disk).during(what)?;
-        let same = tree::stat_of(&disk).during(what)?.stx_mnt_id
-            == tree::stat_of(&own).during(what)?.stx_mnt_id;
-        if !same {
+        if !tree::on_one_mount(&disk, &own).during(what)? {
             return Err(Error::refused(
                 format!(
                     "another file system is mounted on {}, so what was written cannot be merged back",

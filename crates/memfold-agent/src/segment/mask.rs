@@ -10,7 +10,7 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, FileType, Mode};
 
-use super::compare::{How, Plan, split};
+use super::compare::{Plan, split};
 use super::error::{During, Result, shown};
 use super::state::Steps;
 use super::tree;
@@ -47,17 +47,13 @@ pub fn build(plan: &Plan, own: &OwnedFd, mask: &Path, steps: &Steps) -> Result<(
         let what = || format!("hiding {}", shown(&hidden.path));
         steps.step().during(what)?;
         let (parent, name) = split(&hidden.path);
-        match hidden.how {
-            How::Link => {
-                let parent = tree::directory_below(own, parent).during(what)?;
-                rustix::fs::linkat(&parent, &name, &mask, &hidden.path[..], AtFlags::empty())
-                    .during(what)?;
-            }
-            How::Whiteout => {
-                let kind = FileType::CharacterDevice;
-                rustix::fs::mknodat(&mask, &hidden.path[..], kind, Mode::empty(), 0)
-                    .during(what)?;
-            }
+        if hidden.own.is_some() {
+            let parent = tree::directory_below(own, parent).during(what)?;
+            let to = &hidden.path[..];
+            rustix::fs::linkat(&parent, &name, &mask, to, AtFlags::empty()).during(what)?;
+        } else {
+            let kind = FileType::CharacterDevice;
+            rustix::fs::mknodat(&mask, &hidden.path[..], kind, Mode::empty(), 0).during(what)?;
         }
     }
     // Owner, mode and times are copied last and from the deepest directory up, so that later

@@ -79,16 +79,12 @@ impl Merge<'_> {
         let there = tree::find(own, name)?;
         if tree::kind(&stat) == FileType::Directory {
             let inner = tree::open_in(upper, name)?;
-            let merges = there
-                .as_ref()
-                .is_some_and(|s| tree::kind(s) == FileType::Directory)
-                && !tree::is_opaque(&inner);
-            if merges {
+            let both = there.is_some_and(|s| tree::kind(&s) == FileType::Directory);
+            if both && !tree::is_opaque(&inner) {
                 return self.both(upper, own, name, &inner);
             }
-            return self.whole(upper, own, name, &inner, there.is_some());
         }
-        self.file(upper, own, name, &stat, there.as_ref())
+        self.whole(upper, own, name, &stat, there.as_ref())
     }
 
     /// Merges a directory that both sides have.
@@ -112,31 +108,10 @@ impl Merge<'_> {
         Err(io::Error::other("files keep being added to the directory"))
     }
 
-    /// Moves a directory of the upper layer that replaces the existing one. Its opaque mark is
-    /// removed after the move: otherwise, after a crash between the two steps, the directory would
-    /// be merged.
+    /// Moves a file or a directory of the upper layer that replaces the existing one as a whole. A
+    /// directory's opaque mark is removed after the existing name: otherwise, after a crash between
+    /// the two steps, the directory would be merged.
     fn whole(
-        &mut self,
-        upper: &OwnedFd,
-        own: &OwnedFd,
-        name: &CStr,
-        inner: &OwnedFd,
-        there: bool,
-    ) -> io::Result<()> {
-        if there {
-            self.steps.step()?;
-            tree::remove(own, name)?;
-        }
-        clean(inner)?;
-        self.steps.step()?;
-        tree::strip(upper, name)?;
-        self.steps.step()?;
-        rustix::fs::renameat(upper, name, own, name)?;
-        self.merged.moved += 1;
-        Ok(())
-    }
-
-    fn file(
         &mut self,
         upper: &OwnedFd,
         own: &OwnedFd,
@@ -145,9 +120,14 @@ impl Merge<'_> {
         there: Option<&Statx>,
     ) -> io::Result<()> {
         let flags = tree::protection(upper, name, stat);
-        if there.is_some_and(|s| tree::kind(s) == FileType::Directory) {
+        let is_directory = |s: &Statx| tree::kind(s) == FileType::Directory;
+        // Renaming replaces only a file by a file.
+        if there.is_some_and(|there| is_directory(stat) || is_directory(there)) {
             self.steps.step()?;
             tree::remove(own, name)?;
+        }
+        if is_directory(stat) {
+            clean(&tree::open_in(upper, name)?)?;
         }
         self.steps.step()?;
         tree::strip(upper, name)?;

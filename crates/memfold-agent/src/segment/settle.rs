@@ -7,9 +7,9 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use super::device::{Segment, devices, load_modules, open, protect};
+use super::device::{Segment, devices, load_modules, open, protect, run_quietly};
 use super::error::Result;
 use super::json::{Object, array, string};
 use super::lay::{Request, lay_locked};
@@ -192,12 +192,7 @@ pub fn tell_systemd(command_line: &str) {
         &["--no-block", "daemon-reload"][..],
         &["--no-block", "start", "default.target"],
     ] {
-        let _ = Command::new("systemctl")
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status();
+        run_quietly(Command::new("systemctl").args(arguments));
     }
 }
 

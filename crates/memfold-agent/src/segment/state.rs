@@ -63,16 +63,11 @@ impl Steps {
 
     /// Counts a step. Call it before each change on disk.
     pub fn step(&self) -> io::Result<()> {
-        match self.0.get() {
-            None => Ok(()),
-            Some(0) => {
-                self.0.set(None);
-                Err(io::Error::other("this is where the test ends it"))
-            }
-            Some(left) => {
-                self.0.set(Some(left - 1));
-                Ok(())
-            }
+        let left = self.0.get();
+        self.0.set(left.and_then(|left| left.checked_sub(1)));
+        match left {
+            Some(0) => Err(io::Error::other("this is where the test ends it")),
+            _ => Ok(()),
         }
     }
 }
@@ -81,8 +76,7 @@ impl Places {
     /// Returns the path by which the agent opens a guest directory.
     pub fn own(&self, directory: &[u8]) -> PathBuf {
         let inner = directory.strip_prefix(b"/").unwrap_or(directory);
-        self.root
-            .join(Path::new(std::ffi::OsStr::from_bytes(inner)))
+        self.root.join(std::ffi::OsStr::from_bytes(inner))
     }
 
     /// Returns the directory with the mount points of images.
@@ -109,21 +103,17 @@ impl Places {
 
     /// Returns the guest directories that have a layer on disk, mounted or left over, sorted.
     pub fn layer_directories(&self, name: &str) -> Result<Vec<Vec<u8>>> {
-        let mut found: Vec<Vec<u8>> = file_names(&self.layers(name))?
-            .iter()
-            .filter_map(|n| unescape(n))
-            .filter(|d| check_directory(d).is_ok())
-            .collect();
+        let names = file_names(&self.layers(name))?;
+        let found = names.iter().filter_map(|n| unescape(n));
+        let mut found: Vec<Vec<u8>> = found.filter(|d| check_directory(d).is_ok()).collect();
         found.sort();
         Ok(found)
     }
 
     /// Returns the names of segments with files on disk, sorted.
     pub fn known(&self) -> Result<Vec<String>> {
-        let mut names: Vec<String> = file_names(&self.state)?
-            .iter()
-            .filter_map(|n| check_name(n).ok())
-            .collect();
+        let names = file_names(&self.state)?;
+        let mut names: Vec<String> = names.iter().filter_map(|n| check_name(n).ok()).collect();
         names.sort();
         Ok(names)
     }
@@ -206,13 +196,10 @@ impl Places {
     /// Removes the record of a segment.
     pub fn remove_record(&self, name: &str) -> Result<()> {
         let path = self.state.join(name).join("laid");
-        self.steps
-            .step()
-            .during(|| format!("removing {}", path.display()))?;
+        let what = || format!("removing {}", path.display());
+        self.steps.step().during(what)?;
         match fs::remove_file(&path) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                Err(e).during(|| format!("removing {}", path.display()))
-            }
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e).during(what),
             _ => Ok(()),
         }
     }

@@ -13,40 +13,23 @@ use super::layers::Layer;
 use super::mount_table::MountTable;
 use super::state::Places;
 
-/// Whether the segment is to be mounted again at the next boot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Record {
-    /// The segment is not mounted again.
-    Remove,
-    /// The segment is mounted again, because the guest is going down.
-    Keep,
-}
-
 /// Unmounts a segment and returns the report. A segment that is not mounted is no error. If a
 /// directory fails, its written files stay on disk, and the next run or boot merges them.
 pub fn take_off(places: &Places, name: &str) -> Result<String> {
     let _lock = places.lock()?;
-    take_off_locked(places, name, Record::Remove)
+    take_off_locked(places, name, false)
 }
 
 /// Unmounts all segments before the guest goes down, so that all written files are merged when the
 /// guest boots again.
 pub fn take_off_all(places: &Places) -> Result<String> {
     let _lock = places.lock()?;
-    let (mut reports, mut first) = (Vec::new(), None);
-    for name in places.known()? {
-        match take_off_locked(places, &name, Record::Keep) {
-            Ok(report) => reports.push(report),
-            Err(e) => first = first.or(Some(e)),
-        }
-    }
-    match first {
-        None => Ok(super::json::array(reports)),
-        Some(e) => Err(e),
-    }
+    let names = places.known()?;
+    let reports = names.iter().map(|name| take_off_locked(places, name, true));
+    Ok(super::json::array(all(reports)?))
 }
 
-fn take_off_locked(places: &Places, name: &str, record: Record) -> Result<String> {
+fn take_off_locked(places: &Places, name: &str, keeps_record: bool) -> Result<String> {
     let start = Instant::now();
     // All directories are checked before one is unmounted, so that a refusal leaves all of them
     // mounted.
@@ -57,27 +40,20 @@ fn take_off_locked(places: &Places, name: &str, record: Record) -> Result<String
     }
     // The record is removed first, so that a boot after a crash merges the files and does not mount
     // the segment.
-    if record == Record::Remove {
+    if !keeps_record {
         places.remove_record(name)?;
     }
-    let (mut reports, mut first) = (Vec::new(), None);
-    for directory in directories {
+    let reports = directories.iter().map(|directory| {
         let start = Instant::now();
-        match Layer::new(places, name, &directory).take_off() {
-            Ok(merged) => reports.push(
-                Object::new()
-                    .text("dir", &directory)
-                    .number("moved", merged.moved)
-                    .number("removed", merged.removed)
-                    .number("took_ms", millis(start))
-                    .end(),
-            ),
-            Err(e) => first = first.or(Some(e)),
-        }
-    }
-    if let Some(error) = first {
-        return Err(error);
-    }
+        let merged = Layer::new(places, name, directory).take_off()?;
+        Ok(Object::new()
+            .text("dir", directory)
+            .number("moved", merged.moved)
+            .number("removed", merged.removed)
+            .number("took_ms", millis(start))
+            .end())
+    });
+    let reports = all(reports)?;
     places.forget_if_empty(name);
     let (mut unmounted, mut busy) = (Vec::new(), false);
     for point in mounted(places, name)? {
@@ -91,6 +67,13 @@ fn take_off_locked(places: &Places, name: &str, record: Record) -> Result<String
         .flag("busy", busy)
         .number("took_ms", millis(start))
         .end())
+}
+
+/// Returns the reports of all steps. Every step is taken, also after a failure; the first failure is
+/// then returned.
+fn all(steps: impl Iterator<Item = Result<String>>) -> Result<Vec<String>> {
+    let taken: Vec<Result<String>> = steps.collect();
+    taken.into_iter().collect()
 }
 
 /// Returns the mount points of all generations of a segment.

@@ -60,13 +60,8 @@ pub fn directory_on_any_mount(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
     // With O_NOFOLLOW, a link at the end would give ENOTDIR, as a file does.
     let flags = DIRECTORY.difference(OFlags::NOFOLLOW);
-    Ok(rustix::fs::openat2(
-        top.as_fd(),
-        path,
-        flags,
-        Mode::empty(),
-        resolve,
-    )?)
+    let mode = Mode::empty();
+    Ok(rustix::fs::openat2(top, path, flags, mode, resolve)?)
 }
 
 /// Opens the directory at a relative path on the same mount.
@@ -223,10 +218,8 @@ pub fn copy_directory_facts(
         }
     }
     // The mode is set after the attributes, because an ACL among them changes it.
-    rustix::fs::fchmod(
-        to,
-        Mode::from_raw_mode(u32::from(stat.stx_mode) & PERMISSIONS),
-    )?;
+    let mode = u32::from(stat.stx_mode) & PERMISSIONS;
+    rustix::fs::fchmod(to, Mode::from_raw_mode(mode))?;
     let times = times.unwrap_or(times_of(&stat));
     Ok(rustix::fs::futimens(to, &times)?)
 }
@@ -253,22 +246,26 @@ const TIMES: &CStr = c"trusted.memfold.mtime";
 /// Returns the recorded time.
 pub fn note_times(directory: &OwnedFd) -> io::Result<Timestamps> {
     let mut buffer = [0_u8; 64];
-    if let Ok(n) = rustix::fs::fgetxattr(directory, TIMES, &mut buffer[..]) {
-        let noted = std::str::from_utf8(&buffer[..n]).ok().and_then(|text| {
-            let (seconds, nanoseconds) = text.split_once('.')?;
-            Some((seconds.parse().ok()?, nanoseconds.parse().ok()?))
-        });
-        if let Some((tv_sec, tv_nsec)) = noted {
-            let mut times = times_of(&stat_of(directory)?);
-            times.last_modification = Timespec { tv_sec, tv_nsec };
-            return Ok(times);
-        }
+    let read = rustix::fs::fgetxattr(directory, TIMES, &mut buffer[..]);
+    let noted = read.ok().and_then(|n| {
+        let text = std::str::from_utf8(&buffer[..n]).ok()?;
+        let (seconds, nanoseconds) = text.split_once('.')?;
+        Some((seconds.parse().ok()?, nanoseconds.parse().ok()?))
+    });
+    let mut times = times_of(&stat_of(directory)?);
+    if let Some((tv_sec, tv_nsec)) = noted {
+        times.last_modification = Timespec { tv_sec, tv_nsec };
+        return Ok(times);
     }
-    let times = times_of(&stat_of(directory)?);
     let Timespec { tv_sec, tv_nsec } = times.last_modification;
     let text = format!("{tv_sec}.{tv_nsec}");
     rustix::fs::fsetxattr(directory, TIMES, text.as_bytes(), XattrFlags::empty())?;
     Ok(times)
+}
+
+/// Returns whether both directories are on one mount.
+pub fn on_one_mount(a: &OwnedFd, b: &OwnedFd) -> io::Result<bool> {
+    Ok(stat_of(a)?.stx_mnt_id == stat_of(b)?.stx_mnt_id)
 }
 
 /// Returns whether a directory of the upper layer is opaque, that is, hides lower layers.
@@ -341,11 +338,8 @@ pub fn protect(directory: impl AsFd, name: &CStr, flags: IFlags) -> io::Result<(
     if flags.is_empty() {
         return Ok(());
     }
-    let file = open_below(
-        directory,
-        name.to_bytes(),
-        OFlags::RDONLY | OFlags::NONBLOCK,
-    )?;
+    let flags_of_open = OFlags::RDONLY | OFlags::NONBLOCK;
+    let file = open_below(directory, name.to_bytes(), flags_of_open)?;
     let now = rustix::fs::ioctl_getflags(&file)?;
     Ok(rustix::fs::ioctl_setflags(&file, now | flags)?)
 }
@@ -353,12 +347,11 @@ pub fn protect(directory: impl AsFd, name: &CStr, flags: IFlags) -> io::Result<(
 /// Clears the immutable and append-only flags of a regular file. Returns true if there were any.
 pub fn unprotect(directory: impl AsFd, name: &CStr) -> bool {
     let directory = directory.as_fd();
-    let regular = stat(directory, name).is_ok_and(|s| kind(&s) == FileType::RegularFile);
     let flags = OFlags::RDONLY | OFlags::NONBLOCK;
-    let Some(file) = regular
-        .then(|| open_below(directory, name.to_bytes(), flags).ok())
-        .flatten()
-    else {
+    if !stat(directory, name).is_ok_and(|s| kind(&s) == FileType::RegularFile) {
+        return false;
+    }
+    let Ok(file) = open_below(directory, name.to_bytes(), flags) else {
         return false;
     };
     let both = IFlags::APPEND | IFlags::IMMUTABLE;

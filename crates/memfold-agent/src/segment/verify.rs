@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use memfold_sys::guest::{self, signal};
 use rustix::fs::{FileType, OFlags};
 
-use super::compare::{Facts, How, Plan, split};
+use super::compare::{Facts, Plan, split};
 use super::error::{During, Error, Result, shown};
 use super::tree;
 
@@ -41,7 +41,7 @@ pub fn merged(plan: &Plan, merged: &OwnedFd, own: &OwnedFd) -> Result<()> {
             return Err(wrong(path));
         }
     }
-    for hidden in sampled(&plan.hidden).filter(|h| h.how == How::Whiteout) {
+    for hidden in sampled(&plan.hidden).filter(|h| h.own.is_none()) {
         if find(merged, &hidden.path)? {
             return Err(wrong(&hidden.path));
         }
@@ -90,12 +90,10 @@ pub fn unchanged(plan: &Plan, own: &OwnedFd) -> Result<Verdict> {
         open = Some((parent, directory));
     }
     for hidden in &plan.hidden {
-        let as_before = match (hidden.how, hidden.own) {
-            (How::Whiteout, _) => !find(own, &hidden.path)?,
-            (How::Link, before) => {
-                find(own, &hidden.path)?
-                    && before.map(|b| b.ino) == Some(stat(own, &hidden.path)?.stx_ino)
-            }
+        let is_there = find(own, &hidden.path)?;
+        let as_before = match hidden.own {
+            None => !is_there,
+            Some(before) => is_there && before.ino == stat(own, &hidden.path)?.stx_ino,
         };
         if !as_before {
             return Ok(Verdict::Changed(hidden.path.clone()));

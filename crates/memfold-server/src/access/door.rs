@@ -7,10 +7,9 @@ use std::sync::Arc;
 
 use tokio::net::TcpListener;
 
-use super::door_error::TcpDoorError;
 use super::origin::PublicUrl;
 use super::peer::Groups;
-use super::tls::{Tls, TlsFiles};
+use super::tls::{TcpDoorError, Tls, TlsFiles};
 
 /// Endpoints and directories of the server.
 #[derive(Clone, Debug)]

@@ -91,10 +91,10 @@ async fn change(
     next: Next,
     began: Instant,
 ) -> Response {
-    let who = visitor
-        .as_ref()
-        .map_or_else(|| login_name(peer), |v| v.who.clone());
-    let role = visitor.as_ref().map(|v| v.role);
+    let (who, role) = match &visitor {
+        Some(visitor) => (visitor.who.clone(), Some(visitor.role)),
+        None => (login_name(peer), None),
+    };
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let query = request.uri().query().unwrap_or_default().to_owned();
     let most = match path.as_str() {
@@ -328,6 +328,13 @@ fn from_our_page(
 
 /// Identifies the sender by the header `Authorization: Bearer TOKEN`, or by the session's cookie.
 fn recognize(access: &Access, headers: &HeaderMap, from: &str) -> Option<Visitor> {
+    let visitor = |role, who: &str, cookie, host| Visitor {
+        role,
+        who: format!("{who} from {from}"),
+        cookie,
+        via: "tcp",
+        host,
+    };
     if let Some(value) = headers.get(AUTHORIZATION) {
         let token = value.to_str().ok()?.strip_prefix("Bearer ")?;
         let role = access.keys().role_of_token(token);
@@ -337,23 +344,11 @@ fn recognize(access: &Access, headers: &HeaderMap, from: &str) -> Option<Visitor
             (None, Some(host)) => (Role::Host, format!("host '{host}'")),
             (None, None) => return None,
         };
-        return Some(Visitor {
-            role,
-            who: format!("{who} from {from}"),
-            cookie: None,
-            via: "tcp",
-            host,
-        });
+        return Some(visitor(role, &who, None, host));
     }
     let cookie = cookie(headers, &access.cookie_name)?;
     let (role, label) = access.keys().session(&cookie, Instant::now())?;
-    Some(Visitor {
-        role,
-        who: format!("{label} from {from}"),
-        cookie: Some(cookie),
-        via: "tcp",
-        host: None,
-    })
+    Some(visitor(role, &label, Some(cookie), None))
 }
 
 fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {

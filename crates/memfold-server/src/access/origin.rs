@@ -96,8 +96,8 @@ impl PublicUrl {
 
     fn is_origin(&self, origin: &HeaderValue) -> bool {
         origin
-            .to_str()
-            .is_ok_and(|origin| origin.eq_ignore_ascii_case(&self.origin))
+            .as_bytes()
+            .eq_ignore_ascii_case(self.origin.as_bytes())
     }
 }
 
@@ -139,11 +139,8 @@ pub(super) fn is_same_origin(headers: &HeaderMap, tls: bool, public: &[PublicUrl
         (Some(origin), None) => {
             let scheme = if tls { "https" } else { "http" };
             let host = headers.get(HOST).and_then(|host| host.to_str().ok());
-            host.is_some_and(|host| {
-                origin
-                    .to_str()
-                    .is_ok_and(|origin| origin.eq_ignore_ascii_case(&format!("{scheme}://{host}")))
-            })
+            let own = host.map(|host| format!("{scheme}://{host}"));
+            own.is_some_and(|own| origin.as_bytes().eq_ignore_ascii_case(own.as_bytes()))
         }
         _ => false,
     }

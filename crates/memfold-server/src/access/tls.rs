@@ -1,6 +1,7 @@
 //! The certificate of the TCP endpoint. The certificate is read again when its files have changed,
 //! so that it can be renewed while the daemon runs.
 
+use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +13,27 @@ use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tracing::{info, warn};
 
-use super::door_error::TcpDoorError;
+/// Error of a TCP endpoint's settings.
+#[derive(Debug, thiserror::Error)]
+pub enum TcpDoorError {
+    /// Other hosts can reach the address, but the endpoint has no TLS.
+    #[error(
+        "{0} can be reached from other hosts, which needs TLS. Pass --tls-cert and --tls-key, or listen on 127.0.0.1 and forward the port by ssh, \
+         or put a proxy with TLS before it (--public-url)"
+    )]
+    Plain(SocketAddr),
+    /// The certificate or key file cannot be used.
+    #[error("cannot use {path} for TLS: {why}")]
+    File {
+        /// Path of the file.
+        path: PathBuf,
+        /// Error of the kernel or of the PEM parser.
+        why: String,
+    },
+    /// The private key does not match the certificate.
+    #[error("cannot use the TLS certificate and key")]
+    Tls(#[from] tokio_rustls::rustls::Error),
+}
 
 /// Shortest time between two checks whether the certificate's files have changed.
 const LOOK: Duration = Duration::from_secs(1);

@@ -1,13 +1,24 @@
 //! Metric families: their descriptions, and how their samples are written.
 
 use std::fmt;
+use std::sync::Arc;
 
+use memfold_daemon::Figures;
 use memfold_units::PAGE_SIZE;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 pub(super) use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
-use super::scrape::Scrape;
+use super::process::Process;
+use crate::access::RefusedCounts;
+
+/// The data from which one scrape's metrics are written.
+#[derive(Debug)]
+pub(super) struct Scrape {
+    pub figures: Arc<Figures>,
+    pub process: Process,
+    pub refused: RefusedCounts,
+}
 
 /// Labels of a sample. Values are words of this program, or names given by the operator.
 pub(super) type Labels<'a> = &'a [(&'a str, &'a str)];

@@ -4,9 +4,8 @@ use std::fmt;
 
 use memfold_ledger::{DebtReport, HostAccount};
 
-use super::families::{Family, Samples, any, families, one};
+use super::families::{Family, Samples, Scrape, any, families, one};
 use super::process::Process;
-use super::scrape::Scrape;
 
 pub(super) static FAMILIES: &[Family] = families! {
     Info Numbers "memfold_build" "The daemon's version, and the commit that it was built from" any build;

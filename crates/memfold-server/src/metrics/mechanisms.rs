@@ -9,8 +9,7 @@ use memfold_ledger::KsmAccount;
 use memfold_lend::LenderStatus;
 use memfold_lend::waits::Waits;
 
-use super::families::{Family, Labels, Samples, any, bytes, families, flag, maybe, one};
-use super::scrape::Scrape;
+use super::families::{Family, Labels, Samples, Scrape, any, bytes, families, flag, maybe, one};
 
 pub(super) static FAMILIES: &[Family] = families! {
     Gauge Numbers "memfold_fold_paused" "1: folding is paused by the operator" fold |f| flag(f.paused);

@@ -11,7 +11,6 @@ mod families;
 mod host;
 mod mechanisms;
 mod process;
-mod scrape;
 mod text;
 mod vms;
 
@@ -21,14 +20,13 @@ use std::sync::Arc;
 use axum::extract::Extension;
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
-use families::Family;
+use families::{Family, Scrape};
 use memfold_daemon::DaemonError;
 use process::Process;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
-use scrape::Scrape;
 
 use super::access::Access;
 use super::answer::{Failure, Served, blocking};

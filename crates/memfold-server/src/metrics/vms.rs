@@ -8,8 +8,7 @@ use std::fmt;
 use memfold_fold::VmStats;
 use memfold_ledger::VmAccount;
 
-use super::families::{Family, Samples, any, bytes, families, flag, one};
-use super::scrape::Scrape;
+use super::families::{Family, Samples, Scrape, any, bytes, families, flag, one};
 
 pub(super) static FAMILIES: &[Family] = families! {
     Gauge Numbers "memfold_vms" "VMs that the daemon knows" one |s| s.figures.vms.len() as f64;

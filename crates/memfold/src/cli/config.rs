@@ -313,11 +313,8 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         let lines: Vec<String> = problems.map(|p| format!("{at}:{p}")).collect();
         lines.join("\n")
     })?;
-    Ok(if checked.problems.is_empty() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    let is_right = checked.problems.is_empty();
+    Ok(ExitCode::from(u8::from(!is_right)))
 }
 
 #[cfg(test)]

@@ -1,13 +1,13 @@
-//! The context of every command: the global options, and the output format that they select.
+//! The context of every command: the global options, and the output that they select. The reader of
+//! standard output may close it.
 
 use std::ffi::{OsStr, OsString};
+use std::io::{ErrorKind, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use memfold_api::{Client, ClientError};
-
-use super::output::write_line;
 
 /// Values of the global options.
 #[derive(Debug)]
@@ -70,5 +70,19 @@ impl Context {
         };
         write_line(&text)?;
         Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// Writes a line to standard output. It is no error if the reader has closed it (`| head`).
+pub(super) fn write_line(text: &str) -> anyhow::Result<()> {
+    write_on(text).map(drop)
+}
+
+/// Writes a line to standard output. Returns `false` if the reader has closed it.
+pub(super) fn write_on(text: &str) -> anyhow::Result<bool> {
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+        result => Ok(result.map(|()| true)?),
     }
 }

@@ -10,6 +10,7 @@ use memfold_ledger::{BrakeEvent, DebtReport, Reserve};
 use memfold_units::ByteSize;
 
 use super::context::Context;
+use super::number::number;
 use super::table::table;
 
 #[derive(Args, Debug)]
@@ -30,10 +31,8 @@ fn reserve(text: &str) -> Result<String, String> {
 
 /// Parses a percentage from 0 to 100.
 pub(super) fn cover(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
-        _ => Err(format!("'{text}' is not a percentage; give 0 to 100")),
-    }
+    let fix = format!("'{text}' is not a percentage; give 0 to 100");
+    number(text, 0.0..=100.0, &fix)
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {

@@ -14,9 +14,8 @@ use memfold_host::{Check, HostFacts, Report, Status, examine};
 use memfold_ledger::DebtReport;
 
 use super::bench::become_bench;
-use super::context::Context;
+use super::context::{Context, write_line};
 use super::failure::IMPOSSIBLE_HERE;
-use super::output::write_line;
 use super::table::table;
 
 /// Time limit for the daemon to report its debt.

@@ -1,6 +1,7 @@
 //! `memfold estimate`: estimates possible savings without changing anything.
 
 use std::io;
+use std::ops::Bound;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +23,7 @@ use serde_json::json;
 
 use super::context::Context;
 use super::failure::IMPOSSIBLE_HERE;
+use super::number::number;
 use super::table::table;
 use super::top;
 
@@ -78,17 +80,13 @@ pub(super) struct Arguments {
 }
 
 fn percent(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(percent) if percent > 0.0 && percent <= 100.0 => Ok(percent),
-        _ => Err("give more than 0, and 100 at most".to_owned()),
-    }
+    let range = (Bound::Excluded(0.0), Bound::Included(100.0));
+    number(text, range, "give more than 0, and 100 at most")
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    match text.parse() {
-        Ok(seconds) if (1.0..=LONGEST_S).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err(format!("give 1 to {LONGEST_S}")),
-    }
+    let fix = format!("give 1 to {LONGEST_S}");
+    number(text, 1.0..=LONGEST_S, &fix).map(Duration::from_secs_f64)
 }
 
 fn domain_of(text: &str) -> Result<(i32, String), String> {

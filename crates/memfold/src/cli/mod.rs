@@ -18,7 +18,7 @@ mod ksm;
 mod lend;
 mod libvirt;
 mod log;
-mod output;
+mod number;
 mod plan;
 mod report;
 mod segment;

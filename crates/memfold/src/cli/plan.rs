@@ -15,6 +15,7 @@ use memfold_ledger::table::signed;
 use memfold_units::ByteSize;
 
 use super::context::Context;
+use super::number::number;
 use super::table::{known, table};
 
 #[derive(Args, Debug)]
@@ -45,10 +46,7 @@ pub(super) struct Arguments {
 }
 
 fn reserve(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(percent) if (0.0..100.0).contains(&percent) => Ok(percent),
-        _ => Err("give 0 to less than 100".to_owned()),
-    }
+    number(text, 0.0..100.0, "give 0 to less than 100")
 }
 
 /// Largest fingerprint file that is read, in bytes: enough for a thousand VMs.

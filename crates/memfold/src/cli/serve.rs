@@ -26,6 +26,7 @@ use super::context::Context;
 use super::debt::cover;
 use super::lend::ports;
 use super::log::LogFormat;
+use super::number::number;
 use super::{log, systemd};
 
 #[derive(Args, Debug)]
@@ -310,10 +311,7 @@ fn host_name(text: &str) -> Result<String, String> {
 }
 
 fn percent(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
-        _ => Err("give 0 to 100".to_owned()),
-    }
+    number(text, 0.0..=100.0, "give 0 to 100")
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

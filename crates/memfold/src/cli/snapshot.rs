@@ -13,7 +13,7 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_vm::Forward;
 use serde::Serialize;
 
-use super::context::Context;
+use super::context::{Context, write_line};
 use super::table::table;
 use super::vm::segment;
 
@@ -142,6 +142,9 @@ pub(super) struct CloneArguments {
 const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
 const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
 
+/// Interval at which a VM's state is read again.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
 /// Time that `restore` waits for the guest's clock to be set.
 const CLOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -194,8 +197,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 ..RestoreRequest::new(vm)
             };
             let mut info = watched(context, &name, || restore(&client, &name, &request))?;
-            if manifest.agent {
-                wait_clock(&client, &mut info)?;
+            if manifest.agent && clock_pending(&info) {
+                wait(&client, vec![&mut info], CLOCK_TIMEOUT, clock_pending)?;
             }
             context.print(&info, |vm| super::vm::describe("restored", vm))
         }
@@ -283,7 +286,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
         let ms = began.elapsed().as_secs_f64() * 1000.0;
         if !context.json {
             let described = super::vm::describe("cloned", &vm);
-            super::output::write_line(&format!("{ms:.0} ms: {described}"))?;
+            write_line(&format!("{ms:.0} ms: {described}"))?;
         }
         clones.push(Clone { ms, vm });
     }
@@ -292,7 +295,11 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
             "each guest's identity is renewed when its agent answers".into()
         });
     }
-    wait_renewed(&client, &mut clones)?;
+    let limit = RENEW_TIMEOUT + RENEW_TIMEOUT_EACH * arguments.number;
+    let vms = clones.iter_mut().map(|clone| &mut clone.vm).collect();
+    wait(&client, vms, limit, |vm| {
+        vm.renewal.as_ref().is_some_and(|r| r.pending) || clock_pending(vm)
+    })?;
     let left = left_as_it_was(&clones);
     context.print(&clones, |clones| {
         if left.is_empty() {
@@ -304,41 +311,29 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     Ok(ExitCode::from(u8::from(!left.is_empty())))
 }
 
-/// Waits up to 5 s until the guest's clock is set.
-fn wait_clock(client: &Client, vm: &mut VmInfo) -> anyhow::Result<()> {
-    let end = Instant::now() + CLOCK_TIMEOUT;
-    while vm.clock.as_ref().is_some_and(|clock| clock.pending) && Instant::now() < end {
-        std::thread::sleep(Duration::from_millis(20));
-        let now: Vec<VmInfo> = client.get("/v1/vms")?;
-        // The VM may have ended, and then its clock does not matter.
-        let Some(found) = now.into_iter().find(|found| found.name == vm.name) else {
-            break;
-        };
-        *vm = found;
-    }
-    Ok(())
-}
-
-/// Waits until the identities of all clones are renewed, or a time limit has passed.
-fn wait_renewed(client: &Client, clones: &mut [Clone]) -> anyhow::Result<()> {
-    let number = u32::try_from(clones.len()).unwrap_or(u32::MAX);
-    let end = Instant::now() + RENEW_TIMEOUT + RENEW_TIMEOUT_EACH * number;
+/// Reads the VMs again until none is `pending` or all that are have ended, at most for `limit`.
+fn wait(
+    client: &Client,
+    mut vms: Vec<&mut VmInfo>,
+    limit: Duration,
+    pending: impl Fn(&VmInfo) -> bool,
+) -> anyhow::Result<()> {
+    let end = Instant::now() + limit;
     loop {
-        let now: Vec<VmInfo> = client.get("/v1/vms")?;
-        for clone in clones.iter_mut() {
-            if let Some(vm) = now.iter().find(|vm| vm.name == clone.vm.name) {
-                clone.vm = vm.clone();
-            }
-        }
-        let pending = |clone: &Clone| {
-            clone.vm.renewal.as_ref().is_some_and(|r| r.pending)
-                || clone.vm.clock.as_ref().is_some_and(|c| c.pending)
-        };
-        if !clones.iter().any(pending) || Instant::now() > end {
+        let mut now: Vec<VmInfo> = client.get("/v1/vms")?;
+        vms.retain_mut(|vm| {
+            let at = now.iter().position(|found| found.name == vm.name);
+            at.map(|at| **vm = now.swap_remove(at)).is_some()
+        });
+        if !vms.iter().any(|vm| pending(vm)) || Instant::now() > end {
             return Ok(());
         }
-        std::thread::sleep(Duration::from_millis(100));
+        std::thread::sleep(LOOK_AGAIN);
     }
+}
+
+fn clock_pending(vm: &VmInfo) -> bool {
+    vm.clock.as_ref().is_some_and(|clock| clock.pending)
 }
 
 /// Returns the identities that clones still share with other VMs, one in each line.

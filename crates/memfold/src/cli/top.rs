@@ -15,8 +15,8 @@ use memfold_ledger::memory_map::MemoryMap;
 use memfold_ledger::{Report, table};
 
 use self::view::{Asked, News, View};
-use super::context::Context;
-use super::output::write_on;
+use super::context::{Context, write_on};
+use super::number::number;
 
 /// Time between two checks for keys and for data from the daemon.
 const TICK: Duration = Duration::from_millis(50);
@@ -29,10 +29,8 @@ pub(super) struct Arguments {
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
-    match text.parse::<f64>() {
-        Ok(seconds) if (0.5..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err("give 0.5 to 3600 seconds".into()),
-    }
+    let seconds = number(text, 0.5..=3600.0, "give 0.5 to 3600 seconds");
+    seconds.map(Duration::from_secs_f64)
 }
 
 /// Prints reports as JSON (`--json`), one in each line, until the reader closes the output.

@@ -16,7 +16,7 @@ use memfold_snapshot::clock::in_words;
 use memfold_units::ByteSize;
 use memfold_vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
 
-use super::context::Context;
+use super::context::{Context, write_line};
 use super::table::table;
 
 #[derive(Subcommand, Debug)]
@@ -301,7 +301,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 client.post(&format!("/v1/vms/{}/exec", segment(&name)?), &request)?;
             context.write_file(&result)?;
             if context.json {
-                super::output::write_line(&serde_json::to_string_pretty(&result)?)?;
+                write_line(&serde_json::to_string_pretty(&result)?)?;
             } else {
                 use std::io::Write;
                 match std::io::stdout().write_all(result.stdout.as_bytes()) {
