@@ -7,7 +7,7 @@ use std::time::Duration;
 use memfold_api::VerifyReport;
 use memfold_host::chain;
 use memfold_snapshot::{Manifest, Shelf, SnapshotError, restore, shelf};
-use memfold_vm::{Incoming, Vm, VmSpec, overlay};
+use memfold_vm::{Cancel, Incoming, Vm, VmSpec, overlay};
 use tracing::warn;
 
 use crate::error::DaemonError;
@@ -92,7 +92,8 @@ impl Snapshots {
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
         };
-        let vm = memfold_vm::start_incoming(&place(self.below.registry.state()), spec, &incoming)?;
+        let (never, state) = (Cancel::default(), place(self.below.registry.state()));
+        let vm = memfold_vm::start_unless(&never, &state, spec, Some(&incoming))?;
         let fits = vm
             .daemon_qmp()
             .map_err(DaemonError::from)
