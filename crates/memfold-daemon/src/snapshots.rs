@@ -25,6 +25,7 @@ mod hold;
 mod remove;
 mod restore_vm;
 mod save;
+mod transfer;
 mod trial;
 mod verify;
 mod working_set;

@@ -5,9 +5,12 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::Path as UrlPath;
 use axum::routing::{get, post};
-use memfold_api::{ErrorBody, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_api::{
+    ErrorBody, PullBody, PushBody, RemoteStore, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
+};
 use memfold_daemon::Daemon;
 use memfold_snapshot::{Manifest, SnapshotInfo, Step};
+use memfold_transfer::{PullReport, PushReport, RemoteSnapshot, RemoveReport};
 
 use super::answer::{Answered, Asked, Served, blocking};
 
@@ -21,6 +24,13 @@ pub(super) fn routes() -> Router<Arc<Daemon>> {
         .route("/v1/snapshots/{name}/verify", post(verify_snapshot))
         .route("/v1/snapshots/{name}/progress", get(snapshot_progress))
         .route("/v1/snapshots/{name}/restore", post(restore))
+        .route("/v1/snapshots/{name}/push", post(push))
+        .route("/v1/snapshots/{name}/pull", post(pull))
+        .route("/v1/remote-snapshots/list", post(remote_snapshots))
+        .route(
+            "/v1/remote-snapshots/{name}/remove",
+            post(remove_remote_snapshot),
+        )
 }
 
 /// Returns all snapshots, with the VMs that run from them.
@@ -79,4 +89,47 @@ pub(super) async fn restore(
     Asked(request): Asked<RestoreRequest>,
 ) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.snapshots().restore(&name, &request)).await
+}
+
+/// Copies a snapshot to an object store. Chunks that the store has are not sent again.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/push", request_body = PushBody, responses((status = 200, body = PushReport), (status = 409, body = ErrorBody)))]
+pub(super) async fn push(
+    daemon: Served,
+    UrlPath(name): UrlPath<String>,
+    Asked(body): Asked<PushBody>,
+) -> Answered<PushReport> {
+    blocking(daemon, move |d| d.snapshots().push(&name, body)).await
+}
+
+/// Copies a snapshot from an object store. An interrupted pull continues.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/pull", request_body = PullBody, responses((status = 200, body = PullReport), (status = 409, body = ErrorBody)))]
+pub(super) async fn pull(
+    daemon: Served,
+    UrlPath(name): UrlPath<String>,
+    Asked(body): Asked<PullBody>,
+) -> Answered<PullReport> {
+    blocking(daemon, move |d| d.snapshots().pull(&name, body)).await
+}
+
+/// Returns the snapshots in an object store. A request with a body, since the address may be
+/// secret.
+#[utoipa::path(post, path = "/v1/remote-snapshots/list", request_body = RemoteStore, responses((status = 200, body = Vec<RemoteSnapshot>)))]
+pub(super) async fn remote_snapshots(
+    daemon: Served,
+    Asked(store): Asked<RemoteStore>,
+) -> Answered<Vec<RemoteSnapshot>> {
+    blocking(daemon, move |d| d.snapshots().list_remote(&store.url)).await
+}
+
+/// Removes a snapshot from an object store, and chunks that no snapshot there has any more.
+#[utoipa::path(post, path = "/v1/remote-snapshots/{name}/remove", request_body = RemoteStore, responses((status = 200, body = RemoveReport), (status = 404, body = ErrorBody)))]
+pub(super) async fn remove_remote_snapshot(
+    daemon: Served,
+    UrlPath(name): UrlPath<String>,
+    Asked(store): Asked<RemoteStore>,
+) -> Answered<RemoveReport> {
+    blocking(daemon, move |d| {
+        d.snapshots().remove_remote(&name, &store.url)
+    })
+    .await
 }

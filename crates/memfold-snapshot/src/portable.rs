@@ -178,7 +178,8 @@ struct Arrival<'a> {
 ///
 /// # Errors
 ///
-/// [`SnapshotError::Broken`] if the manifest or the header of a disk names a file that is no member.
+/// [`SnapshotError::Broken`] if the manifest or the header of a disk names a file that is no
+/// member.
 pub fn adapt(
     manifest: &mut Manifest,
     (draft, place): (&Path, &Path),

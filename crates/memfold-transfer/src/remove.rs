@@ -34,7 +34,11 @@ pub fn remove(remote: &Remote, name: &str) -> Result<RemoveReport, TransferError
             return Err(remote.unknown(name));
         }
         delete(remote, &place).await?;
-        delete(remote, &remote.signature(name)).await?;
+        let signature = remote.signature(name);
+        // Not every server takes the deletion of an object that is not there.
+        if remote.look(&signature).await?.is_some() {
+            delete(remote, &signature).await?;
+        }
         let mut used = HashSet::new();
         for (other, _) in remote.names().await? {
             let description = match remote.describe(&other).await {

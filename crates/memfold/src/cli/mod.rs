@@ -26,6 +26,7 @@ mod serve;
 mod snapshot;
 mod systemd;
 mod top;
+mod transfer;
 mod vm;
 mod watch;
 
