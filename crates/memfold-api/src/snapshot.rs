@@ -116,6 +116,49 @@ pub struct VerifyReport {
     pub problems: Vec<String>,
 }
 
+/// `POST /v1/snapshots/{name}/push`
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PushBody {
+    /// URL of the object store: `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://`.
+    pub url: String,
+    /// Name of the snapshot in the store; unset: its name here.
+    #[serde(default)]
+    pub to: Option<String>,
+    /// Ed25519 private key in PEM form, with which the snapshot is signed; unset: no signature.
+    #[serde(default)]
+    pub key: Option<String>,
+}
+
+/// `POST /v1/snapshots/{name}/pull`
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PullBody {
+    /// URL of the object store.
+    pub url: String,
+    /// Name of the snapshot in the store; unset: the name that it gets here.
+    #[serde(default)]
+    pub from: Option<String>,
+    /// Trust domain of the snapshot on this host; unset: its VMs share no memory with other VMs.
+    #[serde(default)]
+    pub domain: Option<String>,
+    /// Ed25519 public key in PEM form; a snapshot without a signature of its private key is
+    /// refused. Unset: signatures are not checked.
+    #[serde(default)]
+    pub trust: Option<String>,
+    /// Whether a snapshot may bring arguments for QEMU although no signature is checked.
+    #[serde(default)]
+    pub allow_arguments: bool,
+}
+
+/// `POST /v1/remote-snapshots/list` and `POST /v1/remote-snapshots/{name}/remove`
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RemoteStore {
+    /// URL of the object store.
+    pub url: String,
+}
+
 /// Status of a VM's boot snapshot, which is saved right after the boot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]

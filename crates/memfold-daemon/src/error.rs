@@ -12,6 +12,7 @@ use memfold_lend::graph::GraphError;
 use memfold_lend::lvm::LvmError;
 use memfold_segment::SegmentError;
 use memfold_snapshot::SnapshotError;
+use memfold_transfer::TransferError;
 use memfold_vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
 
 /// The reason why the daemon refused a request or could not carry it out.
@@ -62,6 +63,9 @@ pub enum DaemonError {
     /// A snapshot cannot be saved or used.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+    /// A snapshot cannot be copied to or from an object store.
+    #[error(transparent)]
+    Transfer(TransferError),
     /// A segment cannot be built or used.
     #[error(transparent)]
     Segment(#[from] SegmentError),
@@ -156,6 +160,15 @@ impl DaemonError {
                 "the guest may still be booting, or memfold-agent is not installed in it; 'memfold vm list' shows its agent".into(),
             ),
             _ => None,
+        }
+    }
+}
+
+impl From<TransferError> for DaemonError {
+    fn from(error: TransferError) -> Self {
+        match error {
+            TransferError::Snapshot(error) => Self::Snapshot(error),
+            error => Self::Transfer(error),
         }
     }
 }

@@ -20,6 +20,7 @@ mod guest_caches;
 mod hold;
 mod restore_vm;
 mod save_vm;
+mod transfer;
 mod verify;
 mod working_set;
 

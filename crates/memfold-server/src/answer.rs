@@ -17,6 +17,7 @@ use memfold_lend::graph::GraphError;
 use memfold_lend::lvm::LvmError;
 use memfold_segment::SegmentError;
 use memfold_snapshot::SnapshotError;
+use memfold_transfer::TransferError;
 use memfold_vm::LaunchError;
 
 use super::limits::MAX_BODY;
@@ -105,6 +106,7 @@ impl IntoResponse for Failure {
             | DaemonError::NoHistory
             | DaemonError::Lvm(LvmError::NoVolume(_))
             | DaemonError::Snapshot(SnapshotError::Unknown(_))
+            | DaemonError::Transfer(TransferError::Unknown { .. })
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
             | DaemonError::Refused { .. }
@@ -123,6 +125,7 @@ impl IntoResponse for Failure {
                 | SnapshotError::InUse { .. }
                 | SnapshotError::BuiltOn { .. },
             )
+            | DaemonError::Transfer(TransferError::Taken { .. })
             | DaemonError::Segment(SegmentError::InUse { .. } | SegmentError::Written { .. }) => {
                 StatusCode::CONFLICT
             }
@@ -131,6 +134,14 @@ impl IntoResponse for Failure {
             | DaemonError::Graph(GraphError::NoSwapDisk(_))
             | DaemonError::Registry(RegistryError::Value { .. })
             | DaemonError::Snapshot(SnapshotError::Name(_) | SnapshotError::Impossible(_))
+            | DaemonError::Transfer(
+                TransferError::Address { .. }
+                | TransferError::Arguments { .. }
+                | TransferError::Key(_)
+                | TransferError::Signature { .. }
+                | TransferError::Space { .. }
+                | TransferError::Unsigned { .. },
+            )
             | DaemonError::Segment(
                 SegmentError::Name(_)
                 | SegmentError::Source { .. }

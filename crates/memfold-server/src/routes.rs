@@ -71,6 +71,10 @@ api! {
     post "/v1/snapshots/{name}/verify" snapshots::verify_snapshot;
     get "/v1/snapshots/{name}/progress" snapshots::snapshot_progress;
     post "/v1/snapshots/{name}/restore" snapshots::restore;
+    post "/v1/snapshots/{name}/push" snapshots::push;
+    post "/v1/snapshots/{name}/pull" snapshots::pull;
+    post "/v1/remote-snapshots/list" snapshots::remote_snapshots;
+    post "/v1/remote-snapshots/{name}/remove" snapshots::remove_remote_snapshot;
     get "/v1/segments" segments::segments;
     post "/v1/segments" segments::build_segment;
     post "/v1/segments/rank" segments::rank_segments;

@@ -1,7 +1,10 @@
 //! API paths of snapshots.
 
-use memfold_api::{ErrorBody, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_api::{
+    ErrorBody, PullBody, PushBody, RemoteStore, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
+};
 use memfold_snapshot::{Manifest, SnapshotInfo, Step};
+use memfold_transfer::{PullReport, PushReport, RemoteSnapshot, RemoveReport};
 
 use super::answer::{Answered, Asked, Named, Served, blocking};
 
@@ -52,4 +55,47 @@ pub(super) async fn restore(
     request: Asked<RestoreRequest>,
 ) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.snapshots().restore(&name, &request)).await
+}
+
+/// Copies a snapshot to an object store. Chunks that the store has are not sent again.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/push", request_body = PushBody, responses((status = 200, body = PushReport), (status = 409, body = ErrorBody)))]
+pub(super) async fn push(
+    daemon: Served,
+    name: Named,
+    Asked(body): Asked<PushBody>,
+) -> Answered<PushReport> {
+    blocking(daemon, move |d| d.snapshots().push(&name, body)).await
+}
+
+/// Copies a snapshot from an object store. An interrupted pull continues.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/pull", request_body = PullBody, responses((status = 200, body = PullReport), (status = 409, body = ErrorBody)))]
+pub(super) async fn pull(
+    daemon: Served,
+    name: Named,
+    Asked(body): Asked<PullBody>,
+) -> Answered<PullReport> {
+    blocking(daemon, move |d| d.snapshots().pull(&name, body)).await
+}
+
+/// Returns the snapshots in an object store. A request with a body, since the address may be
+/// secret.
+#[utoipa::path(post, path = "/v1/remote-snapshots/list", request_body = RemoteStore, responses((status = 200, body = Vec<RemoteSnapshot>)))]
+pub(super) async fn remote_snapshots(
+    daemon: Served,
+    Asked(store): Asked<RemoteStore>,
+) -> Answered<Vec<RemoteSnapshot>> {
+    blocking(daemon, move |d| d.snapshots().list_remote(&store.url)).await
+}
+
+/// Removes a snapshot from an object store, and chunks that no snapshot there has any more.
+#[utoipa::path(post, path = "/v1/remote-snapshots/{name}/remove", request_body = RemoteStore, responses((status = 200, body = RemoveReport), (status = 404, body = ErrorBody)))]
+pub(super) async fn remove_remote_snapshot(
+    daemon: Served,
+    name: Named,
+    Asked(store): Asked<RemoteStore>,
+) -> Answered<RemoveReport> {
+    blocking(daemon, move |d| {
+        d.snapshots().remove_remote(&name, &store.url)
+    })
+    .await
 }

@@ -1,10 +1,12 @@
 //! Draft: a snapshot that is being saved. The draft is a locked directory, which is either renamed
-//! to the snapshot's name or removed.
+//! to the snapshot's name or removed. A draft that is pulled from elsewhere stays until it is
+//! complete.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 use xxhash_rust::xxh3::xxh3_128;
@@ -12,12 +14,17 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::error::{SnapshotError, failed};
 use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex, read_manifest};
 
+/// How often, and after which pauses, a draft that comes from elsewhere is locked.
+const LOCK_TRIES: u32 = 20;
+const LOCK_PAUSE: Duration = Duration::from_millis(50);
+
 /// A snapshot that is being saved. Dropping a draft that was not committed removes it.
 #[derive(Debug)]
 pub struct Draft {
     path: PathBuf,
     place: PathBuf,
-    done: bool,
+    /// Whether the directory stays when the value is dropped.
+    stays: bool,
     _lock: File,
 }
 
@@ -45,7 +52,39 @@ impl Draft {
         Ok(Self {
             path,
             place,
-            done: false,
+            stays: false,
+            _lock: lock,
+        })
+    }
+
+    /// Begins or continues a snapshot that comes from elsewhere. Its directory stays when the value
+    /// is dropped, so that what has arrived need not be fetched again.
+    pub(super) fn resume(root: &Path, place: PathBuf, name: &str) -> Result<Self, SnapshotError> {
+        if place.exists() {
+            return Err(SnapshotError::Taken(name.into()));
+        }
+        let path = root.join(format!(".{name}.pull"));
+        let failed = failed(path.as_path());
+        let mut builder = DirBuilder::new();
+        builder.mode(0o700).recursive(true);
+        builder.create(&path).map_err(failed)?;
+        let lock = File::open(&path).map_err(failed)?;
+        // A process that is just being started holds the descriptors of this one until its `exec`,
+        // and with them the lock of a pull that has ended.
+        let mut tries = LOCK_TRIES;
+        while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            tries -= 1;
+            if tries == 0 {
+                return Err(SnapshotError::Impossible(format!(
+                    "snapshot '{name}' is being pulled already"
+                )));
+            }
+            std::thread::sleep(LOCK_PAUSE);
+        }
+        Ok(Self {
+            path,
+            place,
+            stays: true,
             _lock: lock,
         })
     }
@@ -94,7 +133,7 @@ impl Draft {
             fs::rename(&self.path, &self.place)
         };
         write().map_err(failed(&self.place))?;
-        self.done = true;
+        self.stays = true;
         // The directory entry is synced, too. A crash before this leaves a draft or a snapshot, and
         // both are valid.
         if let Some(parent) = self.place.parent() {
@@ -106,7 +145,7 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        if !self.done {
+        if !self.stays {
             if let Err(error) = fs::remove_dir_all(&self.path) {
                 tracing::warn!(path = %self.path.display(), %error, "cannot remove the draft directory of a failed snapshot; remove the directory by hand");
             }

@@ -35,6 +35,7 @@ pub mod pack;
 mod parts;
 pub mod past;
 pub mod pipeline;
+pub mod portable;
 mod ranges;
 pub mod refer;
 mod request;
@@ -52,6 +53,7 @@ mod written_files;
 
 pub use candidates::{Candidate, FEWEST_PAGES};
 pub use clock::ClockStep;
+pub use draft::Draft;
 pub use error::SnapshotError;
 pub use host_cache::cached_part;
 pub use identity::{Renew, Renewal};

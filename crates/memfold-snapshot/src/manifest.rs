@@ -111,6 +111,13 @@ pub struct SavedDisk {
     pub backing: Vec<BackingFile>,
 }
 
+impl SavedDisk {
+    /// Returns the disk's own file, and its backing files, the nearest first.
+    pub fn files(&self) -> impl Iterator<Item = &BackingFile> {
+        std::iter::once(&self.file).chain(&self.backing)
+    }
+}
+
 /// State of a disk's file or backing file when the disk was frozen.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BackingFile {

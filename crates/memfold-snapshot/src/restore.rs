@@ -64,7 +64,7 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
         *file = place.join(&file);
     }
     for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
-        for file in std::iter::once(&saved.file).chain(&saved.backing) {
+        for file in saved.files() {
             check_file(manifest, &place, "disk", file)?;
         }
         let (cache, aio) = (disk.cache, disk.aio);

@@ -11,6 +11,8 @@
 //!     working-set          pages that a restored VM touched first (a hint for --prefetch)
 //!     devices              QEMU's device state
 //!     disk0.qcow2 ...      frozen disks
+//!   SHELF/.NAME.pull/      a running or interrupted pull from an object store
+//!   SHELF/.bases/ID        disks that several pulled snapshots have in common
 //!   SHELF/.NAME.draft/     a running save (locked), or an interrupted one (removed by the next daemon)
 //! ```
 
@@ -130,6 +132,17 @@ impl Shelf {
     /// Creates a draft of snapshot `name`.
     pub fn draft(&self, name: &str) -> Result<Draft, SnapshotError> {
         Draft::begin(&self.root, self.path(name)?, name)
+    }
+
+    /// Begins or continues the draft of snapshot `name`, which comes from elsewhere.
+    pub fn pull_draft(&self, name: &str) -> Result<Draft, SnapshotError> {
+        Draft::resume(&self.root, self.path(name)?, name)
+    }
+
+    /// Returns the directory for disks that several pulled snapshots have in common.
+    #[must_use]
+    pub fn bases(&self) -> PathBuf {
+        self.root.join(".bases")
     }
 
     /// Reads a snapshot's manifest, and checks the manifest's checksum and the lengths of the
@@ -382,7 +395,16 @@ impl Shelf {
     pub fn remove(&self, name: &str) -> Result<(), SnapshotError> {
         let path = self.path(name)?;
         if !path.exists() {
-            return Err(SnapshotError::Unknown(name.into()));
+            // A pull of this name may have been interrupted.
+            let draft = self.pull_draft(name)?;
+            let is_empty =
+                fs::read_dir(draft.path()).map_or(true, |mut files| files.next().is_none());
+            fs::remove_dir_all(draft.path()).map_err(failed(draft.path()))?;
+            return if is_empty {
+                Err(SnapshotError::Unknown(name.into()))
+            } else {
+                Ok(())
+            };
         }
         let gone = self.root.join(format!(".{name}.draft"));
         let failed = failed(path.as_path());

@@ -451,6 +451,10 @@ impl Attempt<'_> {
     }
 }
 
+/// First letters of the names of variables with the daemon's credentials for object stores, which a
+/// guest that has taken over its QEMU must not find.
+const SECRET: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
+
 /// Returns a command for QEMU that writes its output to a log file.
 pub(super) fn qemu_command(program: &Path, log: File) -> io::Result<Command> {
     let mut command = Command::new(program);
@@ -462,6 +466,10 @@ pub(super) fn qemu_command(program: &Path, log: File) -> io::Result<Command> {
         .stdin(Stdio::null())
         .stdout(log.try_clone()?)
         .stderr(log);
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    for name in names.filter(|name| SECRET.iter().any(|prefix| name.starts_with(prefix))) {
+        command.env_remove(name);
+    }
     Ok(command)
 }
 

@@ -27,6 +27,7 @@ mod snapshot;
 mod systemd;
 mod table;
 mod top;
+mod transfer;
 mod vm;
 mod watch;
 

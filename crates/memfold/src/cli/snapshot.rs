@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use super::context::{Context, write_line};
 use super::table::table;
+use super::transfer::{self, Pull, Push};
 use super::vm::segment;
 
 #[derive(Subcommand, Debug)]
@@ -76,8 +77,16 @@ pub(super) enum Arguments {
         #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
         forwards: Vec<Forward>,
     },
+    /// Copy a snapshot to an object store; chunks that are there already are not sent
+    Push(Push),
+    /// Copy a snapshot from an object store; an interrupted pull continues
+    Pull(Pull),
     /// List all snapshots
-    List,
+    List {
+        /// List the snapshots in this object store instead
+        #[arg(long, value_name = "URL")]
+        remote: Option<String>,
+    },
     /// Show a snapshot's manifest
     Inspect {
         /// Snapshot whose manifest to show
@@ -93,6 +102,9 @@ pub(super) enum Arguments {
         /// Snapshots to remove
         #[arg(required = true)]
         names: Vec<String>,
+        /// Remove the snapshots from this object store instead
+        #[arg(long, value_name = "URL")]
+        remote: Option<String>,
     },
 }
 
@@ -202,7 +214,10 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             }
             context.print(&info, |vm| super::vm::describe("restored", vm))
         }
-        Arguments::List => {
+        Arguments::Push(arguments) => transfer::push(context, &client, arguments),
+        Arguments::Pull(arguments) => transfer::pull(context, &client, arguments),
+        Arguments::List { remote: Some(url) } => transfer::list(context, &client, url),
+        Arguments::List { remote: None } => {
             let list: Vec<SnapshotInfo> = client.get("/v1/snapshots")?;
             context.print(&list, |list| snapshots(list))
         }
@@ -225,7 +240,14 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             })?;
             Ok(ExitCode::from(u8::from(!right)))
         }
-        Arguments::Remove { names } => {
+        Arguments::Remove {
+            names,
+            remote: Some(url),
+        } => transfer::remove(context, &client, &names, url),
+        Arguments::Remove {
+            names,
+            remote: None,
+        } => {
             for name in &names {
                 client
                     .delete::<()>(&path(name)?)
@@ -353,7 +375,7 @@ fn left_as_it_was(clones: &[Clone]) -> Vec<String> {
     lines
 }
 
-fn path(name: &str) -> anyhow::Result<String> {
+pub(super) fn path(name: &str) -> anyhow::Result<String> {
     Ok(format!("/v1/snapshots/{}", segment(name)?))
 }
 
@@ -408,7 +430,7 @@ fn held(manifest: &Manifest) -> String {
 }
 
 /// Runs an operation on a snapshot, with a progress bar on a terminal.
-fn watched<T>(
+pub(super) fn watched<T>(
     context: &Context,
     snapshot: &str,
     work: impl FnOnce() -> anyhow::Result<T>,

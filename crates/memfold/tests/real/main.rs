@@ -10,6 +10,7 @@
 //! | [`dashboard`] | the dashboard of real VMs in Chromium |
 //! | [`beside::liars`] | agents that report false values in every field |
 //! | [`beside::snapshots`], [`beside::hot_snapshots`] | a VM is saved, keeps running, and is restored with the same memory and disk; clones run beside it |
+//! | [`beside::object_store`] | a snapshot travels through an S3 server to another daemon, although both daemons are killed on the way |
 //! | [`beside::boot_snapshots`] | a VM is restored to the state after its boot; unsuitable VMs are refused |
 //! | [`beside::disks`] | snapshots with disks that a VM writes in place and keeps |
 //! | [`beside::cut_saves`], [`beside::attached`] | daemons and VMs die during a save; a QEMU that was started by hand is saved |

@@ -16,6 +16,7 @@ pub struct Served<'a> {
     state: &'a Path,
     vms: &'a [&'a str],
     more: &'a [&'a str],
+    environment: &'a [(&'a str, &'a str)],
     /// Process whose mount namespace the daemon gets; `None`: its own.
     inside: Option<u32>,
     temporary: Option<&'a Path>,
@@ -29,6 +30,7 @@ impl<'a> Served<'a> {
             state,
             vms,
             more: &[],
+            environment: &[],
             inside: None,
             temporary: None,
             daemon: None,
@@ -38,6 +40,12 @@ impl<'a> Served<'a> {
     /// Adds arguments for `serve`.
     pub fn with(mut self, more: &'a [&'a str]) -> Self {
         self.more = more;
+        self
+    }
+
+    /// Sets variables of the daemon's environment.
+    pub const fn environment(mut self, variables: &'a [(&'a str, &'a str)]) -> Self {
+        self.environment = variables;
         self
     }
 
@@ -84,6 +92,7 @@ impl<'a> Served<'a> {
             .arg("--segments")
             .arg(self.state.join("segments"))
             .args(self.more)
+            .envs(self.environment.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)

@@ -20,6 +20,7 @@ mod liars;
 pub mod libvirt;
 pub mod libvirt_enable;
 pub mod libvirt_host;
+mod object_store;
 mod segments;
 mod segments_killed;
 mod snapshots;

@@ -1,0 +1,71 @@
+//! Copies snapshots to object stores and from there.
+
+use memfold_api::{PullBody, PushBody};
+use memfold_transfer::{
+    PullReport, PullRequest, PushReport, PushRequest, Remote, RemoteSnapshot, RemoveReport,
+};
+use tracing::info;
+
+use crate::error::DaemonError;
+use crate::snapshots::Snapshots;
+
+impl Snapshots {
+    /// Copies a snapshot to an object store.
+    pub fn push(&self, name: &str, body: PushBody) -> Result<PushReport, DaemonError> {
+        let progress = self.below.snapshot_locks.begin(name)?;
+        let remote = Remote::open(&body.url)?;
+        let request = PushRequest {
+            name: name.to_owned(),
+            to: body.to.unwrap_or_else(|| name.to_owned()),
+            key: body.key,
+        };
+        let report = memfold_transfer::push(&self.below.snapshots, &remote, &request, &progress)?;
+        info!(
+            snapshot = name,
+            url = report.url,
+            new_bytes = report.new_bytes,
+            "snapshot pushed"
+        );
+        Ok(report)
+    }
+
+    /// Copies a snapshot from an object store. `name` is its name on this host.
+    pub fn pull(&self, name: &str, body: PullBody) -> Result<PullReport, DaemonError> {
+        let progress = self.below.snapshot_locks.begin(name)?;
+        if let Some(domain) = &body.domain {
+            memfold_vm::check_name("trust domain", domain)
+                .map_err(|error| DaemonError::BadRequest(error.to_string()))?;
+        }
+        let remote = Remote::open(&body.url)?;
+        let request = PullRequest {
+            from: body.from.unwrap_or_else(|| name.to_owned()),
+            name: name.to_owned(),
+            domain: body.domain,
+            trust: body.trust,
+            allow_arguments: body.allow_arguments,
+        };
+        let report = memfold_transfer::pull(&self.below.snapshots, &remote, &request, &progress)?;
+        info!(
+            snapshot = name,
+            url = report.url,
+            fetched_bytes = report.fetched_bytes,
+            "snapshot pulled"
+        );
+        Ok(report)
+    }
+
+    /// Returns the snapshots in an object store.
+    pub fn list_remote(&self, url: &str) -> Result<Vec<RemoteSnapshot>, DaemonError> {
+        Ok(Remote::open(url)?.list()?)
+    }
+
+    /// Removes a snapshot from an object store.
+    pub fn remove_remote(&self, name: &str, url: &str) -> Result<RemoveReport, DaemonError> {
+        let report = memfold_transfer::remove(&Remote::open(url)?, name)?;
+        info!(
+            snapshot = name,
+            url, "snapshot removed from the object store"
+        );
+        Ok(report)
+    }
+}

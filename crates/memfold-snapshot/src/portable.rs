@@ -1,0 +1,340 @@
+//! Takes a snapshot apart into files that can travel to another host, and puts it together there.
+//!
+//! ```text
+//!   here          ram, ram.sums, ..., disk0.qcow2 --backing--> /images/debian.img      files in the snapshot, and outside it
+//!   on the way    ram, ram.sums, ..., disk0.qcow2,              base0                  all have plain names (members)
+//!   there         SHELF/NAME/disk0.qcow2          --backing--> SHELF/NAME/base0        paths in manifest and headers are set anew
+//! ```
+//! A manifest that comes from elsewhere is not trusted to name files of this host: each file that
+//! it names must be a member, and so must each file that the header of a disk names.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use memfold_host::helper;
+use memfold_vm::DiskFormat;
+
+use super::disk_chain::header;
+use super::error::{SnapshotError, failed};
+use super::file_facts::{backing_file, facts_at};
+use super::manifest::{Manifest, SavedDisk, file_name};
+use super::restore;
+use super::shelf::Shelf;
+use super::working_set;
+
+/// Time limit for `qemu-img` to change a header.
+const REBASE_LIMIT: Duration = Duration::from_secs(60);
+
+/// A file that a snapshot needs.
+#[derive(Debug)]
+pub struct Member {
+    /// Name of the file on the way: its name in the snapshot, or `baseN`.
+    pub name: String,
+    /// Path of a file outside the snapshot.
+    pub origin: Option<PathBuf>,
+    /// The file, opened for reading. It stays readable after the snapshot was removed.
+    pub file: File,
+    /// Length of the file in bytes.
+    pub bytes: u64,
+}
+
+/// Returns the paths outside the snapshot that a manifest names, each once.
+fn outside(manifest: &Manifest) -> Vec<PathBuf> {
+    let disks = manifest.disks.iter();
+    let of_disks = disks.flat_map(SavedDisk::files).map(|file| &file.path);
+    let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
+    let boot = &manifest.spec.boot;
+    let boot = [&boot.kernel, &boot.initrd, &boot.firmware];
+    let mut found: Vec<PathBuf> = Vec::new();
+    for path in of_disks.chain(sources).chain(boot.into_iter().flatten()) {
+        if path.is_absolute() && !found.contains(path) {
+            found.push(path.clone());
+        }
+    }
+    found
+}
+
+/// Returns why a snapshot cannot leave its host; `None` if it can.
+fn obstacle(manifest: &Manifest) -> Option<String> {
+    for file in manifest.disks.iter().flat_map(SavedDisk::files) {
+        if file.device.is_some() {
+            return Some(format!(
+                "its disk {} is a block device; only disks in files can be pushed",
+                file.path.display()
+            ));
+        }
+    }
+    if let Some(segment) = manifest.spec.segments.first() {
+        return Some(format!(
+            "its VM maps segment '{}', which lies outside the snapshot; detach the segment before the save",
+            segment.name
+        ));
+    }
+    if let Some(medium) = manifest.media.first() {
+        return Some(format!(
+            "its VM has the medium {} inserted; eject the medium before the save",
+            medium.path.display()
+        ));
+    }
+    None
+}
+
+/// Opens all files that a snapshot needs, after it has checked that they are unchanged.
+///
+/// # Errors
+///
+/// [`SnapshotError::Impossible`] if the snapshot cannot leave its host, and errors as of a restore.
+pub fn members(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<Member>, SnapshotError> {
+    if let Some(why) = obstacle(manifest) {
+        return Err(SnapshotError::Impossible(format!(
+            "snapshot '{}' cannot be pushed: {why}",
+            manifest.name
+        )));
+    }
+    // The same checks as before a restore: disks and copied files are as they were saved.
+    restore::spec(shelf, manifest, &manifest.vm)?;
+    let place = shelf.path(&manifest.name)?;
+    let open = |name: String, path: PathBuf, is_outside: bool| {
+        let file = File::open(&path).map_err(failed(&path))?;
+        let bytes = file.metadata().map_err(failed(&path))?.len();
+        Ok(Member {
+            name,
+            origin: is_outside.then_some(path),
+            file,
+            bytes,
+        })
+    };
+    let own_disks = manifest.disks.iter().filter(|d| d.file.path.is_relative());
+    let mut inside: Vec<String> = manifest
+        .parts()
+        .iter()
+        .map(|(part, ..)| (*part).to_owned())
+        .collect();
+    inside.extend(own_disks.map(|disk| disk.file.path.to_string_lossy().into_owned()));
+    inside.extend((0..manifest.files.len()).map(file_name));
+    if place.join(working_set::FILE).exists() {
+        inside.push(working_set::FILE.to_owned());
+    }
+    let inside = inside.into_iter().map(|name| {
+        let path = place.join(&name);
+        open(name, path, false)
+    });
+    let outside = outside(manifest).into_iter().enumerate();
+    let outside = outside.map(|(number, path)| open(base_name(number), path, true));
+    inside.chain(outside).collect()
+}
+
+/// Returns the name of file `number` from outside the snapshot.
+#[must_use]
+pub fn base_name(number: usize) -> String {
+    format!("base{number}")
+}
+
+/// Returns whether a member may have this name: a plain name that a snapshot uses.
+#[must_use]
+pub fn is_member_name(manifest: &Manifest, name: &str) -> bool {
+    let numbered = |prefix: &str, suffix: &str| {
+        let number = name
+            .strip_prefix(prefix)
+            .and_then(|rest| rest.strip_suffix(suffix));
+        number.is_some_and(|number| {
+            !number.is_empty() && number.len() < 6 && number.bytes().all(|b| b.is_ascii_digit())
+        })
+    };
+    manifest.parts().iter().any(|(part, ..)| *part == name)
+        || name == working_set::FILE
+        || numbered("disk", ".qcow2")
+        || numbered("file", "")
+        || numbered("base", "")
+}
+
+/// A manifest that is being adapted to the files in a directory.
+struct Arrival<'a> {
+    /// Directory in which the files lie now.
+    draft: &'a Path,
+    /// Directory in which they will lie.
+    place: &'a Path,
+    /// Names of the members that came from outside, by their paths on the host of the save.
+    bases: &'a BTreeMap<PathBuf, String>,
+    name: &'a str,
+}
+
+/// Adapts a manifest from another host to the files in `draft`, which will be moved to `place`: the
+/// paths in the manifest, and the backing files in the headers of disks. `bases` has the names of
+/// the members that came from outside the snapshot, by their paths there. `name` and `domain` are
+/// those of the snapshot on this host.
+///
+/// # Errors
+///
+/// [`SnapshotError::Broken`] if the manifest or the header of a disk names a file that is no
+/// member.
+pub fn adapt(
+    manifest: &mut Manifest,
+    (draft, place): (&Path, &Path),
+    bases: &BTreeMap<PathBuf, String>,
+    (name, domain): (&str, Option<&str>),
+) -> Result<(), SnapshotError> {
+    let arrival = Arrival {
+        draft,
+        place,
+        bases,
+        name,
+    };
+    if let Some(why) = obstacle(manifest) {
+        return Err(arrival.broken(why));
+    }
+    name.clone_into(&mut manifest.name);
+    manifest.domain = domain.map(str::to_owned);
+    manifest.spec.domain = domain.map(str::to_owned);
+    manifest.of_boot = None;
+    let boot = &mut manifest.spec.boot;
+    for path in [&mut boot.kernel, &mut boot.initrd, &mut boot.firmware]
+        .into_iter()
+        .flatten()
+    {
+        *path = arrival.moved(path)?;
+    }
+    for source in manifest
+        .references
+        .iter_mut()
+        .flat_map(|refs| &mut refs.sources)
+    {
+        *source = arrival.moved(source)?;
+    }
+    let spec = &mut manifest.spec;
+    let of_foreign = spec.foreign.iter_mut().flat_map(|of| &mut of.files);
+    for file in of_foreign.chain(&mut spec.files) {
+        if file.is_absolute() {
+            return Err(arrival.broken(format!("its manifest names {}", file.display())));
+        }
+        *file = arrival.moved(file)?;
+    }
+    for (saved, disk) in manifest.disks.iter_mut().zip(&mut manifest.spec.disks) {
+        let format = saved.format.clone();
+        let is_own = saved.file.path.is_relative();
+        saved.file.path = arrival.moved(&saved.file.path)?;
+        if !is_own {
+            disk.path.clone_from(&saved.file.path);
+            disk.format = Some(match format.as_str() {
+                "raw" => DiskFormat::Raw,
+                "qcow2" => DiskFormat::Qcow2,
+                other => return Err(arrival.broken(format!("a disk has the format '{other}'"))),
+            });
+        }
+        for file in &mut saved.backing {
+            file.path = arrival.moved(&file.path)?;
+        }
+        let mut chain: Vec<PathBuf> = vec![saved.file.path.clone()];
+        chain.extend(saved.backing.iter().map(|file| file.path.clone()));
+        if format == "qcow2" {
+            arrival.join(&chain)?;
+        } else if chain.len() > 1 {
+            return Err(arrival.broken("a raw disk has a backing file".into()));
+        }
+        for file in std::iter::once(&mut saved.file).chain(&mut saved.backing) {
+            *file = backing_file(&arrival.now(&file.path), &file.path)?;
+        }
+        if saved.xxh3_128.is_some() {
+            // The header was changed.
+            let facts = facts_at(&arrival.draft.join(&saved.file.path))?;
+            saved.xxh3_128 = Some(facts.xxh3_128);
+        }
+    }
+    Ok(())
+}
+
+impl Arrival<'_> {
+    fn broken(&self, why: String) -> SnapshotError {
+        SnapshotError::Broken {
+            name: self.name.to_owned(),
+            why,
+        }
+    }
+
+    /// Returns the path on this host of a file that the manifest names. Files in the snapshot keep
+    /// their names.
+    fn moved(&self, path: &Path) -> Result<PathBuf, SnapshotError> {
+        let unknown = || {
+            self.broken(format!(
+                "its manifest names {}, which is not among its files",
+                path.display()
+            ))
+        };
+        let name = if path.is_absolute() {
+            self.bases.get(path).ok_or_else(unknown)?
+        } else {
+            let name = path.to_str().filter(|name| !name.contains('/'));
+            let name = name.filter(|name| self.draft.join(name).is_file());
+            return name.map(PathBuf::from).ok_or_else(unknown);
+        };
+        Ok(self.place.join(name))
+    }
+
+    /// Returns where a file lies now.
+    fn now(&self, path: &Path) -> PathBuf {
+        let name = path.strip_prefix(self.place).unwrap_or(path);
+        self.draft.join(name)
+    }
+
+    /// Makes each file of a disk's chain the backing file of the one before it, and checks that the
+    /// last one has none. A qcow2 header could otherwise name any file of this host.
+    fn join(&self, chain: &[PathBuf]) -> Result<(), SnapshotError> {
+        for (number, path) in chain.iter().enumerate() {
+            let file = self.now(path);
+            let image = header(&file).map_err(failed(path))?;
+            let bad = |why: &str| Err(self.broken(format!("disk {} {why}", path.display())));
+            let of_format = &image["format-specific"]["data"];
+            if image.is_null() {
+                return bad("has no header of a qcow2 image");
+            }
+            if !of_format["data-file"].is_null() || image["encrypted"] == true {
+                return bad("has an external data file, or is encrypted");
+            }
+            let backing = image["backing-filename"].as_str();
+            match (backing, chain.get(number + 1)) {
+                (None, None) => return Ok(()),
+                (None, Some(_)) => return bad("has no backing file, but its manifest names one"),
+                (Some(_), None) => {
+                    return bad("has a backing file that its manifest does not name");
+                }
+                (Some(_), Some(next)) => {
+                    let format = image["backing-filename-format"]
+                        .as_str()
+                        .unwrap_or_default();
+                    let next = if next.is_absolute() {
+                        next.clone()
+                    } else {
+                        self.place.join(next)
+                    };
+                    match format {
+                        "raw" if number + 2 == chain.len() => {
+                            return rebase(&file, &next, format);
+                        }
+                        "qcow2" => rebase(&file, &next, format)?,
+                        _ => return bad("has a backing file of an unknown format"),
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes `backing` the backing file in the header of a qcow2 file. Neither file's data is read.
+fn rebase(file: &Path, backing: &Path, format: &str) -> Result<(), SnapshotError> {
+    let mut command = Command::new("qemu-img");
+    command
+        .args(["rebase", "-u", "-f", "qcow2", "-F", format, "-b"])
+        .arg(backing)
+        .arg(file)
+        .stdin(Stdio::null());
+    let output = helper::output(&mut command, REBASE_LIMIT).map_err(failed(file))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let words = String::from_utf8_lossy(&output.stderr);
+    Err(SnapshotError::Qemu(format!("qemu-img: {}", words.trim())))
+}

@@ -1,0 +1,59 @@
+//! Errors of transfers from and to object stores.
+
+use std::io;
+use std::path::PathBuf;
+
+use memfold_snapshot::SnapshotError;
+
+/// Error of a transfer. Nothing partial is visible after an error, neither here nor in the store.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages explain the variants
+pub enum TransferError {
+    #[error(
+        "'{url}' is not the address of an object store ({why}); use file:///DIRECTORY, s3://BUCKET/PREFIX, gs://, az://, http:// or https://"
+    )]
+    Address { url: String, why: String },
+    #[error("cannot use object '{object}' in the object store")]
+    Store {
+        object: String,
+        #[source]
+        source: object_store::Error,
+    },
+    #[error(
+        "no snapshot named '{name}' at {url}; 'memfold snapshot list --remote {url}' shows all"
+    )]
+    Unknown { name: String, url: String },
+    #[error(
+        "a snapshot named '{name}' exists at {url}; remove it there first, or push under another name with --as"
+    )]
+    Taken { name: String, url: String },
+    #[error("object '{object}' in the object store is damaged: {why}")]
+    Damaged { object: String, why: String },
+    #[error("snapshot '{name}' at {url} is not signed, and --trust asks for a signature")]
+    Unsigned { name: String, url: String },
+    #[error("the signature of snapshot '{name}' was not made with the trusted key")]
+    Signature { name: String },
+    #[error("cannot use the key: {0}")]
+    Key(String),
+    #[error(
+        "snapshot '{name}' starts QEMU with arguments of its own ({arguments}), which run with QEMU's rights on this host; pass --trust KEY if its maker signed it, or --allow-arguments"
+    )]
+    Arguments { name: String, arguments: String },
+    #[error(
+        "snapshot '{name}' takes {needed}, and the file system of {path} has {available} free; free space there"
+    )]
+    Space {
+        name: String,
+        path: PathBuf,
+        needed: memfold_units::ByteSize,
+        available: memfold_units::ByteSize,
+    },
+    #[error("cannot use {path}")]
+    Files {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+}

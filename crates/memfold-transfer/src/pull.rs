@@ -1,0 +1,340 @@
+//! Copies a snapshot from an object store to this host.
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::{StreamExt, TryStreamExt, stream};
+use memfold_host::progress::Progress;
+use memfold_snapshot::{Draft, Shelf, portable};
+use memfold_units::ByteSize;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::chunk::{self, CHUNK_BYTES, ChunkName};
+use super::description::{Description, FileEntry};
+use super::error::TransferError;
+use super::push::blocking;
+use super::remote::{AT_ONCE, Remote, damaged, is_base, most_packed};
+
+/// Input of a pull.
+#[derive(Clone, Debug, Default)]
+pub struct PullRequest {
+    /// Name of the snapshot in the store.
+    pub from: String,
+    /// Name of the snapshot here.
+    pub name: String,
+    /// Trust domain of the snapshot here: VMs of other domains do not share memory with its VMs.
+    pub domain: Option<String>,
+    /// Public key in PEM form whose signature the snapshot must have.
+    pub trust: Option<String>,
+    /// Whether a snapshot without a trusted signature may bring arguments for QEMU.
+    pub allow_arguments: bool,
+}
+
+/// Result of a pull.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PullReport {
+    /// Name of the snapshot here.
+    pub name: String,
+    /// URL of the store.
+    pub url: String,
+    /// Bytes of the snapshot's files without zeroes.
+    pub stored_bytes: u64,
+    /// Bytes of these that were fetched; the others were here already.
+    pub fetched_bytes: u64,
+    /// Bytes that came from the store for them, compressed.
+    pub received_bytes: u64,
+    /// Whether a trusted signature was checked.
+    pub trusted: bool,
+    /// Duration in seconds.
+    pub took_s: f64,
+}
+
+/// A file of the snapshot that is being pulled.
+struct Arriving {
+    entry: FileEntry,
+    chunks: Vec<ChunkName>,
+    file: Arc<File>,
+    /// Place of a file that other snapshots may have, too.
+    shared: Option<PathBuf>,
+    /// Whether the whole file is here already.
+    is_whole: bool,
+}
+
+/// What arrived for one chunk.
+#[derive(Default)]
+struct Fetched {
+    fetched_bytes: u64,
+    received_bytes: u64,
+}
+
+/// Copies a snapshot from an object store. The snapshot is visible here only when it is whole and
+/// every chunk has been compared with its name. If a pull is interrupted, the next one continues.
+pub fn pull(
+    shelf: &Shelf,
+    remote: &Remote,
+    request: &PullRequest,
+    progress: &Progress,
+) -> Result<PullReport, TransferError> {
+    let began = Instant::now();
+    let (description, index) = remote.wait(async {
+        let (description, bytes) = remote.describe(&request.from).await?;
+        let trust = request.trust.as_deref();
+        remote.check(&request.from, &bytes, trust).await?;
+        let index = remote.read_index(&description).await?;
+        Ok::<_, TransferError>((description, index))
+    })?;
+    check_arguments(&description, request)?;
+    let draft = shelf.pull_draft(&request.name)?;
+    let arriving = prepare(shelf, &draft, &description, &index)?;
+    check_space(draft.path(), request, &arriving)?;
+    let bytes = |file: &Arriving| file.entry.bytes;
+    progress.begin("pulled", arriving.iter().map(bytes).sum());
+    let fetched = remote.wait(fetch(remote, &arriving, progress))?;
+    settle(shelf, &draft, &arriving)?;
+    let bases: BTreeMap<PathBuf, String> = description
+        .files
+        .iter()
+        .filter_map(|file| Some((file.origin.clone()?, file.name.clone())))
+        .collect();
+    let mut manifest = description.manifest;
+    let places = (draft.path(), draft.place());
+    let known_as = (request.name.as_str(), request.domain.as_deref());
+    portable::adapt(&mut manifest, places, &bases, known_as)?;
+    draft.commit(&manifest)?;
+    remove_unused_bases(shelf);
+    Ok(PullReport {
+        name: request.name.clone(),
+        url: remote.url().to_owned(),
+        stored_bytes: description.stored_bytes,
+        fetched_bytes: fetched.fetched_bytes,
+        received_bytes: fetched.received_bytes,
+        trusted: request.trust.is_some(),
+        took_s: began.elapsed().as_secs_f64(),
+    })
+}
+
+/// Refuses arguments for QEMU from somebody who is not trusted.
+fn check_arguments(description: &Description, request: &PullRequest) -> Result<(), TransferError> {
+    let spec = &description.manifest.spec;
+    let words = spec.foreign.iter().flat_map(|foreign| &foreign.words);
+    let arguments: Vec<&str> = spec
+        .qemu_args
+        .iter()
+        .chain(words)
+        .map(String::as_str)
+        .collect();
+    if arguments.is_empty() || request.trust.is_some() || request.allow_arguments {
+        return Ok(());
+    }
+    let text: String = arguments.join(" ").chars().take(200).collect();
+    Err(TransferError::Arguments {
+        name: request.from.clone(),
+        arguments: text.escape_debug().to_string(),
+    })
+}
+
+/// Opens the files that will hold what arrives.
+fn prepare(
+    shelf: &Shelf,
+    draft: &Draft,
+    description: &Description,
+    index: &[ChunkName],
+) -> Result<Vec<Arriving>, TransferError> {
+    let (mut arriving, mut next, mut bases) = (Vec::new(), 0, 0);
+    for entry in &description.files {
+        let count = usize::try_from(chunk::count(entry.bytes)).unwrap_or(usize::MAX);
+        let chunks = index[next..next + count].to_vec();
+        next += count;
+        let path = draft.path().join(&entry.name);
+        let shared = is_base(&entry.name, bases).then(|| {
+            bases += 1;
+            shelf.bases().join(identity(entry, &chunks))
+        });
+        let is_there =
+            |shared: &PathBuf| fs::metadata(shared).is_ok_and(|facts| facts.len() == entry.bytes);
+        let is_whole = shared.as_ref().is_some_and(is_there);
+        if let (true, Some(shared)) = (is_whole, &shared) {
+            let _ = fs::remove_file(&path);
+            fs::hard_link(shared, &path).map_err(files(&path))?;
+        }
+        let file = File::options()
+            .read(true)
+            .write(!is_whole)
+            .create(!is_whole)
+            .truncate(false)
+            .open(&path)
+            .map_err(files(&path))?;
+        if !is_whole {
+            file.set_len(entry.bytes).map_err(files(&path))?;
+        }
+        arriving.push(Arriving {
+            entry: entry.clone(),
+            chunks,
+            file: Arc::new(file),
+            shared,
+            is_whole,
+        });
+    }
+    Ok(arriving)
+}
+
+/// Returns a name for the content of a file: the hash of its length and of its chunks' names.
+fn identity(entry: &FileEntry, chunks: &[ChunkName]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&entry.bytes.to_le_bytes());
+    hasher.update(&chunk::encode(chunks));
+    hasher.finalize().to_hex().to_string()
+}
+
+fn check_space(
+    draft: &Path,
+    request: &PullRequest,
+    arriving: &[Arriving],
+) -> Result<(), TransferError> {
+    let needed: u64 = arriving
+        .iter()
+        .filter(|file| !file.is_whole)
+        .map(|file| {
+            let stored = file.chunks.iter().flatten().count() as u64 * CHUNK_BYTES;
+            let there = file.file.metadata().map_or(0, |facts| facts.blocks() * 512);
+            stored.min(file.entry.bytes).saturating_sub(there)
+        })
+        .sum();
+    let room = rustix::fs::statvfs(draft).map_err(|errno| files(draft)(errno.into()))?;
+    let available = room.f_bavail * room.f_frsize;
+    if needed > available {
+        return Err(TransferError::Space {
+            name: request.name.clone(),
+            path: draft.to_owned(),
+            needed: ByteSize(needed),
+            available: ByteSize(available),
+        });
+    }
+    Ok(())
+}
+
+/// Fetches all chunks that are not here.
+async fn fetch(
+    remote: &Remote,
+    arriving: &[Arriving],
+    progress: &Progress,
+) -> Result<Fetched, TransferError> {
+    let chunks = arriving.iter().flat_map(|file| {
+        let numbered = file.chunks.iter().zip(0..);
+        numbered.map(move |(name, number)| (file, *name, number))
+    });
+    let all = stream::iter(chunks)
+        .map(|(file, name, number)| fetch_chunk(remote, file, name, number, progress))
+        .buffer_unordered(AT_ONCE);
+    all.try_fold(Fetched::default(), |mut sum, one| async move {
+        sum.fetched_bytes += one.fetched_bytes;
+        sum.received_bytes += one.received_bytes;
+        Ok(sum)
+    })
+    .await
+}
+
+async fn fetch_chunk(
+    remote: &Remote,
+    arriving: &Arriving,
+    name: ChunkName,
+    number: u64,
+    progress: &Progress,
+) -> Result<Fetched, TransferError> {
+    let bytes = arriving.entry.bytes;
+    let length = chunk::length(bytes, number);
+    let file = arriving.file.clone();
+    let is_here = arriving.is_whole
+        || blocking("file", move || {
+            let here = chunk::read(&file, bytes, number)?;
+            let here = here.map(|here| blake3::hash(&here));
+            if name.is_none() && here.is_some() {
+                // Left by a pull of another snapshot of this name.
+                file.write_all_at(&vec![0; length], number * CHUNK_BYTES)?;
+                return Ok(true);
+            }
+            Ok(here == name)
+        })
+        .await?;
+    let mut fetched = Fetched::default();
+    if let (false, Some(name)) = (is_here, name) {
+        let path = remote.chunk(&name);
+        let packed = remote.get(&path, most_packed(length as u64)).await?;
+        let packed = packed.ok_or_else(|| damaged(&path, "it is missing".into()))?;
+        fetched.received_bytes = packed.len() as u64;
+        fetched.fetched_bytes = length as u64;
+        let file = arriving.file.clone();
+        let written = blocking("file", move || {
+            let bytes = match chunk::unpack(&packed, length, &name) {
+                Ok(bytes) => bytes,
+                Err(why) => return Ok(Err(why)),
+            };
+            file.write_all_at(&bytes, number * CHUNK_BYTES).map(Ok)
+        })
+        .await?;
+        written.map_err(|why| damaged(&path, why))?;
+    }
+    progress.add(length as u64);
+    Ok(fetched)
+}
+
+/// Removes files of earlier pulls, and gives bases their place among those of other snapshots.
+fn settle(shelf: &Shelf, draft: &Draft, arriving: &[Arriving]) -> Result<(), TransferError> {
+    for entry in fs::read_dir(draft.path()).map_err(files(draft.path()))? {
+        let entry = entry.map_err(files(draft.path()))?;
+        let is_wanted = |file: &Arriving| entry.file_name() == file.entry.name.as_str();
+        if !arriving.iter().any(is_wanted) {
+            fs::remove_file(entry.path()).map_err(files(&entry.path()))?;
+        }
+    }
+    let bases = shelf.bases();
+    let mut builder = DirBuilder::new();
+    builder.mode(0o700).recursive(true);
+    for file in arriving.iter().filter(|file| !file.is_whole) {
+        file.file.sync_all().map_err(files(draft.path()))?;
+        let path = draft.path().join(&file.entry.name);
+        // A disk that is built on another one gets another header on each host.
+        let shared = file.shared.as_ref().filter(|_| !is_qcow2(&file.file));
+        if let Some(shared) = shared {
+            builder.create(&bases).map_err(files(&bases))?;
+            match fs::hard_link(&path, shared) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(files(shared)(error));
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether a file begins as a qcow2 image does.
+fn is_qcow2(file: &File) -> bool {
+    let mut magic = [0; 4];
+    file.read_exact_at(&mut magic, 0).is_ok() && &magic == b"QFI\xfb"
+}
+
+/// Removes bases that no snapshot has any more.
+fn remove_unused_bases(shelf: &Shelf) {
+    for entry in fs::read_dir(shelf.bases()).into_iter().flatten().flatten() {
+        let is_unused = entry.metadata().is_ok_and(|facts| facts.nlink() == 1);
+        if is_unused {
+            // The next pull tries again.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+fn files(path: &Path) -> impl Fn(io::Error) -> TransferError + use<> {
+    let path = path.to_owned();
+    move |source| TransferError::Files {
+        path: path.clone(),
+        source,
+    }
+}

@@ -1,0 +1,229 @@
+//! Copies a snapshot into an object store.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::{StreamExt, TryStreamExt, stream};
+use memfold_host::progress::Progress;
+use memfold_snapshot::{Shelf, portable};
+use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
+use tokio::task::spawn_blocking;
+use utoipa::ToSchema;
+
+use super::chunk::{self, CHUNK_BYTES, ChunkName};
+use super::description::{Description, FORMAT, FileEntry};
+use super::error::TransferError;
+use super::remote::{AT_ONCE, Remote, UNUSED, failed};
+use super::signature;
+
+/// Input of a push.
+#[derive(Clone, Debug, Default)]
+pub struct PushRequest {
+    /// Name of the snapshot here.
+    pub name: String,
+    /// Name of the snapshot in the store.
+    pub to: String,
+    /// Private key in PEM form with which the description is signed.
+    pub key: Option<String>,
+}
+
+/// Result of a push.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PushReport {
+    /// Name of the snapshot in the store.
+    pub name: String,
+    /// URL of the store.
+    pub url: String,
+    /// Bytes of the snapshot's files without zeroes.
+    pub stored_bytes: u64,
+    /// Bytes of these that were not in the store before.
+    pub new_bytes: u64,
+    /// Bytes that were sent for them, compressed.
+    pub sent_bytes: u64,
+    /// Whether the description was signed.
+    pub signed: bool,
+    /// Duration in seconds.
+    pub took_s: f64,
+}
+
+/// Chunk of a file that is being pushed.
+struct Piece {
+    file: Arc<File>,
+    bytes: u64,
+    number: u64,
+}
+
+/// A chunk after its push.
+#[allow(clippy::struct_field_names)] // bytes that were sent
+struct Sent {
+    name: ChunkName,
+    stored_bytes: u64,
+    new_bytes: u64,
+    sent_bytes: u64,
+}
+
+/// Copies a snapshot into an object store. Chunks that are there already are not sent. The
+/// description is written last, so the store never shows a part of a snapshot.
+pub fn push(
+    shelf: &Shelf,
+    remote: &Remote,
+    request: &PushRequest,
+    progress: &Progress,
+) -> Result<PushReport, TransferError> {
+    let began = Instant::now();
+    memfold_vm::check_name("snapshot", &request.to)
+        .map_err(|error| memfold_snapshot::SnapshotError::Name(error.to_string()))?;
+    let manifest = shelf.manifest(&request.name)?;
+    let members = portable::members(shelf, &manifest)?;
+    let total = members.iter().map(|member| member.bytes).sum();
+    progress.begin("pushed", total);
+    let taken = || TransferError::Taken {
+        name: request.to.clone(),
+        url: remote.url().to_owned(),
+    };
+    remote.wait(async {
+        let place = remote.description(&request.to);
+        if remote.look(&place).await?.is_some() {
+            return Err(taken());
+        }
+        let (mut files, mut pieces) = (Vec::new(), Vec::new());
+        for member in members {
+            let file = Arc::new(member.file);
+            pieces.extend((0..chunk::count(member.bytes)).map(|number| Piece {
+                file: file.clone(),
+                bytes: member.bytes,
+                number,
+            }));
+            files.push(FileEntry {
+                name: member.name,
+                bytes: member.bytes,
+                origin: member.origin,
+            });
+        }
+        let known = Known::default();
+        let sent: Vec<Sent> = stream::iter(pieces)
+            .map(|piece| send(remote, &known, piece, progress))
+            .buffered(AT_ONCE)
+            .try_collect()
+            .await?;
+        let names: Vec<ChunkName> = sent.iter().map(|sent| sent.name).collect();
+        let index = chunk::encode(&names);
+        let index_name = blake3::hash(&index);
+        let packed = chunk::pack(&index).map_err(io_failed("index"))?;
+        remote.put(&remote.index(&index_name), packed).await?;
+        let description = Description {
+            format: FORMAT,
+            name: request.to.clone(),
+            chunk_bytes: CHUNK_BYTES,
+            stored_bytes: sent.iter().map(|sent| sent.stored_bytes).sum(),
+            index: index_name.to_hex().to_string(),
+            files,
+            manifest,
+        };
+        let text = serde_json::to_vec_pretty(&description)
+            .map_err(|error| io_failed("description")(io::Error::other(error)))?;
+        let signed = match &request.key {
+            Some(key) => {
+                let made = signature::sign(&text, key)?;
+                remote.put(&remote.signature(&request.to), made).await?;
+                true
+            }
+            None => false,
+        };
+        if !remote.create(&place, text).await? {
+            return Err(taken());
+        }
+        Ok(PushReport {
+            name: request.to.clone(),
+            url: remote.url().to_owned(),
+            stored_bytes: description.stored_bytes,
+            new_bytes: sent.iter().map(|sent| sent.new_bytes).sum(),
+            sent_bytes: sent.iter().map(|sent| sent.sent_bytes).sum(),
+            signed,
+            took_s: began.elapsed().as_secs_f64(),
+        })
+    })
+}
+
+/// Chunks that this push has seen. The lock of a chunk is held while it is sent, so that an equal
+/// chunk waits instead of being sent twice.
+#[derive(Default)]
+struct Known(Mutex<HashMap<blake3::Hash, Arc<Mutex<bool>>>>);
+
+impl Known {
+    async fn of(&self, name: blake3::Hash) -> Arc<Mutex<bool>> {
+        self.0.lock().await.entry(name).or_default().clone()
+    }
+}
+
+/// Sends a chunk, unless the store has it.
+async fn send(
+    remote: &Remote,
+    known: &Known,
+    piece: Piece,
+    progress: &Progress,
+) -> Result<Sent, TransferError> {
+    let Piece {
+        file,
+        bytes,
+        number,
+    } = piece;
+    let length = chunk::length(bytes, number) as u64;
+    let read = blocking("file", move || {
+        let data = chunk::read(&file, bytes, number)?;
+        Ok(data.map(|data| (blake3::hash(&data), data)))
+    })
+    .await?;
+    let mut sent = Sent {
+        name: None,
+        stored_bytes: 0,
+        new_bytes: 0,
+        sent_bytes: 0,
+    };
+    if let Some((name, data)) = read {
+        (sent.name, sent.stored_bytes) = (Some(name), length);
+        let lock = known.of(name).await;
+        let mut is_there = lock.lock().await;
+        if !*is_there && !is_stored(remote, &name).await? {
+            let packed = blocking("chunk", move || chunk::pack(&data)).await?;
+            (sent.new_bytes, sent.sent_bytes) = (length, packed.len() as u64);
+            remote.put(&remote.chunk(&name), packed).await?;
+        }
+        *is_there = true;
+    }
+    progress.add(length);
+    Ok(sent)
+}
+
+/// Returns whether the store has a chunk, and will have it until this push ends.
+async fn is_stored(remote: &Remote, name: &blake3::Hash) -> Result<bool, TransferError> {
+    let found = remote.look(&remote.chunk(name)).await?;
+    Ok(found.is_some_and(|found| {
+        let age = std::time::SystemTime::now().duration_since(found.last_modified.into());
+        age.map_or(true, |age| age < UNUSED / 2)
+    }))
+}
+
+fn io_failed(what: &'static str) -> impl Fn(io::Error) -> TransferError {
+    move |error| {
+        failed(&object_store::path::Path::from(what))(object_store::Error::Generic {
+            store: "memfold",
+            source: Box::new(error),
+        })
+    }
+}
+
+/// Does work on a thread that may block.
+pub(crate) async fn blocking<T: Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Result<T, TransferError> {
+    let done = spawn_blocking(work).await;
+    done.map_err(io::Error::other)
+        .and_then(std::convert::identity)
+        .map_err(io_failed(what))
+}

@@ -1,0 +1,335 @@
+//! An object store at a URL, and the snapshots in it.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::TryStreamExt;
+use memfold_snapshot::portable;
+use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStore, PutMode, PutOptions, PutPayload};
+use serde::{Deserialize, Serialize};
+use tokio::runtime::{Builder, Runtime};
+use url::Url;
+use utoipa::ToSchema;
+
+use super::description::{Description, MOST_BYTES};
+use super::error::TransferError;
+use super::{chunk, signature};
+
+/// Number of chunks that are on their way at the same time.
+pub(crate) const AT_ONCE: usize = 8;
+
+/// Threads for hashing and compressing, and for waiting for the store.
+const THREADS: usize = 2;
+
+/// Time that a chunk which no snapshot names stays, so that a push that is under way finds it. A
+/// push sends a chunk again that is half as old.
+pub(crate) const UNUSED: Duration = Duration::from_secs(24 * 3600);
+
+/// An object store.
+#[derive(Debug)]
+pub struct Remote {
+    pub(crate) store: Arc<dyn ObjectStore>,
+    root: Path,
+    url: String,
+    runtime: Runtime,
+}
+
+/// A snapshot in an object store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RemoteSnapshot {
+    /// Name of the snapshot in the store.
+    pub name: String,
+    /// Name of the VM that was saved; empty if the description is damaged.
+    pub vm: String,
+    /// Time of the save, in seconds since 1970.
+    pub created_s: u64,
+    /// Size of the VM's RAM, in bytes.
+    pub memory_bytes: u64,
+    /// Bytes of the snapshot's files without zeroes, before compression; other snapshots may have
+    /// chunks in common with it.
+    pub stored_bytes: u64,
+    /// Whether the description has a signature. The list does not check it.
+    pub signed: bool,
+    /// Reason why the snapshot cannot be pulled; unset if it can be.
+    pub problem: Option<String>,
+}
+
+impl Remote {
+    /// Opens the object store at a URL: `file://`, `s3://`, `gs://`, `az://`, `http://` or
+    /// `https://`. Credentials come from the environment of this process (`AWS_ACCESS_KEY_ID`,
+    /// `AWS_ENDPOINT`, `GOOGLE_SERVICE_ACCOUNT`, `AZURE_STORAGE_ACCOUNT_NAME`, ...: the names of
+    /// crate `object_store`).
+    ///
+    /// # Errors
+    ///
+    /// [`TransferError::Address`] if the URL is not one of these, or credentials are missing.
+    pub fn open(url: &str) -> Result<Self, TransferError> {
+        let bad = |why: String| TransferError::Address {
+            url: url.to_owned(),
+            why,
+        };
+        let parsed = Url::parse(url).map_err(|error| bad(error.to_string()))?;
+        if parsed.password().is_some() {
+            return Err(bad("a password does not belong into a URL".into()));
+        }
+        let settings = std::env::vars().map(|(name, value)| (name.to_ascii_lowercase(), value));
+        let (store, root) = object_store::parse_url_opts(&parsed, settings)
+            .map_err(|error| bad(error.to_string()))?;
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .thread_name("transfer")
+            .enable_all()
+            .build()
+            .map_err(|error| bad(error.to_string()))?;
+        Ok(Self {
+            store: store.into(),
+            root,
+            url: url.trim_end_matches('/').to_owned(),
+            runtime,
+        })
+    }
+
+    /// Returns the URL of the store.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    pub(crate) fn wait<T>(&self, work: impl Future<Output = T>) -> T {
+        self.runtime.block_on(work)
+    }
+
+    fn path(&self, name: &str) -> Path {
+        let parts = name.split('/');
+        parts.fold(self.root.clone(), |path, part| path.child(part))
+    }
+
+    pub(crate) fn chunks(&self) -> Path {
+        self.path("chunks")
+    }
+
+    pub(crate) fn indexes(&self) -> Path {
+        self.path("indexes")
+    }
+
+    pub(crate) fn chunk(&self, name: &blake3::Hash) -> Path {
+        let hex = name.to_hex();
+        self.chunks().child(&hex[..2]).child(hex.as_str())
+    }
+
+    pub(crate) fn index(&self, name: &blake3::Hash) -> Path {
+        self.indexes().child(name.to_hex().as_str())
+    }
+
+    pub(crate) fn description(&self, name: &str) -> Path {
+        self.path("snapshots").child(format!("{name}.json"))
+    }
+
+    pub(crate) fn signature(&self, name: &str) -> Path {
+        self.path("snapshots").child(format!("{name}.sig"))
+    }
+
+    /// Returns facts about an object; `None` if there is none.
+    pub(crate) async fn look(&self, path: &Path) -> Result<Option<ObjectMeta>, TransferError> {
+        match self.store.head(path).await {
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            found => found.map(Some).map_err(failed(path)),
+        }
+    }
+
+    /// Reads an object of at most `most` bytes; `None` if there is none.
+    pub(crate) async fn get(
+        &self,
+        path: &Path,
+        most: u64,
+    ) -> Result<Option<Vec<u8>>, TransferError> {
+        let found = match self.store.get(path).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            found => found.map_err(failed(path))?,
+        };
+        let damaged = |bytes: u64| TransferError::Damaged {
+            object: path.to_string(),
+            why: format!("it has {bytes} bytes, and at most {most} are expected"),
+        };
+        if found.meta.size > most {
+            return Err(damaged(found.meta.size));
+        }
+        // The length that a server states may be wrong, too.
+        let mut bytes = Vec::new();
+        let mut pieces = found.into_stream();
+        while let Some(piece) = pieces.try_next().await.map_err(failed(path))? {
+            bytes.extend_from_slice(&piece);
+            if bytes.len() as u64 > most {
+                return Err(damaged(bytes.len() as u64));
+            }
+        }
+        Ok(Some(bytes))
+    }
+
+    pub(crate) async fn put(&self, path: &Path, bytes: Vec<u8>) -> Result<(), TransferError> {
+        let put = self.store.put(path, PutPayload::from(bytes)).await;
+        put.map(drop).map_err(failed(path))
+    }
+
+    /// Writes an object that must not exist. Returns false if it does. A store that cannot tell
+    /// writes it all the same.
+    pub(crate) async fn create(&self, path: &Path, bytes: Vec<u8>) -> Result<bool, TransferError> {
+        let payload = PutPayload::from(bytes);
+        let options = PutOptions::from(PutMode::Create);
+        match self.store.put_opts(path, payload.clone(), options).await {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
+            Err(object_store::Error::NotImplemented | object_store::Error::NotSupported { .. }) => {
+                let put = self.store.put(path, payload).await;
+                put.map(|_| true).map_err(failed(path))
+            }
+            Err(error) => Err(failed(path)(error)),
+        }
+    }
+
+    /// Reads the description of a snapshot, and its bytes, over which the signature is.
+    pub(crate) async fn describe(
+        &self,
+        name: &str,
+    ) -> Result<(Description, Vec<u8>), TransferError> {
+        let path = self.description(name);
+        let bytes = self.get(&path, MOST_BYTES).await?;
+        let bytes = bytes.ok_or_else(|| self.unknown(name))?;
+        let described = Description::parse(&bytes, name);
+        let described = described.map_err(|why| damaged(&path, why))?;
+        Ok((described, bytes))
+    }
+
+    pub(crate) async fn read_index(
+        &self,
+        description: &Description,
+    ) -> Result<Vec<chunk::ChunkName>, TransferError> {
+        let name = description
+            .index_hash()
+            .map_err(|why| damaged(&self.description(&description.name), why))?;
+        let path = self.index(&name);
+        let length = description.chunks() * chunk::NAME_BYTES as u64;
+        let packed = self.get(&path, most_packed(length)).await?;
+        let packed = packed.ok_or_else(|| damaged(&path, "it is missing".into()))?;
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        let index = chunk::unpack(&packed, length, &name);
+        Ok(chunk::decode(&index.map_err(|why| damaged(&path, why))?))
+    }
+
+    pub(crate) fn unknown(&self, name: &str) -> TransferError {
+        TransferError::Unknown {
+            name: name.to_owned(),
+            url: self.url.clone(),
+        }
+    }
+
+    /// Lists the objects under a path.
+    pub(crate) async fn under(&self, path: &Path) -> Result<Vec<ObjectMeta>, TransferError> {
+        let found: Result<Vec<ObjectMeta>, _> = self.store.list(Some(path)).try_collect().await;
+        found.map_err(failed(path))
+    }
+
+    /// Returns the names of all snapshots, and whether each has a signature.
+    pub(crate) async fn names(&self) -> Result<Vec<(String, bool)>, TransferError> {
+        let objects = self.under(&self.path("snapshots")).await?;
+        let files: Vec<&str> = objects
+            .iter()
+            .filter_map(|object| object.location.filename())
+            .collect();
+        let names = files.iter().filter_map(|file| file.strip_suffix(".json"));
+        let mut names: Vec<(String, bool)> = names
+            .map(|name| {
+                (
+                    name.to_owned(),
+                    files.contains(&format!("{name}.sig").as_str()),
+                )
+            })
+            .collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Returns all snapshots in the store, sorted by name.
+    pub fn list(&self) -> Result<Vec<RemoteSnapshot>, TransferError> {
+        self.wait(async {
+            let mut found = Vec::new();
+            for (name, signed) in self.names().await? {
+                found.push(match self.describe(&name).await {
+                    Ok((description, _)) => RemoteSnapshot {
+                        name,
+                        vm: description.manifest.vm.clone(),
+                        created_s: description.manifest.created_s,
+                        memory_bytes: description.manifest.memory().0,
+                        stored_bytes: description.stored_bytes,
+                        signed,
+                        problem: None,
+                    },
+                    // Another host may have removed it just now.
+                    Err(TransferError::Unknown { .. }) => continue,
+                    Err(TransferError::Damaged { why, .. }) => RemoteSnapshot {
+                        name,
+                        vm: String::new(),
+                        created_s: 0,
+                        memory_bytes: 0,
+                        stored_bytes: 0,
+                        signed,
+                        problem: Some(why),
+                    },
+                    Err(error) => return Err(error),
+                });
+            }
+            Ok(found)
+        })
+    }
+
+    /// Checks the signature of a description, if `trust` (a public key in PEM form) is given.
+    pub(crate) async fn check(
+        &self,
+        name: &str,
+        bytes: &[u8],
+        trust: Option<&str>,
+    ) -> Result<(), TransferError> {
+        let Some(key) = trust else { return Ok(()) };
+        let found = self.get(&self.signature(name), signature::BYTES).await?;
+        let Some(found) = found else {
+            return Err(TransferError::Unsigned {
+                name: name.to_owned(),
+                url: self.url.clone(),
+            });
+        };
+        if signature::is_right(bytes, &found, key)? {
+            Ok(())
+        } else {
+            Err(TransferError::Signature {
+                name: name.to_owned(),
+            })
+        }
+    }
+}
+
+/// Returns the most bytes that Zstandard needs for `length` bytes (`ZSTD_compressBound`).
+pub(crate) const fn most_packed(length: u64) -> u64 {
+    length + length / 256 + 1024
+}
+
+pub(crate) fn failed(path: &Path) -> impl Fn(object_store::Error) -> TransferError + use<> {
+    let object = path.to_string();
+    move |source| TransferError::Store {
+        object: object.clone(),
+        source,
+    }
+}
+
+pub(crate) fn damaged(path: &Path, why: String) -> TransferError {
+    TransferError::Damaged {
+        object: path.to_string(),
+        why,
+    }
+}
+
+/// Returns whether a file came from outside the snapshot.
+pub(crate) fn is_base(name: &str, number: usize) -> bool {
+    name == portable::base_name(number)
+}

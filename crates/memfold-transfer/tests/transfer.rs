@@ -1,0 +1,523 @@
+//! Snapshots go to an object store and come back: as they were, or not at all.
+
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use memfold_host::progress::Progress;
+use memfold_snapshot::{Manifest, Shelf};
+use memfold_transfer::{
+    PullReport, PullRequest, PushReport, PushRequest, Remote, TransferError, pull, push, remove,
+};
+use serde_json::{Value, json};
+
+const MIB: u64 = 1 << 20;
+
+/// Two hosts and an object store between them.
+struct Hosts {
+    directory: tempfile::TempDir,
+    here: Shelf,
+    there: Shelf,
+}
+
+impl Hosts {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let shelf = |name: &str| Shelf::open(&directory.path().join(name));
+        let (here, there) = (shelf("here"), shelf("there"));
+        fs::create_dir(directory.path().join("store")).unwrap();
+        Self {
+            directory,
+            here,
+            there,
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn remote(&self) -> Remote {
+        Remote::open(&format!("file://{}", self.path("store").display())).unwrap()
+    }
+
+    /// Saves a snapshot of a VM whose disk is an overlay over `base.img`. `seed` decides about the
+    /// bytes of its memory.
+    fn save(&self, name: &str, seed: u64, change: impl Fn(&mut Value)) -> Manifest {
+        let base = self.path("base.img");
+        if !base.exists() {
+            let file = File::create(&base).unwrap();
+            file.write_all_at(&random(99, 3 * MIB), MIB).unwrap();
+            file.set_len(8 * MIB).unwrap();
+        }
+        let draft = self.here.draft(name).unwrap();
+        let ram = draft.file("ram").unwrap();
+        ram.set_len(64 * MIB).unwrap();
+        ram.write_all_at(&random(seed, 2 * MIB), 5 * MIB + 4096)
+            .unwrap();
+        ram.write_all_at(&random(1, 2 * MIB), 40 * MIB).unwrap();
+        let part = |part: &str, bytes: &[u8]| {
+            draft.file(part).unwrap().write_all_at(bytes, 0).unwrap();
+            json!({ "bytes": bytes.len(), "xxh3_128": sum(bytes) })
+        };
+        let (sums, devices) = (part("ram.sums", &[1; 512]), part("devices", b"devices"));
+        let disk = draft.path().join("disk0.qcow2");
+        overlay(&disk, &base, "raw");
+        let facts = |path: &Path| {
+            let facts = fs::metadata(path).unwrap();
+            let modified = facts.mtime() * 1_000_000_000 + facts.mtime_nsec();
+            json!({ "path": path, "bytes": facts.len(), "modified_ns": modified })
+        };
+        let mut saved = facts(&disk);
+        saved["path"] = "disk0.qcow2".into();
+        saved["format"] = "qcow2".into();
+        saved["read_only"] = false.into();
+        saved["xxh3_128"] = sum(&fs::read(&disk).unwrap()).into();
+        saved["backing"] = json!([facts(&base)]);
+        let mut manifest = json!({
+            "format": 1, "name": name, "domain": "shop", "vm": "web1", "created_s": 7,
+            "memfold": "0.1.0", "keep": "none", "qemu": [10, 0, 2], "machine": "pc-q35-10.0",
+            "accel": "tcg", "blocks": [],
+            "counts": { "pages": 0, "saved_pages": 0, "zero_pages": 0 },
+            "ram_bytes": 64 * MIB, "sums": sums, "devices": devices, "disks": [saved],
+            "pause_ms": 1.0, "save_ms": 2.0,
+            "spec": { "name": "web1", "memory": "64MiB",
+                      "disks": [{ "path": base, "format": "raw", "snapshot": true }] },
+        });
+        change(&mut manifest);
+        let manifest: Manifest = serde_json::from_value(manifest).unwrap();
+        draft.commit(&manifest).unwrap();
+        self.here.manifest(name).unwrap()
+    }
+
+    fn push(&self, name: &str) -> PushReport {
+        let request = PushRequest {
+            name: name.into(),
+            to: name.into(),
+            key: None,
+        };
+        push(&self.here, &self.remote(), &request, &Progress::default()).unwrap()
+    }
+
+    fn pull(&self, name: &str) -> Result<PullReport, TransferError> {
+        self.pull_as(&PullRequest {
+            from: name.into(),
+            name: name.into(),
+            ..PullRequest::default()
+        })
+    }
+
+    fn pull_as(&self, request: &PullRequest) -> Result<PullReport, TransferError> {
+        pull(&self.there, &self.remote(), request, &Progress::default())
+    }
+
+    /// Returns the files of the store under a directory.
+    fn objects(&self, under: &str) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        let mut open = vec![self.path("store").join(under)];
+        while let Some(place) = open.pop() {
+            for entry in fs::read_dir(place).into_iter().flatten().flatten() {
+                if entry.path().is_dir() {
+                    open.push(entry.path());
+                } else {
+                    found.push(entry.path());
+                }
+            }
+        }
+        found.sort();
+        found
+    }
+
+    fn pulled(&self) -> Vec<String> {
+        self.there.names().unwrap()
+    }
+}
+
+fn sum(bytes: &[u8]) -> String {
+    format!("{:032x}", xxhash_rust::xxh3::xxh3_128(bytes))
+}
+
+fn random(seed: u64, bytes: u64) -> Vec<u8> {
+    let mut state = seed;
+    let next = |_| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (state >> 56) as u8
+    };
+    (0..bytes).map(next).collect()
+}
+
+fn qemu_img(arguments: &[&std::ffi::OsStr]) -> String {
+    let output = Command::new("qemu-img").args(arguments).output().unwrap();
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{words}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn overlay(path: &Path, backing: &Path, format: &str) {
+    let words = ["create", "-q", "-u", "-f", "qcow2", "-F", format, "-b"].map(std::ffi::OsStr::new);
+    let (backing, path) = (backing.as_os_str(), path.as_os_str());
+    qemu_img(&[&words[..], &[backing, path, "8M".as_ref()]].concat());
+    qemu_io(path, "write -P 0x5a 64k 64k");
+}
+
+/// Writes to or reads from an overlay alone: without its backing file.
+fn qemu_io(path: &std::ffi::OsStr, command: &str) {
+    let output = Command::new("qemu-io")
+        .args(["-f", "qcow2", "-c", command])
+        .arg(path)
+        .output()
+        .unwrap();
+    let words = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && !words.contains("failed"),
+        "{words}"
+    );
+}
+
+#[test]
+fn a_pulled_snapshot_has_the_same_bytes_and_its_disks_are_built_on_files_of_its_own() {
+    let hosts = Hosts::new();
+    let saved = hosts.save("warm", 2, |_| {});
+    let pushed = hosts.push("warm");
+    assert_eq!(pushed.new_bytes, pushed.stored_bytes);
+    let pulled = hosts.pull("warm").unwrap();
+    assert_eq!(pulled.fetched_bytes, pulled.stored_bytes);
+    let manifest = hosts.there.manifest("warm").unwrap();
+    assert_eq!((manifest.domain, manifest.sums), (None, saved.sums));
+    for part in ["ram", "ram.sums", "devices"] {
+        let read = |shelf: &Shelf| fs::read(shelf.path("warm").unwrap().join(part)).unwrap();
+        assert!(read(&hosts.here) == read(&hosts.there), "{part}");
+    }
+    let place = hosts.there.path("warm").unwrap();
+    let ram = fs::metadata(place.join("ram")).unwrap();
+    assert!(ram.blocks() * 512 <= 7 * MIB, "holes stay holes");
+    let info = ["info", "--output=json", "-f", "qcow2"].map(std::ffi::OsStr::new);
+    let disk = place.join("disk0.qcow2");
+    let info = qemu_img(&[&info[..], &[disk.as_os_str()]].concat());
+    let info: Value = serde_json::from_str(&info).unwrap();
+    assert_eq!(
+        info["backing-filename"],
+        place.join("base0").to_str().unwrap()
+    );
+    // The host of the push may be far away.
+    fs::remove_file(hosts.path("base.img")).unwrap();
+    qemu_io(disk.as_os_str(), "read -P 0x5a 64k 64k");
+    qemu_io(disk.as_os_str(), "read -P 0 5M 64k");
+    let restored = memfold_snapshot::restore::spec(
+        &hosts.there,
+        &hosts.there.manifest("warm").unwrap(),
+        "web1",
+    );
+    assert_eq!(restored.unwrap().disks[0].path, disk);
+}
+
+#[test]
+fn only_chunks_that_the_store_lacks_are_sent_and_only_missing_ones_are_fetched() {
+    let hosts = Hosts::new();
+    hosts.save("first", 2, |_| {});
+    hosts.save("second", 3, |_| {});
+    hosts.save("third", 3, |_| {});
+    let first = hosts.push("first");
+    let second = hosts.push("second");
+    // Of RAM, three of five chunks differ: 2 MiB that begin within a chunk.
+    assert!(second.new_bytes < first.new_bytes && second.new_bytes >= 3 * MIB);
+    assert!(
+        hosts.push("third").new_bytes < 2 * MIB,
+        "an overlay's header"
+    );
+    hosts.pull("first").unwrap();
+    // The base image is there already.
+    let second = hosts.pull("second").unwrap();
+    assert!(second.fetched_bytes < second.stored_bytes - 2 * MIB);
+    let inode = |name: &str| {
+        let place = hosts.there.path(name).unwrap().join("base0");
+        fs::metadata(place).unwrap().ino()
+    };
+    assert_eq!(inode("first"), inode("second"));
+    hosts.there.remove("first").unwrap();
+    hosts.there.remove("second").unwrap();
+    hosts.pull("third").unwrap();
+    assert_eq!(fs::read_dir(hosts.there.bases()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_damaged_or_missing_chunk_is_never_visible_and_a_later_pull_continues() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let objects = hosts.objects("chunks");
+    for object in &objects {
+        let good = fs::read(object).unwrap();
+        let mut bad = good.clone();
+        let middle = bad.len() / 2;
+        bad[middle] ^= 1;
+        for wrong in [Some(bad), Some(good[..middle].to_vec()), None] {
+            match &wrong {
+                Some(bytes) => fs::write(object, bytes).unwrap(),
+                None => fs::remove_file(object).unwrap(),
+            }
+            let told = hosts.pull("warm").unwrap_err();
+            let hash = object.file_name().unwrap().to_str().unwrap();
+            assert!(
+                matches!(&told, TransferError::Damaged { object, .. } if object.ends_with(hash)),
+                "{told}"
+            );
+            assert!(hosts.pulled().is_empty());
+            // Otherwise the next pull would find what has arrived.
+            hosts.there.remove("warm").unwrap();
+            fs::write(object, &good).unwrap();
+        }
+    }
+    hosts.pull("warm").unwrap();
+    // As if the pull had been killed before its last step, and a page had not reached the disk.
+    let place = hosts.there.path("warm").unwrap();
+    let draft = place.with_file_name(".warm.pull");
+    fs::rename(&place, &draft).unwrap();
+    let ram = File::options().write(true).open(draft.join("ram")).unwrap();
+    ram.write_all_at(&[0; 4096], 40 * MIB).unwrap();
+    let disk = fs::metadata(draft.join("disk0.qcow2")).unwrap().len();
+    let pulled = hosts.pull("warm").unwrap();
+    // The disk has another header in the store.
+    assert_eq!(pulled.fetched_bytes, MIB + disk);
+    let ram = |shelf: &Shelf| fs::read(shelf.path("warm").unwrap().join("ram")).unwrap();
+    assert!(ram(&hosts.here) == ram(&hosts.there));
+    assert_eq!(hosts.pulled(), ["warm"]);
+    let told = hosts.pull("warm").unwrap_err();
+    assert!(told.to_string().contains("'warm' exists"), "{told}");
+}
+
+#[test]
+fn an_interrupted_push_shows_nothing_and_a_later_one_sends_the_rest() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    let all = hosts.push("warm");
+    // As if the push had been killed before its last steps.
+    for object in hosts
+        .objects("snapshots")
+        .iter()
+        .chain(&hosts.objects("indexes"))
+    {
+        fs::remove_file(object).unwrap();
+    }
+    fs::remove_file(&hosts.objects("chunks")[0]).unwrap();
+    assert!(hosts.remote().list().unwrap().is_empty());
+    let told = hosts.pull("warm").unwrap_err();
+    assert!(matches!(told, TransferError::Unknown { .. }), "{told}");
+    let again = hosts.push("warm");
+    assert!(again.new_bytes <= MIB && again.stored_bytes == all.stored_bytes);
+    let request = PushRequest {
+        name: "warm".into(),
+        to: "warm".into(),
+        key: None,
+    };
+    let told = push(&hosts.here, &hosts.remote(), &request, &Progress::default()).unwrap_err();
+    assert!(matches!(told, TransferError::Taken { .. }), "{told}");
+    let list = hosts.remote().list().unwrap();
+    assert_eq!(
+        (list.len(), list[0].vm.as_str(), list[0].signed),
+        (1, "web1", false)
+    );
+}
+
+#[test]
+fn a_description_that_names_files_of_this_host_is_refused() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let path = hosts.path("store/snapshots/warm.json");
+    let good: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let with = |change: &dyn Fn(&mut Value)| {
+        let mut bad = good.clone();
+        change(&mut bad);
+        fs::write(&path, serde_json::to_vec(&bad).unwrap()).unwrap();
+        let told = hosts.pull("warm").unwrap_err().to_string();
+        assert!(hosts.pulled().is_empty());
+        told
+    };
+    let disk = "/manifest/disks/0";
+    let set = |pointer: String, value: Value| {
+        move |of: &mut Value| *of.pointer_mut(&pointer).unwrap() = value.clone()
+    };
+    for value in ["/etc/shadow", "../disk0.qcow2", "x/disk0.qcow2", ""] {
+        let told = with(&set(format!("{disk}/path"), value.into()));
+        assert!(told.contains("not among its files"), "{value}: {told}");
+    }
+    let told = with(&set(format!("{disk}/backing/0/path"), "/etc/shadow".into()));
+    assert!(told.contains("/etc/shadow, which is not"), "{told}");
+    let told = with(&set(format!("{disk}/backing"), json!([])));
+    assert!(
+        told.contains("a backing file that its manifest does not name"),
+        "{told}"
+    );
+    let told = with(&set(format!("{disk}/format"), "raw".into()));
+    assert!(told.contains("raw disk has a backing file"), "{told}");
+    let refers =
+        json!({ "table": { "bytes": 0, "xxh3_128": "" }, "sources": ["/etc/shadow"], "pages": 0 });
+    let told = with(&|of: &mut Value| of["manifest"]["references"] = refers.clone());
+    assert!(told.contains("/etc/shadow"), "{told}");
+    let told = with(&|of: &mut Value| of["manifest"]["spec"]["files"] = json!(["/etc/shadow"]));
+    assert!(told.contains("/etc/shadow"), "{told}");
+    let told =
+        with(&|of: &mut Value| of["manifest"]["spec"]["boot"] = json!({ "kernel": "/etc/shadow" }));
+    assert!(told.contains("/etc/shadow"), "{told}");
+    for name in [
+        "../x",
+        "manifest.json",
+        "base",
+        "base0x",
+        "disk0",
+        "ram.zst",
+    ] {
+        let told = with(&set("/files/0/name".into(), name.into()));
+        assert!(told.contains("names a file"), "{name}: {told}");
+    }
+    let told = with(&set("/files/0/bytes".into(), u64::MAX.into()));
+    assert!(told.contains("chunks"), "{told}");
+    let told = with(&set("/files/0/bytes".into(), (65 * MIB).into()));
+    assert!(told.contains("does not have"), "{told}");
+    let told = with(&set("/format".into(), 2.into()));
+    assert!(told.contains("update memfold"), "{told}");
+    let arguments = json!(["-chardev", "file,id=x,path=/etc/passwd"]);
+    let told = with(&|of: &mut Value| of["manifest"]["spec"]["qemu_args"] = arguments.clone());
+    assert!(
+        told.contains("-chardev") && told.contains("--trust"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_disk_whose_header_names_another_file_of_this_host_is_refused() {
+    let hosts = Hosts::new();
+    let secret = hosts.path("secret");
+    fs::write(&secret, random(5, MIB)).unwrap();
+    hosts.save("warm", 2, |_| {});
+    let place = hosts.here.path("warm").unwrap();
+    let disk = place.join("disk0.qcow2");
+    // A base that is a qcow2 image with a backing file of its own, told as the end of the chain.
+    let base = hosts.path("base.img");
+    fs::remove_file(&base).unwrap();
+    overlay(&base, &secret, "raw");
+    fs::remove_file(&disk).unwrap();
+    overlay(&disk, &base, "qcow2");
+    fs::remove_dir_all(&place).unwrap();
+    let path = hosts.here.path("evil").unwrap();
+    hosts.save("evil", 2, |_| {});
+    let disk = path.join("disk0.qcow2");
+    let words = ["rebase", "-u", "-f", "qcow2", "-F", "qcow2", "-b"].map(std::ffi::OsStr::new);
+    qemu_img(&[&words[..], &[base.as_os_str(), disk.as_os_str()]].concat());
+    let text = fs::read(path.join("manifest.json")).unwrap();
+    let mut manifest: Value = serde_json::from_slice(&text).unwrap();
+    let facts = fs::metadata(&disk).unwrap();
+    manifest["disks"][0]["modified_ns"] =
+        (facts.mtime() * 1_000_000_000 + facts.mtime_nsec()).into();
+    let text = serde_json::to_vec(&manifest).unwrap();
+    fs::write(path.join("manifest.json"), &text).unwrap();
+    fs::write(path.join("manifest.sum"), format!("{}\n", sum(&text))).unwrap();
+    hosts.push("evil");
+    let told = hosts.pull("evil").unwrap_err().to_string();
+    assert!(
+        told.contains("a backing file that its manifest does not name"),
+        "{told}"
+    );
+    assert!(hosts.pulled().is_empty());
+}
+
+#[test]
+fn only_the_signature_of_the_trusted_key_lets_a_snapshot_in() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |manifest| {
+        manifest["spec"]["qemu_args"] = json!(["-device", "pvpanic"]);
+    });
+    let (private, public) = keys();
+    let (_, other) = keys();
+    let pull = |trust: &str| {
+        hosts.pull_as(&PullRequest {
+            from: "warm".into(),
+            name: "warm".into(),
+            domain: Some("shop".into()),
+            trust: Some(trust.into()),
+            allow_arguments: false,
+        })
+    };
+    hosts.push("warm");
+    let told = pull(&public).unwrap_err();
+    assert!(matches!(told, TransferError::Unsigned { .. }), "{told}");
+    fs::remove_file(hosts.path("store/snapshots/warm.json")).unwrap();
+    let request = PushRequest {
+        name: "warm".into(),
+        to: "warm".into(),
+        key: Some(private),
+    };
+    assert!(
+        push(&hosts.here, &hosts.remote(), &request, &Progress::default())
+            .unwrap()
+            .signed
+    );
+    let told = pull(&other).unwrap_err();
+    assert!(matches!(told, TransferError::Signature { .. }), "{told}");
+    let path = hosts.path("store/snapshots/warm.json");
+    let good = fs::read(&path).unwrap();
+    let text = String::from_utf8(good.clone()).unwrap();
+    fs::write(&path, text.replace("pvpanic", "pvpanik")).unwrap();
+    let told = pull(&public).unwrap_err();
+    assert!(matches!(told, TransferError::Signature { .. }), "{told}");
+    fs::write(&path, good).unwrap();
+    assert!(pull(&public).unwrap().trusted);
+    let domain = hosts.there.manifest("warm").unwrap().spec.domain;
+    assert_eq!(domain.as_deref(), Some("shop"));
+}
+
+/// Returns a private and a public key in PEM form.
+fn keys() -> (String, String) {
+    let key = openssl::pkey::PKey::generate_ed25519().unwrap();
+    let text = |pem: Vec<u8>| String::from_utf8(pem).unwrap();
+    (
+        text(key.private_key_to_pem_pkcs8().unwrap()),
+        text(key.public_key_to_pem().unwrap()),
+    )
+}
+
+#[test]
+fn a_removal_takes_old_chunks_that_no_other_snapshot_has() {
+    let hosts = Hosts::new();
+    hosts.save("first", 2, |_| {});
+    hosts.save("second", 3, |_| {});
+    hosts.push("first");
+    hosts.push("second");
+    let told = remove(&hosts.remote(), "none").unwrap_err();
+    assert!(matches!(told, TransferError::Unknown { .. }), "{told}");
+    // A push may be under way that needs young chunks.
+    let young = remove(&hosts.remote(), "first").unwrap();
+    assert!(
+        young.objects_removed == 0 && young.objects_left > 3,
+        "{young:?}"
+    );
+    let old = SystemTime::now() - Duration::from_secs(3 * 24 * 3600);
+    for object in hosts
+        .objects("chunks")
+        .iter()
+        .chain(&hosts.objects("indexes"))
+    {
+        File::options()
+            .write(true)
+            .open(object)
+            .unwrap()
+            .set_modified(old)
+            .unwrap();
+    }
+    hosts.pull("second").unwrap();
+    hosts.here.remove("first").unwrap();
+    hosts.save("first", 4, |_| {});
+    // A push sends old chunks again, so that no removal takes them meanwhile.
+    let pushed = hosts.push("first");
+    assert_eq!(pushed.new_bytes, pushed.stored_bytes);
+    let removed = remove(&hosts.remote(), "first").unwrap();
+    assert_eq!(removed.objects_removed, young.objects_left);
+    hosts.there.remove("second").unwrap();
+    fs::remove_dir_all(hosts.there.bases()).unwrap();
+    hosts.pull("second").unwrap();
+}

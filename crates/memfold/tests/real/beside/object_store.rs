@@ -1,0 +1,210 @@
+//! A snapshot travels through a real S3 server to a daemon that shares nothing with the first one.
+
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memfold_api::RestoreRequest;
+use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::SnapshotInfo;
+use memfold_testkit::{skip, wait_until};
+use memfold_transfer::{PullReport, PushReport, RemoteSnapshot};
+use memfold_units::ByteSize;
+use serde::de::DeserializeOwned;
+
+use crate::beside::snapshots::{VERIFY, rewrite_memory};
+use crate::served::{Served, exec, wait_agent};
+use crate::support;
+
+const URL: &str = "s3://memfold/fleet";
+
+/// The S3 server, with an empty bucket.
+struct S3(Child);
+
+impl S3 {
+    fn start(directory: &Path, port: u16) -> Self {
+        let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../web/node_modules/s3rver");
+        let child = Command::new("node")
+            .arg(program.join("bin/s3rver.js"))
+            .args([
+                "--address",
+                "127.0.0.1",
+                "--silent",
+                "--port",
+                &port.to_string(),
+            ])
+            .arg("--directory")
+            .arg(directory)
+            .args(["--configure-bucket", "memfold"])
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let answers = || TcpStream::connect(("127.0.0.1", port)).is_ok();
+        wait_until("the S3 server answers", Duration::from_secs(30), answers);
+        Self(child)
+    }
+}
+
+impl Drop for S3 {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs a command of memfold. Returns its answer, or its error.
+fn memfold<T: DeserializeOwned>(state: &Path, words: &[&str]) -> Result<T, String> {
+    let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
+        .arg("--socket")
+        .arg(state.join("s"))
+        .arg("--json")
+        .args(words)
+        .output()
+        .unwrap();
+    if output.status.success() {
+        return Ok(serde_json::from_slice(&output.stdout).unwrap());
+    }
+    Err(String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn a_snapshot_reaches_another_daemon_through_an_s3_server_although_both_are_killed_on_the_way() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let server = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../web/node_modules/s3rver");
+    if !server.exists() {
+        skip!("no web/node_modules/s3rver; run 'make setup'");
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let place = |name: &str| {
+        let place = directory.path().join(name);
+        std::fs::create_dir(&place).unwrap();
+        place
+    };
+    let (here, there, store) = (place("here"), place("there"), place("store"));
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let endpoint = format!("http://127.0.0.1:{port}");
+    let environment = [
+        ("AWS_ACCESS_KEY_ID", "S3RVER"),
+        ("AWS_SECRET_ACCESS_KEY", "S3RVER"),
+        ("AWS_ENDPOINT", endpoint.as_str()),
+        ("AWS_ALLOW_HTTP", "true"),
+        ("AWS_REGION", "us-east-1"),
+    ];
+    let _server = S3::start(&store, port);
+    let mut first = Served::new(&here, &["web"]).environment(&environment);
+    let mut second = Served::new(&there, &["copy"]).environment(&environment);
+    first.start();
+    let client = first.answers();
+    let spec = Lab::spec("web", "trixie-a", ByteSize::mib(320), DiskMode::Buffered).unwrap();
+    first.run_warm(&spec);
+    let vm = wait_agent(&client, "web");
+    // A guest that takes its QEMU over must not find the credentials there.
+    let environment_of_qemu = std::fs::read(format!("/proc/{}/environ", vm.pid)).unwrap();
+    assert!(!String::from_utf8_lossy(&environment_of_qemu).contains("S3RVER"));
+    exec(&client, "web", &rewrite_memory());
+    let _: serde_json::Value = memfold(&here, &["snapshot", "save", "web", "warm"]).unwrap();
+
+    // The daemon is killed while it pushes: nobody sees a part of the snapshot.
+    let push = ["snapshot", "push", "warm", URL];
+    std::thread::scope(|scope| {
+        let killed = scope.spawn(|| memfold::<PushReport>(&here, &push));
+        let sent = || {
+            std::fs::read_dir(store.join("memfold/fleet/chunks")).is_ok_and(|all| all.count() > 20)
+        };
+        wait_until("some chunks are sent", Duration::from_secs(60), sent);
+        first.kill();
+        assert!(killed.join().unwrap().is_err());
+    });
+    first.start();
+    let client = first.answers();
+    let list = ["snapshot", "list", "--remote", URL];
+    assert_eq!(memfold::<Vec<RemoteSnapshot>>(&here, &list).unwrap(), []);
+    let began = Instant::now();
+    let pushed: PushReport = memfold(&here, &push).unwrap();
+    println!(
+        "pushed in {:.1} s: {pushed:?}",
+        began.elapsed().as_secs_f64()
+    );
+    assert!(pushed.new_bytes < pushed.stored_bytes, "{pushed:?}");
+    let list: Vec<RemoteSnapshot> = memfold(&here, &list).unwrap();
+    assert_eq!(
+        (list.len(), list[0].name.as_str(), list[0].vm.as_str()),
+        (1, "warm", "web")
+    );
+    // The guest's memory is right, and it runs on.
+    let said = exec(&client, "web", VERIFY).stdout;
+    assert!(said.starts_with("errors 0 rounds "), "{said}");
+    drop(first);
+
+    // The other daemon is killed while it pulls: it has no part of the snapshot afterwards.
+    second.start();
+    let _ = second.answers();
+    // The laboratory starts its guests with an argument of its own.
+    let pull = [
+        "snapshot",
+        "pull",
+        "warm",
+        URL,
+        "--domain",
+        "shop",
+        "--allow-arguments",
+    ];
+    let draft = there.join("snapshots/.warm.pull");
+    std::thread::scope(|scope| {
+        let killed = scope.spawn(|| memfold::<PullReport>(&there, &pull));
+        let arrived = || {
+            let files = std::fs::read_dir(&draft).into_iter().flatten().flatten();
+            let blocks = |file: std::fs::DirEntry| {
+                file.metadata()
+                    .map_or(0, |facts| std::os::unix::fs::MetadataExt::blocks(&facts))
+            };
+            files.map(blocks).sum::<u64>() > (20 << 20) / 512
+        };
+        wait_until("some chunks have arrived", Duration::from_secs(60), arrived);
+        second.kill();
+        assert!(killed.join().unwrap().is_err());
+    });
+    second.start();
+    let client = second.answers();
+    let all: Vec<SnapshotInfo> = memfold(&there, &["snapshot", "list"]).unwrap();
+    assert!(all.is_empty(), "{all:?}");
+    let began = Instant::now();
+    let pulled: PullReport = memfold(&there, &pull).unwrap();
+    println!(
+        "pulled in {:.1} s: {pulled:?}",
+        began.elapsed().as_secs_f64()
+    );
+    assert!(pulled.fetched_bytes < pulled.stored_bytes, "{pulled:?}");
+
+    // What the first daemon had is gone; the copy has the memory and the disk of that instant.
+    std::fs::remove_dir_all(here.join("snapshots")).unwrap();
+    let request = RestoreRequest::new("copy");
+    let vm: memfold_api::VmInfo = client.post("/v1/snapshots/warm/restore", &request).unwrap();
+    assert_eq!(vm.domain.as_deref(), Some("shop"));
+    wait_agent(&client, "copy");
+    let said = exec(&client, "copy", VERIFY).stdout;
+    assert!(said.starts_with("errors 0 rounds "), "{said}");
+    exec(
+        &client,
+        "copy",
+        "echo 3 > /proc/sys/vm/drop_caches; find /usr/lib -type f -name '*.so*' | head -n 300 | xargs cat | sha256sum",
+    );
+    let problems: memfold_api::VerifyReport =
+        memfold(&there, &["snapshot", "verify", "warm"]).unwrap();
+    assert!(problems.problems.is_empty(), "{problems:?}");
+    let _: serde_json::Value =
+        memfold(&there, &["snapshot", "remove", "warm", "--remote", URL]).unwrap();
+    let told = memfold::<PullReport>(&there, &["snapshot", "pull", "warm", URL, "--as", "again"]);
+    assert!(
+        told.as_ref()
+            .is_err_and(|told| told.contains("no snapshot named 'warm'")),
+        "{told:?}"
+    );
+}
