@@ -66,6 +66,20 @@ impl Remote {
     ///
     /// [`TransferError::Address`] if the URL is not one of these, or credentials are missing.
     pub fn open(url: &str) -> Result<Self, TransferError> {
+        let settings = std::env::vars().map(|(name, value)| (name.to_ascii_lowercase(), value));
+        Self::open_with(url, settings)
+    }
+
+    /// Opens the object store at a URL with settings other than those of the environment. Their
+    /// names are those of the variables, in lower case.
+    ///
+    /// # Errors
+    ///
+    /// As [`Remote::open`].
+    pub fn open_with(
+        url: &str,
+        settings: impl Iterator<Item = (String, String)>,
+    ) -> Result<Self, TransferError> {
         let bad = |why: String| TransferError::Address {
             url: url.to_owned(),
             why,
@@ -74,7 +88,6 @@ impl Remote {
         if parsed.password().is_some() {
             return Err(bad("a password does not belong into a URL".into()));
         }
-        let settings = std::env::vars().map(|(name, value)| (name.to_ascii_lowercase(), value));
         let (store, root) = object_store::parse_url_opts(&parsed, settings)
             .map_err(|error| bad(error.to_string()))?;
         let runtime = Builder::new_multi_thread()

@@ -1,9 +1,10 @@
 //! Snapshots go to an object store and come back: as they were, or not at all.
 
 use std::fs::{self, File};
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command};
 use std::time::{Duration, SystemTime};
 
 use memfold_host::progress::Progress;
@@ -18,6 +19,8 @@ const MIB: u64 = 1 << 20;
 /// Two hosts and an object store between them.
 struct Hosts {
     directory: tempfile::TempDir,
+    /// Port of an S3 server; `None`: the store is a directory.
+    s3: Option<u16>,
     here: Shelf,
     there: Shelf,
 }
@@ -30,6 +33,7 @@ impl Hosts {
         fs::create_dir(directory.path().join("store")).unwrap();
         Self {
             directory,
+            s3: None,
             here,
             there,
         }
@@ -40,7 +44,18 @@ impl Hosts {
     }
 
     fn remote(&self) -> Remote {
-        Remote::open(&format!("file://{}", self.path("store").display())).unwrap()
+        let Some(port) = self.s3 else {
+            return Remote::open(&format!("file://{}", self.path("store").display())).unwrap();
+        };
+        let endpoint = format!("http://127.0.0.1:{port}");
+        let settings = [
+            ("aws_access_key_id", "S3RVER"),
+            ("aws_secret_access_key", "S3RVER"),
+            ("aws_endpoint", &endpoint),
+            ("aws_allow_http", "true"),
+        ];
+        let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        Remote::open_with("s3://memfold/fleet", settings.into_iter()).unwrap()
     }
 
     /// Saves a snapshot of a VM whose disk is an overlay over `base.img`. `seed` decides about the
@@ -520,4 +535,64 @@ fn a_removal_takes_old_chunks_that_no_other_snapshot_has() {
     hosts.there.remove("second").unwrap();
     fs::remove_dir_all(hosts.there.bases()).unwrap();
     hosts.pull("second").unwrap();
+}
+
+/// A server that ends with the test.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_snapshot_is_pushed_listed_pulled_and_removed_through_an_s3_server() {
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../web/node_modules/s3rver");
+    if !program.exists() {
+        memfold_testkit::skip!("no web/node_modules/s3rver; run 'make setup'");
+    }
+    let mut hosts = Hosts::new();
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let child = Command::new("node")
+        .arg(program.join("bin/s3rver.js"))
+        .args([
+            "--address",
+            "127.0.0.1",
+            "--silent",
+            "--port",
+            &port.to_string(),
+        ])
+        .arg("--directory")
+        .arg(hosts.path("store"))
+        .args(["--configure-bucket", "memfold"])
+        .spawn()
+        .unwrap();
+    let _server = Server(child);
+    let answers = || TcpStream::connect(("127.0.0.1", port)).is_ok();
+    memfold_testkit::wait_until("the S3 server answers", Duration::from_secs(30), answers);
+    hosts.s3 = Some(port);
+    hosts.save("warm", 2, |_| {});
+    hosts.save("other", 3, |_| {});
+    assert!(hosts.remote().list().unwrap().is_empty());
+    hosts.push("warm");
+    assert!(hosts.push("other").new_bytes < 6 * MIB);
+    let names = || -> Vec<String> {
+        let list = hosts.remote().list().unwrap();
+        list.into_iter().map(|snapshot| snapshot.name).collect()
+    };
+    assert_eq!(names(), ["other", "warm"]);
+    let removed = remove(&hosts.remote(), "other").unwrap();
+    assert!(removed.objects_left > 0, "{removed:?}");
+    assert_eq!(names(), ["warm"]);
+    hosts.pull("warm").unwrap();
+    let ram = |shelf: &Shelf| fs::read(shelf.path("warm").unwrap().join("ram")).unwrap();
+    assert!(ram(&hosts.here) == ram(&hosts.there));
+    let told = hosts.pull("other").unwrap_err();
+    assert!(matches!(told, TransferError::Unknown { .. }), "{told}");
 }

@@ -375,7 +375,7 @@ fn left_as_it_was(clones: &[Clone]) -> Vec<String> {
     lines
 }
 
-pub(super) fn path(name: &str) -> anyhow::Result<String> {
+fn path(name: &str) -> anyhow::Result<String> {
     Ok(format!("/v1/snapshots/{}", segment(name)?))
 }
 
@@ -430,7 +430,7 @@ fn held(manifest: &Manifest) -> String {
 }
 
 /// Runs an operation on a snapshot, with a progress bar on a terminal.
-pub(super) fn watched<T>(
+fn watched<T>(
     context: &Context,
     snapshot: &str,
     work: impl FnOnce() -> anyhow::Result<T>,

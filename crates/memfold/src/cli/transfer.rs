@@ -11,8 +11,9 @@ use memfold_transfer::{PullReport, PushReport, RemoteSnapshot, RemoveReport};
 use memfold_units::ByteSize;
 
 use super::context::Context;
-use super::snapshot::{path, watched};
 use super::table::table;
+use super::vm::segment;
+use super::watch::watched;
 
 #[derive(Args, Debug)]
 pub(super) struct Push {
@@ -56,8 +57,10 @@ pub(super) fn push(context: &Context, client: &Client, push: Push) -> anyhow::Re
         to: push.to,
         key: push.sign.as_deref().map(read_key).transpose()?,
     };
-    let place = format!("{}/push", path(&push.name)?);
-    let report: PushReport = watched(context, &push.name, || Ok(client.post(&place, &body)?))?;
+    let snapshot = format!("/v1/snapshots/{}", segment(&push.name)?);
+    let report: PushReport = watched(context, format!("{snapshot}/progress"), || {
+        Ok(client.post(&format!("{snapshot}/push"), &body)?)
+    })?;
     context.print(&report, pushed)
 }
 
@@ -70,8 +73,10 @@ pub(super) fn pull(context: &Context, client: &Client, pull: Pull) -> anyhow::Re
         trust: pull.trust.as_deref().map(read_key).transpose()?,
         allow_arguments: pull.allow_arguments,
     };
-    let place = format!("{}/pull", path(&here)?);
-    let report: PullReport = watched(context, &here, || Ok(client.post(&place, &body)?))?;
+    let snapshot = format!("/v1/snapshots/{}", segment(&here)?);
+    let report: PullReport = watched(context, format!("{snapshot}/progress"), || {
+        Ok(client.post(&format!("{snapshot}/pull"), &body)?)
+    })?;
     context.print(&report, pulled)
 }
 
