@@ -219,13 +219,8 @@ impl Snapshots {
             .then(|| NotedSave::new(self.below.registry.state(), machine, right, subject.spec()))
             .transpose()
             .map_err(state_error(self.below.registry.state()))?;
-        let held = HeldVm::new(
-            &self.below.folding,
-            machine,
-            agent.as_deref(),
-            merging,
-            noted,
-        );
+        let folding = &self.below.folding;
+        let held = HeldVm::new(folding, machine, agent.as_deref(), merging, noted);
         held.ask_free_pages();
         // Devices that write past the page tables: such writes cannot be tracked.
         if let Some(problem) = machine.problem().filter(|_| request.live) {
