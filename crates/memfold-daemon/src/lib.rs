@@ -51,7 +51,6 @@ mod reports;
 mod run_state;
 mod sampling;
 mod segments;
-mod semaphore;
 mod single_flight;
 mod snapshot_locks;
 mod snapshots;
