@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use memfold_api::{AttachRequest, VmInfo};
 use memfold_vm::{Cancel, Record, VmDirectory, VmSpec};
@@ -74,18 +74,13 @@ impl Arrival {
         is_new
     }
 
-    fn state(&self) -> &'static str {
-        match self.way {
-            Way::Starting => "starting",
-            Way::Adopting | Way::Attaching(_) => "taking-over",
-        }
-    }
-
     /// Returns the error for a request that needs this VM to run.
     pub fn refusal(&self) -> DaemonError {
-        let what = match self.way {
-            Way::Starting => "is being started",
-            Way::Adopting | Way::Attaching(_) => "is not adopted yet",
+        let is_starting = self.way == Way::Starting;
+        let what = if is_starting {
+            "is being started"
+        } else {
+            "is not adopted yet"
         };
         let problem = self.problem();
         let why = problem.map_or_else(String::new, |why| format!(": {why}"));
@@ -104,6 +99,12 @@ impl Arrival {
             VmDirectory::read_json(&VmDirectory::of(state, &self.name).record()).ok();
         let is_attached = self.attach_request().is_some();
         let origin = if is_attached { "attached" } else { "started" };
+        let is_starting = self.way == Way::Starting;
+        let state_name = if is_starting {
+            "starting"
+        } else {
+            "taking-over"
+        };
         let version = record.as_ref().map(|record| record.version);
         VmInfo {
             name: self.name.clone(),
@@ -112,7 +113,7 @@ impl Arrival {
             ram_bytes: self.ram_bytes,
             origin: origin.to_owned(),
             qemu: version.map_or_else(String::new, |(a, b, c)| format!("{a}.{b}.{c}")),
-            state: self.state().to_owned(),
+            state: state_name.to_owned(),
             state_cause: self.problem(),
             ..VmInfo::default()
         }
@@ -134,21 +135,10 @@ impl State {
 }
 
 /// All VMs that are being started or adopted.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Arrivals {
     state: Mutex<State>,
     changed: Condvar,
-    began: Instant,
-}
-
-impl Default for Arrivals {
-    fn default() -> Self {
-        Self {
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            began: Instant::now(),
-        }
-    }
 }
 
 impl Arrivals {
@@ -234,9 +224,9 @@ impl Arrivals {
     }
 
     /// Waits until all steps of the daemon's start are complete, or until [`SETTLE`] after its
-    /// start.
-    pub fn settle_first(&self) {
-        let left = SETTLE.saturating_sub(self.began.elapsed());
+    /// start, which was `since` ago.
+    pub fn settle_first(&self, since: Duration) {
+        let left = SETTLE.saturating_sub(since);
         if !left.is_zero() {
             self.wait(left, |state| state.unsettled == 0);
         }

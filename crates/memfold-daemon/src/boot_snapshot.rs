@@ -44,9 +44,8 @@ pub(crate) fn of(directory: &Shelf, machine: &Machine) -> Result<Manifest, Daemo
     }
     let manifest = directory.manifest(&name)?;
     let restored = restore::users(directory, &name)?.contains(&machine.pid());
-    let is_ours = manifest.of_boot.is_some() && manifest.of_boot == mark(machine);
     let is_its = manifest.of_boot.is_some() && manifest.vm == machine.name();
-    if !is_its || !(restored || is_ours) {
+    if !is_its || !(restored || manifest.of_boot == mark(machine)) {
         return Err(none(&format!(
             "'{name}' belongs to another VM, or to an earlier VM of this name"
         )));

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, VmInfo};
 use memfold_host::chain;
 use memfold_snapshot::{Manifest, restore};
-use memfold_vm::{AgentError, VmSpec};
+use memfold_vm::{AgentError, VmSpec, swap};
 use tracing::{info, warn};
 
 use crate::boot_snapshot::{self, mark, name_of};
@@ -21,7 +21,6 @@ use crate::machine::{Machine, is_disconnected, text};
 use crate::mechanisms::Mechanisms;
 use crate::segments::in_guest::{lay_all, lay_when_booted};
 use crate::snapshots::Snapshots;
-use crate::swap_disks::swap_on::swap_on_when_booted;
 use crate::threads;
 use crate::vms::Vms;
 
@@ -43,6 +42,9 @@ const REBOOT: &str =
 /// Time limit for a short command in the guest, and for the removal of an ended VM from the
 /// daemon's table.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time limit for a guest to activate its swap disk.
+const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Starts and reboots VMs, and saves boot snapshots.
 #[derive(Debug)]
@@ -193,6 +195,28 @@ impl Boots {
         info!(vm = name, "VM restored from its boot snapshot");
         Ok(info)
     }
+}
+
+/// Has a guest activate its swap disk as soon as its agent answers.
+fn swap_on_when_booted(machine: &Arc<Machine>) {
+    if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
+        return;
+    }
+    machine.on_agent_ready("swap-on", |machine| {
+        let vm = machine.name();
+        let said = match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
+            Ok(done) if done.code == 0 => {
+                info!(vm, "swap disk enabled in the guest");
+                return;
+            }
+            Ok(done) => text(&done.stderr),
+            Err(error) => chain(&error),
+        };
+        warn!(
+            vm,
+            said, "swap disk not enabled in the guest; run 'swapon LABEL=memfold-swap' there"
+        );
+    });
 }
 
 /// Makes the guest reboot, and waits until its agent reports a new boot id.

@@ -1,6 +1,7 @@
 //! The daemon: owns the services, connects them, and starts their background threads.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use memfold_api::VersionInfo;
 use memfold_fold::Command;
@@ -37,6 +38,7 @@ pub struct Daemon {
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
     views: Arc<Views>,
+    began: Instant,
     below: Arc<Mechanisms>,
 }
 
@@ -90,6 +92,7 @@ impl Daemon {
             reports,
             sampling,
             views: Arc::new(views),
+            began: Instant::now(),
             below,
         }
     }
@@ -145,7 +148,8 @@ impl Daemon {
     /// Waits at the daemon's start, for two seconds at most, until the VMs whose QEMU answers are
     /// adopted. A request right after a restart then finds them.
     pub fn settle_first(&self) {
-        self.below.registry.arrivals().settle_first();
+        let arrivals = self.below.registry.arrivals();
+        arrivals.settle_first(self.began.elapsed());
     }
 
     /// Refuses to start VMs from now on, and waits until VMs that are being started run or have

@@ -399,20 +399,21 @@ impl KsmSteering {
 
 /// Measures KSM each second, until the steering that began at `began` has ended.
 fn keep_steering(steering: &Weak<KsmSteering>, began: Instant) {
-    loop {
-        std::thread::sleep(INTERVAL);
-        let Some(steering) = steering.upgrade() else {
-            return;
-        };
-        let domain = match &*steering.steered.lock() {
-            Some(steered) if steered.began == began => steered.domain.clone(),
-            _ => return,
+    let look = || {
+        let steering = steering.upgrade()?;
+        let is_same = |steered: &SteeredKsm| steered.began == began;
+        let domain = {
+            let steered = steering.steered.lock();
+            steered.as_ref().filter(|s| is_same(s))?.domain.clone()
         };
         let ours = steering.ours(&domain);
-        match &mut *steering.steered.lock() {
-            Some(steered) if steered.began == began => steered.look(&ours),
-            _ => return,
-        }
+        let mut steered = steering.steered.lock();
+        steered.as_mut().filter(|s| is_same(s))?.look(&ours);
+        Some(())
+    };
+    std::thread::sleep(INTERVAL);
+    while look().is_some() {
+        std::thread::sleep(INTERVAL);
     }
 }
 

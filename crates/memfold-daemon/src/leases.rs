@@ -106,35 +106,28 @@ pub struct Leases {
 
 impl Leases {
     pub(crate) fn open(options: &DaemonOptions) -> Result<Self, DaemonError> {
-        let host = if let Some(host) = &options.host {
-            check_host(host)?;
-            host.clone()
-        } else {
-            // The kernel may have a host name that memfold does not accept. The first request to
-            // lend or borrow reports that, and --host changes the name.
-            let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
-            name.unwrap_or_default().trim().to_owned()
-        };
-        let (registry, place): (Arc<dyn Registry>, String) = if let Some(at) = &options.registry {
-            (registry_at(at), at.to_string())
-        } else {
-            let path = options.state.join("registry.db");
-            let place = path.display().to_string();
-            // VMs must be served even if the registry's file cannot be used.
-            let registry: Arc<dyn Registry> = match SqliteRegistry::open(&path) {
+        let kernel = || std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let host = options.host.clone();
+        let path = options.state.join("registry.db");
+        let own = || path.display().to_string();
+        let place = options
+            .registry
+            .as_ref()
+            .map_or_else(own, ToString::to_string);
+        let registry: Arc<dyn Registry> = match &options.registry {
+            Some(at) => registry_at(at),
+            None => match SqliteRegistry::open(&path) {
                 Ok(registry) => Arc::new(registry),
+                // VMs must be served even if the registry's file cannot be used.
                 Err(error) => {
                     warn!(%error, "cannot open the lease registry, lending and borrowing are off; fix the cause and restart the daemon");
-                    let why = error.to_string();
-                    Arc::new(CallRegistry::new(place.clone(), move |_: &Call| {
-                        Err(why.clone())
-                    }))
+                    let refuse = move |_: &Call| Err(error.to_string());
+                    Arc::new(CallRegistry::new(place.clone(), refuse))
                 }
-            };
-            (registry, place)
+            },
         };
-        Ok(Self {
-            host,
+        let leases = Self {
+            host: host.unwrap_or_else(|| kernel().trim().to_owned()),
             registry,
             place,
             own: options.registry.is_none(),
@@ -146,7 +139,13 @@ impl Leases {
             ),
             heard: Mutex::default(),
             distrust: Mutex::new(Distrust::open(&options.state.join("distrusted.json"))),
-        })
+        };
+        // The kernel may have a host name that memfold does not accept. The first request to lend or
+        // borrow reports that, and --host changes the name.
+        if options.host.is_some() {
+            leases.check_host()?;
+        }
+        Ok(leases)
     }
 
     /// Checks this host's name.
@@ -155,7 +154,12 @@ impl Leases {
     ///
     /// [`DaemonError::BadRequest`] if the name cannot be used in the registry.
     pub(crate) fn check_host(&self) -> Result<(), DaemonError> {
-        check_host(&self.host)
+        let host = &self.host;
+        check_name("host", host).map_err(|error| {
+            DaemonError::BadRequest(format!(
+                "'{host}' cannot be this host's name among lenders and borrowers ({error}); pass another name with 'memfold serve --host'"
+            ))
+        })
     }
 
     /// Returns all lenders and leases, and for how long the registry has answered without
@@ -388,14 +392,6 @@ impl Leases {
         let (part, _) = reached.find(|(_, part)| part.stripes().any(is_silent))?;
         Some(part)
     }
-}
-
-fn check_host(host: &str) -> Result<(), DaemonError> {
-    check_name("host", host).map_err(|error| {
-        DaemonError::BadRequest(format!(
-            "'{host}' cannot be this host's name among lenders and borrowers ({error}); pass another name with 'memfold serve --host'"
-        ))
-    })
 }
 
 #[cfg(test)]

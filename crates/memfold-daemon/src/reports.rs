@@ -12,9 +12,8 @@ use memfold_store::StoreIdentity;
 use memfold_units::{ByteSize, PageCount};
 
 use crate::error::DaemonError;
-use crate::figures::{CachedFigures, Figures};
+use crate::figures::{CachedFigures, Figures, OnShelf};
 use crate::mechanisms::Mechanisms;
-use crate::on_shelf::OnShelf;
 use crate::single_flight::SingleFlight;
 use crate::threads::thread_cpu;
 use crate::vms::Vms;
@@ -58,12 +57,8 @@ impl Reports {
         let zero: u64 = fold.vms.iter().map(|vm| vm.zero_saved_pages).sum();
         let mut host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
         host.images_bytes = self.below.snapshots.laid_out_bytes();
-        host.lent_bytes = ByteSize(
-            self.below
-                .lending
-                .status()
-                .map_or(0, |status| status.lent_bytes),
-        );
+        let lending = self.below.lending.status();
+        host.lent_bytes = ByteSize(lending.map_or(0, |status| status.lent_bytes));
         let mut ledger = ledger::Report::new(host, vms);
         ledger.debt = Some(self.below.brake.debt_of(owed)?);
         Ok(FullReport { ledger, fold })

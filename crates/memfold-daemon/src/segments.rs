@@ -4,16 +4,20 @@
 //! Attaching a segment has three steps, each of which can be repeated: the daemon records the
 //! segment, QEMU maps the image as a device of the VM, and the guest's agent mounts the image over
 //! the guest's files. If the guest refuses to mount it, the device stays, and the next attempt uses
-//! the device.
+//! the device. A VM's segments are recorded in the order of their device slots in QEMU.
 
 use std::sync::Arc;
 
 use memfold_segment::Shelf;
 use memfold_snapshot::Shelf as SnapshotShelf;
+use memfold_vm::segments::unplug_backend;
+use memfold_vm::{SegmentSpec, VmDirectory};
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::error::{DaemonError, impossible, segment_files};
 use crate::folding::Folding;
 use crate::locks::SegmentsRight;
+use crate::machine::Machine;
 use crate::snapshot_locks::SnapshotLocks;
 use crate::vm_registry::VmRegistry;
 
@@ -22,7 +26,6 @@ mod build;
 mod copy_out;
 pub(crate) mod in_guest;
 mod list;
-mod slots;
 mod users;
 
 /// The segments of this host, and the operations on them.
@@ -61,4 +64,39 @@ impl Segments {
     pub fn progress(&self, name: &str) -> Option<memfold_host::progress::Step> {
         self.locks.now(&format!("segment {name}"))
     }
+}
+
+/// Returns the recorded segments that QEMU has as devices. A segment that an earlier daemon
+/// recorded and did not plug in is removed from the record.
+fn noted(machine: &Machine, directory: &VmDirectory) -> Result<Vec<SegmentSpec>, DaemonError> {
+    let mut now = machine.vm().segments();
+    let mut qmp = machine.monitor();
+    let before = now.len();
+    while let Some(slot) = now.len().checked_sub(1) {
+        if memfold_vm::segments::address(&mut qmp, slot)?.is_some() {
+            break;
+        }
+        unplug_backend(&mut qmp, slot);
+        now.pop();
+    }
+    drop(qmp);
+    if now.len() != before {
+        note(directory, &now)?;
+    }
+    Ok(now)
+}
+
+fn note(directory: &VmDirectory, now: &[SegmentSpec]) -> Result<(), DaemonError> {
+    let path = directory.segments();
+    let written = directory.write_json(&path, &now);
+    Ok(written.map_err(segment_files(&path))?)
+}
+
+fn directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
+    machine.vm().directory().ok_or_else(|| {
+        impossible(format!(
+            "VM '{}' was not started by memfold, so it has no slots for segments; start it with 'memfold vm run'",
+            machine.name()
+        ))
+    })
 }

@@ -16,13 +16,11 @@ use crate::vms::Vms;
 
 mod candidates;
 mod choose;
-mod guest_caches;
 mod hold;
 mod restore_vm;
 mod save_vm;
 mod transfer;
 mod verify;
-mod working_set;
 
 pub(crate) use self::verify::clear_trials;
 

@@ -28,7 +28,6 @@ mod heal;
 mod note;
 mod reconcile;
 mod relays;
-pub(crate) mod swap_on;
 mod watcher;
 
 /// The swap disks of this host's VMs that are on lent RAM.

@@ -59,14 +59,13 @@ impl Vms {
             Machine::take_on(vm, role, self.below.folding.commands(), self.agents.clone())?;
         self.below.registry.insert(machine.clone());
         let (watched, vms) = (machine.clone(), Arc::downgrade(self));
-        let watch = move || {
+        let begun = threads::begin("vm-watch", move || {
             watched.watch();
             if let Some(vms) = vms.upgrade() {
                 vms.forget(&watched);
             }
-        };
-        threads::begin("vm-watch", watch)
-            .map_err(|_| DaemonError::Internal("no thread to watch the VM"))?;
+        });
+        begun.map_err(|_| DaemonError::Internal("no thread to watch the VM"))?;
         Ok(machine)
     }
 

@@ -11,9 +11,8 @@ use tracing::{info, warn};
 
 use crate::error::{DaemonError, impossible, segment_files};
 use crate::machine::Machine;
-use crate::segments::Segments;
 use crate::segments::in_guest::{lay, take_off};
-use crate::segments::slots::{directory, note, noted};
+use crate::segments::{Segments, directory, note, noted};
 
 impl Segments {
     /// Attaches a segment to a running VM, and has the guest mount the segment over its files.

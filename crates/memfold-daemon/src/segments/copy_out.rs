@@ -21,8 +21,7 @@ use serde_json::{Value, json};
 
 use crate::error::{DaemonError, impossible, segment_files};
 use crate::machine::{Machine, text};
-use crate::segments::Segments;
-use crate::segments::slots::{directory, noted};
+use crate::segments::{Segments, directory, noted};
 
 /// Size of the disk image, in bytes. The image is sparse: only written parts take space.
 const ROOM: u64 = 16 << 30;

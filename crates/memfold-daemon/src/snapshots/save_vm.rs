@@ -1,26 +1,27 @@
-//! Saving of VMs as snapshots.
+//! Saving of VMs as snapshots. Before a save, the guest writes dirty pages back, and may drop caches that
+//! can be read again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{KeepChoice, SaveRequest};
+use memfold_snapshot::guest_extents::{END, with_paths};
 use memfold_snapshot::identity::HAS_GENERATION_ID;
 use memfold_snapshot::manifest::Steps;
 use memfold_snapshot::save::{self, Subject};
 use memfold_snapshot::{Candidate, Keep, Manifest, Progress, SnapshotError, cached_part, restore};
 use memfold_units::PAGE_SIZE;
-use memfold_vm::SegmentSpec;
+use memfold_vm::{AgentError, CommandResult, SegmentSpec};
 use tracing::info;
 
 use crate::error::{DaemonError, state_error};
 use crate::interrupted_save::{self, NotedSave};
 use crate::locks::SaveRight;
-use crate::machine::Machine;
 use crate::machine::pauses::LONG;
+use crate::machine::{Machine, text};
 use crate::snapshot_locks::being_saved;
 use crate::snapshots::candidates;
 use crate::snapshots::choose::{Facts, disk_speed, drop_limit};
-use crate::snapshots::guest_caches::{drop_caches, trace_again, write_back};
 use crate::snapshots::hold::HeldVm;
 use crate::snapshots::{Snapshots, subject};
 
@@ -219,13 +220,8 @@ impl Snapshots {
             .then(|| NotedSave::new(self.below.registry.state(), machine, right, subject.spec()))
             .transpose()
             .map_err(state_error(self.below.registry.state()))?;
-        let held = HeldVm::new(
-            &self.below.folding,
-            machine,
-            agent.as_deref(),
-            merging,
-            noted,
-        );
+        let folding = &self.below.folding;
+        let held = HeldVm::new(folding, machine, agent.as_deref(), merging, noted);
         held.ask_free_pages();
         // Devices that write past the page tables: such writes cannot be tracked.
         if let Some(problem) = machine.problem().filter(|_| request.live) {
@@ -291,4 +287,83 @@ fn has_generation_id(machine: &Machine) -> bool {
     let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
     let asked = ask().or_else(|_| ask());
     asked.is_ok_and(|answer| answer.code == 0)
+}
+
+/// Time limit for a guest to write back dirty pages.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Time for the agent's answer after that.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// Exit code of [`drop_script`], and of the agent's `--drop-caches`, if the time was too short.
+const LATE: i32 = 3;
+
+/// Begins a script that drops the guest's caches after dirty pages are written back. The agent's
+/// trace events are off meanwhile (`set_event`, `Documentation/trace/events.rst`), because
+/// reporting each dropped page would take about half of the time.
+const QUIETLY: &str = r"saved=/run/memfold-events
+on() { [ ! -s $saved ] || { cat $saved > set_event && rm $saved; }; }
+if cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
+    on
+    trap on EXIT
+    cat set_event > $saved && : > set_event
+fi
+";
+
+/// Script that drops the guest's caches: first files, in this order, for at most `limit`; if all
+/// were dropped, then the rest, which nothing ends. An older agent drops all as the rest.
+fn drop_script(files: &[Vec<u8>], limit: Duration) -> String {
+    let seconds = limit.as_secs_f64();
+    let begin =
+        format!("{QUIETLY}/proc/$PPID/exe --drop-caches {seconds:.1} 2> /dev/null <<'END'\n");
+    let end = format!("{END}[ $? != {LATE} ] || exit {LATE}\necho 3 > /proc/sys/vm/drop_caches");
+    with_paths(&begin, files.iter().map(Vec::as_slice), &end).0
+}
+
+/// Script that turns the agent's trace events on again after an interrupted drop.
+const TRACE: &str = "saved=/run/memfold-events
+    [ ! -s $saved ] || { cat $saved > /sys/kernel/tracing/instances/memfold/set_event && rm $saved; }";
+
+/// Time limit of [`TRACE`].
+const TRACE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Has the guest write dirty pages to its disks, so that the disks hold the content of its page
+/// cache.
+fn write_back(machine: &Machine) -> Result<(), DaemonError> {
+    let wrote = machine.run("sync", WRITE_TIMEOUT)?;
+    check_done(&wrote, "write back dirty pages")
+}
+
+/// Has the guest drop its caches, `files` first. Returns a reason if the guest takes longer than
+/// `limit`: it is then saved with the remaining caches.
+fn drop_caches(
+    machine: &Machine,
+    files: &[Vec<u8>],
+    limit: Duration,
+) -> Result<Option<String>, DaemonError> {
+    let dropped = match machine.run(&drop_script(files, limit), limit + ANSWER) {
+        Err(AgentError::Timeout { seconds }) => {
+            return Ok(Some(format!("the command took longer than {seconds} s")));
+        }
+        other => other?,
+    };
+    if dropped.code == LATE {
+        let seconds = limit.as_secs_f64();
+        return Ok(Some(format!(
+            "dropping them takes longer than {seconds:.0} s"
+        )));
+    }
+    check_done(&dropped, "drop its caches").map(|()| None)
+}
+
+fn check_done(done: &CommandResult, what: &str) -> Result<(), DaemonError> {
+    let words = text(&done.stderr);
+    let failed = format!("the guest did not {what} ({words}); use --keep all");
+    let is_done = (done.code == 0).then_some(());
+    is_done.ok_or(DaemonError::BadRequest(failed))
+}
+
+/// Turns the agent's trace events on again after an interrupted drop.
+fn trace_again(machine: &Machine) -> Result<(), AgentError> {
+    machine.run(TRACE, TRACE_TIMEOUT).map(drop)
 }

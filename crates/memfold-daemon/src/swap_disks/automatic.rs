@@ -41,10 +41,9 @@ const IDLE: u64 = 64 << 10;
 /// an operator or a lender has ended its loan.
 const REST: Duration = LONGEST_WAIT;
 
-/// Decision about one VM's loan after a measurement.
+/// A move of a VM's swap disk to or from lent RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum BorrowStep {
-    Nothing,
+enum SwapMove {
     Borrow,
     GiveBack,
 }
@@ -59,23 +58,14 @@ struct Habit {
     by_itself: bool,
     /// Moves of the swap disk to and from lent RAM. They run on a thread while other VMs are
     /// measured.
-    tries: Backoff<Done>,
-}
-
-/// Result of a move of the swap disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Done {
-    Borrowed,
-    GivenBack,
+    tries: Backoff<SwapMove>,
 }
 
 impl Habit {
     /// Decides whether to borrow or to return. `moved`: bytes that the swap device has transferred
     /// so far; `place`: where the swap disk is.
-    fn look(&mut self, moved: u64, place: SwapPlace, now: Instant) -> BorrowStep {
-        let Some((before, at)) = self.last.replace((moved, now)) else {
-            return BorrowStep::Nothing;
-        };
+    fn look(&mut self, moved: u64, place: SwapPlace, now: Instant) -> Option<SwapMove> {
+        let (before, at) = self.last.replace((moved, now))?;
         let ms = u64::try_from(now.duration_since(at).as_millis()).unwrap_or(u64::MAX);
         // A smaller total belongs to a new device after a reboot, and counts as no traffic.
         let rate = moved.saturating_sub(before).saturating_mul(1000) / ms.max(1);
@@ -92,10 +82,10 @@ impl Habit {
         }
         let is_over = self.by_itself && now.duration_since(idle_since) >= REST;
         match is_lent {
-            _ if self.tries.rests(now) => BorrowStep::Nothing,
-            true if is_over => BorrowStep::GiveBack,
-            false if self.busy_looks >= BUSY_LOOKS => BorrowStep::Borrow,
-            _ => BorrowStep::Nothing,
+            _ if self.tries.rests(now) => None,
+            true if is_over => Some(SwapMove::GiveBack),
+            false if self.busy_looks >= BUSY_LOOKS => Some(SwapMove::Borrow),
+            _ => None,
         }
     }
 
@@ -107,8 +97,8 @@ impl Habit {
         self.tries.is_under_way()
     }
 
-    fn moved(&mut self, done: Done) {
-        self.by_itself = done == Done::Borrowed;
+    fn moved(&mut self, done: SwapMove) {
+        self.by_itself = done == SwapMove::Borrow;
         if self.by_itself {
             self.idle_since = None;
         }
@@ -162,9 +152,9 @@ impl SwapDisks {
                 ..Habit::default()
             });
             let work = match habit.look(moved, place, Instant::now()) {
-                BorrowStep::Nothing => continue,
-                BorrowStep::Borrow => Self::borrow_by_itself,
-                BorrowStep::GiveBack => Self::give_back_by_itself,
+                None => continue,
+                Some(SwapMove::Borrow) => Self::borrow_by_itself,
+                Some(SwapMove::GiveBack) => Self::give_back_by_itself,
             };
             let (disks, name) = (self.clone(), vm.to_owned());
             habit
@@ -173,14 +163,14 @@ impl SwapDisks {
         }
     }
 
-    fn give_back_by_itself(self: &Arc<Self>, vm: &str) -> Option<Done> {
+    fn give_back_by_itself(self: &Arc<Self>, vm: &str) -> Option<SwapMove> {
         match self.return_as(vm, false) {
             Ok(_) => {
                 info!(
                     vm,
                     "VM no longer swaps; automatically borrowed memory returned"
                 );
-                Some(Done::GivenBack)
+                Some(SwapMove::GiveBack)
             }
             Err(error) => {
                 warn!(
@@ -193,7 +183,7 @@ impl SwapDisks {
         }
     }
 
-    fn borrow_by_itself(self: &Arc<Self>, vm: &str) -> Option<Done> {
+    fn borrow_by_itself(self: &Arc<Self>, vm: &str) -> Option<SwapMove> {
         let request = BorrowRequest {
             durability: Durability::Disk,
             ..BorrowRequest::default()
@@ -201,7 +191,7 @@ impl SwapDisks {
         match self.borrow_as(vm, &request, Asker::Itself) {
             Ok(done) => {
                 info!(vm, lenders = ?done.lenders, "VM keeps swapping; memory borrowed automatically");
-                Some(Done::Borrowed)
+                Some(SwapMove::Borrow)
             }
             Err(error) => {
                 info!(
@@ -237,17 +227,17 @@ mod tests {
             }
         }
 
-        fn look(&mut self, bytes: u64, place: SwapPlace) -> BorrowStep {
+        fn look(&mut self, bytes: u64, place: SwapPlace) -> Option<SwapMove> {
             self.now += LOOK;
             self.moved += bytes;
             self.habit.look(self.moved, place, self.now)
         }
 
         /// Measures until the decision is `wish`. Returns the number of measurements.
-        fn until(&mut self, wish: BorrowStep, bytes: u64, place: SwapPlace) -> u32 {
+        fn until(&mut self, wish: Option<SwapMove>, bytes: u64, place: SwapPlace) -> u32 {
             for look in 1..2000 {
                 match self.look(bytes, place) {
-                    BorrowStep::Nothing => {}
+                    None => {}
                     other => {
                         assert_eq!(other, wish);
                         return look;
@@ -264,21 +254,27 @@ mod tests {
         for look in 0..300 {
             // The device is busy for eight of the ten seconds that a loan needs.
             let bytes = if look % 5 == 0 { 0 } else { 100 * MIB };
-            assert_eq!(vm.look(bytes, SwapPlace::OnDisk), BorrowStep::Nothing);
+            assert_eq!(vm.look(bytes, SwapPlace::OnDisk), None);
         }
         vm.look(0, SwapPlace::OnDisk);
-        assert_eq!(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk), 5);
+        assert_eq!(
+            vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnDisk),
+            5
+        );
         // After the loss of a lender, the VM borrows from another one.
-        vm.habit.moved(Done::Borrowed);
-        assert_eq!(vm.look(2 * MIB, SwapPlace::Lent), BorrowStep::Nothing);
-        assert_eq!(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnCopy), 1);
+        vm.habit.moved(SwapMove::Borrow);
+        assert_eq!(vm.look(2 * MIB, SwapPlace::Lent), None);
+        assert_eq!(
+            vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnCopy),
+            1
+        );
     }
 
     #[test]
     fn the_outcome_of_an_automatic_loan_or_return_is_recorded() {
         for (done, before, by_itself) in [
-            (Some(Done::Borrowed), false, true),
-            (Some(Done::GivenBack), true, false),
+            (Some(SwapMove::Borrow), false, true),
+            (Some(SwapMove::GiveBack), true, false),
             (None, true, true),
         ] {
             let mut habit = Habit {
@@ -299,21 +295,21 @@ mod tests {
     fn an_automatic_loan_is_returned_after_ten_idle_minutes_and_a_manual_loan_is_not() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
-        vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
-        vm.habit.moved(Done::Borrowed);
+        vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnDisk);
+        vm.habit.moved(SwapMove::Borrow);
         for _ in 0..600 {
             // The traffic is neither busy nor idle.
-            assert_eq!(vm.look(MIB, SwapPlace::Lent), BorrowStep::Nothing);
+            assert_eq!(vm.look(MIB, SwapPlace::Lent), None);
         }
-        let looks = vm.until(BorrowStep::GiveBack, 0, SwapPlace::Lent);
+        let looks = vm.until(Some(SwapMove::GiveBack), 0, SwapPlace::Lent);
         assert!((300..=302).contains(&looks), "{looks}");
-        vm.habit.moved(Done::GivenBack);
+        vm.habit.moved(SwapMove::GiveBack);
         for _ in 0..1000 {
-            assert_eq!(vm.look(0, SwapPlace::OnDisk), BorrowStep::Nothing);
+            assert_eq!(vm.look(0, SwapPlace::OnDisk), None);
         }
         let mut operators = Vm::new();
         for _ in 0..1000 {
-            assert_eq!(operators.look(0, SwapPlace::Lent), BorrowStep::Nothing);
+            assert_eq!(operators.look(0, SwapPlace::Lent), None);
         }
     }
 
@@ -321,15 +317,15 @@ mod tests {
     fn automatic_borrowing_waits_after_a_recall_and_longer_after_each_failure() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
-        vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
-        vm.habit.moved(Done::Borrowed);
+        vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnDisk);
+        vm.habit.moved(SwapMove::Borrow);
         vm.look(2 * MIB, SwapPlace::Lent);
-        let looks = vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk);
+        let looks = vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnDisk);
         assert!((300..=302).contains(&looks), "{looks}");
         let mut waits = Vec::new();
         for _ in 0..7 {
             vm.habit.tries.failed(vm.now);
-            waits.push(vm.until(BorrowStep::Borrow, 2 * MIB, SwapPlace::OnDisk));
+            waits.push(vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnDisk));
         }
         assert_eq!(waits, [15, 30, 60, 120, 240, 300, 300]);
     }

@@ -7,7 +7,7 @@
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
-use memfold_lend::graph::{self, Failed};
+use memfold_lend::graph::{self, Borrowing, Failed};
 use memfold_lend::relay::asks::{Answer, Ask};
 use memfold_lend::relay::start::Asked;
 use tracing::{error, info, warn};
@@ -93,19 +93,14 @@ impl Comparison {
             }
         };
         self.tried = None;
-        let now = {
-            let mut state = guard.state.lock();
-            if failed {
-                state.borrowing.copy_failed = true;
-            } else {
-                state.borrowing.copy_unwatched = false;
-            }
-            state.borrowing.clone()
-        };
+        let mut state = guard.state.lock();
         if failed {
-            copy_has_failed(guard);
+            state.borrowing.copy_failed = true;
+        } else {
+            state.borrowing.copy_unwatched = false;
         }
-        note(machine, &now);
+        drop(state);
+        changed(machine, guard, &borrowing);
     }
 }
 
@@ -135,22 +130,22 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
             Some(Failed::Copy) | None => {}
         }
     }
+    changed(machine, guard, &before);
+}
+
+/// Records a loan that differs from `before`. If the copy on this host has failed, so that lent RAM
+/// has the only copy, logs that, and extends the relays' timeout.
+fn changed(machine: &Machine, guard: &Guard, before: &Borrowing) {
     let now = guard.borrowing();
-    if now == before {
+    if now == *before {
         return;
     }
     if now.copy_failed && !before.copy_failed {
-        copy_has_failed(guard);
+        error!(
+            vm = guard.vm,
+            "swap disk's copy on this host failed; free space for a new copy, and keep the lender running meanwhile"
+        );
+        wait_longer(guard);
     }
     note(machine, &now);
-}
-
-/// Logs that the copy on this host has failed, so that lent RAM has the only copy, and extends the
-/// relays' timeout.
-pub(crate) fn copy_has_failed(guard: &Guard) {
-    error!(
-        vm = guard.vm,
-        "swap disk's copy on this host failed; free space for a new copy, and keep the lender running meanwhile"
-    );
-    wait_longer(guard);
 }

@@ -52,12 +52,11 @@ impl SwapDisks {
         } else {
             graph::take_out(&mut machine.monitor(), &borrowing, part)?;
         }
-        let now = {
-            let mut state = guard.state.lock();
-            state.borrowing.parts[part].lost = true;
-            state.wires[part] = None;
-            state.borrowing.clone()
-        };
+        let mut state = guard.state.lock();
+        state.borrowing.parts[part].lost = true;
+        state.wires[part] = None;
+        let now = state.borrowing.clone();
+        drop(state);
         note(machine, &now);
         if now.hangs_on_one() {
             wait_longer(guard);
@@ -92,10 +91,8 @@ impl SwapDisks {
         let mut heard_all = true;
         for (number, part) in borrowing.reached() {
             for stripe in part.stripes() {
-                match self
-                    .leases
-                    .renew_lease(stripe.lease, ttl, borrowing.copy_failed)
-                {
+                let alone = borrowing.copy_failed;
+                match self.leases.renew_lease(stripe.lease, ttl, alone) {
                     Ok(lease) => {
                         wanted |= lease.recall_ms.is_some();
                         let until = Instant::now() + Duration::from_millis(lease.left_ms);

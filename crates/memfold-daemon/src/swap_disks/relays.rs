@@ -78,11 +78,6 @@ fn relay_failed(error: &RelayError, part: &Part) -> DaemonError {
     }
 }
 
-/// Returns whether a relay process that QEMU may wait for is stopped, for example by SIGSTOP.
-pub(crate) fn is_relay_stopped(guard: &Guard) -> bool {
-    guard.relays().iter().any(Running::is_stopped)
-}
-
 /// Extends the relays' timeout because lent RAM has the only copy: a guest that waits for a minute
 /// loses less than a guest whose swap disk is lost.
 pub(crate) fn wait_longer(guard: &Guard) {

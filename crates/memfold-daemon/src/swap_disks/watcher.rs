@@ -4,6 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use memfold_host::chain;
+use memfold_lend::relay::start::Running;
 use memfold_lend::waits;
 use tracing::warn;
 
@@ -12,7 +13,6 @@ use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::{Comparison, hear};
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::relays::is_relay_stopped;
 use crate::threads;
 
 /// Time between two checks of the connections to relays.
@@ -112,13 +112,14 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     }
 }
 
-/// Returns whether a relay is stopped for longer than a moment. QEMU is not asked meanwhile,
+/// Returns whether a relay that QEMU may wait for is stopped, for example by SIGSTOP, for longer than
+/// a moment. QEMU is not asked meanwhile,
 /// because its monitor may wait for that relay.
 fn stands_still(guard: &Guard) -> bool {
     (0..STOPPED_LOOKS).all(|look| {
         if look > 0 {
             std::thread::sleep(WATCH);
         }
-        is_relay_stopped(guard)
+        guard.relays().iter().any(Running::is_stopped)
     })
 }
