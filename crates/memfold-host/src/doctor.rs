@@ -201,10 +201,9 @@ fn memory(host: &HostFacts, checks: &mut Vec<Check>) {
             "sysctl -w vm.max_map_count=262144",
         )
     });
-    let thp = host.transparent_hugepage.as_deref();
     checks.push(ok(
         "huge pages",
-        match thp {
+        match host.transparent_hugepage.as_deref() {
             Some("always") => {
                 "transparent huge pages are always used; folding splits them where it saves memory"
                     .to_owned()

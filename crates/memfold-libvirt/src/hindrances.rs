@@ -27,11 +27,9 @@ pub struct Foretold {
 pub fn read(xml: &str) -> Result<Foretold, XmlError> {
     let document = Document::parse(xml)?;
     let mut not_folded: Vec<String> = document.descendants().filter_map(hindrance).collect();
-    let arguments: Vec<&str> = document
-        .descendants()
-        .filter(|node| node.has_tag_name((QEMU, "arg")))
-        .filter_map(|node| node.attribute("value"))
-        .collect();
+    let nodes = document.descendants();
+    let nodes = nodes.filter(|node| node.has_tag_name((QEMU, "arg")));
+    let arguments: Vec<&str> = nodes.filter_map(|node| node.attribute("value")).collect();
     if arguments.contains(&"-overcommit")
         && arguments.iter().any(|word| word.contains("mem-lock=on"))
     {
@@ -54,10 +52,8 @@ fn hindrance(node: Node<'_, '_>) -> Option<String> {
     let parent = parent.map_or("", |parent| parent.tag_name().name());
     let name = node.tag_name().name();
     let with = |what: &str, key: &str| format!("{what} (<{name} {key}='{}'>)", kind(key));
-    let (shared, pinned) = (
-        "the VM's RAM is shared memory",
-        "a device of the host pins the VM's RAM",
-    );
+    let shared = "the VM's RAM is shared memory";
+    let pinned = "a device of the host pins the VM's RAM";
     let accessed = "another process accesses the VM's RAM";
     Some(match (parent, name, kind("type")) {
         ("memoryBacking", "hugepages", _) => "the VM's RAM is in huge pages (<hugepages>)".into(),

@@ -150,9 +150,9 @@ pub fn vm_name(domain: &str) -> String {
         c if c.is_ascii_lowercase() || c.is_ascii_digit() || "._-".contains(c) => c,
         _ => '-',
     };
-    let name: String = domain.chars().map(letter).collect();
-    let name = name.trim_start_matches(['.', '_', '-']);
-    let name: String = name.chars().take(memfold_vm::MAX_NAME).collect();
+    let letters = domain.chars().map(letter);
+    let letters = letters.skip_while(|c| "._-".contains(*c));
+    let name: String = letters.take(memfold_vm::MAX_NAME).collect();
     if name.is_empty() {
         "domain".into()
     } else {

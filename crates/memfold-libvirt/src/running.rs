@@ -1,6 +1,5 @@
 //! Finds the QEMU processes that libvirt runs, and memfold's sockets in these processes.
 
-use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -40,9 +39,7 @@ impl Running {
     }
 
     fn of(file: &Path) -> Option<Self> {
-        if file.extension() != Some(OsStr::new("pid")) {
-            return None;
-        }
+        file.extension().filter(|kind| *kind == "pid")?;
         let pid = std::fs::read_to_string(file).ok()?.trim().parse().ok()?;
         Some(Self {
             domain: file.file_stem()?.to_str()?.to_owned(),

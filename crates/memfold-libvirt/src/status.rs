@@ -47,10 +47,13 @@ pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError
         let xml = virsh::inactive_xml(&domain)?;
         let mark = Mark::read(&xml).map_err(LibvirtError::of_xml(&domain))?;
         let with = now.map(|running| running.qmp().is_some());
-        let vm = vms.and_then(|vms| vm_of(&domain, vms));
+        let vm = vms
+            .unwrap_or_default()
+            .iter()
+            .find(|vm| vm.domain == domain);
         Ok(DomainStatus {
             running: now.is_some(),
-            folding: folding(&domain, mark.as_ref(), with, vms),
+            folding: folding(&domain, (with, mark.is_some(), vm), vms.is_some()),
             started_with_memfold: with,
             vm: vm.map(|vm| vm.name.clone()),
             mark,
@@ -60,35 +63,25 @@ pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError
     virsh::domains()?.into_iter().map(one).collect()
 }
 
-/// Describes the folding of a domain's memory, and what the operator can do. `vms`: the daemon's
-/// VMs, if a daemon answers.
-fn folding(
-    domain: &str,
-    mark: Option<&Mark>,
-    started_with: Option<bool>,
-    vms: Option<&[KnownVm]>,
-) -> String {
-    let Some(vms) = vms.filter(|_| started_with == Some(true)) else {
-        return match (mark, started_with) {
-            (None, None | Some(false)) => "no: not enabled",
-            (Some(_), None) => "when it is started",
-            (Some(_), Some(false)) => {
-                "no: enabled after the domain's start; shut the domain down and start it again"
-            }
-            (_, Some(true)) => "no: the daemon does not answer; start it with 'memfold serve'",
+/// Describes the folding of a domain's memory, and what the operator can do. `found`: whether the
+/// domain was started with memfold, whether it is enabled, and its VM. `answers`: whether a daemon
+/// answers.
+fn folding(domain: &str, found: (Option<bool>, bool, Option<&KnownVm>), answers: bool) -> String {
+    match found {
+        (None | Some(false), false, _) => "no: not enabled",
+        (None, true, _) => "when it is started",
+        (Some(false), true, _) => {
+            "no: enabled after the domain's start; shut the domain down and start it again"
         }
-        .into();
-    };
-    let Some(vm) = vm_of(domain, vms) else {
-        return format!("no: not adopted; 'memfold libvirt attach {domain}' says why");
-    };
-    match &vm.fold_problem {
-        Some(problem) => format!("no: {problem}"),
-        None if vm.folds_again => "yes".into(),
-        None => "yes, but not again pages that the guest has rewritten (direct I/O)".into(),
+        _ if !answers => "no: the daemon does not answer; start it with 'memfold serve'",
+        (_, _, None) => {
+            return format!("no: not adopted; 'memfold libvirt attach {domain}' says why");
+        }
+        (_, _, Some(vm)) => match &vm.fold_problem {
+            Some(problem) => return format!("no: {problem}"),
+            None if vm.folds_again => "yes",
+            None => "yes, but not again pages that the guest has rewritten (direct I/O)",
+        },
     }
-}
-
-fn vm_of<'a>(domain: &str, vms: &'a [KnownVm]) -> Option<&'a KnownVm> {
-    vms.iter().find(|vm| vm.domain == domain)
+    .into()
 }

@@ -33,16 +33,11 @@ pub enum VirshError {
     /// libvirt reported that the domain does not run.
     #[error("libvirt domain '{0}' no longer runs")]
     NotRunning(String),
-    /// virsh took the name for the number or UUID of another domain.
+    /// virsh took the first name for the number or UUID of the second domain.
     #[error(
-        "virsh answered for domain '{got}' instead of '{asked}'; rename '{asked}', which virsh takes for a domain's number or UUID"
+        "virsh answered for domain '{1}' instead of '{0}'; rename '{0}', which virsh takes for a domain's number or UUID"
     )]
-    Another {
-        /// The requested name.
-        asked: String,
-        /// Name of the domain whose XML virsh returned.
-        got: String,
-    },
+    Another(String, String),
     /// The answer of `virsh` with these arguments lacks this field.
     #[error("the output of 'virsh {0}' lacks the field '{1}'")]
     Unknown(String, &'static str),
@@ -64,8 +59,8 @@ pub struct DomainFacts {
 /// Returns the names of all libvirt domains.
 pub fn domains() -> Result<Vec<String>, VirshError> {
     let list = run(&["list", "--all", "--name"])?;
-    let mut names: Vec<String> = list.lines().map(str::to_owned).collect();
-    names.retain(|name| !name.is_empty());
+    let names = list.lines().filter(|name| !name.is_empty());
+    let mut names: Vec<String> = names.map(str::to_owned).collect();
     names.sort_unstable();
     Ok(names)
 }
@@ -117,10 +112,8 @@ fn of_name(domain: &str, xml: String) -> Result<String, VirshError> {
     if name.as_deref() == Some(domain) {
         return Ok(xml);
     }
-    Err(VirshError::Another {
-        asked: domain.to_owned(),
-        got: name.unwrap_or_default(),
-    })
+    let got = name.unwrap_or_default();
+    Err(VirshError::Another(domain.to_owned(), got))
 }
 
 /// Stores a domain's XML in libvirt (`virsh define`).

@@ -63,21 +63,21 @@ pub fn ensure(emulator: &Path) -> Result<PathBuf, WrapperError> {
         path: path.clone(),
         source,
     };
+    // A package that was removed leaves a link to QEMU in the wrapper's place.
+    let is_link = path.canonicalize().ok() == emulator.canonicalize().ok();
     match std::fs::read(&path) {
-        Ok(there) => {
+        Ok(there) if !is_link => {
             let there = String::from_utf8_lossy(&there);
-            // A package that was removed leaves a link to QEMU in the wrapper's place.
-            let link = path.canonicalize().ok() == emulator.canonicalize().ok();
-            if !link && !there.contains(SIGN) {
+            if !there.contains(SIGN) {
                 return Err(WrapperError::Taken(path));
             }
             // The wrapper exists: it came with a package, or was written here before.
-            if !link && library_of(&there).is_some_and(Path::is_file) {
+            if library_of(&there).is_some_and(Path::is_file) {
                 return Ok(path);
             }
         }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(write(error)),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(write(error)),
+        _ => {}
     }
     let script = script(&library()?);
     let directory = path.parent().unwrap_or(Path::new("/"));
@@ -120,12 +120,9 @@ fn library() -> Result<PathBuf, WrapperError> {
 }
 
 fn script(library: &Path) -> String {
-    let line = |line: &str| {
-        if line.starts_with(LIBRARY_LINE) {
-            format!("{LIBRARY_LINE}{}\n", library.display())
-        } else {
-            format!("{line}\n")
-        }
+    let line = |line: &str| match line.strip_prefix(LIBRARY_LINE) {
+        Some(_) => format!("{LIBRARY_LINE}{}\n", library.display()),
+        None => format!("{line}\n"),
     };
     SCRIPT.lines().map(line).collect()
 }

@@ -97,12 +97,10 @@ impl Mark {
             list.join(" ")
         };
         let controllers = Some(joined(&self.controllers));
+        let emulator = self.emulator.to_string_lossy().into_owned();
         let attributes = [
             ("domain", self.domain.clone()),
-            (
-                "emulator",
-                Some(self.emulator.to_string_lossy().into_owned()),
-            ),
+            ("emulator", Some(emulator)),
             ("channel", self.channel.then(|| "added".to_owned())),
             ("controllers", controllers.filter(|list| !list.is_empty())),
             ("before", self.before.as_ref().map(joined)),
@@ -166,11 +164,10 @@ pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<S
 /// Records in the mark which controllers libvirt added for the agent's channel.
 pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
-    let Some(mark) = Mark::of(&document) else {
-        return Ok(xml.to_owned());
-    };
     let mut changes = Changes::default();
-    put_mark(xml, &document, &mark.noted(&document), &mut changes);
+    if let Some(mark) = Mark::of(&document) {
+        put_mark(xml, &document, &mark.noted(&document), &mut changes);
+    }
     Ok(changes.apply(xml))
 }
 

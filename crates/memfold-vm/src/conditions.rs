@@ -72,12 +72,12 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
     migration(qmp, &mut found)?;
     plugged(qmp, &mut found)?;
     process(pid, library, &mut found);
+    let words = command_line(pid).unwrap_or_default();
     // Under TCG, this option has no effect.
-    if qmp.query("query-kvm")?["enabled"] == true {
+    let is_kvm = qmp.query("query-kvm")?["enabled"] == true;
+    if is_kvm && says_cpu_pm(words.iter().map(String::as_str)) {
         let remedy = "start the VM without cpu-pm=on to run more VMs than the host has cores";
-        found
-            .costs
-            .extend(keeps_cpus(pid).then(|| reason(KEEPS_CPUS, remedy)));
+        found.costs.push(reason(KEEPS_CPUS, remedy));
     }
     Ok(found)
 }
@@ -85,11 +85,6 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
 /// Text for `-overcommit cpu-pm=on`: HLT, PAUSE and MWAIT do not exit to the host (QEMU's
 /// `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
 pub const KEEPS_CPUS: &str = "the guest never yields a CPU, not even when idle (-overcommit cpu-pm=on): each vCPU takes a whole core of this host";
-
-fn keeps_cpus(pid: Pid) -> bool {
-    let words = command_line(pid).unwrap_or_default();
-    says_cpu_pm(words.iter().map(String::as_str))
-}
 
 /// Returns whether a command line contains `-overcommit cpu-pm=on`.
 pub fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {

@@ -12,7 +12,7 @@ use memfold_wire::agent::PORT_NAME;
 use memfold_wire::library::{Advice, SOCKET_VARIABLE};
 use rustix::process::Pid;
 
-use super::foreign::root_of;
+use super::foreign::View;
 use super::layout::RamBlock;
 use super::qmp::{Qmp, QmpError};
 
@@ -28,11 +28,12 @@ pub struct LibraryPlace {
 /// Looks for memfold's library in process `pid`.
 pub fn library(pid: Pid) -> io::Result<LibraryPlace> {
     let root = format!("/proc/{}", pid.as_raw_nonzero());
+    let view = View::of(pid).unwrap_or_default();
     let maps = fs::read_to_string(format!("{root}/maps"))?;
     let environment = fs::read(format!("{root}/environ"))?;
     Ok(LibraryPlace {
         loaded: maps.lines().any(|l| l.contains(LIBRARY)),
-        socket: variable(&environment, SOCKET_VARIABLE).map(|path| seen_from_here(pid, path)),
+        socket: variable(&environment, SOCKET_VARIABLE).map(|path| view.on_host(&path)),
     })
 }
 
@@ -73,22 +74,9 @@ pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError
     let chardevs = qmp.query("query-chardev")?;
     let mut chardevs = chardevs.as_array().into_iter().flatten();
     let found = chardevs.find(|c| c["label"] == chardev);
-    Ok(found
-        .and_then(|c| socket_path(c["filename"].as_str()?))
-        // A QEMU that a user started by hand may have a path relative to its working directory.
-        .and_then(|path| Some(seen_from_here(pid, working_directory(pid)?.join(path)))))
-}
-
-/// Translates a path of a process, which may be in a container, to a path of the host.
-fn seen_from_here(pid: Pid, path: PathBuf) -> PathBuf {
-    match (root_of(pid), path.strip_prefix("/")) {
-        (Ok(root), Ok(rest)) => root.join(rest),
-        _ => path,
-    }
-}
-
-fn working_directory(pid: Pid) -> Option<PathBuf> {
-    fs::read_link(format!("/proc/{}/cwd", pid.as_raw_nonzero())).ok()
+    let path = found.and_then(|c| socket_path(c["filename"].as_str()?));
+    // A QEMU that a user started by hand may have a path relative to its working directory.
+    Ok(path.and_then(|path| Some(View::of(pid).ok()?.on_host(&path))))
 }
 
 /// Returns the character device of the agent's port, from the output of `info qtree`. In it, a

@@ -6,7 +6,7 @@
 //!   block ram0: 0 .. 2G ........................... 2G .. 4G      (hva = block.hva + offset)
 //! ```
 
-use memfold_units::{Gpa, Hva, PAGE_SIZE, Pfn};
+use memfold_units::{Hva, PAGE_SIZE, Pfn};
 
 /// One of QEMU's migratable RAM blocks (`info ramblock`).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,11 +52,8 @@ impl RamLayout {
     /// there (`pfn` included); `None` if `pfn` is not RAM.
     #[must_use]
     pub fn hva_of(&self, pfn: Pfn) -> Option<(Hva, u64)> {
-        let at = self
-            .slots
-            .partition_point(|s| s.pfn <= pfn)
-            .checked_sub(1)?;
-        let slot = &self.slots[at];
+        let after = self.slots.partition_point(|s| s.pfn <= pfn);
+        let slot = &self.slots[after.checked_sub(1)?];
         let inside = pfn.pages_since(slot.pfn);
         (inside < slot.pages).then(|| (slot.hva.add_pages(inside), slot.pages - inside))
     }
@@ -64,19 +61,9 @@ impl RamLayout {
     /// Returns the page frame at address `hva` of QEMU; `None` if the address is not guest RAM.
     #[must_use]
     pub fn pfn_of(&self, hva: Hva) -> Option<Pfn> {
-        let slot = self
-            .slots
-            .iter()
-            .find(|s| hva >= s.hva && hva.0 - s.hva.0 < s.pages * PAGE_SIZE)?;
+        let is_in = |s: &&RamSlot| hva >= s.hva && hva.0 - s.hva.0 < s.pages * PAGE_SIZE;
+        let slot = self.slots.iter().find(is_in)?;
         Some(slot.pfn.add_pages(hva.pages_since(slot.hva)))
-    }
-
-    /// Returns the address of guest-physical `gpa` in QEMU, exact to the byte; `None` if `gpa` is
-    /// not RAM.
-    #[must_use]
-    pub fn hva_of_gpa(&self, gpa: Gpa) -> Option<Hva> {
-        let (hva, _) = self.hva_of(gpa.pfn())?;
-        Some(Hva(hva.0 + gpa.0 % PAGE_SIZE))
     }
 }
 

@@ -30,6 +30,19 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 const NAME: &str = "try";
 
+/// A started QEMU, which is killed when this value is dropped.
+struct Started(Option<Child>);
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.0.take() {
+            // This fails only if QEMU has ended.
+            let _ = child.kill();
+            reap(child);
+        }
+    }
+}
+
 /// Parts of a QEMU that a second QEMU must have, too: devices, RAM blocks, media.
 #[derive(Debug)]
 pub struct MachineParts {
@@ -89,7 +102,7 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
         .map_err(|error| failed("cannot create the disks for a trial start", &error))?;
     let qemu = QemuFacts::probe().map_err(|error| failed("cannot use QEMU", &error))?;
     let log = File::create(directory.qemu_log());
-    let mut child = log
+    let child = log
         .and_then(|log| qemu_command(&qemu.program, log))
         .map_err(|error| error.to_string())?
         .arg("-S")
@@ -97,28 +110,16 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
         .current_dir(directory.path())
         .spawn()
         .map_err(|error| failed("cannot use QEMU", &error))?;
-    let tried = compare_started(&mut child, &directory, &spec, wanted);
-    // This fails only if QEMU has ended.
-    let _ = child.kill();
-    reap(child);
-    tried
-}
-
-fn compare_started(
-    child: &mut Child,
-    directory: &VmDirectory,
-    spec: &VmSpec,
-    wanted: &MachineParts,
-) -> Result<(), String> {
-    let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
-    let started = wait_for_monitor(child, directory, ANSWER_TIMEOUT, &Cancel::default());
-    let mut tried = started.map_err(|error| match error {
+    let mut started = Started(Some(child));
+    let child = started.0.as_mut().ok_or("QEMU was not started")?;
+    let monitor = wait_for_monitor(child, &directory, ANSWER_TIMEOUT, &Cancel::default());
+    let mut tried = monitor.map_err(|error| match error {
         LaunchError::Start { what, output } if output.is_empty() => what,
         LaunchError::Start { what, output } => format!("{} ({what})", output.replace('\n', "; ")),
         error => error.to_string(),
     })?;
     let parts = MachineParts::of(&mut tried).map_err(|error| failed("QEMU's monitor", &error))?;
-    let differences = wanted.differences(&parts, spec);
+    let differences = wanted.differences(&parts, &spec);
     if !differences.is_empty() {
         return Err(format!(
             "the machine would differ: {}",

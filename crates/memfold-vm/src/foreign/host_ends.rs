@@ -21,25 +21,15 @@ const CHARACTER: [&str; 6] = [
     "serial",
 ];
 
-/// Kinds of character devices that lead to other processes or files (`KIND:...`).
-const KINDS: [&str; 8] = [
-    "tcp",
-    "udp",
-    "telnet",
-    "tn3270",
-    "websocket",
-    "unix",
-    "pipe",
-    "file",
-];
-
 /// Returns the host resources that an option claims, as text.
 pub(super) fn told(name: &str, text: &str) -> Result<Vec<String>, String> {
     let first = |text: &str| text.split(',').next().unwrap_or_default().to_owned();
     let leads_out = |text: &str| {
         let text = text.strip_prefix("mon:").unwrap_or(text);
-        let kind = text.split_once(':').map_or("", |(kind, _)| kind);
-        ["/dev/", "pty"].iter().any(|start| text.starts_with(start)) || KINDS.contains(&kind)
+        match text.split_once(':').map_or("", |(kind, _)| kind) {
+            "tcp" | "udp" | "telnet" | "tn3270" | "websocket" | "unix" | "pipe" | "file" => true,
+            _ => text.starts_with("/dev/") || text.starts_with("pty"),
+        }
     };
     let found = match name {
         "vnc" | "gdb" => (!text.starts_with("none")).then(|| format!("-{name} {}", first(text))),

@@ -58,6 +58,12 @@ impl View {
         place.join(path.strip_prefix(".").unwrap_or(path))
     }
 
+    /// Returns the path at which the host has the process's `path`.
+    pub(crate) fn on_host(&self, path: &Path) -> PathBuf {
+        let whole = self.whole(path);
+        self.root.join(whole.strip_prefix("/").unwrap_or(&whole))
+    }
+
     pub(super) fn is_file(&self, path: &Path) -> bool {
         self.metadata(path).is_ok_and(|facts| facts.is_file())
     }

@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_testkit::{patience, wait_for, wait_until};
-use memfold_units::{ByteSize, Gpa, PAGE_BYTES};
+use memfold_units::{ByteSize, Gpa, Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_vm::{
     AccelChoice, Aio, CacheMode, DiskSpec, MachineError, Qmp, RamLayout, StopKind, Vm, VmDirectory,
     VmSpec,
@@ -99,9 +99,10 @@ impl Drop for Foreign {
 /// Writes a pattern to the address that the layout gives for `gpa`, and reads it back from QEMU by
 /// its guest-physical address.
 fn prove(vm: &Vm, qmp: &mut Qmp, layout: &RamLayout, gpa: u64) {
-    let hva = layout
-        .hva_of_gpa(Gpa(gpa))
+    let (page, _) = layout
+        .hva_of(Gpa(gpa).pfn())
         .unwrap_or_else(|| panic!("{gpa:#x} is no RAM"));
+    let hva = Hva(page.0 + gpa % PAGE_SIZE);
     let pid = vm.pid().as_raw_nonzero();
     let memory = File::options()
         .write(true)
@@ -138,7 +139,7 @@ fn the_memory_layout_of_a_small_vm_equals_the_layout_in_qemu() {
     for gpa in [0x1000, 0x9_f000, MIB, 300 * MIB, 512 * MIB - 4096] {
         prove(&vm.0, &mut qmp, &layout, gpa);
     }
-    assert_eq!(layout.hva_of_gpa(Gpa(512 * MIB)), None);
+    assert_eq!(layout.hva_of(Gpa(512 * MIB).pfn()), None);
     let advice = vm.0.advice(&layout.blocks[0]).unwrap();
     assert!(advice.mergeable, "mem-merge=on is not seen: {advice:?}");
 }
@@ -152,7 +153,7 @@ fn the_memory_layout_of_5_gib_and_a_plugged_dimm_equals_the_layout_in_qemu() {
     let mut qmp = vm.0.qmp().unwrap();
     let before = vm.0.layout(&mut qmp).unwrap();
     // q35 puts 2 GiB below the hole.
-    assert_eq!(before.hva_of_gpa(Gpa(2 * GIB)), None);
+    assert_eq!(before.hva_of(Gpa(2 * GIB).pfn()), None);
     for gpa in [MIB, 2 * GIB - 4096, 4 * GIB, 6 * GIB, 7 * GIB - 4096] {
         prove(&vm.0, &mut qmp, &before, gpa);
     }
