@@ -10,13 +10,15 @@ use rustix::fs::{FlockOperation, flock};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::error::{SnapshotError, failed};
-use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex, read_manifest};
+use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex};
 
 /// A snapshot that is being saved. Dropping a draft that was not committed removes it.
 #[derive(Debug)]
 pub struct Draft {
-    path: PathBuf,
-    place: PathBuf,
+    /// Present path of the draft.
+    pub(super) path: PathBuf,
+    /// Path of the finished snapshot.
+    pub(super) place: PathBuf,
     done: bool,
     _lock: File,
 }
@@ -60,23 +62,6 @@ impl Draft {
     pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
         let path = self.path.join(part);
         File::create_new(&path).map_err(failed(&path))
-    }
-
-    /// Returns the draft's present path.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Returns the path of the finished snapshot.
-    #[must_use]
-    pub fn place(&self) -> &Path {
-        &self.place
-    }
-
-    /// Reads the manifest of another snapshot in the same snapshot directory.
-    pub fn beside(&self, name: &str) -> Result<Manifest, SnapshotError> {
-        read_manifest(&self.place.with_file_name(name), name)
     }
 
     /// Turns the draft into a snapshot: syncs all files to disk, writes the manifest last, and then
