@@ -22,7 +22,7 @@ use memfold_host::helper;
 use memfold_store::StoreIdentity;
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
-use memfold_vm::{DiskFormat, RamLayout, VmSpec};
+use memfold_vm::{DiskFormat, DiskSpec, RamLayout, VmSpec};
 use rustix::fs::{Advice, OFlags, fadvise};
 use rustix::process::Pid;
 use serde::Deserialize;
@@ -196,27 +196,21 @@ struct Target<'a> {
 /// Returns the disks to whose files a snapshot can refer. Disks that are written in place will be
 /// copied, and have no file in the snapshot yet.
 fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
-    let mut found = Vec::new();
-    for (number, disk) in spec.disks.iter().enumerate() {
-        let base = Target {
-            image: &disk.path,
-            format: disk.format(),
-            overlay_of: None,
-        };
-        match frozen.iter().find(|frozen| frozen.disk == number) {
-            // A QEMU without root's rights could have written any path into the overlay's header,
-            // so only the disk below the overlay is used.
-            Some(_) if spec.user.is_some() => found.push(base),
-            Some(frozen) => found.push(Target {
-                image: &frozen.path,
-                format: DiskFormat::Qcow2,
-                overlay_of: Some(number),
-            }),
-            None if disk.read_only && spec.foreign.is_none() => found.push(base),
-            None => {}
+    let target = |(number, disk): (usize, &'a DiskSpec)| {
+        let own = frozen.iter().find(|frozen| frozen.disk == number);
+        if own.is_none() && (!disk.read_only || spec.foreign.is_some()) {
+            return None;
         }
-    }
-    found
+        // A QEMU without root's rights could have written any path into the overlay's header, so only
+        // the disk below the overlay is used.
+        let own = own.filter(|_| spec.user.is_none());
+        Some(Target {
+            image: own.map_or(&disk.path, |frozen| &frozen.path),
+            format: own.map_or(disk.format(), |_| DiskFormat::Qcow2),
+            overlay_of: own.map(|_| number),
+        })
+    };
+    spec.disks.iter().enumerate().filter_map(target).collect()
 }
 
 /// Reads a disk's extents with `qemu-img map`. (`-U` is needed because a running VM has the disk
@@ -298,10 +292,9 @@ impl Candidates {
             // believed.
             DiskFormat::Raw => vec![target.image.to_owned()],
         };
-        let numbers: Vec<Option<u32>> = files
-            .iter()
-            .map(|path| self.add(target, path, open(path)?))
-            .collect();
+        let numbers = files.iter();
+        let numbers = numbers.map(|path| self.add(target, path, open(path)?));
+        let numbers: Vec<Option<u32>> = numbers.collect();
         Ok(DiskMap::new(&extents(target)?, &numbers))
     }
 

@@ -12,7 +12,7 @@ use rustix::process::Pid;
 use super::disk_chain::{Active, Chains, chain, header, identity};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
-use super::manifest::{MANIFEST, Manifest, disk_name};
+use super::manifest::{MANIFEST, Manifest, disk_name, read_manifest};
 
 /// Checks that a disk's backing files exist at the paths in the headers.
 pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
@@ -131,14 +131,15 @@ fn is_of_its_domain(backing: &Path, spec: &VmSpec, disk: usize, draft: &Draft) -
     let Some(name) = name.and_then(|name| name.to_str()) else {
         return false;
     };
-    let place = draft.place().with_file_name(name).join(disk_name(disk));
+    let home = draft.place.with_file_name(name);
+    let place = home.join(disk_name(disk));
     // The paths are compared as text, because `==` treats `a/./b` and `a/b` as equal.
     if memfold_vm::check_name("snapshot", name).is_err() || backing.as_os_str() != place.as_os_str()
     {
         return false;
     }
     let is_own = |of: Manifest| spec.domain.is_some() || of.vm == spec.name;
-    (draft.beside(name)).is_ok_and(|of| of.domain == spec.domain && is_own(of))
+    read_manifest(&home, name).is_ok_and(|of| of.domain == spec.domain && is_own(of))
 }
 
 #[cfg(test)]
@@ -172,7 +173,7 @@ mod tests {
             ..manifest(name, ByteSize::mib(64))
         };
         draft.file(&disk_name(0)).unwrap();
-        let disk = draft.place().join(disk_name(0));
+        let disk = draft.place.join(disk_name(0));
         draft.commit(&manifest).unwrap();
         disk
     }

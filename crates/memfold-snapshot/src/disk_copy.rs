@@ -93,7 +93,7 @@ pub(super) fn prepare(
     };
     let bytes = in_place(spec).filter_map(held).sum();
     if in_place(spec).next().is_some() {
-        enough_room(draft.path(), bytes).map_err(|why| {
+        enough_room(&draft.path, bytes).map_err(|why| {
             SnapshotError::Impossible(format!(
                 "cannot copy the disks that the VM writes in place ({why}); free space in the directory of snapshots"
             ))
@@ -109,9 +109,9 @@ pub(super) fn prepare(
             disk,
             device: device["qdev"].as_str().unwrap_or_default().to_owned(),
             bytes: bytes.unwrap_or(0),
-            old: draft.path().join(format!("old{disk}.qcow2")),
+            old: draft.path.join(format!("old{disk}.qcow2")),
         };
-        let new = draft.path().join(disk_name(disk));
+        let new = draft.path.join(disk_name(disk));
         for (part, file) in [("old", &copy.old), ("new", &new)] {
             let failed = failed(file);
             overlay::create_empty(file, copy.bytes).map_err(failed)?;
@@ -197,13 +197,13 @@ pub(super) fn finish(
     // All copy jobs run in parallel, because the saved old data of a disk grow until the disk is
     // copied.
     for &Copied { disk, .. } in copies {
-        let (job, enough) = (name("disk", disk), || enough_room(draft.path(), 0));
+        let (job, enough) = (name("disk", disk), || enough_room(&draft.path, 0));
         block_job::finish(monitor, &job, COPY_TIMEOUT, progress, enough)
             .map_err(|why| SnapshotError::Impossible(words(disk, &why)))?;
     }
     remove(monitor, spec)?;
     for copy in copies {
-        check(copy.disk, &draft.path().join(disk_name(copy.disk)))?;
+        check(copy.disk, &draft.path.join(disk_name(copy.disk)))?;
         std::fs::remove_file(&copy.old).map_err(failed(&copy.old))?;
     }
     Ok(began.elapsed())

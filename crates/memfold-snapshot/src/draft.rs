@@ -12,7 +12,7 @@ use rustix::fs::{FlockOperation, flock};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::error::{SnapshotError, failed};
-use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex, read_manifest};
+use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex};
 
 /// How often, and after which pauses, a draft that comes from elsewhere is locked.
 const LOCK_TRIES: u32 = 20;
@@ -21,8 +21,10 @@ const LOCK_PAUSE: Duration = Duration::from_millis(50);
 /// A snapshot that is being saved. Dropping a draft that was not committed removes it.
 #[derive(Debug)]
 pub struct Draft {
-    path: PathBuf,
-    place: PathBuf,
+    /// Present path of the draft.
+    pub(super) path: PathBuf,
+    /// Path of the finished snapshot.
+    pub(super) place: PathBuf,
     /// Whether the directory stays when the value is dropped.
     stays: bool,
     _lock: File,
@@ -95,13 +97,7 @@ impl Draft {
         move |source| failed(&path)(source)
     }
 
-    /// Creates a new file in the draft.
-    pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
-        let path = self.path.join(part);
-        File::create_new(&path).map_err(failed(&path))
-    }
-
-    /// Returns the draft's present path.
+    /// Returns the present path of the draft.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -113,9 +109,10 @@ impl Draft {
         &self.place
     }
 
-    /// Reads the manifest of another snapshot in the same snapshot directory.
-    pub fn beside(&self, name: &str) -> Result<Manifest, SnapshotError> {
-        read_manifest(&self.place.with_file_name(name), name)
+    /// Creates a new file in the draft.
+    pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
+        let path = self.path.join(part);
+        File::create_new(&path).map_err(failed(&path))
     }
 
     /// Turns the draft into a snapshot: syncs all files to disk, writes the manifest last, and then

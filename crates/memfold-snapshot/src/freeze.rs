@@ -103,7 +103,7 @@ fn add(
     virtual_bytes: u64,
 ) -> Result<(), SnapshotError> {
     let backing = Backing {
-        file: &draft.place().join(disk_name(new.disk)),
+        file: &draft.place.join(disk_name(new.disk)),
         format: "qcow2",
         virtual_bytes: Some(virtual_bytes),
     };

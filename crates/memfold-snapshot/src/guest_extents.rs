@@ -92,10 +92,6 @@ pub fn with_paths<'a>(
 /// Parses the agent's answer about `files` paths. The result is sorted by file and then by page.
 pub fn parse(text: &[u8], files: usize) -> Result<Vec<FileExtent>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the answer is no text".to_owned())?;
-    let wrong = |line: &str| {
-        let shown: String = line.chars().take(60).collect();
-        format!("not a line of the answer: '{shown}'")
-    };
     let mut extents: Vec<FileExtent> = Vec::new();
     for line in text.lines() {
         if extents.len() == MAX_LINES {
@@ -108,7 +104,10 @@ pub fn parse(text: &[u8], files: usize) -> Result<Vec<FileExtent>, String> {
             });
             follows && extent.file < files
         });
-        extents.push(extent.ok_or_else(|| wrong(line))?);
+        extents.push(extent.ok_or_else(|| {
+            let shown: String = line.chars().take(60).collect();
+            format!("not a line of the answer: '{shown}'")
+        })?);
     }
     Ok(extents)
 }

@@ -120,6 +120,17 @@ fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Resul
     Ok(joined(ranges))
 }
 
+/// A chunk of a block that contains pages to save.
+#[derive(Debug)]
+pub(super) struct Chunk {
+    /// Number of the chunk's block in the plan.
+    pub(super) block: usize,
+    /// Page in the block at which the chunk begins.
+    pub(super) first: u64,
+    /// Indexes of the block's ranges that overlap the chunk.
+    pub(super) ranges: Range<usize>,
+}
+
 /// The memory of a process that must be saved, according to its page tables at one instant.
 #[derive(Debug)]
 pub struct Plan {
@@ -162,20 +173,7 @@ impl Plan {
             ranges.iter().map(move |&(from, to)| at(from)..at(to))
         })
     }
-}
 
-/// A chunk of a block that contains pages to save.
-#[derive(Debug)]
-pub(super) struct Chunk {
-    /// Number of the chunk's block in the plan.
-    pub(super) block: usize,
-    /// Page in the block at which the chunk begins.
-    pub(super) first: u64,
-    /// Indexes of the block's ranges that overlap the chunk.
-    pub(super) ranges: Range<usize>,
-}
-
-impl Plan {
     /// Returns the chunks of block `number` that contain pages to save, in ascending order.
     pub(super) fn chunks(&self, number: usize) -> Vec<Chunk> {
         let (pages, ranges) = (self.blocks[number].pages, &self.ranges[number]);

@@ -63,8 +63,7 @@ pub(super) fn merge_overlays(
 
 /// Refuses to write to a file that is mapped as a VM's memory.
 fn refuse_mapped(disk: usize, file: &Path) -> Result<(), SnapshotError> {
-    let pids = mappers(file)?;
-    let Some(pid) = pids.first() else {
+    let Some(&pid) = mappers(file)?.first() else {
         return Ok(());
     };
     Err(SnapshotError::Impossible(format!(

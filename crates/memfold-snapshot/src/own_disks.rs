@@ -104,13 +104,9 @@ fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> io::Result<()> {
 /// a file that somebody writes now is refused.
 fn write_alone(path: &Path) -> io::Result<File> {
     let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
-    let file = File::options()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(nofollow)
-        .open(path)?;
+    let mut options = File::options();
+    options.write(true).create(true).truncate(false).mode(0o600);
+    let file = options.custom_flags(nofollow).open(path)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Err(Errno::WOULDBLOCK) => {
             let why = "another restore is writing the disk";

@@ -54,11 +54,9 @@ fn name_in_snapshot(source: &SourceFile, disks: &[SavedDisk]) -> Result<PathBuf,
         return Ok(disk_name(disk).into());
     }
     let own = StoreIdentity::of(&source.file).ok();
-    let files = disks.iter().flat_map(|disk| {
-        let backing = disk.backing.iter().map(|file| &file.path);
-        std::iter::once(&disk.file.path).chain(backing)
-    });
-    let mut absolute = files.filter(|path| path.is_absolute());
+    let files = disks.iter();
+    let files = files.flat_map(|disk| std::iter::once(&disk.file).chain(&disk.backing));
+    let mut absolute = files.map(|of| &of.path).filter(|path| path.is_absolute());
     let named = absolute.find(|path| own.is_some() && identity(path).ok() == own);
     named.cloned().ok_or_else(|| {
         SnapshotError::Impossible(format!(
@@ -79,7 +77,7 @@ pub(super) fn compress(
     progress.begin("RAM compressed", saved);
     let places = pack::pack(ram, &packed, progress).map_err(draft.failed(PACKED))?;
     index.write_all(&places).map_err(draft.failed(INDEX))?;
-    fs::remove_file(draft.path().join(RAM)).map_err(draft.failed(RAM))?;
+    fs::remove_file(draft.path.join(RAM)).map_err(draft.failed(RAM))?;
     Ok(Packed {
         bytes: packed.metadata().map_err(draft.failed(PACKED))?.len(),
         index: facts(index).map_err(draft.failed(INDEX))?,

@@ -31,11 +31,8 @@ impl Reference {
     pub const BYTES: usize = 24;
 
     fn encode(&self) -> impl Iterator<Item = u8> {
-        let parts = [
-            self.page,
-            u64::from(self.pages) | u64::from(self.file) << 32,
-            self.block,
-        ];
+        let numbers = u64::from(self.pages) | u64::from(self.file) << 32;
+        let parts = [self.page, numbers, self.block];
         parts.into_iter().flat_map(u64::to_le_bytes)
     }
 
@@ -96,18 +93,15 @@ pub fn decode(bytes: &[u8], pages: u64, sources: usize) -> Result<Vec<Reference>
     for record in records {
         let reference = Reference::decode(record);
         let Reference { page, pages: n, .. } = reference;
-        let end = page.checked_add(u64::from(n)).filter(|&end| end <= pages);
-        let right = end.is_some_and(|end| {
-            n > 0
+        let end = page.checked_add(u64::from(n)).filter(|&end| {
+            end <= pages
+                && n > 0
                 && page >= free
                 && page / CHUNK_PAGES == (end - 1) / CHUNK_PAGES
                 && usize::try_from(reference.file).is_ok_and(|file| file < sources)
                 && reference.block < u64::MAX / PAGE_SIZE
         });
-        if !right {
-            return Err(format!("page {page}: not a reference of this image"));
-        }
-        free = end.unwrap_or(pages);
+        free = end.ok_or_else(|| format!("page {page}: not a reference of this image"))?;
         references.push(reference);
     }
     Ok(references)

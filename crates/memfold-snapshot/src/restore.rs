@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use memfold_store::data_ranges;
 use memfold_sys::memory;
-use memfold_units::{Hva, PAGE_SIZE};
+use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec};
 use memfold_wire::library::{MAX_RUNS, MapRun, Order};
 use rustix::process::Pid;
@@ -28,7 +28,7 @@ use serde_json::json;
 
 use super::error::{SnapshotError, failed};
 use super::file_facts::{device, facts_at, modified_ns};
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, ImageBlock};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, ImageBlock, bytes};
 use super::manifest::{BackingFile, DEVICES, Manifest, RAM, REFERENCES, file_name};
 use super::refer::Reference;
 use super::shelf::{CheckedImage, Shelf};
@@ -56,10 +56,7 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
         }
     }
     check_files(manifest, &place)?;
-    let of_foreign = spec
-        .foreign
-        .iter_mut()
-        .flat_map(|foreign| &mut foreign.files);
+    let of_foreign = spec.foreign.iter_mut().flat_map(|of| &mut of.files);
     for file in of_foreign.chain(&mut spec.files) {
         *file = place.join(&file);
     }
@@ -294,24 +291,19 @@ fn runs_of(references: &[Reference], number: u32, block: &ImageBlock, hva: Hva) 
 
 /// Copies a small RAM block into a process.
 fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<()> {
-    let mut buffer = vec![0; CHUNK_BYTES];
-    let mut done = 0;
-    while done < block.pages {
-        let pages = (block.pages - done).min(CHUNK_PAGES);
-        let length = usize::try_from(pages * PAGE_SIZE).unwrap_or(buffer.len());
-        let part = &mut buffer[..length];
-        ram.read_exact_at(part, (block.first_page + done) * PAGE_SIZE)?;
-        let mut now = vec![0; length];
+    let (mut saved, mut now) = (vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]);
+    for first in (0..block.pages).step_by(CHUNK_BYTES / PAGE_BYTES) {
+        let length = bytes(CHUNK_PAGES.min(block.pages - first));
+        let (saved, now) = (&mut saved[..length], &mut now[..length]);
+        ram.read_exact_at(saved, (block.first_page + first) * PAGE_SIZE)?;
+        let at = hva.add_pages(first);
         // ROM that QEMU has loaded from the same files has the right bytes already, and is not
         // written.
-        let same = memory::read(pid, hva.add_pages(done), &mut now)? == length && now == part;
-        if !same && memory::write(pid, hva.add_pages(done), part)? != length {
-            return Err(std::io::Error::other(format!(
-                "cannot write RAM block '{}'",
-                block.name
-            )));
+        let same = memory::read(pid, at, now)? == length && now == saved;
+        if !same && memory::write(pid, at, saved)? != length {
+            let why = format!("cannot write RAM block '{}'", block.name);
+            return Err(std::io::Error::other(why));
         }
-        done += pages;
     }
     Ok(())
 }

@@ -19,7 +19,6 @@
 //! is lost.
 
 use std::fs::{self, File};
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
@@ -37,15 +36,12 @@ use super::error::SnapshotError;
 use super::file_facts::{Stamp, facts};
 use super::freeze::{self, Frozen};
 use super::hardware;
-use super::image::Plan;
 use super::manifest::{FORMAT, FORMAT_IN_PARTS, Manifest, RAM, SUMS};
 use super::merge_overlays::merge_overlays;
 use super::parts;
-use super::past::Past;
 use super::saved_disks::take_over;
 use super::shelf::Shelf;
 use super::still::{Attempt, Still};
-use super::writer::Writer;
 
 pub use super::block_job::Monitor;
 pub use super::request::{Request, milliseconds};
@@ -80,12 +76,10 @@ pub fn save(
         hold,
         progress,
     };
-    let made = attempt.run(shelf);
-    if made.is_err() {
+    attempt.run(shelf).inspect_err(|_| {
         let_go_of_disks(&subject.spec, &monitor);
         attempt.go_on_with_room();
-    }
-    made
+    })
 }
 
 impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
@@ -96,7 +90,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let described = self.take_beside(&draft)?;
         let (frozen, copies, still) = self.stand_still(&before, &draft, &ram)?;
         // From here on, the VM's chain of overlays is longer by one.
-        let place = draft.place().to_owned();
+        let place = draft.place.clone();
         let mut compared = Vec::new();
         let (files, disks) = ((&draft, &ram, sums), (frozen.as_slice(), copies.as_slice()));
         // Dropping the draft after an error removes its names of the frozen overlays, so they belong
@@ -184,9 +178,14 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let (began, mut steps) = (Instant::now(), still.steps);
         let live = still.past.is_some();
         let (writer, plan) = (&mut still.writer, &still.plan);
-        let copied = still
-            .past
-            .map_or(Ok(0), |past| copy_ram(past, writer, plan, progress));
+        // The old contents of the VM's RAM were protected before the VM resumed. Dropping `past` frees
+        // the memory for them.
+        let copied = still.past.map_or(Ok(0), |(past, blocks)| {
+            let pages = blocks.iter().map(|&number| plan.blocks[number].pages);
+            progress.begin("RAM copied", pages.sum::<u64>() * PAGE_SIZE);
+            writer.blocks(plan, &blocks, Some(&past), progress)?;
+            Ok(past.kept_pages())
+        });
         // The VM is released first, because the steps after a failure may wait for QEMU.
         self.hold.let_go();
         freeze::check_frozen(&mut self.monitor.qmp(), frozen)?;
@@ -301,7 +300,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let parts = trial::MachineParts::of(&mut self.monitor.qmp())?;
         let mut spec = spec.clone();
         for file in spec.foreign.iter_mut().flat_map(|of| &mut of.files) {
-            *file = draft.path().join(&file);
+            *file = draft.path.join(&file);
         }
         trial::start_once(&spec, &parts).map_err(|why| {
             SnapshotError::Impossible(format!(
@@ -319,20 +318,6 @@ pub fn let_go_of_disks(spec: &VmSpec, monitor: &impl Monitor) -> bool {
         tracing::warn!(vm = spec.name, %error, "cannot remove the copy-before-write job of a disk; the job ends with the VM's next save or with the VM");
     }
     gone.is_ok()
-}
-
-/// Copies the RAM of a VM that has resumed after its old contents were protected. Returns how many
-/// pages the VM wrote to before they were copied. Frees the memory for their old contents.
-fn copy_ram(
-    (past, blocks): (Past, Vec<usize>),
-    writer: &mut Writer<'_>,
-    plan: &Plan,
-    progress: &Progress,
-) -> io::Result<u64> {
-    let copied = blocks.iter().map(|&number| plan.blocks[number].pages);
-    progress.begin("RAM copied", copied.sum::<u64>() * PAGE_SIZE);
-    writer.blocks(plan, &blocks, Some(&past), progress)?;
-    Ok(past.kept_pages())
 }
 
 /// Returns frozen overlays to a VM whose snapshot is about to be removed. The VM's next save merges

@@ -26,17 +26,15 @@ pub(super) fn take_over(
 ) -> Result<Vec<SavedDisk>, SnapshotError> {
     let mut disks = Vec::new();
     for (number, disk) in spec.disks.iter().enumerate() {
-        let own = draft.path().join(disk_name(number));
+        let own = draft.path.join(disk_name(number));
         let found = frozen.iter().find(|f| f.disk == number);
         if let Some(frozen) = found {
-            let kept = if spec.user.is_some() {
-                copy_own(&frozen.path, &own)
-            } else {
-                keep_file(&frozen.path, &own)
-            };
-            kept.map_err(failed(&frozen.path))?;
+            let failed = failed(&frozen.path);
             if spec.user.is_some() {
+                copy_own(&frozen.path, &own).map_err(failed)?;
                 chain_check::check_header(&own, spec, number, draft)?;
+            } else {
+                keep_file(&frozen.path, &own).map_err(failed)?;
             }
         }
         let is_ours = found.is_some() || copies.iter().any(|copy| copy.disk == number);
@@ -80,11 +78,9 @@ fn copy_own(from: &Path, to: &Path) -> io::Result<()> {
     if !from.metadata()?.is_file() {
         return Err(io::Error::other("the file is not a regular file"));
     }
-    let mut to = File::options()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(to)?;
+    let mut options = File::options();
+    options.write(true).create_new(true).mode(0o600);
+    let mut to = options.open(to)?;
     // The copy shares blocks with the original if the file system can.
     io::copy(&mut from, &mut to)?;
     to.sync_all()

@@ -491,7 +491,7 @@ mod tests {
         let under_way = shelf.draft("under-way").unwrap();
         fs::create_dir(shelf.root.join(".cut-off.draft")).unwrap();
         let other = Shelf::open(&shelf.root);
-        assert!(under_way.path().exists());
+        assert!(under_way.path.exists());
         assert!(!shelf.root.join(".cut-off.draft").exists());
         assert_eq!(other.names().unwrap(), ["whole"]);
     }

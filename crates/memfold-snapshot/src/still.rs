@@ -185,7 +185,7 @@ fn keep_past(
 /// Makes QEMU write its device state into the draft.
 fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError> {
     let file = draft.file(DEVICES)?;
-    let path = draft.path().join(DEVICES);
+    let path = draft.path.join(DEVICES);
     let failed = failed(path.as_path());
     let writable = File::options().write(true).open(&path).map_err(failed)?;
     let place = qmp.lend(writable.as_fd())?;

@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, SUM_BYTES, write_nonzero};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, SUM_BYTES, bytes, write_nonzero};
 use super::pack::{self, Frame};
 use super::pipeline;
 use super::refer::Reference;
@@ -83,10 +83,6 @@ impl Pages {
 }
 
 impl Stored {
-    fn chunks(&self) -> u64 {
-        self.bytes.div_ceil(CHUNK_BYTES as u64)
-    }
-
     /// Reads a chunk from all files that contain parts of it. Returns whether any file does.
     fn read(&self, chunk: u64, buffer: &mut [u8]) -> io::Result<bool> {
         let holds = self.pages.read(chunk, buffer)?;
@@ -100,8 +96,7 @@ impl Stored {
                 buffer.fill(0);
             }
             refers = true;
-            let at = usize::try_from((reference.page - first) * PAGE_SIZE);
-            let at = at.map_err(io::Error::other)?;
+            let at = bytes(reference.page - first);
             let file = usize::try_from(reference.file).map_err(io::Error::other)?;
             let part = &mut buffer[at..][..reference.length()];
             self.sources[file].read_exact_at(part, reference.block * PAGE_SIZE)?;
@@ -126,24 +121,28 @@ impl Stored {
     ) -> io::Result<Vec<u64>> {
         let empty = xxh3_128(&vec![0; CHUNK_BYTES]);
         let wrong = Mutex::new(Vec::new());
-        pipeline::run(self.chunks(), CHUNK_BYTES, |chunk, buffer| {
-            let sum = match self.read(chunk, buffer) {
-                Ok(true) => Some(xxh3_128(buffer)),
-                Ok(false) => Some(empty),
-                Err(error) => match error.kind() {
-                    // The file is too short, or the bytes are not a valid frame.
-                    UnexpectedEof | InvalidInput | InvalidData | Other => None,
-                    _ => return Err(error),
-                },
-            };
-            if sum != Some(self.sum(chunk)?) {
-                wrong.lock().push(chunk);
-            } else if sum != Some(empty) {
-                right(chunk, buffer)?;
-            }
-            progress.add(CHUNK_BYTES as u64);
-            Ok(())
-        })?;
+        pipeline::run(
+            self.bytes.div_ceil(CHUNK_BYTES as u64),
+            CHUNK_BYTES,
+            |chunk, buffer| {
+                let sum = match self.read(chunk, buffer) {
+                    Ok(true) => Some(xxh3_128(buffer)),
+                    Ok(false) => Some(empty),
+                    Err(error) => match error.kind() {
+                        // The file is too short, or the bytes are not a valid frame.
+                        UnexpectedEof | InvalidInput | InvalidData | Other => None,
+                        _ => return Err(error),
+                    },
+                };
+                if sum != Some(self.sum(chunk)?) {
+                    wrong.lock().push(chunk);
+                } else if sum != Some(empty) {
+                    right(chunk, buffer)?;
+                }
+                progress.add(CHUNK_BYTES as u64);
+                Ok(())
+            },
+        )?;
         let mut wrong = wrong.into_inner();
         wrong.sort_unstable();
         Ok(wrong)

@@ -108,20 +108,16 @@ pub(super) fn take(
     let file = options.read(true).custom_flags(flags).open(path);
     let file = file.map_err(failed)?;
     let facts = file.metadata().map_err(failed)?;
-    if !facts.is_file() {
-        return Err(refused(
-            "is neither a regular file nor one of the VM's disks",
-        ));
-    }
-    if facts.len() > MOST_BYTES {
-        return Err(refused(
-            "is not one of the VM's disks, and is larger than the 64 MiB that are copied",
-        ));
-    }
-    if is_shared(pid, path).map_err(failed)? {
-        return Err(refused(
-            "is memory shared with every process that maps that file (share=on)",
-        ));
+    let problem = if !facts.is_file() {
+        Some("is neither a regular file nor one of the VM's disks")
+    } else if facts.len() > MOST_BYTES {
+        Some("is not one of the VM's disks, and is larger than the 64 MiB that are copied")
+    } else {
+        (is_shared(pid, path).map_err(failed)?)
+            .then_some("is memory shared with every process that maps that file (share=on)")
+    };
+    if let Some(why) = problem {
+        return Err(refused(why));
     }
     let is_it = |named: &Path| identity(named).is_ok_and(|named| named == (&facts).into());
     let mut is_named = false;
