@@ -23,16 +23,12 @@ const MOST: f64 = 10.0;
 /// If the variable holds no number of 1 or more.
 pub fn slowness() -> f64 {
     static KNOWN: OnceLock<f64> = OnceLock::new();
-    *KNOWN.get_or_init(|| match std::env::var(SLOW) {
-        Ok(text) => {
-            let factor: f64 = text.parse().unwrap_or(0.0);
-            assert!(
-                factor >= 1.0,
-                "{SLOW}='{text}' is not a number of 1 or more"
-            );
-            factor
-        }
-        Err(_) => measure_slowness(),
+    *KNOWN.get_or_init(|| {
+        let Ok(text) = std::env::var(SLOW) else {
+            return measure_slowness();
+        };
+        let factor = text.parse().ok().filter(|factor| *factor >= 1.0);
+        factor.unwrap_or_else(|| panic!("{SLOW}='{text}' is not a number of 1 or more"))
     })
 }
 
