@@ -5,7 +5,9 @@
 //! are restored from its state after the boot.
 
 mod lab;
+mod wait;
 mod warm;
 
-pub use lab::{DiskMode, Lab, undo_at_interrupt};
+pub use lab::{DiskMode, Lab, at_once, guest_image, undo_at_interrupt};
+pub use wait::{wait_for, wait_migrated};
 pub use warm::{GUESTS_VARIABLE, WARM_VARIABLE, Warm};

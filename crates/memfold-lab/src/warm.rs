@@ -17,6 +17,7 @@
 //! settings that only the host sees (name, trust domain, user, cache mode, merging). In the first
 //! guest, disks other than the root disk are blank, and none of their pages stay in its page cache.
 
+use std::ffi::OsStr;
 use std::fs::{File, Permissions};
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -30,6 +31,8 @@ use memfold_host::{QemuFacts, image_directory};
 use memfold_vm::{CacheMode, DiskFormat, DiskSpec, Qmp, Vm, VmDirectory, VmSpec};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
+
+use crate::wait::{last_words, wait_for, wait_migrated};
 
 /// Directory of saved guests. Unset: `warm` in memfold's cache directory, where they stay for the
 /// next run.
@@ -68,17 +71,21 @@ pub struct Warm {
 /// Returns why guests with this description cannot be restored and must boot; `None`: they can be
 /// restored.
 fn must_boot(spec: &VmSpec) -> Option<&'static str> {
-    if !spec.qemu_args.is_empty() {
-        Some("the VM has its own QEMU arguments")
-    } else if !spec.segments.is_empty() {
-        Some("the VM maps segments from its boot on")
-    } else if spec.boot_snapshot {
-        Some("the VM is saved right after its boot")
-    } else if spec.disks.first().is_none_or(|disk| !disk.snapshot) {
-        Some("its root disk is not a temporary overlay")
-    } else {
-        None
-    }
+    let is_kept = spec.disks.first().is_none_or(|disk| !disk.snapshot);
+    let reasons = [
+        (
+            !spec.qemu_args.is_empty(),
+            "the VM has its own QEMU arguments",
+        ),
+        (
+            !spec.segments.is_empty(),
+            "the VM maps segments from its boot on",
+        ),
+        (spec.boot_snapshot, "the VM is saved right after its boot"),
+        (is_kept, "its root disk is not a temporary overlay"),
+    ];
+    let mut reasons = reasons.into_iter();
+    reasons.find_map(|(holds, why)| holds.then_some(why))
 }
 
 /// Returns the description without settings that only the host sees.
@@ -95,25 +102,28 @@ fn shape(spec: &VmSpec) -> VmSpec {
         if disk.cache.write_cache() {
             disk.cache = CacheMode::default();
         }
-        disk.aio = plain_aio();
+        disk.aio = DiskSpec::new("/").aio;
     }
     shape
 }
 
-fn plain_aio() -> memfold_vm::Aio {
-    DiskSpec::new("/").aio
+/// Runs `qemu-img`, and returns its output.
+fn qemu_img(arguments: &[&OsStr]) -> anyhow::Result<Vec<u8>> {
+    let done = Command::new("qemu-img").args(arguments).output();
+    let done = done.context("cannot run qemu-img")?;
+    let said = String::from_utf8_lossy(&done.stderr);
+    ensure!(done.status.success(), "qemu-img failed: {}", said.trim());
+    Ok(done.stdout)
 }
 
 /// Returns a disk's size in bytes, as the guest sees it.
 fn virtual_bytes(disk: &DiskSpec) -> anyhow::Result<u64> {
-    let path = disk.path.display();
-    let mut qemu_img = Command::new("qemu-img");
-    qemu_img.args(["info", "-U", "--output=json", "-f", disk.format().driver()]);
-    let done = qemu_img.arg(&disk.path).output().context("qemu-img")?;
-    ensure!(done.status.success(), "qemu-img cannot read {path}");
-    let facts: Value = serde_json::from_slice(&done.stdout)?;
+    let driver = disk.format().driver();
+    let options = ["info", "-U", "--output=json", "-f", driver].map(OsStr::new);
+    let facts = qemu_img(&[&options, &[disk.path.as_os_str()][..]].concat())?;
+    let facts: Value = serde_json::from_slice(&facts)?;
     let bytes = facts["virtual-size"].as_u64();
-    bytes.with_context(|| format!("qemu-img tells no size of {path}"))
+    bytes.with_context(|| format!("qemu-img tells no size of {}", disk.path.display()))
 }
 
 /// Returns a key for everything that the guest sees, 16 hexadecimal digits. The root image's name
@@ -126,16 +136,11 @@ fn key(shape: &VmSpec) -> anyhow::Result<String> {
         others.push(virtual_bytes(disk)?);
         disk.path = "/".into();
     }
-    let text = format!(
-        "{LAYOUT} {:?} {} {others:?} {}",
-        qemu.version,
-        qemu.machine,
-        serde_json::to_string(&seen)?
-    );
-    Ok(format!(
-        "{:016x}",
-        xxhash_rust::xxh3::xxh3_64(text.as_bytes())
-    ))
+    let (version, machine) = (qemu.version, qemu.machine);
+    let seen = serde_json::to_string(&seen)?;
+    let text = format!("{LAYOUT} {version:?} {machine} {others:?} {seen}");
+    let hash = xxhash_rust::xxh3::xxh3_64(text.as_bytes());
+    Ok(format!("{hash:016x}"))
 }
 
 fn directory() -> anyhow::Result<PathBuf> {
@@ -206,18 +211,7 @@ pub(crate) fn note_guest(how: &str, name: &str, took: Duration) {
 }
 
 fn wait_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
-    let end = Instant::now() + TRANSFER;
-    loop {
-        let now = qmp.query("query-migrate")?;
-        match now["status"].as_str() {
-            Some("completed") => return Ok(()),
-            Some("failed" | "cancelled") => bail!("QEMU's migration failed: {now}"),
-            _ if Instant::now() >= end => {
-                bail!("QEMU's migration did not finish within {TRANSFER:?}: {now}")
-            }
-            _ => std::thread::sleep(Duration::from_millis(10)),
-        }
-    }
+    wait_migrated(qmp, ("query-migrate", &["completed"]), TRANSFER)
 }
 
 /// Boots a guest and saves it in `place`, which appears only when it is complete.
@@ -233,13 +227,15 @@ fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
     let root = draft.join("root.qcow2");
     let base = spec.disks[0].path.clone();
     let driver = spec.disks[0].format().driver();
-    let base = [
+    let create = ["create", "-q", "-f"].map(OsStr::new);
+    let over = [
         "-b".as_ref(),
         base.as_os_str(),
         "-F".as_ref(),
         driver.as_ref(),
     ];
-    qemu_img_create(&root, DiskFormat::Qcow2, &base, None)?;
+    let qcow2 = ["qcow2".as_ref(), root.as_os_str()];
+    qemu_img(&[&create[..], &qcow2, &over].concat())?;
     spec.disks[0] = DiskSpec {
         format: Some(DiskFormat::Qcow2),
         snapshot: false,
@@ -248,8 +244,10 @@ fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
     };
     for (number, disk) in spec.disks.iter_mut().enumerate().skip(1) {
         let blank = state.path().join(format!("blank{number}"));
-        let bytes = virtual_bytes(disk)?;
-        qemu_img_create(&blank, disk.format(), &[], Some(bytes))?;
+        let bytes = virtual_bytes(disk)?.to_string();
+        let driver = disk.format().driver();
+        let end = [driver.as_ref(), blank.as_os_str(), bytes.as_ref()];
+        qemu_img(&[&create[..], &end].concat())?;
         disk.format = Some(disk.format());
         disk.path = blank;
     }
@@ -264,44 +262,20 @@ fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn qemu_img_create(
-    path: &Path,
-    format: DiskFormat,
-    options: &[&std::ffi::OsStr],
-    bytes: Option<u64>,
-) -> anyhow::Result<()> {
-    let mut qemu_img = Command::new("qemu-img");
-    qemu_img.args(["create", "-q", "-f", format.driver()]);
-    qemu_img.args(options).arg(path);
-    let done = qemu_img
-        .args(bytes.map(|bytes| bytes.to_string()))
-        .output()?;
-    let said = String::from_utf8_lossy(&done.stderr);
-    ensure!(done.status.success(), "qemu-img create: {said}");
-    Ok(())
-}
-
 /// Waits for the shell on a guest's console, and runs [`SETTLE`] in it.
 fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
-    let end = Instant::now() + BOOT;
     let mut console =
         UnixStream::connect(vm.console()).context("cannot connect to the guest's console")?;
     console.set_read_timeout(Some(Duration::from_millis(200)))?;
     let mut said = Vec::new();
     let mut wait = |words: &[u8], console: &mut UnixStream| {
-        loop {
+        // Reading waits, too.
+        wait_for("the guest did not boot", (BOOT, Duration::ZERO), || {
             // What was said before anybody listened is in the log.
             let logged = std::fs::read(vm.console_log()).unwrap_or_default();
             let is_in = |text: &[u8]| text.windows(words.len()).any(|part| part == words);
             if is_in(&said) || is_in(&logged) {
-                return Ok(());
-            }
-            if Instant::now() >= end {
-                let tail = &logged[logged.len().saturating_sub(2000)..];
-                bail!(
-                    "the guest did not boot within {BOOT:?}; the end of its console's log: {}",
-                    String::from_utf8_lossy(tail)
-                );
+                return Ok(Some(()));
             }
             let mut some = [0; 4096];
             match console.read(&mut some) {
@@ -310,7 +284,9 @@ fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
                 // Nothing was said.
                 Err(_) => {}
             }
-        }
+            Ok(None)
+        })
+        .with_context(|| format!("its last words:\n{}", last_words(vm)))
     };
     wait(PROMPT, &mut console)?;
     console.write_all(format!("{SETTLE}\n").as_bytes())?;
@@ -321,16 +297,12 @@ fn save(vm: &Vm, state: &Path) -> anyhow::Result<()> {
     let mut qmp = vm.qmp()?;
     qmp.query("stop")?;
     // QEMU's own limit is 128 MiB/s.
-    qmp.execute(
-        "migrate-set-parameters",
-        json!({ "max-bandwidth": 1_u64 << 40 }),
-    )?;
+    let limits = json!({ "max-bandwidth": 1_u64 << 40 });
+    qmp.execute("migrate-set-parameters", limits)?;
     let uri = format!("file:{}", state.display());
     qmp.execute("migrate", json!({ "uri": uri }))?;
     wait_migration(&mut qmp).context("cannot save the guest")?;
     // QEMUs without root's rights read it, too.
-    Ok(std::fs::set_permissions(
-        state,
-        Permissions::from_mode(0o644),
-    )?)
+    let mode = Permissions::from_mode(0o644);
+    Ok(std::fs::set_permissions(state, mode)?)
 }
