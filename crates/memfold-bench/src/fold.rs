@@ -40,14 +40,8 @@ const FILL_PAGES: u64 = 2048;
 /// Runs the study. Times are in µs of CPU.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     // Ctrl-C leaves no settings of KSM behind.
-    memfold_lab::undo_at_interrupt(restore_ksm);
+    memfold_lab::clean_up_at_interrupt();
     Ok(json!(measure_all(options.pick(5, 7), PAGES, PAGES)?))
-}
-
-fn restore_ksm() {
-    if let Err(error) = ksm::restore_own(ksm::NOTES.as_ref()) {
-        eprintln!("memfold: KSM's settings could not be restored: {error}");
-    }
 }
 
 /// Measures folding and KSM. `repeats`: how often each run length is measured. `pages`: number of
@@ -329,7 +323,7 @@ mod tests {
         let settings = Settings::kernel_default();
         let run = start_ksm(&settings).unwrap();
         assert_ne!(controls.settings().unwrap(), before);
-        restore_ksm();
+        assert!(ksm::restore_own(ksm::NOTES.as_ref()).unwrap());
         assert_eq!(controls.settings().unwrap(), before);
         std::mem::forget(run);
     }

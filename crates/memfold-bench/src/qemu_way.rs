@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
 
-use memfold_lab::{Lab, wait_for, wait_migrated};
+use memfold_lab::{Lab, migrate, wait_for};
 
 use memfold_daemon::DaemonError;
 use memfold_snapshot::{Manifest, SnapshotError};
@@ -74,9 +74,7 @@ pub fn save(lab: &Lab, vm: &str, form: Form, image: &Path, disk: &Path) -> anyho
     prepare_migration(&mut qmp, form)?;
     let began = Instant::now();
     qmp.query("stop")?;
-    let uri = format!("file:{}", image.display());
-    qmp.execute("migrate", json!({ "uri": uri }))?;
-    wait_migrated(&mut qmp, ("query-migrate", &["completed"]), LIMIT)?;
+    migrate(&mut qmp, "migrate", image, LIMIT)?;
     let pause_s = began.elapsed().as_secs_f64();
     File::open(image)?.sync_all()?;
     let save_s = began.elapsed().as_secs_f64();
@@ -186,7 +184,10 @@ pub fn restore(
         accel: like.accel.clone(),
     };
     let start = |state: &Path, spec| memfold_vm::start_incoming(state, spec, &incoming);
-    run(lab, spec, start, |qmp| load(qmp, form, image))
+    run(lab, spec, start, |qmp| {
+        prepare_migration(qmp, form)?;
+        migrate(qmp, "migrate-incoming", image, LIMIT)
+    })
 }
 
 /// Starts a VM, loads its state, and lets it run. Returns the seconds that this took.
@@ -202,11 +203,9 @@ fn run(
         let vm = start(state, spec)?;
         let go_on = || {
             // QEMU does not answer while it reads RAM, so this connection has a long time limit.
-            let socket = vm
-                .directory()
-                .context("the VM has no directory with a QMP socket")?
-                .daemon_qmp();
-            let mut qmp = Qmp::connect(&socket, LIMIT)?;
+            let directory = vm.directory();
+            let directory = directory.context("the VM has no directory with a QMP socket")?;
+            let mut qmp = Qmp::connect(&directory.daemon_qmp(), LIMIT)?;
             load(&mut qmp)?;
             qmp.query("cont")?;
             anyhow::Ok(())
@@ -220,12 +219,4 @@ fn run(
     })?;
     ensure!(ran > 0.0, "no time was taken");
     Ok(ran)
-}
-
-fn load(qmp: &mut Qmp, form: Form, image: &Path) -> anyhow::Result<()> {
-    prepare_migration(qmp, form)?;
-    let uri = format!("file:{}", image.display());
-    qmp.execute("migrate-incoming", json!({ "uri": uri }))?;
-    let running = ["paused", "running", "prelaunch"];
-    wait_migrated(qmp, ("query-status", &running), LIMIT)
 }

@@ -104,15 +104,14 @@ impl Lab {
     }
 
     fn at(settings: EngineSettings, registry: Option<RegistryAt>) -> anyhow::Result<Self> {
-        std::fs::create_dir_all(ksm::NOTES)
-            .with_context(|| format!("cannot make {}", ksm::NOTES))?;
+        let notes = std::fs::create_dir_all(ksm::NOTES);
+        notes.with_context(|| format!("cannot make {}", ksm::NOTES))?;
         if ksm::restore_leftover(Path::new(ksm::NOTES)).unwrap_or(false) {
             eprintln!("memfold: put KSM's settings back that a killed run had left");
         }
-        let directory = tempfile::Builder::new()
-            .prefix("memfold-lab.")
-            .tempdir()
-            .context("cannot create a temporary directory for the private daemon")?;
+        let directory = tempfile::Builder::new().prefix("memfold-lab.").tempdir();
+        let directory =
+            directory.context("cannot create a temporary directory for the private daemon")?;
         let options = DaemonOptions {
             state: directory.path().to_owned(),
             settings,
@@ -171,8 +170,7 @@ impl Lab {
         let mut root = DiskSpec::new(image.disk);
         root.snapshot = true;
         if disk == DiskMode::Direct {
-            root.cache = CacheMode::None;
-            root.aio = Aio::IoUring;
+            (root.cache, root.aio) = (CacheMode::None, Aio::IoUring);
         }
         spec.disks.push(root);
         Ok(spec)
@@ -196,10 +194,8 @@ impl Lab {
 
     fn run(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
-        self.daemon
-            .boots()
-            .run(spec)
-            .with_context(|| format!("'{name}' did not start"))?;
+        let running = self.daemon.boots().run(spec);
+        running.with_context(|| format!("'{name}' did not start"))?;
         Ok(())
     }
 
@@ -248,11 +244,8 @@ impl Lab {
 
     /// Runs a command in a guest, and returns its output.
     pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> anyhow::Result<String> {
-        let result = self
-            .daemon
-            .vms()
-            .exec(name, script, timeout)
-            .with_context(|| format!("in '{name}': {script}"))?;
+        let result = self.daemon.vms().exec(name, script, timeout);
+        let result = result.with_context(|| format!("in '{name}': {script}"))?;
         let [said, errors] =
             [result.stdout, result.stderr].map(|s| String::from_utf8_lossy(&s).into_owned());
         let (code, output, errors) = (result.code, said.trim(), errors.trim());
@@ -310,7 +303,6 @@ impl Drop for Lab {
     fn drop(&mut self) {
         *lock(&CURRENT) = None;
         stop_all(&self.daemon);
-        self.daemon.segments().unprotect();
         self.daemon.shut_down();
     }
 }
@@ -318,16 +310,17 @@ impl Drop for Lab {
 fn stop_all(daemon: &Daemon) {
     for vm in daemon.vms().list() {
         if let Err(error) = daemon.vms().stop(&vm.name, Duration::ZERO) {
-            eprintln!(
-                "memfold: VM '{}' (process {}) could not be ended: {error}",
-                vm.name, vm.pid
-            );
+            let (name, pid) = (vm.name, vm.pid);
+            eprintln!("memfold: VM '{name}' (process {pid}) could not be ended: {error}");
         }
     }
+    daemon.segments().unprotect();
 }
 
-/// VMs live on when their starter dies; an interrupted laboratory has to end them itself.
-fn clean_up_at_interrupt() {
+/// From now on, an interrupt ends this process's laboratory, restores KSM's settings, and runs the
+/// functions of [`undo_at_interrupt`]. VMs live on when their starter dies, so an interrupted
+/// laboratory has to end them itself.
+pub fn clean_up_at_interrupt() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
         let wait = || {
@@ -347,17 +340,14 @@ fn clean_up_at_interrupt() {
                 if let Some((daemon, directory)) = current {
                     daemon.close();
                     stop_all(&daemon);
-                    daemon.segments().unprotect();
-                    if let Err(error) = ksm::restore_own(Path::new(ksm::NOTES)) {
-                        eprintln!("memfold: KSM's settings could not be restored: {error}");
-                    }
                     // What is left there is of no use to anybody.
                     let _ = std::fs::remove_dir_all(directory);
                 }
-                let made = std::mem::take(&mut *lock(&MADE));
-                for undo in made.into_iter().rev() {
-                    undo();
+                if let Err(error) = ksm::restore_own(Path::new(ksm::NOTES)) {
+                    eprintln!("memfold: KSM's settings could not be restored: {error}");
                 }
+                let made = std::mem::take(&mut *lock(&MADE));
+                made.into_iter().rev().for_each(|undo| undo());
                 // 128 + SIGINT, as shells have it.
                 std::process::exit(130);
             }

@@ -8,6 +8,6 @@ mod lab;
 mod wait;
 mod warm;
 
-pub use lab::{DiskMode, Lab, at_once, guest_image, undo_at_interrupt};
-pub use wait::{wait_for, wait_migrated};
+pub use lab::{DiskMode, Lab, at_once, clean_up_at_interrupt, guest_image, undo_at_interrupt};
+pub use wait::{migrate, wait_for};
 pub use warm::{GUESTS_VARIABLE, WARM_VARIABLE, Warm};

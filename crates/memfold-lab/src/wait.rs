@@ -1,9 +1,11 @@
 //! Waits for what a guest, a daemon or the kernel does, with a time limit.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
 use memfold_vm::{Qmp, VmDirectory, log_tail};
+use serde_json::json;
 
 /// Bytes of console output shown if a guest does not boot.
 const LAST_WORDS: usize = 2000;
@@ -27,20 +29,19 @@ pub fn wait_for<T>(
     }
 }
 
-/// Waits until QEMU's migration has one of the states `wanted` of the command `query`.
+/// Migrates a VM's state to `file` (command `migrate`), or from it (`migrate-incoming`), and waits
+/// until this is done.
 ///
 /// # Errors
 /// The migration fails, or does not end within `limit`.
-pub fn wait_migrated(
-    qmp: &mut Qmp,
-    (query, wanted): (&str, &[&str]),
-    limit: Duration,
-) -> anyhow::Result<()> {
+pub fn migrate(qmp: &mut Qmp, command: &str, file: &Path, limit: Duration) -> anyhow::Result<()> {
+    let uri = format!("file:{}", file.display());
+    qmp.execute(command, json!({ "uri": uri }))?;
     let limits = (limit, Duration::from_millis(2));
     wait_for("QEMU's migration did not finish", limits, || {
-        let now = qmp.query(query)?;
+        let now = qmp.query("query-migrate")?;
         match now["status"].as_str() {
-            Some(status) if wanted.contains(&status) => Ok(Some(())),
+            Some("completed") => Ok(Some(())),
             Some("failed" | "cancelled") => bail!("QEMU's migration failed: {now}"),
             _ => Ok(None),
         }

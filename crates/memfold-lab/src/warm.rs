@@ -17,7 +17,6 @@
 //! settings that only the host sees (name, trust domain, user, cache mode, merging). In the first
 //! guest, disks other than the root disk are blank, and none of their pages stay in its page cache.
 
-use std::ffi::OsStr;
 use std::fs::{File, Permissions};
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -32,7 +31,7 @@ use memfold_vm::{CacheMode, DiskFormat, DiskSpec, Qmp, Vm, VmDirectory, VmSpec};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
 
-use crate::wait::{last_words, wait_for, wait_migrated};
+use crate::wait::{last_words, migrate, wait_for};
 
 /// Directory of saved guests. Unset: `warm` in memfold's cache directory, where they stay for the
 /// next run.
@@ -71,21 +70,19 @@ pub struct Warm {
 /// Returns why guests with this description cannot be restored and must boot; `None`: they can be
 /// restored.
 fn must_boot(spec: &VmSpec) -> Option<&'static str> {
+    let (arguments, segments) = (&spec.qemu_args, &spec.segments);
     let is_kept = spec.disks.first().is_none_or(|disk| !disk.snapshot);
     let reasons = [
+        ("the VM has its own QEMU arguments", !arguments.is_empty()),
         (
-            !spec.qemu_args.is_empty(),
-            "the VM has its own QEMU arguments",
-        ),
-        (
-            !spec.segments.is_empty(),
             "the VM maps segments from its boot on",
+            !segments.is_empty(),
         ),
-        (spec.boot_snapshot, "the VM is saved right after its boot"),
-        (is_kept, "its root disk is not a temporary overlay"),
+        ("the VM is saved right after its boot", spec.boot_snapshot),
+        ("its root disk is not a temporary overlay", is_kept),
     ];
-    let mut reasons = reasons.into_iter();
-    reasons.find_map(|(holds, why)| holds.then_some(why))
+    let found = reasons.into_iter().find(|(_, holds)| *holds);
+    found.map(|(why, _)| why)
 }
 
 /// Returns the description without settings that only the host sees.
@@ -108,8 +105,9 @@ fn shape(spec: &VmSpec) -> VmSpec {
 }
 
 /// Runs `qemu-img`, and returns its output.
-fn qemu_img(arguments: &[&OsStr]) -> anyhow::Result<Vec<u8>> {
-    let done = Command::new("qemu-img").args(arguments).output();
+fn qemu_img(options: &[&str], files: &[&Path]) -> anyhow::Result<Vec<u8>> {
+    let mut command = Command::new("qemu-img");
+    let done = command.args(options).args(files).output();
     let done = done.context("cannot run qemu-img")?;
     let said = String::from_utf8_lossy(&done.stderr);
     ensure!(done.status.success(), "qemu-img failed: {}", said.trim());
@@ -119,8 +117,10 @@ fn qemu_img(arguments: &[&OsStr]) -> anyhow::Result<Vec<u8>> {
 /// Returns a disk's size in bytes, as the guest sees it.
 fn virtual_bytes(disk: &DiskSpec) -> anyhow::Result<u64> {
     let driver = disk.format().driver();
-    let options = ["info", "-U", "--output=json", "-f", driver].map(OsStr::new);
-    let facts = qemu_img(&[&options, &[disk.path.as_os_str()][..]].concat())?;
+    let facts = qemu_img(
+        &["info", "-U", "--output=json", "-f", driver],
+        &[&disk.path],
+    )?;
     let facts: Value = serde_json::from_slice(&facts)?;
     let bytes = facts["virtual-size"].as_u64();
     bytes.with_context(|| format!("qemu-img tells no size of {}", disk.path.display()))
@@ -145,11 +145,10 @@ fn key(shape: &VmSpec) -> anyhow::Result<String> {
 
 fn directory() -> anyhow::Result<PathBuf> {
     let place = match std::env::var_os(WARM_VARIABLE) {
-        Some(place) => place.into(),
-        None => image_directory()
-            .context("cannot find a directory for saved guests")?
-            .join("warm"),
+        Some(place) => Ok(place.into()),
+        None => image_directory().map(|images| images.join("warm")),
     };
+    let place: PathBuf = place.context("cannot find a directory for saved guests")?;
     std::fs::create_dir_all(&place).with_context(|| format!("cannot make {}", place.display()))?;
     Ok(place)
 }
@@ -186,9 +185,8 @@ impl Warm {
     pub fn load(&self, vm: &VmDirectory) -> anyhow::Result<()> {
         let began = Instant::now();
         let mut qmp = Qmp::connect(&vm.qmp(), Duration::from_secs(60))?;
-        let uri = format!("file:{}", self.state.display());
-        qmp.execute("migrate-incoming", json!({ "uri": uri }))?;
-        wait_migration(&mut qmp).with_context(|| format!("cannot restore '{}'", vm.name()))?;
+        migrate(&mut qmp, "migrate-incoming", &self.state, TRANSFER)
+            .with_context(|| format!("cannot restore '{}'", vm.name()))?;
         // It was saved standing still, and QEMU keeps to that.
         qmp.query("cont")?;
         note_guest("restored", &vm.name(), began.elapsed());
@@ -210,32 +208,21 @@ pub(crate) fn note_guest(how: &str, name: &str, took: Duration) {
     }
 }
 
-fn wait_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
-    wait_migrated(qmp, ("query-migrate", &["completed"]), TRANSFER)
-}
-
 /// Boots a guest and saves it in `place`, which appears only when it is complete.
 fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     let draft = place.with_extension("draft");
-    match std::fs::remove_dir_all(&draft) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
-        _ => std::fs::create_dir(&draft)?,
+    if draft.exists() {
+        std::fs::remove_dir_all(&draft)?;
     }
+    std::fs::create_dir(&draft)?;
     // QEMU's sockets want a short path.
     let state = tempfile::Builder::new().prefix("memfold-warm.").tempdir()?;
     let root = draft.join("root.qcow2");
     let base = spec.disks[0].path.clone();
     let driver = spec.disks[0].format().driver();
-    let create = ["create", "-q", "-f"].map(OsStr::new);
-    let over = [
-        "-b".as_ref(),
-        base.as_os_str(),
-        "-F".as_ref(),
-        driver.as_ref(),
-    ];
-    let qcow2 = ["qcow2".as_ref(), root.as_os_str()];
-    qemu_img(&[&create[..], &qcow2, &over].concat())?;
+    let over = ["create", "-q", "-f", "qcow2", "-F", driver, "-b"];
+    qemu_img(&over, &[&base, &root])?;
     spec.disks[0] = DiskSpec {
         format: Some(DiskFormat::Qcow2),
         snapshot: false,
@@ -246,8 +233,7 @@ fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
         let blank = state.path().join(format!("blank{number}"));
         let bytes = virtual_bytes(disk)?.to_string();
         let driver = disk.format().driver();
-        let end = [driver.as_ref(), blank.as_os_str(), bytes.as_ref()];
-        qemu_img(&[&create[..], &end].concat())?;
+        qemu_img(&["create", "-q", "-f", driver], &[&blank, bytes.as_ref()])?;
         disk.format = Some(disk.format());
         disk.path = blank;
     }
@@ -299,9 +285,7 @@ fn save(vm: &Vm, state: &Path) -> anyhow::Result<()> {
     // QEMU's own limit is 128 MiB/s.
     let limits = json!({ "max-bandwidth": 1_u64 << 40 });
     qmp.execute("migrate-set-parameters", limits)?;
-    let uri = format!("file:{}", state.display());
-    qmp.execute("migrate", json!({ "uri": uri }))?;
-    wait_migration(&mut qmp).context("cannot save the guest")?;
+    migrate(&mut qmp, "migrate", state, TRANSFER).context("cannot save the guest")?;
     // QEMUs without root's rights read it, too.
     let mode = Permissions::from_mode(0o644);
     Ok(std::fs::set_permissions(state, mode)?)
